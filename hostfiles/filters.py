@@ -1,0 +1,93 @@
+"""The include/exclude grammar: `NODE[:SLOT[,SLOT|A-B]...][@NODE...]` over an ordered pool of hosts and slots.
+
+`worker-0@worker-1:0,2-3` names all slots of worker-0 and slots 0, 2, 3 of worker-1. Pure functions; the
+result always keeps the pool's order, because that order is the rank order.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping, Sequence
+
+Pool = dict[str, tuple[int, ...]]
+"""Host -> its slots, both in rank order."""
+
+Selection = dict[str, "frozenset[int] | None"]
+"""Host -> the slots named for it; None means all of them."""
+
+_RANGE = re.compile(r"(\d{1,6})(?:-(\d{1,6}))?", re.ASCII)
+
+
+class FilterError(ValueError):
+    """A filter that cannot be read or that names what is not there; the text is for the user."""
+
+
+def parse(text: str) -> Selection:
+    """Read a filter; several mentions of one host are merged, and a bare host covers its slots."""
+    selection: Selection = {}
+    for part in text.split("@"):
+        host, colon, slots = (piece.strip() for piece in part.partition(":"))
+        if not host:
+            raise FilterError(f"{text!r}: a host name is missing in {part.strip()!r}; write HOST:0,2-3@HOST2")
+        named = _parse_slots(slots, part.strip()) if colon else None
+        known = selection.get(host, frozenset())
+        selection[host] = None if named is None or known is None else known | named
+    return selection
+
+
+def _parse_slots(text: str, part: str) -> frozenset[int]:
+    slots: set[int] = set()
+    for token in (piece.strip() for piece in text.split(",")):
+        match = _RANGE.fullmatch(token)
+        if match is None:
+            raise FilterError(f"{part!r}: {token!r} is not a slot; write a number or a range such as 0-3")
+        first = int(match[1])
+        last = first if match[2] is None else int(match[2])
+        if last < first:
+            raise FilterError(f"{part!r}: the range {token!r} runs backwards")
+        slots.update(range(first, last + 1))
+    return frozenset(slots)
+
+
+def _check(pool: Mapping[str, Sequence[int]], selection: Selection) -> None:
+    for host, slots in selection.items():
+        if host not in pool:
+            near = difflib.get_close_matches(host, pool, n=1)
+            hint = f", did you mean {near[0]}?" if near else f"; known: {', '.join(pool) or 'none'}"
+            raise FilterError(f"unknown host {host!r}{hint}")
+        missing = sorted((slots or frozenset()) - set(pool[host]))
+        if missing:
+            there = ",".join(map(str, pool[host]))
+            raise FilterError(
+                f"{host} has no slot {missing[0]}: it has {len(pool[host])} slot(s)"
+                + f" ({there})" * bool(there)
+            )
+
+
+def include(pool: Mapping[str, Sequence[int]], selection: Selection) -> Pool:
+    """Only what the selection names."""
+    _check(pool, selection)
+    kept: Pool = {}
+    for host, slots in pool.items():
+        if host in selection:
+            named = selection[host]
+            kept[host] = tuple(slot for slot in slots if named is None or slot in named)
+    return _not_empty(kept)
+
+
+def exclude(pool: Mapping[str, Sequence[int]], selection: Selection) -> Pool:
+    """All but what the selection names."""
+    _check(pool, selection)
+    kept: Pool = {}
+    for host, slots in pool.items():
+        named = selection.get(host, frozenset())
+        kept[host] = () if named is None else tuple(slot for slot in slots if slot not in named)
+    return _not_empty(kept)
+
+
+def _not_empty(pool: Pool) -> Pool:
+    pool = {host: slots for host, slots in pool.items() if slots}
+    if not pool:
+        raise FilterError("the filter leaves no slot to run on")
+    return pool

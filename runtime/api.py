@@ -1,0 +1,259 @@
+"""``zlaunch.initialize`` and its companions: from a model and a config to an engine."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+from collections.abc import Callable, Iterable, Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from .agreement import check_agreement
+from .comm import Comm
+from .config import ConfigError, Effective, load, resolve
+from .data import EngineLoader
+from .engine import Engine
+from .environment import read_environment
+from .optim.build import build_optimizer, build_scheduler
+from .optim.shard_step import ShardStep, parameter_groups
+from .precision import Precision, choose_precision, dtype_named
+from .zero.grads import GradientOptions, GradientReducer
+from .zero.model import ShardedModel
+from .zero.partition import UNIT_NUMEL, ShardingOptions, build_units, plan_blocks
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add ``--config`` (also ``--deepspeed_config``), ``--deepspeed`` and ``--local_rank`` to a script's parser."""
+    group = parser.add_argument_group("zlaunch")
+    group.add_argument("--deepspeed", action="store_true", help="accepted for DeepSpeed scripts; has no effect")
+    group.add_argument("--config", "--deepspeed_config", dest="deepspeed_config", help="config file (JSON or YAML)")
+    group.add_argument("--local_rank", type=int, default=read_environment().local_rank, help="set by the launcher")
+    return parser
+
+
+def init_distributed(
+    dist_backend: str | None = None,
+    *,
+    timeout: timedelta | None = None,
+    **ignored: Any,
+) -> torch.device:
+    """Set up torch.distributed from the environment, once; without one, a world of this process alone.
+
+    The backend is NCCL (and gloo for CPU tensors) where there is a GPU, else gloo. Further keywords of DeepSpeed's
+    function are accepted. Returns this rank's device.
+    """
+    environment = read_environment()
+    device = torch.device("cpu")
+    if torch.cuda.is_available() and dist_backend != "gloo":
+        count = torch.cuda.device_count()
+        index = environment.local_rank if count > 1 else 0
+        if index >= count:
+            raise RuntimeError(f"local rank {environment.local_rank} has no GPU: this process sees {count}")
+        device = torch.device("cuda", index)
+        torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        options: dict[str, Any] = {"timeout": timeout} if timeout is not None else {}
+        if device.type == "cuda":
+            options["device_id"] = device
+        backend = dist_backend or ("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+        if environment.has_rendezvous:
+            dist.init_process_group(backend, **options)
+        elif environment.world_size > 1:
+            raise RuntimeError("WORLD_SIZE is set but not all of RANK, MASTER_ADDR, MASTER_PORT: start with zlaunch or torchrun")
+        else:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", 0))
+                port = probe.getsockname()[1]
+            dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1, **options)
+    return device
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int | None = None,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+    mesh_param: Any = None,
+    config_params: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+) -> tuple[Engine, torch.optim.Optimizer | None, EngineLoader | None, Any]:
+    """Make ``model`` train under ZeRO as ``config`` says; DeepSpeed's function of this name.
+
+    ``config`` is a path (JSON with comments, or YAML), a dict or base64 JSON; ``config_params`` and
+    ``args.deepspeed_config`` are other names for it. ``optimizer`` is an instance, a callable from parameters, or None
+    for the config's; likewise ``lr_scheduler``. Collective: every rank calls it with the same model and config, and
+    starts from rank 0's values.
+
+    Returns ``(engine, optimizer, dataloader, lr_scheduler)``, None for what there is not. Raises ConfigError for a bad
+    config, RankMismatchError when the ranks differ, ValueError for arguments that do not fit together.
+    """
+    if model is None:
+        raise ValueError("initialize needs a model")
+    if mpu is not None or mesh_param is not None:
+        raise ValueError("model parallelism (mpu, mesh_param) is not supported")
+    loaded = load(_choose_config(args, config, config_params))
+    device = init_distributed()
+    comm = Comm(device)
+    hidden, hidden_from = find_hidden_size(model)
+    effective = resolve(loaded, world_size=comm.world_size, hidden_size=hidden, hidden_size_from=hidden_from)
+    if comm.rank == 0:
+        for warning in loaded.warnings:
+            print(f"zlaunch: warning: {warning}", flush=True)
+    check_agreement(model, effective.digest(), comm)
+    precision = choose_precision(effective.config)
+
+    client = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
+    groups = client.param_groups if client is not None else parameter_groups(model_parameters, model)
+    if client is not None:
+        _drop_frozen(client, model)
+    sharded, reducer = _shard(model, groups, comm, effective, precision)
+    step = None
+    if client is None:
+        client = _make_optimizer(optimizer, effective, groups)
+    if client is not None:
+        trained = [unit for unit in sharded.units if unit.trainable]
+        step = ShardStep(client, trained, reducer, comm, sharded=effective.config.zero_optimization.stage >= 1)
+    scheduler = _make_scheduler(lr_scheduler, effective, client)
+    engine = Engine(sharded, reducer, step, scheduler, precision, effective)
+    loader = engine.deepspeed_io(training_data, collate_fn=collate_fn) if training_data is not None else None
+    engine.training_dataloader = loader
+    _record(effective, comm)
+    return engine, client, loader, scheduler
+
+
+def _choose_config(args: Any, config: Any, config_params: Any) -> Any:
+    named = getattr(args, "deepspeed_config", None) if args is not None else None
+    given = [source for source in (config, config_params, named) if source is not None]
+    if not given:
+        raise ConfigError("initialize needs a config: config=, or --config/--deepspeed_config among the script's arguments")
+    if any(source != given[0] for source in given[1:]):
+        raise ConfigError("initialize was given two different configs: config= and args.deepspeed_config")
+    return given[0]
+
+
+def find_hidden_size(model: nn.Module) -> tuple[int | None, str]:
+    """The width of a model, for ``"auto"`` bucket sizes, and where it was found."""
+    described = getattr(model, "config", None)
+    for name in ("hidden_size", "d_model", "n_embd", "hidden_sizes"):
+        value = getattr(described, name, None)
+        if isinstance(value, (list, tuple)) and value:
+            value = max(value)
+        if isinstance(value, int) and not isinstance(value, bool):
+            return value, f"model.config.{name}"
+    widths = [m.embedding_dim for m in model.modules() if isinstance(m, nn.Embedding)]
+    if widths:
+        return max(widths), "the model's widest embedding"
+    widths = [m.out_features for m in model.modules() if isinstance(m, nn.Linear)]
+    return (max(widths), "the model's widest linear layer") if widths else (None, "")
+
+
+def _drop_frozen(client: torch.optim.Optimizer, model: nn.Module) -> None:
+    known = {id(p) for p in model.parameters()}
+    for group in client.param_groups:
+        if any(id(p) not in known for p in group["params"]):
+            raise ValueError("the optimizer holds a tensor that is not a parameter of the model")
+        group["params"] = [p for p in group["params"] if p.requires_grad]
+
+
+def _shard(
+    model: nn.Module, groups: list[dict[str, Any]], comm: Comm, effective: Effective, precision: Precision
+) -> tuple[ShardedModel, GradientReducer]:
+    config = effective.config
+    zero = config.zero_optimization
+    options = ShardingOptions(
+        shard_optimizer=zero.stage >= 1,
+        shard_grads=zero.stage >= 2,
+        shard_params=zero.stage >= 3,
+        bucket_numel=max(1, min(int(zero.reduce_bucket_size), UNIT_NUMEL)),
+        minimum_numel=max(4096, int(zero.stage3_module_granularity_threshold)),
+        persistence_numel=int(zero.stage3_param_persistence_threshold),
+        poison=read_environment().debug_free == "poison",
+    )
+    group_of = {id(p): index for index, group in enumerate(groups) for p in group["params"]}
+    _place_rest(model, comm, precision)
+    blocks = plan_blocks(model, options)
+    build_units(blocks, group_of, precision.dtype, comm, options)
+    predivide = 1.0
+    if config.prescale_gradients:
+        predivide = config.gradient_predivide_factor if config.gradient_predivide_factor != 1.0 else comm.world_size
+    reducer = GradientReducer(
+        [unit for block in blocks for unit in block.units if unit.trainable],
+        comm,
+        GradientOptions(
+            transient=options.shard_grads,
+            dtype=dtype_named(config.communication_data_type),
+            predivide=predivide,
+        ),
+    )
+    sharded = ShardedModel(
+        model,
+        blocks,
+        reducer,
+        comm,
+        options,
+        prefetch_numel=int(zero.stage3_prefetch_bucket_size),
+        max_live_numel=int(zero.stage3_max_live_parameters),
+    )
+    return sharded, reducer
+
+
+def _place_rest(model: nn.Module, comm: Comm, precision: Precision) -> None:
+    """Buffers and integer parameters stay whole: to the device, floating ones to the compute dtype, rank 0's values."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                dtype = precision.dtype if buffer.is_floating_point() else None
+                module._buffers[name] = buffer.to(comm.device, dtype or buffer.dtype)
+                comm.broadcast(module._buffers[name].contiguous())  # type: ignore[union-attr]
+    for parameter in model.parameters():
+        if not parameter.is_floating_point():
+            parameter.data = parameter.data.to(comm.device)
+            comm.broadcast(parameter.data)
+
+
+def _make_optimizer(maker: Any, effective: Effective, groups: list[dict[str, Any]]) -> torch.optim.Optimizer | None:
+    if not any(group["params"] for group in groups):
+        return None
+    if callable(maker):
+        return maker(groups)  # type: ignore[no-any-return]
+    section = effective.config.optimizer
+    if section is None or section.type is None:
+        return None
+    try:
+        return build_optimizer(section.type, dict(section.params), groups)
+    except ValueError as error:
+        raise ConfigError(f"{effective.loaded.origin}: {error}") from None
+
+
+def _make_scheduler(given: Any, effective: Effective, optimizer: torch.optim.Optimizer | None) -> Any:
+    if given is not None:
+        is_factory = callable(given) and not hasattr(given, "step")
+        return given(optimizer) if is_factory else given
+    section = effective.config.scheduler
+    if section is None or section.type is None or optimizer is None:
+        return None
+    try:
+        return build_scheduler(section.type, dict(section.params), optimizer)
+    except ValueError as error:
+        raise ConfigError(f"{effective.loaded.origin}: {error}") from None
+
+
+def _record(effective: Effective, comm: Comm) -> None:
+    run_dir = read_environment().run_dir
+    if comm.rank == 0 and run_dir:
+        effective.write(os.path.join(run_dir, "config.effective.json"))
+    if comm.rank == 0 and effective.config.dump_state:
+        for path, value, source in effective.table():
+            print(f"{path} = {value}  ({source})", flush=True)

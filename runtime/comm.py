@@ -1,0 +1,173 @@
+"""Collectives: the only seam between the runtime and torch.distributed.
+
+Every call counts the elements it moves, so that a test can hold the runtime to its promised volume. An all-gather or
+reduce-scatter of a buffer of n elements counts n, an all-reduce 2n (it is one of each).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class Pending(Protocol):
+    """Something under way; ``wait`` returns when its result may be used (on the current stream for NCCL)."""
+
+    def wait(self) -> None: ...
+
+
+class _Done:
+    def wait(self) -> None:
+        return None
+
+
+DONE: Pending = _Done()
+
+# torch 2.13 renamed these two; the old names warn there, the new ones do not exist before.
+_all_gather_flat: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_flat: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class _Work:
+    """Waits for a torch Work and keeps its tensors alive until then."""
+
+    __slots__ = ("_keep", "_work")
+
+    def __init__(self, work: Any, *keep: Tensor) -> None:
+        self._work, self._keep = work, keep
+
+    def wait(self) -> None:
+        if self._work is not None:
+            self._work.wait()
+            self._work, self._keep = None, ()
+
+
+class _Accumulate:
+    """A reduce-scatter under way: received pieces are added into the shard when it is waited for."""
+
+    __slots__ = ("_bucket", "_fresh", "_pieces", "_shard", "_work")
+
+    def __init__(self, work: Any, shard: Tensor, pieces: Tensor, bucket: Tensor, fresh: bool) -> None:
+        self._work, self._shard, self._pieces, self._bucket, self._fresh = work, shard, pieces, bucket, fresh
+
+    def wait(self) -> None:
+        if self._work is None:
+            return
+        self._work.wait()
+        accumulate_pieces(self._shard, self._pieces, self._fresh)
+        self._work = self._pieces = self._bucket = None  # type: ignore[assignment]
+
+
+def accumulate_pieces(shard: Tensor, pieces: Tensor, fresh: bool) -> None:
+    """``shard`` (s elements, any dtype) becomes or grows by the sum over the first axis of ``pieces`` (n, s)."""
+    count = pieces.shape[0]
+    if fresh and count >= 2 and pieces.dtype == shard.dtype:
+        torch.add(pieces[0], pieces[1], out=shard)
+        rest = 2
+    elif fresh:
+        shard.copy_(pieces[0])
+        rest = 1
+    else:
+        rest = 0
+    for i in range(rest, count):
+        shard.add_(pieces[i])
+
+
+class Comm:
+    """The collectives of one engine over the default process group (and a second one for reductions).
+
+    Reductions have a group of their own, so that they neither wait for gathers nor need to be issued in one common
+    order with them.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.world_size = dist.get_world_size()
+        self.rank = dist.get_rank()
+        self.moved: Counter[str] = Counter()
+        self.calls: Counter[str] = Counter()
+        self._gather_group = dist.group.WORLD
+        self._reduce_group: Any = dist.group.WORLD
+        if self.world_size > 1:
+            self._reduce_group = dist.new_group(list(range(self.world_size)))
+        self._native_reduce_scatter = device.type != "cpu"
+
+    def _count(self, name: str, numel: int) -> None:
+        if self.world_size > 1:
+            self.moved[name] += numel
+            self.calls[name] += 1
+
+    @property
+    def moved_numel(self) -> int:
+        """Elements moved since the last reset of ``moved``, parameters and gradients alike."""
+        return sum(self.moved[k] for k in ("all_gather", "reduce_scatter", "all_reduce"))
+
+    def all_gather(self, full: Tensor, shard: Tensor) -> Pending:
+        """Start to fill ``full`` (w * s elements) from every rank's ``shard`` (s), a slice of ``full`` itself."""
+        if self.world_size == 1:
+            return DONE
+        self._count("all_gather", full.numel())
+        return _Work(_all_gather_flat(full, shard, group=self._gather_group, async_op=True), full)
+
+    def reduce_scatter_accumulate(self, shard: Tensor, bucket: Tensor, fresh: bool) -> Pending:
+        """Start to add this rank's slice of the sum over ranks of ``bucket`` (w * s) into ``shard`` (s).
+
+        With ``fresh`` the shard is overwritten. ``bucket`` must stay untouched until the result has been waited for.
+        gloo's own reduce-scatter is an all-reduce of a clone, twice the bytes; an all-to-all with a local sum in the
+        shard's (wider) dtype is faster and more exact.
+        """
+        w = self.world_size
+        if w == 1:
+            accumulate_pieces(shard, bucket.view(1, -1), fresh)
+            return DONE
+        self._count("reduce_scatter", bucket.numel())
+        if self._native_reduce_scatter:
+            pieces = torch.empty(shard.numel(), dtype=bucket.dtype, device=bucket.device)
+            work = _reduce_scatter_flat(pieces, bucket, group=self._reduce_group, async_op=True)
+            return _Accumulate(work, shard, pieces.view(1, -1), bucket, fresh)
+        pieces = torch.empty_like(bucket)
+        work = dist.all_to_all_single(pieces, bucket, group=self._reduce_group, async_op=True)
+        return _Accumulate(work, shard, pieces.view(w, -1), bucket, fresh)
+
+    def all_reduce(self, tensor: Tensor) -> Pending:
+        """Start to sum ``tensor`` over the ranks in place."""
+        if self.world_size == 1:
+            return DONE
+        self._count("all_reduce", 2 * tensor.numel())
+        return _Work(dist.all_reduce(tensor, group=self._reduce_group, async_op=True), tensor)
+
+    def all_reduce_scalars(self, tensor: Tensor) -> Tensor:
+        """Sum a handful of numbers over the ranks and return them; not counted as volume."""
+        if self.world_size > 1:
+            self.calls["scalars"] += 1
+            dist.all_reduce(tensor, group=self._reduce_group)
+        return tensor
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
+        """Overwrite ``tensor`` on every rank with rank ``source``'s."""
+        if self.world_size > 1 and tensor.numel():
+            self._count("broadcast", tensor.numel())
+            dist.broadcast(tensor, source, group=self._gather_group)
+
+    def exchange(self, value: object) -> list[Any]:
+        """Every rank's picklable ``value``, in rank order."""
+        if self.world_size == 1:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value, group=self._gather_group)
+        return values
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        if self.world_size > 1:
+            dist.barrier(group=self._gather_group)
+
+    def close(self) -> None:
+        """Release the reduction group."""
+        if self._reduce_group is not dist.group.WORLD and dist.is_initialized():
+            dist.destroy_process_group(self._reduce_group)
+            self._reduce_group = dist.group.WORLD

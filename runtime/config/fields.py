@@ -1,0 +1,216 @@
+"""Value types, support levels and the base class that every config section shares."""
+
+from __future__ import annotations
+
+import math
+import numbers
+import sys
+from collections.abc import Callable
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, WithJsonSchema
+
+Level = Literal["supported", "speed", "results"]
+MAX = sys.maxsize
+
+
+class Section(BaseModel):
+    """A config section: unknown keys are refused and values never change after loading."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=()
+    )
+
+    level: ClassVar[Level] = "supported"
+    """Support level of the fields that name none themselves."""
+    gate: ClassVar[str] = ""
+    """The field that switches the section on; while it has its default, the rest says nothing."""
+
+
+class OpenSection(Section):
+    """A section that is only recognised: its keys are kept, not checked."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+def _field(level: Level | None, default: Any, aliases: tuple[str, ...]) -> Any:
+    extra: dict[str, Any] = {}
+    if level:
+        extra["support"] = level
+    if aliases:
+        extra["aliases"] = list(aliases)
+    return Field(default, json_schema_extra=extra)
+
+
+def ok(default: Any, *aliases: str) -> Any:
+    """Return a field at its section's support level, also accepted under `aliases`."""
+    return _field(None, default, aliases)
+
+
+def speed(default: Any, *aliases: str) -> Any:
+    """Return a known but unsupported field that changes only speed or diagnostics (warning)."""
+    return _field("speed", default, aliases)
+
+
+def results(default: Any, *aliases: str) -> Any:
+    """Return a known but unsupported field that changes results or memory (error)."""
+    return _field("results", default, aliases)
+
+
+def section(model: type[Section], *aliases: str) -> Any:
+    """Return a sub-section that is filled with its defaults when absent."""
+    extra: dict[str, Any] = {"aliases": list(aliases)} if aliases else {}
+    return Field(default_factory=model, json_schema_extra=extra)
+
+
+def real(value: Any) -> int | float | None:
+    """Return `value` as a number, reading numeric strings (YAML reads 5e8 as one); None if it is not."""
+    if isinstance(value, bool):
+        return None
+    if isinstance(value, str):
+        if len(value) > 64:
+            return None
+        try:
+            return int(value)
+        except ValueError:
+            try:
+                return float(value)
+            except ValueError:
+                return None
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    if isinstance(value, numbers.Real):
+        return float(value)
+    return None
+
+
+def _whole(low: int, high: int = MAX, infinite: bool = False) -> Callable[[Any], int | None]:
+    """Return a validator for whole numbers; with `infinite`, inf means never and becomes None."""
+    bound = f"a whole number, {low} or more" if high == MAX else f"a whole number from {low} to {high}"
+    expected = bound + (" (or inf)" if infinite else "")
+
+    def check(value: Any) -> int | None:
+        if value is None and infinite:
+            return None
+        number = real(value)
+        if number is not None and infinite and number == math.inf:
+            return None
+        if number is None or not _finite(number) or number != int(number):
+            raise ValueError(expected)
+        if not low <= number <= high:
+            raise ValueError(expected)
+        return int(number)
+
+    return check
+
+
+def _size(low: int) -> Callable[[Any], int]:
+    """Return a validator for element counts: fractions are cut, anything huge means no limit."""
+
+    def check(value: Any) -> int:
+        number = real(value)
+        if number is None or not _finite(number) or number < low:
+            raise ValueError(f"a number, {low} or more")
+        return min(int(number), MAX)
+
+    return check
+
+
+def _float(low: float | None = None, high: float = math.inf, above: bool = False) -> Callable[[Any], float]:
+    """Return a validator for finite numbers from `low` (or `above` it) to `high`."""
+    expected = "a number"
+    if low is not None:
+        expected += f" above {low:g}" if above else f", {low:g} or more"
+    if high != math.inf:
+        expected += f", at most {high:g}"
+
+    def check(value: Any) -> float:
+        number = real(value)
+        if number is None or not _finite(number):
+            raise ValueError(expected)
+        if (low is not None and (number < low or (above and number == low))) or number > high:
+            raise ValueError(expected)
+        return float(number)
+
+    return check
+
+
+def _finite(number: int | float) -> bool:
+    """Tell whether `number` fits a finite float (math.isfinite raises on huge ints)."""
+    try:
+        return math.isfinite(number)
+    except OverflowError:
+        return False
+
+
+def _schema(kind: str, low: float | None = None, high: float | None = None, above: bool = False) -> Any:
+    schema: dict[str, Any] = {"type": kind}
+    if low is not None:
+        schema["exclusiveMinimum" if above else "minimum"] = low
+    if high is not None:
+        schema["maximum"] = high
+    return WithJsonSchema(schema)
+
+
+def _betas(value: Any) -> list[float]:
+    numbers_ = [real(item) for item in value] if isinstance(value, (list, tuple)) else []
+    good = [float(n) for n in numbers_ if n is not None and 0 <= n < 1]
+    if len(good) != 2 or len(numbers_) != 2:
+        raise ValueError("two numbers from 0 up to, not including, 1")
+    return good
+
+
+def _stage(value: Any) -> int:
+    number = real(value)
+    if number not in (0, 1, 2, 3):
+        raise ValueError("one of 0, 1, 2, 3")
+    return int(number or 0)
+
+
+_DTYPES = {
+    **dict.fromkeys(("fp16", "float16", "half"), "fp16"),
+    **dict.fromkeys(("bf16", "bfloat16"), "bf16"),
+    **dict.fromkeys(("fp32", "float32", "float"), "fp32"),
+}
+
+
+def _dtype(value: Any) -> str:
+    name = value.lower().removeprefix("torch.") if isinstance(value, str) else ""
+    if name not in _DTYPES:
+        raise ValueError("one of fp16, bf16, fp32 (or float16, bfloat16, float32)")
+    return _DTYPES[name]
+
+
+def _auto_int(value: Any) -> int | str:
+    if value == "auto":
+        return "auto"
+    number = real(value)
+    if number is None or not _finite(number) or number != int(number) or number < 1:
+        raise ValueError('"auto" or a whole number, 1 or more')
+    return int(number)
+
+
+Bool = StrictBool
+Count = Annotated[int, BeforeValidator(_whole(1)), _schema("integer", 1)]
+Whole = Annotated[int, BeforeValidator(_whole(0)), _schema("integer", 0)]
+Integer = Annotated[int, BeforeValidator(_whole(-1)), _schema("integer", -1)]
+Power = Annotated[int, BeforeValidator(_whole(0, 127)), _schema("integer", 0, 127)]
+Steps = Annotated[int | None, BeforeValidator(_whole(1, infinite=True)), _schema("number", 1)]
+Size = Annotated[int, BeforeValidator(_size(0)), _schema("number", 0)]
+Bucket = Annotated[int, BeforeValidator(_size(1)), _schema("number", 1)]
+Number = Annotated[float, BeforeValidator(_float()), _schema("number")]
+Positive = Annotated[float, BeforeValidator(_float(0, above=True)), _schema("number", 0, above=True)]
+NonNegative = Annotated[float, BeforeValidator(_float(0)), _schema("number", 0)]
+Fraction = Annotated[float, BeforeValidator(_float(0, 1)), _schema("number", 0, 1)]
+Betas = Annotated[
+    list[float],
+    BeforeValidator(_betas),
+    WithJsonSchema({"type": "array", "items": {"type": "number"}, "minItems": 2, "maxItems": 2}),
+]
+Stage = Annotated[Literal[0, 1, 2, 3], BeforeValidator(_stage)]
+Dtype = Annotated[Literal["fp16", "bf16", "fp32"], BeforeValidator(_dtype)]
+AutoInt = Annotated[
+    Literal["auto"] | int,
+    BeforeValidator(_auto_int),
+    WithJsonSchema({"anyOf": [{"const": "auto"}, {"type": "integer", "minimum": 1}]}),
+]

@@ -1,0 +1,245 @@
+"""Reading a config from a file, a dict or a base64 string."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import numbers
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import yaml
+
+from .check import check, join
+from .jsonc import MAX_DEPTH, SyntaxProblem, parse
+from .schema import Config
+
+_YAML = (".yaml", ".yml")
+_BASE64 = re.compile(r"[A-Za-z0-9_-]+={0,2}")
+_MAX_VALUES = 200_000
+
+
+class ConfigError(ValueError):
+    """Everything that is wrong with a config, one problem a line."""
+
+    def __init__(self, problems: list[str]) -> None:
+        self.problems = tuple(problems)
+        super().__init__("\n".join(problems))
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A checked config in which "auto" is still open."""
+
+    config: Config
+    """The config; keys set to "auto" have their defaults here."""
+    raw: dict[str, Any]
+    """What was read, unchanged."""
+    origin: str
+    """File name, "<dict>" or "<base64>"."""
+    given: frozenset[str]
+    """Dotted paths that the source sets, without those set to "auto"."""
+    auto: frozenset[str]
+    """Dotted paths set to "auto"."""
+    warnings: tuple[str, ...]
+    """One line each."""
+
+
+def load(source: str | os.PathLike[str] | Mapping[str, Any]) -> Loaded:
+    """Read and check a config; raise ConfigError with all problems.
+
+    `source` is the path of a JSON file (comments and trailing commas allowed) or a YAML file, a dict,
+    or JSON in url-safe base64.
+    """
+    origin, value, doubled = _read(source)
+    plain = _Plain()
+    raw = plain.copy(value, "", 0)
+    problems = [*doubled, *plain.problems]
+    if not isinstance(raw, dict):
+        problems.append(("", "expected an object of keys and values at the top"))
+        raw = {}
+    config, report = check(raw)
+    problems += report.problems
+    if problems or config is None:
+        raise ConfigError([_line(origin, *problem) for problem in dict.fromkeys(problems)])
+    warnings = tuple(_line(origin, *warning) for warning in report.warnings)
+    return Loaded(config, raw, origin, frozenset(report.given), frozenset(report.auto), warnings)
+
+
+def _line(origin: str, path: str, message: str) -> str:
+    return f"{origin}: {path}: {message}" if path else f"{origin}: {message}"
+
+
+def _fail(origin: str, message: str) -> NoReturn:
+    raise ConfigError([f"{origin}: {message}"])
+
+
+def _read(source: object) -> tuple[str, Any, list[tuple[str, str]]]:
+    """Return where the config comes from, its value and the keys that are given twice."""
+    if isinstance(source, Mapping):
+        return "<dict>", source, []
+    if not isinstance(source, (str, os.PathLike)):
+        _fail("config", f"expected a path, a dict or a base64 string, not {type(source).__name__}")
+    path = os.fspath(source)
+    if not isinstance(path, str):
+        _fail("config", "the path must be a string, not bytes")
+    if "\0" in path or not os.path.lexists(path):
+        if isinstance(source, str) and (text := _from_base64(source)) is not None:
+            return "<base64>", *_parse_json(text, "<base64>")
+        _fail(path if len(path) <= 200 else path[:197] + "...", "no such file (and not base64 JSON)")
+    try:
+        with open(path, encoding="utf-8-sig") as file:
+            text = file.read()
+    except UnicodeDecodeError as error:
+        _fail(path, f"not UTF-8 text (byte {error.start})")
+    except OSError as error:
+        _fail(path, f"cannot be read: {error.strerror or error}")
+    read = _parse_yaml if path.lower().endswith(_YAML) else _parse_json
+    return os.path.basename(path), *read(text, path)
+
+
+def _from_base64(text: str) -> str | None:
+    """Return the JSON text inside, or None if this is no base64 of an object."""
+    if not _BASE64.fullmatch(text):
+        return None
+    try:
+        plain = base64.urlsafe_b64decode(text.rstrip("=") + "=" * (-len(text.rstrip("=")) % 4)).decode()
+    except (binascii.Error, ValueError):
+        return None
+    return plain if plain.lstrip().startswith("{") else None
+
+
+def _parse_json(text: str, path: str) -> tuple[Any, list[tuple[str, str]]]:
+    try:
+        return parse(text)
+    except SyntaxProblem as error:
+        _fail(path, str(error))
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML where only true and false are booleans."""
+
+
+# YAML 1.1 also reads yes, no, on, off as booleans and dates as dates: none is meant in a config.
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in rules if not tag.endswith((":bool", ":timestamp"))]
+    for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:bool", re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF")
+)
+
+
+def _parse_yaml(text: str, path: str) -> tuple[Any, list[tuple[str, str]]]:
+    doubled: list[tuple[str, str]] = []
+    try:
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        if node is None:
+            return None, []
+        _find_doubled(node, "", 0, doubled, set())
+        return loader.construct_document(node), doubled
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+        _fail(path, f"{where}{error.problem or error.context}")
+    except yaml.YAMLError as error:
+        _fail(path, str(error).replace("\n", " "))
+    except (ValueError, TypeError, RecursionError) as error:
+        _fail(path, f"cannot be read as YAML: {error}".splitlines()[0][:200])
+
+
+def _find_doubled(
+    node: yaml.Node, path: str, depth: int, found: list[tuple[str, str]], visited: set[int]
+) -> None:
+    if id(node) in visited:  # anchors may share nodes, even in a circle
+        return
+    visited.add(id(node))
+    if depth > MAX_DEPTH:
+        raise ValueError(f"nested more than {MAX_DEPTH} deep")
+    if isinstance(node, yaml.SequenceNode):
+        for index, item in enumerate(node.value):
+            _find_doubled(item, join(path, index), depth + 1, found, visited)
+    if isinstance(node, yaml.MappingNode):
+        seen: set[str] = set()
+        for key, value in node.value:
+            name = str(key.value) if isinstance(key, yaml.ScalarNode) else "?"
+            if name in seen and name not in ("?", "<<"):
+                found.append((join(path, name), f"key is given twice (line {key.start_mark.line + 1})"))
+            seen.add(name)
+            _find_doubled(value, join(path, name), depth + 1, found, visited)
+
+
+class _Plain:
+    """Copies a value into plain JSON types and reports what does not fit."""
+
+    def __init__(self) -> None:
+        self.problems: list[tuple[str, str]] = []
+        self.count = 0
+
+    def copy(self, value: Any, path: str, depth: int) -> Any:
+        self.count += 1
+        if depth > MAX_DEPTH or self.count > _MAX_VALUES:
+            self.problem(path, "nested too deeply" if depth > MAX_DEPTH else "too many values")
+            return None
+        if value is None or isinstance(value, bool):
+            return value
+        if isinstance(value, str):
+            if not self.unicode(value):
+                self.problem(path, "not valid Unicode text")
+                return None
+            return str.__str__(value)
+        if isinstance(value, Mapping):
+            return self.copy_mapping(value, path, depth)
+        if isinstance(value, (list, tuple)):
+            items = []
+            for index, item in enumerate(value):
+                if self.count > _MAX_VALUES:
+                    break
+                items.append(self.copy(item, join(path, index), depth + 1))
+            return items
+        return self.copy_leaf(value, path)
+
+    def copy_mapping(self, value: Mapping[Any, Any], path: str, depth: int) -> dict[str, Any]:
+        items = {}
+        for key, item in value.items():
+            if self.count > _MAX_VALUES:
+                break
+            if isinstance(key, str) and not self.unicode(key):
+                self.problem(path, "a key is not valid Unicode text")
+            elif isinstance(key, str):
+                items[str.__str__(key)] = self.copy(item, join(path, key), depth + 1)
+            else:
+                self.problem(path, f"keys must be strings, not {type(key).__name__}")
+        return items
+
+    def copy_leaf(self, value: Any, path: str) -> Any:
+        try:
+            if isinstance(value, numbers.Integral):
+                return int(value)
+            if isinstance(value, numbers.Real):
+                return float(value)
+            if isinstance(value, os.PathLike):
+                return str(os.fspath(value))
+        except (OverflowError, ValueError):
+            self.problem(path, "this number is too large")
+            return None
+        self.problem(path, f"not a JSON value but of type {type(value).__name__}")
+        return None
+
+    @staticmethod
+    def unicode(text: str) -> bool:
+        """Tell whether `text` can be written out; JSON escapes can name half a character."""
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            return False
+        return True
+
+    def problem(self, path: str, message: str) -> None:
+        """Report once for each kind, so that a huge value gives one line."""
+        if len(self.problems) < 50:
+            self.problems.append((path[:200], message))

@@ -1,0 +1,236 @@
+"""Optimizer and scheduler sections, the names they accept and the parameters of each name."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
+
+from .fields import (
+    Betas,
+    Bool,
+    Count,
+    NonNegative,
+    Number,
+    Positive,
+    Section,
+    Size,
+    ok,
+    results,
+    speed,
+)
+from .fields import Integer as LastIteration
+
+
+class Optimizer(Section):
+    """The optimizer to build when the script passes none."""
+
+    type: str = Field()
+    """Adam, AdamW, SGD or another class of torch.optim; upper and lower case are the same."""
+    params: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the optimizer."""
+    legacy_fusion: Bool = speed(False)
+    """Build the fused 16-bit optimizer of old."""
+
+
+class Scheduler(Section):
+    """The learning-rate schedule to build when the script passes none."""
+
+    type: str = Field()
+    """WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest or a torch.optim.lr_scheduler class."""
+    params: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the scheduler."""
+
+
+class Params(Section):
+    """Arguments of one optimizer or scheduler."""
+
+    required: ClassVar[tuple[str, ...]] = ()
+    """Arguments without a default."""
+
+
+class AdamParams(Params):
+    """Arguments of Adam and AdamW."""
+
+    lr: NonNegative = ok(1e-3)
+    """Learning rate."""
+    betas: Betas = ok([0.9, 0.999])
+    """Decay rates of the two moments."""
+    eps: NonNegative = ok(1e-8)
+    """Added to the denominator."""
+    weight_decay: NonNegative = ok(0.0)
+    """Weight decay."""
+    bias_correction: Bool = ok(True)
+    """Correct the bias of the moments."""
+    amsgrad: Bool = ok(False)
+    """Use the maximum of past second moments."""
+    adam_w_mode: Bool = ok(True)
+    """Decoupled weight decay, also for type Adam."""
+    torch_adam: Bool = ok(False)
+    """Use torch's implementation."""
+    fused: Bool | None = ok(None)
+    """Use one kernel for all parameters."""
+    foreach: Bool | None = ok(None)
+    """Use multi-tensor operations."""
+    capturable: Bool = speed(False)
+    """Allow capture in a CUDA graph."""
+    set_grad_none: Bool = ok(True)
+    """Set gradients to None after a step."""
+    fp32_optimizer_states: Bool = results(True)
+    """Keep the moments in fp32."""
+    freeze_step: Count | None = results(None)
+    """Steps before a compressed optimizer freezes its variance."""
+
+
+class SGDParams(Params):
+    """Arguments of SGD."""
+
+    lr: NonNegative = ok(1e-3)
+    """Learning rate."""
+    momentum: NonNegative = ok(0.0)
+    """Momentum."""
+    dampening: Number = ok(0.0)
+    """Dampening of the momentum."""
+    weight_decay: NonNegative = ok(0.0)
+    """Weight decay."""
+    nesterov: Bool = ok(False)
+    """Nesterov momentum."""
+    maximize: Bool = ok(False)
+    """Go up instead of down."""
+    fused: Bool | None = ok(None)
+    """Use one kernel for all parameters."""
+    foreach: Bool | None = ok(None)
+    """Use multi-tensor operations."""
+    differentiable: Bool = ok(False)
+    """Let autograd run through the step."""
+
+
+class _Schedule(Params):
+    """Arguments that every built-in scheduler takes."""
+
+    last_batch_iteration: LastIteration = ok(-1)
+    """Last finished step when resuming."""
+
+
+class WarmupLR(_Schedule):
+    """Rise from warmup_min_lr to warmup_max_lr, then stay."""
+
+    warmup_min_lr: NonNegative = ok(0.0)
+    """Learning rate at the start."""
+    warmup_max_lr: NonNegative | None = ok(None)
+    """Learning rate after the warm-up; null is the optimizer's."""
+    warmup_num_steps: Count = ok(1000)
+    """Steps of the warm-up."""
+    warmup_type: Literal["log", "linear"] = ok("log")
+    """Shape of the warm-up."""
+
+
+class WarmupDecayLR(WarmupLR):
+    """Warm-up, then a straight line down to zero."""
+
+    required: ClassVar[tuple[str, ...]] = ("total_num_steps",)
+
+    total_num_steps: Count | None = ok(None)
+    """Steps of the whole training."""
+    warmup_max_lr: NonNegative | None = ok(0.001)
+    """Learning rate after the warm-up."""
+
+
+class WarmupCosineLR(_Schedule):
+    """Warm-up, then a half cosine down, as shares of the optimizer's learning rate."""
+
+    required: ClassVar[tuple[str, ...]] = ("total_num_steps",)
+
+    total_num_steps: Count | None = ok(None)
+    """Steps of the whole training."""
+    warmup_min_ratio: NonNegative = ok(0.0)
+    """Share at the start."""
+    warmup_num_steps: Count = ok(1000)
+    """Steps of the warm-up."""
+    cos_min_ratio: NonNegative = ok(1e-4)
+    """Share at the end."""
+    warmup_type: Literal["log", "linear"] = ok("log")
+    """Shape of the warm-up."""
+
+
+class OneCycle(_Schedule):
+    """Up, down, then a slow decay; momentum runs the other way."""
+
+    required: ClassVar[tuple[str, ...]] = ("cycle_min_lr", "cycle_max_lr")
+
+    cycle_min_lr: NonNegative | None = ok(None)
+    """Lowest learning rate of the cycle."""
+    cycle_max_lr: NonNegative | None = ok(None)
+    """Highest learning rate of the cycle."""
+    decay_lr_rate: NonNegative = ok(0.0)
+    """Decay of the learning rate after the cycle."""
+    cycle_first_step_size: Count = ok(2000)
+    """Steps of the first half."""
+    cycle_second_step_size: Count | None = ok(None)
+    """Steps of the second half; null is the same as the first."""
+    cycle_first_stair_count: Size = ok(0)
+    """Stairs in the first half."""
+    cycle_second_stair_count: Size | None = ok(None)
+    """Stairs in the second half; null is the same as in the first."""
+    decay_step_size: Size = ok(0)
+    """Steps of one decay interval; 0 is no decay."""
+    cycle_momentum: Bool = ok(True)
+    """Cycle the momentum as well."""
+    cycle_min_mom: NonNegative = ok(0.8)
+    """Lowest momentum."""
+    cycle_max_mom: NonNegative = ok(0.9)
+    """Highest momentum."""
+    decay_mom_rate: NonNegative = ok(0.0)
+    """Decay of the momentum after the cycle."""
+
+
+class LRRangeTest(_Schedule):
+    """Raise the learning rate step by step to find where training breaks."""
+
+    lr_range_test_min_lr: Positive = ok(1e-3)
+    """Learning rate at the start."""
+    lr_range_test_step_size: Count = ok(2000)
+    """Steps between two rises."""
+    lr_range_test_step_rate: Positive = ok(1.0)
+    """Size of a rise."""
+    lr_range_test_staircase: Bool = ok(False)
+    """Rise in stairs."""
+
+
+OPTIMIZER_PARAMS: dict[str, type[Params]] = {"Adam": AdamParams, "AdamW": AdamParams, "SGD": SGDParams}
+SCHEDULER_PARAMS: dict[str, type[Params]] = {
+    model.__name__: model for model in (WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest)
+}
+
+_ADAM = {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}
+_PLAIN = {"lr": 1e-2, "weight_decay": 0.0}
+# What "auto" becomes: torch's defaults. AdamW's weight decay is torch's 0.01.
+OPTIMIZER_DEFAULTS: dict[str, dict[str, Any]] = {
+    "Adam": _ADAM,
+    "AdamW": {**_ADAM, "weight_decay": 1e-2},
+    "SGD": {"lr": 1e-3, "momentum": 0.0, "weight_decay": 0.0},
+    "ASGD": _PLAIN,
+    "Adadelta": {"lr": 1.0, "eps": 1e-6, "weight_decay": 0.0},
+    "Adafactor": _PLAIN,
+    "Adagrad": {**_PLAIN, "eps": 1e-10},
+    "Adamax": {**_ADAM, "lr": 2e-3},
+    "NAdam": {**_ADAM, "lr": 2e-3},
+    "RAdam": _ADAM,
+    "RMSprop": {**_PLAIN, "eps": 1e-8, "momentum": 0.0},
+    "Rprop": {"lr": 1e-2},
+}
+OPTIMIZERS = tuple(OPTIMIZER_DEFAULTS)
+# LBFGS needs a closure and SparseAdam sparse gradients; torch's Muon is not DeepSpeed's.
+LATER_OPTIMIZERS = (
+    "OneBitAdam", "ZeroOneAdam", "OneBitLamb", "Lamb", "Lion", "Muon",
+    "MuAdam", "MuAdamW", "MuSGD", "LBFGS", "SparseAdam",
+)  # fmt: skip
+SCHEDULERS = (
+    *SCHEDULER_PARAMS,
+    "ConstantLR", "CosineAnnealingLR", "CosineAnnealingWarmRestarts", "CyclicLR", "ExponentialLR",
+    "LinearLR", "MultiStepLR", "OneCycleLR", "PolynomialLR", "StepLR",
+)  # fmt: skip
+# These need functions, other schedulers or a metric, none of which a config file can give.
+LATER_SCHEDULERS = (
+    "LambdaLR", "MultiplicativeLR", "SequentialLR", "ChainedScheduler", "ReduceLROnPlateau",
+)  # fmt: skip

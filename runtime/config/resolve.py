@@ -1,0 +1,204 @@
+"""Settling what a config leaves open: "auto" values and the three batch keys."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .load import ConfigError, Loaded
+from .optim import OPTIMIZER_DEFAULTS, SCHEDULER_PARAMS
+from .schema import Config
+
+TRAIN, MICRO, GAS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
+
+
+@dataclass(frozen=True)
+class Effective:
+    """The config that a run really uses, and where each value comes from."""
+
+    config: Config
+    """Resolved: the three batch keys are ints."""
+    sources: dict[str, str]
+    """Dotted path to the file's name, "default", "auto: why" or "derived: how"."""
+    loaded: Loaded
+    """What it was made from."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the config as plain JSON values."""
+        return self.config.model_dump(mode="json")
+
+    def digest(self) -> str:
+        """Return a hash of the values; equal configs have equal digests, whatever their sources."""
+        text = json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def write(self, path: str | os.PathLike[str]) -> None:
+        """Write values and sources as JSON; a reader never sees half a file."""
+        target = Path(path)
+        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                json.dump({"config": self.to_dict(), "sources": self.sources}, file, indent=2)
+                file.write("\n")
+            os.chmod(temporary, 0o644)  # mkstemp makes it private, but others in the job read it
+            os.replace(temporary, target)
+        except BaseException:
+            os.unlink(temporary)
+            raise
+
+    def table(self) -> list[tuple[str, str, str]]:
+        """Return key, value and source of every value."""
+        values = dict(_leaves(self.to_dict()))
+        return [(path, json.dumps(value), self.sources[path]) for path, value in values.items()]
+
+
+def resolve(
+    loaded: Loaded,
+    *,
+    world_size: int,
+    hidden_size: int | None = None,
+    hidden_size_from: str = "",
+    default_lr: float | None = None,
+) -> Effective:
+    """Fill in "auto" and the batch keys for a run on `world_size` ranks."""
+    for name, number in (("world_size", world_size), ("hidden_size", hidden_size)):
+        if number is not None and number < 1:
+            raise ConfigError([f"{name}: {number} is not allowed, expected 1 or more"])
+    values = loaded.config.model_dump(mode="json")
+    notes: dict[str, str] = {}
+    problems = [
+        *_batch(loaded, values, notes, world_size),
+        *_sizes(loaded, values, notes, hidden_size, hidden_size_from),
+        *_params(loaded, values, notes, default_lr),
+    ]
+    if problems:
+        raise ConfigError([f"{loaded.origin}: {problem}" for problem in problems])
+    for path in loaded.auto:
+        notes.setdefault(path, "auto: default")
+    config = Config.model_validate(values)
+    sources = {path: _source(path, loaded, notes) for path, _ in _leaves(config.model_dump(mode="json"))}
+    return Effective(config, sources, loaded)
+
+
+def _leaves(value: dict[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    for key, item in value.items():
+        here = f"{path}.{key}" if path else key
+        if isinstance(item, dict) and item:
+            yield from _leaves(item, here)
+        else:
+            yield here, item
+
+
+def _source(path: str, loaded: Loaded, notes: dict[str, str]) -> str:
+    if path in notes:
+        return notes[path]
+    # Inside values that are not checked key by key, the outer key is the one that is listed.
+    while path:
+        if path in loaded.given:
+            return loaded.origin
+        path = path.rpartition(".")[0]
+    return "default"
+
+
+def _batch(loaded: Loaded, values: dict[str, Any], notes: dict[str, str], world: int) -> list[str]:
+    """Complete train = micro * accumulation * ranks, by DeepSpeed's rules."""
+    train, micro, gas = (values[key] for key in (TRAIN, MICRO, GAS))
+    if train is None and micro is None:
+        if not loaded.auto & {TRAIN, MICRO, GAS}:
+            return [f"batch size is not known, give {TRAIN} or {MICRO}"]
+        micro = 1
+        notes[MICRO] = "auto: 1, no batch size is given"
+    if train is None:
+        if gas is None:
+            gas = 1
+            notes[GAS] = "derived: 1 unless given"
+        train = micro * gas * world
+        notes[TRAIN] = f"derived: {MICRO} {micro} * {GAS} {gas} * world size {world}"
+    elif micro is None:
+        if gas is None:
+            gas = 1
+            notes[GAS] = "derived: 1 unless given"
+        micro = train // (gas * world)
+        notes[MICRO] = f"derived: {TRAIN} {train} / ({GAS} {gas} * world size {world})"
+    elif gas is None:
+        gas = train // (micro * world)
+        notes[GAS] = f"derived: {TRAIN} {train} / ({MICRO} {micro} * world size {world})"
+    if min(train, micro, gas) < 1 or train != micro * gas * world:
+        return [
+            f"{TRAIN}: {train} is not {MICRO} {micro} * {GAS} {gas} * world size {world}; "
+            f"change one of them so that the product is exact"
+        ]
+    values |= {TRAIN: train, MICRO: micro, GAS: gas}
+    return []
+
+
+def _sizes(
+    loaded: Loaded, values: dict[str, Any], notes: dict[str, str], hidden: int | None, hidden_from: str
+) -> list[str]:
+    """Size the ZeRO buckets by the model's width."""
+    if hidden is None:
+        rules: dict[str, tuple[int, str]] = {}
+    else:
+        name = f"hidden_size {hidden}" + (f" from {hidden_from}" if hidden_from else "")
+        rules = {
+            "reduce_bucket_size": (hidden * hidden, f"{name}, squared"),
+            "stage3_prefetch_bucket_size": (int(0.9 * hidden * hidden), f"0.9 * the square of {name}"),
+            "stage3_param_persistence_threshold": (10 * hidden, f"10 * {name}"),
+        }
+    for key in ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold"):
+        path = f"zero_optimization.{key}"
+        if path not in loaded.auto:
+            continue
+        if key in rules:
+            values["zero_optimization"][key], why = rules[key]
+            notes[path] = f"auto: {why}"
+        else:
+            notes[path] = "auto: default, the model's hidden_size is not known"
+    return []
+
+
+def _params(
+    loaded: Loaded, values: dict[str, Any], notes: dict[str, str], default_lr: float | None
+) -> list[str]:
+    """Settle "auto" in the arguments of the optimizer and the scheduler."""
+    problems = []
+    opened = {part: sorted(_auto_params(loaded, part)) for part in ("optimizer", "scheduler")}
+    optimizer, scheduler = values["optimizer"], values["scheduler"]
+    defaults = OPTIMIZER_DEFAULTS[optimizer["type"]] if optimizer else {"lr": 1e-3}
+    for name in opened["optimizer"] if optimizer else ():
+        path = f"optimizer.params.{name}"
+        if name == "lr" and default_lr is not None:
+            optimizer["params"][name] = default_lr
+            notes[path] = "auto: the script's learning rate"
+        elif name in defaults:
+            optimizer["params"][name] = defaults[name]
+            notes[path] = f"auto: torch's default for {optimizer['type']}"
+    lr = (optimizer or {"params": {}})["params"].get(
+        "lr", defaults["lr"] if default_lr is None else default_lr
+    )
+    for name in opened["scheduler"] if scheduler else ():
+        path = f"scheduler.params.{name}"
+        if name == "warmup_max_lr":
+            scheduler["params"][name] = lr
+            notes[path] = "auto: the optimizer's learning rate"
+            continue
+        model = SCHEDULER_PARAMS.get(scheduler["type"])
+        if model is None:
+            continue
+        if name in model.required:
+            problems.append(f'{path}: "auto" cannot be worked out here, it must be given')
+        elif (default := model.model_fields[name].default) is not None:
+            scheduler["params"][name] = default
+            notes[path] = "auto: default"
+    return problems
+
+
+def _auto_params(loaded: Loaded, part: str) -> Iterator[str]:
+    prefix = f"{part}.params."
+    return (path.removeprefix(prefix) for path in loaded.auto if path.startswith(prefix))

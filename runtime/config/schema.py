@@ -1,0 +1,205 @@
+"""The whole config, its sections put together, and its JSON Schema."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from .fields import Bool, Count, Dtype, NonNegative, Positive, Section, Steps, ok, results, section, speed
+from .optim import OPTIMIZER_PARAMS, SCHEDULER_PARAMS, Optimizer, Scheduler
+from .sections import (
+    AIO,
+    BF16,
+    FP16,
+    ActivationCheckpointing,
+    Checkpoint,
+    DataTypes,
+    Eigenvalue,
+    Feature,
+    Pipeline,
+    ProgressiveLayerDrop,
+    TensorParallel,
+    Tool,
+    TorchAutocast,
+)
+from .tools import (
+    Autotuning,
+    Comet,
+    CommsLogger,
+    Compile,
+    Elasticity,
+    FileMonitor,
+    FlopsProfiler,
+    Timers,
+    WandB,
+)
+from .zero import Zero
+
+Json = dict[str, Any]
+
+
+class Config(Section):
+    """A DeepSpeed config file as zlaunch reads it."""
+
+    strict: Bool = ok(True)
+    """False turns unknown keys into warnings (zlaunch's own key)."""
+    train_batch_size: Count | None = ok(None)
+    """Samples of one optimizer step: micro batch * accumulation steps * ranks."""
+    train_micro_batch_size_per_gpu: Count | None = ok(None)
+    """Samples of one forward pass on one rank."""
+    gradient_accumulation_steps: Count | None = ok(None)
+    """Forward and backward passes of one optimizer step."""
+    managed_gradient_accumulation: Bool = results(True)
+    """The engine counts micro batches; false leaves that to the script."""
+    steps_per_print: Steps | None = ok(None)
+    """Steps between two progress lines; null and inf print none."""
+    dump_state: Bool = ok(False)
+    """Print the config and the engine's state at the start."""
+    gradient_clipping: NonNegative = ok(1.0)
+    """Largest global L2 norm of the gradients; 0 is off."""
+    prescale_gradients: Bool = ok(False)
+    """Divide gradients before the reduction."""
+    gradient_predivide_factor: Positive = ok(1.0)
+    """Divisor used by prescale_gradients."""
+    gradient_allreduce_op: Literal["mean", "sum"] = ok("mean")
+    """How gradients of the ranks are put together (sum: not with stage 3)."""
+    sparse_gradients: Bool = speed(False)
+    """Reduce embedding gradients sparsely; they are reduced densely."""
+    communication_data_type: Dtype | None = ok(None)
+    """Type in which gradients are reduced; null is the model's."""
+    seq_parallel_communication_data_type: Dtype = speed("fp32")
+    """Type of sequence-parallel communication."""
+    disable_allgather: Bool = speed(False)
+    """Broadcast updated parameters instead of gathering them."""
+    zero_allow_untested_optimizer: Bool = ok(False)
+    """Allow any optimizer with ZeRO."""
+    zero_force_ds_cpu_optimizer: Bool = ok(True)
+    """Refuse other optimizers with CPU offload."""
+    graph_harvesting: Bool = speed(False)
+    """Record the optimizer step in a CUDA graph."""
+    wall_clock_breakdown: Bool = speed(False)
+    """Time forward, backward and step."""
+    memory_breakdown: Bool = speed(False)
+    """Print memory use."""
+    dataloader_drop_last: Bool = ok(False)
+    """Drop the last batch when it is not full."""
+    log_level: str | None = ok(None)
+    """Level of the logger."""
+    sequence_parallel_size: Count = results(1)
+    """Ranks that share one sequence."""
+    data_parallel_size: Count | None = results(None)
+    """Data-parallel ranks of a mesh."""
+    vocabulary_size: Count | None = speed(None)
+    """Vocabulary size, a hint for alignment."""
+    use_data_before_expert_parallelism: Bool = results(False)
+    """Order of the ranks in expert groups."""
+
+    optimizer: Optimizer | None = ok(None)
+    """The optimizer."""
+    scheduler: Scheduler | None = ok(None)
+    """The learning-rate schedule."""
+    zero_optimization: Zero = section(Zero)
+    """ZeRO."""
+    fp16: FP16 = section(FP16)
+    """fp16."""
+    bf16: BF16 = section(BF16, "bfloat16")
+    """bf16."""
+    data_types: DataTypes = section(DataTypes)
+    """Types."""
+    torch_autocast: TorchAutocast = section(TorchAutocast)
+    """torch.autocast."""
+    amp: Feature = section(Feature)
+    """NVIDIA apex."""
+    aio: AIO = section(AIO)
+    """Disk access."""
+    activation_checkpointing: ActivationCheckpointing = section(ActivationCheckpointing)
+    """Activation checkpointing."""
+    checkpoint: Checkpoint = section(Checkpoint)
+    """Checkpoints."""
+    tensorboard: FileMonitor = section(FileMonitor)
+    """TensorBoard."""
+    wandb: WandB = section(WandB)
+    """Weights & Biases."""
+    csv_monitor: FileMonitor = section(FileMonitor)
+    """CSV files."""
+    comet: Comet = section(Comet)
+    """Comet."""
+    flops_profiler: FlopsProfiler = section(FlopsProfiler)
+    """FLOPS profiler."""
+    comms_logger: CommsLogger = section(CommsLogger)
+    """Communication log."""
+    timers: Timers = section(Timers)
+    """Timers."""
+    compile: Compile = section(Compile)
+    """DeepCompile."""
+    elasticity: Elasticity = section(Elasticity)
+    """Elastic batch sizes."""
+    autotuning: Autotuning = section(Autotuning)
+    """Autotuning."""
+
+    eigenvalue: Eigenvalue = section(Eigenvalue)
+    """Eigenvalues."""
+    progressive_layer_drop: ProgressiveLayerDrop = section(ProgressiveLayerDrop)
+    """Progressive layer drop."""
+    curriculum_learning: Feature = section(Feature)
+    """Curriculum learning."""
+    data_efficiency: Feature = section(Feature)
+    """Data efficiency."""
+    expert_parallel: Feature = section(Feature)
+    """Expert parallelism."""
+    hybrid_engine: Feature = section(Feature)
+    """Hybrid engine."""
+    msamp: Feature = section(Feature)
+    """MS-AMP."""
+    nebula: Tool = section(Tool)
+    """Nebula checkpoints."""
+    tensor_parallel: TensorParallel = section(TensorParallel)
+    """Tensor parallelism."""
+    pipeline: Pipeline = section(Pipeline)
+    """Pipeline parallelism."""
+    sparse_attention: Json | None = results(None)
+    """Sparse attention."""
+    compression_training: Json | None = results(None)
+    """Compression."""
+    quantize_training: Json | None = results(None)
+    """Quantization-aware training."""
+    weight_quantization: Json | None = results(None)
+    """Weight quantization."""
+    datastates_ckpt: Json | None = speed(None)
+    """DataStates checkpoints."""
+
+
+def json_schema() -> Json:
+    """Return the JSON Schema of a config file, with aliases and "auto" allowed."""
+    schema = Config.model_json_schema()
+    definitions: Json = schema["$defs"]
+    for model in {*OPTIMIZER_PARAMS.values(), *SCHEDULER_PARAMS.values()}:
+        definitions[model.__name__] = model.model_json_schema()
+    for part in (schema, *definitions.values()):
+        properties = part["properties"]
+        for key, prop in list(properties.items()):
+            aliases = prop.pop("aliases", [])
+            properties[key] = _with_auto(prop)
+            properties |= dict.fromkeys(aliases, properties[key])
+    for name, by_type in (("Optimizer", OPTIMIZER_PARAMS), ("Scheduler", SCHEDULER_PARAMS)):
+        definitions[name]["allOf"] = [
+            {
+                "if": {"properties": {"type": {"const": kind}}, "required": ["type"]},
+                "then": {"properties": {"params": {"$ref": f"#/$defs/{model.__name__}"}}},
+            }
+            for kind, model in by_type.items()
+        ]
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
+
+
+def _with_auto(prop: Json) -> Json:
+    """Let a plain value also be "auto"."""
+    kept: Json = {key: prop[key] for key in ("title", "description", "default", "support") if key in prop}
+    inner = {key: value for key, value in prop.items() if key not in kept}
+    choices: list[Json] = inner["anyOf"] if list(inner) == ["anyOf"] else [inner]
+    for choice in choices:
+        text_allowed = not choice or choice == {"type": "string"}
+        if text_allowed or "$ref" in choice or choice.get("type") == "object":
+            return prop
+        if "auto" in choice.get("enum", ()) or choice.get("const") == "auto":
+            return prop
+    return {**kept, "anyOf": [*choices, {"const": "auto"}]}

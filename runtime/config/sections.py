@@ -1,0 +1,243 @@
+"""The smaller config sections: precision, disk, checkpoints, and features that are only recognised."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+from .fields import (
+    Bool,
+    Bucket,
+    Count,
+    Dtype,
+    Fraction,
+    Level,
+    NonNegative,
+    OpenSection,
+    Positive,
+    Power,
+    Section,
+    Whole,
+    ok,
+    results,
+    section,
+    speed,
+)
+
+
+class FP16(Section):
+    """Half precision with loss scaling."""
+
+    enabled: Bool = ok(False)
+    """Train in fp16."""
+    auto_cast: Bool = ok(False)
+    """Cast floating-point inputs to fp16."""
+    loss_scale: NonNegative = ok(0.0)
+    """Fixed loss scale; 0 is dynamic."""
+    initial_scale_power: Power = ok(16)
+    """The dynamic scale starts at 2 to this power."""
+    loss_scale_window: Count = ok(1000)
+    """Good steps before the scale doubles."""
+    hysteresis: Count = ok(2)
+    """Overflows before the scale halves."""
+    consecutive_hysteresis: Bool = ok(False)
+    """Refill the hysteresis after every good step."""
+    min_loss_scale: Positive = ok(1.0)
+    """The dynamic scale never falls below this."""
+    fp16_master_weights_and_grads: Bool = results(False)
+    """Keep master weights and gradients in fp16."""
+
+
+class BF16(Section):
+    """bfloat16 without loss scaling."""
+
+    enabled: Bool = ok(False)
+    """Train in bf16."""
+    immediate_grad_update: Bool = ok(False)
+    """Add gradients to the fp32 buffer as soon as they are produced."""
+    check_grad_overflow: Bool = ok(True, "check_overflow")
+    """Skip a step whose gradients are not finite."""
+    bf16_master_weights_and_grads: Bool = results(False)
+    """Keep master weights and gradients in bf16."""
+    bf16_optimizer_states: Bool = results(False)
+    """Keep optimizer state in bf16."""
+
+
+class DataTypes(Section):
+    """Types of the tensors that the engine keeps."""
+
+    grad_accum_dtype: Dtype | None = ok(None)
+    """Type in which gradients are summed; only fp32 now, which null means too."""
+    param_dtype: Dtype | None = ok(None)
+    """Type of the parameters; must agree with fp16 and bf16."""
+    buffer_dtype: Dtype | None = results(None)
+    """Type of the buffers."""
+
+
+class AIO(Section):
+    """Asynchronous disk access for NVMe offload."""
+
+    level: ClassVar[Level] = "speed"
+
+    block_size: Bucket = ok(1_048_576)
+    """Bytes of one request."""
+    queue_depth: Count = ok(8)
+    """Requests under way."""
+    intra_op_parallelism: Count = ok(1, "thread_count")
+    """Threads for one read or write."""
+    single_submit: Bool = ok(False)
+    """Submit requests one by one."""
+    overlap_events: Bool = ok(True)
+    """Submit and wait at the same time."""
+    use_gds: Bool = ok(False)
+    """Use GPUDirect Storage."""
+
+
+class ActivationCheckpointing(Section):
+    """Recomputing activations in the backward pass."""
+
+    level: ClassVar[Level] = "speed"
+
+    partition_activations: Bool = ok(False)
+    """Shard saved activations over model-parallel ranks."""
+    contiguous_memory_optimization: Bool = ok(False)
+    """Copy saved activations into one buffer."""
+    cpu_checkpointing: Bool = ok(False)
+    """Keep saved activations in CPU memory."""
+    number_checkpoints: Count | None = ok(None)
+    """Number of saved activations."""
+    synchronize_checkpoint_boundary: Bool = ok(False)
+    """Synchronize the device at each boundary."""
+    profile: Bool = ok(False)
+    """Time forward and backward of each segment."""
+
+
+class ParallelWrite(Section):
+    """Writing a checkpoint from several ranks."""
+
+    level: ClassVar[Level] = "speed"
+
+    pipeline_stage: Bool = ok(False)
+    """Write pipeline stages in parallel."""
+
+
+class Writer(Section):
+    """How checkpoint files are written."""
+
+    level: ClassVar[Level] = "speed"
+
+    type: Literal["FAST", "PYTHON", "MOCK"] | None = ok(None)
+    """Kind of writer."""
+    io_buffer_size: Bucket = ok(64 * 1024 * 1024)
+    """Bytes of the write buffer."""
+    io_buffer_double: Bool = ok(True)
+    """Fill one buffer while another is written."""
+    show_statistics: Bool = ok(False)
+    """Print write speeds."""
+    data_parallel: Literal["replica", "socket", "machine"] | None = ok(None)
+    """Ranks that share the writing."""
+    decoupled: Bool = ok(False)
+    """Write in the background."""
+    io_multiplier: Count = ok(1)
+    """Files for one rank."""
+
+
+class Checkpoint(Section):
+    """Saving and loading."""
+
+    tag_validation: Literal["Warn", "Ignore", "Fail"] = speed("Warn")
+    """What to do when the ranks save under different tags."""
+    load_universal: Bool = results(False)
+    """Load DeepSpeed's universal format."""
+    use_node_local_storage: Bool = speed(False)
+    """Each node writes to its own disk."""
+    parallel_write: ParallelWrite = section(ParallelWrite)
+    """Parallel writing."""
+    checkpoint_serialization: Bool = speed(True)
+    """Serialize with torch.save."""
+    writer: Writer | None = ok(None)
+    """The checkpoint writer."""
+    keep_last: Count | None = speed(None)
+    """Keep only this many of the newest checkpoints (zlaunch's own key)."""
+    on_signal: Bool = speed(False)
+    """Save before exiting when the job is told to stop (zlaunch's own key)."""
+
+
+class TorchAutocast(Section):
+    """Mixed precision by torch.autocast."""
+
+    level: ClassVar[Level] = "results"
+    gate: ClassVar[str] = "enabled"
+
+    enabled: Bool = ok(False)
+    """Run the forward under torch.autocast."""
+    dtype: Dtype | None = ok(None)
+    """Type of the cast."""
+    lower_precision_safe_modules: list[str] | None = ok(None)
+    """Modules whose parameters are communicated in that type."""
+
+
+class Feature(OpenSection):
+    """A rarely used feature that would change results; its keys are not checked."""
+
+    level: ClassVar[Level] = "results"
+    gate: ClassVar[str] = "enabled"
+
+    enabled: Bool = ok(False)
+    """Use the feature."""
+
+
+class Tool(Feature):
+    """A rarely used tool that would not change results; its keys are not checked."""
+
+    level: ClassVar[Level] = "speed"
+
+
+class Eigenvalue(Feature):
+    """Largest eigenvalues of the layers, for quantization."""
+
+    max_iter: Count = ok(100)
+    """Most iterations."""
+    tol: NonNegative = ok(1e-2)
+    """Tolerance."""
+    stability: NonNegative = ok(1e-6)
+    """Added for stability."""
+    gas_boundary_resolution: Count = ok(1)
+    """Steps between two estimates."""
+
+
+class ProgressiveLayerDrop(Feature):
+    """Dropping layers while training."""
+
+    theta: Fraction = ok(1.0)
+    """Share of the layers kept."""
+    gamma: NonNegative = ok(0.001)
+    """Speed of the decay."""
+
+
+class TensorParallel(OpenSection):
+    """Automatic tensor parallelism; other keys are not checked."""
+
+    level: ClassVar[Level] = "results"
+    gate: ClassVar[str] = "autotp_size"
+
+    autotp_size: Whole = ok(0)
+    """Tensor-parallel ranks; 0 is off."""
+
+
+class Pipeline(Section):
+    """Pipeline parallelism; read only with a pipeline module, which does not exist here."""
+
+    level: ClassVar[Level] = "speed"
+
+    stages: Any = ok("auto")
+    """Number of stages."""
+    partition: str = ok("best")
+    """How layers are split."""
+    seed_layers: Bool = ok(False)
+    """Seed each layer."""
+    activation_checkpoint_interval: Whole = ok(0)
+    """Layers between saved activations."""
+    pipe_partitioned: Bool = ok(True)
+    """Shard activations between stages."""
+    grad_partitioned: Bool = ok(True)
+    """Shard gradients between stages."""

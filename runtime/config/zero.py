@@ -1,0 +1,223 @@
+"""The `zero_optimization` section and the sections inside it."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from .fields import (
+    MAX,
+    AutoInt,
+    Bool,
+    Bucket,
+    Count,
+    Fraction,
+    Integer,
+    Level,
+    Section,
+    Size,
+    Stage,
+    Whole,
+    ok,
+    results,
+    section,
+    speed,
+)
+
+Device = Literal["none", "cpu", "nvme"]
+
+
+class OffloadParam(Section):
+    """Where stage 3 keeps the parameters that are not in use."""
+
+    level: ClassVar[Level] = "results"
+    gate: ClassVar[str] = "device"
+
+    device: Device = ok("none")
+    """Where sharded parameters live: none (on the GPU), cpu or nvme."""
+    nvme_path: str | None = ok(None)
+    """Folder on the NVMe drive."""
+    buffer_count: Count = ok(5)
+    """Number of pinned buffers for NVMe transfers."""
+    buffer_size: Bucket = ok(100_000_000)
+    """Elements in each NVMe transfer buffer."""
+    max_in_cpu: Size = ok(1_000_000_000)
+    """Parameter elements kept in CPU memory when the device is nvme."""
+    pin_memory: Bool = ok(True)
+    """Use page-locked CPU memory."""
+
+
+class OffloadOptimizer(Section):
+    """Where the optimizer state lives and steps."""
+
+    level: ClassVar[Level] = "results"
+    gate: ClassVar[str] = "device"
+
+    device: Device = ok("none")
+    """Where optimizer state lives: none (on the GPU), cpu or nvme."""
+    nvme_path: str | None = ok(None)
+    """Folder on the NVMe drive."""
+    buffer_count: Count = ok(4)
+    """Number of pinned buffers for NVMe transfers."""
+    pin_memory: Bool = ok(True)
+    """Use page-locked CPU memory."""
+    pipeline_read: Bool = ok(False)
+    """Read the next tile while the present one steps."""
+    pipeline_write: Bool = ok(False)
+    """Write the last tile while the present one steps."""
+    fast_init: Bool = ok(False)
+    """Initialise NVMe state without an extra pass."""
+    ratio: Fraction = ok(1.0)
+    """Share of the optimizer state that is offloaded (stage 3)."""
+    super_offload: Bool = ok(False)
+    """Use the offload engine for tightly coupled CPU and GPU."""
+    cpuadam_cores_perc: Fraction = ok(0.8)
+    """Share of the CPU cores that the CPU optimizer may use."""
+
+
+class ZenFlow(Section):
+    """Asynchronous updates of the less important gradients on the CPU."""
+
+    level: ClassVar[Level] = "results"
+
+    topk_ratio: Fraction = ok(0.1)
+    """Share of the gradients updated on the GPU at once."""
+    select_strategy: Literal["auto", "step", "epoch"] = ok("auto")
+    """When the important columns are chosen again."""
+    select_interval: AutoInt = ok("auto")
+    """How often the important columns are chosen again."""
+    update_interval: AutoInt = ok("auto")
+    """How often the rest is updated."""
+    overlap_step: Bool = ok(False)
+    """Run the CPU step beside the next forward and backward."""
+    offload: Bool = ok(False)
+    """Keep the selected state on the CPU as well."""
+    auto_ratio: Fraction = ok(0.99)
+    """Threshold used by the automatic update interval."""
+    full_warm_up_rounds: Whole = ok(0)
+    """Steps at the start that update everything."""
+    pt_reserved_cores_perc: Fraction = ok(0.5)
+    """Share of the CPU cores kept for PyTorch."""
+
+
+class LeafModule(Section):
+    """Modules that stage 3 gathers as one unit."""
+
+    classes: list[str] = ok(
+        [
+            "transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock",
+            "transformers.models.qwen2_moe.modeling_qwen2_moe.Qwen2MoeSparseMoeBlock",
+            "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeSparseMoeBlock",
+        ]
+    )
+    """Class names, bare or with their module."""
+    names: list[str] = ok([])
+    """Module names inside the model."""
+    name_suffixes: list[str] = ok([])
+    """Endings of module names inside the model."""
+
+
+class LoCo(Section):
+    """Error feedback for quantized gradients."""
+
+    level: ClassVar[Level] = "results"
+
+    err_beta: Fraction = ok(0.8)
+    """Weight of the accumulated error."""
+    reset_T: Count = ok(1024)
+    """Steps between resets of the error."""
+
+
+class Zero(Section):
+    """What is sharded over the data-parallel ranks, and how it moves."""
+
+    stage: Stage = ok(0)
+    """0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters."""
+    contiguous_gradients: Bool = ok(True)
+    """Copy gradients into one bucket as they are produced."""
+    reduce_scatter: Bool = ok(True)
+    """Reduce each gradient only to its owner instead of to all ranks."""
+    reduce_bucket_size: Bucket = ok(500_000_000)
+    """Elements reduced at once; "auto" is hidden_size squared."""
+    use_multi_rank_bucket_allreduce: Bool = ok(True)
+    """Reduce a bucket in one call although it has several owners."""
+    allgather_partitions: Bool = ok(True)
+    """Gather updated parameters with all-gather."""
+    allgather_bucket_size: Bucket = ok(500_000_000)
+    """Elements gathered at once after a step."""
+    overlap_comm: Bool | None = ok(None)
+    """Reduce on a side stream; null means true for stage 3 only."""
+    load_from_fp32_weights: Bool = ok(True)
+    """Load the fp32 master weights from a checkpoint, not the 16-bit ones."""
+    elastic_checkpoint: Bool = ok(False)
+    """Allow loading on another number of ranks."""
+    offload_param: OffloadParam | None = ok(None)
+    """Parameter offload."""
+    offload_optimizer: OffloadOptimizer | None = ok(None)
+    """Optimizer offload."""
+    zenflow: ZenFlow | None = results(None)
+    """ZenFlow; being present switches it on."""
+    sub_group_size: Bucket = ok(1_000_000_000)
+    """Elements in one tile of the stage 3 optimizer step."""
+    cpu_offload: Bool | None = results(None)
+    """Old spelling of offload_optimizer."""
+    cpu_offload_param: Bool | None = results(None)
+    """Old spelling of offload_param."""
+    cpu_offload_use_pin_memory: Bool | None = speed(None)
+    """Old spelling of pin_memory."""
+    stage3_prefetch_bucket_size: Size = ok(50_000_000, "prefetch_bucket_size")
+    """Elements gathered ahead of use; "auto" is 0.9 * hidden_size squared."""
+    stage3_param_persistence_threshold: Size = ok(100_000, "param_persistence_threshold")
+    """Parameters up to this size are never sharded; "auto" is 10 * hidden_size."""
+    stage3_model_persistence_threshold: Size = ok(MAX, "model_persistence_threshold")
+    """Upper bound of all never-sharded parameters together."""
+    stage3_max_live_parameters: Size = ok(1_000_000_000, "max_live_parameters")
+    """Gathered elements alive at once."""
+    stage3_max_reuse_distance: Size = ok(1_000_000_000, "max_reuse_distance")
+    """Keep a parameter gathered if it is used again within this many elements."""
+    stage3_gather_16bit_weights_on_model_save: Bool = ok(
+        False,
+        "gather_16bit_weights_on_model_save",
+        "stage3_gather_fp16_weights_on_model_save",
+        "gather_fp16_weights_on_model_save",
+    )
+    """Gather whole 16-bit weights for save_16bit_model."""
+    stage3_module_granularity_threshold: Size = speed(0, "module_granularity_threshold")
+    """Fetch modules smaller than this as one unit."""
+    stage3_use_all_reduce_for_fetch_params: Bool = speed(False, "use_all_reduce_for_fetch_params")
+    """Fetch with all-reduce instead of all-gather."""
+    stage3_allgather_sequential: Bool = speed(False, "allgather_sequential")
+    """Gather parameters one by one."""
+    ignore_unused_parameters: Bool = ok(True)
+    """Do not fail when a parameter gets no gradient."""
+    legacy_stage1: Bool = results(False)
+    """The old stage 1; never available here."""
+    round_robin_gradients: Bool = ok(False)
+    """Spread gradients over the ranks in turn (stages 1 and 2)."""
+    zero_hpz_partition_size: Count = results(1)
+    """Ranks that hold a second copy of the parameters (ZeRO++ hpZ)."""
+    zero_quantized_weights: Bool = results(False)
+    """Gather quantized weights (ZeRO++ qwZ)."""
+    zero_quantized_nontrainable_weights: Bool = results(False)
+    """Gather quantized frozen weights."""
+    zero_quantized_gradients: Bool = results(False)
+    """Reduce quantized gradients (ZeRO++ qgZ)."""
+    zeropp_loco_param: LoCo | None = results(None)
+    """Error feedback for quantized gradients; being present switches it on."""
+    mics_shard_size: Integer = results(-1)
+    """Ranks that share one copy of the model (MiCS); -1 is off."""
+    mics_hierarchical_params_gather: Bool = results(False)
+    """Gather parameters in two steps (MiCS)."""
+    memory_efficient_linear: Bool = ok(True)
+    """Do not keep gathered weights for the backward of linear layers."""
+    pipeline_loading_checkpoint: Bool = speed(False)
+    """Load a checkpoint in a pipelined way."""
+    override_module_apply: Bool = ok(True)
+    """Gather parameters inside nn.Module.apply."""
+    log_trace_cache_warnings: Bool = speed(False)
+    """Log when the order of modules changes."""
+    enable_sanity_checks: Bool = speed(False)
+    """Extra checks of gradients and parameters."""
+    save_muon_momentum_buffer_in_memory: Bool = speed(False)
+    """Keep Muon's momentum in memory."""
+    leaf_module: LeafModule = section(LeafModule)
+    """Modules gathered as one unit."""

@@ -1,0 +1,304 @@
+"""The engine: a model under ZeRO with the training loop's three verbs, forward, backward and step."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .checkpoint.weights import save_weights
+from .config import Config, Effective
+from .data import EngineLoader
+from .loss_scaler import LossScaleFloorError
+from .monitor.report import report
+from .optim.shard_step import ShardStep
+from .precision import Precision
+from .zero.grads import GradientReducer
+from .zero.model import ShardedModel
+
+
+class Engine(nn.Module):
+    """What :func:`zlaunch.initialize` returns first. Unknown attributes are looked up on the model.
+
+    Attributes
+        module: the model that was given, its parameters now in flat units.
+        optimizer: the torch optimizer, over this rank's shards; ``param_groups`` are live.
+        lr_scheduler: stepped by :meth:`step`, or None.
+        global_steps, skipped_steps, micro_steps, global_samples: counters.
+        overflow: whether the last step was skipped because gradients were not finite.
+        should_stop: set when the run has been asked to save and stop.
+    """
+
+    def __init__(
+        self,
+        sharded: ShardedModel,
+        reducer: GradientReducer,
+        shard_step: ShardStep | None,
+        lr_scheduler: Any,
+        precision: Precision,
+        effective: Effective,
+    ) -> None:
+        super().__init__()
+        self.module = sharded.module
+        self._sharded, self._reducer, self._shard_step, self._precision = sharded, reducer, shard_step, precision
+        self._effective = effective
+        self.lr_scheduler = lr_scheduler
+        self.training_dataloader: EngineLoader | None = None
+        self.global_steps = self.skipped_steps = self.micro_steps = self.global_samples = 0
+        self.overflow = self.should_stop = False
+        self._norm: float | None = None
+        self._boundary: bool | None = None
+        self._no_sync = False
+        self._in_backward = self._had_backward = False
+        self._loss: Tensor | None = None
+        self._reported = time.perf_counter(), 0
+        if precision.scaler.dynamic or precision.scaler.scale != 1.0:
+            sharded.scale_gradients_with(lambda: 1.0 if self._in_backward else precision.scaler.scale)
+        self._prepare_pass()
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":
+                raise
+            return getattr(super().__getattr__("module"), name)
+
+    # -- what it is made of
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The config as it was given."""
+        return self._effective.loaded.raw
+
+    @property
+    def effective_config(self) -> Config:
+        """The config with every default and "auto" filled in."""
+        return self._effective.config
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        return self._shard_step.optimizer if self._shard_step is not None else None
+
+    @property
+    def device(self) -> torch.device:
+        return self._sharded.comm.device
+
+    @property
+    def world_size(self) -> int:
+        return self._sharded.comm.world_size
+
+    @property
+    def global_rank(self) -> int:
+        return self._sharded.comm.rank
+
+    @property
+    def loss_scale(self) -> float:
+        """What losses are multiplied with at present; 1.0 but for fp16."""
+        return self._precision.scaler.scale
+
+    def train_batch_size(self) -> int:
+        """Samples of one optimizer step over all ranks."""
+        return int(self._effective.config.train_batch_size or 0)
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Samples of one forward pass of one rank."""
+        return int(self._effective.config.train_micro_batch_size_per_gpu or 0)
+
+    def gradient_accumulation_steps(self) -> int:
+        """Backward passes of one optimizer step."""
+        return int(self._effective.config.gradient_accumulation_steps or 1)
+
+    def zero_optimization_stage(self) -> int:
+        """0 to 3."""
+        return int(self._effective.config.zero_optimization.stage)
+
+    def deepspeed_io(self, dataset: Any, *, collate_fn: Callable[[list[Any]], Any] | None = None) -> EngineLoader:
+        """A loader of micro-batches over this rank's share of ``dataset``."""
+        return EngineLoader(
+            dataset,
+            batch_size=self.train_micro_batch_size_per_gpu(),
+            rank=self.global_rank,
+            world_size=self.world_size,
+            collate_fn=collate_fn,
+            drop_last=self._effective.config.dataloader_drop_last,
+        )
+
+    # -- the loop
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model."""
+        if self._precision.cast_inputs and self._precision.dtype is not None:
+            args, kwargs = _cast((args, kwargs), self._precision.dtype)
+        return self.module(*args, **kwargs)
+
+    def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
+        """Back-propagate one micro-batch's loss (mean over its samples); returns the loss.
+
+        The division by the number of micro-batches and ranks happens in :meth:`step`. With ``scale_wrt_gas=False`` the
+        caller has divided by the number of micro-batches already.
+        """
+        if not loss.requires_grad:
+            raise RuntimeError("the loss does not depend on any trainable parameter")
+        self._prepare_pass()
+        factor = self._precision.scaler.scale
+        if not scale_wrt_gas:
+            factor *= self.gradient_accumulation_steps()
+        self._in_backward = True
+        try:
+            (loss * factor if factor != 1.0 else loss).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+        finally:
+            self._in_backward = False
+        self._loss = loss.detach()
+        return loss
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss multiplied by the loss scale, for a plain ``.backward()`` of the caller's own."""
+        self._in_backward = True
+        return loss * self._precision.scaler.scale
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the next :meth:`step` applies the gradients."""
+        if self._boundary is not None:
+            return self._boundary
+        return (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Decide by hand from now on whether the next step is one."""
+        self._boundary = is_boundary
+        self._prepare_pass()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate locally inside the context, at stages 0 and 1. Raises RuntimeError at stages 2 and 3."""
+        if self._sharded.options.shard_grads:
+            raise RuntimeError(
+                f"no_sync needs whole gradients, but stage {self.zero_optimization_stage()} shards them: "
+                "use gradient_accumulation_steps"
+            )
+        self._no_sync = True
+        self._prepare_pass()
+        try:
+            yield
+        finally:
+            self._no_sync = False
+            self._prepare_pass()
+
+    def _prepare_pass(self) -> None:
+        transient = self._sharded.options.shard_grads
+        self._reducer.sync = transient or (self.is_gradient_accumulation_boundary() and not self._no_sync)
+
+    def step(self, lr_kwargs: Any = None) -> None:
+        """At the accumulation boundary: average, unscale, clip, update, and step the scheduler; else only count.
+
+        Raises LossScaleFloorError, naming parameters, when fp16 gradients overflow at the smallest loss scale.
+        """
+        self._in_backward = False
+        if self.is_gradient_accumulation_boundary():
+            self._apply()
+        self.micro_steps += 1
+        self._prepare_pass()
+
+    def _apply(self) -> None:
+        if self._shard_step is None:
+            raise RuntimeError("this engine has no optimizer: give initialize one, or an optimizer section in the config")
+        scaler = self._precision.scaler
+        divisor = scaler.scale * self.gradient_accumulation_steps()
+        if self._effective.config.gradient_allreduce_op == "mean":
+            divisor *= self.world_size
+        if self._reducer.options.predivide != 1.0 and self.world_size > 1:
+            divisor /= self._reducer.options.predivide
+        self._sharded.free_all()
+        broken: list[str] = []
+        if scaler.dynamic and scaler.scale <= scaler.min_scale:
+            broken = self._shard_step.nonfinite_names()
+        with torch.no_grad():
+            result = self._shard_step.step(
+                divisor=divisor,
+                clip=float(self._effective.config.gradient_clipping),
+                check_finite=self._precision.check_finite,
+            )
+        self._norm, self.overflow = result.norm, result.skipped
+        self.global_steps += 1
+        self.global_samples += self.train_batch_size()
+        try:
+            scaler.update(result.skipped)
+        except LossScaleFloorError as error:
+            everyone = sorted({name for names in self._sharded.comm.exchange(broken) for name in names})
+            raise LossScaleFloorError(
+                f"{error}, so the model itself makes inf or NaN. Parameters with such gradients: {', '.join(everyone[:10])}"
+                f"{' ...' if len(everyone) > 10 else ''}. Try bf16, a lower learning rate, or look at the input data"
+            ) from None
+        if result.skipped:
+            self.skipped_steps += 1
+        elif self.lr_scheduler is not None:
+            self.lr_scheduler.step()
+        self._report()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients accumulated so far."""
+        self._reducer.clear()
+
+    def get_global_grad_norm(self) -> float | None:
+        """L2 norm of the last step's averaged, unscaled gradient before clipping; None before the first."""
+        return self._norm
+
+    def get_lr(self) -> list[float]:
+        """The present learning rate of each param group."""
+        return [float(g["lr"]) for g in self.optimizer.param_groups] if self.optimizer is not None else []
+
+    def was_step_applied(self) -> bool:
+        """Whether the last optimizer step changed the parameters."""
+        return self.global_steps > 0 and not self.overflow
+
+    def _report(self) -> None:
+        every = self._effective.config.steps_per_print
+        if not every or math.isinf(every) or self.global_steps % int(every):
+            return
+        now, samples = time.perf_counter(), self.global_samples
+        then, before = self._reported
+        self._reported = now, samples
+        report(
+            step=self.global_steps,
+            loss=float(self._loss) if self._loss is not None else None,
+            lr=(self.get_lr() or [None])[0],
+            loss_scale=self.loss_scale,
+            grad_norm=self._norm,
+            samples_per_s=(samples - before) / max(now - then, 1e-9),
+        )
+
+    # -- saving and ending
+
+    def save_16bit_model(
+        self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
+    ) -> bool:
+        """Write the whole model's weights in the compute dtype to one file. Collective.
+
+        A name that ends in ``.safetensors`` gets that format. The file loads with plain torch; a failure to write
+        raises OSError on every rank.
+        """
+        save_weights(self._sharded, save_dir, save_filename, exclude_frozen=exclude_frozen_parameters)
+        return True
+
+    def destroy(self) -> None:
+        """Give the model back as a plain module with its present values, and release communicators. Collective."""
+        self._sharded.close()
+        self._sharded.comm.close()
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, tuple):
+        items = [_cast(item, dtype) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    if isinstance(value, list):
+        return [_cast(item, dtype) for item in value]
+    if isinstance(value, Mapping) and type(value) is dict:
+        return {key: _cast(item, dtype) for key, item in value.items()}
+    return value

@@ -1,0 +1,45 @@
+"""The only place of the runtime that reads environment variables."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """What the starter of this process says about its place in the run (torchrun's names, and our own)."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    has_rendezvous: bool
+    """RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are all given."""
+    run_dir: str | None
+    event_fd: int | None
+    debug_free: str
+    """``ZLAUNCH_DEBUG_FREE``: ``poison`` fills freed parameters with NaN instead of giving their memory back."""
+
+
+def _integer(name: str, default: int) -> int:
+    text = os.environ.get(name, "")
+    try:
+        return int(text)
+    except ValueError:
+        return default
+
+
+def read_environment() -> Environment:
+    """Read the environment afresh (a notebook may set it after the import)."""
+    fd = _integer("ZLAUNCH_EVENT_FD", -1)
+    return Environment(
+        rank=_integer("RANK", 0),
+        local_rank=_integer("LOCAL_RANK", 0),
+        world_size=_integer("WORLD_SIZE", 1),
+        local_world_size=_integer("LOCAL_WORLD_SIZE", _integer("LOCAL_SIZE", 1)),
+        has_rendezvous=all(os.environ.get(k) for k in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")),
+        run_dir=os.environ.get("ZLAUNCH_RUN_DIR") or None,
+        event_fd=fd if fd >= 0 else None,
+        debug_free=os.environ.get("ZLAUNCH_DEBUG_FREE", ""),
+    )

@@ -1,0 +1,76 @@
+"""Static and dynamic loss scaling for fp16.
+
+The dynamic rule is that of "Mixed Precision Training" (Micikevicius et al., 2018) with the hysteresis of Megatron
+and DeepSpeed: a few overflows are tolerated before the scale shrinks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+class LossScaleFloorError(RuntimeError):
+    """The gradients overflow although the loss scale is at its minimum: the model itself produces inf or NaN."""
+
+
+@dataclass(slots=True)
+class LossScaler:
+    """The factor that the loss is multiplied with.
+
+    ``scale`` is what the *current* gradients were made with; call :meth:`update` only after they have been unscaled
+    with it.
+    """
+
+    scale: float = 1.0
+    dynamic: bool = False
+    window: int = 1000
+    """Steps without overflow after which the scale doubles."""
+    min_scale: float = 1.0
+    hysteresis: int = 2
+    """Overflows that are endured before the scale is halved."""
+    consecutive_hysteresis: bool = False
+    """Refill the hysteresis after every good step, not only when the scale grows."""
+    _left: int = field(init=False)
+    _step: int = field(init=False, default=0)
+    _last_overflow: int = field(init=False, default=-1)
+
+    def __post_init__(self) -> None:
+        self._left = self.hysteresis
+
+    def update(self, overflow: bool) -> None:
+        """Take note of one optimizer step. Raises LossScaleFloorError if the scale can shrink no further."""
+        if self.dynamic:
+            if overflow:
+                self._shrink()
+            else:
+                self._maybe_grow()
+        self._step += 1
+
+    def _shrink(self) -> None:
+        if self._left <= 1:
+            if self.scale <= self.min_scale:
+                raise LossScaleFloorError(f"the loss scale is at its minimum, {self.min_scale:g}, and gradients overflow")
+            self.scale = max(self.scale / 2.0, self.min_scale)
+        else:
+            self._left -= 1
+        self._last_overflow = self._step
+
+    def _maybe_grow(self) -> None:
+        if self.consecutive_hysteresis:
+            self._left = self.hysteresis
+        since = self._step - self._last_overflow - 1
+        if since > 0 and since % self.window == 0:
+            if not self.consecutive_hysteresis:
+                self._left = self.hysteresis
+            self.scale *= 2.0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain numbers, enough to go on exactly."""
+        return {"scale": self.scale, "left": self._left, "step": self._step, "last_overflow": self._last_overflow}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Inverse of :meth:`state_dict`."""
+        self.scale = float(state["scale"])
+        self._left, self._step = int(state["left"]), int(state["step"])
+        self._last_overflow = int(state["last_overflow"])

@@ -1,0 +1,267 @@
+"""The learning-rate schedules that DeepSpeed configs name, by DeepSpeed's formulas.
+
+``i`` below is ``last_batch_iteration``: -1 before the first step, then 0, 1, ... Each ``step()`` advances it and writes
+the new rate into every param group.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+
+class Schedule:
+    """Base: keeps ``i`` and writes what :meth:`get_lr` says into the optimizer's groups."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, last_batch_iteration: int = -1) -> None:
+        self.optimizer = optimizer
+        self.last_batch_iteration = last_batch_iteration
+        self._last_lr: list[float] | None = None
+
+    def get_lr(self) -> list[float]:
+        """The rates for ``i``, one a param group."""
+        raise NotImplementedError
+
+    def get_last_lr(self) -> list[float]:
+        """The rates last written. Raises AssertionError before the first step."""
+        assert self._last_lr is not None, "need to call step() first"
+        return self._last_lr
+
+    def step(self, last_batch_iteration: int | None = None) -> None:
+        """Advance by one, or to the given iteration."""
+        if last_batch_iteration is None:
+            last_batch_iteration = self.last_batch_iteration + 1
+        self.last_batch_iteration = last_batch_iteration
+        self._write(self.get_lr())
+
+    def _write(self, rates: Sequence[float]) -> None:
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        self._last_lr = list(rates)
+
+    def _per_group(self, value: float | Sequence[float], name: str) -> list[float]:
+        count = len(self.optimizer.param_groups)
+        if isinstance(value, (list, tuple)):
+            if len(value) != count:
+                raise ValueError(f"{name} has {len(value)} values for {count} param groups")
+            return [float(v) for v in value]
+        return [float(value)] * count  # type: ignore[arg-type]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The iteration is all there is."""
+        return {"last_batch_iteration": self.last_batch_iteration}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a saved iteration."""
+        self.last_batch_iteration = int(state["last_batch_iteration"])
+        if self.last_batch_iteration >= 0:
+            self._write(self.get_lr())
+
+
+class LRRangeTest(Schedule):
+    """Grow from ``lr_range_test_min_lr``: min * (1 + rate * (i + 1) / step_size), in stairs on request."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        lr_range_test_min_lr: float | Sequence[float] = 1e-3,
+        lr_range_test_step_size: int = 2000,
+        lr_range_test_step_rate: float = 1.0,
+        lr_range_test_staircase: bool = False,
+        last_batch_iteration: int = -1,
+    ) -> None:
+        super().__init__(optimizer, last_batch_iteration)
+        self._min = self._per_group(lr_range_test_min_lr, "lr_range_test_min_lr")
+        self._size, self._rate, self._staircase = lr_range_test_step_size, lr_range_test_step_rate, lr_range_test_staircase
+        if last_batch_iteration == -1:
+            self._write(self._min)
+
+    def get_lr(self) -> list[float]:
+        fraction = (self.last_batch_iteration + 1) / self._size
+        if self._staircase:
+            fraction = math.floor(fraction)
+        return [low * (1 + self._rate * fraction) for low in self._min]
+
+
+class OneCycle(Schedule):
+    """Up from ``cycle_min_lr`` to ``cycle_max_lr``, down again, then decay; momentum runs the other way."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        cycle_min_lr: float | Sequence[float],
+        cycle_max_lr: float | Sequence[float],
+        decay_lr_rate: float = 0.0,
+        cycle_first_step_size: int = 2000,
+        cycle_second_step_size: int | None = None,
+        cycle_first_stair_count: int = 0,
+        cycle_second_stair_count: int | None = None,
+        decay_step_size: int = 0,
+        cycle_momentum: bool = True,
+        cycle_min_mom: float = 0.8,
+        cycle_max_mom: float = 0.9,
+        decay_mom_rate: float = 0.0,
+        last_batch_iteration: int = -1,
+    ) -> None:
+        super().__init__(optimizer, last_batch_iteration)
+        self._min, self._max = self._per_group(cycle_min_lr, "cycle_min_lr"), self._per_group(cycle_max_lr, "cycle_max_lr")
+        self._decay_lr_rate, self._decay_step_size = decay_lr_rate, decay_step_size
+        self._first = float(cycle_first_step_size)
+        self._second = self._first if cycle_second_step_size is None else float(cycle_second_step_size)
+        self._first_stairs = cycle_first_stair_count
+        self._second_stairs = cycle_first_stair_count if cycle_second_stair_count is None else cycle_second_stair_count
+        self._total, self._ratio = self._first + self._second, self._first / (self._first + self._second)
+        self._momentum = cycle_momentum and "betas" in optimizer.param_groups[0]
+        self._min_mom, self._max_mom, self._decay_mom_rate = cycle_min_mom, cycle_max_mom, decay_mom_rate
+        if last_batch_iteration == -1:
+            self._write(self._min)
+            self._write_momentum(self._max_mom)
+
+    def _write_momentum(self, momentum: float) -> None:
+        if self._momentum:
+            for group in self.optimizer.param_groups:
+                group["betas"] = (momentum, 0.99)
+
+    def _height(self) -> float:
+        """0 at the minimum rate, 1 at the maximum."""
+        at = self.last_batch_iteration + 1
+        x = 1.0 + at / self._total - math.floor(1.0 + at / self._total)
+        rising = x <= self._ratio
+        stairs = self._first_stairs if rising else self._second_stairs
+        if stairs:
+            inside = at % self._total
+            position = inside * stairs / self._first if rising else (self._total - inside) * stairs / self._second
+            return math.floor(position) / stairs
+        return x / self._ratio if rising else (x - 1) / (self._ratio - 1)
+
+    def _decays(self) -> float:
+        """How many decay steps lie behind; 0 while the cycle lasts or where nothing decays."""
+        after = self.last_batch_iteration - self._total + 1
+        return after / self._decay_step_size if self._decay_step_size else 0.0
+
+    def get_lr(self) -> list[float]:
+        if self.last_batch_iteration < self._total:
+            height = self._height()
+            return [low + (high - low) * height for low, high in zip(self._min, self._max, strict=True)]
+        return [low / (1 + self._decay_lr_rate * self._decays()) for low in self._min]
+
+    def get_mom(self) -> float:
+        """The first beta for ``i``."""
+        if self.last_batch_iteration < self._total:
+            return self._max_mom - (self._max_mom - self._min_mom) * self._height()
+        return self._max_mom * (1 + self._decay_mom_rate * self._decays())
+
+    def step(self, last_batch_iteration: int | None = None) -> None:
+        super().step(last_batch_iteration)
+        self._write_momentum(self.get_mom())
+
+
+class WarmupLR(Schedule):
+    """Warm up from ``warmup_min_lr`` to ``warmup_max_lr`` (None: the group's own rate), then stay."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        warmup_min_lr: float | Sequence[float] = 0.0,
+        warmup_max_lr: float | Sequence[float] | None = None,
+        warmup_num_steps: int = 1000,
+        warmup_type: str = "log",
+        last_batch_iteration: int = -1,
+    ) -> None:
+        super().__init__(optimizer, last_batch_iteration)
+        self._steps = _warmup_steps(warmup_num_steps)
+        self._type = _warmup_type(warmup_type)
+        own = [float(group["lr"]) for group in optimizer.param_groups]
+        self._min = self._per_group(warmup_min_lr, "warmup_min_lr")
+        self._max = own if warmup_max_lr is None else self._per_group(warmup_max_lr, "warmup_max_lr")
+        if last_batch_iteration == -1:
+            self._write(self.get_lr())
+
+    def _after_warmup(self) -> float:
+        return 1.0
+
+    def get_lr(self) -> list[float]:
+        i = self.last_batch_iteration
+        if i < 0:
+            return list(self._min)
+        gamma = _warmup(i, self._steps, self._type) if i < self._steps else self._after_warmup()
+        return [low + (high - low) * gamma for low, high in zip(self._min, self._max, strict=True)]
+
+
+class WarmupDecayLR(WarmupLR):
+    """WarmupLR, then linearly down to ``warmup_min_lr`` at ``total_num_steps``."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        total_num_steps: int,
+        warmup_min_lr: float | Sequence[float] = 0.0,
+        warmup_max_lr: float | Sequence[float] | None = 0.001,
+        warmup_num_steps: int = 1000,
+        warmup_type: str = "log",
+        last_batch_iteration: int = -1,
+    ) -> None:
+        self._total = total_num_steps
+        super().__init__(optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_batch_iteration)
+
+    def _after_warmup(self) -> float:
+        return max(0.0, (self._total - self.last_batch_iteration) / max(1.0, self._total - self._steps))
+
+
+class WarmupCosineLR(Schedule):
+    """Warm up from ``warmup_min_ratio`` of each group's own rate, then a cosine down to ``cos_min_ratio`` of it."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        total_num_steps: int,
+        warmup_min_ratio: float = 0.0,
+        warmup_num_steps: int = 1000,
+        cos_min_ratio: float = 1e-4,
+        warmup_type: str = "log",
+        last_batch_iteration: int = -1,
+    ) -> None:
+        super().__init__(optimizer, last_batch_iteration)
+        self._total, self._steps, self._type = total_num_steps, _warmup_steps(warmup_num_steps), _warmup_type(warmup_type)
+        self._warmup_min, self._cos_min = warmup_min_ratio, cos_min_ratio
+        self._base = [float(group["lr"]) for group in optimizer.param_groups]
+        if last_batch_iteration == -1:
+            self._write(self.get_lr())
+
+    def get_lr_ratio(self) -> float:
+        """What the base rates are multiplied with for ``i``."""
+        i = self.last_batch_iteration
+        if i < 0:
+            return 0.0
+        if i < self._steps:
+            return self._warmup_min + (1.0 - self._warmup_min) * _warmup(i, self._steps, self._type)
+        progress = min(1.0, (i - self._steps + 1) / max(1, self._total - self._steps))
+        return self._cos_min + (1.0 - self._cos_min) * (1.0 + math.cos(math.pi * progress)) / 2.0
+
+    def get_lr(self) -> list[float]:
+        ratio = self.get_lr_ratio()
+        return [base * ratio for base in self._base]
+
+
+def _warmup(i: int, steps: int, kind: str) -> float:
+    return math.log(i + 1) / math.log(steps) if kind == "log" else i / steps
+
+
+def _warmup_steps(steps: int) -> int:
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps <= 0:
+        raise ValueError(f"warmup_num_steps must be a positive whole number, not {steps!r}")
+    return max(2, steps)
+
+
+def _warmup_type(kind: str) -> str:
+    if kind not in ("log", "linear"):
+        raise ValueError(f"warmup_type must be log or linear, not {kind!r}")
+    return kind
+
+
+SCHEDULES: dict[str, type[Schedule]] = {
+    cls.__name__: cls for cls in (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)
+}

@@ -1,0 +1,206 @@
+"""One optimizer step over the flat shards of all units."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..comm import Comm
+from ..zero.grads import GradientReducer
+from ..zero.unit import Unit
+
+_NEEDS_SHAPES = {"Adafactor", "LBFGS", "Muon", "SparseAdam", "Shampoo", "SOAP", "LAMB", "LARS"}
+"""Optimizers whose update of an element depends on the parameter's shape or on other elements."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step did. ``norm`` is that of the averaged, unscaled gradient before clipping."""
+
+    norm: float
+    skipped: bool
+
+
+@dataclass(slots=True)
+class _Run:
+    """A piece of a unit's shard as the optimizer sees it: a leaf tensor over the master values."""
+
+    unit: Unit
+    start: int
+    stop: int
+    leaf: Tensor
+
+
+def _step_elsewhere(self: torch.optim.Optimizer, closure: Any = None) -> None:
+    raise RuntimeError("this optimizer belongs to a zlaunch engine: call engine.step() instead of optimizer.step()")
+
+
+class ShardStep:
+    """Turns a torch optimizer on parameters into one on this rank's shards, in place.
+
+    The optimizer object stays the caller's (schedulers keep working, ``param_groups`` stay live); only the tensors in
+    its groups are replaced. Raises ValueError for an optimizer that cannot work on flat shards.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        units: Sequence[Unit],
+        reducer: GradientReducer,
+        comm: Comm,
+        *,
+        sharded: bool,
+    ) -> None:
+        kind = type(optimizer).__name__
+        if kind in _NEEDS_SHAPES:
+            raise ValueError(
+                f"optimizer {kind} needs whole matrices, but ZeRO gives it flat shards: use Adam, AdamW, SGD or another "
+                "optimizer that treats every element by itself"
+            )
+        if optimizer.state:
+            raise ValueError(
+                f"optimizer {kind} has state from earlier steps: pass a new one to zlaunch.initialize, and load its "
+                "state afterwards"
+            )
+        self.optimizer, self.units, self._reducer, self._comm, self._sharded = optimizer, units, reducer, comm, sharded
+        self._runs: list[_Run] = []
+        leaves: list[list[Tensor]] = [[] for _ in optimizer.param_groups]
+        for unit in units:
+            for piece in unit.pieces:
+                assert unit.master is not None
+                leaf = unit.master[piece.start : piece.stop].detach().requires_grad_()
+                self._runs.append(_Run(unit, piece.start, piece.stop, leaf))
+                leaves[piece.group].append(leaf)
+        for group, members in zip(optimizer.param_groups, leaves, strict=True):
+            group["params"] = members
+        self._fused = self._choose_fused()
+        self._real_step = optimizer.step
+        optimizer.step = MethodType(_step_elsewhere, optimizer)  # type: ignore[method-assign]
+
+    def _choose_fused(self) -> bool:
+        """Use torch's one-pass kernels where the caller did not choose an implementation himself."""
+        floats = all(run.leaf.dtype == torch.float32 for run in self._runs)
+        if type(self.optimizer) not in (torch.optim.Adam, torch.optim.AdamW) or not floats:
+            return False
+        for group in self.optimizer.param_groups:
+            if group.get("fused") is None and group.get("foreach") is None and not group.get("differentiable"):
+                if not group.get("capturable"):
+                    group["fused"] = True
+        fused = all(group.get("fused") for group in self.optimizer.param_groups)
+        if fused:
+            self.optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
+        return fused
+
+    def step(self, *, divisor: float, clip: float, check_finite: bool) -> StepResult:
+        """Average, unscale, clip and apply the gradients, unless they are not finite.
+
+        ``divisor`` is what the summed gradients have to be divided by (ranks x micro-batches x loss scale); ``clip`` is
+        the largest norm allowed, 0 for any; with ``check_finite`` a step with inf or NaN is skipped on every rank.
+        Afterwards every unit that stays FULL is on its way to its new values.
+        """
+        norm, used = self._agree(divisor)
+        skipped = check_finite and not math.isfinite(norm)
+        if not skipped:
+            coefficient = 1.0
+            if clip > 0 and norm > clip:
+                coefficient = clip / (norm + 1e-6)
+            self._apply(divisor / coefficient, used)
+            for unit in self.units:
+                if not unit.shard_params:
+                    unit.start_refresh()
+        self._reducer.clear()
+        return StepResult(norm, skipped)
+
+    def _agree(self, divisor: float) -> tuple[float, list[bool]]:
+        """The global gradient norm, and which parameters any rank had a gradient for; one small all-reduce."""
+        parts = [run.unit.grad[run.start : run.stop] for run in self._runs if run.unit.grad is not None]
+        device = self._comm.device
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        if parts:
+            norms = torch.stack(torch._foreach_norm(parts)).double()  # type: ignore[attr-defined]
+            total = norms.square().sum()
+        if not self._sharded:
+            total = total / self._comm.world_size  # every rank holds all of it
+        flags = torch.tensor(self._reducer.used(), dtype=torch.float64, device=device)
+        numbers = self._comm.all_reduce_scalars(torch.cat([total.reshape(1), flags])).tolist()
+        return math.sqrt(numbers[0]) / divisor if numbers[0] >= 0 else math.nan, [n > 0 for n in numbers[1:]]
+
+    def _apply(self, divisor: float, used: list[bool]) -> None:
+        saved = self._save_unused(used)
+        for run in self._runs:
+            run.leaf.grad = run.unit.grad[run.start : run.stop] if run.unit.grad is not None else None
+        if self._fused:
+            device = self._comm.device
+            self.optimizer.grad_scale = torch.tensor(divisor, dtype=torch.float32, device=device)  # type: ignore[attr-defined]
+            self.optimizer.found_inf = torch.zeros((), dtype=torch.float32, device=device)  # type: ignore[attr-defined]
+        elif divisor != 1.0:
+            gradients = [run.leaf.grad for run in self._runs if run.leaf.grad is not None]
+            if gradients:
+                torch._foreach_mul_(gradients, 1.0 / divisor)
+        self._real_step()
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers look for it
+        for run in self._runs:
+            run.leaf.grad = None
+        for target, value in saved:
+            target.copy_(value)
+
+    def _save_unused(self, used: list[bool]) -> list[tuple[Tensor, Tensor]]:
+        """Values that the step must not change: a parameter without a gradient on any rank is left alone, as by torch."""
+        if all(used):
+            return []
+        saved: list[tuple[Tensor, Tensor]] = []
+        flags = iter(used)
+        unused = {(id(unit), i) for unit in self.units for i in range(len(unit.parameters)) if not next(flags)}
+        for run in self._runs:
+            low, high = run.unit.start + run.start, run.unit.start + run.stop
+            for index, first, last in run.unit.layout.overlaps(low, high):
+                if (id(run.unit), index) in unused:
+                    tensors = [run.leaf.detach()]
+                    tensors += [v for v in self.optimizer.state.get(run.leaf, {}).values() if _elementwise(v, run.leaf)]
+                    views = [t[first - low : last - low] for t in tensors]
+                    saved += [(view, view.clone()) for view in views]
+        return saved
+
+    def nonfinite_names(self) -> list[str]:
+        """Parameters with inf or NaN in this rank's shard of the gradients."""
+        names: list[str] = []
+        for unit in self.units:
+            if unit.grad is None:
+                continue
+            for index, first, last in unit.layout.overlaps(unit.start, unit.stop):
+                if not bool(torch.isfinite(unit.grad[first - unit.start : last - unit.start]).all()):
+                    names.append(unit.names[index])
+        return names
+
+
+def _elementwise(value: Any, leaf: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.shape == leaf.shape and value.dim() == 1 and value is not leaf
+
+
+def parameter_groups(parameters: Any, model: nn.Module) -> list[dict[str, Any]]:
+    """``model_parameters`` as optimizer groups: None, an iterable of parameters, or of dicts with "params".
+
+    Frozen parameters are left out. Raises ValueError if one is not a parameter of ``model`` or is listed twice.
+    """
+    listed = list(model.parameters()) if parameters is None else list(parameters)
+    groups = listed if listed and isinstance(listed[0], dict) else [{"params": listed}]
+    known = {id(p) for p in model.parameters()}
+    seen: set[int] = set()
+    result = []
+    for group in groups:
+        members = group["params"]
+        members = [members] if isinstance(members, Tensor) else list(members)
+        for parameter in members:
+            if id(parameter) not in known:
+                raise ValueError("model_parameters holds a tensor that is not a parameter of the model")
+            if id(parameter) in seen:
+                raise ValueError("model_parameters holds a parameter twice")
+            seen.add(id(parameter))
+        result.append({**group, "params": [p for p in members if p.requires_grad]})
+    return result

@@ -1,0 +1,270 @@
+"""From the gradients that autograd makes to each rank's summed shard of them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ..comm import DONE, Comm, Pending
+from .unit import Unit
+
+MAX_IN_FLIGHT = 2
+"""Reductions under way at once; each holds its bucket and a receive buffer of the same size."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradientOptions:
+    """How gradients travel."""
+
+    transient: bool
+    """Stages 2 and 3: a bucket lives only until its reduction; each micro-batch is reduced."""
+    dtype: torch.dtype | None
+    """What is sent: None is the parameters' own dtype."""
+    predivide: float = 1.0
+    """What to divide by before the reduction, to keep fp16 sums in range; undone by the averaging afterwards."""
+
+
+@dataclass(slots=True, eq=False)
+class _Bucket:
+    """The gradient side of one unit.
+
+    ``tensor`` is flat with ``unit.numel`` elements. With persistent buckets (stages 0 and 1) it is fp32, local sums of
+    the micro-batches stay in it, and ``unit.grad`` is a view of it; with transient ones it is lent from a pool, in the
+    dtype that is sent, from a unit's first gradient until its reduction.
+    """
+
+    unit: Unit
+    order: int = 0
+    tensor: Tensor | None = None
+    views: list[Tensor] = field(default_factory=list)
+    written: list[bool] = field(default_factory=list)
+    """Which parameters' slices hold a gradient (and are added to); the others hold rubbish."""
+    seen: list[bool] = field(default_factory=list)
+    """Which parameters had a gradient since this backward pass began or the unit was last complete."""
+    missing: int = 0
+    launched: bool = False
+    """A reduction was started in this backward pass."""
+    reduced: bool = False
+    """Persistent: the own slice holds the sum over the ranks, the rest is stale."""
+    carry: Tensor | None = None
+    """Persistent: sums of an earlier backward pass of the same step, to be added to the next."""
+    fresh: bool = True
+    """``unit.grad`` holds nothing of the current step."""
+    used: list[bool] = field(default_factory=list)
+    """Which parameters had a gradient in the current step."""
+
+    def reset_pass(self) -> None:
+        self.seen = [False] * len(self.unit.parameters)
+        self.missing = len(self.seen)
+        self.launched = False
+
+    def set_tensor(self, tensor: Tensor | None) -> None:
+        self.tensor = tensor
+        self.views, self.written = [], [False] * len(self.unit.parameters)
+        if tensor is not None:
+            slots = zip(self.unit.layout.slots, self.unit.shapes, strict=True)
+            self.views = [tensor[s.offset : s.stop].view(shape) for s, shape in slots]
+
+
+class GradientReducer:
+    """Collects gradients by unit and reduces each unit as soon as it is complete.
+
+    Note [One order]. Ranks may finish their units in different orders (a skipped branch, a race), but collectives must
+    be issued in one. Units are therefore launched in ``order``: reverse registration at first, then the order in which
+    rank 0 completed them in the first pass. A complete unit waits for those before it; what is incomplete at the end of
+    the pass (unused parameters) follows then, with zeros for what is missing.
+    """
+
+    def __init__(self, units: Sequence[Unit], comm: Comm, options: GradientOptions) -> None:
+        self.comm, self.options = comm, options
+        self.sync = True
+        """Whether this backward pass reduces. Only persistent buckets may leave it for later."""
+        self._buckets = {id(unit): _Bucket(unit) for unit in units}
+        self._order = list(reversed(self._buckets.values()))
+        self._finished: list[_Bucket] = []
+        self._agreed = comm.world_size == 1
+        self._ready: set[int] = set()
+        self._next = 0
+        self._in_flight: deque[tuple[Pending, _Bucket, Tensor]] = deque()
+        self._pool: dict[tuple[torch.dtype, int], list[Tensor]] = {}
+        self.clear()
+
+    def clear(self) -> None:
+        """Begin a new optimizer step: nothing has been accumulated."""
+        for bucket in self._buckets.values():
+            bucket.fresh, bucket.reduced, bucket.carry = True, False, None
+            bucket.written = [False] * len(bucket.unit.parameters)
+            bucket.used = [False] * len(bucket.unit.parameters)
+            bucket.reset_pass()
+
+    def used(self) -> list[bool]:
+        """For each parameter of each unit, in order: did this rank have a gradient for it in this step?"""
+        return [flag for bucket in self._buckets.values() for flag in bucket.used]
+
+    def begin(self) -> None:
+        """A backward pass starts."""
+        for bucket in self._buckets.values():
+            bucket.reset_pass()
+        self._ready.clear()
+        self._next = 0
+        for position, bucket in enumerate(self._order):
+            bucket.order = position
+
+    def add(self, unit: Unit, index: int, grad: Tensor) -> bool:
+        """Take the gradient of a unit's parameter ``index``; True when that completes the unit."""
+        bucket = self._buckets[id(unit)]
+        if bucket.tensor is None:
+            self._open(bucket)
+        elif bucket.reduced and self.sync:
+            self._carry(bucket)
+        view = bucket.views[index]
+        if bucket.written[index]:
+            view.add_(grad)
+        else:
+            view.copy_(grad)
+            bucket.written[index] = bucket.used[index] = True
+        if not bucket.seen[index]:
+            bucket.seen[index] = True
+            bucket.missing -= 1
+            if bucket.missing == 0:
+                if self.sync:
+                    self._complete(bucket)
+                return True
+        return False
+
+    def _open(self, bucket: _Bucket) -> None:
+        unit = bucket.unit
+        if self.options.transient:
+            dtype = self.options.dtype or unit.dtype
+            if len(self._in_flight) >= MAX_IN_FLIGHT:
+                self._retire()
+            free = self._pool.setdefault((dtype, unit.numel), [])
+            tensor = free.pop() if free else torch.empty(unit.numel, dtype=dtype, device=unit.device)
+            for start, stop in unit.layout.gaps():
+                tensor[start:stop].zero_()
+        else:
+            accumulate = torch.promote_types(unit.dtype, torch.float32)
+            tensor = torch.zeros(unit.numel, dtype=accumulate, device=unit.device)
+            unit.grad = tensor[unit.start : unit.stop]
+        bucket.set_tensor(tensor)
+
+    def _carry(self, bucket: _Bucket) -> None:
+        """Save the reduced sums of a persistent bucket, which is about to collect local gradients again."""
+        while any(other is bucket for _, other, _ in self._in_flight):
+            self._retire()
+        assert bucket.unit.grad is not None
+        bucket.carry = bucket.unit.grad.clone()
+        bucket.reduced = False
+        bucket.written = [False] * len(bucket.written)
+
+    def _complete(self, bucket: _Bucket) -> None:
+        if bucket.launched or bucket.order in self._ready:
+            bucket.missing = len(bucket.seen)  # complete a second time: its sums follow at the end of the pass
+            bucket.seen = [False] * len(bucket.seen)
+            return
+        self._finished.append(bucket)
+        self._ready.add(bucket.order)
+        while self._next < len(self._order) and self._next in self._ready:
+            self._launch(self._order[self._next])
+            self._next += 1
+
+    def _launch(self, bucket: _Bucket) -> None:
+        if bucket.tensor is None:
+            self._open(bucket)
+        if bucket.reduced:
+            self._carry(bucket)
+        assert bucket.tensor is not None
+        for view, written in zip(bucket.views, bucket.written, strict=True):
+            if not written:
+                view.zero_()
+        bucket.launched = True
+        bucket.seen = [False] * len(bucket.seen)
+        bucket.missing = len(bucket.seen)
+        if self.options.predivide != 1.0 and self.comm.world_size > 1:
+            bucket.tensor.mul_(1.0 / self.options.predivide)
+        if len(self._in_flight) >= MAX_IN_FLIGHT:
+            self._retire()
+        pending = self._reduce_transient(bucket) if self.options.transient else self._reduce_persistent(bucket)
+        self._in_flight.append((pending, bucket, bucket.tensor))
+        if self.options.transient:
+            bucket.set_tensor(None)
+        else:
+            bucket.reduced = self.comm.world_size > 1
+        bucket.fresh = False
+
+    def _reduce_transient(self, bucket: _Bucket) -> Pending:
+        unit = bucket.unit
+        assert bucket.tensor is not None
+        if unit.grad is None:
+            accumulate = torch.promote_types(unit.dtype, torch.float32)
+            unit.grad = torch.empty(unit.stop - unit.start, dtype=accumulate, device=unit.device)
+        return self.comm.reduce_scatter_accumulate(unit.grad, bucket.tensor, bucket.fresh)
+
+    def _reduce_persistent(self, bucket: _Bucket) -> Pending:
+        unit = bucket.unit
+        assert bucket.tensor is not None and unit.grad is not None
+        if self.comm.world_size == 1:
+            return DONE
+        dtype = self.options.dtype or unit.dtype
+        send = bucket.tensor if bucket.tensor.dtype == dtype else bucket.tensor.to(dtype)
+        if unit.stop - unit.start < unit.numel:
+            return self.comm.reduce_scatter_accumulate(unit.grad, send, True)
+        pending = self.comm.all_reduce(send)
+        return pending if send is bucket.tensor else _CopyBack(pending, send, bucket.tensor)
+
+    def _retire(self) -> None:
+        pending, bucket, tensor = self._in_flight.popleft()
+        pending.wait()
+        if self.options.transient:
+            self._pool[tensor.dtype, tensor.numel()].append(tensor)
+        elif bucket.carry is not None:
+            assert bucket.unit.grad is not None
+            bucket.unit.grad.add_(bucket.carry)
+            bucket.carry = None
+
+    def finish(self) -> None:
+        """The backward pass is over: reduce what is incomplete or came twice, and wait for everything."""
+        if self.sync:
+            for bucket in self._order[self._next :]:
+                self._launch(bucket)
+            self._next = len(self._order)
+            for bucket in self._order:
+                if self.options.transient:
+                    again = bucket.tensor is not None
+                else:
+                    again = bucket.launched and not bucket.reduced
+                if again:
+                    self._launch(bucket)
+            while self._in_flight:
+                self._retire()
+            self._agree()
+        self._pool.clear()
+
+    def _agree(self) -> None:
+        if self._agreed:
+            self._finished.clear()
+            return
+        self._agreed = True
+        positions = {id(bucket): i for i, bucket in enumerate(self._buckets.values())}
+        done = [positions[id(bucket)] for bucket in dict.fromkeys(self._finished)]
+        self._finished.clear()
+        mine = done + [i for i in reversed(range(len(positions))) if i not in set(done)]
+        order = torch.tensor(mine, dtype=torch.int64, device=self.comm.device)
+        self.comm.broadcast(order)
+        buckets = list(self._buckets.values())
+        self._order = [buckets[i] for i in order.tolist()]
+
+
+class _CopyBack:
+    """An all-reduce in a narrower dtype: the result goes back into the wide bucket when it is waited for."""
+
+    def __init__(self, pending: Pending, narrow: Tensor, wide: Tensor) -> None:
+        self._pending, self._narrow, self._wide = pending, narrow, wide
+
+    def wait(self) -> None:
+        self._pending.wait()
+        self._wide.copy_(self._narrow)

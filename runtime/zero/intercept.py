@@ -1,0 +1,98 @@
+"""Module methods that would go wrong on flat or sharded parameters, made right or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from . import guards
+
+if TYPE_CHECKING:
+    from .model import ShardedModel
+    from .unit import Unit
+
+
+def _units(module: nn.Module, *, recurse: bool) -> list[Unit]:
+    found: dict[int, Unit] = {}
+    for parameter in module.parameters(recurse=recurse):
+        unit = guards.owner(parameter)
+        if unit is not None:
+            found[id(unit)] = unit
+    return list(found.values())
+
+
+def intercept_module(root: nn.Module, model: ShardedModel) -> Callable[[], None]:
+    """Guard ``state_dict``, ``load_state_dict`` and ``to``/``half``/``cuda`` of every module; returns the way back.
+
+    ``state_dict`` gives the true values (copies, where they are sharded): collective then. ``load_state_dict`` expects
+    the same values on every rank and brings them to the master copies. Conversions that change dtype or device raise
+    RuntimeError.
+    """
+    handles: list[Any] = []
+    stacks: dict[int, list[ExitStack]] = {}
+
+    def hold(module: nn.Module) -> None:
+        stack = ExitStack()
+        stack.enter_context(model.gathered(_units(module, recurse=False)))
+        stacks.setdefault(id(module), []).append(stack)
+
+    def let_go(module: nn.Module) -> None:
+        if stacks.get(id(module)):
+            stacks[id(module)].pop().close()
+
+    def before_state(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        hold(module)
+
+    def after_state(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        for name, parameter in module._parameters.items():
+            unit = guards.owner(parameter) if parameter is not None else None
+            if unit is not None and unit.shard_params and prefix + name in state:
+                state[prefix + name] = state[prefix + name].detach().clone()
+        let_go(module)
+
+    def before_load(module: nn.Module, *args: Any) -> None:
+        hold(module)
+
+    def after_load(module: nn.Module, incompatible: Any) -> None:
+        for unit in _units(module, recurse=False):
+            unit.store()
+        let_go(module)
+
+    for module in root.modules():
+        if any(guards.owner(p) is not None for p in module._parameters.values() if p is not None):
+            handles.append(module.register_state_dict_pre_hook(before_state))
+            handles.append(module.register_state_dict_post_hook(after_state))
+            handles.append(module.register_load_state_dict_pre_hook(before_load))
+            handles.append(module.register_load_state_dict_post_hook(after_load))
+        module._apply = _checked_apply(module)  # type: ignore[method-assign]
+
+    def restore() -> None:
+        for handle in handles:
+            handle.remove()
+        for module in root.modules():
+            module.__dict__.pop("_apply", None)
+
+    return restore
+
+
+def _checked_apply(module: nn.Module) -> Callable[..., nn.Module]:
+    """``Module._apply`` serves ``to``, ``half``, ``cuda`` ...: each would replace the flat storage under the runtime."""
+
+    def apply(function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+        for parameter in module.parameters(recurse=recurse):
+            if guards.owner(parameter) is None:
+                continue
+            probe = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+            result = function(probe)
+            if result.dtype != probe.dtype or result.device != probe.device:
+                raise RuntimeError(
+                    f"this model belongs to a zlaunch engine and stays {probe.dtype} on {probe.device}: convert it "
+                    "before zlaunch.initialize, or choose fp16/bf16 in the config"
+                )
+        return module
+
+    return apply

@@ -1,0 +1,97 @@
+"""Where each parameter of a unit lies in its flat buffer, and which part each rank owns. Pure integers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+ALIGN_NUMEL = 16
+"""Parameters start at multiples of this many elements: 32 or 64 bytes, what vector loads like."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """The place of one parameter: elements ``offset`` to ``offset + numel`` of the flat buffer."""
+
+    offset: int
+    numel: int
+    group: int
+    """Index of the optimizer's param group, or -1 when no optimizer updates this parameter."""
+
+    @property
+    def stop(self) -> int:
+        return self.offset + self.numel
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A contiguous run of one optimizer group inside a shard; ``start`` and ``stop`` count from the shard's start."""
+
+    group: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A unit of ``numel`` elements (padding included) cut into ``world_size`` equal shards."""
+
+    slots: tuple[Slot, ...]
+    numel: int
+    world_size: int
+
+    @property
+    def shard_numel(self) -> int:
+        return self.numel // self.world_size
+
+    def shard_range(self, rank: int) -> tuple[int, int]:
+        """First and last-plus-one element that ``rank`` owns."""
+        return rank * self.shard_numel, (rank + 1) * self.shard_numel
+
+    def gaps(self) -> list[tuple[int, int]]:
+        """Ranges that belong to no parameter: alignment and the padding at the end."""
+        found, at = [], 0
+        for slot in self.slots:
+            if slot.offset > at:
+                found.append((at, slot.offset))
+            at = slot.stop
+        if self.numel > at:
+            found.append((at, self.numel))
+        return found
+
+    def overlaps(self, start: int, stop: int) -> list[tuple[int, int, int]]:
+        """``(slot index, from, to)`` for each slot with elements in [start, stop), in flat coordinates."""
+        found = []
+        for index, slot in enumerate(self.slots):
+            low, high = max(start, slot.offset), min(stop, slot.stop)
+            if low < high:
+                found.append((index, low, high))
+        return found
+
+    def pieces(self, start: int, stop: int) -> list[Piece]:
+        """What lies in [start, stop), joined into one run per optimizer group; gaps inside a run belong to it.
+
+        Slots are sorted by group, so a shard meets each group in at most one run.
+        """
+        runs: dict[int, Piece] = {}
+        for index, low, high in self.overlaps(start, stop):
+            group = self.slots[index].group
+            if group >= 0:
+                first = runs[group].start if group in runs else low - start
+                runs[group] = Piece(group, first, high - start)
+        return list(runs.values())
+
+
+def make_layout(numels: Sequence[int], groups: Sequence[int], world_size: int, align: int = ALIGN_NUMEL) -> Layout:
+    """Lay parameters out in the given order, which must have equal ``groups`` adjacent.
+
+    Each starts at a multiple of ``align``; the whole is padded so that ``world_size`` aligned shards fit exactly.
+    """
+    slots: list[Slot] = []
+    at = 0
+    for numel, group in zip(numels, groups, strict=True):
+        at = -(-at // align) * align
+        slots.append(Slot(at, numel, group))
+        at += numel
+    quantum = align * world_size
+    return Layout(tuple(slots), max(quantum, -(-at // quantum) * quantum), world_size)

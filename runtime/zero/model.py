@@ -1,0 +1,304 @@
+"""The hooks that make a plain module a sharded one, and everything that happens between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..comm import Comm
+from . import guards
+from .grads import GradientReducer
+from .intercept import intercept_module
+from .partition import Block, ShardingOptions
+from .schedule import OrderHint
+from .structure import tensors_in
+from .unit import Unit, UnitState
+
+_undisturbed: Callable[[Any], Any] = torch._dynamo.disable
+"""Hooks move storages, which a compiler must not trace."""
+
+
+class ShardedModel:
+    """Drives the units of ``module`` through its forward and backward passes.
+
+    Note [When does what happen]
+        forward, before a block: its units become FULL; the block that followed it last time is gathered ahead.
+        forward, after a block: its units are freed, but for the last block's, which the backward pass needs at once;
+            each output, and the tensor it is a view of, gets a hook that fires when its gradient is known. That is
+            the only trigger for the backward pass that works for every kind of output (a full backward pre-hook, or a
+            Function wrapped around the output, fails for dataclasses and for outputs modified in place).
+        backward, at a block's output: its units become FULL, the block before it is gathered ahead.
+        backward, at a parameter's gradient: it moves into the unit's bucket; the last one frees the unit and reduces.
+        backward, at the end: what is incomplete is reduced, everything is freed. This callback is queued from the
+            root's output: queued inside a reentrant checkpoint it would run too early.
+    Inside a backward pass (recomputation under activation checkpointing) forward hooks only gather: a recomputation may
+    stop before the forward hook that would free.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        blocks: list[Block],
+        reducer: GradientReducer,
+        comm: Comm,
+        options: ShardingOptions,
+        *,
+        prefetch_numel: int,
+        max_live_numel: int,
+    ) -> None:
+        self.module, self.blocks, self.reducer, self.comm, self.options = module, blocks, reducer, comm, options
+        self.units = [unit for block in blocks for unit in block.units]
+        self._prefetch_numel, self._max_live_numel = prefetch_numel, max_live_numel
+        self._root = blocks[0]
+        self._block_of = {id(unit): block for block in blocks for unit in block.units}
+        self._depth = 0
+        self._backward = False
+        self._passed: list[Block] = []
+        """Blocks with frozen units whose backward has begun; see _free_passed."""
+        self._forward_order, self._backward_order = OrderHint(), OrderHint()
+        self._grad_scale: Callable[[], float] | None = None
+        self._handles: list[Any] = []
+        self._install()
+        self._restore = intercept_module(module, self)
+
+    # -- installation
+
+    def _install(self) -> None:
+        sharded = any(unit.shard_params for unit in self.units)
+        add = self._handles.append
+        add(self.module.register_forward_pre_hook(_undisturbed(self._before_root), prepend=True))
+        add(self.module.register_forward_hook(_undisturbed(self._after_root), always_call=True))
+        for block in self.blocks:
+            if not self.options.shard_optimizer or not block.units:
+                continue
+            for module in block.modules:
+                if module is self.module:
+                    continue
+                add(module.register_forward_pre_hook(_undisturbed(self._before(block)), prepend=True))
+                if sharded and not block.is_root:
+                    add(module.register_forward_hook(_undisturbed(self._after(block))))
+        for unit in self.units:
+            if unit.shard_params:
+                unit.on_demand = self._on_demand
+            if unit.trainable:
+                for index, parameter in enumerate(unit.parameters):
+                    hook = _undisturbed(self._on_gradient(unit, index))
+                    add(parameter.register_post_accumulate_grad_hook(hook))
+
+    def close(self) -> None:
+        """Make the module a plain one again, with its present values. Collective if parameters are sharded."""
+        for handle in self._handles:
+            handle.remove()
+        self._restore()
+        for unit in self.units:
+            unit.detach()
+
+    # -- forward
+
+    def _before_root(self, module: nn.Module, args: Any) -> None:
+        if guards.in_backward():
+            self._fill(self._root)
+            return
+        if self._backward:
+            self._abandon()
+        self._depth += 1
+        self._fill(self._root)
+
+    def _after_root(self, module: nn.Module, args: Any, output: Any) -> None:
+        if guards.in_backward():
+            return
+        self._depth -= 1
+        if self._depth:
+            return
+        armed = self._arm(output, self._begin_backward)
+        self._forward_order.end()
+        if not self.options.shard_params:
+            return
+        for block in self.blocks:
+            if not armed or not (block.is_root or self._forward_order.is_last(block.index)):
+                self._free(block)
+
+    def _before(self, block: Block) -> Callable[..., None]:
+        def before(module: nn.Module, args: Any) -> None:
+            self._fill(block)
+            if not block.is_root and self.options.shard_params:
+                if not guards.in_backward():
+                    self._forward_order.visit(block.index)
+                    self._gather_ahead(self._forward_order.after(block.index))
+
+        return before
+
+    def _after(self, block: Block) -> Callable[..., None]:
+        def at_gradient() -> None:
+            if not self._backward:
+                self._begin_backward()
+            self._free_passed(block)
+            self._fill(block)
+            self._backward_order.visit(block.index)
+            self._gather_ahead(self._backward_order.after(block.index))
+
+        def after(module: nn.Module, args: Any, output: Any) -> None:
+            if guards.in_backward():
+                return
+            armed = self._arm(output, at_gradient)
+            if not (armed and self._depth and self._forward_order.is_last(block.index)):
+                self._free(block)
+
+        return after
+
+    def _arm(self, output: Any, handler: Callable[[], None]) -> bool:
+        """Call ``handler`` when the gradient of any tensor in ``output`` is known; True if there is any to come."""
+        armed = False
+
+        def hook(grad: Tensor) -> Tensor | None:
+            handler()
+            return None
+
+        def root_hook(grad: Tensor) -> Tensor | None:
+            handler()
+            scale = self._grad_scale() if self._grad_scale is not None else 1.0
+            return None if scale == 1.0 else grad * scale
+
+        chosen = root_hook if handler == self._begin_backward else hook
+        hooked: set[int] = set()
+        for tensor in tensors_in(output):
+            if not tensor.requires_grad:
+                continue
+            armed = True
+            # A view that is modified in place later is rebuilt from its base, and the hook on the view is lost.
+            for target, function in ((tensor, chosen), (tensor._base, hook)):
+                if target is not None and target.requires_grad and not target.is_leaf and id(target) not in hooked:
+                    hooked.add(id(target))
+                    target.register_hook(function)
+        return armed
+
+    # -- backward
+
+    def _begin_backward(self) -> None:
+        if self._backward:
+            return
+        self._backward = True
+        self.reducer.begin()
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[attr-defined]
+        self._fill(self._root)
+
+    def _on_gradient(self, unit: Unit, index: int) -> Callable[[Tensor], None]:
+        block = self._block_of[id(unit)]
+        frozen = any(not other.trainable for other in block.units)
+        plain_names = unit.names[index]
+
+        def on_gradient(parameter: Tensor) -> None:
+            if not self._backward:
+                self._begin_backward()
+            grad = parameter.grad
+            if grad is None:
+                return
+            parameter.grad = None
+            if grad.is_sparse:
+                grad = grad.to_dense()
+            if grad.shape != unit.shapes[index]:
+                raise RuntimeError(f"the gradient of {plain_names} has shape {tuple(grad.shape)}, not the parameter's")
+            complete = self.reducer.add(unit, index, grad)
+            if complete and unit.shard_params and not block.is_root:
+                if frozen:
+                    self._passed.append(block)
+                else:
+                    unit.free()
+
+        return on_gradient
+
+    def _free_passed(self, current: Block) -> None:
+        """Free blocks with frozen parameters once an earlier block's output has its gradient.
+
+        A gradient may still have to pass through a frozen weight after the last trainable one has its own, so such a
+        unit cannot be freed when it is complete.
+        """
+        for block in self._passed:
+            if block is not current:
+                self._free(block)
+        self._passed = [block for block in self._passed if block is current]
+
+    def _end_backward(self) -> None:
+        self.reducer.finish()
+        self._reset_backward()
+
+    def _abandon(self) -> None:
+        """The last backward pass ended in an exception."""
+        self._reset_backward()
+
+    def _reset_backward(self) -> None:
+        self._backward = False
+        self._backward_order.end()
+        self._passed.clear()
+        for block in self.blocks:
+            self._free(block)
+
+    # -- gathering
+
+    def _fill(self, block: Block) -> None:
+        for unit in block.units:
+            if unit.state is not UnitState.FULL:
+                if unit.state is UnitState.SHARDED:
+                    unit.start_gather()
+        for unit in block.units:
+            unit.ensure_full()
+
+    def _gather_ahead(self, index: int | None) -> None:
+        if index is None or self._prefetch_numel <= 0 or self.comm.world_size == 1:
+            return
+        block = self.blocks[index]
+        if any(unit.state is UnitState.SHARDED for unit in block.units):
+            live = sum(unit.numel for unit in self.units if unit.shard_params and unit.state is not UnitState.SHARDED)
+            if live + block.numel <= self._max_live_numel:
+                for unit in block.units:
+                    if unit.state is UnitState.SHARDED:
+                        unit.start_gather()
+
+    def _free(self, block: Block) -> None:
+        for unit in block.units:
+            if unit.shard_params:
+                unit.free()
+
+    def _on_demand(self, unit: Unit) -> bool:
+        """A freed parameter is used where no module hook announced it. Inside a pass of this model, serve it.
+
+        From then on its unit is treated as the root's: gathered through the whole pass, since nothing tells when the
+        backward pass needs it.
+        """
+        if not self._depth and not guards.in_backward():
+            return False
+        block = self._block_of[id(unit)]
+        if not block.is_root:
+            block.units.remove(unit)
+            self._root.units.append(unit)
+            self._block_of[id(unit)] = self._root
+        unit.ensure_full()
+        return True
+
+    def free_all(self) -> None:
+        """Free what may be freed: the master values have changed, or a pass was left half-way."""
+        for block in self.blocks:
+            self._free(block)
+
+    @contextmanager
+    def gathered(self, units: Iterable[Unit]) -> Iterator[None]:
+        """Keep ``units`` FULL inside the context. Collective; ranks must enter alike."""
+        held = list(units)
+        for unit in held:
+            unit.ensure_full()
+            unit.holds += 1
+        try:
+            yield
+        finally:
+            for unit in held:
+                unit.holds -= 1
+                if not unit.holds:
+                    unit.free()
+
+    def scale_gradients_with(self, scale: Callable[[], float]) -> None:
+        """Multiply the gradient that enters the root's outputs by ``scale()``, when the caller's loss is unscaled."""
+        self._grad_scale = scale

@@ -1,0 +1,156 @@
+"""Which parameters share a unit, and which modules' calls need it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from ..comm import Comm
+from .layout import make_layout
+from .unit import Unit
+
+_CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+
+
+UNIT_NUMEL = 4_000_000
+"""Stages 0 to 2: neighbouring blocks share a unit up to this size, or the config's reduce_bucket_size if that is less.
+Large enough for full bandwidth, small enough to overlap."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardingOptions:
+    """What decides how a model is cut; sizes in elements."""
+
+    shard_optimizer: bool
+    """Stage 1 and up."""
+    shard_grads: bool
+    """Stage 2 and up."""
+    shard_params: bool
+    """Stage 3."""
+    bucket_numel: int = UNIT_NUMEL
+    """Stages 0 to 2: neighbouring blocks join one unit up to this size."""
+    minimum_numel: int = 4096
+    """Stage 3: a block below this size joins the root unit, which stays gathered through a whole step."""
+    persistence_numel: int = 0
+    """Stage 3: a unit of at most this size is not sharded."""
+    poison: bool = False
+
+
+@dataclass(slots=True)
+class Block:
+    """Modules that are used together, and their units. The root block's units serve the whole pass."""
+
+    index: int
+    name: str
+    modules: list[nn.Module]
+    parameters: list[tuple[str, nn.Parameter]]
+    is_root: bool = False
+    units: list[Unit] = field(default_factory=list)
+
+    @property
+    def numel(self) -> int:
+        return sum(p.numel() for _, p in self.parameters)
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def _holds_blocks(module: nn.Module, containers: tuple[type[nn.Module], ...]) -> bool:
+    return any(
+        isinstance(m, containers) and sum(_has_parameters(c) for c in m.children()) > 1 for m in module.modules()
+    )
+
+
+def find_modules(root: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The modules that make good blocks, in registration order.
+
+    Members of a list are blocks (the layers of a transformer), unless they hold a further ModuleList of their own
+    (the stages of a hierarchical network); so is any other module that holds no such list (embedding, final norm, head).
+    """
+    found: list[tuple[str, nn.Module]] = []
+
+    def visit(prefix: str, parent: nn.Module) -> None:
+        for name, child in parent.named_children():
+            if not _has_parameters(child):
+                continue
+            lists = (nn.ModuleList,) if isinstance(parent, _CONTAINERS) else _CONTAINERS
+            if isinstance(child, _CONTAINERS) or _holds_blocks(child, lists):
+                visit(f"{prefix}{name}.", child)
+            else:
+                found.append((prefix + name, child))
+
+    visit("", root)
+    return found
+
+
+def plan_blocks(root: nn.Module, options: ShardingOptions) -> list[Block]:
+    """Assign every floating-point parameter to exactly one block; the root block comes first and may be empty."""
+    names = {id(p): name for name, p in root.named_parameters()}
+    candidates = find_modules(root)
+    users: dict[int, int] = {}
+    for _, module in candidates:
+        for parameter in module.parameters():
+            users[id(parameter)] = users.get(id(parameter), 0) + 1
+    blocks: list[Block] = []
+    taken: set[int] = set()
+    for name, module in candidates:
+        own = [p for p in module.parameters() if users[id(p)] == 1 and p.is_floating_point()]
+        block = Block(0, name, [module], [(names[id(p)], p) for p in own])
+        if not own or (options.shard_params and block.numel < options.minimum_numel):
+            continue
+        taken.update(id(p) for p in own)
+        before = blocks[-1] if blocks else None
+        if not options.shard_params and before and before.numel + block.numel <= options.bucket_numel:
+            before.modules += block.modules
+            before.parameters += block.parameters
+        else:
+            blocks.append(block)
+    rest = [(n, p) for n, p in root.named_parameters() if id(p) not in taken and p.is_floating_point()]
+    root_block = Block(0, "root", _root_modules(root, rest, options), rest, is_root=True)
+    result = [root_block, *blocks]
+    for index, block in enumerate(result):
+        block.index = index
+    return result
+
+
+def _root_modules(
+    root: nn.Module, parameters: Sequence[tuple[str, nn.Parameter]], options: ShardingOptions
+) -> list[nn.Module]:
+    """The root, and the owners of its unit's parameters: those may be called without the root (``model.head(x)``)."""
+    mine = {id(p) for _, p in parameters}
+    owners = [m for m in root.modules() if any(id(p) in mine for p in m._parameters.values() if p is not None)]
+    return [root, *(m for m in owners if m is not root)]
+
+
+def build_units(blocks: Sequence[Block], groups: dict[int, int], dtype: torch.dtype | None, comm: Comm,
+                options: ShardingOptions) -> None:
+    """Fill in every block's units: one for each (dtype, trainable) pair among its parameters.
+
+    ``groups`` maps the id of a parameter to its optimizer group; ``dtype`` is the compute dtype, None to keep each
+    parameter's own. Collective: values are rank 0's.
+    """
+    for block in blocks:
+        kinds: dict[tuple[bool, torch.dtype], list[tuple[str, nn.Parameter]]] = {}
+        for name, parameter in block.parameters:
+            kinds.setdefault((not parameter.requires_grad, parameter.dtype), []).append((name, parameter))
+        for (_, own_dtype), members in sorted(kinds.items(), key=lambda item: (item[0][0], str(item[0][1]))):
+            members.sort(key=lambda member: groups.get(id(member[1]), -1))
+            numels = [p.numel() for _, p in members]
+            small = sum(numels) <= options.persistence_numel
+            block.units.append(
+                Unit(
+                    f"{block.name}{'' if members[0][1].requires_grad else ' (frozen)'}",
+                    [name for name, _ in members],
+                    [p for _, p in members],
+                    make_layout(numels, [groups.get(id(p), -1) for _, p in members], comm.world_size),
+                    comm,
+                    dtype=dtype or own_dtype,
+                    shard_optimizer=options.shard_optimizer,
+                    shard_params=options.shard_params and not small,
+                    poison=options.poison,
+                )
+            )

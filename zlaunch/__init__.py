@@ -1,0 +1,53 @@
+"""zlaunch: launch a training script anywhere and make its model fit.
+
+The names below are loaded on first use, so that ``import zlaunch`` (and the command, which never needs torch)
+stays light.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_LAZY = {
+    "initialize": ("zlaunch.runtime.api", "initialize"),
+    "init_distributed": ("zlaunch.runtime.api", "init_distributed"),
+    "add_config_arguments": ("zlaunch.runtime.api", "add_config_arguments"),
+    "Engine": ("zlaunch.runtime.engine", "Engine"),
+    "ConfigError": ("zlaunch.runtime.config", "ConfigError"),
+    "report": ("zlaunch.runtime.monitor.report", "report"),
+}
+
+__all__ = [  # noqa: F822
+    "ConfigError",
+    "Engine",
+    "__version__",
+    "add_config_arguments",
+    "init_distributed",
+    "initialize",
+    "report",
+]
+
+if TYPE_CHECKING:
+    from zlaunch.runtime.api import add_config_arguments as add_config_arguments
+    from zlaunch.runtime.api import init_distributed as init_distributed
+    from zlaunch.runtime.api import initialize as initialize
+    from zlaunch.runtime.config import ConfigError as ConfigError
+    from zlaunch.runtime.engine import Engine as Engine
+    from zlaunch.runtime.monitor.report import report as report
+
+
+def __getattr__(name: str) -> Any:
+    try:
+        module, attribute = _LAZY[name]
+    except KeyError:
+        raise AttributeError(f"module 'zlaunch' has no attribute {name!r}") from None
+    value = getattr(import_module(module), attribute)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

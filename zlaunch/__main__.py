@@ -1,0 +1,7 @@
+"""`python -m zlaunch`."""
+
+import sys
+
+from zlaunch.cli.main import main
+
+sys.exit(main())

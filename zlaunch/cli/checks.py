@@ -1,0 +1,148 @@
+"""Checks of what the user gave, before anything is started; each raises click.UsageError."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import os
+import re
+import shutil
+import socket
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+_CONFIG_SUFFIXES = (".json", ".yaml", ".yml")
+_DISTINCTIVE_KEYS = {"zero_optimization", "train_micro_batch_size_per_gpu"}
+
+
+def check_script(name: str) -> None:
+    """The script is there, or something by a similar name is."""
+    path = Path(name)
+    if path.is_file() or (path / "__main__.py").is_file():
+        return
+    if path.is_dir():
+        raise click.UsageError(f"{name!r} is a folder without a __main__.py")
+    try:
+        beside = os.listdir(path.parent)
+    except OSError:
+        raise click.UsageError(f"no script {name!r}: there is no folder {str(path.parent)!r}") from None
+    near = difflib.get_close_matches(path.name, beside, n=1)
+    hint = f", did you mean {str(path.parent / near[0])!r}?" if near else ""
+    raise click.UsageError(f"no script {name!r}{hint}")
+
+
+def check_module(name: str) -> None:
+    """The module's top-level package can be found; nothing of it is imported."""
+    top = name.partition(".")[0]
+    sys.path.insert(0, os.getcwd())
+    try:
+        found = importlib.util.find_spec(top) is not None
+    except (ImportError, ValueError):
+        found = False
+    finally:
+        del sys.path[0]
+    if not found:
+        raise click.UsageError(f"no module named {top!r}")
+
+
+def check_program(name: str) -> None:
+    """A program for --no_python can be found."""
+    if shutil.which(name) is None:
+        raise click.UsageError(f"--no_python: no program {name!r}")
+
+
+def pick_port(port: int) -> int:
+    """The port to meet at: the given one if nobody has it, otherwise one that is free now."""
+    if not 0 <= port <= 65535:
+        raise click.UsageError(
+            f"--master_port {port}: a port is a number from 1 to 65535 (0 takes a free one)"
+        )
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError as error:
+            raise click.UsageError(
+                f"--master_port {port}: {error.strerror}; leave it out for a free one"
+            ) from None
+        return int(probe.getsockname()[1])
+
+
+def make_run_dir(path: Path) -> None:
+    """Create the folder for logs and prove that it takes files."""
+    try:
+        (path / "logs").mkdir(parents=True, exist_ok=True)
+        probe = path / f".writable-{os.getpid()}"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise click.UsageError(f"--run_dir {path}: cannot write there: {error.strerror}") from None
+
+
+def parse_ranks(text: str, world_size: int) -> list[int]:
+    """`all`, or numbers and ranges such as `0,2-3`."""
+    if text == "all":
+        return list(range(world_size))
+    ranks: set[int] = set()
+    for token in text.split(","):
+        match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", token, re.ASCII)
+        if match is None:
+            raise click.UsageError(f"--log_ranks {text!r}: {token!r} is not a rank; write all, or 0,2-3")
+        last = int(match[2] or match[1])
+        if last >= world_size:
+            raise click.UsageError(
+                f"--log_ranks {text!r}: there is no rank {last} among {world_size} worker(s)"
+            )
+        ranks.update(range(int(match[1]), last + 1))
+    return sorted(ranks)
+
+
+def check_configs(args: Sequence[str]) -> Iterator[str]:
+    """Load every DeepSpeed config among the script's arguments; yields warnings."""
+    for path, surely_ours in _config_arguments(args):
+        if not surely_ours and not os.path.isfile(path):
+            continue  # how the script finds it is the script's business
+        from zlaunch.runtime.config import ConfigError, load
+
+        try:
+            yield from load(path).warnings
+        except ConfigError as error:
+            if surely_ours or _looks_like_ours(path):
+                raise click.UsageError(f"{path} is not a good config:\n{error}") from None
+
+
+def _config_arguments(args: Sequence[str]) -> Iterator[tuple[str, bool]]:
+    for index, arg in enumerate(args):
+        option, equals, value = arg.partition("=")
+        option = option.replace("-", "_")
+        if option not in ("__config", "__deepspeed_config", "__deepspeed"):
+            continue
+        if not equals:
+            value = args[index + 1] if index + 1 < len(args) else ""
+        if value.endswith(_CONFIG_SUFFIXES):
+            yield value, option != "__config"
+
+
+def _looks_like_ours(path: str) -> bool:
+    """Whether a file that does not load is meant as a DeepSpeed config.
+
+    A script's own config may well have an `optimizer` too: a key that nobody else has decides, or the
+    majority.
+    """
+    import yaml
+
+    from zlaunch.runtime.config import Config
+
+    text = Path(path).read_text(encoding="utf-8", errors="replace")
+    try:
+        data: Any = yaml.safe_load(text)
+    except yaml.YAMLError:  # also JSON with comments, or broken: go by the words
+        data = dict.fromkeys(re.findall(r"""^\s*["']?(\w+)["']?\s*:""", text, re.MULTILINE))
+    if not isinstance(data, Mapping):
+        return False
+    known = set(data) & set(Config.model_fields)
+    return bool(known & _DISTINCTIVE_KEYS) or (bool(known) and 2 * len(known) >= len(data))

@@ -1,0 +1,52 @@
+"""`zlaunch config`: check a config file, or print the JSON Schema."""
+
+from __future__ import annotations
+
+import sys
+
+import click
+
+
+@click.group()
+def config() -> None:
+    """Check config files."""
+
+
+@config.command()
+@click.argument("file")
+@click.option(
+    "--world-size", "--world_size", type=click.IntRange(min=1), default=None, help="Number of ranks."
+)
+@click.option("--effective", is_flag=True, help="Print every value and where it comes from.")
+def check(file: str, world_size: int | None, effective: bool) -> None:
+    """Check FILE and print all its problems at once.
+
+    The batch keys are checked when the number of ranks is given.
+    """
+    from zlaunch.runtime.config import ConfigError, load, resolve
+
+    try:
+        loaded = load(file)
+        resolved = resolve(loaded, world_size=world_size or 1) if world_size or effective else None
+    except ConfigError as error:
+        click.echo(str(error), err=True)
+        sys.exit(2)
+    for warning in loaded.warnings:
+        click.echo(f"warning: {warning}")
+    if effective and resolved is not None:
+        rows = [("key", "value", "source"), *resolved.table()]
+        widths = [min(60, max(len(row[column]) for row in rows)) for column in (0, 1)]
+        for key, value, source in rows:
+            click.echo(f"{key:<{widths[0]}}  {value:<{widths[1]}}  {source}")
+    else:
+        click.echo(f"{loaded.origin}: ok")
+
+
+@config.command()
+def schema() -> None:
+    """Print the JSON Schema, for editors that check as you type."""
+    import json
+
+    from zlaunch.runtime.config import json_schema
+
+    click.echo(json.dumps(json_schema(), indent=2))

@@ -1,0 +1,47 @@
+"""The `zlaunch` command: a known subcommand name first, otherwise a script to run."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+import click
+
+SUBCOMMANDS = {"config": "zlaunch.cli.config:config"}
+"""Subcommand -> `module:attribute` of its click command, imported only when it is called."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code; every user error is one line and code 2."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    name = "zlaunch"
+    try:
+        if args and args[0] in SUBCOMMANDS:
+            name = f"zlaunch {args[0]}"
+            module, _, attribute = SUBCOMMANDS[args.pop(0)].partition(":")
+            command: click.Command = getattr(importlib.import_module(module), attribute)
+        else:
+            from zlaunch.cli.run import run as command
+        result = command.main(args=args, prog_name=name, standalone_mode=False)
+        code = result if isinstance(result, int) else 0
+    except click.exceptions.Exit as stop:
+        code = stop.exit_code
+    except click.ClickException as error:
+        print(f"{name}: error: {error.format_message()}", file=sys.stderr)
+        code = error.exit_code if error.exit_code != 1 else 2
+    except (click.Abort, KeyboardInterrupt):
+        code = 130
+    except BrokenPipeError:
+        code = 141
+    return _flushed(code)
+
+
+def _flushed(code: int) -> int:
+    """Flush here, where a reader that has gone (`zlaunch ... | head`) can be passed over in silence."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return code

@@ -1,0 +1,1 @@
+"""The `deepspeed` import alias and the glue for transformers and accelerate. Not there yet."""

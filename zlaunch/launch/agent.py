@@ -1,0 +1,380 @@
+"""One node's part of a run: `python -m zlaunch.launch.agent`.
+
+The first line on stdin is the plan (with this node alone), later ones are commands; events leave as JSON
+lines on stdout. One thread, one loop, no blocking call: whatever a worker or the launcher does, the agent can
+still stop the run. It ends the run by itself on the first failure, on a command, on SIGTERM, and when the
+launcher is gone.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+
+from zlaunch.launch.events import Event, LineBuffer, encode
+from zlaunch.launch.failure import (
+    SETTLE_S,
+    is_communication,
+    likely_reason,
+    oom_counters,
+    oom_rose,
+    signal_name,
+)
+from zlaunch.launch.guard import Guard
+from zlaunch.launch.plan import Plan
+from zlaunch.launch.processes import (
+    adopt_orphans,
+    kill,
+    open_pidfd,
+    python_module_argv,
+    run_processes,
+    signal_groups,
+    sweep,
+)
+from zlaunch.launch.worker import CHUNK_BYTES, Worker, read_chunk, spawn
+
+_DRAIN_LIMIT_BYTES = 4 << 20
+"""How much a dead worker's pipe may still give: a grandchild can go on writing for ever."""
+_OUT_LIMIT_BYTES = 8 << 20
+"""With so much unsent the workers' output is left in their pipes."""
+_SCAN_INTERVAL_S = 0.1
+_LEFTOVER_S = 0.5
+"""How long helpers of a finished worker (trackers, uploaders) may take to end by themselves."""
+
+
+class Agent:
+    """The loop and its state. Times are monotonic seconds."""
+
+    def __init__(self, guard: Guard, stdin: int = 0, stdout: int = 1) -> None:
+        self.guard = guard
+        self.stdin, self.stdout = stdin, stdout
+        self.out = bytearray()
+        self.out_open = True
+        self.reading_output = True
+        self.commands = LineBuffer()
+        self.selector = selectors.DefaultSelector()
+        self.plan: Plan | None = None
+        self.workers: dict[int, Worker] = {}
+        self.oom_before = oom_counters()
+        self.stopping = False
+        self.stop_at: float | None = None
+        """A failure has been seen; until then a better cause may show up."""
+        self.kill_at: float | None = None
+        """Set once the run is ending; then whatever is left is killed."""
+        self.scan_at = 0.0
+        self.poll_s = 1.0
+        self.asked_by_signal = ""
+        self.leftovers_asked = False
+        self.ended = False
+
+    def run(self) -> int:
+        """Serve until the run is over and the launcher has been told."""
+        wake_reader, wake_writer = os.pipe()
+        os.set_blocking(wake_reader, False)
+        os.set_blocking(wake_writer, False)
+        os.set_blocking(self.stdin, False)
+        os.set_blocking(self.stdout, False)
+        signal.set_wakeup_fd(wake_writer)
+        # Handlers, not SIG_IGN: an ignored signal would stay ignored in every worker.
+        signal.signal(signal.SIGTERM, self._on_signal)
+        signal.signal(signal.SIGHUP, self._on_signal)
+        signal.signal(signal.SIGINT, lambda *_: None)
+        self._watch(wake_reader, lambda: os.read(wake_reader, 512))
+        self._watch(self.stdin, self._on_stdin)
+        while not self.ended:
+            for key, _ in self.selector.select(self._timeout()):
+                if key.fd in self.selector.get_map():
+                    key.data()
+            self._reap()
+            self._tick()
+        self.guard.tell("ok")
+        self._flush_all()
+        return 0
+
+    def send(self, event: Event) -> None:
+        """Queue an event for the launcher and write what its pipe takes."""
+        if not self.out_open:
+            return
+        self.out += encode(event)
+        self._flush()
+
+    # -- input ---------------------------------------------------------------------------------
+
+    def _watch(self, fd: int, handler: Callable[[], object]) -> None:
+        self.selector.register(fd, selectors.EVENT_READ, handler)
+
+    def _unwatch(self, fd: int) -> None:
+        if fd in self.selector.get_map():
+            self.selector.unregister(fd)
+
+    def _on_signal(self, signum: int, _frame: object) -> None:
+        """Only take a note: this runs between any two steps of the loop."""
+        self.asked_by_signal = signal_name(signum)
+
+    def _on_stdin(self) -> None:
+        chunk = read_chunk(self.stdin)
+        if chunk is None:
+            return
+        if not chunk:
+            self._unwatch(self.stdin)
+            self.stop("the launcher is gone")
+            return
+        for message in self.commands.feed(chunk):
+            if self.plan is None:
+                self._start(Plan.from_dict(message))
+            elif message.get("cmd") == "stop":
+                self.stop("the launcher asked for it", message.get("grace_s"))
+            elif message.get("cmd") == "kill":
+                self.stop("the launcher asked for it", 0.0)
+                self.kill_at = time.monotonic()
+
+    def _on_output(self, worker: Worker, fd: int) -> bool:
+        """Forward one chunk; False when there is nothing (yet or any more)."""
+        chunk = read_chunk(fd)
+        if chunk:
+            text = chunk.decode("utf-8", "surrogateescape")
+            rank = worker.plan.rank
+            self.send({"type": "output", "rank": rank, "stream": worker.streams[fd], "text": text})
+        elif chunk is not None:
+            self._unwatch(fd)
+            worker.finished_fds.add(fd)
+        return bool(chunk)
+
+    def _on_worker_event(self, worker: Worker) -> None:
+        while chunk := read_chunk(worker.event_fd):
+            for event in worker.events.feed(chunk):
+                self.send({**event, "rank": worker.plan.rank, "host": self._host()})
+                if event.get("type") == "exception" and worker.exception is None:
+                    worker.exception = str(event.get("exception"))
+                    self._settle_until(time.monotonic() + SETTLE_S)
+        if chunk is not None:
+            self._unwatch(worker.event_fd)
+
+    # -- workers -------------------------------------------------------------------------------
+
+    def _host(self) -> str:
+        return self.plan.nodes[0].host if self.plan else socket.gethostname()
+
+    def _start(self, plan: Plan) -> None:
+        self.plan = plan
+        self.guard.tell("run", plan.run_id)
+        self.send({"type": "agent", "host": self._host(), "pid": os.getpid(), "time": time.time()})
+        for worker in plan.nodes[0].workers:
+            try:
+                self._watch_worker(spawn(worker, plan.cwd))
+            except OSError as error:
+                text = f"cannot start rank {worker.rank} on {self._host()}: {error}"
+                self.send({"type": "error", "message": text, "time": time.time()})
+                self.stop("a worker could not be started")
+                return
+
+    def _watch_worker(self, worker: Worker) -> None:
+        plan = worker.plan
+        # Before anything else: from here on the worker can be found by its session too.
+        self.guard.tell("session", worker.pid)
+        self.workers[worker.pid] = worker
+        for fd in worker.streams:
+            self._watch(fd, partial(self._on_output, worker, fd))
+        self._watch(worker.event_fd, partial(self._on_worker_event, worker))
+        pidfd = open_pidfd(worker.pid)
+        if pidfd is None:
+            self.poll_s = 0.05
+        else:
+            # Readable is all it says; the loop reaps after every round.
+            self._watch(pidfd, partial(self._unwatch, pidfd))
+        self.send(
+            {
+                "type": "spawn",
+                "rank": plan.rank,
+                "local_rank": plan.local_rank,
+                "host": self._host(),
+                "pid": worker.pid,
+                "time": time.time(),
+            }
+        )
+
+    def _reap(self) -> None:
+        """Take the status of all children that ended: workers, and orphans that were adopted."""
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            worker = self.workers.get(pid)
+            if worker is not None:
+                self._on_exit(worker, os.waitstatus_to_exitcode(status))
+
+    def _on_exit(self, worker: Worker, code: int) -> None:
+        self._drain(worker)
+        worker.returncode = code
+        reason = ""
+        if code < 0 and not self.stopping:
+            reason = likely_reason(-code, oom_killed=oom_rose(self.oom_before, oom_counters()))
+        self.send(
+            {
+                "type": "exit",
+                "rank": worker.plan.rank,
+                "host": self._host(),
+                "pid": worker.pid,
+                "returncode": code,
+                "after_stop": self.stopping,
+                "reason": reason,
+                "time": time.time(),
+            }
+        )
+        if self.stopping or (code == 0 and worker.exception is None):
+            return
+        # A failed collective says that somebody else failed: wait for who it was. Anything else is a cause
+        # itself.
+        if worker.exception is None or not is_communication(worker.exception):
+            self._settle_until(time.monotonic())
+
+    def _drain(self, worker: Worker) -> None:
+        """Take what a dead worker left in its pipes; their end may never come, grandchildren hold them."""
+        self._on_worker_event(worker)
+        for fd in worker.streams:
+            budget = _DRAIN_LIMIT_BYTES
+            while budget > 0 and self._on_output(worker, fd):
+                budget -= CHUNK_BYTES
+
+    # -- ending --------------------------------------------------------------------------------
+
+    def _settle_until(self, moment: float) -> None:
+        self.stop_at = moment if self.stop_at is None else min(self.stop_at, moment)
+
+    def stop(self, why: str, grace_s: float | None = None) -> None:
+        """SIGTERM to every worker's process group; whoever is left after the grace period is killed."""
+        if self.plan is None:
+            self.ended = True
+        if self.stopping or self.plan is None:
+            return
+        self._reap()  # what has failed by now was not our doing
+        self.stopping = True
+        grace_s = self.plan.grace_s if grace_s is None else grace_s
+        self.kill_at = time.monotonic() + grace_s
+        signal_groups(self.workers, signal.SIGTERM)
+        # SIGCONT: a worker that was stopped (SIGSTOP) could not act on the SIGTERM.
+        signal_groups(self.workers, signal.SIGCONT)
+        self.send(
+            {"type": "stopping", "host": self._host(), "why": why, "grace_s": grace_s, "time": time.time()}
+        )
+
+    def _timeout(self) -> float:
+        now = time.monotonic()
+        moments = [self.stop_at if not self.stopping else None, self.kill_at]
+        if self.kill_at is not None and self._all_exited():
+            moments.append(self.scan_at)
+        return max(0.0, min([self.poll_s, *(moment - now for moment in moments if moment is not None)]))
+
+    def _all_exited(self) -> bool:
+        return all(worker.returncode is not None for worker in self.workers.values())
+
+    def _tick(self) -> None:
+        """Whatever is due by the clock or by the state."""
+        if self.asked_by_signal:
+            self.stop(f"the agent got {self.asked_by_signal}")
+        if self.plan is None or self.ended:
+            return
+        now = time.monotonic()
+        all_exited = self._all_exited()
+        if not self.stopping and self.stop_at is not None and (all_exited or now >= self.stop_at):
+            self.stop("a worker failed")
+        elif self.kill_at is None and all_exited:
+            self.kill_at = now + _LEFTOVER_S
+        if self.kill_at is None:
+            return
+        if now >= self.kill_at:
+            self._end()
+        elif all_exited and now >= self.scan_at:
+            self.scan_at = now + _SCAN_INTERVAL_S
+            self._await_leftovers(self.plan.run_id)
+
+    def _await_leftovers(self, run_id: str) -> None:
+        """The workers are gone; what they started gets the rest of the time, and in a stop one SIGTERM."""
+        found = run_processes(run_id, self.workers.keys(), ancestor=os.getpid(), spare=(self.guard.pid,))
+        if not found:
+            self._end()
+        elif self.stopping and not self.leftovers_asked:
+            self.leftovers_asked = True
+            for process in found:
+                kill(process, signal.SIGTERM)
+
+    def _end(self) -> None:
+        """Kill all that is left, hand over the last output, say so."""
+        assert self.plan is not None
+        living = [worker.pid for worker in self.workers.values() if worker.returncode is None]
+        signal_groups(living, signal.SIGKILL)
+        swept = sweep(
+            self.plan.run_id,
+            self.workers.keys(),
+            ancestor=os.getpid(),
+            spare=(self.guard.pid,),
+            reap=self._reap,
+        )
+        for worker in self.workers.values():
+            self._drain(worker)
+        self.send({"type": "done", "host": self._host(), "swept": swept, "time": time.time()})
+        self.ended = True
+
+    # -- output --------------------------------------------------------------------------------
+
+    def _flush(self) -> None:
+        """Write without blocking; what is left waits for room, and a full queue holds the workers back."""
+        try:
+            while self.out and self.out_open:
+                del self.out[: os.write(self.stdout, self.out[: 1 << 20])]
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._lose_launcher()
+        waiting = self.stdout in self.selector.get_map()
+        if self.out and not waiting:
+            self.selector.register(self.stdout, selectors.EVENT_WRITE, self._flush)
+        elif not self.out and waiting:
+            self.selector.unregister(self.stdout)
+        self._read_output(len(self.out) < _OUT_LIMIT_BYTES)
+
+    def _read_output(self, on: bool) -> None:
+        if on == self.reading_output:
+            return
+        self.reading_output = on
+        for worker in self.workers.values():
+            for fd in worker.streams.keys() - worker.finished_fds:
+                if on:
+                    self._watch(fd, partial(self._on_output, worker, fd))
+                else:
+                    self._unwatch(fd)
+
+    def _lose_launcher(self) -> None:
+        self.out.clear()
+        self.out_open = False
+        self.stop("the launcher is gone")
+
+    def _flush_all(self) -> None:
+        """Nothing else is left to do, so this may block; a dead launcher ends it with an error."""
+        os.set_blocking(self.stdout, True)
+        self._flush()
+
+
+def main() -> int:
+    """Entry point; the guard is forked before anything else exists."""
+    guard = Guard()
+    adopt_orphans()
+    return Agent(guard).run()
+
+
+def agent_argv() -> tuple[str, ...]:
+    """The command that starts an agent on this machine."""
+    return python_module_argv("zlaunch.launch.agent")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

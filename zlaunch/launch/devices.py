@@ -1,0 +1,78 @@
+"""The slots of this machine, found without torch and without touching a GPU.
+
+Slot i is the i-th device that CUDA would show to a process started here.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+_UUID_PREFIXES = ("GPU-", "MIG-")
+
+
+@dataclass(frozen=True, slots=True)
+class Devices:
+    """The visible devices as CUDA_VISIBLE_DEVICES tokens; none of them means CPU workers."""
+
+    tokens: tuple[str, ...]
+    visible: str | None
+    """CUDA_VISIBLE_DEVICES as it was given from outside, for messages."""
+
+    def describe(self) -> str:
+        """How many there are, and what hides the others if something does."""
+        count = len(self.tokens)
+        text = f"{count} GPU{'' if count == 1 else 's'}"
+        return text if self.visible is None else f"{text} (CUDA_VISIBLE_DEVICES={self.visible})"
+
+
+def discover(
+    environ: Mapping[str, str],
+    *,
+    proc: Path = Path("/proc/driver/nvidia/gpus"),
+    dev: Path = Path("/dev"),
+) -> Devices:
+    """Count the GPUs of this machine and apply CUDA_VISIBLE_DEVICES by CUDA's own rules."""
+    # Device files may not exist before the first use, and a container may see the host's /proc: the smaller
+    # count that is not zero is the one a process here can open.
+    counts = (
+        sum(1 for _ in proc.iterdir()) if proc.is_dir() else 0,
+        sum(1 for _ in dev.glob("nvidia[0-9]*")),
+    )
+    physical = min((count for count in counts if count), default=0)
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return Devices(tuple(map(str, range(physical))), None)
+    return Devices(_visible_tokens(visible, physical), visible)
+
+
+def _visible_tokens(text: str, physical: int) -> tuple[str, ...]:
+    """The tokens that CUDA would accept: the first bad one ends the list, a repeated one empties it."""
+    tokens: list[str] = []
+    for token in (piece.strip() for piece in text.split(",")):
+        by_index = token.isascii() and token.isdigit() and int(token) < physical
+        if not by_index and not (physical and token.startswith(_UUID_PREFIXES)):
+            break
+        token = str(int(token)) if by_index else token
+        if token in tokens:
+            return ()
+        tokens.append(token)
+    return tuple(tokens)
+
+
+def visible_for_workers(tokens: Sequence[str]) -> tuple[str, ...]:
+    """CUDA_VISIBLE_DEVICES of each worker.
+
+    All workers of a node see the same list, so that `cuda:LOCAL_RANK` is right and peers can map each other's
+    memory. CUDA opens only one MIG instance in a process, so with MIG each worker sees its own alone.
+    """
+    if any(token.startswith("MIG-") for token in tokens):
+        return tuple(tokens)
+    return (",".join(tokens),) * len(tokens)
+
+
+def available_cores() -> int:
+    """CPU cores that this process may use: its affinity, not the machine."""
+    return len(os.sched_getaffinity(0))

@@ -1,0 +1,46 @@
+"""JSON-line events between worker, agent and controller: one dict a line, always with a "type".
+
+From a worker: exception, metrics. From an agent also: agent, spawn, output, exit, stopping, error, done. To
+an agent: {"cmd": "stop", "grace_s": 3.0} and {"cmd": "kill"}.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+Event = dict[str, Any]
+
+_LINE_LIMIT_BYTES = 16 << 20
+
+
+def encode(event: Event) -> bytes:
+    """An event as one line; ASCII only, so that any text survives any transport."""
+    return json.dumps(event, separators=(",", ":")).encode() + b"\n"
+
+
+def decode(line: bytes) -> Event | None:
+    """A line as an event; None when it is something else (a worker may scribble on its event pipe)."""
+    try:
+        event = json.loads(line)
+    except ValueError:
+        return None
+    return event if isinstance(event, dict) else None
+
+
+class LineBuffer:
+    """Cuts a stream of chunks into events."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, chunk: bytes) -> Iterator[Event]:
+        """The events that this chunk completes."""
+        *lines, self._rest = (self._rest + chunk).split(b"\n")
+        if len(self._rest) > _LINE_LIMIT_BYTES:
+            self._rest = b""
+        for line in lines:
+            event = decode(line)
+            if event is not None:
+                yield event

@@ -1,0 +1,158 @@
+"""Which failure came first, why, and how to tell the user. Pure but for the kernel's oom-kill counters."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+SETTLE_S = 1.0
+"""Failures this close together are one event: the cause may be seen after its consequences."""
+
+TAIL_LINES = 20
+
+_COMMUNICATION = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "gloo",
+    "NCCL",
+    "ProcessGroup",
+    "Broken pipe",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """How one rank ended badly."""
+
+    rank: int
+    host: str
+    time: float
+    kind: Literal["signal", "exit", "exception"]
+    returncode: int | None = None
+    """As subprocess has it: negative for a signal; None when it had not ended by itself."""
+    exception: str = ""
+    reason: str = ""
+
+    @property
+    def exit_code(self) -> int:
+        """What a shell would show: 128 + n for signal n."""
+        if self.returncode is not None and self.returncode < 0:
+            return 128 - self.returncode
+        return self.returncode or 1
+
+
+def is_communication(text: str) -> bool:
+    """An exception that another rank's death causes."""
+    return any(word in text for word in _COMMUNICATION)
+
+
+def choose(failures: Iterable[Failure]) -> Failure:
+    """The one that explains the others.
+
+    Among those that belong to the first moment: a death by signal, then an error of its own, then an error in
+    talking to the others; the earliest of the best.
+    """
+    ordered = sorted(failures, key=lambda failure: failure.time)
+    first = [failure for failure in ordered if failure.time <= ordered[0].time + SETTLE_S]
+
+    def order(failure: Failure) -> int:
+        if failure.kind == "signal":
+            return 0
+        return 2 if is_communication(failure.exception) else 1
+
+    return min(first, key=order)
+
+
+def signal_name(signum: int) -> str:
+    """SIGKILL for 9; the number where there is no name."""
+    try:
+        return signal.Signals(signum).name
+    except ValueError:
+        return f"signal {signum}"
+
+
+def likely_reason(signum: int, *, oom_killed: bool) -> str:
+    """What usually lies behind a death by this signal."""
+    if signum == signal.SIGKILL and oom_killed:
+        return "out of host memory: the kernel's oom-kill counter rose while this run was alive"
+    reasons: dict[int, str] = {
+        signal.SIGKILL: "killed from outside (kill -9, the batch system, a container limit); "
+        "no oom-kill was counted on this host",
+        signal.SIGBUS: "often /dev/shm is full: give it more room (docker --shm-size) or use fewer "
+        "DataLoader workers",
+        signal.SIGSEGV: "a crash in native code; the stacks of all threads stand in the log, and "
+        "`kill -USR2 PID` prints them for a living worker",
+        signal.SIGABRT: "native code gave up (an assertion, a C++ exception, or NCCL's watchdog); "
+        "see the lines above it",
+        signal.SIGILL: "a binary built for another CPU",
+        signal.SIGFPE: "an integer division by zero in native code",
+        signal.SIGTERM: "somebody asked it to stop (kill, the batch system)",
+        signal.SIGXCPU: "the CPU time limit (ulimit -t)",
+        signal.SIGXFSZ: "the file size limit (ulimit -f)",
+    }
+    return reasons.get(signum, "")
+
+
+def oom_counters(root: Path = Path("/")) -> dict[str, int]:
+    """The oom-kill counters that concern this process: its cgroup's, their parents', the machine's."""
+    files = [root / "proc/vmstat"]
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        lines = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        group = Path(path.lstrip("/"))
+        for folder in (group, *group.parents):
+            if not controllers:
+                files.append(root / "sys/fs/cgroup" / folder / "memory.events")
+            elif "memory" in controllers.split(","):
+                files.append(root / "sys/fs/cgroup/memory" / folder / "memory.oom_control")
+    counters: dict[str, int] = {}
+    for file in files:
+        try:
+            for line in file.read_text().splitlines():
+                if line.startswith("oom_kill "):
+                    counters[str(file)] = int(line.split()[1])
+        except (OSError, ValueError):
+            continue
+    return counters
+
+
+def oom_rose(before: dict[str, int], after: dict[str, int]) -> bool:
+    """Whether anything was killed for memory in between."""
+    return any(count > before.get(name, count) for name, count in after.items())
+
+
+def report(failure: Failure, tail: Sequence[str], log_path: str) -> str:
+    """The one text that ends a failed run."""
+    code = failure.returncode
+    if code is None:
+        how = "raised an exception"
+    elif code < 0:
+        how = f"was killed by {signal_name(-code)} (exit code {failure.exit_code})"
+    else:
+        how = f"exited with code {code}"
+    text = [f"zlaunch: rank {failure.rank} on {failure.host} failed first: it {how}"]
+    if failure.reason:
+        text.append(f"  likely reason: {failure.reason}")
+    if failure.exception:
+        text.append("  exception: " + failure.exception.replace("\n", "\n    "))
+    if hint := _hint(tail):
+        text.append(f"  hint: {hint}")
+    if tail:
+        text.append(f"  last lines of rank {failure.rank}:")
+        text += [f"    | {line}" for line in tail]
+    text.append(f"  full log: {log_path}")
+    return "\n".join(text)
+
+
+def _hint(tail: Sequence[str]) -> str:
+    if any("unrecognized arguments:" in line and "--local_rank" in line for line in tail):
+        return (
+            "the script does not know --local_rank; start it with zlaunch --no_local_rank (LOCAL_RANK is set)"
+        )
+    return ""

@@ -1,0 +1,158 @@
+"""Find, watch and end the processes of one run, with /proc and a few system calls alone.
+
+A process belongs to a run when its environment says so, when it sits in a worker's session, or when it
+descends from the agent (which adopts orphans). Each mark alone can be shed by a daemon; the three together
+hold.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Collection, Iterable
+from typing import NamedTuple
+
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_SCAN_PAUSE_S = 0.02
+
+
+class Process(NamedTuple):
+    """A process that cannot be mistaken for a later one with the same id."""
+
+    pid: int
+    start_ticks: int
+
+
+def _prctl(option: int, value: int) -> None:
+    import ctypes
+
+    ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Have the kernel kill this process when its parent dies, also when it is dead already."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of descendants whose own parent dies, so that none of them gets out of sight."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def open_pidfd(pid: int) -> int | None:
+    """A descriptor that becomes readable when the process ends; None on kernels without (before 5.3)."""
+    try:
+        return os.pidfd_open(pid)
+    except OSError:
+        return None
+
+
+def python_module_argv(module: str) -> tuple[str, ...]:
+    """`python -m module`, with the current folder kept off its import path where that can be done.
+
+    A user's own `queue.py` or `zlaunch/` in the working folder must not get in the way. From our own checkout
+    the current folder may be the only way in.
+    """
+    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    safe = sys.version_info >= (3, 11) and os.getcwd() != root
+    return (sys.executable, *(["-P"] if safe else []), "-m", module)
+
+
+def _stat_fields(pid: int) -> list[bytes]:
+    """/proc/PID/stat from the third field (state) on; the name before it may hold anything."""
+    with open(f"/proc/{pid}/stat", "rb") as file:
+        return file.read().rpartition(b")")[2].split()
+
+
+def run_processes(
+    run_id: str, sessions: Collection[int] = (), *, ancestor: int | None = None, spare: Collection[int] = ()
+) -> list[Process]:
+    """Every living process of the run, except this one and those to spare."""
+    marker = b"\0ZLAUNCH_RUN_ID=" + os.fsencode(run_id) + b"\0"
+    spared = {os.getpid(), *spare}
+    start: dict[int, int] = {}
+    children: dict[int, list[int]] = {}
+    found: set[int] = set()
+    for name in os.listdir("/proc"):
+        if not name.isdigit():
+            continue
+        pid = int(name)
+        try:
+            fields = _stat_fields(pid)
+            if fields[0] in (b"Z", b"X"):
+                continue
+            start[pid] = int(fields[19])
+            children.setdefault(int(fields[1]), []).append(pid)
+            if int(fields[3]) in sessions:
+                found.add(pid)
+                continue
+            with open(f"/proc/{pid}/environ", "rb") as file:
+                if marker in b"\0" + file.read() + b"\0":
+                    found.add(pid)
+        except (OSError, IndexError):  # it has just ended, or is another user's
+            continue
+    todo = [] if ancestor is None else list(children.get(ancestor, ()))
+    while todo:
+        pid = todo.pop()
+        if pid not in spared:
+            found.add(pid)
+            todo += children.get(pid, ())
+    return [Process(pid, start[pid]) for pid in found - spared]
+
+
+def kill(process: Process, signum: int = signal.SIGKILL) -> None:
+    """Signal exactly this process; nothing happens when it is gone or its id belongs to another by now."""
+    pidfd = open_pidfd(process.pid)
+    try:
+        if int(_stat_fields(process.pid)[19]) == process.start_ticks:
+            if pidfd is None:
+                os.kill(process.pid, signum)
+            else:
+                signal.pidfd_send_signal(pidfd, signum)
+    except (OSError, IndexError):
+        pass
+    finally:
+        if pidfd is not None:
+            os.close(pidfd)
+
+
+def signal_groups(group_ids: Iterable[int], signum: int) -> None:
+    """Signal process groups; those that are gone are passed over."""
+    for group in group_ids:
+        try:
+            os.killpg(group, signum)
+        except OSError:
+            pass
+
+
+def sweep(
+    run_id: str,
+    sessions: Collection[int] = (),
+    *,
+    ancestor: int | None = None,
+    spare: Collection[int] = (),
+    reap: Callable[[], object] = lambda: None,
+    timeout_s: float = 5.0,
+) -> int:
+    """Kill all that is left of a run; returns how many processes were found.
+
+    It looks until two scans in a row find nobody: a process that forks faster than we kill shows up in the
+    next. The time is bounded because a process stuck in the kernel cannot be killed by anyone.
+    """
+    seen: set[Process] = set()
+    deadline = time.monotonic() + timeout_s
+    empty_scans = 0
+    while empty_scans < 2 and time.monotonic() < deadline:
+        found = run_processes(run_id, sessions, ancestor=ancestor, spare=spare)
+        for process in found:
+            kill(process)
+        reap()
+        seen.update(found)
+        empty_scans = 0 if found else empty_scans + 1
+        if empty_scans < 2:
+            time.sleep(_SCAN_PAUSE_S)
+    return len(seen)

@@ -1,0 +1,71 @@
+"""The agent as a child process of the launcher, with pipes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from zlaunch.launch.events import Event, decode, encode
+
+_DIAGNOSTICS_BYTES = 4096
+
+
+class LocalTransport:
+    """Starts the agent in a session of its own, so that Ctrl-C in the terminal reaches the launcher alone."""
+
+    def __init__(self, host: str, argv: Sequence[str], stderr_path: Path) -> None:
+        self.host = host
+        self._stderr_path = stderr_path
+        # An agent inside another run is the inner run's: the outer one reaches it through its launcher.
+        env = {key: value for key, value in os.environ.items() if key != "ZLAUNCH_RUN_ID"}
+        with open(stderr_path, "wb") as stderr:
+            self._process = subprocess.Popen(
+                argv,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                start_new_session=True,
+                env=env,
+            )
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._stdin, self._stdout = self._process.stdin, self._process.stdout
+
+    def send(self, message: Event) -> None:
+        """Write straight to the descriptor: a buffered writer could be entered twice by a signal handler."""
+        data = memoryview(encode(message))
+        try:
+            while data:
+                data = data[os.write(self._stdin.fileno(), data) :]
+        except (OSError, ValueError):  # it is gone; its reader sees that too
+            pass
+
+    def events(self) -> Iterator[Event]:
+        """Events until the agent's stdout ends."""
+        for line in self._stdout:
+            event = decode(line)
+            if event is not None:
+                yield event
+
+    def close(self, timeout_s: float) -> int | None:
+        """Close stdin, which tells a living agent to stop, and wait."""
+        try:
+            self._stdin.close()
+        except OSError:
+            pass
+        try:
+            return self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def kill(self) -> None:
+        """SIGKILL; the agent's guard then cleans up behind it."""
+        self._process.kill()
+
+    def diagnostics(self) -> str:
+        """The end of the agent's stderr."""
+        try:
+            return self._stderr_path.read_bytes()[-_DIAGNOSTICS_BYTES:].decode("utf-8", "replace").strip()
+        except OSError:
+            return ""
