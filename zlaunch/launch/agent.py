@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from zlaunch.launch.events import Event, LineBuffer, encode
+from zlaunch.launch.events import WORKER_EVENTS, LineBuffer
 from zlaunch.launch.failure import (
     SETTLE_S,
     is_communication,
@@ -27,6 +27,7 @@ from zlaunch.launch.failure import (
     signal_name,
 )
 from zlaunch.launch.guard import Guard
+from zlaunch.launch.outbox import Outbox
 from zlaunch.launch.plan import Plan
 from zlaunch.launch.processes import (
     adopt_orphans,
@@ -41,8 +42,6 @@ from zlaunch.launch.worker import CHUNK_BYTES, Worker, read_chunk, spawn
 
 _DRAIN_LIMIT_BYTES = 4 << 20
 """How much a dead worker's pipe may still give: a grandchild can go on writing for ever."""
-_OUT_LIMIT_BYTES = 8 << 20
-"""With so much unsent the workers' output is left in their pipes."""
 _SCAN_INTERVAL_S = 0.1
 _LEFTOVER_S = 0.5
 """How long helpers of a finished worker (trackers, uploaders) may take to end by themselves."""
@@ -53,9 +52,9 @@ class Agent:
 
     def __init__(self, guard: Guard, stdin: int = 0, stdout: int = 1) -> None:
         self.guard = guard
-        self.stdin, self.stdout = stdin, stdout
-        self.out = bytearray()
-        self.out_open = True
+        self.stdin = stdin
+        self.outbox = Outbox(stdout)
+        self.send = self.outbox.put
         self.reading_output = True
         self.commands = LineBuffer()
         self.selector = selectors.DefaultSelector()
@@ -79,7 +78,6 @@ class Agent:
         os.set_blocking(wake_reader, False)
         os.set_blocking(wake_writer, False)
         os.set_blocking(self.stdin, False)
-        os.set_blocking(self.stdout, False)
         signal.set_wakeup_fd(wake_writer)
         # Handlers, not SIG_IGN: an ignored signal would stay ignored in every worker.
         signal.signal(signal.SIGTERM, self._on_signal)
@@ -88,21 +86,30 @@ class Agent:
         self._watch(wake_reader, lambda: os.read(wake_reader, 512))
         self._watch(self.stdin, self._on_stdin)
         while not self.ended:
+            self._choose_descriptors()
             for key, _ in self.selector.select(self._timeout()):
                 if key.fd in self.selector.get_map():
                     key.data()
             self._reap()
             self._tick()
         self.guard.tell("ok")
-        self._flush_all()
+        self.outbox.flush_all()
         return 0
 
-    def send(self, event: Event) -> None:
-        """Queue an event for the launcher and write what its pipe takes."""
-        if not self.out_open:
-            return
-        self.out += encode(event)
-        self._flush()
+    def _choose_descriptors(self) -> None:
+        """Wait for room to write only when there is something to write, and hold noisy workers back."""
+        fd, waiting = self.outbox.fd, self.outbox.fd in self.selector.get_map()
+        if self.outbox.pending and not waiting:
+            self.selector.register(fd, selectors.EVENT_WRITE, self.outbox.flush)
+        elif waiting and not self.outbox.pending:
+            self.selector.unregister(fd)
+        if self.reading_output == self.outbox.full:
+            self.reading_output = not self.outbox.full
+            for worker in self.workers.values():
+                for stream in worker.streams.keys() - worker.finished_fds:
+                    self._unwatch(stream)
+                    if self.reading_output:
+                        self._watch(stream, partial(self._on_output, worker, stream))
 
     # -- input ---------------------------------------------------------------------------------
 
@@ -146,15 +153,18 @@ class Agent:
             worker.finished_fds.add(fd)
         return bool(chunk)
 
-    def _on_worker_event(self, worker: Worker) -> None:
-        while chunk := read_chunk(worker.event_fd):
-            for event in worker.events.feed(chunk):
-                self.send({**event, "rank": worker.plan.rank, "host": self._host()})
-                if event.get("type") == "exception" and worker.exception is None:
-                    worker.exception = str(event.get("exception"))
-                    self._settle_until(time.monotonic() + SETTLE_S)
-        if chunk is not None:
+    def _on_worker_event(self, worker: Worker) -> bool:
+        chunk = read_chunk(worker.event_fd)
+        for event in worker.events.feed(chunk or b""):
+            if event.get("type") not in WORKER_EVENTS:
+                continue
+            self.send({**event, "rank": worker.plan.rank, "host": self._host()})
+            if event["type"] == "exception" and worker.exception is None:
+                worker.exception = str(event.get("exception"))
+                self._settle_until(time.monotonic() + SETTLE_S)
+        if chunk == b"":
             self._unwatch(worker.event_fd)
+        return bool(chunk)
 
     # -- workers -------------------------------------------------------------------------------
 
@@ -239,10 +249,11 @@ class Agent:
 
     def _drain(self, worker: Worker) -> None:
         """Take what a dead worker left in its pipes; their end may never come, grandchildren hold them."""
-        self._on_worker_event(worker)
-        for fd in worker.streams:
+        readers = [partial(self._on_worker_event, worker)]
+        readers += [partial(self._on_output, worker, fd) for fd in worker.streams]
+        for read in readers:
             budget = _DRAIN_LIMIT_BYTES
-            while budget > 0 and self._on_output(worker, fd):
+            while budget > 0 and read():
                 budget -= CHUNK_BYTES
 
     # -- ending --------------------------------------------------------------------------------
@@ -279,6 +290,8 @@ class Agent:
 
     def _tick(self) -> None:
         """Whatever is due by the clock or by the state."""
+        if self.outbox.lost:
+            self.stop("the launcher is gone")
         if self.asked_by_signal:
             self.stop(f"the agent got {self.asked_by_signal}")
         if self.plan is None or self.ended:
@@ -323,45 +336,6 @@ class Agent:
             self._drain(worker)
         self.send({"type": "done", "host": self._host(), "swept": swept, "time": time.time()})
         self.ended = True
-
-    # -- output --------------------------------------------------------------------------------
-
-    def _flush(self) -> None:
-        """Write without blocking; what is left waits for room, and a full queue holds the workers back."""
-        try:
-            while self.out and self.out_open:
-                del self.out[: os.write(self.stdout, self.out[: 1 << 20])]
-        except BlockingIOError:
-            pass
-        except OSError:
-            self._lose_launcher()
-        waiting = self.stdout in self.selector.get_map()
-        if self.out and not waiting:
-            self.selector.register(self.stdout, selectors.EVENT_WRITE, self._flush)
-        elif not self.out and waiting:
-            self.selector.unregister(self.stdout)
-        self._read_output(len(self.out) < _OUT_LIMIT_BYTES)
-
-    def _read_output(self, on: bool) -> None:
-        if on == self.reading_output:
-            return
-        self.reading_output = on
-        for worker in self.workers.values():
-            for fd in worker.streams.keys() - worker.finished_fds:
-                if on:
-                    self._watch(fd, partial(self._on_output, worker, fd))
-                else:
-                    self._unwatch(fd)
-
-    def _lose_launcher(self) -> None:
-        self.out.clear()
-        self.out_open = False
-        self.stop("the launcher is gone")
-
-    def _flush_all(self) -> None:
-        """Nothing else is left to do, so this may block; a dead launcher ends it with an error."""
-        os.set_blocking(self.stdout, True)
-        self._flush()
 
 
 def main() -> int:

@@ -105,6 +105,7 @@ def _run_script(args: list[str]) -> None:
         runpy.run_path(script, run_name="__main__")
         return
     _set_path(os.path.dirname(os.path.realpath(script)))
+    script = os.path.abspath(script)  # sys.argv[0] stays as it was given, as in Python itself
     with open(script, "rb") as file:
         code: CodeType = compile(file.read(), script, "exec", dont_inherit=True)
     # Unlike runpy.run_path this __main__ stays until the very end, as threads, atexit functions and pickles

@@ -140,13 +140,21 @@ class Controller:
         elif kind == "error":
             self.errors.append(event["message"])
         elif kind == "stopping":
+            if self.deadline == float("inf"):
+                self._on_stop_by_agent(event)
             self._bound(event["grace_s"])
-            if self.failures and not self.signum:
-                self.console.message(f"a worker failed; stopping the others (up to {event['grace_s']:g} s)")
-            if len(self.open_nodes) > 1:
-                self._stop()
         elif kind == "done":
             self.open_nodes.discard(index)
+
+    def _on_stop_by_agent(self, event: Event) -> None:
+        """An agent ends the run without having been told to; the other nodes follow."""
+        if self.failures:
+            self.console.message(f"a worker failed; stopping the others (up to {event['grace_s']:g} s)")
+        elif not self.errors:
+            self.errors.append(f"the run on {event['host']} was stopped: {event['why']}")
+            self.agent_code = 128 + signal.SIGTERM
+        if len(self.open_nodes) > 1:
+            self._stop()
 
     def _on_output(self, event: Event) -> None:
         rank = event["rank"]

@@ -12,6 +12,9 @@ from typing import Any
 
 Event = dict[str, Any]
 
+WORKER_EVENTS = ("exception", "metrics")
+"""What a worker may say; the other types are the agent's own word."""
+
 _LINE_LIMIT_BYTES = 16 << 20
 
 

@@ -116,7 +116,7 @@ class Console:
 
 
 def metrics_line(values: Mapping[str, Any], memory_gb: Collection[float]) -> str:
-    """`step 10/100 loss 2.31 lr 3.0e-04 scale 65536 norm 0.52 12345 tok/s mem 0.41 0.42 GB`, what there is."""
+    """`step 10/100 loss 2.31 lr 3.0e-04 scale 65536 norm 0.52 12345 tok/s mem 0.41 0.42 GB`."""
 
     def shown(key: str, template: str) -> list[str]:
         value = values.get(key)

@@ -55,9 +55,12 @@ class LocalTransport:
         except OSError:
             pass
         try:
-            return self._process.wait(timeout_s)
+            code = self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             return None
+        if not self.diagnostics():
+            self._stderr_path.unlink(missing_ok=True)
+        return code
 
     def kill(self) -> None:
         """SIGKILL; the agent's guard then cleans up behind it."""

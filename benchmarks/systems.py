@@ -1,0 +1,127 @@
+"""The same model and optimizer step under zlaunch, DDP, FSDP2 and DeepSpeed, behind one call."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from examples.gpt import GPT, Size, loss_of
+
+Step = Callable[[Tensor], Tensor]
+"""One optimizer step on a (batch, time + 1) micro-batch; returns the loss."""
+
+CLIP = 1.0
+ADAMW = {"lr": 1e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
+MODELS = {
+    "15m": Size(layers=8, width=384, heads=6, context=128),
+    "40m": Size(layers=12, width=512, heads=8, context=128),
+    "100m": Size(layers=12, width=768, heads=12, context=256),
+}
+
+
+def _model(size: Size, device: torch.device) -> GPT:
+    torch.manual_seed(0)
+    return GPT(size).to(device)
+
+
+def _torch_step(model: nn.Module) -> Step:
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)  # type: ignore[arg-type]
+
+    def step(batch: Tensor) -> Tensor:
+        loss = loss_of(model, batch)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    return step
+
+
+def compute(size: Size, device: torch.device) -> Step:
+    """One process by itself: what no communication at all would cost."""
+    return _torch_step(_model(size, device))
+
+
+def ddp(size: Size, device: torch.device) -> Step:
+    from torch.nn.parallel import DistributedDataParallel
+
+    return _torch_step(DistributedDataParallel(_model(size, device), gradient_as_bucket_view=True))
+
+
+def fsdp2(size: Size, device: torch.device) -> Step:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
+    model = _model(size, device)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return _torch_step(model)
+
+
+def _config(stage: int, micro_batch: int) -> dict[str, object]:
+    params = {"lr": ADAMW["lr"], "betas": list(ADAMW["betas"]), "weight_decay": ADAMW["weight_decay"]}  # type: ignore[call-overload]
+    return {
+        "train_micro_batch_size_per_gpu": micro_batch,
+        "gradient_clipping": CLIP,
+        "optimizer": {"type": "AdamW", "params": params},
+        "zero_optimization": {"stage": stage},
+    }
+
+
+def zero(stage: int, micro_batch: int) -> Callable[[Size, torch.device], Step]:
+    """This project's engine at a ZeRO stage."""
+
+    def build(size: Size, device: torch.device) -> Step:
+        import zlaunch
+
+        engine, *_ = zlaunch.initialize(model=_model(size, device), config=_config(stage, micro_batch))
+
+        def step(batch: Tensor) -> Tensor:
+            loss = loss_of(engine, batch)
+            engine.backward(loss)
+            engine.step()
+            return loss.detach()
+
+        return step
+
+    return build
+
+
+def deepspeed(stage: int, micro_batch: int) -> Callable[[Size, torch.device], Step]:
+    """The real DeepSpeed, with torch's fused AdamW so that only the runtime differs."""
+
+    def build(size: Size, device: torch.device) -> Step:
+        import deepspeed as real
+
+        model = _model(size, device)
+        config = {k: v for k, v in _config(stage, micro_batch).items() if k != "optimizer"}
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)  # type: ignore[arg-type]
+        engine, *_ = real.initialize(model=model, optimizer=optimizer, config=config)
+
+        def step(batch: Tensor) -> Tensor:
+            loss = loss_of(engine, batch)
+            engine.backward(loss)
+            engine.step()
+            return loss.detach()
+
+        return step
+
+    return build
+
+
+def available(micro_batch: int, peers: bool) -> dict[str, Callable[[Size, torch.device], Step]]:
+    """Builders by name, peers last."""
+    systems: dict[str, Callable[[Size, torch.device], Step]] = {
+        f"stage {stage}": zero(stage, micro_batch) for stage in range(4)
+    }
+    if peers:
+        systems = {"compute": compute, "ddp": ddp, **systems, "fsdp2": fsdp2}
+        if importlib.util.find_spec("deepspeed"):
+            systems |= {f"deepspeed {stage}": deepspeed(stage, micro_batch) for stage in range(1, 4)}
+    return systems

@@ -1,0 +1,86 @@
+"""Train a byte-level GPT on the Python standard library.
+
+    zlaunch --num_gpus 2 examples/train_gpt.py --config examples/ds_stage2.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import time
+
+import torch
+import torch.distributed as dist
+from gpt import GPT, SIZES, load_text, loss_of, sample_batch
+
+import zlaunch
+
+
+def memory_gb() -> float:
+    """Peak memory of this rank: of the GPU if it trains on one, else of the process."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+@torch.no_grad()
+def validate(engine: zlaunch.Engine, text: torch.Tensor, context: int, batches: int = 8) -> float:
+    """Mean loss over windows that are the same at every call, shared between the ranks."""
+    engine.eval()
+    generator = torch.Generator().manual_seed(99 + engine.global_rank)
+    losses = [
+        loss_of(engine, sample_batch(text, 8, context, generator).to(engine.device)).float() for _ in range(batches)
+    ]
+    engine.train()
+    mean = torch.stack(losses).mean()
+    dist.all_reduce(mean)
+    return mean.item() / engine.world_size
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--size", choices=SIZES, default="tiny")
+    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--every", type=int, default=10, help="steps between two reports")
+    parser.add_argument("--save", help="directory for the trained weights")
+    zlaunch.add_config_arguments(parser)
+    args = parser.parse_args()
+
+    torch.manual_seed(0)
+    size = SIZES[args.size]
+    engine, *_ = zlaunch.initialize(args=args, model=GPT(size))
+    train, validation = load_text()
+    generator = torch.Generator().manual_seed(engine.global_rank)  # every rank reads other text
+    micro_batch, accumulation = engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
+
+    first = validate(engine, validation, size.context)
+    started, step_started = time.perf_counter(), 0
+    for step in range(1, args.steps + 1):
+        for _ in range(accumulation):
+            batch = sample_batch(train, micro_batch, size.context, generator).to(engine.device)
+            loss = loss_of(engine, batch)
+            engine.backward(loss)
+            engine.step()
+        if step % args.every == 0 or step == args.steps:
+            now = time.perf_counter()
+            tokens = (step - step_started) * engine.train_batch_size() * size.context
+            zlaunch.report(
+                step=step,
+                steps=args.steps,
+                loss=loss.item(),
+                lr=engine.get_lr()[0],
+                loss_scale=engine.loss_scale,
+                grad_norm=engine.get_global_grad_norm(),
+                tokens_per_s=tokens / (now - started),
+                memory_gb=memory_gb(),
+            )
+            started, step_started = now, step
+    last = validate(engine, validation, size.context)
+    if engine.global_rank == 0:
+        print(f"validation loss {first:.3f} -> {last:.3f}", flush=True)
+    if args.save:
+        engine.save_16bit_model(args.save)
+
+
+if __name__ == "__main__":
+    main()

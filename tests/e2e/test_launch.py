@@ -1,0 +1,316 @@
+"""The command with real workers (without torch, so that they are fast)."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.helpers import ROOT, Launch, alive, run, wait_until
+
+DUMP = """
+    import json, os, sys
+    print(json.dumps({"argv": sys.argv, "env": dict(os.environ), "path": sys.path[0],
+                      "stdin": sys.stdin.read(), "name": __name__, "file": __file__, "sid": os.getsid(0)}))
+"""
+
+
+def test_workers_get_their_place(tmp_path: Path) -> None:
+    launch = run(tmp_path, "--num_gpus", "2", "--master_addr", "localhost", script=DUMP, env={"RANK": "7"})
+    assert launch.process.returncode == 0, launch.err
+    dumps = [json.loads(launch.log(rank)) for rank in (0, 1)]
+    for rank, dump in enumerate(dumps):
+        env = dump["env"]
+        expected = {
+            "RANK": rank,
+            "LOCAL_RANK": rank,
+            "WORLD_SIZE": 2,
+            "LOCAL_WORLD_SIZE": 2,
+            "LOCAL_SIZE": 2,
+            "CROSS_RANK": 0,
+            "CROSS_SIZE": 1,
+            "MASTER_ADDR": "localhost",
+            "OMP_NUM_THREADS": max(1, len(os.sched_getaffinity(0)) // 2),
+            "PYTHONUNBUFFERED": 1,
+            "ZLAUNCH_RUN_ID": launch.run_id,
+            "ZLAUNCH_RUN_DIR": launch.run_dir,
+            "GLOO_SOCKET_IFNAME": "lo",
+        }
+        assert {key: env.get(key) for key in expected} == {k: str(v) for k, v in expected.items()}
+        assert dump["argv"] == ["worker.py", f"--local_rank={rank}"]
+        assert (dump["path"], dump["stdin"], dump["name"]) == (str(tmp_path), "", "__main__")
+        assert dump["file"] == str(tmp_path / "worker.py")
+    assert dumps[0]["sid"] != dumps[1]["sid"]
+    port = dumps[0]["env"]["MASTER_PORT"]
+    assert port == dumps[1]["env"]["MASTER_PORT"] and f"localhost:{port}" in launch.err
+    assert json.loads(launch.out) == dumps[0], "the console shows rank 0"
+    assert sorted(path.name for path in (launch.run_dir / "logs").iterdir()) == [
+        "rank_00000.log",
+        "rank_00001.log",
+    ]
+
+
+@pytest.mark.parametrize("interpreter_flags", [[], ["--module"]], ids=["script", "module"])
+def test_arguments_arrive_untouched(tmp_path: Path, interpreter_flags: list[str]) -> None:
+    args = ("a b", "", "--num_gpus", "--", "'q\"$HOME`x`", "line\nline", "ünï ✓", "-q", "--help", "*")
+    if interpreter_flags:
+        (tmp_path / "pkg").mkdir()
+        (tmp_path / "pkg" / "__init__.py").touch()
+        (tmp_path / "pkg" / "mod.py").write_text(
+            "import sys, json; print(json.dumps([__name__, sys.argv[1:]]))"
+        )
+        options = ("--no-local-rank", "--module", "pkg.mod", *args)
+        launch = run(tmp_path, *options)
+        assert json.loads(launch.out) == ["__main__", list(args)], launch.err
+    else:
+        launch = run(tmp_path, "--no-local-rank", script=DUMP, args=args)
+        assert json.loads(launch.out)["argv"] == ["worker.py", *args], launch.err
+
+
+def test_no_python_runs_anything(tmp_path: Path) -> None:
+    options = ("--num_gpus=2", "--log_ranks=all", "--no_python", "sh", "-c", 'echo "$0-$RANK"; exit 0', "a b")
+    launch = run(tmp_path, *options)
+    assert sorted(launch.out.splitlines()) == ["[rank 0] a b-0", "[rank 1] a b-1"], launch.err
+
+
+def test_bytes_survive_to_console_and_log(tmp_path: Path) -> None:
+    script = "import os\nos.write(1, bytes(range(256)) * 300 + b'no newline')"
+    launch = run(tmp_path, script=script)
+    expected = bytes(range(256)) * 300 + b"no newline"
+    assert launch.log_bytes(0) == expected
+    assert launch.out_path.read_bytes() == expected
+
+
+def test_dry_run_prints_the_plan_and_starts_nothing(tmp_path: Path) -> None:
+    launch = run(
+        tmp_path, "--dry_run", "--json", "--master_port=29517", "--num_accelerators", "2", "--grace=1.5",
+        script="raise SystemExit(9)", args=("--x", "1"),
+    )  # fmt: skip
+    assert launch.process.returncode == 0, launch.err
+    plan = json.loads(launch.out)
+    assert not launch.run_dir.exists()
+    assert {key: plan[key] for key in ("master_addr", "master_port", "run_dir", "cwd", "grace_s")} == {
+        "master_addr": "127.0.0.1",
+        "master_port": 29517,
+        "run_dir": str(launch.run_dir),
+        "cwd": str(tmp_path),
+        "grace_s": 1.5,
+    }
+    [node] = plan["nodes"]
+    assert (node["host"], [worker["rank"] for worker in node["workers"]]) == ("localhost", [0, 1])
+    assert node["workers"][1]["argv"][-4:] == ["worker.py", "--local_rank=1", "--x", "1"]
+    assert node["workers"][1]["env"]["LOCAL_RANK"] == "1"
+    table = run(tmp_path, "--dry_run", "--include", "localhost:0,2-3", script="pass")
+    assert "WORLD_SIZE=3" in table.out and "LOCAL_RANK=2" in table.out, table.err
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "words"),
+    [
+        ("raise SystemExit(3)", 3, "exited with code 3"),
+        ("sys.exit('bad data')", 1, "| bad data"),
+        ("os._exit(7)", 7, "exited with code 7"),
+        ("raise ValueError('boom')", 1, "exception: ValueError: boom"),
+        ("os.kill(os.getpid(), 11)", 139, "SIGSEGV"),
+        ("os.kill(os.getpid(), 9)", 137, "SIGKILL"),
+        ("import argparse; argparse.ArgumentParser().parse_args()", 2, "zlaunch --no_local_rank"),
+        ("def f(:", 1, "SyntaxError"),
+    ],
+)
+def test_first_failure_is_told_and_gives_the_exit_code(
+    tmp_path: Path, body: str, code: int, words: str
+) -> None:
+    indented = body if body.startswith("def") else f"if os.environ['RANK'] == '1': {body}"
+    script = f"import os, sys, time\nprint('last words', flush=True)\n{indented}\ntime.sleep(60)\n"
+    (tmp_path / "w.py").write_text(script)
+    launch = run(tmp_path, "--num_gpus=2", "w.py")
+    assert launch.process.returncode == code, launch.err
+    assert words in launch.err
+    if not body.startswith("def"):
+        assert "rank 1 on localhost failed first" in launch.err
+        assert "| last words" in launch.err
+        assert "rank_00001.log" in launch.err
+    if words != "SIGSEGV":  # faulthandler shows all frames there are
+        assert "bootstrap.py" not in launch.err and "runpy" not in launch.err
+    assert not alive(launch.run_id)
+
+
+def test_a_lost_connection_is_not_the_cause(tmp_path: Path) -> None:
+    """Rank 0 notices first that its peer is gone; the report still names rank 1."""
+    script = """
+        import os, sys, time
+        if os.environ["RANK"] == "0":
+            while not os.path.exists("failing"): time.sleep(0.01)
+            raise RuntimeError("gloo: Connection closed by peer")
+        open("failing", "w").close()
+        time.sleep(0.3)
+        raise KeyError("the cause")
+    """
+    launch = run(tmp_path, "--num_gpus=2", script=script)
+    assert "rank 1 on localhost failed first" in launch.err and "KeyError" in launch.err
+
+
+def test_interrupt_of_a_worker_is_a_failure(tmp_path: Path) -> None:
+    launch = Launch(tmp_path, script="import time; print('up', flush=True); time.sleep(60)")
+    wait_until(lambda: "up" in launch.out, "worker up")
+    os.kill(launch.worker_pid(0), signal.SIGINT)
+    assert launch.wait() == 130
+    assert "KeyboardInterrupt" in launch.err
+
+
+def test_stacks_on_sigusr2(tmp_path: Path) -> None:
+    script = "import time\ndef waiting_here():\n    print('up', flush=True); time.sleep(60)\nwaiting_here()"
+    launch = Launch(tmp_path, script=script)
+    wait_until(lambda: "up" in launch.out, "worker up")
+    os.kill(launch.worker_pid(0), signal.SIGUSR2)
+    wait_until(lambda: "waiting_here" in launch.err, "stacks printed")
+    launch.process.send_signal(signal.SIGINT)
+    assert launch.wait() == 130
+
+
+def test_own_modules_never_mix_with_ours(tmp_path: Path) -> None:
+    for name in ("runtime", "config", "hostfiles", "slurm", "queue_", "events", "failure", "plan"):
+        (tmp_path / f"{name}.py").write_text("OWNER = 'user'\n")
+    script = """
+        import runtime, config, hostfiles, slurm, events, failure, plan
+        assert {m.OWNER for m in (runtime, config, hostfiles, slurm, events, failure, plan)} == {"user"}
+        import zlaunch.runtime, zlaunch.hostfiles.filters, zlaunch.launch.plan
+        assert zlaunch.runtime is not runtime and not hasattr(zlaunch.runtime, "OWNER")
+    """
+    assert run(tmp_path, script=script).process.returncode == 0
+
+
+def test_our_packages_are_loaded_under_one_name(tmp_path: Path) -> None:
+    script = """
+        import sys
+        import zlaunch.runtime, zlaunch.hostfiles.filters, zlaunch.slurm, zlaunch.cuda_ops
+        assert not {"runtime", "hostfiles", "slurm", "cuda_ops", "config"} & set(sys.modules)
+        assert "torch" not in sys.modules
+    """
+    launch = run(tmp_path, script=script)
+    assert launch.process.returncode == 0, launch.err
+
+
+def test_standard_library_names_in_the_working_folder_do_no_harm(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "train.py").write_text("import sys; print(sys.path[0])")
+    if sys.version_info >= (3, 11):
+        (tmp_path / "selectors.py").write_text("raise SystemExit(99)")
+        (tmp_path / "subprocess.py").write_text("raise SystemExit(99)")
+    # As the installed command does, without the current folder on its own path.
+    entry = "import sys; sys.path[0] = sys.argv.pop(1); from zlaunch.cli.main import main; sys.exit(main())"
+    command = [sys.executable, "-c", entry, str(ROOT), "-q", "sub/train.py"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout.strip()) == (0, str(tmp_path / "sub")), done.stderr
+
+
+def test_multiprocessing_spawn_and_classes_of_main(tmp_path: Path) -> None:
+    script = """
+        import multiprocessing, pickle
+
+        class Point:
+            def __init__(self, x): self.x = x
+
+        def double(point): return Point(2 * point.x)
+
+        if __name__ == "__main__":
+            with multiprocessing.get_context("spawn").Pool(1) as pool:
+                print(pool.map(double, [Point(21)])[0].x, pickle.loads(pickle.dumps(Point(1))).x)
+    """
+    launch = run(tmp_path, script=script)
+    assert (launch.process.returncode, launch.out) == (0, "42 1\n"), launch.err
+
+
+def test_metrics_and_quiet(tmp_path: Path) -> None:
+    script = """
+        import json, os
+        values = {"step": 1, "steps": 2, "loss": 2.5, "memory_gb": 0.5}
+        event = {"type": "metrics", "rank": 0, "time": 0.0, "values": values}
+        fd = int(os.environ["ZLAUNCH_EVENT_FD"])
+        os.write(fd, b"scribble\\n" + json.dumps(event).encode() + b"\\n" + b'{"type": "done"}\\n')
+        os.system("echo child")
+        print("end")
+    """
+    launch = run(tmp_path, script=script)
+    assert sorted(launch.out.splitlines()) == ["child", "end", "step 1/2 loss 2.5 mem 0.50 GB"], launch.err
+    assert launch.events("metrics")[0]["values"]["loss"] == 2.5
+    assert not launch.events("output")
+    quiet = run(tmp_path, "-q", script=script)
+    assert (quiet.out, quiet.err) == ("child\nend\n", "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "no script given"),
+        (["trian.py"], "no script 'trian.py', did you mean 'train.py'?"),
+        (["nowhere/train.py"], "there is no folder 'nowhere'"),
+        (["--module", "no_such_module"], "no module named 'no_such_module'"),
+        (["--no_python", "no-such-program"], "no program 'no-such-program'"),
+        (["--module", "--no_python", "x"], "exclude each other"),
+        (["--num_gpus", "0", "train.py"], "--num_gpus"),
+        (["--num_gpu", "1", "train.py"], "--num_gpus"),
+        (["-i", "localhost:0", "-e", "localhost:1", "train.py"], "exclude each other"),
+        (["--num_gpus", "1", "-i", "localhost", "train.py"], "does not go with"),
+        (["-i", "worker-1:0", "train.py"], "unknown host 'worker-1'"),
+        (["-i", "localhost:a", "train.py"], "'a' is not a slot"),
+        (["-e", "localhost:0", "train.py"], "leaves no slot"),
+        (["--master_port", "70000", "train.py"], "from 1 to 65535"),
+        (["--log_ranks", "5", "train.py"], "no rank 5"),
+        (["--run_dir", "train.py/x", "train.py"], "cannot write there"),
+        (["--json", "train.py"], "--dry_run"),
+    ],
+)
+def test_user_errors_are_one_clear_message(tmp_path: Path, arguments: list[str], words: str) -> None:
+    (tmp_path / "train.py").touch()
+    launch = run(tmp_path, *arguments)
+    assert launch.process.returncode == 2, launch.err
+    assert launch.err.startswith("zlaunch: error: ") and words in launch.err
+    assert launch.err.count("\n") == 1 and launch.out == ""
+
+
+def test_a_port_in_use_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "train.py").touch()
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        launch = run(tmp_path, f"--master_port={taken.getsockname()[1]}", "train.py")
+    assert launch.process.returncode == 2 and "in use" in launch.err
+
+
+@pytest.mark.parametrize("form", ["--config={}", "--config {}", "--deepspeed_config {}", "--deepspeed {}"])
+def test_a_bad_config_stops_before_any_worker(tmp_path: Path, form: str) -> None:
+    (tmp_path / "ds.json").write_text('{"train_batch_size": 8, "zero_optimization": {"overlap_com": true}}')
+    args = tuple(form.format("ds.json").split())
+    launch = run(tmp_path, script="open('started', 'w')", args=args)
+    assert launch.process.returncode == 2
+    assert "overlap_com" in launch.err and "overlap_comm" in launch.err and "Traceback" not in launch.err
+    assert not (tmp_path / "started").exists()
+
+
+def test_the_scripts_own_config_is_its_own_business(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("model: gpt\ndata: x\noptimizer: fast\n")
+    (tmp_path / "mine.toml").write_text("zero_optimization = 1\n")
+    for args in (("--config", "mine.yaml"), ("--config=mine.toml",), ("--config", "made_later.json")):
+        assert run(tmp_path, script="pass", args=args).process.returncode == 0
+
+
+def test_help_takes_little_cpu(tmp_path: Path) -> None:
+    """A contract: under 0.25 s. The best of five, because the machine may be busy."""
+    costs = []
+    for _ in range(5):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        command = [sys.executable, "-m", "zlaunch", "--help"]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        costs.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+        assert done.returncode == 0 and "--num_gpus" in done.stdout
+    assert min(costs) < 0.25

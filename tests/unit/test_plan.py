@@ -1,0 +1,97 @@
+"""The plan as data."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from io import StringIO
+
+from rich.console import Console
+
+from zlaunch.launch.plan import NodeSpec, Plan, Target, make_plan
+from zlaunch.view.plan_table import plan_table
+
+
+def plan(*nodes: NodeSpec, target: Target | None = None, environ: Mapping[str, str] | None = None) -> Plan:
+    return make_plan(
+        target or Target("script", "train.py", ("--lr", "1e-3")),
+        nodes,
+        run_id="id",
+        run_dir="/runs/id",
+        master_addr="127.0.0.1",
+        master_port=29500,
+        cwd="/work",
+        grace_s=3.0,
+        bootstrap=("python", "-m", "boot"),
+        environ=environ or {},
+    )
+
+
+def test_two_cpu_workers() -> None:
+    worker = plan(NodeSpec("localhost", workers=2, cores=5)).nodes[0].workers[1]
+    assert worker.argv == ("python", "-m", "boot", "train.py", "--local_rank=1", "--lr", "1e-3")
+    assert worker.env == {
+        "RANK": "1",
+        "LOCAL_RANK": "1",
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "LOCAL_SIZE": "2",
+        "CROSS_RANK": "0",
+        "CROSS_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29500",
+        "OMP_NUM_THREADS": "2",
+        "PYTHONUNBUFFERED": "1",
+        "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "ZLAUNCH_RUN_ID": "id",
+        "ZLAUNCH_RUN_DIR": "/runs/id",
+    }
+
+
+def test_the_users_own_settings_stay() -> None:
+    environ = {"OMP_NUM_THREADS": "7", "GLIBC_TUNABLES": "", "GLOO_SOCKET_IFNAME": "eth0", "RANK": "9"}
+    env = plan(NodeSpec("localhost", workers=1, cores=1), environ=environ).nodes[0].workers[0].env
+    assert not {"OMP_NUM_THREADS", "GLIBC_TUNABLES", "GLOO_SOCKET_IFNAME"} & set(env)
+    assert env["RANK"] == "0"
+
+
+def test_unequal_gpu_nodes() -> None:
+    nodes = plan(NodeSpec("a", 1, 4, devices=("3",)), NodeSpec("b", 2, 4, devices=("0", "2"))).nodes
+    workers = [worker for node in nodes for worker in node.workers]
+    assert [worker.rank for worker in workers] == [0, 1, 2]
+    assert [worker.local_rank for worker in workers] == [0, 0, 1]
+    keys = ("CUDA_VISIBLE_DEVICES", "LOCAL_WORLD_SIZE", "CROSS_RANK", "CROSS_SIZE", "WORLD_SIZE")
+    assert [tuple(worker.env[key] for key in keys) for worker in workers] == [
+        ("3", "1", "0", "2", "3"),
+        ("0,2", "2", "1", "2", "3"),
+        ("0,2", "2", "1", "2", "3"),
+    ]
+    assert all("GLIBC_TUNABLES" not in w.env and "GLOO_SOCKET_IFNAME" not in w.env for w in workers)
+
+
+def test_targets() -> None:
+    node = NodeSpec("localhost", 1, 1)
+    module = plan(node, target=Target("module", "pkg.mod", ("x",)))
+    assert module.nodes[0].workers[0].argv[3:] == ("--module", "pkg.mod", "--local_rank=0", "x")
+    program = plan(node, target=Target("exec", "bash", ("-c", "true"), pass_local_rank=False))
+    assert program.nodes[0].workers[0].argv[3:] == ("--exec", "bash", "-c", "true")
+
+
+def test_json_round_trip_with_any_argument() -> None:
+    args = ("", "a b", "q\"'$x", "line\nline", "ünï", "\udcff", "\U0001f680")
+    whole = plan(NodeSpec("a", 2, 2), NodeSpec("b", 1, 2), target=Target("script", "t.py", args))
+    assert Plan.from_json(whole.to_json()) == whole
+    assert whole.to_json(indent=1).isascii()
+    part = whole.for_node(1)
+    assert [node.host for node in part.nodes] == ["b"]
+    assert part.nodes[0].workers[0].rank == 2
+    assert json.loads(part.to_json())["grace_s"] == 3.0
+
+
+def test_table_shows_every_rank_and_shared_settings_once() -> None:
+    out = StringIO()
+    Console(file=out, width=140).print(plan_table(plan(NodeSpec("localhost", 2, 2))))
+    text = out.getvalue()
+    assert text.count("WORLD_SIZE=2") == 2  # also in LOCAL_WORLD_SIZE
+    assert "LOCAL_RANK=1" in text and "127.0.0.1:29500" in text and "train.py --local_rank=0" in text
