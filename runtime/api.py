@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import os
 import socket
 from collections.abc import Callable, Iterable, Mapping
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from .agreement import check_agreement
-from .comm import Comm
+from .comm import Comm, close_all
 from .config import ConfigError, Effective, load, resolve
 from .data import EngineLoader
 from .engine import Engine
@@ -71,6 +72,7 @@ def init_distributed(
                 probe.bind(("127.0.0.1", 0))
                 port = probe.getsockname()[1]
             dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1, **options)
+        atexit.register(close_all)
     return device
 
 

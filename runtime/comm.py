@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from typing import Any, Protocol
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -77,6 +78,20 @@ def accumulate_pieces(shard: Tensor, pieces: Tensor, fresh: bool) -> None:
         shard.add_(pieces[i])
 
 
+_open: WeakSet[Comm] = WeakSet()
+
+
+def close_all() -> None:
+    """Release every communicator of this process, at its end at the latest.
+
+    Threads of a process group that is still alive while the interpreter is torn down can abort the process.
+    """
+    for comm in list(_open):
+        comm.close()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 class Comm:
     """The collectives of one engine over the default process group (and a second one for reductions).
 
@@ -95,6 +110,7 @@ class Comm:
         if self.world_size > 1:
             self._reduce_group = dist.new_group(list(range(self.world_size)))
         self._native_reduce_scatter = device.type != "cpu"
+        _open.add(self)
 
     def _count(self, name: str, numel: int) -> None:
         if self.world_size > 1:
@@ -167,7 +183,7 @@ class Comm:
             dist.barrier(group=self._gather_group)
 
     def close(self) -> None:
-        """Release the reduction group."""
-        if self._reduce_group is not dist.group.WORLD and dist.is_initialized():
+        """Release the process groups; the object is of no use afterwards."""
+        if self._reduce_group not in (None, self._gather_group) and dist.is_initialized():
             dist.destroy_process_group(self._reduce_group)
-            self._reduce_group = dist.group.WORLD
+        self._reduce_group = self._gather_group = None

@@ -35,6 +35,7 @@ class _Run:
     start: int
     stop: int
     leaf: Tensor
+    used: bool = True
 
 
 def _step_elsewhere(self: torch.optim.Optimizer, closure: Any = None) -> None:
@@ -104,6 +105,9 @@ class ShardStep:
         the largest norm allowed, 0 for any; with ``check_finite`` a step with inf or NaN is skipped on every rank.
         Afterwards every unit that stays FULL is on its way to its new values.
         """
+        for unit in self.units:
+            if not unit.shard_params:
+                unit.ensure_full()  # nothing touched it since the last step, whose values may still be arriving
         norm, used = self._agree(divisor)
         skipped = check_finite and not math.isfinite(norm)
         if not skipped:
@@ -132,9 +136,10 @@ class ShardStep:
         return math.sqrt(numbers[0]) / divisor if numbers[0] >= 0 else math.nan, [n > 0 for n in numbers[1:]]
 
     def _apply(self, divisor: float, used: list[bool]) -> None:
-        saved = self._save_unused(used)
+        self._separate_unused(used)
         for run in self._runs:
-            run.leaf.grad = run.unit.grad[run.start : run.stop] if run.unit.grad is not None else None
+            has_grad = run.used and run.unit.grad is not None
+            run.leaf.grad = run.unit.grad[run.start : run.stop] if has_grad else None  # type: ignore[index]
         if self._fused:
             device = self._comm.device
             self.optimizer.grad_scale = torch.tensor(divisor, dtype=torch.float32, device=device)  # type: ignore[attr-defined]
@@ -147,25 +152,61 @@ class ShardStep:
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers look for it
         for run in self._runs:
             run.leaf.grad = None
-        for target, value in saved:
-            target.copy_(value)
 
-    def _save_unused(self, used: list[bool]) -> list[tuple[Tensor, Tensor]]:
-        """Values that the step must not change: a parameter without a gradient on any rank is left alone, as by torch."""
+    def _separate_unused(self, used: list[bool]) -> None:
+        """Mark the runs that hold parameters without a gradient on any rank; torch leaves such parameters alone.
+
+        A run that holds both kinds is split for good, its state with it: each part counts its own steps.
+        """
         if all(used):
-            return []
-        saved: list[tuple[Tensor, Tensor]] = []
+            for run in self._runs:
+                run.used = True
+            return
         flags = iter(used)
         unused = {(id(unit), i) for unit in self.units for i in range(len(unit.parameters)) if not next(flags)}
+        runs: list[_Run] = []
         for run in self._runs:
-            low, high = run.unit.start + run.start, run.unit.start + run.stop
-            for index, first, last in run.unit.layout.overlaps(low, high):
-                if (id(run.unit), index) in unused:
-                    tensors = [run.leaf.detach()]
-                    tensors += [v for v in self.optimizer.state.get(run.leaf, {}).values() if _elementwise(v, run.leaf)]
-                    views = [t[first - low : last - low] for t in tensors]
-                    saved += [(view, view.clone()) for view in views]
-        return saved
+            parts = self._parts(run, unused)
+            if len(parts) == 1:
+                run.used = parts[0][2]
+                runs.append(run)
+            else:
+                runs += self._split(run, parts)
+        self._runs = runs
+
+    def _parts(self, run: _Run, unused: set[tuple[int, int]]) -> list[tuple[int, int, bool]]:
+        """``(start, stop, used)`` of the parts of a run, in shard coordinates, without gaps between them."""
+        first = run.unit.start
+        parts: list[tuple[int, int, bool]] = []
+        for index, low, _ in run.unit.layout.overlaps(first + run.start, first + run.stop):
+            used = (id(run.unit), index) not in unused
+            if not parts:
+                parts.append((run.start, run.stop, used))
+            elif parts[-1][2] != used:
+                start, _, before = parts[-1]
+                parts[-1] = (start, low - first, before)
+                parts.append((low - first, run.stop, used))
+        return parts
+
+    def _split(self, run: _Run, parts: list[tuple[int, int, bool]]) -> list[_Run]:
+        state = self.optimizer.state.pop(run.leaf, {})
+        made = []
+        for start, stop, used in parts:
+            low, high = start - run.start, stop - run.start
+            leaf = run.leaf.detach()[low:high].requires_grad_()
+            made.append(_Run(run.unit, start, stop, leaf, used))
+            if state:
+                self.optimizer.state[leaf] = {
+                    key: value[low:high]
+                    if _elementwise(value, run.leaf)
+                    else (value.clone() if isinstance(value, Tensor) else value)
+                    for key, value in state.items()
+                }
+        for group in self.optimizer.param_groups:
+            position = next((i for i, leaf in enumerate(group["params"]) if leaf is run.leaf), None)
+            if position is not None:
+                group["params"][position : position + 1] = [part.leaf for part in made]
+        return made
 
     def nonfinite_names(self) -> list[str]:
         """Parameters with inf or NaN in this rank's shard of the gradients."""

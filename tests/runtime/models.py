@@ -51,7 +51,8 @@ def batches(steps: int, samples: int, length: int = 6, vocabulary: int = 31) -> 
 
 def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
     logits = model(tokens[:, :-1])
-    return nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    return nn.functional.cross_entropy(wide.flatten(0, 1), tokens[:, 1:].flatten())
 
 
 def config(stage: int, micro: int, accumulation: int = 1, clip: float = 0.0, **extra: Any) -> dict[str, Any]:
