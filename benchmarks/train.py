@@ -2,9 +2,9 @@
 
     python -m benchmarks.train --peers [--model 15m] [--rounds 7] [--out FILE.json]
 
-Speed: all systems are built in the same two processes and take turns, so that a change of the machine's mood meets all
-of them; the ratios are medians over the rounds of the pair in one round. Memory: one fresh pair of processes for each
-system, the peak above what the imports took.
+Speed: all systems are built in the same two processes and take turns, so that a change of the machine's mood
+meets all of them; the ratios are medians over the rounds of the pair in one round. Memory: one fresh pair of
+processes for each system, the peak above what the imports took.
 """
 
 from __future__ import annotations
@@ -28,7 +28,15 @@ def run(systems: list[str], args: argparse.Namespace, rounds: int, steps: int) -
         out = Path(folder) / "out.json"
         options = {"systems": ",".join(systems), "model": args.model, "micro_batch": args.micro_batch}
         options |= {"rounds": rounds, "steps": steps, "out": out}
-        command = [sys.executable, "-m", "zlaunch", "--quiet", "--num_gpus", str(args.num_gpus), "--no_local_rank"]
+        command = [
+            sys.executable,
+            "-m",
+            "zlaunch",
+            "--quiet",
+            "--num_gpus",
+            str(args.num_gpus),
+            "--no_local_rank",
+        ]
         command += ["--run_dir", f"{folder}/run", "--module", "benchmarks.train_worker"]
         command += [f"--{name}={value}" for name, value in options.items()]
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
@@ -37,7 +45,9 @@ def run(systems: list[str], args: argparse.Namespace, rounds: int, steps: int) -
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--peers", action="store_true")
     parser.add_argument("--model", default="15m")
     parser.add_argument("--micro_batch", type=int, default=4)
@@ -59,18 +69,36 @@ def main() -> None:
     tokens = args.micro_batch * MODELS[args.model].context * args.num_gpus
     memory = {} if args.no_memory else {name: run([name], args, 1, 3)["peak_mb"] for name in names}
 
-    print(f"model {args.model}, {args.num_gpus} ranks, micro-batch {args.micro_batch}, torch {torch.__version__}, "
-          f"{platform.machine()}, {os.cpu_count()} cores; medians of {args.rounds} rounds")
-    baselines = [name for name in ("ddp", "fsdp2", "deepspeed 1", "deepspeed 2", "deepspeed 3") if name in names]
-    print(f"{'':12} {'ms/step':>8} {'min':>7} {'tok/s':>7} {'peak MB':>8}  speed over " + "  ".join(baselines))
+    print(
+        f"model {args.model}, {args.num_gpus} ranks, micro-batch {args.micro_batch}, "
+        f"torch {torch.__version__}, {platform.machine()}, {os.cpu_count()} cores; "
+        f"medians of {args.rounds} rounds"
+    )
+    baselines = [
+        name for name in ("ddp", "fsdp2", "deepspeed 1", "deepspeed 2", "deepspeed 3") if name in names
+    ]
+    print(
+        f"{'':12} {'ms/step':>8} {'min':>7} {'tok/s':>7} {'peak MB':>8}  speed over " + "  ".join(baselines)
+    )
     for name in names:
-        ratios = [statistics.median(b / a for a, b in zip(seconds[name], seconds[base], strict=True)) for base in baselines]
+        ratios = [
+            statistics.median(b / a for a, b in zip(seconds[name], seconds[base], strict=True))
+            for base in baselines
+        ]
         middle = statistics.median(seconds[name])
         peak = f"{max(memory[name]):8.0f}" if name in memory else f"{'-':>8}"
-        print(f"{name:12} {middle * 1e3:8.1f} {min(seconds[name]) * 1e3:7.1f} {tokens / middle:7.0f} {peak}  "
-              + "  ".join(f"{ratio:{max(len(base), 4)}.2f}" for ratio, base in zip(ratios, baselines, strict=True)))
+        print(
+            f"{name:12} {middle * 1e3:8.1f} {min(seconds[name]) * 1e3:7.1f} {tokens / middle:7.0f} {peak}  "
+            + "  ".join(
+                f"{ratio:{max(len(base), 4)}.2f}" for ratio, base in zip(ratios, baselines, strict=True)
+            )
+        )
     if args.out:
-        versions = {"torch": torch.__version__, "python": platform.python_version(), "machine": platform.processor()}
+        versions = {
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "machine": platform.processor(),
+        }
         result = {"args": vars(args), "versions": versions, "memory_mb": memory, **speed}
         Path(args.out).write_text(json.dumps(result, indent=1) + "\n")
 

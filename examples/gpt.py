@@ -74,7 +74,7 @@ class GPT(nn.Module):
 
 
 def loss_of(model: nn.Module, text: Tensor) -> Tensor:
-    """Mean cross entropy in nats of predicting each byte of ``text`` (batch, time + 1) from those before it."""
+    """Mean cross entropy in nats of predicting each byte of ``text`` (batch, time + 1) from those before."""
     logits = model(text[:, :-1])
     return F.cross_entropy(logits.flatten(0, 1).float(), text[:, 1:].flatten())
 

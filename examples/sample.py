@@ -1,6 +1,6 @@
 """Write some text with a model that train_gpt.py saved. Plain torch: nothing of zlaunch is needed.
 
-    python examples/sample.py out/pytorch_model.bin --size tiny
+python examples/sample.py out/pytorch_model.bin --size tiny
 """
 
 from __future__ import annotations

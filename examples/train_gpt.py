@@ -1,6 +1,6 @@
 """Train a byte-level GPT on the Python standard library.
 
-    zlaunch --num_gpus 2 examples/train_gpt.py --config examples/ds_stage2.json
+zlaunch --num_gpus 2 examples/train_gpt.py --config examples/ds_stage2.json
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ def validate(engine: zlaunch.Engine, text: torch.Tensor, context: int, batches: 
     engine.eval()
     generator = torch.Generator().manual_seed(99 + engine.global_rank)
     losses = [
-        loss_of(engine, sample_batch(text, 8, context, generator).to(engine.device)).float() for _ in range(batches)
+        loss_of(engine, sample_batch(text, 8, context, generator).to(engine.device)).float()
+        for _ in range(batches)
     ]
     engine.train()
     mean = torch.stack(losses).mean()

@@ -17,7 +17,9 @@ class RankMismatchError(RuntimeError):
 
 
 def check_agreement(model: nn.Module, config_digest: str, comm: Comm) -> None:
-    """Raise RankMismatchError, on every rank alike, naming the first rank and parameter that differ from rank 0's."""
+    """Raise RankMismatchError, on every rank alike, naming the first rank and parameter that differ from rank
+    0's.
+    """
     mine = [(n, tuple(p.shape), str(p.dtype), p.requires_grad) for n, p in model.named_parameters()]
     digest = hashlib.sha256(repr(mine).encode()).hexdigest()
     summaries = comm.exchange((digest, config_digest))
@@ -27,7 +29,9 @@ def check_agreement(model: nn.Module, config_digest: str, comm: Comm) -> None:
     reference, reference_config = everyone[0]
     for rank, (other, config) in enumerate(everyone):
         if config != reference_config:
-            raise RankMismatchError(f"rank {rank} has another config than rank 0: give every rank the same file")
+            raise RankMismatchError(
+                f"rank {rank} has another config than rank 0: give every rank the same file"
+            )
         difference = first_difference(reference, other)
         if difference:
             raise RankMismatchError(f"rank {rank} has another model than rank 0: {difference}")

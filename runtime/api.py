@@ -29,11 +29,19 @@ from .zero.partition import UNIT_NUMEL, ShardingOptions, build_units, plan_block
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add ``--config`` (also ``--deepspeed_config``), ``--deepspeed`` and ``--local_rank`` to a script's parser."""
+    """Add ``--config`` (also ``--deepspeed_config``), ``--deepspeed`` and ``--local_rank`` to a script's
+    parser.
+    """
     group = parser.add_argument_group("zlaunch")
-    group.add_argument("--deepspeed", action="store_true", help="accepted for DeepSpeed scripts; has no effect")
-    group.add_argument("--config", "--deepspeed_config", dest="deepspeed_config", help="config file (JSON or YAML)")
-    group.add_argument("--local_rank", type=int, default=read_environment().local_rank, help="set by the launcher")
+    group.add_argument(
+        "--deepspeed", action="store_true", help="accepted for DeepSpeed scripts; has no effect"
+    )
+    group.add_argument(
+        "--config", "--deepspeed_config", dest="deepspeed_config", help="config file (JSON or YAML)"
+    )
+    group.add_argument(
+        "--local_rank", type=int, default=read_environment().local_rank, help="set by the launcher"
+    )
     return parser
 
 
@@ -45,8 +53,8 @@ def init_distributed(
 ) -> torch.device:
     """Set up torch.distributed from the environment, once; without one, a world of this process alone.
 
-    The backend is NCCL (and gloo for CPU tensors) where there is a GPU, else gloo. Further keywords of DeepSpeed's
-    function are accepted. Returns this rank's device.
+    The backend is NCCL (and gloo for CPU tensors) where there is a GPU, else gloo. Further keywords of
+    DeepSpeed's function are accepted. Returns this rank's device.
     """
     environment = read_environment()
     device = torch.device("cpu")
@@ -65,13 +73,18 @@ def init_distributed(
         if environment.has_rendezvous:
             dist.init_process_group(backend, **options)
         elif environment.world_size > 1:
-            raise RuntimeError("WORLD_SIZE is set but not all of RANK, MASTER_ADDR, MASTER_PORT: start with zlaunch or torchrun")
+            raise RuntimeError(
+                "WORLD_SIZE is set but not all of RANK, MASTER_ADDR, MASTER_PORT: "
+                "start with zlaunch or torchrun"
+            )
         else:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
             with socket.socket() as probe:
                 probe.bind(("127.0.0.1", 0))
                 port = probe.getsockname()[1]
-            dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1, **options)
+            dist.init_process_group(
+                backend, init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1, **options
+            )
         atexit.register(close_all)
     return device
 
@@ -94,12 +107,13 @@ def initialize(
     """Make ``model`` train under ZeRO as ``config`` says; DeepSpeed's function of this name.
 
     ``config`` is a path (JSON with comments, or YAML), a dict or base64 JSON; ``config_params`` and
-    ``args.deepspeed_config`` are other names for it. ``optimizer`` is an instance, a callable from parameters, or None
-    for the config's; likewise ``lr_scheduler``. Collective: every rank calls it with the same model and config, and
-    starts from rank 0's values.
+    ``args.deepspeed_config`` are other names for it. ``optimizer`` is an instance, a callable from
+    parameters, or None for the config's; likewise ``lr_scheduler``. Collective: every rank calls it with the
+    same model and config, and starts from rank 0's values.
 
-    Returns ``(engine, optimizer, dataloader, lr_scheduler)``, None for what there is not. Raises ConfigError for a bad
-    config, RankMismatchError when the ranks differ, ValueError for arguments that do not fit together.
+    Returns ``(engine, optimizer, dataloader, lr_scheduler)``, None for what there is not. Raises ConfigError
+    for a bad config, RankMismatchError when the ranks differ, ValueError for arguments that do not fit
+    together.
     """
     if model is None:
         raise ValueError("initialize needs a model")
@@ -126,7 +140,9 @@ def initialize(
         client = _make_optimizer(optimizer, effective, groups)
     if client is not None:
         trained = [unit for unit in sharded.units if unit.trainable]
-        step = ShardStep(client, trained, reducer, comm, sharded=effective.config.zero_optimization.stage >= 1)
+        step = ShardStep(
+            client, trained, reducer, comm, sharded=effective.config.zero_optimization.stage >= 1
+        )
     scheduler = _make_scheduler(lr_scheduler, effective, client)
     engine = Engine(sharded, reducer, step, scheduler, precision, effective)
     loader = engine.deepspeed_io(training_data, collate_fn=collate_fn) if training_data is not None else None
@@ -139,9 +155,14 @@ def _choose_config(args: Any, config: Any, config_params: Any) -> Any:
     named = getattr(args, "deepspeed_config", None) if args is not None else None
     given = [source for source in (config, config_params, named) if source is not None]
     if not given:
-        raise ConfigError("initialize needs a config: config=, or --config/--deepspeed_config among the script's arguments")
+        raise ConfigError(
+            [
+                "initialize needs a config: config=, or --config/--deepspeed_config among the script's "
+                "arguments"
+            ]
+        )
     if any(source != given[0] for source in given[1:]):
-        raise ConfigError("initialize was given two different configs: config= and args.deepspeed_config")
+        raise ConfigError(["initialize was given two different configs: config= and args.deepspeed_config"])
     return given[0]
 
 
@@ -189,7 +210,9 @@ def _shard(
     build_units(blocks, group_of, precision.dtype, comm, options)
     predivide = 1.0
     if config.prescale_gradients:
-        predivide = config.gradient_predivide_factor if config.gradient_predivide_factor != 1.0 else comm.world_size
+        predivide = (
+            config.gradient_predivide_factor if config.gradient_predivide_factor != 1.0 else comm.world_size
+        )
     reducer = GradientReducer(
         [unit for block in blocks for unit in block.units if unit.trainable],
         comm,
@@ -212,7 +235,9 @@ def _shard(
 
 
 def _place_rest(model: nn.Module, comm: Comm, precision: Precision) -> None:
-    """Buffers and integer parameters stay whole: to the device, floating ones to the compute dtype, rank 0's values."""
+    """Buffers and integer parameters stay whole: to the device, floating ones to the compute dtype, rank 0's
+    values.
+    """
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:
@@ -225,7 +250,9 @@ def _place_rest(model: nn.Module, comm: Comm, precision: Precision) -> None:
             comm.broadcast(parameter.data)
 
 
-def _make_optimizer(maker: Any, effective: Effective, groups: list[dict[str, Any]]) -> torch.optim.Optimizer | None:
+def _make_optimizer(
+    maker: Any, effective: Effective, groups: list[dict[str, Any]]
+) -> torch.optim.Optimizer | None:
     if not any(group["params"] for group in groups):
         return None
     if callable(maker):
@@ -236,7 +263,7 @@ def _make_optimizer(maker: Any, effective: Effective, groups: list[dict[str, Any
     try:
         return build_optimizer(section.type, dict(section.params), groups)
     except ValueError as error:
-        raise ConfigError(f"{effective.loaded.origin}: {error}") from None
+        raise ConfigError([f"{effective.loaded.origin}: {error}"]) from None
 
 
 def _make_scheduler(given: Any, effective: Effective, optimizer: torch.optim.Optimizer | None) -> Any:
@@ -249,7 +276,7 @@ def _make_scheduler(given: Any, effective: Effective, optimizer: torch.optim.Opt
     try:
         return build_scheduler(section.type, dict(section.params), optimizer)
     except ValueError as error:
-        raise ConfigError(f"{effective.loaded.origin}: {error}") from None
+        raise ConfigError([f"{effective.loaded.origin}: {error}"]) from None
 
 
 def _record(effective: Effective, comm: Comm) -> None:

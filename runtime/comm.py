@@ -1,7 +1,7 @@
 """Collectives: the only seam between the runtime and torch.distributed.
 
-Every call counts the elements it moves, so that a test can hold the runtime to its promised volume. An all-gather or
-reduce-scatter of a buffer of n elements counts n, an all-reduce 2n (it is one of each).
+Every call counts the elements it moves, so that a test can hold the runtime to its promised volume. An
+all-gather or reduce-scatter of a buffer of n elements counts n, an all-reduce 2n (it is one of each).
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class _Accumulate:
 
 
 def accumulate_pieces(shard: Tensor, pieces: Tensor, fresh: bool) -> None:
-    """``shard`` (s elements, any dtype) becomes or grows by the sum over the first axis of ``pieces`` (n, s)."""
+    """``shard`` (s elements, any dtype) becomes or grows by the sum over axis 0 of ``pieces`` (n, s)."""
     count = pieces.shape[0]
     if fresh and count >= 2 and pieces.dtype == shard.dtype:
         torch.add(pieces[0], pieces[1], out=shard)
@@ -95,8 +95,8 @@ def close_all() -> None:
 class Comm:
     """The collectives of one engine over the default process group (and a second one for reductions).
 
-    Reductions have a group of their own, so that they neither wait for gathers nor need to be issued in one common
-    order with them.
+    Reductions have a group of their own, so that they neither wait for gathers nor need to be issued in one
+    common order with them.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -123,7 +123,9 @@ class Comm:
         return sum(self.moved[k] for k in ("all_gather", "reduce_scatter", "all_reduce"))
 
     def all_gather(self, full: Tensor, shard: Tensor) -> Pending:
-        """Start to fill ``full`` (w * s elements) from every rank's ``shard`` (s), a slice of ``full`` itself."""
+        """Start to fill ``full`` (w * s elements) from every rank's ``shard`` (s), a slice of ``full``
+        itself.
+        """
         if self.world_size == 1:
             return DONE
         self._count("all_gather", full.numel())
@@ -132,9 +134,9 @@ class Comm:
     def reduce_scatter_accumulate(self, shard: Tensor, bucket: Tensor, fresh: bool) -> Pending:
         """Start to add this rank's slice of the sum over ranks of ``bucket`` (w * s) into ``shard`` (s).
 
-        With ``fresh`` the shard is overwritten. ``bucket`` must stay untouched until the result has been waited for.
-        gloo's own reduce-scatter is an all-reduce of a clone, twice the bytes; an all-to-all with a local sum in the
-        shard's (wider) dtype is faster and more exact.
+        With ``fresh`` the shard is overwritten. ``bucket`` must stay untouched until the result has been
+        waited for. gloo's own reduce-scatter is an all-reduce of a clone, twice the bytes; an all-to-all with
+        a local sum in the shard's (wider) dtype is faster and more exact.
         """
         w = self.world_size
         if w == 1:

@@ -45,7 +45,12 @@ class Engine(nn.Module):
     ) -> None:
         super().__init__()
         self.module = sharded.module
-        self._sharded, self._reducer, self._shard_step, self._precision = sharded, reducer, shard_step, precision
+        self._sharded, self._reducer, self._shard_step, self._precision = (
+            sharded,
+            reducer,
+            shard_step,
+            precision,
+        )
         self._effective = effective
         self.lr_scheduler = lr_scheduler
         self.training_dataloader: EngineLoader | None = None
@@ -118,7 +123,9 @@ class Engine(nn.Module):
         """0 to 3."""
         return int(self._effective.config.zero_optimization.stage)
 
-    def deepspeed_io(self, dataset: Any, *, collate_fn: Callable[[list[Any]], Any] | None = None) -> EngineLoader:
+    def deepspeed_io(
+        self, dataset: Any, *, collate_fn: Callable[[list[Any]], Any] | None = None
+    ) -> EngineLoader:
         """A loader of micro-batches over this rank's share of ``dataset``."""
         return EngineLoader(
             dataset,
@@ -140,8 +147,8 @@ class Engine(nn.Module):
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Back-propagate one micro-batch's loss (mean over its samples); returns the loss.
 
-        The division by the number of micro-batches and ranks happens in :meth:`step`. With ``scale_wrt_gas=False`` the
-        caller has divided by the number of micro-batches already.
+        The division by the number of micro-batches and ranks happens in :meth:`step`. With
+        ``scale_wrt_gas=False`` the caller has divided by the number of micro-batches already.
         """
         if not loss.requires_grad:
             raise RuntimeError("the loss does not depend on any trainable parameter")
@@ -194,19 +201,23 @@ class Engine(nn.Module):
         self._reducer.sync = transient or (self.is_gradient_accumulation_boundary() and not self._no_sync)
 
     def step(self, lr_kwargs: Any = None) -> None:
-        """At the accumulation boundary: average, unscale, clip, update, and step the scheduler; else only count.
+        """At the accumulation boundary: average, unscale, clip, update, and step the scheduler; else only
+        count.
 
-        Raises LossScaleFloorError, naming parameters, when fp16 gradients overflow at the smallest loss scale.
+        Raises LossScaleFloorError, naming parameters, when fp16 gradients overflow at the smallest loss
+        scale.
         """
         self._in_backward = False
         if self.is_gradient_accumulation_boundary():
-            self._apply()
+            self._optimizer_step()
         self.micro_steps += 1
         self._prepare_pass()
 
-    def _apply(self) -> None:
+    def _optimizer_step(self) -> None:
         if self._shard_step is None:
-            raise RuntimeError("this engine has no optimizer: give initialize one, or an optimizer section in the config")
+            raise RuntimeError(
+                "this engine has no optimizer: give initialize one, or an optimizer section in the config"
+            )
         scaler = self._precision.scaler
         divisor = scaler.scale * self.gradient_accumulation_steps()
         if self._effective.config.gradient_allreduce_op == "mean":
@@ -231,8 +242,9 @@ class Engine(nn.Module):
         except LossScaleFloorError as error:
             everyone = sorted({name for names in self._sharded.comm.exchange(broken) for name in names})
             raise LossScaleFloorError(
-                f"{error}, so the model itself makes inf or NaN. Parameters with such gradients: {', '.join(everyone[:10])}"
-                f"{' ...' if len(everyone) > 10 else ''}. Try bf16, a lower learning rate, or look at the input data"
+                f"{error}, so the model itself makes inf or NaN. Parameters with such gradients: "
+                f"{', '.join(everyone[:10])}{' ...' if len(everyone) > 10 else ''}. Try bf16, "
+                "a lower learning rate, or look at the input data"
             ) from None
         if result.skipped:
             self.skipped_steps += 1
@@ -266,7 +278,7 @@ class Engine(nn.Module):
         report(
             step=self.global_steps,
             loss=float(self._loss) if self._loss is not None else None,
-            lr=(self.get_lr() or [None])[0],
+            lr=next(iter(self.get_lr()), None),
             loss_scale=self.loss_scale,
             grad_norm=self._norm,
             samples_per_s=(samples - before) / max(now - then, 1e-9),
@@ -279,14 +291,16 @@ class Engine(nn.Module):
     ) -> bool:
         """Write the whole model's weights in the compute dtype to one file. Collective.
 
-        A name that ends in ``.safetensors`` gets that format. The file loads with plain torch; a failure to write
-        raises OSError on every rank.
+        A name that ends in ``.safetensors`` gets that format. The file loads with plain torch; a failure to
+        write raises OSError on every rank.
         """
         save_weights(self._sharded, save_dir, save_filename, exclude_frozen=exclude_frozen_parameters)
         return True
 
     def destroy(self) -> None:
-        """Give the model back as a plain module with its present values, and release communicators. Collective."""
+        """Give the model back as a plain module with its present values, and release communicators.
+        Collective.
+        """
         self._sharded.close()
         self._sharded.comm.close()
 

@@ -19,7 +19,8 @@ class Environment:
     run_dir: str | None
     event_fd: int | None
     debug_free: str
-    """``ZLAUNCH_DEBUG_FREE``: ``poison`` fills freed parameters with NaN instead of giving their memory back."""
+    """``ZLAUNCH_DEBUG_FREE``: ``poison`` fills freed parameters with NaN instead of giving their memory back.
+    """
 
 
 def _integer(name: str, default: int) -> int:

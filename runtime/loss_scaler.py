@@ -1,7 +1,7 @@
 """Static and dynamic loss scaling for fp16.
 
-The dynamic rule is that of "Mixed Precision Training" (Micikevicius et al., 2018) with the hysteresis of Megatron
-and DeepSpeed: a few overflows are tolerated before the scale shrinks.
+The dynamic rule is that of "Mixed Precision Training" (Micikevicius et al., 2018) with the hysteresis of
+Megatron and DeepSpeed: a few overflows are tolerated before the scale shrinks.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from typing import Any
 
 
 class LossScaleFloorError(RuntimeError):
-    """The gradients overflow although the loss scale is at its minimum: the model itself produces inf or NaN."""
+    """Gradients overflow although the loss scale is at its minimum: the model itself produces inf or NaN."""
 
 
 @dataclass(slots=True)
 class LossScaler:
     """The factor that the loss is multiplied with.
 
-    ``scale`` is what the *current* gradients were made with; call :meth:`update` only after they have been unscaled
-    with it.
+    ``scale`` is what the *current* gradients were made with; call :meth:`update` only after they have been
+    unscaled with it.
     """
 
     scale: float = 1.0
@@ -50,7 +50,9 @@ class LossScaler:
     def _shrink(self) -> None:
         if self._left <= 1:
             if self.scale <= self.min_scale:
-                raise LossScaleFloorError(f"the loss scale is at its minimum, {self.min_scale:g}, and gradients overflow")
+                raise LossScaleFloorError(
+                    f"the loss scale is at its minimum, {self.min_scale:g}, and gradients overflow"
+                )
             self.scale = max(self.scale / 2.0, self.min_scale)
         else:
             self._left -= 1
@@ -67,7 +69,12 @@ class LossScaler:
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers, enough to go on exactly."""
-        return {"scale": self.scale, "left": self._left, "step": self._step, "last_overflow": self._last_overflow}
+        return {
+            "scale": self.scale,
+            "left": self._left,
+            "step": self._step,
+            "last_overflow": self._last_overflow,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Inverse of :meth:`state_dict`."""

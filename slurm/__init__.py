@@ -1,1 +1,3 @@
-"""Launching under SLURM: node lists, the SLURM_* environment, and sbatch scripts made from flags. Not there yet."""
+"""Launching under SLURM: node lists, the SLURM_* environment, and sbatch scripts made from flags. Not there
+yet.
+"""

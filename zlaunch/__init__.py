@@ -20,7 +20,7 @@ _LAZY = {
     "report": ("zlaunch.runtime.monitor.report", "report"),
 }
 
-__all__ = [  # noqa: F822
+__all__ = [
     "ConfigError",
     "Engine",
     "__version__",

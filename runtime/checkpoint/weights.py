@@ -13,10 +13,11 @@ from ..zero.model import ShardedModel
 
 
 def consolidated_state_dict(model: ShardedModel, *, exclude_frozen: bool = False) -> dict[str, Tensor]:
-    """Every parameter and persistent buffer by name, on the CPU; only rank 0 gets it, the others an empty dict.
+    """Every parameter and persistent buffer by name, on the CPU; only rank 0 gets it, the others an empty
+    dict.
 
-    Collective. One block is gathered at a time. Parameters that are one tensor under two names (tied weights) share
-    their storage in the result; no others do.
+    Collective. One block is gathered at a time. Parameters that are one tensor under two names (tied weights)
+    share their storage in the result; no others do.
     """
     module, comm = model.module, model.comm
     names: dict[int, list[str]] = {}
@@ -46,9 +47,11 @@ def consolidated_state_dict(model: ShardedModel, *, exclude_frozen: bool = False
 
 
 def save_weights(model: ShardedModel, directory: str, filename: str, *, exclude_frozen: bool = False) -> Path:
-    """Write ``directory/filename`` on rank 0; ``.safetensors`` names get that format, others ``torch.save``'s.
+    """Write ``directory/filename`` on rank 0; ``.safetensors`` names get that format, others
+    ``torch.save``'s.
 
-    The file appears whole or not at all. Collective; a failure to write raises the same OSError text on every rank.
+    The file appears whole or not at all. Collective; a failure to write raises the same OSError text on every
+    rank.
     """
     state = consolidated_state_dict(model, exclude_frozen=exclude_frozen)
     path = Path(directory) / filename
@@ -72,7 +75,11 @@ def _write(state: dict[str, Tensor], path: Path) -> None:
             from safetensors.torch import save_file
 
             seen: set[int] = set()
-            unique = {k: v for k, v in state.items() if v.data_ptr() not in seen and not seen.add(v.data_ptr())}  # type: ignore[func-returns-value]
+            unique = {}
+            for name, value in state.items():
+                if value.data_ptr() not in seen:
+                    seen.add(value.data_ptr())
+                    unique[name] = value
             save_file(unique, temporary, metadata={"format": "pt"})
         else:
             torch.save(state, temporary)

@@ -9,15 +9,26 @@ import torch
 
 from .schedules import SCHEDULES
 
-_IGNORED = {"torch_adam", "adam_w_mode", "bias_correction", "fp32_optimizer_states", "legacy_fusion", "freeze_step"}
-"""Choices among DeepSpeed's implementations; here there is one. The values that would change results are refused."""
+_IGNORED = {
+    "torch_adam",
+    "adam_w_mode",
+    "bias_correction",
+    "fp32_optimizer_states",
+    "legacy_fusion",
+    "freeze_step",
+}
+"""Choices among DeepSpeed's implementations; here there is one. The values that would change results are
+refused.
+"""
 
 
-def build_optimizer(kind: str, params: Mapping[str, Any], groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+def build_optimizer(
+    kind: str, params: Mapping[str, Any], groups: list[dict[str, Any]]
+) -> torch.optim.Optimizer:
     """A torch optimizer over ``groups``.
 
-    As in DeepSpeed, "Adam" means decoupled weight decay (AdamW) unless ``adam_w_mode`` is false. Raises ValueError for
-    an unknown type or arguments that it does not take.
+    As in DeepSpeed, "Adam" means decoupled weight decay (AdamW) unless ``adam_w_mode`` is false. Raises
+    ValueError for an unknown type or arguments that it does not take.
     """
     name = kind.lower()
     arguments = {key: value for key, value in params.items() if key not in _IGNORED}
@@ -35,7 +46,9 @@ def build_optimizer(kind: str, params: Mapping[str, Any], groups: list[dict[str,
     else:
         maker = getattr(torch.optim, kind, None)
         if not (isinstance(maker, type) and issubclass(maker, torch.optim.Optimizer)):
-            raise ValueError(f"optimizer.type: {kind!r} is not known; try AdamW, Adam, SGD or a name from torch.optim")
+            raise ValueError(
+                f"optimizer.type: {kind!r} is not known; try AdamW, Adam, SGD or a name from torch.optim"
+            )
     try:
         return maker(groups, **arguments)  # type: ignore[no-any-return]
     except (TypeError, ValueError) as error:
@@ -43,11 +56,15 @@ def build_optimizer(kind: str, params: Mapping[str, Any], groups: list[dict[str,
 
 
 def build_scheduler(kind: str, params: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> Any:
-    """A learning-rate scheduler of ours or of torch by name. Raises ValueError as :func:`build_optimizer` does."""
+    """A learning-rate scheduler of ours or of torch by name. Raises ValueError as :func:`build_optimizer`
+    does.
+    """
     maker: Any = SCHEDULES.get(kind) or getattr(torch.optim.lr_scheduler, kind, None)
     if maker is None:
         known = ", ".join(SCHEDULES)
-        raise ValueError(f"scheduler.type: {kind!r} is not known; expected {known} or one of torch.optim.lr_scheduler")
+        raise ValueError(
+            f"scheduler.type: {kind!r} is not known; expected {known} or one of torch.optim.lr_scheduler"
+        )
     try:
         return maker(optimizer, **params)
     except (TypeError, ValueError) as error:

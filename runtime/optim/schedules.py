@@ -1,7 +1,7 @@
 """The learning-rate schedules that DeepSpeed configs name, by DeepSpeed's formulas.
 
-``i`` below is ``last_batch_iteration``: -1 before the first step, then 0, 1, ... Each ``step()`` advances it and writes
-the new rate into every param group.
+``i`` below is ``last_batch_iteration``: -1 before the first step, then 0, 1, ... Each ``step()`` advances it
+and writes the new rate into every param group.
 """
 
 from __future__ import annotations
@@ -75,7 +75,11 @@ class LRRangeTest(Schedule):
     ) -> None:
         super().__init__(optimizer, last_batch_iteration)
         self._min = self._per_group(lr_range_test_min_lr, "lr_range_test_min_lr")
-        self._size, self._rate, self._staircase = lr_range_test_step_size, lr_range_test_step_rate, lr_range_test_staircase
+        self._size, self._rate, self._staircase = (
+            lr_range_test_step_size,
+            lr_range_test_step_rate,
+            lr_range_test_staircase,
+        )
         if last_batch_iteration == -1:
             self._write(self._min)
 
@@ -107,12 +111,17 @@ class OneCycle(Schedule):
         last_batch_iteration: int = -1,
     ) -> None:
         super().__init__(optimizer, last_batch_iteration)
-        self._min, self._max = self._per_group(cycle_min_lr, "cycle_min_lr"), self._per_group(cycle_max_lr, "cycle_max_lr")
+        self._min, self._max = (
+            self._per_group(cycle_min_lr, "cycle_min_lr"),
+            self._per_group(cycle_max_lr, "cycle_max_lr"),
+        )
         self._decay_lr_rate, self._decay_step_size = decay_lr_rate, decay_step_size
         self._first = float(cycle_first_step_size)
         self._second = self._first if cycle_second_step_size is None else float(cycle_second_step_size)
         self._first_stairs = cycle_first_stair_count
-        self._second_stairs = cycle_first_stair_count if cycle_second_stair_count is None else cycle_second_stair_count
+        self._second_stairs = (
+            cycle_first_stair_count if cycle_second_stair_count is None else cycle_second_stair_count
+        )
         self._total, self._ratio = self._first + self._second, self._first / (self._first + self._second)
         self._momentum = cycle_momentum and "betas" in optimizer.param_groups[0]
         self._min_mom, self._max_mom, self._decay_mom_rate = cycle_min_mom, cycle_max_mom, decay_mom_rate
@@ -133,7 +142,9 @@ class OneCycle(Schedule):
         stairs = self._first_stairs if rising else self._second_stairs
         if stairs:
             inside = at % self._total
-            position = inside * stairs / self._first if rising else (self._total - inside) * stairs / self._second
+            position = (
+                inside * stairs / self._first if rising else (self._total - inside) * stairs / self._second
+            )
             return math.floor(position) / stairs
         return x / self._ratio if rising else (x - 1) / (self._ratio - 1)
 
@@ -157,6 +168,11 @@ class OneCycle(Schedule):
     def step(self, last_batch_iteration: int | None = None) -> None:
         super().step(last_batch_iteration)
         self._write_momentum(self.get_mom())
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        if self.last_batch_iteration >= 0:
+            self._write_momentum(self.get_mom())
 
 
 class WarmupLR(Schedule):
@@ -205,14 +221,18 @@ class WarmupDecayLR(WarmupLR):
         last_batch_iteration: int = -1,
     ) -> None:
         self._total = total_num_steps
-        super().__init__(optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_batch_iteration)
+        super().__init__(
+            optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_batch_iteration
+        )
 
     def _after_warmup(self) -> float:
         return max(0.0, (self._total - self.last_batch_iteration) / max(1.0, self._total - self._steps))
 
 
 class WarmupCosineLR(Schedule):
-    """Warm up from ``warmup_min_ratio`` of each group's own rate, then a cosine down to ``cos_min_ratio`` of it."""
+    """Warm up from ``warmup_min_ratio`` of each group's own rate, then a cosine down to ``cos_min_ratio`` of
+    it.
+    """
 
     def __init__(
         self,
@@ -225,7 +245,11 @@ class WarmupCosineLR(Schedule):
         last_batch_iteration: int = -1,
     ) -> None:
         super().__init__(optimizer, last_batch_iteration)
-        self._total, self._steps, self._type = total_num_steps, _warmup_steps(warmup_num_steps), _warmup_type(warmup_type)
+        self._total, self._steps, self._type = (
+            total_num_steps,
+            _warmup_steps(warmup_num_steps),
+            _warmup_type(warmup_type),
+        )
         self._warmup_min, self._cos_min = warmup_min_ratio, cos_min_ratio
         self._base = [float(group["lr"]) for group in optimizer.param_groups]
         if last_batch_iteration == -1:

@@ -39,14 +39,16 @@ class _Run:
 
 
 def _step_elsewhere(self: torch.optim.Optimizer, closure: Any = None) -> None:
-    raise RuntimeError("this optimizer belongs to a zlaunch engine: call engine.step() instead of optimizer.step()")
+    raise RuntimeError(
+        "this optimizer belongs to a zlaunch engine: call engine.step() instead of optimizer.step()"
+    )
 
 
 class ShardStep:
     """Turns a torch optimizer on parameters into one on this rank's shards, in place.
 
-    The optimizer object stays the caller's (schedulers keep working, ``param_groups`` stay live); only the tensors in
-    its groups are replaced. Raises ValueError for an optimizer that cannot work on flat shards.
+    The optimizer object stays the caller's (schedulers keep working, ``param_groups`` stay live); only the
+    tensors in its groups are replaced. Raises ValueError for an optimizer that cannot work on flat shards.
     """
 
     def __init__(
@@ -61,15 +63,21 @@ class ShardStep:
         kind = type(optimizer).__name__
         if kind in _NEEDS_SHAPES:
             raise ValueError(
-                f"optimizer {kind} needs whole matrices, but ZeRO gives it flat shards: use Adam, AdamW, SGD or another "
-                "optimizer that treats every element by itself"
+                f"optimizer {kind} needs whole matrices, but ZeRO gives it flat shards: use Adam, AdamW, "
+                "SGD or another optimizer that treats every element by itself"
             )
         if optimizer.state:
             raise ValueError(
-                f"optimizer {kind} has state from earlier steps: pass a new one to zlaunch.initialize, and load its "
-                "state afterwards"
+                f"optimizer {kind} has state from earlier steps: pass a new one to zlaunch.initialize, "
+                "and load its state afterwards"
             )
-        self.optimizer, self.units, self._reducer, self._comm, self._sharded = optimizer, units, reducer, comm, sharded
+        self.optimizer, self.units, self._reducer, self._comm, self._sharded = (
+            optimizer,
+            units,
+            reducer,
+            comm,
+            sharded,
+        )
         self._runs: list[_Run] = []
         leaves: list[list[Tensor]] = [[] for _ in optimizer.param_groups]
         for unit in units:
@@ -90,9 +98,9 @@ class ShardStep:
         if type(self.optimizer) not in (torch.optim.Adam, torch.optim.AdamW) or not floats:
             return False
         for group in self.optimizer.param_groups:
-            if group.get("fused") is None and group.get("foreach") is None and not group.get("differentiable"):
-                if not group.get("capturable"):
-                    group["fused"] = True
+            chosen = group.get("fused") is not None or group.get("foreach") is not None
+            if not chosen and not group.get("differentiable") and not group.get("capturable"):
+                group["fused"] = True
         fused = all(group.get("fused") for group in self.optimizer.param_groups)
         if fused:
             self.optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
@@ -101,13 +109,14 @@ class ShardStep:
     def step(self, *, divisor: float, clip: float, check_finite: bool) -> StepResult:
         """Average, unscale, clip and apply the gradients, unless they are not finite.
 
-        ``divisor`` is what the summed gradients have to be divided by (ranks x micro-batches x loss scale); ``clip`` is
-        the largest norm allowed, 0 for any; with ``check_finite`` a step with inf or NaN is skipped on every rank.
-        Afterwards every unit that stays FULL is on its way to its new values.
+        ``divisor`` is what the summed gradients have to be divided by (ranks x micro-batches x loss scale);
+        ``clip`` is the largest norm allowed, 0 for any; with ``check_finite`` a step with inf or NaN is
+        skipped on every rank. Afterwards every unit that stays FULL is on its way to its new values.
         """
         for unit in self.units:
             if not unit.shard_params:
-                unit.ensure_full()  # nothing touched it since the last step, whose values may still be arriving
+                # nothing touched it since the last step, whose values may still be arriving
+                unit.ensure_full()
         norm, used = self._agree(divisor)
         skipped = check_finite and not math.isfinite(norm)
         if not skipped:
@@ -122,12 +131,12 @@ class ShardStep:
         return StepResult(norm, skipped)
 
     def _agree(self, divisor: float) -> tuple[float, list[bool]]:
-        """The global gradient norm, and which parameters any rank had a gradient for; one small all-reduce."""
+        """The global gradient norm, and which parameters any rank had a gradient for: one all-reduce."""
         parts = [run.unit.grad[run.start : run.stop] for run in self._runs if run.unit.grad is not None]
         device = self._comm.device
         total = torch.zeros((), dtype=torch.float64, device=device)
         if parts:
-            norms = torch.stack(torch._foreach_norm(parts)).double()  # type: ignore[attr-defined]
+            norms = torch.stack(torch._foreach_norm(parts)).double()
             total = norms.square().sum()
         if not self._sharded:
             total = total / self._comm.world_size  # every rank holds all of it
@@ -154,7 +163,8 @@ class ShardStep:
             run.leaf.grad = None
 
     def _separate_unused(self, used: list[bool]) -> None:
-        """Mark the runs that hold parameters without a gradient on any rank; torch leaves such parameters alone.
+        """Mark the runs that hold parameters without a gradient on any rank; torch leaves such parameters
+        alone.
 
         A run that holds both kinds is split for good, its state with it: each part counts its own steps.
         """
@@ -163,7 +173,9 @@ class ShardStep:
                 run.used = True
             return
         flags = iter(used)
-        unused = {(id(unit), i) for unit in self.units for i in range(len(unit.parameters)) if not next(flags)}
+        unused = {
+            (id(unit), i) for unit in self.units for i in range(len(unit.parameters)) if not next(flags)
+        }
         runs: list[_Run] = []
         for run in self._runs:
             parts = self._parts(run, unused)
@@ -227,10 +239,11 @@ def _elementwise(value: Any, leaf: Tensor) -> bool:
 def parameter_groups(parameters: Any, model: nn.Module) -> list[dict[str, Any]]:
     """``model_parameters`` as optimizer groups: None, an iterable of parameters, or of dicts with "params".
 
-    Frozen parameters are left out. Raises ValueError if one is not a parameter of ``model`` or is listed twice.
+    Frozen parameters are left out. Raises ValueError if one is not a parameter of ``model`` or is listed
+    twice.
     """
-    listed = list(model.parameters()) if parameters is None else list(parameters)
-    groups = listed if listed and isinstance(listed[0], dict) else [{"params": listed}]
+    listed: list[Any] = list(model.parameters()) if parameters is None else list(parameters)
+    groups: list[dict[str, Any]] = listed if listed and isinstance(listed[0], dict) else [{"params": listed}]
     known = {id(p) for p in model.parameters()}
     seen: set[int] = set()
     result = []

@@ -25,16 +25,17 @@ class GradientOptions:
     dtype: torch.dtype | None
     """What is sent: None is the parameters' own dtype."""
     predivide: float = 1.0
-    """What to divide by before the reduction, to keep fp16 sums in range; undone by the averaging afterwards."""
+    """What to divide by before the reduction, to keep fp16 sums in range; undone by the averaging afterwards.
+    """
 
 
 @dataclass(slots=True, eq=False)
 class _Bucket:
     """The gradient side of one unit.
 
-    ``tensor`` is flat with ``unit.numel`` elements. With persistent buckets (stages 0 and 1) it is fp32, local sums of
-    the micro-batches stay in it, and ``unit.grad`` is a view of it; with transient ones it is lent from a pool, in the
-    dtype that is sent, from a unit's first gradient until its reduction.
+    ``tensor`` is flat with ``unit.numel`` elements. With persistent buckets (stages 0 and 1) it is fp32,
+    local sums of the micro-batches stay in it, and ``unit.grad`` is a view of it; with transient ones it is
+    lent from a pool, in the dtype that is sent, from a unit's first gradient until its reduction.
     """
 
     unit: Unit
@@ -73,10 +74,11 @@ class _Bucket:
 class GradientReducer:
     """Collects gradients by unit and reduces each unit as soon as it is complete.
 
-    Note [One order]. Ranks may finish their units in different orders (a skipped branch, a race), but collectives must
-    be issued in one. Units are therefore launched in ``order``: reverse registration at first, then the order in which
-    rank 0 completed them in the first pass. A complete unit waits for those before it; what is incomplete at the end of
-    the pass (unused parameters) follows then, with zeros for what is missing.
+    Note [One order]. Ranks may finish their units in different orders (a skipped branch, a race), but
+    collectives must be issued in one. Units are therefore launched in ``order``: reverse registration at
+    first, then the order in which rank 0 completed them in the first pass. A complete unit waits for those
+    before it; what is incomplete at the end of the pass (unused parameters) follows then, with zeros for what
+    is missing.
     """
 
     def __init__(self, units: Sequence[Unit], comm: Comm, options: GradientOptions) -> None:
@@ -163,7 +165,8 @@ class GradientReducer:
 
     def _complete(self, bucket: _Bucket) -> None:
         if bucket.launched or bucket.order in self._ready:
-            bucket.missing = len(bucket.seen)  # complete a second time: its sums follow at the end of the pass
+            # complete a second time: its sums follow at the end of the pass
+            bucket.missing = len(bucket.seen)
             bucket.seen = [False] * len(bucket.seen)
             return
         self._finished.append(bucket)
@@ -188,7 +191,9 @@ class GradientReducer:
             bucket.tensor.mul_(1.0 / self.options.predivide)
         if len(self._in_flight) >= MAX_IN_FLIGHT:
             self._retire()
-        pending = self._reduce_transient(bucket) if self.options.transient else self._reduce_persistent(bucket)
+        pending = (
+            self._reduce_transient(bucket) if self.options.transient else self._reduce_persistent(bucket)
+        )
         self._in_flight.append((pending, bucket, bucket.tensor))
         if self.options.transient:
             bucket.set_tensor(None)

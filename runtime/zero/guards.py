@@ -1,11 +1,14 @@
 """What a parameter is between its uses: classes that a parameter takes on while its values are not there.
 
-torch itself changes a parameter's class in place (``UninitializedParameter.materialize``). While a parameter's values
-are elsewhere or on their way, its class intercepts every operation on it (``__torch_function__``), at no cost to
-anything else, and hands back plain ``nn.Parameter`` as soon as the values are there:
+torch itself changes a parameter's class in place (``UninitializedParameter.materialize``). While a
+parameter's values are elsewhere or on their way, its class intercepts every operation on it
+(``__torch_function__``), at no cost to anything else, and hands back plain ``nn.Parameter`` as soon as the
+values are there:
 
-- :class:`PendingParameter`: the all-gather after an optimizer step is under way. The first touch waits for it.
-- :class:`ShardedParameter`: freed. Reading gives NaN and writing raises, except inside a forward or backward pass of
+- :class:`PendingParameter`: the all-gather after an optimizer step is under way. The first touch waits for
+it.
+- :class:`ShardedParameter`: freed. Reading gives NaN and writing raises, except inside a forward or backward
+pass of
   its model, where a use that no module hook announced gathers the unit on demand.
 """
 
@@ -29,15 +32,41 @@ _METADATA: frozenset[Any] = frozenset(
     [
         getattr(_T, name).__get__
         for name in (
-            "shape dtype device requires_grad grad is_leaf grad_fn ndim layout is_cuda is_sparse is_meta _version "
-            "grad_dtype is_quantized is_cpu itemsize nbytes names _backward_hooks retains_grad"
-        ).split()
+            *("shape", "dtype", "device", "requires_grad", "grad", "is_leaf", "grad_fn", "ndim", "layout"),
+            *(
+                "is_cuda",
+                "is_sparse",
+                "is_meta",
+                "_version",
+                "grad_dtype",
+                "is_quantized",
+                "is_cpu",
+                "itemsize",
+            ),
+            *("nbytes", "names", "_backward_hooks", "retains_grad"),
+        )
         if hasattr(_T, name)
     ]
-    + [_T.grad.__set__, _T.requires_grad.__set__]  # type: ignore[attr-defined]
-    + [_T.size, _T.dim, _T.numel, _T.nelement, _T.ndimension, _T.is_floating_point, _T.is_complex, _T.element_size]
+    + [_T.grad.__set__, _T.requires_grad.__set__]  # type: ignore[attr-defined,union-attr]
+    + [
+        _T.size,
+        _T.dim,
+        _T.numel,
+        _T.nelement,
+        _T.ndimension,
+        _T.is_floating_point,
+        _T.is_complex,
+        _T.element_size,
+    ]
     + [_T.requires_grad_, _T.register_hook, _T.register_post_accumulate_grad_hook, _T.__hash__, _T.stride]
-    + [_T.is_contiguous, _T.get_device, _T.storage_offset, torch.is_floating_point, torch.numel, torch.is_complex]
+    + [
+        _T.is_contiguous,
+        _T.get_device,
+        _T.storage_offset,
+        torch.is_floating_point,
+        torch.numel,
+        torch.is_complex,
+    ]
 )
 
 
@@ -64,7 +93,7 @@ def owner(parameter: Tensor) -> Unit | None:
     return unit if unit is not None and any(p is parameter for p in unit.parameters) else None
 
 
-def _watched(values: Any, kind: type) -> Iterator[Tensor]:
+def _watched(values: Any, kind: type[Tensor]) -> Iterator[Tensor]:
     for value in values:
         if type(value) is kind:
             yield value
@@ -96,7 +125,7 @@ class PendingParameter(nn.Parameter):
         unit = owner(self)
         if unit is not None:
             unit.ensure_full()
-        return nn.Parameter.__deepcopy__(self, memo)
+        return nn.Parameter.__deepcopy__(self, memo)  # type: ignore[no-untyped-call]
 
 
 class ShardedParameter(nn.Parameter):
@@ -117,12 +146,13 @@ class ShardedParameter(nn.Parameter):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         raise RuntimeError(
-            "a model whose parameters are sharded (ZeRO stage 3) cannot be copied: copy it before zlaunch.initialize, "
-            "or rebuild it from engine.module.state_dict(), called on all ranks"
+            "a model whose parameters are sharded (ZeRO stage 3) cannot be copied: "
+            "copy it before zlaunch.initialize, or rebuild it from engine.module.state_dict(), called on "
+            "all ranks"
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise RuntimeError(
-            "a parameter that is sharded (ZeRO stage 3) cannot be pickled: save engine.module.state_dict(), called on "
-            "all ranks, or use engine.save_16bit_model(dir)"
+            "a parameter that is sharded (ZeRO stage 3) cannot be pickled: "
+            "save engine.module.state_dict(), called on all ranks, or use engine.save_16bit_model(dir)"
         )

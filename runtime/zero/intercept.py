@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from . import guards
+from .hook import Hook
 
 if TYPE_CHECKING:
     from .model import ShardedModel
@@ -26,11 +27,12 @@ def _units(module: nn.Module, *, recurse: bool) -> list[Unit]:
 
 
 def intercept_module(root: nn.Module, model: ShardedModel) -> Callable[[], None]:
-    """Guard ``state_dict``, ``load_state_dict`` and ``to``/``half``/``cuda`` of every module; returns the way back.
+    """Guard ``state_dict``, ``load_state_dict`` and ``to``/``half``/``cuda`` of every module; returns the way
+    back.
 
-    ``state_dict`` gives the true values (copies, where they are sharded): collective then. ``load_state_dict`` expects
-    the same values on every rank and brings them to the master copies. Conversions that change dtype or device raise
-    RuntimeError.
+    ``state_dict`` gives the true values (copies, where they are sharded): collective then.
+    ``load_state_dict`` expects the same values on every rank and brings them to the master copies.
+    Conversions that change dtype or device raise RuntimeError.
     """
     handles: list[Any] = []
     stacks: dict[int, list[ExitStack]] = {}
@@ -64,11 +66,11 @@ def intercept_module(root: nn.Module, model: ShardedModel) -> Callable[[], None]
 
     for module in root.modules():
         if any(guards.owner(p) is not None for p in module._parameters.values() if p is not None):
-            handles.append(module.register_state_dict_pre_hook(before_state))
-            handles.append(module.register_state_dict_post_hook(after_state))
-            handles.append(module.register_load_state_dict_pre_hook(before_load))
-            handles.append(module.register_load_state_dict_post_hook(after_load))
-        module._apply = _checked_apply(module)  # type: ignore[method-assign]
+            handles.append(module.register_state_dict_pre_hook(Hook(before_state)))  # type: ignore[no-untyped-call]
+            handles.append(module.register_state_dict_post_hook(Hook(after_state)))  # type: ignore[no-untyped-call]
+            handles.append(module.register_load_state_dict_pre_hook(Hook(before_load)))  # type: ignore[no-untyped-call]
+            handles.append(module.register_load_state_dict_post_hook(Hook(after_load)))  # type: ignore[no-untyped-call]
+        module._apply = _CheckedApply(module)  # type: ignore[method-assign]
 
     def restore() -> None:
         for handle in handles:
@@ -79,20 +81,25 @@ def intercept_module(root: nn.Module, model: ShardedModel) -> Callable[[], None]
     return restore
 
 
-def _checked_apply(module: nn.Module) -> Callable[..., nn.Module]:
-    """``Module._apply`` serves ``to``, ``half``, ``cuda`` ...: each would replace the flat storage under the runtime."""
+class _CheckedApply:
+    """Stands for ``Module._apply``, which serves ``to``, ``half``, ``cuda`` ...
 
-    def apply(function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
-        for parameter in module.parameters(recurse=recurse):
-            if guards.owner(parameter) is None:
-                continue
+    It would replace the flat storage under the runtime. On a copy of the module it is torch's own.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def __call__(self, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+        managed = [p for p in self._module.parameters(recurse=recurse) if guards.owner(p) is not None]
+        if not managed:
+            return type(self._module)._apply(self._module, function, recurse)  # type: ignore[no-any-return,no-untyped-call]
+        for parameter in managed:
             probe = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
             result = function(probe)
             if result.dtype != probe.dtype or result.device != probe.device:
                 raise RuntimeError(
-                    f"this model belongs to a zlaunch engine and stays {probe.dtype} on {probe.device}: convert it "
-                    "before zlaunch.initialize, or choose fp16/bf16 in the config"
+                    f"this model belongs to a zlaunch engine and stays {probe.dtype} on {probe.device}: "
+                    "convert it before zlaunch.initialize, or choose fp16/bf16 in the config"
                 )
-        return module
-
-    return apply
+        return self._module

@@ -25,7 +25,9 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A contiguous run of one optimizer group inside a shard; ``start`` and ``stop`` count from the shard's start."""
+    """A contiguous run of one optimizer group inside a shard; ``start`` and ``stop`` count from the shard's
+    start.
+    """
 
     group: int
     start: int
@@ -69,7 +71,8 @@ class Layout:
         return found
 
     def pieces(self, start: int, stop: int) -> list[Piece]:
-        """What lies in [start, stop), joined into one run per optimizer group; gaps inside a run belong to it.
+        """What lies in [start, stop), joined into one run per optimizer group; gaps inside a run belong to
+        it.
 
         Slots are sorted by group, so a shard meets each group in at most one run.
         """
@@ -82,10 +85,13 @@ class Layout:
         return list(runs.values())
 
 
-def make_layout(numels: Sequence[int], groups: Sequence[int], world_size: int, align: int = ALIGN_NUMEL) -> Layout:
+def make_layout(
+    numels: Sequence[int], groups: Sequence[int], world_size: int, align: int = ALIGN_NUMEL
+) -> Layout:
     """Lay parameters out in the given order, which must have equal ``groups`` adjacent.
 
-    Each starts at a multiple of ``align``; the whole is padded so that ``world_size`` aligned shards fit exactly.
+    Each starts at a multiple of ``align``; the whole is padded so that ``world_size`` aligned shards fit
+    exactly.
     """
     slots: list[Slot] = []
     at = 0

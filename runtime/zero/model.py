@@ -12,31 +12,37 @@ from torch import Tensor, nn
 from ..comm import Comm
 from . import guards
 from .grads import GradientReducer
+from .hook import Hook
 from .intercept import intercept_module
 from .partition import Block, ShardingOptions
 from .schedule import OrderHint
 from .structure import tensors_in
 from .unit import Unit, UnitState
 
-_undisturbed: Callable[[Any], Any] = torch._dynamo.disable
-"""Hooks move storages, which a compiler must not trace."""
+
+def _undisturbed(function: Callable[..., Any]) -> Hook:
+    """A hook that a compiler does not trace into: hooks move storages."""
+    return Hook(torch._dynamo.disable(function))  # type: ignore[no-untyped-call]
 
 
 class ShardedModel:
     """Drives the units of ``module`` through its forward and backward passes.
 
     Note [When does what happen]
-        forward, before a block: its units become FULL; the block that followed it last time is gathered ahead.
-        forward, after a block: its units are freed, but for the last block's, which the backward pass needs at once;
-            each output, and the tensor it is a view of, gets a hook that fires when its gradient is known. That is
-            the only trigger for the backward pass that works for every kind of output (a full backward pre-hook, or a
-            Function wrapped around the output, fails for dataclasses and for outputs modified in place).
-        backward, at a block's output: its units become FULL, the block before it is gathered ahead.
-        backward, at a parameter's gradient: it moves into the unit's bucket; the last one frees the unit and reduces.
-        backward, at the end: what is incomplete is reduced, everything is freed. This callback is queued from the
+        forward, before a block: its units become FULL; the block that followed it last time is gathered
+        ahead. forward, after a block: its units are freed, but for the last block's, which the backward pass
+        needs at once;
+            each output, and the tensor it is a view of, gets a hook that fires when its gradient is known.
+            That is the only trigger for the backward pass that works for every kind of output (a full
+            backward pre-hook, or a Function wrapped around the output, fails for dataclasses and for outputs
+            modified in place).
+        backward, at a block's output: its units become FULL, the block before it is gathered ahead. backward,
+        at a parameter's gradient: it moves into the unit's bucket; the last one frees the unit and reduces.
+        backward, at the end: what is incomplete is reduced, everything is freed. This callback is queued from
+        the
             root's output: queued inside a reentrant checkpoint it would run too early.
-    Inside a backward pass (recomputation under activation checkpointing) forward hooks only gather: a recomputation may
-    stop before the forward hook that would free.
+    Inside a backward pass (recomputation under activation checkpointing) forward hooks only gather: a
+    recomputation may stop before the forward hook that would free.
     """
 
     def __init__(
@@ -50,7 +56,13 @@ class ShardedModel:
         prefetch_numel: int,
         max_live_numel: int,
     ) -> None:
-        self.module, self.blocks, self.reducer, self.comm, self.options = module, blocks, reducer, comm, options
+        self.module, self.blocks, self.reducer, self.comm, self.options = (
+            module,
+            blocks,
+            reducer,
+            comm,
+            options,
+        )
         self.units = [unit for block in blocks for unit in block.units]
         self._prefetch_numel, self._max_live_numel = prefetch_numel, max_live_numel
         self._root = blocks[0]
@@ -86,11 +98,10 @@ class ShardedModel:
                 unit.on_demand = self._on_demand
             if unit.trainable:
                 for index, parameter in enumerate(unit.parameters):
-                    hook = _undisturbed(self._on_gradient(unit, index))
-                    add(parameter.register_post_accumulate_grad_hook(hook))
+                    add(parameter.register_post_accumulate_grad_hook(self._on_gradient(unit, index)))  # type: ignore[no-untyped-call]
 
     def close(self) -> None:
-        """Make the module a plain one again, with its present values. Collective if parameters are sharded."""
+        """Make the module a plain one again, with present values. Collective if parameters are sharded."""
         for handle in self._handles:
             handle.remove()
         self._restore()
@@ -125,10 +136,9 @@ class ShardedModel:
     def _before(self, block: Block) -> Callable[..., None]:
         def before(module: nn.Module, args: Any) -> None:
             self._fill(block)
-            if not block.is_root and self.options.shard_params:
-                if not guards.in_backward():
-                    self._forward_order.visit(block.index)
-                    self._gather_ahead(self._forward_order.after(block.index))
+            if not block.is_root and self.options.shard_params and not guards.in_backward():
+                self._forward_order.visit(block.index)
+                self._gather_ahead(self._forward_order.after(block.index))
 
         return before
 
@@ -151,7 +161,9 @@ class ShardedModel:
         return after
 
     def _arm(self, output: Any, handler: Callable[[], None]) -> bool:
-        """Call ``handler`` when the gradient of any tensor in ``output`` is known; True if there is any to come."""
+        """Call ``handler`` when the gradient of any tensor in ``output`` is known; True if there is any to
+        come.
+        """
         armed = False
 
         def hook(grad: Tensor) -> Tensor | None:
@@ -169,11 +181,17 @@ class ShardedModel:
             if not tensor.requires_grad:
                 continue
             armed = True
-            # A view that is modified in place later is rebuilt from its base, and the hook on the view is lost.
+            # A view that is modified in place later is rebuilt from its base, and the hook on the view is
+            # lost.
             for target, function in ((tensor, chosen), (tensor._base, hook)):
-                if target is not None and target.requires_grad and not target.is_leaf and id(target) not in hooked:
+                if (
+                    target is not None
+                    and target.requires_grad
+                    and not target.is_leaf
+                    and id(target) not in hooked
+                ):
                     hooked.add(id(target))
-                    target.register_hook(function)
+                    target.register_hook(function)  # type: ignore[no-untyped-call]
         return armed
 
     # -- backward
@@ -183,7 +201,7 @@ class ShardedModel:
             return
         self._backward = True
         self.reducer.begin()
-        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[attr-defined]
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         self._fill(self._root)
 
     def _on_gradient(self, unit: Unit, index: int) -> Callable[[Tensor], None]:
@@ -201,7 +219,9 @@ class ShardedModel:
             if grad.is_sparse:
                 grad = grad.to_dense()
             if grad.shape != unit.shapes[index]:
-                raise RuntimeError(f"the gradient of {plain_names} has shape {tuple(grad.shape)}, not the parameter's")
+                raise RuntimeError(
+                    f"the gradient of {plain_names} has shape {tuple(grad.shape)}, not the parameter's"
+                )
             complete = self.reducer.add(unit, index, grad)
             if complete and unit.shard_params and not block.is_root:
                 if frozen:
@@ -214,8 +234,8 @@ class ShardedModel:
     def _free_passed(self, current: Block) -> None:
         """Free blocks with frozen parameters once an earlier block's output has its gradient.
 
-        A gradient may still have to pass through a frozen weight after the last trainable one has its own, so such a
-        unit cannot be freed when it is complete.
+        A gradient may still have to pass through a frozen weight after the last trainable one has its own, so
+        such a unit cannot be freed when it is complete.
         """
         for block in self._passed:
             if block is not current:
@@ -241,9 +261,8 @@ class ShardedModel:
 
     def _fill(self, block: Block) -> None:
         for unit in block.units:
-            if unit.state is not UnitState.FULL:
-                if unit.state is UnitState.SHARDED:
-                    unit.start_gather()
+            if unit.state is UnitState.SHARDED:
+                unit.start_gather()
         for unit in block.units:
             unit.ensure_full()
 
@@ -252,7 +271,9 @@ class ShardedModel:
             return
         block = self.blocks[index]
         if any(unit.state is UnitState.SHARDED for unit in block.units):
-            live = sum(unit.numel for unit in self.units if unit.shard_params and unit.state is not UnitState.SHARDED)
+            live = sum(
+                unit.numel for unit in self.units if unit.shard_params and unit.state is not UnitState.SHARDED
+            )
             if live + block.numel <= self._max_live_numel:
                 for unit in block.units:
                     if unit.state is UnitState.SHARDED:
@@ -266,8 +287,8 @@ class ShardedModel:
     def _on_demand(self, unit: Unit) -> bool:
         """A freed parameter is used where no module hook announced it. Inside a pass of this model, serve it.
 
-        From then on its unit is treated as the root's: gathered through the whole pass, since nothing tells when the
-        backward pass needs it.
+        From then on its unit is treated as the root's: gathered through the whole pass, since nothing tells
+        when the backward pass needs it.
         """
         if not self._depth and not guards.in_backward():
             return False
@@ -300,5 +321,7 @@ class ShardedModel:
                     unit.free()
 
     def scale_gradients_with(self, scale: Callable[[], float]) -> None:
-        """Multiply the gradient that enters the root's outputs by ``scale()``, when the caller's loss is unscaled."""
+        """Multiply the gradient that enters the root's outputs by ``scale()``, when the caller's loss is
+        unscaled.
+        """
         self._grad_scale = scale

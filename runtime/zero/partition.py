@@ -16,8 +16,9 @@ _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
 UNIT_NUMEL = 4_000_000
-"""Stages 0 to 2: neighbouring blocks share a unit up to this size, or the config's reduce_bucket_size if that is less.
-Large enough for full bandwidth, small enough to overlap."""
+"""Stages 0 to 2: neighbouring blocks share a unit up to this size, or the config's reduce_bucket_size if that
+is less. Large enough for full bandwidth, small enough to overlap.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,15 +62,17 @@ def _has_parameters(module: nn.Module) -> bool:
 
 def _holds_blocks(module: nn.Module, containers: tuple[type[nn.Module], ...]) -> bool:
     return any(
-        isinstance(m, containers) and sum(_has_parameters(c) for c in m.children()) > 1 for m in module.modules()
+        isinstance(m, containers) and sum(_has_parameters(c) for c in m.children()) > 1
+        for m in module.modules()
     )
 
 
 def find_modules(root: nn.Module) -> list[tuple[str, nn.Module]]:
     """The modules that make good blocks, in registration order.
 
-    Members of a list are blocks (the layers of a transformer), unless they hold a further ModuleList of their own
-    (the stages of a hierarchical network); so is any other module that holds no such list (embedding, final norm, head).
+    Members of a list are blocks (the layers of a transformer), unless they hold a further ModuleList of their
+    own (the stages of a hierarchical network); so is any other module that holds no such list (embedding,
+    final norm, head).
     """
     found: list[tuple[str, nn.Module]] = []
 
@@ -88,7 +91,9 @@ def find_modules(root: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def plan_blocks(root: nn.Module, options: ShardingOptions) -> list[Block]:
-    """Assign every floating-point parameter to exactly one block; the root block comes first and may be empty."""
+    """Assign every floating-point parameter to exactly one block; the root block comes first and may be
+    empty.
+    """
     names = {id(p): name for name, p in root.named_parameters()}
     candidates = find_modules(root)
     users: dict[int, int] = {}
@@ -120,18 +125,27 @@ def plan_blocks(root: nn.Module, options: ShardingOptions) -> list[Block]:
 def _root_modules(
     root: nn.Module, parameters: Sequence[tuple[str, nn.Parameter]], options: ShardingOptions
 ) -> list[nn.Module]:
-    """The root, and the owners of its unit's parameters: those may be called without the root (``model.head(x)``)."""
+    """The root, and the owners of its unit's parameters: those may be called without the root
+    (``model.head(x)``).
+    """
     mine = {id(p) for _, p in parameters}
-    owners = [m for m in root.modules() if any(id(p) in mine for p in m._parameters.values() if p is not None)]
+    owners = [
+        m for m in root.modules() if any(id(p) in mine for p in m._parameters.values() if p is not None)
+    ]
     return [root, *(m for m in owners if m is not root)]
 
 
-def build_units(blocks: Sequence[Block], groups: dict[int, int], dtype: torch.dtype | None, comm: Comm,
-                options: ShardingOptions) -> None:
+def build_units(
+    blocks: Sequence[Block],
+    groups: dict[int, int],
+    dtype: torch.dtype | None,
+    comm: Comm,
+    options: ShardingOptions,
+) -> None:
     """Fill in every block's units: one for each (dtype, trainable) pair among its parameters.
 
-    ``groups`` maps the id of a parameter to its optimizer group; ``dtype`` is the compute dtype, None to keep each
-    parameter's own. Collective: values are rank 0's.
+    ``groups`` maps the id of a parameter to its optimizer group; ``dtype`` is the compute dtype, None to keep
+    each parameter's own. Collective: values are rank 0's.
     """
     for block in blocks:
         kinds: dict[tuple[bool, torch.dtype], list[tuple[str, nn.Parameter]]] = {}

@@ -1,4 +1,4 @@
-"""A unit: a group of parameters that lives in one flat buffer, and the states that the buffer goes through."""
+"""A unit: a group of parameters that lives in one flat buffer, and the states that the buffer is in."""
 
 from __future__ import annotations
 
@@ -27,20 +27,22 @@ class UnitState(Enum):
 class Unit:
     """Parameters of one dtype, device and trainability in one flat buffer of ``layout.numel`` elements.
 
-    Note [One storage per unit]. Autograd saves parameters and views of them (``weight.t()``) for the backward pass.
-    Those views share the *storage* of ``full``, so a freed unit must come back in that same storage: refilling it makes
-    every saved view right again, while another buffer would give silently wrong gradients. Therefore ``full`` and the
-    parameters' views of it are made once, freeing is ``resize_(0)`` of the storage, and gathering resizes it back.
-    None of this touches a version counter. Reading a saved view of a freed storage crashes the process on a CPU:
-    with ``poison`` the memory is kept and filled with NaN instead, to find such a bug.
+    Note [One storage per unit]. Autograd saves parameters and views of them (``weight.t()``) for the backward
+    pass. Those views share the *storage* of ``full``, so a freed unit must come back in that same storage:
+    refilling it makes every saved view right again, while another buffer would give silently wrong gradients.
+    Therefore ``full`` and the parameters' views of it are made once, freeing is ``resize_(0)`` of the
+    storage, and gathering resizes it back. None of this touches a version counter. Reading a saved view of a
+    freed storage crashes the process on a CPU: with ``poison`` the memory is kept and filled with NaN
+    instead, to find such a bug.
 
     Attributes
-        full: flat, ``layout.numel`` elements in the compute dtype; storage of size 0 while SHARDED.
-        start, stop: the range of elements that this rank updates (all of them at stage 0).
-        master: fp32 (or wider), ``stop - start`` elements, what the optimizer updates; a view of ``full`` where that
+        full: flat, ``layout.numel`` elements in the compute dtype; storage of size 0 while SHARDED. start,
+        stop: the range of elements that this rank updates (all of them at stage 0). master: fp32 (or wider),
+        ``stop - start`` elements, what the optimizer updates; a view of ``full`` where that
             has the same dtype and stays; None for frozen parameters.
-        home: where this rank's slice of a SHARDED unit rests (the master, or the frozen values); None at stages 0-2.
-        grad: fp32 (or wider), like ``master``: the summed, not averaged, gradient; allocated by the first backward.
+        home: where this rank's slice of a SHARDED unit rests (the master, or the frozen values); None at
+        stages 0-2. grad: fp32 (or wider), like ``master``: the summed, not averaged, gradient; allocated by
+        the first backward.
     """
 
     def __init__(
@@ -81,7 +83,9 @@ class Unit:
         return self.layout.numel
 
     def _adopt_values(self) -> None:
-        """Copy the parameters' values (rank 0's, for all ranks) into the flat buffer and make them views of it."""
+        """Copy the parameters' values (rank 0's, for all ranks) into the flat buffer and make them views of
+        it.
+        """
         wide = torch.promote_types(self.parameters[0].dtype, self.dtype)
         with torch.no_grad():
             flat = torch.zeros(self.numel, dtype=wide, device=self.device)
@@ -109,7 +113,9 @@ class Unit:
         self._point(self._views, nn.Parameter)
 
     def _point(self, tensors: Sequence[Tensor], kind: type[nn.Parameter]) -> None:
-        """Give every parameter its values and then its class; plain parameters must be plain to be assigned to."""
+        """Give every parameter its values and then its class; plain parameters must be plain to be assigned
+        to.
+        """
         for parameter, tensor in zip(self.parameters, tensors, strict=True):
             if parameter.__class__ is not nn.Parameter and issubclass(parameter.__class__, _GUARDED):
                 parameter.__class__ = nn.Parameter
@@ -135,8 +141,8 @@ class Unit:
     def start_refresh(self) -> None:
         """After an optimizer step, for a unit that stays FULL: bring everyone the new values.
 
-        With one writer (stage 0) there is nothing to gather. Until the values have arrived, a touch of a parameter
-        waits for them.
+        With one writer (stage 0) there is nothing to gather. Until the values have arrived, a touch of a
+        parameter waits for them.
         """
         assert self.master is not None
         with torch.no_grad():

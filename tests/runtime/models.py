@@ -20,7 +20,9 @@ class Layer(nn.Module):
 
 
 class Net(nn.Module):
-    """Embedding, a list of layers, a norm and a head that may be tied to the embedding: a transformer's skeleton."""
+    """Embedding, a list of layers, a norm and a head that may be tied to the embedding: a transformer's
+    skeleton.
+    """
 
     def __init__(self, width: int = 24, depth: int = 3, vocabulary: int = 31, tied: bool = False) -> None:
         super().__init__()
@@ -69,7 +71,9 @@ def config(stage: int, micro: int, accumulation: int = 1, clip: float = 0.0, **e
     }
 
 
-def train_plain(model: nn.Module, data: list[Tensor], clip: float = 0.0, optimizer: Any = None) -> list[float]:
+def train_plain(
+    model: nn.Module, data: list[Tensor], clip: float = 0.0, optimizer: Any = None
+) -> list[float]:
     """Plain torch in one process on the whole global batch."""
     optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1)
     losses = []

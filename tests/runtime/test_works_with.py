@@ -15,7 +15,17 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import zlaunch
-from tests.runtime.models import Layer, Net, batches, config, loss_of, net, relative_error, train_engine, train_plain
+from tests.runtime.models import (
+    Layer,
+    Net,
+    batches,
+    config,
+    loss_of,
+    net,
+    relative_error,
+    train_engine,
+    train_plain,
+)
 from tests.runtime.workers import run_workers
 
 TOLERANCE = 1e-9
@@ -103,7 +113,9 @@ def _checkpointed(reentrant: bool) -> Callable[[], nn.Module]:
             x = model.embedding(tokens)
             for layer in model.layers:
                 x = checkpoint(layer, x, use_reentrant=reentrant)
-            x = checkpoint(lambda y: model.layers[0](model.layers[1](y)), x, use_reentrant=reentrant)  # and used again
+            x = checkpoint(
+                lambda y: model.layers[0](model.layers[1](y)), x, use_reentrant=reentrant
+            )  # and used again
             return model.head(model.norm(x))
 
         model.forward = forward
@@ -214,10 +226,15 @@ def _errors(case: str) -> dict[str, float]:
             model.load_state_dict(plain.state_dict())
             if case == "odd_sizes":
                 model.shift.add_(torch.distributed.get_rank())  # rank 0's value must win
-            optimizer = torch.optim.AdamW([p for p in plain.parameters() if p.requires_grad], lr=3e-3, weight_decay=0.1)
+            optimizer = torch.optim.AdamW(
+                [p for p in plain.parameters() if p.requires_grad], lr=3e-3, weight_decay=0.1
+            )
             train_plain(plain, data, optimizer=optimizer)
             engine, *_ = zlaunch.initialize(
-                model=model, config=config(stage, 4 // world, accumulation, zero={"stage3_module_granularity_threshold": 0})
+                model=model,
+                config=config(
+                    stage, 4 // world, accumulation, zero={"stage3_module_granularity_threshold": 0}
+                ),
             )
             train_engine(engine, data)
             state, wanted = model.state_dict(), plain.state_dict()
@@ -298,7 +315,10 @@ def _groups_and_schedule(stage: int) -> tuple[float, list[float]]:
     client, client_scheduler = build(model)
     settings = {k: v for k, v in config(stage, 2).items() if k != "optimizer"}
     engine, returned, _, _ = zlaunch.initialize(
-        model=model, optimizer=client, lr_scheduler=client_scheduler, config={**settings, "zero_allow_untested_optimizer": True}
+        model=model,
+        optimizer=client,
+        lr_scheduler=client_scheduler,
+        config={**settings, "zero_allow_untested_optimizer": True},
     )
     assert returned is client
     for batch in batches(8, 4):

@@ -30,8 +30,8 @@ def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
 def run_workers(function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 240) -> list[Any]:
     """``function(*args)`` in ``world_size`` processes joined by gloo; results in rank order.
 
-    ``function`` is a module-level function of an importable test module. Raises WorkerError with the first failing
-    rank's traceback.
+    ``function`` is a module-level function of an importable test module. Raises WorkerError with the first
+    failing rank's traceback.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -57,7 +57,9 @@ def run_workers(function: Callable[..., Any], world_size: int, *args: Any, timeo
                 process.wait()
         outcomes = [pickle.loads(result.read_bytes()) if result.exists() else None for _, result in processes]
     errors = [o[1] for o in outcomes if o is not None and o[0] == "error"]
-    real = [e for e in errors if "Connection closed by peer" not in e and "Connection reset" not in e] or errors
+    real = [
+        e for e in errors if "Connection closed by peer" not in e and "Connection reset" not in e
+    ] or errors
     if real:
         raise WorkerError(real[0])
     if any(codes):

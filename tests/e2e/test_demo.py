@@ -1,0 +1,82 @@
+"""What `make demo` shows, in short: the example trains at every stage, and plain torch reads its weights."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.helpers import ROOT, Launch
+
+EXAMPLE = str(ROOT / "examples" / "train_gpt.py")
+STEPS = 12
+
+
+def demo(folder: Path, config: Path, *args: str) -> Launch:
+    """A short run of the example with two workers, always on the CPU, that has ended."""
+    script = (EXAMPLE, "--config", str(config), "--steps", str(STEPS), "--every", "4", *args)
+    launch = Launch(folder, "--num_gpus", "2", *script, env={"CUDA_VISIBLE_DEVICES": ""})
+    launch.wait(240)
+    return launch
+
+
+def config_for(folder: Path, stage: int) -> Path:
+    """The demo's config at another stage and with a shorter warmup."""
+    config = json.loads((ROOT / "examples" / "ds_stage2.json").read_text())
+    config["zero_optimization"]["stage"] = stage
+    config["scheduler"]["params"]["warmup_num_steps"] = 4
+    path = folder / "ds.json"
+    path.write_text(json.dumps(config))
+    return path
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_the_example_trains(tmp_path: Path, stage: int) -> None:
+    weights = tmp_path / "saved"
+    launch = demo(tmp_path, config_for(tmp_path, stage), "--save", str(weights))
+    assert launch.process.returncode == 0, launch.err
+    shown = launch.out + launch.err
+
+    losses = {int(step): float(loss) for step, loss in re.findall(rf"step (\d+)/{STEPS} loss (\S+) ", shown)}
+    assert sorted(losses) == [4, 8, 12], shown
+    assert losses[12] < losses[4] - 0.3, shown
+    validation = re.search(r"validation loss (\S+) -> (\S+)", shown)
+    assert validation is not None, shown
+    assert 5.3 < float(validation[1]) < 5.8 and float(validation[2]) < 4.5, shown
+
+    effective = (launch.run_dir / "config.effective.json").read_text()
+    assert re.search(rf'"stage":[^0-9]*{stage}\b', effective), effective
+
+    if stage not in (0, 3):
+        return  # all stages save the same way, whole or gathered
+    sample = subprocess.run(
+        [
+            sys.executable,
+            str(ROOT / "examples" / "sample.py"),
+            str(weights / "pytorch_model.bin"),
+            "--length=20",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert sample.returncode == 0, sample.stderr
+    assert sample.stdout.startswith("def ") and len(sample.stdout) > 15
+
+
+def test_sampling_needs_nothing_of_ours() -> None:
+    source = (ROOT / "examples" / "sample.py").read_text() + (ROOT / "examples" / "gpt.py").read_text()
+    assert "import zlaunch" not in source and "from zlaunch" not in source
+
+
+def test_a_typo_in_the_config_stops_before_any_worker(tmp_path: Path) -> None:
+    config = config_for(tmp_path, 2)
+    config.write_text(config.read_text().replace('"stage"', '"overlap_com": true, "stage"'))
+    launch = demo(tmp_path, config)
+    assert launch.process.returncode == 2
+    assert "zero_optimization.overlap_com: unknown key, did you mean overlap_comm?" in launch.err
+    assert launch.out == "" and launch.events("spawn") == []
