@@ -10,8 +10,21 @@ from torch import Tensor, nn
 
 from examples.gpt import GPT, Size, loss_of
 
-Step = Callable[[Tensor], Tensor]
-"""One optimizer step on a (batch, time + 1) micro-batch; returns the loss."""
+
+class Step:
+    """One optimizer step on a (batch, time + 1) micro-batch, as a call that returns the loss."""
+
+    def __init__(self, model: nn.Module, run: Callable[[Tensor], Tensor]) -> None:
+        self._model, self._run = model, run
+
+    def __call__(self, batch: Tensor) -> Tensor:
+        return self._run(batch)
+
+    def settle(self) -> None:
+        """Touch every parameter: what a step has left to the next forward pass is waited for."""
+        for parameter in self._model.parameters():
+            parameter.detach()
+
 
 CLIP = 1.0
 ADAMW = {"lr": 1e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
@@ -38,7 +51,7 @@ def _torch_step(model: nn.Module) -> Step:
         optimizer.zero_grad(set_to_none=True)
         return loss.detach()
 
-    return step
+    return Step(model, step)
 
 
 def compute(size: Size, device: torch.device) -> Step:
@@ -88,7 +101,7 @@ def zero(stage: int, micro_batch: int) -> Callable[[Size, torch.device], Step]:
             engine.step()
             return loss.detach()
 
-        return step
+        return Step(engine.module, step)
 
     return build
 
@@ -110,7 +123,7 @@ def deepspeed(stage: int, micro_batch: int) -> Callable[[Size, torch.device], St
             engine.step()
             return loss.detach()
 
-        return step
+        return Step(engine.module, step)
 
     return build
 
