@@ -1,0 +1,62 @@
+"""Everything that needs a GPU, in one command: the gpu tests, then training speed at world size 1.
+
+    python -m benchmarks.gpu [--out benchmarks/results/NAME.json]
+
+Needs no launcher (nor its dependencies) and stays under nine minutes. Exits with 1 if a test failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out")
+    args = parser.parse_args()
+
+    import torch
+
+    if not torch.cuda.is_available():
+        sys.exit("benchmarks.gpu: this machine has no CUDA device")
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    env = {**os.environ, "PYTHONPATH": path}
+    tests = subprocess.run(
+        [sys.executable, "-m", "pytest", "-m", "gpu", "tests/gpu"], cwd=ROOT, env=env, timeout=240
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "out.json"
+        options = ["--systems=compute,stage 0,stage 1,stage 2,stage 3", "--model=100m", "--micro_batch=16"]
+        options += ["--rounds=9", "--steps=10", f"--out={out}"]
+        command = [sys.executable, "-m", "benchmarks.train_worker", *options]
+        subprocess.run(command, cwd=ROOT, env=env, check=True, timeout=240)
+        measured = json.loads(out.read_text())
+    device = torch.cuda.get_device_properties(0)
+    result = {
+        "gpu": device.name,
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "python": platform.python_version(),
+        "tests": "passed" if tests.returncode == 0 else f"pytest exit {tests.returncode}",
+        "train_100m_fp32_world_1": measured,
+    }
+    text = json.dumps(result, indent=1)
+    print(text)
+    if args.out:
+        Path(args.out).write_text(text + "\n")
+    sys.exit(1 if tests.returncode else 0)
+
+
+if __name__ == "__main__":
+    main()

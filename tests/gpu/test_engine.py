@@ -1,0 +1,56 @@
+"""The engine on one GPU: every stage trains like plain torch there, and leaves the same memory behind."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import zlaunch
+from tests.runtime.models import batches, config, loss_of, net, relative_error
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_fp32_equals_plain_torch(stage: int) -> None:
+    zlaunch.init_distributed()
+    plain = net().cuda()
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=3e-3, weight_decay=0.1)
+    engine, *_ = zlaunch.initialize(model=net(), config=config(stage, 4, clip=0.5))
+    for batch in batches(10, 4):
+        tokens = batch.cuda()
+        loss_of(plain, tokens).backward()
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        engine.backward(loss_of(engine, tokens))
+        engine.step()
+    state, wanted = engine.module.state_dict(), plain.state_dict()
+    assert max(relative_error(state[name], wanted[name]) for name in wanted) <= 1e-4
+    engine.destroy()
+
+
+@pytest.mark.parametrize("section", ["bf16", "fp16"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_16_bit_loss_falls(stage: int, section: str) -> None:
+    zlaunch.init_distributed()
+    engine, *_ = zlaunch.initialize(model=net(), config=config(stage, 8, **{section: {"enabled": True}}))
+    data = batches(2, 8) * 20
+    losses = []
+    for batch in data:
+        loss = loss_of(engine, batch.cuda())
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.9 * losses[0]
+    engine.destroy()
+
+
+def test_sharded_parameters_give_their_memory_back() -> None:
+    zlaunch.init_distributed()
+    engine, *_ = zlaunch.initialize(model=net(width=256, depth=8), config=config(3, 4))
+    for batch in batches(3, 4):
+        engine.backward(loss_of(engine, batch.cuda()))
+        engine.step()
+    assert sum(unit.full.untyped_storage().nbytes() for unit in engine._sharded.units) == 0
+    engine.destroy()
