@@ -12,7 +12,7 @@ from torch import Tensor
 from ..comm import DONE, Comm, Pending
 from .unit import Unit
 
-MAX_IN_FLIGHT = 2
+MAX_IN_FLIGHT = 4
 """Reductions under way at once; each holds its bucket and a receive buffer of the same size."""
 
 
