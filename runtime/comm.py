@@ -14,6 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .environment import read_environment
+from .shared_memory import SharedMemory, connect
+
 
 class Pending(Protocol):
     """Something under way; ``wait`` returns when its result may be used (on the current stream for NCCL)."""
@@ -78,6 +81,10 @@ def accumulate_pieces(shard: Tensor, pieces: Tensor, fresh: bool) -> None:
         shard.add_(pieces[i])
 
 
+_GATHER, _REDUCE = 0, 1
+"""Channels: collectives of one kind are issued in one order on all ranks."""
+_TIMEOUT_S = 1800.0
+
 _open: WeakSet[Comm] = WeakSet()
 
 
@@ -96,7 +103,9 @@ class Comm:
     """The collectives of one engine over the default process group (and a second one for reductions).
 
     Reductions have a group of their own, so that they neither wait for gathers nor need to be issued in one
-    common order with them.
+    common order with them. Between CPU ranks of one machine, bulk data goes through shared memory.
+
+    ``shared``: tensors that are sent (sources of a gather, buckets of a reduction) must come from ``empty``.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -110,6 +119,10 @@ class Comm:
         if self.world_size > 1:
             self._reduce_group = dist.new_group(list(range(self.world_size)))
         self._native_reduce_scatter = device.type != "cpu"
+        self._shared: SharedMemory | None = None
+        if self.world_size > 1 and device.type == "cpu":
+            allowed = read_environment().shared_memory
+            self._shared = connect(self.rank, self.world_size, self.exchange, _TIMEOUT_S, allowed)
         _open.add(self)
 
     def _count(self, name: str, numel: int) -> None:
@@ -122,14 +135,42 @@ class Comm:
         """Elements moved since the last reset of ``moved``, parameters and gradients alike."""
         return sum(self.moved[k] for k in ("all_gather", "reduce_scatter", "all_reduce"))
 
-    def all_gather(self, full: Tensor, shard: Tensor) -> Pending:
-        """Start to fill ``full`` (w * s elements) from every rank's ``shard`` (s), a slice of ``full``
-        itself.
+    @property
+    def shared(self) -> bool:
+        """Whether memory from ``empty`` is seen by all ranks; it then lives as long as this object."""
+        return self._shared is not None
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A flat tensor to send from."""
+        if self._shared is not None:
+            return self._shared.empty(numel, dtype)
+        return torch.empty(numel, dtype=dtype, device=self.device)
+
+    def all_gather(self, full: Tensor, source: Tensor) -> Pending:
+        """Start to fill ``full`` (w * s elements) from every rank's ``source`` (s).
+
+        ``source`` is this rank's slice of ``full`` itself, or a tensor of another floating dtype, which is
+        cast. It must not change before :meth:`settle`.
         """
+        s = source.numel()
+        own = full[self.rank * s : (self.rank + 1) * s]
+        if own.data_ptr() != source.data_ptr():
+            own.copy_(source)
         if self.world_size == 1:
             return DONE
         self._count("all_gather", full.numel())
-        return _Work(_all_gather_flat(full, shard, group=self._gather_group, async_op=True), full)
+        if self._shared is not None:
+            return self._shared.all_gather(_GATHER, full, source)
+        return _Work(_all_gather_flat(full, own, group=self._gather_group, async_op=True), full)
+
+    def settle(self) -> bool:
+        """Finish what cannot go on without this rank's help; True if all gathers have arrived by then.
+
+        To be called by all ranks. Over gloo and NCCL, collectives proceed by themselves.
+        """
+        if self._shared is not None:
+            self._shared.settle()
+        return self.world_size == 1 or self._shared is not None
 
     def reduce_scatter_accumulate(self, shard: Tensor, bucket: Tensor, fresh: bool) -> Pending:
         """Start to add this rank's slice of the sum over ranks of ``bucket`` (w * s) into ``shard`` (s).
@@ -143,6 +184,8 @@ class Comm:
             accumulate_pieces(shard, bucket.view(1, -1), fresh)
             return DONE
         self._count("reduce_scatter", bucket.numel())
+        if self._shared is not None:
+            return self._shared.reduce_scatter(_REDUCE, shard, bucket, fresh)
         if self._native_reduce_scatter:
             pieces = torch.empty(shard.numel(), dtype=bucket.dtype, device=bucket.device)
             work = _reduce_scatter_flat(pieces, bucket, group=self._reduce_group, async_op=True)
@@ -152,10 +195,12 @@ class Comm:
         return _Accumulate(work, shard, pieces.view(w, -1), bucket, fresh)
 
     def all_reduce(self, tensor: Tensor) -> Pending:
-        """Start to sum ``tensor`` over the ranks in place."""
+        """Start to sum ``tensor`` (its size a multiple of the world size) over the ranks in place."""
         if self.world_size == 1:
             return DONE
         self._count("all_reduce", 2 * tensor.numel())
+        if self._shared is not None:
+            return self._shared.all_reduce(_REDUCE, tensor)
         return _Work(dist.all_reduce(tensor, group=self._reduce_group, async_op=True), tensor)
 
     def all_reduce_scalars(self, tensor: Tensor) -> Tensor:
@@ -186,6 +231,8 @@ class Comm:
 
     def close(self) -> None:
         """Release the process groups; the object is of no use afterwards."""
+        if self._shared is not None:
+            self._shared.close()
         if self._reduce_group not in (None, self._gather_group) and dist.is_initialized():
             dist.destroy_process_group(self._reduce_group)
         self._reduce_group = self._gather_group = None

@@ -18,6 +18,8 @@ class Environment:
     """RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are all given."""
     run_dir: str | None
     event_fd: int | None
+    shared_memory: bool
+    """``ZLAUNCH_SHARED_MEMORY=0``: CPU ranks of one machine talk over gloo alone."""
     debug_free: str
     """``ZLAUNCH_DEBUG_FREE``: ``poison`` fills freed parameters with NaN instead of giving their memory back.
     """
@@ -42,5 +44,6 @@ def read_environment() -> Environment:
         has_rendezvous=all(os.environ.get(k) for k in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")),
         run_dir=os.environ.get("ZLAUNCH_RUN_DIR") or None,
         event_fd=fd if fd >= 0 else None,
+        shared_memory=os.environ.get("ZLAUNCH_SHARED_MEMORY", "1") != "0",
         debug_free=os.environ.get("ZLAUNCH_DEBUG_FREE", ""),
     )

@@ -123,10 +123,14 @@ class ShardStep:
             coefficient = 1.0
             if clip > 0 and norm > clip:
                 coefficient = clip / (norm + 1e-6)
+            self._comm.settle()
             self._apply(divisor / coefficient, used)
-            for unit in self.units:
-                if not unit.shard_params:
-                    unit.start_refresh()
+            stay = [unit for unit in self.units if not unit.shard_params]
+            for unit in stay:
+                unit.start_refresh()
+            if self._comm.settle():
+                for unit in stay:
+                    unit.ensure_full()
         self._reducer.clear()
         return StepResult(norm, skipped)
 

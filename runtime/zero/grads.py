@@ -12,7 +12,7 @@ from torch import Tensor
 from ..comm import DONE, Comm, Pending
 from .unit import Unit
 
-MAX_IN_FLIGHT = 4
+MAX_IN_FLIGHT = 2
 """Reductions under way at once; each holds its bucket and a receive buffer of the same size."""
 
 
@@ -71,6 +71,32 @@ class _Bucket:
             self.views = [tensor[s.offset : s.stop].view(shape) for s, shape in slots]
 
 
+class _BufferPool:
+    """Buffers to send from. Ordinary memory is given back after each pass; shared memory cannot be."""
+
+    def __init__(self, comm: Comm) -> None:
+        self._comm = comm
+        self._free: list[Tensor] = []
+
+    def lend(self, dtype: torch.dtype, numel: int) -> Tensor:
+        """A flat tensor of ``numel`` elements, part of the smallest free buffer that is large enough."""
+        fitting = [i for i, t in enumerate(self._free) if t.dtype == dtype and t.numel() >= numel]
+        if not fitting:
+            return self._comm.empty(numel, dtype)
+        return self._free.pop(min(fitting, key=lambda i: self._free[i].numel()))[:numel]
+
+    def give_back(self, tensor: Tensor) -> None:
+        self._free.append(tensor if tensor._base is None else tensor._base)
+
+    def end_pass(self) -> None:
+        if not self._comm.shared:
+            self._free.clear()
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in self._free)
+
+
 class GradientReducer:
     """Collects gradients by unit and reduces each unit as soon as it is complete.
 
@@ -91,8 +117,9 @@ class GradientReducer:
         self._agreed = comm.world_size == 1
         self._ready: set[int] = set()
         self._next = 0
-        self._in_flight: deque[tuple[Pending, _Bucket, Tensor]] = deque()
-        self._pool: dict[tuple[torch.dtype, int], list[Tensor]] = {}
+        self._in_flight: deque[tuple[Pending, _Bucket, Tensor | None]] = deque()
+        """Reductions under way, each with the buffer that goes back to the pool afterwards, if any."""
+        self._pool = _BufferPool(comm)
         self.clear()
 
     def clear(self) -> None:
@@ -106,6 +133,11 @@ class GradientReducer:
     def used(self) -> list[bool]:
         """For each parameter of each unit, in order: did this rank have a gradient for it in this step?"""
         return [flag for bucket in self._buckets.values() for flag in bucket.used]
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Memory that is kept between passes to send gradients from."""
+        return self._pool.nbytes
 
     def begin(self) -> None:
         """A backward pass starts."""
@@ -141,16 +173,14 @@ class GradientReducer:
     def _open(self, bucket: _Bucket) -> None:
         unit = bucket.unit
         if self.options.transient:
-            dtype = self.options.dtype or unit.dtype
             if len(self._in_flight) >= MAX_IN_FLIGHT:
                 self._retire()
-            free = self._pool.setdefault((dtype, unit.numel), [])
-            tensor = free.pop() if free else torch.empty(unit.numel, dtype=dtype, device=unit.device)
+            tensor = self._pool.lend(self.options.dtype or unit.dtype, unit.numel)
             for start, stop in unit.layout.gaps():
                 tensor[start:stop].zero_()
         else:
             accumulate = torch.promote_types(unit.dtype, torch.float32)
-            tensor = torch.zeros(unit.numel, dtype=accumulate, device=unit.device)
+            tensor = self.comm.empty(unit.numel, accumulate).zero_()
             unit.grad = tensor[unit.start : unit.stop]
         bucket.set_tensor(tensor)
 
@@ -191,42 +221,45 @@ class GradientReducer:
             bucket.tensor.mul_(1.0 / self.options.predivide)
         if len(self._in_flight) >= MAX_IN_FLIGHT:
             self._retire()
-        pending = (
-            self._reduce_transient(bucket) if self.options.transient else self._reduce_persistent(bucket)
-        )
-        self._in_flight.append((pending, bucket, bucket.tensor))
+        reduce = self._reduce_transient if self.options.transient else self._reduce_persistent
+        pending, lent = reduce(bucket)
+        self._in_flight.append((pending, bucket, lent))
         if self.options.transient:
             bucket.set_tensor(None)
         else:
             bucket.reduced = self.comm.world_size > 1
         bucket.fresh = False
 
-    def _reduce_transient(self, bucket: _Bucket) -> Pending:
+    def _reduce_transient(self, bucket: _Bucket) -> tuple[Pending, Tensor]:
         unit = bucket.unit
         assert bucket.tensor is not None
         if unit.grad is None:
             accumulate = torch.promote_types(unit.dtype, torch.float32)
             unit.grad = torch.empty(unit.stop - unit.start, dtype=accumulate, device=unit.device)
-        return self.comm.reduce_scatter_accumulate(unit.grad, bucket.tensor, bucket.fresh)
+        pending = self.comm.reduce_scatter_accumulate(unit.grad, bucket.tensor, bucket.fresh)
+        return pending, bucket.tensor
 
-    def _reduce_persistent(self, bucket: _Bucket) -> Pending:
+    def _reduce_persistent(self, bucket: _Bucket) -> tuple[Pending, Tensor | None]:
         unit = bucket.unit
         assert bucket.tensor is not None and unit.grad is not None
         if self.comm.world_size == 1:
-            return DONE
+            return DONE, None
         dtype = self.options.dtype or unit.dtype
-        send = bucket.tensor if bucket.tensor.dtype == dtype else bucket.tensor.to(dtype)
+        narrow = None
+        if bucket.tensor.dtype != dtype:
+            narrow = self._pool.lend(dtype, unit.numel).copy_(bucket.tensor)
+        send = bucket.tensor if narrow is None else narrow
         if unit.stop - unit.start < unit.numel:
-            return self.comm.reduce_scatter_accumulate(unit.grad, send, True)
+            return self.comm.reduce_scatter_accumulate(unit.grad, send, True), narrow
         pending = self.comm.all_reduce(send)
-        return pending if send is bucket.tensor else _CopyBack(pending, send, bucket.tensor)
+        return pending if narrow is None else _CopyBack(pending, narrow, bucket.tensor), narrow
 
     def _retire(self) -> None:
-        pending, bucket, tensor = self._in_flight.popleft()
+        pending, bucket, lent = self._in_flight.popleft()
         pending.wait()
-        if self.options.transient:
-            self._pool[tensor.dtype, tensor.numel()].append(tensor)
-        elif bucket.carry is not None:
+        if lent is not None:
+            self._pool.give_back(lent)
+        if bucket.carry is not None:
             assert bucket.unit.grad is not None
             bucket.unit.grad.add_(bucket.carry)
             bucket.carry = None
@@ -247,7 +280,7 @@ class GradientReducer:
             while self._in_flight:
                 self._retire()
             self._agree()
-        self._pool.clear()
+        self._pool.end_pass()
 
     def _agree(self) -> None:
         if self._agreed:

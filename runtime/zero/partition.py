@@ -15,7 +15,7 @@ from .unit import Unit
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
-UNIT_NUMEL = 4_000_000
+UNIT_NUMEL = 2_000_000
 """Stages 0 to 2: neighbouring blocks share a unit up to this size, or the config's reduce_bucket_size if that
 is less. Large enough for full bandwidth, small enough to overlap.
 """

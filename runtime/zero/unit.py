@@ -74,7 +74,7 @@ class Unit:
         self.master: Tensor | None = None
         self.home: Tensor | None = None
         self.grad: Tensor | None = None
-        self._adopt_values()
+        self._adopt_values(shard_optimizer)
         if shard_params:
             self.free()
 
@@ -82,7 +82,7 @@ class Unit:
     def numel(self) -> int:
         return self.layout.numel
 
-    def _adopt_values(self) -> None:
+    def _adopt_values(self, shard_optimizer: bool) -> None:
         """Copy the parameters' values (rank 0's, for all ranks) into the flat buffer and make them views of
         it.
         """
@@ -93,6 +93,8 @@ class Unit:
                 flat[slot.offset : slot.stop].copy_(parameter.detach().reshape(-1))
             self.comm.broadcast(flat)
             self.full = flat if wide == self.dtype else flat.to(self.dtype)
+            if shard_optimizer and not self.shard_params:
+                self.full = self.comm.empty(self.numel, self.dtype).copy_(self.full)
             self._storage = self.full.untyped_storage()
             self._storage_nbytes = self._storage.nbytes()
             self._views = [
@@ -105,9 +107,17 @@ class Unit:
                 accumulate = torch.promote_types(self.dtype, torch.float32)
                 own = flat[self.start : self.stop]
                 alias = self.full.dtype == accumulate and not self.shard_params
-                self.master = self.full[self.start : self.stop] if alias else own.to(accumulate, copy=True)
+                if alias:
+                    self.master = self.full[self.start : self.stop]
+                elif self.shard_params:
+                    self.master = self.comm.empty(own.numel(), accumulate).copy_(own)
+                else:
+                    self.master = own.to(accumulate, copy=True)
             if self.shard_params:
-                self.home = self.master if self.trainable else self.full[self._own].clone()
+                own = self.full[self._own]
+                self.home = (
+                    self.master if self.trainable else self.comm.empty(own.numel(), self.dtype).copy_(own)
+                )
         for parameter in self.parameters:
             guards.adopt(parameter, self)
         self._point(self._views, nn.Parameter)
@@ -134,9 +144,7 @@ class Unit:
         if self._storage.nbytes() != self._storage_nbytes:
             self._storage.resize_(self._storage_nbytes)
         with torch.no_grad():
-            own = self.full[self._own]
-            own.copy_(self.home)
-            self._pending = self.comm.all_gather(self.full, own)
+            self._pending = self.comm.all_gather(self.full, self.home)
 
     def start_refresh(self) -> None:
         """After an optimizer step, for a unit that stays FULL: bring everyone the new values.
@@ -185,6 +193,7 @@ class Unit:
     def store(self) -> None:
         """Take over values that somebody wrote into the FULL parameters (the same on every rank)."""
         assert self.state is UnitState.FULL
+        self.comm.settle()
         with torch.no_grad():
             if self.master is not None and self.master.data_ptr() != self.full[self.start].data_ptr():
                 self.master.copy_(self.full[self.start : self.stop])

@@ -10,6 +10,7 @@ from tests.runtime.models import batches, config, net, relative_error, train_eng
 from tests.runtime.workers import run_workers
 
 STEPS = 20
+GLOO = {"ZLAUNCH_SHARED_MEMORY": "0"}
 
 
 def _all_stages() -> dict[str, float]:
@@ -38,9 +39,13 @@ def _all_stages() -> dict[str, float]:
     return worst
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_fp32_equals_plain_torch(world_size: int) -> None:
-    results = run_workers(_all_stages, world_size)
+@pytest.mark.parametrize(
+    ("world_size", "env"),
+    [(1, {}), (2, {}), (3, {}), (4, {}), (3, GLOO)],
+    ids=["1", "2", "3", "4", "3 over gloo"],
+)
+def test_fp32_equals_plain_torch(world_size: int, env: dict[str, str]) -> None:
+    results = run_workers(_all_stages, world_size, env=env)
     for worst in results:
         assert len(worst) == 16
         assert {name: error for name, error in worst.items() if not error <= 1e-5} == {}

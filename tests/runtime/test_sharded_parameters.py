@@ -194,9 +194,8 @@ def _poison(steps: int) -> list[float]:
     return losses
 
 
-def test_poisoned_memory_is_never_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ZLAUNCH_DEBUG_FREE", "poison")
-    for losses in run_workers(_poison, 2, 5):
+def test_poisoned_memory_is_never_used() -> None:
+    for losses in run_workers(_poison, 2, 5, env={"ZLAUNCH_DEBUG_FREE": "poison"}):
         assert all(loss == loss and loss < 10 for loss in losses)
 
 
