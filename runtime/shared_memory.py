@@ -112,9 +112,13 @@ class Transfer:
         if self._then is not None:
             self._next = self._then()
 
+    def awaited(self) -> set[int]:
+        """Ranks whose part has not been announced. A rank may announce its part and end."""
+        return {peer.rank for peer in self.unread if self.key not in peer.ready}
+
     def wait(self) -> None:
         """Return when this rank's result is complete, and no other reads this one's part if that matters."""
-        self._shared.drive(lambda: [peer.rank for peer in self.unread])
+        self._shared.drive(self.awaited)
         if self._next is not None:
             self._next.wait()
         elif self._exclusive:
@@ -275,7 +279,7 @@ class SharedMemory:
                 self._receive()
                 time.sleep(0.0005)
             except OSError:
-                peer.gone = True
+                return  # it has ended; what it said before is still to be received
 
     def _receive(self) -> None:
         for peer in self._peers.values():
@@ -312,7 +316,7 @@ class SharedMemory:
         for key in finished:
             del self._transfers[key]
 
-    def drive(self, missing: Callable[[], Sequence[int] | set[int]]) -> None:
+    def drive(self, missing: Callable[[], set[int]]) -> None:
         """Progress until ``missing()`` names no rank. Raises PeerLost."""
         self.progress()
         deadline = time.monotonic() + self._timeout_s
@@ -342,7 +346,7 @@ class SharedMemory:
         def missing() -> set[int]:
             found: set[int] = set()
             for transfer in self._transfers.values():
-                found.update(peer.rank for peer in transfer.unread)
+                found |= transfer.awaited()
                 found |= self.present(transfer.readers)
             return found
 

@@ -129,6 +129,27 @@ def test_a_killed_rank_is_noticed_and_named() -> None:
         run_workers(_one_is_killed, 2)
 
 
+def _leaves_early() -> list[float]:
+    """Rank 1 has announced its part and hung up when rank 2 still waits for rank 0's."""
+    comm = _comm()
+    source = comm.empty(4, torch.float32).fill_(comm.rank)
+    full = torch.zeros(4 * comm.world_size).fill_(-1.0)
+    full[4 * comm.rank : 4 * comm.rank + 4] = source
+    if comm.rank == 0:
+        time.sleep(1.0)
+    pending = comm.all_gather(full, source)
+    if comm.rank != 1:
+        pending.wait()
+    assert comm._shared is not None
+    comm._shared.close()
+    return full[::4].tolist()
+
+
+def test_a_rank_may_leave_when_it_has_announced_its_part() -> None:
+    first, _, third = run_workers(_leaves_early, 3)
+    assert first == third == [0.0, 1.0, 2.0]
+
+
 def _one_rank_goes_on_alone(stage: int) -> list[float]:
     """Rank 0 evaluates and changes the parameters while rank 1 waits at a barrier."""
     zlaunch.init_distributed()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import multiprocessing
+import multiprocessing.connection
 import os
 import pickle
 import socket
@@ -66,14 +67,16 @@ def run_workers(
             process = _context.Process(target=_work, args=job)  # type: ignore[attr-defined]
             process.start()
             workers.append((process, result))
-        for process, _ in workers:
-            process.join(max(0.0, deadline - time.monotonic()))
+        while (waiting := [process for process, _ in workers if process.is_alive()]) and (
+            time.monotonic() < deadline
+        ):
+            multiprocessing.connection.wait([p.sentinel for p in waiting], deadline - time.monotonic())
+            if any(process.exitcode for process, _ in workers):
+                deadline = min(deadline, time.monotonic() + 10)  # the others may wait for it for ever
         late = [rank for rank, (process, _) in enumerate(workers) if process.is_alive()]
         for process, _ in workers:
             process.kill()
             process.join()
-        if late:
-            raise WorkerError(f"ranks {late} were still running after {timeout:.0f} s")
         codes = [process.exitcode for process, _ in workers]
         outcomes = [pickle.loads(result.read_bytes()) if result.exists() else None for _, result in workers]
     errors = [o[1] for o in outcomes if o is not None and o[0] == "error"]
@@ -81,6 +84,8 @@ def run_workers(
     real = [e for e in errors if not any(text in e for text in consequences)] or errors
     if real:
         raise WorkerError(real[0])
+    if late:
+        raise WorkerError(f"ranks {late} had to be killed; exit codes {codes}")
     if any(codes):
         raise WorkerError(f"workers ended with {codes}")
     return [outcome[1] for outcome in outcomes]
