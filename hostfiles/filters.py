@@ -1,7 +1,8 @@
 """The include/exclude grammar: `NODE[:SLOT[,SLOT|A-B]...][@NODE...]` over an ordered pool of hosts and slots.
 
-`worker-0@worker-1:0,2-3` names all slots of worker-0 and slots 0, 2, 3 of worker-1. Pure functions; the
-result always keeps the pool's order, because that order is the rank order.
+`worker-0@worker-1:0,2-3` names all slots of worker-0 and slots 0, 2, 3 of worker-1; a NODE may be a pattern,
+as in `node[01-04]:0-1`. Pure functions; the result always keeps the pool's order, because that order is the
+rank order.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Mapping, Sequence
+
+from zlaunch.hostfiles.hostlist import HostListError, expand_pattern
 
 Pool = dict[str, tuple[int, ...]]
 """Host -> its slots, both in rank order."""
@@ -31,9 +34,19 @@ def parse(text: str) -> Selection:
         if not host:
             raise FilterError(f"{text!r}: a host name is missing in {part.strip()!r}; write HOST:0,2-3@HOST2")
         named = _parse_slots(slots, part.strip()) if colon else None
-        known = selection.get(host, frozenset())
-        selection[host] = None if named is None or known is None else known | named
+        for name in _parse_hosts(host, part.strip()):
+            known = selection.get(name, frozenset())
+            selection[name] = None if named is None or known is None else known | named
     return selection
+
+
+def _parse_hosts(text: str, part: str) -> list[str]:
+    if "[" not in text:
+        return [text]
+    try:
+        return expand_pattern(text)
+    except HostListError as error:
+        raise FilterError(f"{part!r}: {error}; write HOST[01-04]:0,2-3@HOST2") from None
 
 
 def _parse_slots(text: str, part: str) -> frozenset[int]:
@@ -83,6 +96,20 @@ def exclude(pool: Mapping[str, Sequence[int]], selection: Selection) -> Pool:
     for host, slots in pool.items():
         named = selection.get(host, frozenset())
         kept[host] = () if named is None else tuple(slot for slot in slots if slot not in named)
+    return _not_empty(kept)
+
+
+def limit(pool: Mapping[str, Sequence[int]], num_nodes: int | None, num_gpus: int | None) -> Pool:
+    """The first ``num_nodes`` hosts and the first ``num_gpus`` slots of each; None means all."""
+    if num_nodes is not None and not 1 <= num_nodes <= len(pool):
+        raise FilterError(
+            f"--num_nodes {num_nodes}: there are {len(pool)} host(s): {', '.join(pool) or 'none'}"
+        )
+    kept: Pool = {}
+    for host in [*pool][:num_nodes]:
+        if num_gpus is not None and not 1 <= num_gpus <= len(pool[host]):
+            raise FilterError(f"--num_gpus {num_gpus}: {host} has {len(pool[host])} slot(s)")
+        kept[host] = tuple(pool[host][:num_gpus])
     return _not_empty(kept)
 
 

@@ -1,3 +1,1 @@
-"""Launching under SLURM: node lists, the SLURM_* environment, and sbatch scripts made from flags. Not there
-yet.
-"""
+"""Launching under SLURM: the SLURM_* environment, sbatch scripts made from flags, submitting them."""

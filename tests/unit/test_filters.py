@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zlaunch.hostfiles.filters import FilterError, exclude, include, parse
+from zlaunch.hostfiles.filters import FilterError, exclude, include, limit, parse
 
 POOL = {"worker-0": (0, 1, 2, 3), "worker-1": (0, 1), "gpu7": (0,)}
 
@@ -23,6 +23,14 @@ def test_exclude() -> None:
     assert exclude(POOL, parse("worker-0:1-2@gpu7")) == {"worker-0": (0, 3), "worker-1": (0, 1)}
 
 
+def test_patterns_stand_for_their_hosts() -> None:
+    two = frozenset({0, 1})
+    assert parse("n[08-10]:0-1@gpu7") == {"n08": two, "n09": two, "n10": two, "gpu7": None}
+    assert parse("n[1-2]:0@n2:1") == {"n1": frozenset({0}), "n2": two}
+    assert include(POOL, parse("worker-[0-1]:1")) == {"worker-0": (1,), "worker-1": (1,)}
+    assert exclude(POOL, parse("worker-[0-1]")) == {"gpu7": (0,)}
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -33,6 +41,10 @@ def test_exclude() -> None:
         ("worker-0:x", "'x' is not a slot"),
         ("worker-0:-1", "'-1' is not a slot"),
         ("worker-0:3-1", "the range '3-1' runs backwards"),
+        ("n[3-1]:0", r"'n\[3-1\]:0': .* the range '3-1' runs backwards"),
+        ("n[1-2", "a bracket is not closed"),
+        ("a,n[1-2]", "',' cannot be in a host name; write .*@HOST2"),
+        ("n[1-99999]", "99999 hosts, the limit is 65536"),
     ],
 )
 def test_errors_of_form_name_the_token(text: str, words: str) -> None:
@@ -45,6 +57,7 @@ def test_errors_of_form_name_the_token(text: str, words: str) -> None:
     [
         ("worker_0", "unknown host 'worker_0', did you mean worker-0?"),
         ("zzz", "unknown host 'zzz'; known: worker-0, worker-1, gpu7"),
+        ("worker-[0-4]:0", "unknown host 'worker-2', did you mean worker-1?"),
         ("worker-1:5", r"worker-1 has no slot 5: it has 2 slot\(s\) \(0,1\)"),
     ],
 )
@@ -59,7 +72,38 @@ def test_nothing_left_is_an_error() -> None:
         exclude(POOL, parse("worker-0@worker-1@gpu7:0"))
 
 
-@given(st.text(alphabet="ab01-:,@ \t9x", max_size=20) | st.text(max_size=20))
+@pytest.mark.parametrize(
+    ("num_nodes", "num_gpus", "pool"),
+    [
+        (None, None, POOL),
+        (1, None, {"worker-0": (0, 1, 2, 3)}),
+        (2, 2, {"worker-0": (0, 1), "worker-1": (0, 1)}),
+        (None, 1, {"worker-0": (0,), "worker-1": (0,), "gpu7": (0,)}),
+    ],
+)
+def test_limit(num_nodes: int | None, num_gpus: int | None, pool: dict[str, tuple[int, ...]]) -> None:
+    assert limit(POOL, num_nodes, num_gpus) == pool
+
+
+def test_limit_takes_the_first_slots_that_are_there() -> None:
+    assert limit({"a": [1, 3, 5]}, None, 2) == {"a": (1, 3)}
+
+
+@pytest.mark.parametrize(
+    ("num_nodes", "num_gpus", "words"),
+    [
+        (4, None, r"--num_nodes 4: there are 3 host\(s\): worker-0, worker-1, gpu7"),
+        (0, None, "--num_nodes 0: there are 3"),
+        (2, 3, r"--num_gpus 3: worker-1 has 2 slot\(s\)"),
+        (1, 0, r"--num_gpus 0: worker-0 has 4 slot\(s\)"),
+    ],
+)
+def test_limits_beyond_what_is_there(num_nodes: int, num_gpus: int | None, words: str) -> None:
+    with pytest.raises(FilterError, match=words):
+        limit(POOL, num_nodes, num_gpus)
+
+
+@given(st.text(alphabet="ab01-:,@ \t9x[]", max_size=20) | st.text(max_size=20))
 def test_any_text_gives_a_selection_or_our_error(text: str) -> None:
     try:
         selection = parse(text)

@@ -46,6 +46,7 @@ def test_two_cpu_workers() -> None:
         "GLOO_SOCKET_IFNAME": "lo",
         "ZLAUNCH_RUN_ID": "id",
         "ZLAUNCH_RUN_DIR": "/runs/id",
+        "ZLAUNCH_RESTART_COUNT": "0",
     }
 
 

@@ -83,17 +83,17 @@ def make_run_dir(path: Path) -> None:
         raise click.UsageError(f"--run_dir {path}: cannot write there: {error.strerror}") from None
 
 
-def parse_ranks(text: str, world_size: int) -> list[int]:
-    """`all`, or numbers and ranges such as `0,2-3`."""
+def parse_ranks(text: str, world_size: int | None) -> list[int] | None:
+    """`all` (None), or numbers and ranges such as `0,2-3`; a world size that is not known yet allows all."""
     if text == "all":
-        return list(range(world_size))
+        return None
     ranks: set[int] = set()
     for token in text.split(","):
         match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", token, re.ASCII)
         if match is None:
             raise click.UsageError(f"--log_ranks {text!r}: {token!r} is not a rank; write all, or 0,2-3")
         last = int(match[2] or match[1])
-        if last >= world_size:
+        if world_size is not None and last >= world_size:
             raise click.UsageError(
                 f"--log_ranks {text!r}: there is no rank {last} among {world_size} worker(s)"
             )

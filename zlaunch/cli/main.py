@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import click
 
-SUBCOMMANDS = {"config": "zlaunch.cli.config:config"}
+SUBCOMMANDS = {"config": "zlaunch.cli.config:config", "slurm": "zlaunch.cli.slurm:slurm"}
 """Subcommand -> `module:attribute` of its click command, imported only when it is called."""
 
 

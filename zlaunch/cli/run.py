@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import math
 import os
-import socket
+import signal
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
 from zlaunch import __version__
 
 if TYPE_CHECKING:
-    from zlaunch.launch.plan import NodeSpec, Plan
+    from zlaunch.cli.options import Launcher, Options
+    from zlaunch.launch.attempts import Job
+    from zlaunch.launch.plan import Plan
+    from zlaunch.slurm.environment import Allocation
 
 _SETTINGS = {
     "allow_interspersed_args": False,
@@ -23,7 +28,10 @@ _SETTINGS = {
     "help_option_names": ["-h", "--help"],
     "max_content_width": 100,
 }
-_EPILOG = "Other commands: zlaunch config check FILE, zlaunch config schema."
+_EPILOG = (
+    "Other commands: zlaunch config, doctor, ps, slurm, stacks, stop; each has --help. "
+    "A script of such a name: zlaunch ./ps"
+)
 
 
 @click.command(context_settings=_SETTINGS, epilog=_EPILOG)
@@ -34,14 +42,68 @@ _EPILOG = "Other commands: zlaunch config check FILE, zlaunch config schema."
     metavar="N",
     help="Workers to start: one a GPU; without a GPU any number of CPU workers.  [default: all GPUs, or 1]",
 )
-@click.option("-i", "--include", metavar="FILTER", help="Slots to use: localhost:0,2-3.")
-@click.option("-e", "--exclude", metavar="FILTER", help="Slots to leave out, in the same form.")
+@click.option("-H", "--hostfile", metavar="FILE", help="Hosts to run on: lines of HOST slots=N.")
+@click.option("--num_nodes", type=click.IntRange(min=1), metavar="N", help="Use the first N hosts.")
+@click.option("-i", "--include", metavar="FILTER", help="Hosts and slots to use: node1:0,2-3@node[2-4].")
+@click.option("-e", "--exclude", metavar="FILTER", help="Hosts and slots to leave out, in the same form.")
+@click.option(
+    "--launcher",
+    type=click.Choice(["local", "ssh", "slurm", "openmpi"]),
+    help="How to reach the nodes.  [default: found out, and said]",
+)
 @click.option(
     "--master_port", type=int, default=0, metavar="PORT", help="Rendezvous port; 0 takes a free one."
 )
 @click.option(
-    "--master_addr", default="127.0.0.1", show_default=True, metavar="ADDR", help="Rendezvous address."
+    "--master_addr", metavar="ADDR", help="Rendezvous address.  [default: one of node 0 that all reach]"
 )
+@click.option("--iface", metavar="NAME", help="Network interface for rendezvous and traffic.")
+@click.option("--ssh_port", type=click.IntRange(1, 65535), metavar="PORT", help="Port of sshd.")
+@click.option("--ssh_config", metavar="FILE", help="Instead of ~/.ssh/config.")
+@click.option("--ssh_accept_new", is_flag=True, help="Take down host keys that are not known yet.")
+@click.option("--env", multiple=True, metavar="KEY[=VAL]", help="Export a variable to the nodes; repeatable.")
+@click.option("--remote_python", metavar="PATH", help="Python on the nodes.  [default: the path of this one]")
+@click.option("--venv", metavar="DIR", help="Virtual environment on the nodes; its Python is taken.")
+@click.option("--workdir", metavar="DIR", help="Folder to run in on every node.  [default: this one]")
+@click.option(
+    "--connect_timeout",
+    type=click.FloatRange(min=1),
+    default=60.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="For a node to answer at the start.",
+)
+@click.option(
+    "--heartbeat",
+    type=click.FloatRange(min=1),
+    default=15.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="A node silent for so long is lost.",
+)
+@click.option(
+    "--max_restarts",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    metavar="N",
+    help="Start all workers anew after a failure, so many times.",
+)
+@click.option(
+    "--min_nodes", type=click.IntRange(min=1), metavar="N", help="Go on without dead nodes while N are left."
+)
+@click.option(
+    "--hang_timeout",
+    type=click.FloatRange(min=0),
+    default=0.0,
+    metavar="SECONDS",
+    help="Stop, with the stacks of all ranks, when no rank has written anything for so long.",
+)
+@click.option(
+    "--requeue", is_flag=True, help="In SLURM: requeue the job after a stop asked for by SIGUSR1 or SIGTERM."
+)
+@click.option("--bind_cores_to_rank", is_flag=True, help="Give each worker its share of the node's cores.")
+@click.option("--bind_core_list", metavar="CORES", help="The same, of these cores: 0-7,16-23.")
 @click.option("--run_dir", metavar="DIR", help="Logs, plan, events.  [default: runs/TIME-ID]")
 @click.option(
     "--log_ranks",
@@ -58,69 +120,142 @@ _EPILOG = "Other commands: zlaunch config check FILE, zlaunch config schema."
 @click.option(
     "--grace",
     type=click.FloatRange(min=0),
-    default=3.0,
-    show_default=True,
     metavar="SECONDS",
-    help="Time between SIGTERM and SIGKILL when the run is stopped.",
+    help="Time between SIGTERM and SIGKILL when the run is stopped.  [default: 3; with --requeue 25]",
 )
 @click.option("--dry_run", is_flag=True, help="Print the plan and start nothing.")
 @click.option("--json", "as_json", is_flag=True, help="With --dry_run: the plan as JSON.")
 @click.option("-q", "--quiet", is_flag=True, help="Show only the workers' output and failures.")
 @click.version_option(__version__, message="zlaunch %(version)s")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT [ARGS]...")
-def run(
-    command: tuple[str, ...],
-    num_gpus: int | None,
-    include: str | None,
-    exclude: str | None,
-    master_port: int,
-    master_addr: str,
-    run_dir: str | None,
-    log_ranks: str,
-    module: bool,
-    no_python: bool,
-    no_local_rank: bool,
-    grace: float,
-    dry_run: bool,
-    as_json: bool,
-    quiet: bool,
-) -> int:
-    """Run SCRIPT on every GPU of this machine (or on CPU workers), stop all when one fails.
+def run(command: tuple[str, ...], **given: Any) -> int:
+    """Run SCRIPT on every GPU (or on CPU workers) of this machine, of the hosts of a hostfile, or of a SLURM
+    job; stop all when one fails.
 
     Options before SCRIPT are zlaunch's; everything after it is the script's, untouched.
     """
-    if as_json and not dry_run:
+    if given["as_json"] and not given["dry_run"]:
         raise click.UsageError("--json goes with --dry_run")
-    if not math.isfinite(grace):
-        raise click.UsageError("--grace: not a number of seconds")
+    if given["include"] is not None and given["exclude"] is not None:
+        raise click.UsageError("--include and --exclude exclude each other")
     from zlaunch.cli import checks
-    from zlaunch.launch.plan import Target, make_plan
-    from zlaunch.launch.processes import python_module_argv
+    from zlaunch.cli.options import choose_launcher
 
-    mode = _check_command(command, module=module, no_python=no_python)
-    node = _choose_slots(num_gpus, include, exclude)
-    ranks = checks.parse_ranks(log_ranks, node.workers)
+    mode = _check_command(command, module=given["module"], no_python=given["no_python"])
+    allocation = _allocation()
+    options = _options(command, mode, given)
     for warning in checks.check_configs(command[1:]):
         print(f"zlaunch: warning: {warning}", file=sys.stderr)
+    launcher, why = choose_launcher(options, allocation)
+    if launcher == "step" and given["run_dir"] is None:
+        assert allocation is not None
+        folder = f"slurm-{allocation.job_id}.{allocation.step_id}/task_{allocation.procid:05d}"
+        options = replace(options, run_dir=str(Path("runs", folder).absolute()))
+    job, plan, where = _prepare(options, launcher, allocation, dry_run=given["dry_run"])
+    if given["dry_run"]:
+        assert plan is not None
+        _print_plan(plan, as_json=given["as_json"])
+        return 0
+    checks.make_run_dir(Path(options.run_dir))
+    world = plan.world_size if plan is not None else None
+    ranks = checks.parse_ranks(given["log_ranks"], world)
+    return _launch(job, launcher, why, where, ranks, given)
+
+
+def _options(
+    command: tuple[str, ...], mode: Literal["script", "module", "exec"], given: dict[str, Any]
+) -> Options:
+    from zlaunch.cli.options import Options
+    from zlaunch.launch.devices import parse_cores
+    from zlaunch.launch.plan import Target
+
+    grace = given["grace"] if given["grace"] is not None else 25.0 if given["requeue"] else 3.0
+    for name, value in (
+        ("grace", grace),
+        ("heartbeat", given["heartbeat"]),
+        ("hang_timeout", given["hang_timeout"]),
+    ):
+        if not math.isfinite(value):
+            raise click.UsageError(f"--{name}: not a number of seconds")
+    if given["venv"] is not None and given["remote_python"] is not None:
+        raise click.UsageError("--venv and --remote_python exclude each other")
+    python = given["remote_python"] or (f"{given['venv']}/bin/python" if given["venv"] else sys.executable)
+    try:
+        cores = parse_cores(given["bind_core_list"]) if given["bind_core_list"] is not None else None
+    except ValueError as error:
+        raise click.UsageError(f"--bind_core_list {given['bind_core_list']!r}: {error}") from None
     run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(3).hex()}"
-    folder = Path(run_dir if run_dir is not None else Path("runs", run_id)).absolute()
-    plan = make_plan(
-        Target(mode, command[0], command[1:], pass_local_rank=not (no_local_rank or no_python)),
-        [node],
+    folder = Path(given["run_dir"] if given["run_dir"] is not None else Path("runs", run_id)).absolute()
+    local_rank = not (given["no_local_rank"] or given["no_python"])
+    return Options(
+        target=Target(mode, command[0], command[1:], pass_local_rank=local_rank),
         run_id=run_id,
         run_dir=str(folder),
-        master_addr=master_addr,
-        master_port=checks.pick_port(master_port),
-        cwd=os.getcwd(),
         grace_s=grace,
-        bootstrap=python_module_argv("zlaunch.launch.bootstrap"),
-        environ=os.environ,
+        heartbeat_s=given["heartbeat"],
+        python=python,
+        workdir=given["workdir"] or os.getcwd(),
+        bind_cores=given["bind_cores_to_rank"],
+        core_list=cores,
+        connect_timeout_s=given["connect_timeout"],
+        **{
+            name: given[name]
+            for name in (
+                *("hostfile", "launcher", "include", "exclude", "num_nodes", "num_gpus", "master_addr"),
+                *("master_port", "iface", "env", "ssh_port", "ssh_config", "ssh_accept_new"),
+            )
+        },
     )
-    if dry_run:
-        _print_plan(plan, as_json=as_json)
-        return 0
-    checks.make_run_dir(folder)
-    return _launch(plan, ranks, quiet=quiet)
+
+
+def _allocation() -> Allocation | None:
+    if "SLURM_JOB_ID" not in os.environ:
+        return None
+    from zlaunch.slurm.environment import SlurmError, read, with_gpus
+    from zlaunch.slurm.submit import granted_gpus
+
+    try:
+        allocation = read(os.environ)
+        if allocation is None or all(node.gpus is not None for node in allocation.nodes):
+            return allocation
+        return with_gpus(allocation, granted_gpus(allocation.job_id))
+    except SlurmError as error:
+        raise click.UsageError(str(error)) from None
+
+
+def _prepare(
+    options: Options, launcher: Launcher, allocation: Allocation | None, *, dry_run: bool
+) -> tuple[Job | None, Plan | None, str]:
+    """The job, its plan as far as it is known before the nodes have answered, and where it runs, in words."""
+    if launcher in ("local", "step"):
+        own, make = _own_plan(options, launcher, allocation)
+        from zlaunch.cli.local import local_job
+
+        where = f"{own.nodes[0].host}, rendezvous {own.master_addr}:{own.master_port}"
+        return (None if dry_run else local_job(options, make)), own, where
+    from zlaunch.cli.cluster import cluster
+
+    found = cluster(options, launcher, allocation)
+    plan = found.known_plan() if found.chosen is not None else None
+    if dry_run and plan is None:
+        raise click.UsageError("--dry_run: the hostfile has hosts without slots=N, so only a launch can tell")
+    return (None if dry_run else found.job()), plan, ", ".join(found.hosts())
+
+
+def _own_plan(
+    options: Options, launcher: Launcher, allocation: Allocation | None
+) -> tuple[Plan, Callable[[int], Plan]]:
+    """The first plan for this machine, and how to come to that of an attempt."""
+    if launcher == "step":
+        from zlaunch.cli.step import step_plan
+
+        assert allocation is not None
+        return step_plan(options, allocation), lambda n: step_plan(options, allocation, n)
+    from zlaunch.cli.local import local_node, local_plan
+
+    node = local_node(options)
+    first = local_plan(options, node)
+    return first, lambda n: first if n == 0 else local_plan(options, node, n)
 
 
 def _check_command(
@@ -142,53 +277,6 @@ def _check_command(
     return "script"
 
 
-def _choose_slots(num_gpus: int | None, include: str | None, exclude: str | None) -> NodeSpec:
-    """This machine's slots after --num_gpus or the filters."""
-    from zlaunch.hostfiles import filters
-    from zlaunch.launch.devices import available_cores, discover
-    from zlaunch.launch.plan import NodeSpec
-
-    if include is not None and exclude is not None:
-        raise click.UsageError("--include and --exclude exclude each other")
-    if num_gpus is not None and (include is not None or exclude is not None):
-        raise click.UsageError("--num_gpus does not go with --include or --exclude")
-    devices = discover(os.environ)
-    count = len(devices.tokens)
-    filter_text = include if include is not None else exclude
-    if filter_text is None:
-        if num_gpus is not None and count and num_gpus > count:
-            raise click.UsageError(f"--num_gpus {num_gpus}: this machine has {devices.describe()}")
-        slots = tuple(range(num_gpus or count or 1))
-    else:
-        try:
-            selection = _as_localhost(filters.parse(filter_text))
-            # Without GPUs a slot is a CPU worker, and there are as many as are named.
-            named = [slot for chosen in selection.values() for slot in chosen or ()]
-            pool = {"localhost": range(count or max(named, default=0) + 1)}
-            choose = filters.exclude if include is None else filters.include
-            slots = choose(pool, selection)["localhost"]
-        except filters.FilterError as error:
-            hidden = f"; CUDA_VISIBLE_DEVICES={devices.visible}" if devices.visible is not None else ""
-            option = "--exclude" if include is None else "--include"
-            raise click.UsageError(f"{option} {filter_text!r}: {error}{hidden}") from None
-    tokens = tuple(devices.tokens[slot] for slot in slots) if count else ()
-    return NodeSpec("localhost", workers=len(slots), cores=available_cores(), devices=tokens)
-
-
-def _as_localhost(selection: dict[str, frozenset[int] | None]) -> dict[str, frozenset[int] | None]:
-    """This machine's own names mean localhost; any other host is refused."""
-    from zlaunch.hostfiles.filters import FilterError
-
-    own = {"localhost", "127.0.0.1", socket.gethostname(), socket.gethostname().partition(".")[0]}
-    merged: dict[str, frozenset[int] | None] = {}
-    for host, slots in selection.items():
-        if host not in own:
-            raise FilterError(f"unknown host {host!r}: without a hostfile only localhost can be chosen")
-        known = merged.get("localhost", frozenset())
-        merged["localhost"] = None if slots is None or known is None else known | slots
-    return merged
-
-
 def _print_plan(plan: Plan, *, as_json: bool) -> None:
     if as_json:
         print(plan.to_json(indent=2))
@@ -202,19 +290,28 @@ def _print_plan(plan: Plan, *, as_json: bool) -> None:
     )
 
 
-def _launch(plan: Plan, ranks: list[int], *, quiet: bool) -> int:
-    from zlaunch.launch.agent import agent_argv
-    from zlaunch.launch.controller import Controller
-    from zlaunch.launch.transports.local import LocalTransport
+def _launch(
+    job: Job | None, launcher: Launcher, why: str, where: str, ranks: list[int] | None, given: dict[str, Any]
+) -> int:
+    from zlaunch.launch.attempts import Limits, run_job
     from zlaunch.view.console import Console
 
-    console = Console(ranks, quiet=quiet)
-    workers = f"{plan.world_size} worker{'s' * (plan.world_size > 1)}"
-    console.message(f"{workers} on localhost, rendezvous {plan.master_addr}:{plan.master_port}")
-    console.message(f"logs in {os.path.relpath(plan.run_dir)}")
-    logs = Path(plan.run_dir, "logs")
-    return Controller(
-        plan,
-        console,
-        lambda index: LocalTransport(plan.nodes[index].host, agent_argv(), logs / f"agent_{index:05d}.log"),
-    ).run()
+    assert job is not None
+    console = Console(ranks, quiet=given["quiet"])
+    console.message(f"{where} (launcher {launcher}: {why})")
+    limits = Limits(
+        max_restarts=given["max_restarts"],
+        min_nodes=given["min_nodes"],
+        heartbeat_s=0.0 if launcher in ("local", "step") else given["heartbeat"],
+        hang_timeout_s=given["hang_timeout"],
+    )
+    outcome = run_job(job, console, limits)
+    if given["requeue"] and (outcome.save_asked or outcome.signum == signal.SIGTERM):
+        from zlaunch.slurm.submit import requeue
+
+        console.message(requeue(os.environ))
+    elif launcher == "step" and outcome.code and not outcome.signum:
+        from zlaunch.slurm.submit import cancel_step
+
+        cancel_step(os.environ)  # the other tasks of the step would wait for this one for ever
+    return outcome.code

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from zlaunch.launch.events import WORKER_EVENTS, LineBuffer
+from zlaunch.launch.events import WORKER_EVENTS, Event, LineBuffer
 from zlaunch.launch.failure import (
     SETTLE_S,
     is_communication,
@@ -26,6 +26,7 @@ from zlaunch.launch.failure import (
     oom_rose,
     signal_name,
 )
+from zlaunch.launch.greeting import Greeter
 from zlaunch.launch.guard import Guard
 from zlaunch.launch.outbox import Outbox
 from zlaunch.launch.plan import Plan
@@ -59,6 +60,9 @@ class Agent:
         self.commands = LineBuffer()
         self.selector = selectors.DefaultSelector()
         self.plan: Plan | None = None
+        self.greeter = Greeter(self.send, self._watch)
+        self.heard_at = time.monotonic()
+        """When the launcher last said anything."""
         self.workers: dict[int, Worker] = {}
         self.oom_before = oom_counters()
         self.stopping = False
@@ -132,14 +136,35 @@ class Agent:
             self._unwatch(self.stdin)
             self.stop("the launcher is gone")
             return
+        self.heard_at = time.monotonic()
         for message in self.commands.feed(chunk):
+            self._on_message(message)
+
+    def _on_message(self, message: Event) -> None:
+        command = message.get("cmd")
+        if command is None:
             if self.plan is None:
                 self._start(Plan.from_dict(message))
-            elif message.get("cmd") == "stop":
-                self.stop("the launcher asked for it", message.get("grace_s"))
-            elif message.get("cmd") == "kill":
-                self.stop("the launcher asked for it", 0.0)
-                self.kill_at = time.monotonic()
+        elif command == "ping":
+            self.send({"type": "pong", "host": self._host(), "time": time.time()})
+        elif command == "stop":
+            self.stop("the launcher asked for it", message.get("grace_s"))
+        elif command == "kill":
+            self.stop("the launcher asked for it", 0.0)
+            self.kill_at = time.monotonic()
+        elif command == "signal":
+            for worker in self.workers.values():
+                if worker.returncode is None:
+                    self._signal(worker.pid, int(message["signum"]))
+        elif self.plan is None:
+            self.greeter.handle(message)
+
+    def _signal(self, pid: int, signum: int) -> None:
+        """To the worker alone, not to what it started: "save and stop", "show your stacks"."""
+        try:
+            os.kill(pid, signum)
+        except OSError:
+            pass
 
     def _on_output(self, worker: Worker, fd: int) -> bool:
         """Forward one chunk; False when there is nothing (yet or any more)."""
@@ -173,6 +198,9 @@ class Agent:
 
     def _start(self, plan: Plan) -> None:
         self.plan = plan
+        listener = self.greeter.close()
+        if listener is not None:
+            self._unwatch(listener)
         self.guard.tell("run", plan.run_id)
         self.send({"type": "agent", "host": self._host(), "pid": os.getpid(), "time": time.time()})
         for worker in plan.nodes[0].workers:
@@ -297,6 +325,8 @@ class Agent:
         if self.plan is None or self.ended:
             return
         now = time.monotonic()
+        if self.plan.heartbeat_s and now - self.heard_at > self.plan.heartbeat_s:
+            self.stop(f"the launcher has been silent for {self.plan.heartbeat_s:g} s")
         all_exited = self._all_exited()
         if not self.stopping and self.stop_at is not None and (all_exited or now >= self.stop_at):
             self.stop("a worker failed")

@@ -30,6 +30,8 @@ def main() -> None:
     agent_pid = os.environ.pop("ZLAUNCH_AGENT_PID", "")
     if agent_pid:
         die_with_parent(int(agent_pid))
+    if cpus := os.environ.pop("ZLAUNCH_CPUS", ""):
+        _bind(cpus)
     mode, args = "--script", sys.argv[1:]
     if args[0] in ("--module", "--exec"):
         mode = args.pop(0)
@@ -37,6 +39,8 @@ def main() -> None:
         _exec(args)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR2, all_threads=True, chain=False)
+    # "Save and stop" must not kill a script that has not come to zlaunch.initialize yet, or never will.
+    signal.signal(signal.SIGUSR1, _note_stop)
     event_fd = _own_event_fd()
     pid = os.getpid()
     try:
@@ -54,6 +58,19 @@ def main() -> None:
         if event_fd >= 0 and os.getpid() == pid:  # not from a child that the script forked
             _send_exception(event_fd, error, text)
         sys.exit(1)
+
+
+def _bind(cpus: str) -> None:
+    """Run on these CPUs alone; memory then comes from their NUMA node by itself."""
+    try:
+        os.sched_setaffinity(0, {int(cpu) for cpu in cpus.split(",")})
+    except OSError as error:
+        print(f"zlaunch: cannot bind to cores {cpus}: {error.strerror}", file=sys.stderr)
+
+
+def _note_stop(_signum: int, _frame: object) -> None:
+    """For the runtime to find when it starts; it takes the signal over then."""
+    os.environ["ZLAUNCH_STOP_ASKED"] = "1"
 
 
 def _own_event_fd() -> int:

@@ -1,4 +1,4 @@
-"""Runs a plan: starts the agents, follows their events, stops them, and says how it ended.
+"""Runs a plan on agents that are there: follows their events, stops them, and says how it ended.
 
 Reader threads (one a node) fill a queue, the main thread empties it. Every wait has an end.
 """
@@ -11,21 +11,25 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Literal
 
 from zlaunch.launch import failure as failures
+from zlaunch.launch import record
 from zlaunch.launch.events import Event, encode
 from zlaunch.launch.failure import Failure
+from zlaunch.launch.fleet import Link
+from zlaunch.launch.monitor import HangWatch, Heartbeat
 from zlaunch.launch.plan import Plan
 from zlaunch.launch.processes import sweep
-from zlaunch.launch.transports import Transport
 from zlaunch.view.console import Console
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_PASSED_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
+"""Handed on to the workers: "save and stop", and "show your stacks"."""
 _OUTPUT_IN_FLIGHT = 256
 """Chunks of output between reader threads and the main thread; more wait in the agent and the pipes."""
 _TAIL_BYTES = 1 << 14
@@ -33,50 +37,84 @@ _MARGIN_S = 6.0
 """Beyond the grace period: settling, sweeping, a slow machine."""
 
 
-class Controller:
-    """One run. `run` returns the exit code of the launcher."""
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a run ended."""
 
-    def __init__(self, plan: Plan, console: Console, start: Callable[[int], Transport]) -> None:
+    code: int
+    """The launcher's exit code."""
+    signum: int = 0
+    """The signal that the launcher was stopped by."""
+    lost: frozenset[str] = frozenset()
+    """Nodes that are gone."""
+    port_taken: bool = False
+    """Nothing was wrong but the rendezvous port."""
+    save_asked: bool = False
+    """The workers were asked to save and stop."""
+
+
+class Controller:
+    """One attempt at a run, on agents that have been started."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        console: Console,
+        links: Sequence[Link],
+        *,
+        heartbeat_s: float = 0.0,
+        hang_timeout_s: float = 0.0,
+        attempt: int = 0,
+    ) -> None:
         self.plan = plan
         self.console = console
-        self.start = start
-        """Starts the agent of node i."""
+        self.links = links
+        self.attempt = attempt
         self.queue: queue.SimpleQueue[tuple[int, Event]] = queue.SimpleQueue()
         self.room = threading.BoundedSemaphore(_OUTPUT_IN_FLIGHT)
-        self.transports: list[Transport] = []
-        self.open_nodes: set[int] = set()
+        self.heartbeat = Heartbeat(links, heartbeat_s, self.queue)
+        self.hang = HangWatch(hang_timeout_s)
+        self.open_nodes = set(range(len(links)))
+        self.lost: set[str] = set()
         self.sessions: set[int] = set()
         self.failures: dict[int, Failure] = {}
         self.tails: dict[int, bytes] = {}
         self.errors: list[str] = []
         self.agent_code: int | None = None
         self.signum = 0
+        self.save_asked = False
         self.deadline = float("inf")
         self.run_dir = Path(plan.run_dir)
 
-    def run(self) -> int:
-        """Start, follow, end."""
+    def run(self) -> Outcome:
+        """Hand out the plan, follow, end."""
         logs = self.run_dir / "logs"
         logs.mkdir(parents=True, exist_ok=True)
         (self.run_dir / "plan.json").write_text(self.plan.to_json(indent=1) + "\n")
         ranks = [worker.rank for node in self.plan.nodes for worker in node.workers]
-        self.logs = {rank: self.log_path(rank).open("wb", buffering=0) for rank in ranks}
-        self.event_log = (self.run_dir / "events.jsonl").open("wb", buffering=0)
-        previous = {signum: signal.getsignal(signum) for signum in _SIGNALS}
-        for signum in _SIGNALS:
-            if signum != signal.SIGHUP or previous[signum] is not signal.SIG_IGN:  # nohup stays nohup
+        mode = "ab" if self.attempt else "wb"
+        self.logs = {rank: self.log_path(rank).open(mode, buffering=0) for rank in ranks}
+        self.event_log = (self.run_dir / "events.jsonl").open(mode, buffering=0)
+        handlers = {signum: signal.getsignal(signum) for signum in (*_STOP_SIGNALS, *_PASSED_SIGNALS)}
+        for signum in _STOP_SIGNALS:
+            if signum != signal.SIGHUP or handlers[signum] is not signal.SIG_IGN:  # nohup stays nohup
                 signal.signal(signum, self._on_signal)
+        for signum in _PASSED_SIGNALS:
+            signal.signal(signum, self._pass_on)
+        record.started(self.plan, self.attempt)
         try:
-            self._start_agents()
+            self._hand_out()
             self._follow()
         finally:
+            self.heartbeat.stop()
             self._finish()
-            for signum, handler in previous.items():
+            for signum, handler in handlers.items():
                 signal.signal(signum, handler)
             for file in (*self.logs.values(), self.event_log):
                 file.close()
-            self.console.close()
-        return self._verdict()
+        outcome = self._verdict()
+        record.ended(self.plan, outcome.code)
+        return outcome
 
     def log_path(self, rank: int) -> Path:
         """Where a rank's output goes."""
@@ -84,27 +122,26 @@ class Controller:
 
     # -- the run -------------------------------------------------------------------------------
 
-    def _start_agents(self) -> None:
-        for index, node in enumerate(self.plan.nodes):
-            try:
-                transport = self.start(index)
-            except OSError as error:
-                self.errors.append(f"cannot start the agent on {node.host}: {error}")
-                self._stop()
-                return
-            self.transports.append(transport)
-            self.open_nodes.add(index)
-            threading.Thread(target=self._read, args=(index, transport), daemon=True).start()
-            transport.send(_as_event(self.plan.for_node(index)))
+    def _hand_out(self) -> None:
+        self._log(
+            {"type": "start", "attempt": self.attempt, "hosts": [node.host for node in self.plan.nodes]}
+        )
+        for index, link in enumerate(self.links):
+            threading.Thread(target=self._read, args=(index, link), daemon=True).start()
+            link.transport.send(_as_event(self.plan.for_node(index)))
             if self.signum:
-                self._stop()  # this agent was not there yet when the signal came
+                self._stop()  # this agent had no plan yet when the signal came
+        self.heartbeat.start()
 
-    def _read(self, index: int, transport: Transport) -> None:
+    def _read(self, index: int, link: Link) -> None:
         """A reader thread's life."""
         try:
-            for event in transport.events():
+            for event in link.events:
+                self.heartbeat.heard(index)
                 if event.get("type") == "output":
-                    self.room.acquire()
+                    # While the console takes nothing, answers wait behind output: not the node's silence.
+                    with self.heartbeat.excused(index):
+                        self.room.acquire()
                 self.queue.put((index, event))
         finally:
             self.queue.put((index, {"type": "eof"}))
@@ -113,13 +150,40 @@ class Controller:
         while self.open_nodes:
             left = self.deadline - time.monotonic()
             if left <= 0:
-                self.errors.append("the agents did not end in time and were killed")
+                for index in self.open_nodes:
+                    self._lose(
+                        index,
+                        f"did not stop in time (last heard {self.heartbeat.silence_s(index):.0f} s ago)",
+                    )
                 return
             try:
-                index, event = self.queue.get(timeout=min(left, 60.0))
+                index, event = self.queue.get(timeout=min(left, self.hang.next_s(), 60.0))
             except queue.Empty:
+                self._on_quiet()
                 continue
             self._on_event(index, event)
+
+    def _on_quiet(self) -> None:
+        """Nothing has happened for a while."""
+        if self.hang.due():
+            self._pass_on(signal.SIGUSR2, None)
+        elif self.hang.over() and self.deadline == float("inf"):
+            self.errors.append(
+                f"hang: no rank has written anything for {self.hang.timeout_s:g} s; what each was doing:\n"
+                + self.hang.stacks()
+            )
+            self._stop()
+
+    def _lose(self, index: int, how: str) -> None:
+        """A node is of no more use; its agent, if it lives, stops its workers when it hears nothing."""
+        link = self.links[index]
+        self.errors.append(f"{link.host} {how}")
+        self.lost.add(link.host)
+        self._log({"type": "lost", "host": link.host, "why": how})
+        link.transport.kill()
+
+    def _log(self, event: Event) -> None:
+        self.event_log.write(encode({**event, "time": event.get("time", time.time())}))
 
     def _on_event(self, index: int, event: Event) -> None:
         kind = event.get("type")
@@ -130,10 +194,25 @@ class Controller:
         if kind == "eof":
             self._on_eof(index)
             return
-        self.event_log.write(encode(event))
+        if kind == "silent":
+            if index in self.open_nodes:
+                self.open_nodes.discard(index)
+                self._lose(
+                    index,
+                    f"fell silent: nothing heard for {event['silence_s']:.0f} s "
+                    "(network cut, power loss, or a machine that stands still)",
+                )
+                self._stop()
+            return
+        try:
+            self._log(event)
+        except OSError as error:  # a full disk must not end the training
+            self.console.message(f"cannot write {self.run_dir / 'events.jsonl'}: {error.strerror}")
         if kind == "spawn":
-            self.sessions.add(event["pid"])
+            if self.links[index].transport.local:
+                self.sessions.add(event["pid"])
         elif kind == "metrics":
+            self.hang.activity()
             self.console.metrics(event)
         elif kind in ("exception", "exit"):
             self._on_worker_end(event)
@@ -158,6 +237,7 @@ class Controller:
 
     def _on_output(self, event: Event) -> None:
         rank = event["rank"]
+        self.hang.output(rank, event["text"])
         data = event["text"].encode("utf-8", "surrogateescape")
         try:
             self.logs[rank].write(data)
@@ -189,14 +269,24 @@ class Controller:
         if index not in self.open_nodes:
             return
         self.open_nodes.discard(index)
-        transport = self.transports[index]
+        transport = self.links[index].transport
         code = transport.close(timeout_s=2.0)
-        how = "is stuck" if code is None else failures.signal_name(-code) if code < 0 else f"exit code {code}"
+        if transport.local:
+            how = (
+                "is stuck"
+                if code is None
+                else failures.signal_name(-code)
+                if code < 0
+                else f"exit code {code}"
+            )
+        else:
+            how = f"exit code {code}" if code is not None and code >= 0 else "killed, or the node went down"
+            self.lost.add(transport.host)
         text = f"agent on {transport.host} died ({how})"
         if said := transport.diagnostics():
             text += "\n  it said: " + said.replace("\n", "\n  ")
         self.errors.append(text)
-        self.agent_code = 128 - code if code is not None and code < 0 else 1
+        self.agent_code = 128 - code if transport.local and code is not None and code < 0 else 1
         self._stop()
 
     # -- ending --------------------------------------------------------------------------------
@@ -205,29 +295,49 @@ class Controller:
         self.deadline = min(self.deadline, time.monotonic() + grace_s + _MARGIN_S)
 
     def _stop(self) -> None:
-        for transport in self.transports:
-            transport.send({"cmd": "stop", "grace_s": self.plan.grace_s})
+        for link in self.links:
+            link.transport.send({"cmd": "stop", "grace_s": self.plan.grace_s})
         self._bound(self.plan.grace_s)
 
     def _on_signal(self, signum: int, _frame: FrameType | None) -> None:
         """Stop from here, not from the loop: the main thread may be stuck writing to a halted terminal."""
         if self.signum:
-            for transport in self.transports:
-                transport.kill()
-            sweep(self.plan.run_id, self.sessions)
+            for link in self.links:
+                link.transport.send({"cmd": "kill"})
+                link.transport.kill()
+            self._sweep()
             os._exit(128 + self.signum)
         self.signum = signum
         self._stop()
 
+    def _pass_on(self, signum: int, _frame: FrameType | None) -> None:
+        """To every worker; a program that is not Python would die of it."""
+        if self.plan.python:
+            self.save_asked = self.save_asked or signum == signal.SIGUSR1
+            for link in self.links:
+                link.transport.send({"cmd": "signal", "signum": int(signum)})
+
+    def _sweep(self) -> None:
+        """Leave no process of the run on this machine, if there were any."""
+        if any(link.transport.local for link in self.links):
+            sweep(self.plan.run_id, self.sessions)
+
     def _finish(self) -> None:
         """Leave no agent and no process of the run on this machine, whatever happened before."""
         clean = not self.open_nodes
-        for transport in self.transports:
-            if not clean or transport.close(timeout_s=2.0) is None:
-                transport.kill()
-                transport.close(timeout_s=2.0)
-        sweep(self.plan.run_id, self.sessions)
+        threads = [threading.Thread(target=self._part, args=(link, clean)) for link in self.links]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        self._sweep()
         self._take_rest()
+
+    @staticmethod
+    def _part(link: Link, clean: bool) -> None:
+        if not clean or link.transport.close(timeout_s=2.0) is None:
+            link.transport.kill()
+            link.transport.close(timeout_s=2.0)
 
     def _take_rest(self) -> None:
         """Whatever the readers still had when the run was cut short."""
@@ -239,19 +349,23 @@ class Controller:
             if event.get("type") in ("output", "exit", "exception"):
                 self._on_event(index, event)
 
-    def _verdict(self) -> int:
-        """Say what went wrong, if anything, and return the exit code."""
+    def _verdict(self) -> Outcome:
+        """Say what went wrong, if anything."""
+        lost = frozenset(self.lost)
         if self.signum:
             self.console.message(f"stopped by {failures.signal_name(self.signum)}")
-            return 128 + self.signum
+            return Outcome(128 + self.signum, self.signum, lost, save_asked=self.save_asked)
         for error in self.errors:
             print(f"zlaunch: error: {error}", file=sys.stderr)
+        code = self.agent_code or (1 if self.errors else 0)
+        port_taken = False
         if self.failures:
             first = failures.choose(self.failures.values())
             path = self.log_path(first.rank)
             print(failures.report(first, self._tail(first.rank), str(path)), file=sys.stderr)
-            return first.exit_code
-        return self.agent_code or (1 if self.errors else 0)
+            code = first.exit_code
+            port_taken = failures.is_port_taken(first.exception)
+        return Outcome(code, 0, lost, port_taken, self.save_asked)
 
     def _tail(self, rank: int) -> Sequence[str]:
         text = self.tails.get(rank, b"").decode("utf-8", "replace")

@@ -76,3 +76,24 @@ def visible_for_workers(tokens: Sequence[str]) -> tuple[str, ...]:
 def available_cores() -> int:
     """CPU cores that this process may use: its affinity, not the machine."""
     return len(os.sched_getaffinity(0))
+
+
+def split_cores(cores: Sequence[int], workers: int) -> tuple[tuple[int, ...], ...]:
+    """Equal shares of the cores, neighbours together; with fewer cores than workers they share."""
+    share = max(1, len(cores) // workers)
+    return tuple(
+        tuple(cores[(i * share) % len(cores) : (i * share) % len(cores) + share]) for i in range(workers)
+    )
+
+
+def parse_cores(text: str) -> tuple[int, ...]:
+    """`0-3,8` as numbers, in the given order. Raises ValueError naming the token."""
+    cores: list[int] = []
+    for token in (piece.strip() for piece in text.split(",")):
+        first, dash, last = token.partition("-")
+        if not first.isdecimal() or (dash and not last.isdecimal()) or (dash and int(last) < int(first)):
+            raise ValueError(f"{token!r} is not a core or a range such as 0-3")
+        cores += range(int(first), int(last if dash else first) + 1)
+    if len(set(cores)) < len(cores):
+        raise ValueError("a core is named twice")
+    return tuple(cores)

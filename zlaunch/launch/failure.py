@@ -20,6 +20,7 @@ _COMMUNICATION = (
     "NCCL",
     "ProcessGroup",
     "Broken pipe",
+    "PeerLost",
 )
 
 
@@ -47,6 +48,11 @@ class Failure:
 def is_communication(text: str) -> bool:
     """An exception that another rank's death causes."""
     return any(word in text for word in _COMMUNICATION)
+
+
+def is_port_taken(text: str) -> bool:
+    """An exception that says that somebody else has the rendezvous port."""
+    return any(word in text for word in ("EADDRINUSE", "address already in use", "Address already in use"))
 
 
 def choose(failures: Iterable[Failure]) -> Failure:

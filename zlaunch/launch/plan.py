@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from zlaunch.launch.devices import visible_for_workers
@@ -33,6 +33,16 @@ class NodeSpec:
     cores: int
     devices: tuple[str, ...] = ()
     """One CUDA_VISIBLE_DEVICES token a worker; empty means CPU workers."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Variables for every worker of this node: what is exported to it from the launching machine."""
+    bound: tuple[tuple[int, ...], ...] = ()
+    """The CPUs of each worker, where they are to be bound."""
+    first_local: int = 0
+    """The local rank of the first of these workers, where others on the node are started by somebody else."""
+    local_world: int | None = None
+    """How many workers the node has in all; None: these."""
+    python: str | None = None
+    """The interpreter there; None: this one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +75,11 @@ class Plan:
     nodes: tuple[NodePlan, ...]
     cwd: str
     grace_s: float
+    heartbeat_s: float = 0.0
+    """An agent that hears nothing from the launcher for so long ends the run; 0 for a launcher on its node.
+    """
+    python: bool = True
+    """The workers are Python programs under our bootstrap, which knows what SIGUSR1 and SIGUSR2 mean."""
 
     @property
     def world_size(self) -> int:
@@ -109,49 +124,78 @@ def make_plan(
     grace_s: float,
     bootstrap: Sequence[str],
     environ: Mapping[str, str],
+    heartbeat_s: float = 0.0,
+    first_rank: int = 0,
+    world_size: int | None = None,
+    first_node: int = 0,
+    node_count: int | None = None,
+    restart_count: int = 0,
 ) -> Plan:
     """Number the workers in order of the nodes and write down the environment and argv of each.
 
     `bootstrap` is the command that starts a worker's bootstrap; `environ` is only asked which variables the
-    user has set already, which are then left alone.
+    user has set already, which are then left alone. Where other launchers start the other nodes,
+    `first_rank`, `world_size`, `first_node` and `node_count` say where these nodes stand among all.
     """
-    world_size = sum(node.workers for node in nodes)
+    world_size = sum(node.workers for node in nodes) if world_size is None else world_size
+    node_count = len(nodes) if node_count is None else node_count
     flag = [] if target.mode == "script" else [f"--{target.mode}"]
-    first_rank = 0
     node_plans = []
-    for node_rank, node in enumerate(nodes):
+    for node_rank, node in enumerate(nodes, start=first_node):
         visible = visible_for_workers(node.devices)
-        defaults = _default_env(node, single_node=len(nodes) == 1)
+        defaults = _default_env(node, single_node=node_count == 1)
         workers = []
-        for local_rank in range(node.workers):
+        local_world = node.workers if node.local_world is None else node.local_world
+        launcher = bootstrap if node.python is None else (node.python, *bootstrap[1:])
+        for index in range(node.workers):
+            local_rank = node.first_local + index
             env = {
-                "RANK": str(first_rank + local_rank),
+                **node.env,
+                "RANK": str(first_rank + index),
                 "LOCAL_RANK": str(local_rank),
                 "WORLD_SIZE": str(world_size),
-                "LOCAL_WORLD_SIZE": str(node.workers),
-                "LOCAL_SIZE": str(node.workers),
+                "LOCAL_WORLD_SIZE": str(local_world),
+                "LOCAL_SIZE": str(local_world),
                 "CROSS_RANK": str(node_rank),
-                "CROSS_SIZE": str(len(nodes)),
+                "CROSS_SIZE": str(node_count),
                 "MASTER_ADDR": master_addr,
                 "MASTER_PORT": str(master_port),
                 "PYTHONUNBUFFERED": "1",
                 "ZLAUNCH_RUN_ID": run_id,
                 "ZLAUNCH_RUN_DIR": run_dir,
+                "ZLAUNCH_RESTART_COUNT": str(restart_count),
             }
-            env |= {key: value for key, value in defaults.items() if key not in environ}
+            env |= {
+                key: value for key, value in defaults.items() if key not in environ and key not in node.env
+            }
+            if node.bound:
+                cpus = node.bound[index]
+                env["ZLAUNCH_CPUS"] = ",".join(map(str, cpus))
+                if "OMP_NUM_THREADS" not in environ:
+                    env["OMP_NUM_THREADS"] = str(len(cpus))
             if visible:
-                env["CUDA_VISIBLE_DEVICES"] = visible[local_rank]
+                env["CUDA_VISIBLE_DEVICES"] = visible[index]
             own = [f"--local_rank={local_rank}"] if target.pass_local_rank else []
-            argv = (*bootstrap, *flag, target.name, *own, *target.args)
-            workers.append(WorkerPlan(first_rank + local_rank, local_rank, env, argv))
+            argv = (*launcher, *flag, target.name, *own, *target.args)
+            workers.append(WorkerPlan(first_rank + index, local_rank, env, argv))
         node_plans.append(NodePlan(node.host, tuple(workers)))
         first_rank += node.workers
-    return Plan(run_id, run_dir, master_addr, master_port, tuple(node_plans), cwd, grace_s)
+    return Plan(
+        run_id,
+        run_dir,
+        master_addr,
+        master_port,
+        tuple(node_plans),
+        cwd,
+        grace_s,
+        heartbeat_s,
+        target.mode != "exec",
+    )
 
 
 def _default_env(node: NodeSpec, *, single_node: bool) -> dict[str, str]:
     """Good settings that give way to the user's own."""
-    env = {"OMP_NUM_THREADS": str(max(1, node.cores // node.workers))}
+    env = {"OMP_NUM_THREADS": str(max(1, node.cores // (node.local_world or node.workers)))}
     if not node.devices:
         # Training on CPU is bound by page faults; huge pages in malloc take a quarter off a step.
         env["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"

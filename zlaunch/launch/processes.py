@@ -68,6 +68,15 @@ def _stat_fields(pid: int) -> list[bytes]:
         return file.read().rpartition(b")")[2].split()
 
 
+def start_ticks(pid: int) -> int | None:
+    """When a process was started, in clock ticks since boot; None when there is no such process."""
+    try:
+        fields = _stat_fields(pid)
+        return None if fields[0] in (b"Z", b"X") else int(fields[19])
+    except (OSError, IndexError):
+        return None
+
+
 def run_processes(
     run_id: str, sessions: Collection[int] = (), *, ancestor: int | None = None, spare: Collection[int] = ()
 ) -> list[Process]:

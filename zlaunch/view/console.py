@@ -19,15 +19,16 @@ class Console:
 
     def __init__(
         self,
-        ranks: Collection[int],
+        ranks: Collection[int] | None,
         *,
         quiet: bool = False,
         out: BinaryIO | None = None,
         err: BinaryIO | None = None,
         terminal: bool | None = None,
     ) -> None:
-        self._ranks = frozenset(ranks)
-        self._prefixed = len(self._ranks) > 1
+        self._ranks = None if ranks is None else frozenset(ranks)
+        """None: all of them."""
+        self._prefixed = ranks is None or len(ranks) > 1
         self._quiet = quiet
         self._streams = {"stdout": out or sys.stdout.buffer, "stderr": err or sys.stderr.buffer}
         self._terminal = self._streams["stdout"].isatty() if terminal is None else terminal
@@ -38,7 +39,7 @@ class Console:
 
     def output(self, rank: int, stream: str, data: bytes) -> None:
         """Show a piece of a rank's output, if the rank was asked for."""
-        if rank not in self._ranks:
+        if self._ranks is not None and rank not in self._ranks:
             return
         if self._prefixed:
             data = self._prefix_lines(rank, stream, data)
@@ -49,6 +50,10 @@ class Console:
         """A word of the launcher itself, on stderr."""
         if not self._quiet:
             self._write("stderr", f"zlaunch: {text}\n".encode("utf-8", "surrogateescape"))
+
+    def error(self, text: str) -> None:
+        """Something that the user has to know, on stderr, also when it is to be quiet."""
+        self._write("stderr", f"zlaunch: error: {text}\n".encode("utf-8", "surrogateescape"))
 
     def metrics(self, event: Mapping[str, Any]) -> None:
         """Rank 0's metrics make a line; the other ranks only add their memory to it."""

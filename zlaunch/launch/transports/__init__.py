@@ -12,6 +12,8 @@ class Transport(Protocol):
     """A started agent on one node."""
 
     host: str
+    local: bool
+    """The agent is on this machine: its processes are ours to look for."""
 
     def send(self, message: Event) -> None:
         """Hand over a plan or a command; never raises and never blocks for long. Safe in a signal handler."""

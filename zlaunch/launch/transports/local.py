@@ -15,8 +15,8 @@ _DIAGNOSTICS_BYTES = 4096
 class LocalTransport:
     """Starts the agent in a session of its own, so that Ctrl-C in the terminal reaches the launcher alone."""
 
-    def __init__(self, host: str, argv: Sequence[str], stderr_path: Path) -> None:
-        self.host = host
+    def __init__(self, host: str, argv: Sequence[str], stderr_path: Path, *, local: bool = True) -> None:
+        self.host, self.local = host, local
         self._stderr_path = stderr_path
         # An agent inside another run is the inner run's: the outer one reaches it through its launcher.
         env = {key: value for key, value in os.environ.items() if key != "ZLAUNCH_RUN_ID"}

@@ -1,0 +1,225 @@
+"""sbatch files made from typed values. Pure: `render` gives the text, nothing is written or run."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from zlaunch.slurm.environment import SlurmError
+
+_TIME = re.compile(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}|(?i:infinite|unlimited)", re.ASCII)
+_INDICES = r"\d+(-\d+(:\d+)?)?"
+_ARRAY = re.compile(rf"{_INDICES}(,{_INDICES})*(%\d+)?", re.ASCII)
+_GPUS = re.compile(r"([A-Za-z0-9_.-]+:)?[1-9]\d{0,3}", re.ASCII)
+_SIGNAL = re.compile(r"(?:B:)?((?:[A-Z][A-Z0-9]*|\d{1,2})(?:@\d{1,5})?)", re.ASCII)
+_PLAIN = re.compile(r"[A-Za-z0-9_@%+=:,./-]+", re.ASCII)
+
+_SIGNAL_COMMENT = """\
+# SLURM sends this signal to the batch shell alone. exec puts zlaunch in the shell's place, so that
+# zlaunch gets it; a bash that waits for a child would keep it to itself.
+"""
+_EXEC_COMMENT = (
+    "# exec: zlaunch takes the shell's place, so what SLURM sends to this script reaches zlaunch.\n"
+)
+_IMAGE_COMMENT = """\
+# The workers run in this image: pyxis reads it when zlaunch calls srun. zlaunch here runs outside of it.
+"""
+_LEFT_OVER = """\
+# Left over when sbatch is called inside a job step; srun and zlaunch would believe it.
+unset ${!SLURM_STEP_*} ${!SLURM_CPU_BIND*}
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchScript:
+    """What an sbatch file says; SlurmError on a value that sbatch or bash would misread."""
+
+    script: str
+    """What zlaunch runs; a module or a program where ``zlaunch_args`` say so."""
+    script_args: tuple[str, ...] = ()
+    zlaunch_args: tuple[str, ...] = ()
+    nodes: int = 1
+    gpus_per_node: int | str | None = None
+    """`4` or `a100:4`."""
+    cpus_per_task: int | None = None
+    """Cores of each node: there is one task a node, and it starts all workers there."""
+    time: str | None = None
+    """`MINUTES`, `H:M:S`, `D-H:M:S`."""
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    array: str | None = None
+    job_name: str | None = None
+    output: str | None = None
+    """File for the output; %j is the job's id, %x its name. Its folder must be there."""
+    container: str | None = None
+    """An image for enroot and pyxis."""
+    modules: tuple[str, ...] = ()
+    setup: tuple[str, ...] = ()
+    """Lines of shell, as they are, before zlaunch starts."""
+    venv: str | None = None
+    """Folder of a virtual environment to activate."""
+    python: str | None = None
+    """Interpreter that runs zlaunch; without it the `zlaunch` on PATH is run."""
+    signal: str | None = None
+    """Signal before the time limit, and how many seconds: `USR1@120`."""
+    requeue: bool = False
+    """Let SLURM start the job again after a preemption or a failed node."""
+    sbatch: tuple[str, ...] = ()
+    """More options of sbatch, as they are: `--nice=5`."""
+
+    def __post_init__(self) -> None:
+        for option, number in (("nodes", self.nodes), ("cpus-per-task", self.cpus_per_task)):
+            if number is not None and number < 1:
+                raise SlurmError(f"--{option} {number}: must be at least 1")
+        for option, value, form, example in (
+            ("gpus-per-node", self.gpus_per_node, _GPUS, "8 or a100:8"),
+            ("time", self.time, _TIME, "90, 24:00:00 or 2-12:00:00"),
+            ("array", self.array, _ARRAY, "0-9, 1,3,5 or 0-99%4"),
+            ("signal", self.signal, _SIGNAL, "USR1@120"),
+        ):
+            if value is not None and not form.fullmatch(str(value)):
+                raise SlurmError(f"--{option} {str(value)!r}: write it as {example}")
+        for option in ("partition", "account", "qos", "job-name", "output", "container"):
+            text = getattr(self, option.replace("-", "_"))
+            if text is not None and not (text and text.isprintable()):
+                raise SlurmError(f"--{option} {text!r}: must be one line of text without control characters")
+        for line in self.sbatch:
+            if not line.startswith("-") or not line.isprintable():
+                raise SlurmError(
+                    f"--sbatch {line!r}: write one option of sbatch in one line, such as --nice=5"
+                )
+        if not self.script or self.script.startswith("-"):
+            raise SlurmError(f"{self.script!r} where the script should be")
+        for option, word in self._words():
+            if "\0" in word or "\r\n" in word:
+                raise SlurmError(
+                    f"{option} {word!r}: sbatch takes no file with a zero byte or a Windows line end"
+                )
+
+    def _words(self) -> Iterator[tuple[str, str]]:
+        """Everything that becomes shell text, with the option it comes from."""
+        for option, words in (
+            ("--load", self.modules),
+            ("--setup", self.setup),
+            ("--venv", (self.venv or "",)),
+            ("--python", (self.python or "",)),
+            ("--zlaunch-args", self.zlaunch_args),
+            ("script argument", (self.script, *self.script_args)),
+        ):
+            for word in words:
+                yield option, word
+
+
+PRESETS = {
+    "single_node": BatchScript(
+        job_name="train",
+        gpus_per_node=8,
+        cpus_per_task=64,
+        time="24:00:00",
+        output="%x-%j.out",
+        venv=".venv",
+        script="train.py",
+        script_args=("--config", "ds.json"),
+    ),
+    "multi_node": BatchScript(
+        job_name="train",
+        nodes=4,
+        gpus_per_node=8,
+        cpus_per_task=64,
+        time="24:00:00",
+        output="%x-%j.out",
+        venv=".venv",
+        script="train.py",
+        script_args=("--config", "ds.json"),
+    ),
+    "preemptible": BatchScript(
+        job_name="train",
+        nodes=4,
+        gpus_per_node=8,
+        cpus_per_task=64,
+        time="24:00:00",
+        output="%x-%j.out",
+        venv=".venv",
+        signal="USR1@120",
+        requeue=True,
+        script="train.py",
+        script_args=("--config", "ds.json"),
+    ),
+}
+"""The files in `templates/`."""
+
+
+def render(batch: BatchScript) -> str:
+    """The text of the sbatch file."""
+    sbatch = "".join(f"#SBATCH {line}\n" for line in _sbatch_lines(batch))
+    blocks = [
+        f"#!/bin/bash\n{sbatch}",
+        f"set -euo pipefail\n\n{_LEFT_OVER}{_environment(batch)}",
+        _activation(batch),
+        "".join(f"{line}\n" for line in batch.setup),
+        (_SIGNAL_COMMENT if batch.signal else _EXEC_COMMENT) + f"exec {shlex.join(_command(batch))}\n",
+    ]
+    return "\n".join(filter(None, blocks))
+
+
+def _sbatch_lines(batch: BatchScript) -> Iterator[str]:
+    signal = _SIGNAL.fullmatch(batch.signal or "")
+    # In a container around the batch script there is no srun, which more than one node needs.
+    container = batch.container if batch.nodes == 1 else None
+    for option, value in (
+        ("job-name", batch.job_name),
+        ("partition", batch.partition),
+        ("account", batch.account),
+        ("qos", batch.qos),
+        ("array", batch.array),
+        ("nodes", batch.nodes),
+        ("ntasks-per-node", 1),
+        ("gpus-per-node", batch.gpus_per_node),
+        ("cpus-per-task", batch.cpus_per_task),
+        ("time", batch.time),
+        ("output", batch.output),
+        ("container-image", container),
+        ("signal", f"B:{signal[1]}" if signal else None),
+    ):
+        if value is not None:
+            yield f"--{option}={_sbatch_quote(str(value))}"
+    if batch.requeue:
+        yield "--requeue"
+        yield "--open-mode=append"
+    yield from batch.sbatch
+
+
+def _sbatch_quote(value: str) -> str:
+    """A value in an #SBATCH line, where a backslash escapes inside either kind of quotes."""
+    if _PLAIN.fullmatch(value):
+        return value
+    return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+def _environment(batch: BatchScript) -> str:
+    text = ""
+    if batch.cpus_per_task is not None:
+        text += "# srun does not take this over from sbatch.\n"
+        text += f'export SRUN_CPUS_PER_TASK="${{SLURM_CPUS_PER_TASK:-{batch.cpus_per_task}}}"\n'
+    if batch.container is not None and batch.nodes > 1:
+        text += f"{_IMAGE_COMMENT}export PYXIS_CONTAINER_IMAGE={shlex.quote(batch.container)}\n"
+    return text
+
+
+def _activation(batch: BatchScript) -> str:
+    lines = [f"module load {shlex.join(batch.modules)}"] if batch.modules else []
+    if batch.venv is not None:
+        lines.append(f"source {shlex.quote(f'{batch.venv}/bin/activate')}")
+    if not lines:
+        return ""
+    comment = "# Modules and activation scripts may read variables that are not set."
+    return "\n".join([comment, "set +u", *lines, "set -u", ""])
+
+
+def _command(batch: BatchScript) -> list[str]:
+    program = [batch.python, "-m", "zlaunch"] if batch.python else ["zlaunch"]
+    requeue = ["--requeue"] * batch.requeue
+    return [*program, *requeue, *batch.zlaunch_args, batch.script, *batch.script_args]

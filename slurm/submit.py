@@ -1,0 +1,227 @@
+"""Submitting to SLURM and following a job, by SLURM's own commands."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from zlaunch.hostfiles.hostlist import expand
+from zlaunch.slurm.environment import SlurmError
+
+UNKNOWN = "UNKNOWN"
+"""The state of a job that SLURM no longer knows."""
+
+FINISHED = frozenset(
+    {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY"}
+    | {"PREEMPTED", "REVOKED", "TIMEOUT", UNKNOWN}
+)
+"""The states in which a job has left the queue."""
+
+_KEPT = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS")
+_SUBMIT_TIMEOUT_S = 300.0
+_QUERY_TIMEOUT_S = 60.0
+_PATIENCE_S = 600.0
+_CHUNK_BYTES = 1 << 20
+_CHUNKS_A_POLL = 64
+
+
+def submit(path: str | os.PathLike[str]) -> str:
+    """Hand a file to sbatch and return the job's id; SlurmError with sbatch's own words if it refuses."""
+    if shutil.which("sbatch") is None:
+        raise SlurmError("there is no sbatch on PATH: this machine cannot submit to SLURM")
+    command = ["sbatch", "--parsable", os.path.abspath(path)]
+    result = _run(command, _SUBMIT_TIMEOUT_S, _outside_of_jobs(os.environ))
+    if result.returncode != 0:
+        raise SlurmError(f"sbatch refused {os.fspath(path)}: {_complaint(result)}")
+    lines = result.stdout.split()
+    match = re.fullmatch(r"(\d+)(;.*)?", lines[-1], re.ASCII) if lines else None
+    if match is None:
+        raise SlurmError(f"sbatch printed {result.stdout!r} where the job's id should be")
+    return match[1]
+
+
+def state(job_id: str) -> str:
+    """The job's state in SLURM's words (`PENDING`, `RUNNING`, `COMPLETED`), UNKNOWN when it has forgotten it.
+
+    SlurmError when SLURM does not answer, which on a busy cluster passes.
+    """
+    failures: list[SlurmError] = []
+    for command, pattern in (
+        (["squeue", "-h", "-j", job_id, "-o", "%T"], r"\s*(\w+)"),
+        (["scontrol", "show", "job", job_id], r"(?s).*?\bJobState=(\w+)"),
+    ):
+        try:
+            found = _ask(command, pattern)
+        except SlurmError as error:
+            failures.append(error)
+        else:
+            if found is not None:
+                return found
+    if len(failures) == 2:
+        raise failures[0]
+    try:  # the controller has forgotten it: accounting may know how it ended
+        found = _ask(["sacct", "-n", "-X", "-P", "-j", job_id, "-o", "State"], r"\s*(\w+)")
+    except SlurmError:
+        found = None
+    return found if found in FINISHED else UNKNOWN
+
+
+def find_output(job_id: str) -> Path | None:
+    """Where the job's output goes, by scontrol; None when SLURM does not say."""
+    try:
+        result = _run(["scontrol", "show", "job", job_id], _QUERY_TIMEOUT_S)
+    except SlurmError:
+        return None
+    path = re.search(r"^\s*StdOut=(.+)$", result.stdout, re.MULTILINE)
+    name = re.search(r"\bJobName=(\S+)", result.stdout)
+    if path is None:
+        return None
+    values = {"j": job_id, "A": job_id, "J": job_id, "x": name[1] if name else "%x", "%": "%"}
+    return Path(re.sub(r"%([jAJx%])", lambda match: values[match[1]], path[1].strip()))
+
+
+def follow(
+    job_id: str,
+    output_path: str | os.PathLike[str],
+    write: Callable[[bytes], object],
+    *,
+    poll_s: float = 1.0,
+    ask_s: float = 10.0,
+) -> str:
+    """Hand on the output file as it grows until the job has left the queue; returns its last state.
+
+    The file is looked at every ``poll_s``, SLURM is asked every ``ask_s``; SlurmError when it is silent
+    for ten minutes. A job that is requeued goes on.
+    """
+    position = 0
+    last = ""
+    answered = time.monotonic()
+    next_question = answered
+    while True:
+        now = time.monotonic()
+        if now >= next_question:
+            next_question = now + ask_s
+            try:
+                found = state(job_id)
+            except SlurmError:
+                if now - answered > _PATIENCE_S:
+                    raise
+            else:
+                # Between a preemption and the requeue a job looks finished: the second such answer counts.
+                if found in FINISHED and last in FINISHED:
+                    _hand_on(output_path, position, write)
+                    return last if found == UNKNOWN else found
+                if found in FINISHED:
+                    next_question = now + 2 * poll_s
+                answered, last = now, found
+        position = _hand_on(output_path, position, write)
+        time.sleep(poll_s)
+
+
+def _hand_on(path: str | os.PathLike[str], position: int, write: Callable[[bytes], object]) -> int:
+    """Write what is new since ``position``, in bytes; a file that became shorter is read from its start."""
+    for _ in range(_CHUNKS_A_POLL):
+        try:
+            with open(path, "rb") as file:
+                if os.fstat(file.fileno()).st_size < position:
+                    position = 0
+                file.seek(position)
+                chunk = file.read(_CHUNK_BYTES)
+        except OSError:  # not there yet, or a file system that hesitates
+            break
+        if not chunk:
+            break
+        write(chunk)
+        position += len(chunk)
+    return position
+
+
+def _outside_of_jobs(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment without what describes the job we are in: sbatch would pass it on to the new one."""
+    if not environ.get("SLURM_JOB_ID"):
+        return dict(environ)
+    ours = ("SLURM_", "SLURMD_", "SRUN_", "PMI_", "PMIX_")
+    return {name: value for name, value in environ.items() if name in _KEPT or not name.startswith(ours)}
+
+
+def _ask(command: Sequence[str], pattern: str) -> str | None:
+    """What the pattern's group matches at the start of the answer; None if SLURM has no such job."""
+    result = _run(command, _QUERY_TIMEOUT_S)
+    if result.returncode != 0 and "invalid job id" not in result.stderr.lower():
+        raise SlurmError(f"{command[0]}: {_complaint(result)}")
+    match = re.match(pattern, result.stdout)
+    return match[1] if match else None
+
+
+def _run(
+    command: Sequence[str], timeout_s: float, environ: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(
+            command,
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=timeout_s,
+        )
+    except subprocess.TimeoutExpired:
+        raise SlurmError(f"{command[0]} has not answered for {timeout_s:.0f} s") from None
+    except OSError as error:
+        raise SlurmError(f"{command[0]}: {error.strerror or error}") from None
+    except ValueError as error:  # a zero byte
+        raise SlurmError(f"{command[0]}: {error}") from None
+
+
+def _complaint(result: subprocess.CompletedProcess[str]) -> str:
+    lines = [line.strip() for line in result.stderr.splitlines() if line.strip()]
+    return "; ".join(lines) or f"exit code {result.returncode}"
+
+
+def requeue(environ: Mapping[str, str]) -> str:
+    """Put this job back into the queue; says what came of it, for the user."""
+    job = environ.get("SLURM_JOB_ID", "")
+    if not job or shutil.which("scontrol") is None:
+        return "--requeue: not inside a SLURM job; nothing to requeue"
+    result = _run(["scontrol", "requeue", job], _QUERY_TIMEOUT_S, environ)
+    return (
+        f"job {job} is requeued"
+        if result.returncode == 0
+        else f"scontrol requeue {job}: {_complaint(result)}"
+    )
+
+
+def cancel_step(environ: Mapping[str, str]) -> None:
+    """End the step that this process is a task of, on all its nodes."""
+    job, step = environ.get("SLURM_JOB_ID", ""), environ.get("SLURM_STEP_ID", "")
+    if job and step and shutil.which("scancel") is not None:
+        _run(["scancel", f"{job}.{step}"], _QUERY_TIMEOUT_S, environ)
+
+
+def granted_gpus(job_id: str) -> dict[str, int]:
+    """Host -> GPUs that the job has there, as the controller knows it; empty where it cannot be asked."""
+    if shutil.which("scontrol") is None:
+        return {}
+    try:
+        result = _run(["scontrol", "show", "job", "-d", job_id], _QUERY_TIMEOUT_S)
+    except SlurmError:
+        return {}
+    return read_granted(result.stdout) if result.returncode == 0 else {}
+
+
+def read_granted(text: str) -> dict[str, int]:
+    """From lines such as `Nodes=node[1-3] CPU_IDs=0 Mem=0 GRES=gpu:a100:2(IDX:0-1),nic:1`."""
+    found: dict[str, int] = {}
+    for nodes, gres in re.findall(r"^\s+Nodes=(\S+) .*\bGRES=(\S*)", text, re.MULTILINE):
+        # commas inside the brackets of IDX belong to one item
+        items = re.split(r",(?![^(]*\))", gres)
+        counts = [re.fullmatch(r"gpu(?::[^:()]+)?:(\d+)(?:\(.*\))?", item) for item in items]
+        for host in expand(nodes):
+            found[host] = found.get(host, 0) + sum(int(match[1]) for match in counts if match)
+    return found

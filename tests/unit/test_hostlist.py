@@ -1,0 +1,175 @@
+"""Compressed host lists."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zlaunch.hostfiles.hostlist import MAX_HOSTS, HostListError, compress, expand, expand_pattern
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts"),
+    [
+        ("", ""),
+        ("  ", ""),
+        ("localhost", "localhost"),
+        ("a,b[1-2],c", "a b1 b2 c"),
+        (" a , b[1, 3-4] ", "a b1 b3 b4"),
+        ("node[01-03,20]", "node01 node02 node03 node20"),
+        ("n[8-11]", "n8 n9 n10 n11"),
+        ("n[098-101]", "n098 n099 n100 n101"),
+        ("n[1,02,003]", "n1 n02 n003"),
+        ("n[001-3]", "n001 n002 n003"),
+        ("n[3,1,1]", "n3 n1 n1"),
+        ("n[1-2]r[01-03]", "n1r01 n1r02 n1r03 n2r01 n2r02 n2r03"),
+        ("gpu[1-2].x.org", "gpu1.x.org gpu2.x.org"),
+        ("[1-2]", "1 2"),
+        ("10.0.0.[8-10]", "10.0.0.8 10.0.0.9 10.0.0.10"),
+        ("b,a,b", "b a b"),
+    ],
+)
+def test_expand(text: str, hosts: str) -> None:
+    assert expand(text) == hosts.split()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("a,,b", "'': a host name is missing"),
+        ("a,", "'': a host name is missing"),
+        ("n[1-2", "'n[1-2': a bracket is not closed"),
+        ("n1]", "'n1]': a bracket is not closed, not opened"),
+        ("n[1[2]]", "'n[1[2]]': a bracket is not closed, not opened or nested"),
+        ("ok,n[]", "'n[]': '' is not a number or a range"),
+        ("n[a-b]", "'n[a-b]': 'a-b' is not a number"),
+        ("n[1-]", "'1-' is not a number"),
+        ("n[\u0661]", "is not a number"),
+        ("n[3-1]", "'n[3-1]': the range '3-1' runs backwards"),
+        ("n[1-70000]", "'n[1-70000]': 70000 hosts, the limit is 65536"),
+        ("n[1-300]m[1-300]", "90000 hosts"),
+        ("a,n[1-65536]", "'n[1-65536]': more than 65536 hosts with it"),
+        ("a b", "' ' cannot be in a host name"),
+        (f"{'x' * 254}[08-10]", "a host name of more than 255 characters"),
+        ("9" * 5000 + "[" + "9" * 5000 + "]", "is not a number"),
+    ],
+)
+def test_errors_name_the_token(text: str, words: str) -> None:
+    with pytest.raises(HostListError) as caught:
+        expand(text)
+    assert words in str(caught.value)
+    assert len(str(caught.value)) < 300
+
+
+def test_a_pattern_has_no_comma_outside_brackets() -> None:
+    assert expand_pattern("n[1,3]") == ["n1", "n3"]
+    with pytest.raises(HostListError, match="',' cannot be in a host name"):
+        expand_pattern("a,b")
+
+
+@pytest.mark.parametrize(
+    ("hosts", "text"),
+    [
+        ("", ""),
+        ("a", "a"),
+        ("n1", "n1"),
+        ("n1 n2 n3 n5", "n[1-3,5]"),
+        ("n08 n09 n10 n11", "n[08-11]"),
+        ("n8 n9 n10", "n[8-10]"),
+        ("n99 n100 n0101", "n[99-100,0101]"),
+        ("n3 n2 n1", "n[3,2,1]"),
+        ("n1 n1", "n[1,1]"),
+        ("n n1 n n", "n,n1,n,n"),
+        ("a1 b1 b2 a2", "a1,b[1-2],a2"),
+        ("n1r1 n1r2 n2r1", "n1r[1-2],n2r1"),
+        ("node01.dc2.org node02.dc2.org", "node[01-02].dc2.org"),
+        ("10.0.0.1 10.0.0.2", "10.0.0.[1-2]"),
+    ],
+)
+def test_compress(hosts: str, text: str) -> None:
+    assert compress(hosts.split()) == text
+
+
+@pytest.mark.parametrize("host", ["", "a b", "a,b", "n[1]", "x" * 256])
+def test_compress_refuses_what_is_no_host_name(host: str) -> None:
+    with pytest.raises(HostListError, match="is not a host name"):
+        compress(["ok", host])
+
+
+def test_the_limit_holds_both_ways() -> None:
+    hosts = [f"n{index}" for index in range(MAX_HOSTS)]
+    assert compress(hosts) == f"n[0-{MAX_HOSTS - 1}]"
+    assert expand(compress(hosts)) == hosts
+    with pytest.raises(HostListError, match="65537 hosts"):
+        compress([*hosts, "x"])
+
+
+names = (
+    st.text(alphabet="ab01289.-_", min_size=1, max_size=8)
+    | st.builds("{}{:0{}}".format, st.sampled_from(["n", "", "r1c"]), st.integers(0, 120), st.integers(1, 3))
+    | st.builds("n{}".format, st.integers(10**17, 10**20))
+)
+runs = st.lists(st.builds(range, st.integers(90, 105), st.integers(90, 105)), max_size=4)
+
+
+@given(st.lists(names, max_size=12))
+def test_any_names_round_trip(hosts: list[str]) -> None:
+    assert expand(compress(hosts)) == hosts
+
+
+@given(runs, st.sampled_from(["n{}", "n{:03}", "n{:04}.org", "r2n{}x"]))
+def test_runs_round_trip_and_become_short(numbers: list[range], form: str) -> None:
+    hosts = [form.format(number) for run in numbers for number in run]
+    text = compress(hosts)
+    assert expand(text) == hosts
+    assert text.count(",") < max(1, sum(map(bool, numbers)))
+
+
+@given(st.text(alphabet="n019[]-,. \n", max_size=16) | st.text(max_size=24))
+def test_any_text_gives_hosts_or_our_error(text: str) -> None:
+    try:
+        hosts = expand(text)
+    except HostListError:
+        return
+    assert expand(compress(hosts)) == hosts
+
+
+def show_hostnames(scontrol: str, text: str, environ: dict[str, str]) -> list[str] | None:
+    result = subprocess.run(
+        [scontrol, "show", "hostnames", text], env=environ, capture_output=True, text=True, timeout=30
+    )
+    return result.stdout.split() if result.returncode == 0 else None
+
+
+def test_expands_as_scontrol_does(tmp_path: Path) -> None:
+    scontrol = shutil.which("scontrol")
+    if scontrol is None:
+        pytest.skip("scontrol is not on PATH")
+    environ = dict(os.environ)
+    if show_hostnames(scontrol, "a[1-2]", environ) is None:  # it wants a configuration, not a controller
+        (tmp_path / "slurm.conf").write_text("ClusterName=x\nSlurmctldHost=localhost\nNodeName=localhost\n")
+        environ["SLURM_CONF"] = str(tmp_path / "slurm.conf")
+        if show_hostnames(scontrol, "a[1-2]", environ) is None:
+            pytest.skip("scontrol show hostnames does not work on this machine")
+    chance = random.Random(7)
+
+    def group() -> str:
+        width = chance.randint(1, 4)
+        items = []
+        for _ in range(chance.randint(1, 3)):
+            low = chance.randint(0, 120)
+            high = chance.choice(["", f"-{str(low + chance.randint(0, 12)).zfill(width)}"])
+            items.append(f"{str(low).zfill(width)}{high}")
+        return f"[{','.join(items)}]"
+
+    for _ in range(60):
+        forms = [f"node{group()}", f"r{group()}n{group()}", "login", "gpu7"]
+        text = ",".join(chance.choices(forms, k=chance.randint(1, 3)))
+        assert expand(text) == show_hostnames(scontrol, text, environ), text

@@ -1,0 +1,244 @@
+"""Runs on the hosts of a hostfile or of a SLURM allocation."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from zlaunch.cli.local import open_local
+from zlaunch.cli.options import DEFAULT_HOSTFILE, Launcher, Options, bound_cores, own_names, quiet_port
+from zlaunch.hostfiles import filters
+from zlaunch.launch.plan import NodeSpec, Plan, make_plan
+from zlaunch.launch.processes import python_module_argv
+
+if TYPE_CHECKING:
+    from zlaunch.hostfiles.grammar import HostEntry
+    from zlaunch.launch.attempts import Job
+    from zlaunch.launch.fleet import Link, Node, NodeError, Rendezvous
+    from zlaunch.slurm.environment import Allocation
+
+
+@dataclass(slots=True)
+class Cluster:
+    """The hosts that a hostfile or an allocation names, and the slots that were chosen."""
+
+    options: Options
+    launcher: Launcher
+    entries: dict[str, HostEntry]
+    cpus: dict[str, int | None]
+    environ: Mapping[str, str]
+    """What is exported to the nodes."""
+    chosen: filters.Pool | None = None
+    """Host -> slots; None while some hosts' slots have to be asked for."""
+
+    def hosts(self) -> tuple[str, ...]:
+        """Whom to connect to."""
+        return tuple(self.chosen if self.chosen is not None else self._named())
+
+    def _named(self) -> list[str]:
+        """The hosts that the filters leave, whatever their slots."""
+        o = self.options
+        names = list(self.entries)
+        if o.include is not None:
+            wanted = _parse("--include", o.include)
+            _check_known(wanted, names, "--include", o.include)
+            names = [host for host in names if host in wanted]
+        if o.exclude is not None:
+            unwanted = _parse("--exclude", o.exclude)
+            _check_known(unwanted, names, "--exclude", o.exclude)
+            names = [host for host in names if unwanted.get(host, frozenset()) is not None]
+        if o.num_nodes is not None:
+            if o.num_nodes > len(names):
+                raise click.UsageError(f"--num_nodes {o.num_nodes}: there are {len(names)} hosts")
+            names = names[: o.num_nodes]
+        return names
+
+    def settle(self, found: Mapping[str, int] = {}) -> None:
+        """Apply the filters, if every host's slots are known by now: written down, or found there."""
+        pool = {}
+        for host in self._named():
+            slots = self.entries[host].slots if self.entries[host].slots is not None else found.get(host)
+            if slots is None:
+                return
+            pool[host] = tuple(range(slots))
+        o = self.options
+        option, text = ("--include", o.include) if o.include is not None else ("--exclude", o.exclude)
+        try:
+            if o.include is not None:
+                pool = filters.include(pool, filters.parse(o.include))
+            elif o.exclude is not None:
+                kept = {h: s for h, s in filters.parse(o.exclude).items() if h in pool}
+                pool = filters.exclude(pool, kept)
+        except filters.FilterError as error:
+            raise click.UsageError(f"{option} {text!r}: {error}") from None
+        try:
+            self.chosen = filters.limit(pool, None, o.num_gpus)
+        except filters.FilterError as error:
+            raise click.UsageError(str(error)) from None
+
+    # -- agents
+
+    def open_link(self, host: str) -> Link:
+        """Start the agent of a host. Raises NodeError."""
+        from zlaunch.launch.fleet import Link
+        from zlaunch.launch.transports.command import mpirun_prefix, open_command, srun_prefix
+
+        entry, o = self.entries[host], self.options
+        if self.launcher in ("slurm", "openmpi"):
+            prefix = (
+                srun_prefix(host, self.cpus.get(host)) if self.launcher == "slurm" else mpirun_prefix(host)
+            )
+            argv = (o.python, *python_module_argv("zlaunch.launch.agent")[1:])
+            return Link(open_command(host, prefix, argv, Path(o.run_dir, "logs", f"agent_{host}.log")))
+        if host in own_names() and entry.user is None and entry.port is None:
+            return open_local(o, host)
+        from zlaunch.launch.transports.ssh import open_ssh
+        from zlaunch.launch.transports.ssh_config import resolve
+
+        port = entry.port if entry.port is not None else o.ssh_port
+        settings = resolve(host, user=entry.user, port=port, config=o.ssh_config)
+        return Link(open_ssh(settings, o.python, accept_new=o.ssh_accept_new))
+
+    def connect(self, hosts: Sequence[str]) -> tuple[list[Node], list[NodeError]]:
+        """Start agents, ask for what is not known yet, and let go of nodes that the filters leave out."""
+        from zlaunch.launch.fleet import close_all, connect
+
+        nodes, errors = connect(hosts, self.open_link, self.options.connect_timeout_s)
+        if self.chosen is None:
+            found = {node.host: len(node.facts.devices) or 1 for node in nodes}
+            self.settle({**dict.fromkeys((error.host for error in errors), 0), **found})
+        assert self.chosen is not None
+        unused = [node for node in nodes if node.host not in self.chosen]
+        close_all(unused)
+        return [node for node in nodes if node.host in self.chosen], errors
+
+    # -- the plan
+
+    def spec(self, node: Node, interface: str) -> NodeSpec:
+        """What runs on a node that has answered. Raises NodeError when it does not have what was asked."""
+        from zlaunch import __version__
+        from zlaunch.launch.fleet import NodeError
+
+        assert self.chosen is not None
+        facts, slots, o = node.facts, self.chosen[node.host], self.options
+        if facts.version != __version__:
+            raise NodeError(
+                node.host, f"zlaunch {facts.version} there, {__version__} here: install the same version"
+            )
+        if facts.devices and slots[-1] >= len(facts.devices):
+            raise NodeError(
+                node.host, f"slot {slots[-1]} was asked for, but it has {facts.describe_devices()}"
+            )
+        env = dict(self.environ)
+        if interface and "GLOO_SOCKET_IFNAME" not in env:
+            env["GLOO_SOCKET_IFNAME"] = interface
+        if o.iface and "NCCL_SOCKET_IFNAME" not in env:
+            env["NCCL_SOCKET_IFNAME"] = o.iface
+        return NodeSpec(
+            node.host,
+            workers=len(slots),
+            cores=len(facts.cores),
+            devices=tuple(facts.devices[slot] for slot in slots) if facts.devices else (),
+            env=env,
+            bound=bound_cores(o, facts.cores, len(slots), node.host),
+            python=o.python,
+        )
+
+    def plan(self, nodes: Sequence[Node], meet: Rendezvous | None, attempt: int) -> Plan:
+        """The plan for the nodes that are there."""
+        interfaces = meet.interfaces if meet is not None else ("",) * len(nodes)
+        specs = [self.spec(node, interface) for node, interface in zip(nodes, interfaces, strict=True)]
+        address, port = ("127.0.0.1", 0) if meet is None else (meet.address, meet.port)
+        return self.make(specs, address, port, attempt)
+
+    def known_plan(self) -> Plan:
+        """The plan as it will be, but for what only the nodes can tell: cores, devices, the rendezvous."""
+        assert self.chosen is not None
+        specs = [
+            NodeSpec(
+                host, workers=len(slots), cores=len(slots), env=dict(self.environ), python=self.options.python
+            )
+            for host, slots in self.chosen.items()
+        ]
+        return self.make(specs, self.options.master_addr or specs[0].host, self.options.master_port)
+
+    def make(self, specs: Sequence[NodeSpec], address: str, port: int, attempt: int = 0) -> Plan:
+        """A plan from what is known."""
+        o = self.options
+        return make_plan(
+            o.target,
+            specs,
+            run_id=o.run_id,
+            run_dir=o.run_dir,
+            master_addr=address,
+            master_port=port or quiet_port(f"{o.run_id}.{attempt}"),
+            cwd=o.workdir,
+            grace_s=o.grace_s,
+            bootstrap=(sys.executable, "-m", "zlaunch.launch.bootstrap"),
+            environ=self.environ,
+            heartbeat_s=o.heartbeat_s,
+            restart_count=attempt,
+        )
+
+    def job(self) -> Job:
+        """All of it for `run_job`."""
+        from zlaunch.launch.attempts import Job
+
+        o = self.options
+        return Job(
+            hosts=self.hosts(),
+            connect=self.connect,
+            plan=self.plan,
+            master_addr=o.master_addr,
+            master_port=o.master_port,
+            iface=o.iface,
+        )
+
+
+def _parse(option: str, text: str) -> filters.Selection:
+    try:
+        return filters.parse(text)
+    except filters.FilterError as error:
+        raise click.UsageError(f"{option} {text!r}: {error}") from None
+
+
+def _check_known(selection: filters.Selection, names: Sequence[str], option: str, text: str) -> None:
+    try:
+        filters.include(dict.fromkeys(names, (0,)), dict.fromkeys(selection))
+    except filters.FilterError as error:
+        raise click.UsageError(f"{option} {text!r}: {error}") from None
+
+
+def cluster(options: Options, launcher: Launcher, allocation: Allocation | None) -> Cluster:
+    """The hosts of a hostfile or an allocation. Raises click.UsageError."""
+    from zlaunch.hostfiles.grammar import HostEntry, HostfileError, read
+    from zlaunch.launch.exports import ExportError, exported
+
+    if options.include is not None and options.exclude is not None:
+        raise click.UsageError("--include and --exclude exclude each other")
+    cpus: dict[str, int | None] = {}
+    if launcher == "slurm":
+        assert allocation is not None
+        entries = [HostEntry(node.host, slots=node.gpus or options.num_gpus) for node in allocation.nodes]
+        cpus = {node.host: node.cpus for node in allocation.nodes}
+    else:
+        path = options.hostfile or DEFAULT_HOSTFILE
+        try:
+            entries = read(path)
+        except HostfileError as error:
+            raise click.UsageError(str(error)) from None
+    if options.num_gpus is not None:  # CPU workers: as many as asked for
+        entries = [entry if entry.slots else replace(entry, slots=options.num_gpus) for entry in entries]
+    try:
+        environ = exported(os.environ, options.env)
+    except ExportError as error:
+        raise click.UsageError(str(error)) from None
+    found = Cluster(options, launcher, {entry.host: entry for entry in entries}, cpus, environ)
+    found.settle()
+    return found

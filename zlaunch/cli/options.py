@@ -1,0 +1,106 @@
+"""What the command line says, and which way of starting agents follows from it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import click
+
+from zlaunch.launch.plan import Target
+
+if TYPE_CHECKING:
+    from zlaunch.slurm.environment import Allocation
+
+Launcher = Literal["local", "ssh", "slurm", "openmpi", "step"]
+DEFAULT_HOSTFILE = "/job/hostfile"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What the command line says about where and how to run."""
+
+    target: Target
+    run_id: str
+    run_dir: str
+    hostfile: str | None
+    launcher: str | None
+    include: str | None
+    exclude: str | None
+    num_nodes: int | None
+    num_gpus: int | None
+    master_addr: str | None
+    master_port: int
+    iface: str | None
+    grace_s: float
+    heartbeat_s: float
+    env: tuple[str, ...]
+    ssh_port: int | None
+    ssh_config: str | None
+    ssh_accept_new: bool
+    python: str
+    workdir: str
+    bind_cores: bool
+    core_list: tuple[int, ...] | None
+    connect_timeout_s: float
+
+
+def choose_launcher(options: Options, allocation: Allocation | None) -> tuple[Launcher, str]:
+    """The way to start agents, and why it is this one."""
+    inside = allocation is not None and allocation.inside_step
+    if options.launcher in ("local", "ssh", "openmpi"):
+        chosen: Launcher = options.launcher  # type: ignore[assignment]
+        return chosen, f"--launcher {chosen}"
+    if options.launcher == "slurm":
+        if allocation is None:
+            raise click.UsageError(
+                "--launcher slurm: this is not inside a SLURM job (no SLURM_JOB_ID); use sbatch or salloc"
+            )
+        return ("step" if inside else "slurm"), "--launcher slurm"
+    if options.hostfile is not None:
+        return "ssh", f"--hostfile {options.hostfile}"
+    if inside:
+        assert allocation is not None
+        if allocation.ntasks == 1 and len(allocation.nodes) == 1:
+            return "local", f"a single task of SLURM job {allocation.job_id}"
+        return "step", f"started by srun in SLURM job {allocation.job_id}"
+    if allocation is not None:
+        if len(allocation.nodes) == 1 and allocation.nodes[0].host in own_names():
+            return "local", f"SLURM job {allocation.job_id} has this node alone"
+        return "slurm", f"SLURM job {allocation.job_id}"
+    if os.path.isfile(DEFAULT_HOSTFILE):
+        return "ssh", f"there is a {DEFAULT_HOSTFILE}"
+    return "local", "no hostfile and no SLURM job"
+
+
+def own_names() -> set[str]:
+    """Names of this machine for itself."""
+    name = socket.gethostname()
+    return {"localhost", "127.0.0.1", "::1", name, name.partition(".")[0]}
+
+
+def bound_cores(
+    options: Options, cores: Sequence[int], workers: int, host: str
+) -> tuple[tuple[int, ...], ...]:
+    """The CPUs of each worker of a node, if they are to be bound. Raises click.UsageError."""
+    from zlaunch.launch.devices import split_cores
+
+    if not options.bind_cores and options.core_list is None:
+        return ()
+    if options.core_list is not None:
+        missing = sorted(set(options.core_list) - set(cores))
+        if missing:
+            raise click.UsageError(
+                f"--bind_core_list: {host} has no core {missing[0]} for us; it has {len(cores)}"
+            )
+        cores = options.core_list
+    return split_cores(cores, workers)
+
+
+def quiet_port(seed: str) -> int:
+    """A port that all who know the seed agree on, below those that systems hand out by themselves."""
+    return 20000 + zlib.crc32(seed.encode()) % 12000

@@ -1,0 +1,111 @@
+"""A run from start to end: connect, meet, run, and again when something failed and that was allowed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from zlaunch.launch.controller import Controller, Outcome
+from zlaunch.launch.fleet import Node, NodeError, Rendezvous, close_all, find_rendezvous
+from zlaunch.launch.plan import Plan
+from zlaunch.view.console import Console
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What is to be run, as far as it does not depend on an attempt."""
+
+    hosts: tuple[str, ...]
+    connect: Callable[[Sequence[str]], tuple[list[Node], list[NodeError]]]
+    """Starts an agent on each host."""
+    plan: Callable[[Sequence[Node], Rendezvous | None, int], Plan]
+    """The plan for the nodes that answered; the rendezvous is None for one node; the last is the attempt's
+    number. Raises NodeError.
+    """
+    master_addr: str | None = None
+    master_port: int = 0
+    iface: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """When to give up, and when to go on."""
+
+    max_restarts: int = 0
+    min_nodes: int | None = None
+    """Go on without dead nodes while so many are left; None: all are needed."""
+    heartbeat_s: float = 0.0
+    hang_timeout_s: float = 0.0
+
+
+def run_job(job: Job, console: Console, limits: Limits) -> Outcome:
+    """Run until it ends well, or no restart is left."""
+    hosts, attempt, restarts, port_retried = job.hosts, 0, 0, False
+    try:
+        while True:
+            outcome = _attempt(job, hosts, console, limits, attempt)
+            attempt += 1
+            left = tuple(host for host in hosts if host not in outcome.lost)
+            needed = len(job.hosts) if limits.min_nodes is None else limits.min_nodes
+            if outcome.code == 0 or outcome.signum or outcome.save_asked:
+                return outcome
+            if outcome.port_taken and not port_retried and not job.master_port:
+                port_retried = True
+                console.message("the rendezvous port was taken in the meantime: once more with another one")
+            elif outcome.lost and limits.min_nodes is not None and len(left) >= needed and left:
+                hosts = left
+                gone = ", ".join(sorted(outcome.lost))
+                console.message(f"going on with {len(left)} of {len(job.hosts)} nodes, without {gone}")
+            elif restarts < limits.max_restarts and outcome.code != _REFUSED:
+                restarts += 1
+                console.message(f"restart {restarts} of {limits.max_restarts}")
+            else:
+                return outcome
+    finally:
+        console.close()
+
+
+_REFUSED = 2
+"""The nodes cannot run this at all; trying again would not help."""
+
+
+def _attempt(job: Job, hosts: Sequence[str], console: Console, limits: Limits, attempt: int) -> Outcome:
+    nodes, errors = job.connect(hosts)
+    needed = len(hosts) if limits.min_nodes is None else limits.min_nodes
+    try:
+        for error in errors:
+            console.error(f"{error.host}: {error.text}")
+        if len(nodes) < needed or not nodes:
+            if len(hosts) > 1:
+                console.error(f"{len(errors)} of {len(hosts)} nodes cannot take part; nothing was started")
+            return _given_up(nodes)
+        rendezvous = None
+        if len(nodes) > 1:
+            rendezvous = find_rendezvous(
+                nodes, master_addr=job.master_addr, master_port=job.master_port, iface=job.iface
+            )
+        plan = job.plan(nodes, rendezvous, attempt)
+    except NodeError as error:
+        console.error(f"{error.host}: {error.text}")
+        return _given_up(nodes)
+    except BaseException:
+        close_all(nodes)
+        raise
+    controller = Controller(
+        plan,
+        console,
+        [node.link for node in nodes],
+        heartbeat_s=limits.heartbeat_s,
+        hang_timeout_s=limits.hang_timeout_s,
+        attempt=attempt,
+    )
+    outcome = controller.run()
+    unreachable = frozenset(error.host for error in errors)
+    return Outcome(
+        outcome.code, outcome.signum, outcome.lost | unreachable, outcome.port_taken, outcome.save_asked
+    )
+
+
+def _given_up(nodes: Sequence[Node]) -> Outcome:
+    close_all(nodes)
+    return Outcome(_REFUSED)

@@ -1,0 +1,111 @@
+"""Which of the launching machine's variables go to the other nodes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+_PREFIXES = (
+    "NCCL_",
+    "TORCH_",
+    "TORCHINDUCTOR_",
+    "PYTORCH_",
+    "TRITON_",
+    "CUDA_",
+    "CUPY_",
+    "PYTHON",
+    "OMP_",
+    "MKL_",
+    "KMP_",
+    "OPENBLAS_",
+    "GLOO_",
+    "UCX_",
+    "FI_",
+    "MV2_",
+    "HF_",
+    "HUGGINGFACE_",
+    "TRANSFORMERS_",
+    "TOKENIZERS_",
+    "ACCELERATE_",
+    "DS_",
+    "ZLAUNCH_",
+    "WANDB_",
+    "MLFLOW_",
+    "COMET_",
+    "TENSORBOARD_",
+)
+_NAMES = ("LD_LIBRARY_PATH", "LD_PRELOAD", "GLIBC_TUNABLES", "TOKENIZERS_PARALLELISM", "TZ", "LANG", "LC_ALL")
+_NEVER = (
+    "CUDA_VISIBLE_DEVICES",
+    "ZLAUNCH_RUN_ID",
+    "ZLAUNCH_RUN_DIR",
+    "ZLAUNCH_EVENT_FD",
+    "ZLAUNCH_AGENT_PID",
+)
+"""What is each node's own, or belongs to a run that this one was started from."""
+
+ENV_FILES = (".deepspeed_env", ".zlaunch_env")
+"""Looked for in the home folder and then in the current one; later ones win."""
+
+_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
+
+
+class ExportError(ValueError):
+    """A variable that cannot be exported; the text is for the user."""
+
+
+def exported(
+    environ: Mapping[str, str], given: Iterable[str] = (), folders: Iterable[Path] | None = None
+) -> dict[str, str]:
+    """The variables for the other nodes: an allow-list, then the env files, then `--env KEY[=VALUE]`.
+
+    Raises ExportError.
+    """
+    chosen = {
+        key: value
+        for key, value in environ.items()
+        if (key.startswith(_PREFIXES) or key in _NAMES) and key not in _NEVER
+    }
+    for folder in (Path.home(), Path.cwd()) if folders is None else folders:
+        for name in ENV_FILES:
+            chosen |= read_env_file(folder / name)
+    for item in given:
+        key, equals, value = item.partition("=")
+        if not _KEY.fullmatch(key):
+            raise ExportError(f"--env {item!r}: {key!r} is not a variable's name")
+        if not equals and key not in environ:
+            raise ExportError(f"--env {key}: it is not set here; write --env {key}=VALUE")
+        chosen[key] = value if equals else environ[key]
+    return chosen
+
+
+def read_env_file(path: Path) -> dict[str, str]:
+    """KEY=VALUE lines; `#` comments, blank lines, a leading `export` and quotes around the value are fine.
+
+    A file that is not there has no variables. Raises ExportError naming file and line.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    except (OSError, UnicodeDecodeError) as error:
+        raise ExportError(f"{path}: cannot be read: {error}") from None
+    found = {}
+    for number, line in enumerate(text.splitlines(), start=1):
+        line = line.strip().removeprefix("export ").strip()
+        if not line or line.startswith("#"):
+            continue
+        key, equals, value = line.partition("=")
+        key, value = key.strip(), value.strip()
+        if not equals or not _KEY.fullmatch(key):
+            raise ExportError(f"{path}:{number}: {line!r} is not KEY=VALUE")
+        if len(value) >= 2 and value[0] == value[-1] and value[0] in "'\"":
+            value = value[1:-1]
+        found[key] = value
+    return found
+
+
+def hidden(key: str) -> bool:
+    """Whether a variable's value had better not be printed."""
+    return any(word in key.upper() for word in ("TOKEN", "SECRET", "PASSWORD", "API_KEY", "APIKEY"))

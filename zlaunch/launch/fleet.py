@@ -1,0 +1,218 @@
+"""The nodes of a run: agents started on all of them, what they said about themselves, where they can meet."""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from zlaunch.launch.events import Event
+from zlaunch.launch.facts import Facts
+from zlaunch.launch.transports import Transport
+
+PARALLEL = 64
+"""Nodes that are connected to at the same time."""
+_ANSWER_TIMEOUT_S = 20.0
+
+
+class NodeError(Exception):
+    """A node that cannot take part; the text says why and what to do, the host is named beside it."""
+
+    def __init__(self, host: str, text: str) -> None:
+        super().__init__(text)
+        self.host, self.text = host, text
+
+
+class Link:
+    """A started agent: messages out, events in. One thread at a time reads its events."""
+
+    def __init__(self, transport: Transport) -> None:
+        self.transport = transport
+        self.host = transport.host
+        self.events: Iterator[Event] = iter(transport.events())
+
+    def ask(self, message: Event, answer: str) -> Event:
+        """Send a command and wait for the event that answers it. Raises NodeError when the agent ends.
+
+        Whoever calls this bounds the time, and ends the wait by `transport.kill`.
+        """
+        self.transport.send(message)
+        for event in self.events:
+            if event.get("type") == answer:
+                return event
+        code = self.transport.close(timeout_s=2.0)
+        raise NodeError(self.host, _why_no_agent(code, self.transport.diagnostics()))
+
+
+def _why_no_agent(code: int | None, said: str) -> str:
+    if code == 127 or "No such file or directory" in said:
+        return f"there is no such Python: {said or 'exit code 127'}. Name it with --remote_python or --venv"
+    if "No module named" in said and "zlaunch" in said:
+        return (
+            f"{said.splitlines()[-1]}: install zlaunch into that Python, or name another one with "
+            "--remote_python or --venv"
+        )
+    how = "without an exit code" if code is None or code == -1 else f"with exit code {code}"
+    return f"the agent ended {how}" + (f": {said}" if said else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A node that has answered."""
+
+    link: Link
+    facts: Facts
+
+    @property
+    def host(self) -> str:
+        """As the user wrote it."""
+        return self.link.host
+
+
+def connect(
+    hosts: Sequence[str], open_link: Callable[[str], Link], timeout_s: float
+) -> tuple[list[Node], list[NodeError]]:
+    """Start an agent on every host at once; the nodes that answered, in order, and the others' errors.
+
+    `open_link` may raise NodeError. An agent that has not answered within `timeout_s` is given up.
+    """
+    links: dict[str, Link] = {}
+
+    def greet(host: str) -> Node:
+        link = links[host] = open_link(host)
+        return Node(link, Facts.from_event(link.ask({"cmd": "hello"}, "hello")))
+
+    def give_up(host: str) -> None:
+        if host in links:
+            links[host].transport.kill()
+
+    results = _all(hosts, greet, give_up, timeout_s)
+    nodes = [result for result in results if isinstance(result, Node)]
+    return nodes, [result for result in results if isinstance(result, NodeError)]
+
+
+def _all(
+    hosts: Sequence[str],
+    work: Callable[[str], Node | Event],
+    give_up: Callable[[str], None],
+    timeout_s: float,
+) -> list[Node | Event | NodeError]:
+    """`work(host)` for every host in threads; a host that takes too long is given up."""
+    outcomes: dict[str, Node | Event | NodeError] = {}
+    waiting: queue.SimpleQueue[str] = queue.SimpleQueue()
+    for host in hosts:
+        waiting.put(host)
+
+    def worker() -> None:
+        while True:
+            try:
+                host = waiting.get_nowait()
+            except queue.Empty:
+                return
+            timer = threading.Timer(timeout_s, give_up, [host])
+            timer.daemon = True
+            timer.start()
+            started = time.monotonic()
+            try:
+                outcome: Node | Event | NodeError = work(host)
+            except NodeError as error:
+                outcome = error
+                if time.monotonic() - started >= timeout_s:
+                    outcome = NodeError(host, f"no answer within {timeout_s:g} s")
+            except Exception as error:
+                outcome = NodeError(host, f"{type(error).__name__}: {error}")
+            finally:
+                timer.cancel()
+            outcomes[host] = outcome
+
+    threads = [threading.Thread(target=worker, daemon=True) for _ in range(min(PARALLEL, len(hosts)))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [outcomes[host] for host in hosts]
+
+
+@dataclass(frozen=True, slots=True)
+class Rendezvous:
+    """Where the workers meet, and the interface that each node uses for it (empty: unknown)."""
+
+    address: str
+    port: int
+    interfaces: tuple[str, ...]
+
+
+def find_rendezvous(
+    nodes: Sequence[Node], *, master_addr: str | None, master_port: int, iface: str | None
+) -> Rendezvous:
+    """Have node 0 listen, and every other node try its addresses by connecting.
+
+    Raises NodeError naming the node that cannot reach node 0, or node 0 when the port is taken.
+    """
+    first, others = nodes[0], nodes[1:]
+    known = first.facts.addresses
+    if iface is not None and iface not in known:
+        raise NodeError(
+            first.host, f"--iface {iface}: it has no such interface that is up; it has {', '.join(known)}"
+        )
+    if master_addr is not None:
+        candidates = [master_addr]
+    elif iface is not None:
+        candidates = list(known[iface])
+    else:
+        candidates = [address for addresses in known.values() for address in addresses]
+    if not candidates:
+        raise NodeError(first.host, "it has no network address that the other nodes could reach")
+    token = os.urandom(16).hex()
+    by_host = {node.host: node for node in nodes}
+
+    def give_up(host: str) -> None:
+        by_host[host].link.transport.kill()
+
+    def ask(hosts: Sequence[Node], message: Event, answer: str) -> list[Event]:
+        outcomes = _all(
+            [n.host for n in hosts],
+            lambda h: by_host[h].link.ask(message, answer),
+            give_up,
+            _ANSWER_TIMEOUT_S,
+        )
+        for outcome in outcomes:
+            if isinstance(outcome, NodeError):
+                raise outcome
+        return outcomes  # type: ignore[return-value]
+
+    (listening,) = ask([first], {"cmd": "listen", "port": master_port, "token": token}, "listening")
+    if listening["error"]:
+        raise NodeError(
+            first.host, f"--master_port {master_port}: {listening['error']}; leave it out for a free one"
+        )
+    port = int(listening["port"])
+    reached: list[Event] = []
+    while candidates:
+        question = {"cmd": "reach", "addresses": candidates, "port": port, "token": token}
+        reached = ask(others, question, "reached")
+        lost = [node.host for node, answer in zip(others, reached, strict=True) if not answer["address"]]
+        if lost:
+            raise NodeError(
+                lost[0],
+                f"it cannot reach {first.host} at {' or '.join(candidates)} (port {port}): a firewall, "
+                "or the wrong network; name one with --iface or --master_addr",
+            )
+        chosen = {answer["address"] for answer in reached}
+        if len(chosen) <= 1:
+            break
+        # They did not find the same one: only what was found by somebody further down the list is left.
+        candidates = candidates[max(candidates.index(address) for address in chosen) :]
+    address = reached[0]["address"] if reached else candidates[0]
+    own = iface or next((name for name, addresses in known.items() if address in addresses), "")
+    return Rendezvous(address, port, (own, *(iface or str(answer["interface"]) for answer in reached)))
+
+
+def close_all(nodes: Sequence[Node]) -> None:
+    """Let the agents go; without a plan they end at once."""
+    with ThreadPoolExecutor(PARALLEL) as pool:
+        list(pool.map(lambda node: node.link.transport.close(timeout_s=2.0), nodes))

@@ -1,0 +1,118 @@
+"""The agent before it has a plan: who it is, and which address of node 0 the nodes can meet at.
+
+Commands: hello (answer: hello), listen (listening), reach (reached). The answers are events. Nothing runs on
+the node yet, so these may take a moment.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable
+
+from zlaunch.launch.events import Event
+
+_CONNECT_TIMEOUT_S = 3.0
+"""For one address. Longer than a lost packet's first repetition."""
+
+
+class Greeter:
+    """Holds the rendezvous port of node 0 open until the plan comes."""
+
+    def __init__(self, send: Callable[[Event], None], watch: Callable[[int, Callable[[], object]], None]):
+        self._send, self._watch = send, watch
+        self._listener: socket.socket | None = None
+
+    def handle(self, message: Event) -> None:
+        """Answer one command."""
+        command = message.get("cmd")
+        if command == "hello":
+            from zlaunch.launch.facts import own_facts
+
+            self._send(own_facts().as_event())
+        elif command == "listen":
+            self._listen(int(message["port"]), str(message["token"]).encode())
+        elif command == "reach":
+            self._reach(message["addresses"], int(message["port"]), str(message["token"]).encode())
+
+    def _listen(self, port: int, token: bytes) -> None:
+        """Take a port and tell everyone who connects that it is us."""
+        try:
+            listener = open_listener(port)
+        except OSError as error:
+            self._send({"type": "listening", "port": 0, "error": error.strerror or str(error)})
+            return
+        listener.setblocking(False)
+
+        def accept() -> None:
+            try:
+                connection, _ = listener.accept()
+                connection.sendall(token)
+                connection.close()
+            except OSError:
+                pass
+
+        self._listener = listener
+        self._watch(listener.fileno(), accept)
+        self._send({"type": "listening", "port": listener.getsockname()[1], "error": ""})
+
+    def _reach(self, addresses: list[str], port: int, token: bytes) -> None:
+        """Find the first address where node 0 answers, and the interface that leads there."""
+        for address in addresses:
+            own = own_address_towards(address, port, token)
+            if own is not None:
+                self._send({"type": "reached", "address": address, "interface": interface_of(own)})
+                return
+        self._send({"type": "reached", "address": "", "interface": ""})
+
+    def close(self) -> int | None:
+        """Let go of the port; returns the listener's descriptor, which must no longer be watched."""
+        if self._listener is None:
+            return None
+        fd = self._listener.fileno()
+        self._listener.close()
+        self._listener = None
+        return fd
+
+
+def open_listener(port: int) -> socket.socket:
+    """Listen on a port (0: a free one) of every address. Raises OSError."""
+    try:
+        listener = socket.socket(socket.AF_INET6)
+        listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(("::", port))
+    except OSError as error:
+        import errno
+
+        if error.errno == errno.EADDRINUSE:
+            raise
+        listener = socket.socket(socket.AF_INET)  # no IPv6 here
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(("", port))
+    listener.listen(512)
+    return listener
+
+
+def own_address_towards(address: str, port: int, token: bytes) -> str | None:
+    """Connect, see that the token's owner answers, and return this end's address; None if it cannot be."""
+    deadline = time.monotonic() + _CONNECT_TIMEOUT_S
+    try:
+        with socket.create_connection((address, port), timeout=_CONNECT_TIMEOUT_S) as connection:
+            received = b""
+            while len(received) < len(token) and time.monotonic() < deadline:
+                chunk = connection.recv(len(token) - len(received))
+                if not chunk:
+                    break
+                received += chunk
+            return str(connection.getsockname()[0]) if received == token else None
+    except OSError:
+        return None
+
+
+def interface_of(address: str) -> str:
+    """The network interface that has this address; empty if none has."""
+    from zlaunch.launch.facts import interface_addresses
+
+    address = address.removeprefix("::ffff:")
+    return next((name for name, known in interface_addresses().items() if address in known), "")

@@ -1,0 +1,84 @@
+"""`launcher.json` in a run's folder: who runs it, for `zlaunch ps`, `stop` and `stacks`."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from zlaunch.launch.plan import Plan
+from zlaunch.launch.processes import start_ticks
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One run, as its launcher has written it down. Times are seconds since the epoch."""
+
+    run_id: str
+    host: str
+    pid: int
+    start_ticks: int
+    """Tells the process from a later one with the same id."""
+    hosts: tuple[str, ...]
+    world_size: int
+    command: tuple[str, ...]
+    started: float
+    attempt: int = 0
+    ended: float | None = None
+    exit_code: int | None = None
+
+    def is_running(self) -> bool:
+        """Whether the launcher lives; only to be known on its own host."""
+        return self.ended is None and start_ticks(self.pid) == self.start_ticks
+
+
+def _path(run_dir: str | Path) -> Path:
+    return Path(run_dir) / "launcher.json"
+
+
+def _write(run_dir: str, record: Record) -> None:
+    path = _path(run_dir)
+    temporary = path.with_suffix(f".{os.getpid()}")
+    try:
+        temporary.write_text(json.dumps(asdict(record), indent=1) + "\n")
+        temporary.replace(path)
+    except OSError:  # a full disk must not end the training
+        temporary.unlink(missing_ok=True)
+
+
+def started(plan: Plan, attempt: int) -> None:
+    """Write down that a run goes on from here."""
+    record = Record(
+        run_id=plan.run_id,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        start_ticks=start_ticks(os.getpid()) or 0,
+        hosts=tuple(node.host for node in plan.nodes),
+        world_size=plan.world_size,
+        command=tuple(sys.argv[1:]),
+        started=time.time(),
+        attempt=attempt,
+    )
+    _write(plan.run_dir, record)
+
+
+def ended(plan: Plan, exit_code: int) -> None:
+    """Write down how it ended."""
+    from dataclasses import replace
+
+    record = read(plan.run_dir)
+    if record is not None:
+        _write(plan.run_dir, replace(record, ended=time.time(), exit_code=exit_code))
+
+
+def read(run_dir: str | Path) -> Record | None:
+    """The record of a run's folder; None when there is none."""
+    try:
+        data = json.loads(_path(run_dir).read_text())
+        return Record(**{**data, "hosts": tuple(data["hosts"]), "command": tuple(data["command"])})
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
