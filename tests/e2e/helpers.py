@@ -59,10 +59,11 @@ class Launch:
         script: str = "",
         args: tuple[str, ...] = (),
         env: Mapping[str, str] = {},
+        prefix: tuple[str, ...] = (),
     ) -> None:
         self.folder = folder
         self.run_dir = folder / "run"
-        command = [sys.executable, "-m", "zlaunch", f"--run_dir={self.run_dir}", *options]
+        command = [*prefix, sys.executable, "-m", "zlaunch", f"--run_dir={self.run_dir}", *options]
         if script:
             (folder / "worker.py").write_text(textwrap.dedent(script))
             command += ["worker.py", *args]

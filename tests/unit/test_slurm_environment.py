@@ -234,5 +234,5 @@ def test_what_the_controller_says_fills_in_the_other_nodes() -> None:
     assert [node.gpus for node in with_gpus(batch, granted).nodes] == [2, 2, 4]
     step = read(STEP)
     assert step is not None
-    assert [node.gpus for node in with_gpus(step, granted).nodes] == [2, 2]
+    assert [node.gpus for node in with_gpus(step, granted).nodes] == [1, 1]
     assert with_gpus(batch, {}) == batch

@@ -192,6 +192,7 @@ class Cluster:
 
         o = self.options
         return Job(
+            run_dir=o.run_dir,
             hosts=self.hosts(),
             connect=self.connect,
             plan=self.plan,

@@ -112,4 +112,9 @@ def local_job(options: Options, make: Callable[[int], Plan]) -> Job:
         except NodeError as error:
             return [], [error]
 
-    return Job(hosts=("localhost",), connect=connect, plan=lambda nodes, meet, attempt: make(attempt))
+    return Job(
+        run_dir=options.run_dir,
+        hosts=("localhost",),
+        connect=connect,
+        plan=lambda nodes, meet, attempt: make(attempt),
+    )

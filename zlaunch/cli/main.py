@@ -9,7 +9,14 @@ from collections.abc import Sequence
 
 import click
 
-SUBCOMMANDS = {"config": "zlaunch.cli.config:config", "slurm": "zlaunch.cli.slurm:slurm"}
+SUBCOMMANDS = {
+    "config": "zlaunch.cli.config:config",
+    "doctor": "zlaunch.cli.doctor:doctor",
+    "ps": "zlaunch.cli.runs:ps",
+    "slurm": "zlaunch.cli.slurm:slurm",
+    "stacks": "zlaunch.cli.runs:stacks",
+    "stop": "zlaunch.cli.runs:stop",
+}
 """Subcommand -> `module:attribute` of its click command, imported only when it is called."""
 
 

@@ -116,6 +116,7 @@ _EPILOG = (
 @click.option(
     "--no_python", is_flag=True, help="The script is a program of any kind; it gets no --local_rank."
 )
+@click.option("--no_preload", is_flag=True, help="Start each worker by itself, not as forks of one process.")
 @click.option("--no_local_rank", is_flag=True, help="Do not pass --local_rank=N to the script.")
 @click.option(
     "--grace",
@@ -165,6 +166,7 @@ def run(command: tuple[str, ...], **given: Any) -> int:
 def _options(
     command: tuple[str, ...], mode: Literal["script", "module", "exec"], given: dict[str, Any]
 ) -> Options:
+    from zlaunch.cli.checks import shared_imports
     from zlaunch.cli.options import Options
     from zlaunch.launch.devices import parse_cores
     from zlaunch.launch.plan import Target
@@ -186,9 +188,11 @@ def _options(
         raise click.UsageError(f"--bind_core_list {given['bind_core_list']!r}: {error}") from None
     run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(3).hex()}"
     folder = Path(given["run_dir"] if given["run_dir"] is not None else Path("runs", run_id)).absolute()
+    python_target = mode != "exec" and not given["no_preload"]
+    shared = shared_imports(command[0], module=mode == "module") if python_target else ()
     local_rank = not (given["no_local_rank"] or given["no_python"])
     return Options(
-        target=Target(mode, command[0], command[1:], pass_local_rank=local_rank),
+        target=Target(mode, command[0], command[1:], local_rank, shared),
         run_id=run_id,
         run_dir=str(folder),
         grace_s=grace,

@@ -39,7 +39,7 @@ from zlaunch.launch.processes import (
     signal_groups,
     sweep,
 )
-from zlaunch.launch.worker import CHUNK_BYTES, Worker, read_chunk, spawn
+from zlaunch.launch.worker import CHUNK_BYTES, Batch, Worker, read_chunk, spawn
 
 _DRAIN_LIMIT_BYTES = 4 << 20
 """How much a dead worker's pipe may still give: a grandchild can go on writing for ever."""
@@ -64,6 +64,8 @@ class Agent:
         self.heard_at = time.monotonic()
         """When the launcher last said anything."""
         self.workers: dict[int, Worker] = {}
+        self.batch: Batch | None = None
+        """Workers that are being forked."""
         self.oom_before = oom_counters()
         self.stopping = False
         self.stop_at: float | None = None
@@ -203,9 +205,35 @@ class Agent:
             self._unwatch(listener)
         self.guard.tell("run", plan.run_id)
         self.send({"type": "agent", "host": self._host(), "pid": os.getpid(), "time": time.time()})
-        for worker in plan.nodes[0].workers:
+        if plan.preload:
             try:
-                self._watch_worker(spawn(worker, plan.cwd))
+                self.batch = Batch(plan.nodes[0].workers, plan.preload, plan.cwd)
+            except OSError:
+                pass  # one by one then, which says what is wrong
+            else:
+                self.guard.tell("session", self.batch.preloader.pid)
+                self._watch(self.batch.preloader.connection.fileno(), self._on_batch)
+                return
+        self._spawn_each()
+
+    def _on_batch(self) -> None:
+        """The preloader has forked the workers, or has failed; then they are started one by one."""
+        assert self.batch is not None
+        self._unwatch(self.batch.preloader.connection.fileno())
+        workers = self.batch.workers()
+        self.batch = None
+        if self.stopping:
+            return  # it is being swept away, and what it forked with it
+        if workers is None:
+            self._spawn_each()
+        for worker in workers or ():
+            self._watch_worker(worker)
+
+    def _spawn_each(self) -> None:
+        assert self.plan is not None
+        for worker in self.plan.nodes[0].workers:
+            try:
+                self._watch_worker(spawn(worker, self.plan.cwd))
             except OSError as error:
                 text = f"cannot start rank {worker.rank} on {self._host()}: {error}"
                 self.send({"type": "error", "message": text, "time": time.time()})
@@ -314,7 +342,8 @@ class Agent:
         return max(0.0, min([self.poll_s, *(moment - now for moment in moments if moment is not None)]))
 
     def _all_exited(self) -> bool:
-        return all(worker.returncode is not None for worker in self.workers.values())
+        forking = self.batch is not None and not self.stopping
+        return not forking and all(worker.returncode is not None for worker in self.workers.values())
 
     def _tick(self) -> None:
         """Whatever is due by the clock or by the state."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from zlaunch.launch import record
 from zlaunch.launch.controller import Controller, Outcome
 from zlaunch.launch.fleet import Node, NodeError, Rendezvous, close_all, find_rendezvous
 from zlaunch.launch.plan import Plan
@@ -15,6 +16,7 @@ from zlaunch.view.console import Console
 class Job:
     """What is to be run, as far as it does not depend on an attempt."""
 
+    run_dir: str
     hosts: tuple[str, ...]
     connect: Callable[[Sequence[str]], tuple[list[Node], list[NodeError]]]
     """Starts an agent on each host."""
@@ -40,6 +42,12 @@ class Limits:
 
 def run_job(job: Job, console: Console, limits: Limits) -> Outcome:
     """Run until it ends well, or no restart is left."""
+    outcome = _run(job, console, limits)
+    record.ended(job.run_dir, outcome.code)
+    return outcome
+
+
+def _run(job: Job, console: Console, limits: Limits) -> Outcome:
     hosts, attempt, restarts, port_retried = job.hosts, 0, 0, False
     try:
         while True:

@@ -18,7 +18,7 @@ import traceback
 from types import CodeType, ModuleType, TracebackType
 from typing import NoReturn
 
-from zlaunch.launch.processes import die_with_parent
+from zlaunch.launch.processes import PASSED_SIGNALS, die_with_parent
 
 _OUR_FILES = {__file__, runpy.__file__, "<frozen runpy>"}
 _EVENT_FD_FLOOR = 200
@@ -36,11 +36,13 @@ def main() -> None:
     if args[0] in ("--module", "--exec"):
         mode = args.pop(0)
     if mode == "--exec":
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_SIGNALS)
         _exec(args)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR2, all_threads=True, chain=False)
     # "Save and stop" must not kill a script that has not come to zlaunch.initialize yet, or never will.
     signal.signal(signal.SIGUSR1, _note_stop)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_SIGNALS)
     event_fd = _own_event_fd()
     pid = os.getpid()
     try:

@@ -24,12 +24,10 @@ from zlaunch.launch.failure import Failure
 from zlaunch.launch.fleet import Link
 from zlaunch.launch.monitor import HangWatch, Heartbeat
 from zlaunch.launch.plan import Plan
-from zlaunch.launch.processes import sweep
+from zlaunch.launch.processes import PASSED_SIGNALS, sweep
 from zlaunch.view.console import Console
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_PASSED_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
-"""Handed on to the workers: "save and stop", and "show your stacks"."""
 _OUTPUT_IN_FLIGHT = 256
 """Chunks of output between reader threads and the main thread; more wait in the agent and the pipes."""
 _TAIL_BYTES = 1 << 14
@@ -95,11 +93,11 @@ class Controller:
         mode = "ab" if self.attempt else "wb"
         self.logs = {rank: self.log_path(rank).open(mode, buffering=0) for rank in ranks}
         self.event_log = (self.run_dir / "events.jsonl").open(mode, buffering=0)
-        handlers = {signum: signal.getsignal(signum) for signum in (*_STOP_SIGNALS, *_PASSED_SIGNALS)}
+        handlers = {signum: signal.getsignal(signum) for signum in (*_STOP_SIGNALS, *PASSED_SIGNALS)}
         for signum in _STOP_SIGNALS:
             if signum != signal.SIGHUP or handlers[signum] is not signal.SIG_IGN:  # nohup stays nohup
                 signal.signal(signum, self._on_signal)
-        for signum in _PASSED_SIGNALS:
+        for signum in PASSED_SIGNALS:
             signal.signal(signum, self._pass_on)
         record.started(self.plan, self.attempt)
         try:
@@ -112,9 +110,7 @@ class Controller:
                 signal.signal(signum, handler)
             for file in (*self.logs.values(), self.event_log):
                 file.close()
-        outcome = self._verdict()
-        record.ended(self.plan, outcome.code)
-        return outcome
+        return self._verdict()
 
     def log_path(self, rank: int) -> Path:
         """Where a rank's output goes."""

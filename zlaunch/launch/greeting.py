@@ -1,7 +1,7 @@
 """The agent before it has a plan: who it is, and which address of node 0 the nodes can meet at.
 
-Commands: hello (answer: hello), listen (listening), reach (reached). The answers are events. Nothing runs on
-the node yet, so these may take a moment.
+Commands: hello (answer: hello), checkup (checkup), listen (listening), reach (reached). The answers are
+events. Nothing runs on the node yet, so these may take a moment.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ class Greeter:
     def __init__(self, send: Callable[[Event], None], watch: Callable[[int, Callable[[], object]], None]):
         self._send, self._watch = send, watch
         self._listener: socket.socket | None = None
+        self._token = b""
 
     def handle(self, message: Event) -> None:
         """Answer one command."""
@@ -30,13 +31,21 @@ class Greeter:
             from zlaunch.launch.facts import own_facts
 
             self._send(own_facts().as_event())
+        elif command == "checkup":
+            from zlaunch.launch.checkup import own_checkup
+
+            self._send(own_checkup(str(message["workdir"]), message["nccl_setting"]).as_event())
         elif command == "listen":
             self._listen(int(message["port"]), str(message["token"]).encode())
         elif command == "reach":
             self._reach(message["addresses"], int(message["port"]), str(message["token"]).encode())
 
     def _listen(self, port: int, token: bytes) -> None:
-        """Take a port and tell everyone who connects that it is us."""
+        """Take a port and tell everyone who connects that it is us; asked again, keep a port that will do."""
+        self._token = token
+        if self._listener is not None and port in (0, self._listener.getsockname()[1]):
+            self._send({"type": "listening", "port": self._listener.getsockname()[1], "error": ""})
+            return
         try:
             listener = open_listener(port)
         except OSError as error:
@@ -47,7 +56,7 @@ class Greeter:
         def accept() -> None:
             try:
                 connection, _ = listener.accept()
-                connection.sendall(token)
+                connection.sendall(self._token)
                 connection.close()
             except OSError:
                 pass

@@ -22,6 +22,8 @@ class Target:
     args: tuple[str, ...] = ()
     pass_local_rank: bool = True
     """Put `--local_rank=N` before the script's own arguments, as DeepSpeed does."""
+    preload: tuple[str, ...] = ()
+    """What its workers will import anyway and may share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +80,8 @@ class Plan:
     heartbeat_s: float = 0.0
     """An agent that hears nothing from the launcher for so long ends the run; 0 for a launcher on its node.
     """
+    preload: tuple[str, ...] = ()
+    """Modules that one process on each node imports before it forks the workers; none: each by itself."""
     python: bool = True
     """The workers are Python programs under our bootstrap, which knows what SIGUSR1 and SIGUSR2 mean."""
 
@@ -109,7 +113,7 @@ class Plan:
             )
             for node in data["nodes"]
         )
-        return Plan(**{**data, "nodes": nodes})
+        return Plan(**{**data, "nodes": nodes, "preload": tuple(data["preload"])})
 
 
 def make_plan(
@@ -181,15 +185,16 @@ def make_plan(
         node_plans.append(NodePlan(node.host, tuple(workers)))
         first_rank += node.workers
     return Plan(
-        run_id,
-        run_dir,
-        master_addr,
-        master_port,
-        tuple(node_plans),
-        cwd,
-        grace_s,
-        heartbeat_s,
-        target.mode != "exec",
+        run_id=run_id,
+        run_dir=run_dir,
+        master_addr=master_addr,
+        master_port=master_port,
+        nodes=tuple(node_plans),
+        cwd=cwd,
+        grace_s=grace_s,
+        heartbeat_s=heartbeat_s,
+        preload=target.preload,
+        python=target.mode != "exec",
     )
 
 

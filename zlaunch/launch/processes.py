@@ -14,6 +14,9 @@ import time
 from collections.abc import Callable, Collection, Iterable
 from typing import NamedTuple
 
+PASSED_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
+"""Handed on to the workers: "save and stop", and "show your stacks"."""
+
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _SCAN_PAUSE_S = 0.02
 

@@ -7,7 +7,7 @@ import os
 import socket
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from zlaunch.launch.plan import Plan
@@ -66,13 +66,11 @@ def started(plan: Plan, attempt: int) -> None:
     _write(plan.run_dir, record)
 
 
-def ended(plan: Plan, exit_code: int) -> None:
-    """Write down how it ended."""
-    from dataclasses import replace
-
-    record = read(plan.run_dir)
-    if record is not None:
-        _write(plan.run_dir, replace(record, ended=time.time(), exit_code=exit_code))
+def ended(run_dir: str, exit_code: int) -> None:
+    """Write down how it ended, if it had begun."""
+    record = read(run_dir)
+    if record is not None and record.pid == os.getpid():
+        _write(run_dir, replace(record, ended=time.time(), exit_code=exit_code))
 
 
 def read(run_dir: str | Path) -> Record | None:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
+from collections.abc import Sequence
 
+from zlaunch.launch import preload
 from zlaunch.launch.events import LineBuffer
 from zlaunch.launch.plan import WorkerPlan
+from zlaunch.launch.processes import PASSED_SIGNALS
 
 CHUNK_BYTES = 1 << 16
 
@@ -27,11 +31,60 @@ class Worker:
         self.exception: str | None = None
 
 
+def _pipes() -> tuple[list[int], list[int]]:
+    """Read ends, which never block the agent, and write ends of a worker's stdout, stderr and events."""
+    pairs = [os.pipe() for _ in range(3)]
+    for reader, _ in pairs:
+        os.set_blocking(reader, False)
+    return [reader for reader, _ in pairs], [writer for _, writer in pairs]
+
+
+class Batch:
+    """The workers of a node that one preloader forks."""
+
+    def __init__(self, plans: Sequence[WorkerPlan], modules: Sequence[str], cwd: str) -> None:
+        """Start the preloader. Raises OSError."""
+        self.plans = plans
+        ends = [_pipes() for _ in plans]
+        self._readers = [readers for readers, _ in ends]
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_SIGNALS)
+        try:
+            self.preloader = preload.start(
+                modules, plans, [writers for _, writers in ends], cwd, plans[0].argv[0]
+            )
+        except OSError:
+            self._close()
+            raise
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            for _, writers in ends:
+                for fd in writers:
+                    os.close(fd)
+
+    def _close(self) -> None:
+        for readers in self._readers:
+            for fd in readers:
+                os.close(fd)
+
+    def workers(self) -> list[Worker] | None:
+        """The forked workers, once the preloader's connection can be read; None when it failed."""
+        pids = self.preloader.pids()
+        if pids is None:
+            self._close()
+            return None
+        return [
+            Worker(plan, pid, {out: "stdout", err: "stderr"}, events)
+            for plan, pid, (out, err, events) in zip(self.plans, pids, self._readers, strict=True)
+        ]
+
+
 def spawn(plan: WorkerPlan, cwd: str) -> Worker:
     """Start a worker in a session of its own, with pipes that never block the agent. Raises OSError."""
-    pipes = [os.pipe() for _ in range(3)]
-    (out, out_end), (err, err_end), (events, events_end) = pipes
+    readers, writers = _pipes()
+    out_end, err_end, events_end = writers
     own = {"ZLAUNCH_EVENT_FD": str(events_end), "ZLAUNCH_AGENT_PID": str(os.getpid())}
+    # They would kill a worker that has no handlers yet; its bootstrap takes them when it has.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_SIGNALS)
     try:
         process = subprocess.Popen(
             plan.argv,
@@ -44,15 +97,15 @@ def spawn(plan: WorkerPlan, cwd: str) -> Worker:
             start_new_session=True,
         )
     except (OSError, ValueError) as error:
-        for reader, _ in pipes:
+        for reader in readers:
             os.close(reader)
         raise OSError(str(error)) from error
     finally:
-        for _, writer in pipes:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        for writer in writers:
             os.close(writer)
     process.returncode = 0  # the agent waits for all its children itself; Popen must not
-    for reader, _ in pipes:
-        os.set_blocking(reader, False)
+    out, err, events = readers
     return Worker(plan, process.pid, {out: "stdout", err: "stderr"}, events)
 
 

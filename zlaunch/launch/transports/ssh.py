@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import logging
 import queue
 import random
 import shlex
@@ -17,6 +18,10 @@ import paramiko
 from zlaunch.launch.events import Event, LineBuffer, encode
 from zlaunch.launch.fleet import NodeError
 from zlaunch.launch.transports.ssh_config import HostSettings
+
+# It would print tracebacks of its threads; what matters comes to us as exceptions.
+logging.getLogger("paramiko").addHandler(logging.NullHandler())
+logging.getLogger("paramiko").propagate = False
 
 _CHUNK_BYTES = 1 << 16
 _KEEPALIVE_S = 5

@@ -1,0 +1,179 @@
+"""Whatever is killed, cut or rebooted: the run ends in time, says why, and leaves nothing on any node."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.helpers import BUSY, SILENT, agent_of, await_ready, pid_of, start
+from tests.cluster.testbed import Testbed
+from tests.e2e.helpers import Launch, alive, wait_until
+
+LIMIT_S = 5.0
+HEARTBEAT_S = 3.0
+
+
+def _gone(cluster: Testbed, within_s: float) -> None:
+    wait_until(lambda: not cluster.processes(), f"nodes empty, not {cluster.processes()}", within_s)
+
+
+def _kill_on(cluster: Testbed, host: str, pid: int) -> None:
+    assert cluster.enter(host, "kill", "-9", str(pid)).returncode == 0
+
+
+@pytest.mark.parametrize("by", ["ssh", "slurm"])
+@pytest.mark.parametrize("script", [SILENT, BUSY], ids=["silent", "busy"])
+def test_a_worker_is_killed(cluster: Testbed, tmp_path: Path, script: str, by: str) -> None:
+    launch = start(cluster, tmp_path, by=by, script=script)
+    await_ready(launch)
+    host, pid = pid_of(launch, 3)
+    assert host == "n2"
+    started = time.monotonic()
+    _kill_on(cluster, host, pid)
+    assert launch.wait(LIMIT_S + 3) == 137, launch.err
+    assert time.monotonic() - started < LIMIT_S
+    assert "rank 3 on n2 failed first: it was killed by SIGKILL" in launch.err
+    _gone(cluster, 1.0)
+
+
+@pytest.mark.parametrize("by", ["ssh", "slurm"])
+def test_an_agent_is_killed(cluster: Testbed, tmp_path: Path, by: str) -> None:
+    launch = start(cluster, tmp_path, by=by, script=SILENT)
+    await_ready(launch)
+    started = time.monotonic()
+    _kill_on(cluster, "n2", agent_of(launch, "n2"))
+    assert launch.wait(LIMIT_S + 3) != 0
+    assert time.monotonic() - started < LIMIT_S
+    assert "agent on n2 died" in launch.err
+    _gone(cluster, 2.0)
+
+
+def _kill_launcher(launch: Launch) -> None:
+    launch.process.kill()
+
+
+def _children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def _kill_group(launch: Launch) -> None:
+    """Also salloc, which gives its command a process group of its own."""
+    for pid in (launch.process.pid, *_children(launch.process.pid)):
+        try:
+            os.killpg(os.getpgid(pid), signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+
+
+def _kill_zlaunch_in_job(launch: Launch) -> None:
+    os.kill(_children(launch.process.pid)[0], signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("by", "act"),
+    [
+        ("ssh", _kill_launcher),
+        ("ssh", _kill_group),
+        ("slurm", _kill_zlaunch_in_job),
+        ("slurm", _kill_group),
+    ],
+)
+def test_the_launcher_is_killed(
+    cluster: Testbed, tmp_path: Path, by: str, act: Callable[[Launch], None]
+) -> None:
+    launch = start(cluster, tmp_path, by=by, script=SILENT)
+    await_ready(launch)
+    run_id = launch.run_id
+    act(launch)
+    _gone(cluster, LIMIT_S + (15 if by == "slurm" else 0))
+    wait_until(lambda: not alive(run_id), "nothing of the run anywhere", 5)
+    launch.wait(20)
+    subprocess.run(["scancel", "--user=root"], env=cluster.env(), check=False, capture_output=True)
+
+
+@pytest.mark.parametrize("script", [SILENT, BUSY], ids=["silent", "busy"])
+def test_a_node_is_cut_off(cluster: Testbed, tmp_path: Path, script: str) -> None:
+    launch = start(cluster, tmp_path, f"--heartbeat={HEARTBEAT_S}", script=script)
+    await_ready(launch)
+    started = time.monotonic()
+    cluster.cut("n3")
+    try:
+        assert launch.wait(30) == 1, launch.err
+        assert time.monotonic() - started < HEARTBEAT_S * 1.5 + LIMIT_S + 8
+        assert "n3 fell silent" in launch.err, launch.err
+        _gone(cluster, HEARTBEAT_S + LIMIT_S)  # also on n3, which nobody can reach
+    finally:
+        cluster.heal("n3")
+
+
+@pytest.mark.parametrize("hard", [False, True], ids=["soft", "hard"])
+@pytest.mark.parametrize("script", [SILENT, BUSY], ids=["silent", "busy"])
+def test_a_node_is_rebooted(cluster: Testbed, tmp_path: Path, script: str, hard: bool) -> None:
+    launch = start(cluster, tmp_path, f"--heartbeat={HEARTBEAT_S}", script=script)
+    await_ready(launch)
+    cluster.reboot("n2", hard=hard)
+    try:
+        assert launch.wait(30) != 0
+        assert "n2" in launch.err and ("died" in launch.err or "silent" in launch.err), launch.err
+        _gone(cluster, 2.0)
+    finally:
+        cluster.await_nodes()
+
+
+def test_ctrl_c_while_running(cluster: Testbed, tmp_path: Path) -> None:
+    launch = start(cluster, tmp_path, script=SILENT)
+    await_ready(launch)
+    launch.process.send_signal(signal.SIGINT)
+    assert launch.wait(LIMIT_S + 3) == 130
+    assert "stopped by SIGINT" in launch.err
+    _gone(cluster, 1.0)
+
+
+@pytest.mark.parametrize("delay_s", [0.05, 0.3, 0.5, 0.7])
+def test_ctrl_c_during_start(cluster: Testbed, tmp_path: Path, delay_s: float) -> None:
+    launch = start(cluster, tmp_path, script=SILENT)
+    time.sleep(delay_s)
+    launch.process.send_signal(signal.SIGINT)
+    assert launch.wait(LIMIT_S + 5) in (130, -2), launch.err
+    assert "Traceback" not in launch.err
+    _gone(cluster, 3.0)
+
+
+def test_two_jobs_at_once(cluster: Testbed, tmp_path: Path) -> None:
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder in folders:
+        folder.mkdir()
+    stays = """
+        import os, time
+        print("ready", flush=True)
+        while not os.path.exists("go"):
+            time.sleep(0.1)
+    """
+    first = start(cluster, folders[0], script=SILENT)
+    second = start(cluster, folders[1], script=stays)
+    await_ready(first)
+    await_ready(second)
+    first.process.kill()
+    wait_until(lambda: not alive(first.run_id), "the first one gone", LIMIT_S)
+    assert len({e["pid"] for e in second.events("spawn")}) and second.process.poll() is None
+    (folders[1] / "go").touch()
+    assert second.wait(LIMIT_S) == 0, second.err
+
+
+def test_thirty_launches_leave_nothing(cluster: Testbed, tmp_path: Path) -> None:
+    def counted() -> tuple[int, int]:
+        return len(cluster.processes()), len(list(Path("/tmp").glob("zlaunch*")))
+
+    before = counted()
+    for number in range(30):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        launch = start(cluster, folder, "--quiet", script="print('hello')")
+        assert launch.wait(30) == 0, launch.err
+    wait_until(lambda: counted() == before, f"as before, {before}, not {counted()}", 3)

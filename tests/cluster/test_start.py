@@ -1,0 +1,236 @@
+"""What can be wrong before a run begins, and the clusters people really have."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.helpers import SILENT, await_ready, start
+from tests.cluster.testbed import Testbed
+from tests.e2e.helpers import Launch, wait_until
+
+ARGS = ("a b", "$HOME", "quote'\"", "line\nbreak", "é\u4e2d", "*", "")
+
+SHOW = """
+    import json, os, sys
+    env = os.environ
+    print(json.dumps([sys.argv[1:], env.get("HF_SECRET"), env.get("MINE"), env["LOCAL_RANK"]]))
+"""
+
+
+def test_arguments_and_environment_survive(cluster: Testbed, tmp_path: Path) -> None:
+    import json
+
+    env = {"HF_SECRET": "t$k'e\"n \n é", "NOT_LISTED": "x"}
+    launch = start(cluster, tmp_path, "--env=MINE=a=b c", script=SHOW, args=ARGS, env=env)
+    assert launch.wait() == 0, launch.err
+    for rank in range(6):
+        args, secret, mine, local = json.loads(launch.log(rank))
+        assert (tuple(args), secret, mine, local) == (ARGS, env["HF_SECRET"], "a=b c", str(rank % 2))
+
+
+def test_nothing_of_it_shows_in_ps(cluster: Testbed, tmp_path: Path) -> None:
+    launch = start(cluster, tmp_path, "--env=MINE=verysecret", script=SILENT)
+    await_ready(launch)
+    shown = " ".join(cluster.enter(host, "ps", "-eww", "-o", "args").stdout for host in cluster.hosts)
+    assert "worker.py" in shown and "verysecret" not in shown
+    launch.process.terminate()
+    assert launch.wait(8) == 143
+
+
+def test_unequal_nodes_and_filters(cluster: Testbed, tmp_path: Path) -> None:
+    hostfile = tmp_path / "hosts"
+    hostfile.write_text("n2 slots=3  # first\n\nn1 slots=1\nn3 slots=4\n")
+    script = (
+        "import os, socket; print(socket.gethostname(), os.environ['LOCAL_RANK'], os.environ['CROSS_RANK'])"
+    )
+    options = (f"--hostfile={hostfile}", "--include=n[2-3]:0-2@n1", "--no_local_rank")
+    launch = Launch(tmp_path, *options, f"--ssh_config={cluster.ssh_config}", script=script)
+    assert launch.wait() == 0, launch.err
+    said = [launch.log(rank).split() for rank in range(7)]
+    nodes = [("n2", 3, 0), ("n1", 1, 1), ("n3", 3, 2)]
+    assert said == [[host, str(i), str(node)] for host, count, node in nodes for i in range(count)]
+
+
+def _refused(cluster: Testbed, tmp_path: Path, *options: str, hostfile: str | None = None) -> str:
+    if hostfile is not None:
+        (tmp_path / "hosts").write_text(hostfile)
+        options = (*options, f"--hostfile={tmp_path / 'hosts'}")
+    launch = start(cluster, tmp_path, *options, script=SILENT)
+    assert launch.wait(40) == 2, launch.err
+    assert "Traceback" not in launch.err
+    return launch.err
+
+
+def test_a_host_that_does_not_exist(cluster: Testbed, tmp_path: Path) -> None:
+    text = _refused(cluster, tmp_path, hostfile="n1 slots=1\nnowhere.invalid slots=1\nn3 slots=1\n")
+    assert "nowhere.invalid: no such host" in text and "1 of 3 nodes cannot take part" in text
+
+
+def test_a_host_where_nothing_listens(cluster: Testbed, tmp_path: Path) -> None:
+    text = _refused(cluster, tmp_path, hostfile="n1 slots=1\nn2 slots=1 port=2299\n")
+    assert "n2" in text and "connection refused" in text
+
+
+def test_a_host_that_refuses_the_key(cluster: Testbed, tmp_path: Path) -> None:
+    subprocess.run(["ssh-keygen", "-qt", "ed25519", "-N", "", "-f", tmp_path / "other"], check=True)
+    config = cluster.ssh_config.read_text().replace(f"{cluster.folder}/key", str(tmp_path / "other"))
+    (tmp_path / "config").write_text(config)
+    text = _refused(cluster, tmp_path, f"--ssh_config={tmp_path / 'config'}")
+    assert "refused our keys" in text and "ssh-copy-id" in text
+
+
+def test_an_unknown_host_key(cluster: Testbed, tmp_path: Path) -> None:
+    known = cluster.known_hosts.read_text().splitlines(keepends=True)
+    try:
+        cluster.known_hosts.write_text("".join(known[:2]))
+        text = _refused(cluster, tmp_path)
+        assert f"ssh-keyscan {cluster.address('n3')} >> {cluster.known_hosts}" in text
+        command = next(line for line in text.splitlines() if "ssh-keyscan" in line)
+        subprocess.run(command, shell=True, check=True, capture_output=True)
+        launch = start(cluster, tmp_path, script="print('fine')")
+        assert launch.wait() == 0, launch.err
+
+        cluster.known_hosts.write_text("".join(known[:2]))
+        launch = start(cluster, tmp_path, "--ssh_accept_new", script="print('fine')")
+        assert launch.wait() == 0, launch.err
+        assert cluster.address("n3") in cluster.known_hosts.read_text()
+    finally:
+        cluster.trust_all()
+
+
+def test_a_changed_host_key(cluster: Testbed, tmp_path: Path) -> None:
+    lines = cluster.known_hosts.read_text().splitlines()
+    try:
+        swapped = [f"{lines[0].split()[0]} {' '.join(lines[1].split()[1:])}", *lines[1:]]
+        cluster.known_hosts.write_text("\n".join(swapped) + "\n")
+        text = _refused(cluster, tmp_path)
+        assert "host key has CHANGED" in text and "ssh-keygen -f" in text
+    finally:
+        cluster.trust_all()
+
+
+def test_python_is_missing_on_one_host(cluster: Testbed, tmp_path: Path) -> None:
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    (folder / "python").symlink_to(sys.executable)
+    cluster.enter("n2", "mount", "-t", "tmpfs", "tmpfs", str(folder))
+    try:
+        text = _refused(cluster, tmp_path, f"--remote_python={folder}/python")
+        assert "n2: there is no such Python" in text and "--remote_python" in text
+    finally:
+        cluster.enter("n2", "umount", str(folder))
+
+
+def test_the_port_is_taken(cluster: Testbed, tmp_path: Path) -> None:
+    code = "import socket,time; s=socket.socket(); s.bind(('', 29777)); s.listen(); time.sleep(60)"
+    with subprocess.Popen(
+        ["nsenter", f"--target={cluster.pids['n1']}", "--net", sys.executable, "-c", code]
+    ) as holder:
+        time.sleep(0.3)
+        text = _refused(cluster, tmp_path, "--master_port=29777")
+        holder.kill()
+    assert "n1: --master_port 29777: Address already in use" in text
+
+
+def test_a_full_disk_on_one_node(cluster: Testbed, tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    cluster.enter("n2", "mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(tmp_path / "data"))
+    script = """
+        import os, time
+        with open("data/" + os.environ["RANK"], "wb") as file:
+            file.write(bytes(1 << 20))
+        time.sleep(60)
+    """
+    try:
+        launch = start(cluster, tmp_path, script=script)
+        assert launch.wait(15) == 1
+        assert "on n2 failed first" in launch.err and "No space left on device" in launch.err
+    finally:
+        cluster.enter("n2", "umount", str(tmp_path / "data"))
+
+
+def test_a_noisy_and_slow_bashrc(cluster: Testbed, tmp_path: Path) -> None:
+    cluster.bashrc.write_text('echo welcome; echo \'{"type": "hello"\' ; echo oops >&2; sleep 2\n')
+    try:
+        launch = start(cluster, tmp_path, script="print('fine')")
+        assert launch.wait(30) == 0, launch.err
+        assert launch.log(5) == "fine\n"
+    finally:
+        cluster.bashrc.write_text("")
+
+
+def test_twelve_agents_behind_one_sshd(cluster: Testbed, tmp_path: Path) -> None:
+    """Its MaxStartups is the default, 10:30:100."""
+    names = [f"m{i:02d}" for i in range(1, 13)]
+    block = "".join(f"Host {name}\n  HostName {cluster.address('n1')}\n" for name in names)
+    (tmp_path / "config").write_text(block + cluster.ssh_config.read_text())
+    (tmp_path / "hosts").write_text("m[01-12] slots=1\n")
+    options = (f"--hostfile={tmp_path / 'hosts'}", f"--ssh_config={tmp_path / 'config'}", "--no_local_rank")
+    launch = Launch(tmp_path, *options, script="import os; print(os.environ['WORLD_SIZE'])")
+    assert launch.wait() == 0, launch.err
+    assert [launch.log(rank) for rank in range(12)] == ["12\n"] * 12
+
+
+def test_slots_that_are_not_written_down(cluster: Testbed, tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("n1\nn2 slots=2\n")
+    options = (f"--hostfile={tmp_path / 'hosts'}", f"--ssh_config={cluster.ssh_config}", "--no_local_rank")
+    launch = Launch(tmp_path, *options, script="import os; print(os.environ['WORLD_SIZE'])")
+    assert launch.wait() == 0, launch.err
+    assert launch.log(2) == "3\n"
+
+
+def test_an_allocation_is_used_as_it_is(cluster: Testbed, tmp_path: Path) -> None:
+    script = "import os, socket; print(socket.gethostname(), os.environ['LOCAL_RANK'])"
+    launch = start(cluster, tmp_path, by="slurm", script=script)
+    assert launch.wait() == 0, launch.err
+    assert "launcher slurm" in launch.err
+    assert [launch.log(rank).split() for rank in range(6)] == [
+        [f"n{r // 2 + 1}", str(r % 2)] for r in range(6)
+    ]
+
+
+@pytest.mark.parametrize("tasks", [1, 2])
+def test_started_by_the_users_own_srun(cluster: Testbed, tmp_path: Path, tasks: int) -> None:
+    script = (
+        "import os\ne = os.environ\nopen('rank.' + e['RANK'], 'w').write(e['WORLD_SIZE'] + e['LOCAL_RANK'])"
+    )
+    (tmp_path / "worker.py").write_text(script)
+    command = ["srun", "-N3", f"--ntasks-per-node={tasks}", "--gres=gpu:2", "-D", str(tmp_path)]
+    command += [sys.executable, "-m", "zlaunch", "--no_local_rank", "worker.py"]
+    result = subprocess.run(command, env=cluster.env(), capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+    assert [(tmp_path / f"rank.{r}").read_text() for r in range(6)] == [f"6{r % 2}" for r in range(6)]
+
+
+def test_a_failing_task_ends_the_users_own_srun(cluster: Testbed, tmp_path: Path) -> None:
+    (tmp_path / "worker.py").write_text(
+        "import os, time\nif os.environ['RANK'] == '3': raise ValueError('so it is')\ntime.sleep(600)"
+    )
+    command = ["srun", "-N3", "--ntasks-per-node=1", "--gres=gpu:2", "-D", str(tmp_path)]
+    command += [sys.executable, "-m", "zlaunch", "--no_local_rank", "worker.py"]
+    started = time.monotonic()
+    result = subprocess.run(command, env=cluster.env(), capture_output=True, text=True, timeout=60)
+    assert result.returncode != 0 and "ValueError: so it is" in result.stderr
+    assert time.monotonic() - started < 30
+    wait_until(lambda: not cluster.processes(), "all tasks gone", 20)
+
+
+def test_address_of_node_zero_is_one_the_others_reach(cluster: Testbed, tmp_path: Path) -> None:
+    launch = start(
+        cluster,
+        tmp_path,
+        script="import os; print(os.environ['MASTER_ADDR'], os.environ['GLOO_SOCKET_IFNAME'])",
+    )
+    assert launch.wait() == 0
+    assert launch.log(5) == f"{cluster.address('n1')} eth0\n"
+    text = _refused(cluster, tmp_path, "--iface=ib0")
+    assert "n1: --iface ib0: it has no such interface" in text
+    text = _refused(cluster, tmp_path, "--master_addr=127.0.0.1")
+    assert "cannot reach n1 at 127.0.0.1" in text
+    assert socket.gethostname() not in text

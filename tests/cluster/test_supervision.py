@@ -1,0 +1,171 @@
+"""Runs that go on: restarts, fewer nodes, hangs, saving before the end, and training across nodes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.helpers import SILENT, await_ready, start
+from tests.cluster.testbed import Testbed, wait_for
+from tests.e2e.helpers import ROOT, wait_until
+
+TRAIN = """
+    import json, os, sys, torch, zlaunch
+    from examples.gpt import GPT, Size, loss_of
+
+    torch.manual_seed(0)
+    device = zlaunch.init_distributed()
+    world, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
+    model = GPT(Size(layers=2, width=32, heads=2, context=16))
+    stage = int(sys.argv[1])
+    engine, *_ = zlaunch.initialize(model=model, config={
+        "train_micro_batch_size_per_gpu": 12 // world, "gradient_accumulation_steps": 1,
+        "gradient_clipping": 1.0, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "zero_optimization": {"stage": stage},
+    })
+    generator = torch.Generator().manual_seed(1)
+    losses = []
+    for step in range(8):
+        batch = torch.randint(0, 256, (12, 17), generator=generator).chunk(world)[rank]
+        loss = loss_of(engine, batch)
+        engine.backward(loss)
+        engine.step()
+        total = loss.detach().clone()
+        torch.distributed.all_reduce(total)
+        losses.append(float(total) / world)
+    if rank == 0:
+        print(json.dumps(losses))
+"""
+
+
+@pytest.mark.parametrize("by", ["ssh", "slurm"])
+def test_training_over_three_nodes_equals_one_process(cluster: Testbed, tmp_path: Path, by: str) -> None:
+    results = []
+    for folder, launcher, stage in (("one", None, 0), ("two", by, 2), ("three", by, 3)):
+        (tmp_path / folder).mkdir()
+        env = {"PYTHONPATH": str(ROOT)}
+        if launcher is None:
+            from tests.e2e.helpers import Launch
+
+            launch = Launch(
+                tmp_path / folder, "--num_gpus=1", "--no_local_rank", script=TRAIN, args=(str(stage),)
+            )
+        else:
+            more = {} if by == "slurm" else {"env": env}
+            launch = start(cluster, tmp_path / folder, by=by, script=TRAIN, args=(str(stage),), **more)
+        assert launch.wait(120) == 0, launch.err
+        results.append(json.loads(launch.log(0).splitlines()[-1]))
+    one, two, three = results
+    assert len(one) == 8 and one[-1] < one[0]
+    assert two == pytest.approx(one, rel=1e-5) and three == pytest.approx(one, rel=1e-5)
+
+
+def test_restarts(cluster: Testbed, tmp_path: Path) -> None:
+    script = """
+        import os, sys, time
+        print("attempt", os.environ["ZLAUNCH_RESTART_COUNT"], os.environ["MASTER_PORT"], flush=True)
+        if os.environ["ZLAUNCH_RESTART_COUNT"] != "2" and os.environ["RANK"] == "4":
+            raise ValueError("not yet")
+        if os.environ["ZLAUNCH_RESTART_COUNT"] != "2":
+            time.sleep(60)
+    """
+    launch = start(cluster, tmp_path, "--max_restarts=2", script=script)
+    assert launch.wait(40) == 0, launch.err
+    lines = launch.log(4).splitlines()
+    assert [line.split()[:2] for line in lines if line.startswith("attempt")] == [
+        ["attempt", str(i)] for i in range(3)
+    ]
+    assert "restart 2 of 2" in launch.err and len(launch.events("start")) == 3
+
+    (tmp_path / "again").mkdir()
+    launch = start(cluster, tmp_path / "again", "--max_restarts=1", script="raise SystemExit(7)")
+    assert launch.wait(40) == 7
+
+
+def test_going_on_without_a_dead_node(cluster: Testbed, tmp_path: Path) -> None:
+    script = """
+        import os, time
+        print("ready", os.environ["WORLD_SIZE"], flush=True)
+        if os.environ["WORLD_SIZE"] == "6":
+            time.sleep(600)
+    """
+    launch = start(cluster, tmp_path, "--heartbeat=3", "--min_nodes=2", "--connect_timeout=10", script=script)
+    await_ready(launch)
+    cluster.cut("n1")
+    try:
+        assert launch.wait(60) == 0, launch.err
+    finally:
+        cluster.heal("n1")
+    assert "n1 fell silent" in launch.err and "going on with 2 of 3 nodes, without n1" in launch.err
+    assert "ready 4" in launch.log(3)
+    wait_until(lambda: not cluster.processes(), "nothing left", 10)
+
+
+def test_a_hang_shows_the_stacks_of_all_ranks(cluster: Testbed, tmp_path: Path) -> None:
+    script = """
+        import time
+        def waits_for_ever():
+            time.sleep(600)
+        print("ready", flush=True)
+        waits_for_ever()
+    """
+    launch = start(cluster, tmp_path, "--hang_timeout=2", script=script)
+    assert launch.wait(30) == 1
+    assert "hang: no rank has written anything for 2 s" in launch.err
+    assert launch.err.count("waits_for_ever") == 6
+
+
+STOPS = """
+    import os, time, zlaunch, torch
+    zlaunch.init_distributed()
+    engine, *_ = zlaunch.initialize(model=torch.nn.Linear(4, 4), config={
+        "train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "Adam", "params": {}}})
+    print("ready", flush=True)
+    while not engine.should_stop:
+        engine.backward(engine(torch.ones(1, 4)).sum())
+        engine.step()
+        time.sleep(0.02)
+    print("saved at", engine.global_steps, flush=True)
+"""
+
+
+@pytest.mark.parametrize("by", ["ssh", "slurm"])
+def test_save_and_stop_reaches_every_rank_at_the_same_step(cluster: Testbed, tmp_path: Path, by: str) -> None:
+    launch = start(cluster, tmp_path, by=by, script=STOPS)
+    await_ready(launch)
+    record = json.loads((launch.run_dir / "launcher.json").read_text())
+    os.kill(record["pid"], signal.SIGUSR1)
+    assert launch.wait(30) == 0, launch.err
+    last = {launch.log(rank).splitlines()[-1] for rank in range(6)}
+    assert len(last) == 1 and next(iter(last)).startswith("saved at")
+
+
+def test_preemption_saves_and_requeues(cluster: Testbed, tmp_path: Path) -> None:
+    (tmp_path / "worker.py").write_text(__import__("textwrap").dedent(STOPS))
+    (tmp_path / "job.sbatch").write_text(
+        f"#!/bin/bash\n#SBATCH -N3 --gres=gpu:2 --requeue --open-mode=append --output={tmp_path}/out.%j\n"
+        f"#SBATCH --signal=B:USR1@5\nexec {sys.executable} -m zlaunch --requeue --no_local_rank "
+        f"--run_dir={tmp_path}/run.$SLURM_RESTART_COUNT worker.py\n"
+    )
+    submit = ["sbatch", "--parsable", "--chdir", str(tmp_path), str(tmp_path / "job.sbatch")]
+    job = subprocess.run(submit, env=cluster.env(), capture_output=True, text=True, check=True).stdout.strip()
+
+    def count() -> int:
+        logs = [tmp_path / f"run.{i}" / "logs" / "rank_00005.log" for i in ("", "1")]
+        return sum("ready" in log.read_text() for log in logs if log.exists())
+
+    try:
+        wait_for(lambda: count() == 1, "the first start", 60)
+        subprocess.run(["scancel", "--batch", "--signal=USR1", job], env=cluster.env(), check=True)
+        wait_for(lambda: count() == 2, "the start after the requeue", 200)
+        assert "saved at" in (tmp_path / "run." / "logs" / "rank_00005.log").read_text()
+        assert f"job {job} is requeued" in (tmp_path / f"out.{job}").read_text()
+    finally:
+        subprocess.run(["scancel", job], env=cluster.env(), check=False)
+        wait_for(lambda: not cluster.processes(), "the job gone", 30)

@@ -1,0 +1,182 @@
+"""`zlaunch ps`, `stop` and `stacks` on real runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.helpers import ROOT, Launch, alive, run, wait_until
+
+SCRIPT = """
+    import time
+    def deep_in_the_users_code():
+        print("up", flush=True)
+        time.sleep(60)
+    deep_in_the_users_code()
+"""
+
+
+def zlaunch(folder: Path, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    """The command in a folder, to its end."""
+    return subprocess.run(
+        [sys.executable, "-m", "zlaunch", *map(str, arguments)],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def ps(folder: Path, *arguments: str | Path) -> Any:
+    """What `zlaunch ps --json` says."""
+    done = zlaunch(folder, "ps", "--json", *arguments)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def change_record(run_dir: Path, **values: Any) -> None:
+    path = run_dir / "launcher.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[Launch]:
+    """A run with two ranks that are up."""
+    launch = Launch(tmp_path, "--num_gpus=2", "--log_ranks=all", script=SCRIPT)
+    try:
+        wait_until(lambda: launch.out.count("up") == 2, "both ranks up")
+        yield launch
+    finally:
+        launch.process.send_signal(signal.SIGTERM)
+        launch.wait()
+
+
+def test_a_run_is_listed_shown_and_stopped(launch: Launch, tmp_path: Path) -> None:
+    [listed] = ps(tmp_path, ".")
+    assert (listed["run"], listed["state"], listed["world_size"]) == ("run", "running", 2)
+    assert (listed["run_id"], listed["pid"]) == (launch.run_id, launch.process.pid)
+    table = zlaunch(tmp_path, "ps", ".").stdout
+    assert "running" in table and "localhost" in table
+
+    shown = ps(tmp_path, "run")
+    assert shown["state"] == "running"
+    assert shown["ranks"] == [
+        {"rank": rank, "host": "localhost", "pid": launch.worker_pid(rank), "state": "running"}
+        for rank in (0, 1)
+    ]
+
+    stopped = zlaunch(tmp_path, "stop", "run")
+    assert (stopped.returncode, stopped.stdout) == (0, "run: stopped, exit code 143\n"), stopped.stderr
+    assert launch.wait() == 143 and not alive(launch.run_id)
+    assert ps(tmp_path, ".") == []
+    assert "--all shows 1 more" in zlaunch(tmp_path, "ps", ".").stdout
+    assert [r["state"] for r in ps(tmp_path, ".", "--all")] == ["ended 143"]
+    assert {r["state"] for r in ps(tmp_path, "run")["ranks"]} == {"killed by SIGTERM"}
+    for command in ("stop", "stacks"):
+        again = zlaunch(tmp_path, command, "run")
+        assert again.returncode == 2 and "run has ended already" in again.stderr
+        assert again.stderr.count("\n") == 1
+
+
+def test_stacks_of_all_and_of_some_ranks(launch: Launch, tmp_path: Path) -> None:
+    done = zlaunch(tmp_path, "stacks", launch.run_dir)
+    assert done.returncode == 0, done.stderr
+    for rank in (0, 1):
+        heading = f"== rank {rank} on localhost, process {launch.worker_pid(rank)} ==\n"
+        after = done.stdout.partition(heading)[2]
+        assert "deep_in_the_users_code" in after.partition("==")[0]
+    one = zlaunch(tmp_path, "stacks", "--rank", "1", launch.run_dir)
+    assert one.returncode == 0 and "rank 1 on" in one.stdout and "rank 0 on" not in one.stdout
+
+    os.kill(launch.worker_pid(0), signal.SIGSTOP)
+    half = zlaunch(tmp_path, "stacks", "run")
+    assert half.returncode == 1 and "no answer from rank 0 (running)" in half.stderr
+    assert "deep_in_the_users_code" in half.stdout
+
+    wrong = zlaunch(tmp_path, "stacks", "run", "--rank", "0-2")
+    assert wrong.returncode == 2 and "there is no rank 2" in wrong.stderr
+    assert launch.process.poll() is None, "the run goes on"
+
+
+def test_stop_that_takes_too_long_and_by_force(launch: Launch, tmp_path: Path) -> None:
+    for rank in (0, 1):
+        os.kill(launch.worker_pid(rank), signal.SIGSTOP)  # "save and stop" goes unheard
+    late = zlaunch(tmp_path, "stop", "run", "--signal", "USR1", "--timeout", "0.3")
+    assert late.returncode == 1 and "has not ended within 0.3 s" in late.stderr
+    forced = zlaunch(tmp_path, "stop", "run", "--signal", "kill")
+    assert (forced.returncode, forced.stdout) == (0, "run: launcher killed; its agents stop the workers\n")
+    assert ps(tmp_path, "run")["state"] == "gone"
+    gone = zlaunch(tmp_path, "stop", "run")
+    assert gone.returncode == 2 and "is gone" in gone.stderr
+    wait_until(lambda: not alive(launch.run_id), "workers stopped")
+
+
+def test_a_launcher_that_cannot_be_reached_from_here(launch: Launch, tmp_path: Path) -> None:
+    good = json.loads((launch.run_dir / "launcher.json").read_text())
+    change_record(launch.run_dir, host="elsewhere")
+    assert ps(tmp_path, ".")[0]["state"] == "on elsewhere"
+    there = zlaunch(tmp_path, "stop", "run")
+    assert there.returncode == 2 and f"ssh elsewhere zlaunch stop {launch.run_dir}" in there.stderr
+    # Another process has the launcher's number by now.
+    change_record(launch.run_dir, host=good["host"], start_ticks=good["start_ticks"] - 1)
+    assert ps(tmp_path, "run")["state"] == "gone"
+    assert zlaunch(tmp_path, "stop", "run").returncode == 2
+    assert launch.process.poll() is None
+
+
+def test_how_ranks_end(tmp_path: Path) -> None:
+    script = """
+        import os, sys, time
+        if os.environ["ZLAUNCH_RESTART_COUNT"] == "0": sys.exit(5)
+        if os.environ["RANK"] == "0": sys.exit(0)
+        while os.path.exists(f"/proc/{os.getppid()}") and not os.path.exists("now"): time.sleep(0.01)
+        os.kill(os.getpid(), 9)
+    """
+    launch = Launch(tmp_path, "--num_gpus=2", "--max_restarts=1", script=script)
+    wait_until(lambda: any(e["returncode"] == 0 for e in launch.events("exit")), "rank 0 done")
+    states = [r["state"] for r in ps(tmp_path, "run")["ranks"]]
+    assert states == ["exited 0", "running"] and ps(tmp_path, ".")[0]["attempt"] == 1
+    (tmp_path / "now").touch()
+    assert launch.wait() == 137
+    assert [r["state"] for r in ps(tmp_path, "run")["ranks"]] == ["exited 0", "killed by SIGKILL"]
+
+
+def test_programs_that_are_not_python_have_no_stacks(tmp_path: Path) -> None:
+    launch = Launch(tmp_path, "--no_python", "sleep", "60")
+    launch.worker_pid(0)
+    done = zlaunch(tmp_path, "stacks", "run")
+    assert done.returncode == 2 and "--no_python" in done.stderr
+    assert zlaunch(tmp_path, "stop", "run", "--signal", "INT").stdout == "run: stopped, exit code 130\n"
+    assert launch.wait() == 130
+
+
+def test_names_below_runs_and_names_that_are_wrong(tmp_path: Path) -> None:
+    done = run(tmp_path, script="pass")
+    step = tmp_path / "runs" / "slurm-7.0" / "task_00000"
+    step.parent.mkdir(parents=True)
+    assert zlaunch(tmp_path, "ps").stdout == "no runs in runs\n"
+    done.run_dir.rename(step)
+    assert [r["run"] for r in ps(tmp_path, "-a")] == ["slurm-7.0/task_00000"]
+    for name, words in (
+        ("slurm-7.0/task_00000", "has ended already"),
+        ("slurm-7.0/task_0000", "no run 'slurm-7.0/task_0000', did you mean 'slurm-7.0/task_00000'?"),
+        ("slurm-7.0", "is a folder of runs: name one of them, such as runs/slurm-7.0/task_00000"),
+        (str(step), "has ended already"),
+        (str(step / "logs"), "no launcher.json"),
+        ("zzz", "`zlaunch ps --all` shows what there is"),
+    ):
+        refused = zlaunch(tmp_path, "stop", name)
+        assert refused.returncode == 2 and words in refused.stderr, refused.stderr
+        assert refused.stderr.startswith("zlaunch stop: error: ") and refused.stderr.count("\n") == 1
+    assert zlaunch(tmp_path, "ps", "nowhere").returncode == 2
+    assert [r["state"] for r in ps(tmp_path, step)["ranks"]] == ["exited 0"]

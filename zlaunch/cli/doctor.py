@@ -1,0 +1,334 @@
+"""`zlaunch doctor`: ask every host what a launch needs, and say what is wrong and what to do."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from zlaunch.launch.checkup import Checkup, Problem, Report, describe_gpus, judge, size
+
+if TYPE_CHECKING:
+    from rich.table import Table
+    from rich.text import Text
+
+    from zlaunch.cli.cluster import Cluster
+    from zlaunch.cli.options import Options
+    from zlaunch.launch.fleet import Node
+
+_SETTINGS = {
+    "token_normalize_func": lambda token: token.replace("-", "_"),
+    "help_option_names": ["-h", "--help"],
+    "max_content_width": 100,
+}
+_CONNECT_TIMEOUT_S = 30.0
+_ANSWER_TIMEOUT_S = 20.0
+_MEET_TIMEOUT_S = 40.0
+"""For finding all the hosts that cannot reach node 0, a round of connecting for each."""
+_PINGS = 3
+_COLUMNS = (
+    "host",
+    "state",
+    "python",
+    "zlaunch",
+    "torch",
+    "GPUs",
+    "driver",
+    "clock",
+    "disk",
+    "shm",
+    "memlock",
+)
+COLUMNS = (*_COLUMNS, "nofile", "interfaces", "NCCL", "node 0")
+"""Of the table; a problem names the one that it belongs to."""
+_NOT_KNOWN = "-"
+_SHOWN_INTERFACES = 4
+
+
+@click.command(context_settings=_SETTINGS)
+@click.option("-H", "--hostfile", metavar="FILE", help="Hosts to check.  [default: this machine]")
+@click.option("--ssh_port", type=click.IntRange(1, 65535), metavar="PORT", help="Port of sshd.")
+@click.option("--ssh_config", metavar="FILE", help="Instead of ~/.ssh/config.")
+@click.option("--ssh_accept_new", is_flag=True, help="Take down host keys that are not known yet.")
+@click.option("--remote_python", metavar="PATH", help="Python on the hosts.  [default: the path of this one]")
+@click.option("--venv", metavar="DIR", help="Virtual environment on the hosts; its Python is taken.")
+@click.option("--iface", metavar="NAME", help="Network interface for rendezvous and traffic.")
+@click.option("--json", "as_json", is_flag=True, help="Print all that was found out as JSON.")
+def doctor(hostfile: str | None, as_json: bool, iface: str | None, **given: Any) -> int:
+    """Check this machine, or the hosts of a hostfile, for what a launch needs.
+
+    Exit code 1: a launch would fail on some host.
+    """
+    with tempfile.TemporaryDirectory(prefix="zlaunch-doctor-") as folder:
+        Path(folder, "logs").mkdir()
+        options = _options(folder, hostfile, iface, given)
+        reports = _examine(_hosts(options), options)
+    problems = judge(reports)
+    failed = any(problem.level == "error" for problem in problems)
+    if as_json:
+        print(json.dumps({"ok": not failed, **_as_data(reports, problems)}, indent=2))
+    else:
+        _show(reports, problems)
+    return 1 if failed else 0
+
+
+def _options(folder: str, hostfile: str | None, iface: str | None, given: dict[str, Any]) -> Options:
+    """A launch's options, so that the hosts are reached as a launch would reach them."""
+    from zlaunch.cli.options import Options
+    from zlaunch.launch.plan import Target
+
+    venv = given.pop("venv")
+    python = given.pop("remote_python")
+    if venv is not None and python is not None:
+        raise click.UsageError("--venv and --remote_python exclude each other")
+    try:
+        workdir = os.getcwd()
+    except FileNotFoundError:
+        raise click.UsageError("the current folder is gone: go to another one") from None
+    return Options(
+        target=Target("script", "", ()),
+        run_id="doctor",
+        run_dir=folder,
+        hostfile=hostfile,
+        launcher="ssh" if hostfile is not None else "local",
+        include=None,
+        exclude=None,
+        num_nodes=None,
+        num_gpus=None,
+        master_addr=None,
+        master_port=0,
+        iface=iface,
+        grace_s=0.0,
+        heartbeat_s=0.0,
+        env=(),
+        python=python or (f"{venv}/bin/python" if venv else sys.executable),
+        workdir=workdir,
+        bind_cores=False,
+        core_list=None,
+        connect_timeout_s=_CONNECT_TIMEOUT_S,
+        **given,
+    )
+
+
+def _hosts(options: Options) -> Cluster:
+    from zlaunch.cli.cluster import Cluster, cluster
+    from zlaunch.hostfiles.grammar import HostEntry
+
+    if options.hostfile is not None:
+        return cluster(options, "ssh", None)
+    return Cluster(options, "local", {"localhost": HostEntry("localhost")}, {}, os.environ)
+
+
+# -- asking ------------------------------------------------------------------------------------
+
+
+def _examine(found: Cluster, options: Options) -> list[Report]:
+    """A report for every host, in order."""
+    from zlaunch.launch.fleet import PARALLEL, close_all, connect
+
+    nodes, errors = connect(found.hosts(), found.open_link, _CONNECT_TIMEOUT_S)
+    question = {
+        "cmd": "checkup",
+        "workdir": options.workdir,
+        "nccl_setting": found.environ.get("NCCL_SOCKET_IFNAME") or options.iface,
+    }
+    try:
+        with ThreadPoolExecutor(PARALLEL) as pool:
+            reports = list(pool.map(lambda node: _ask(node, question), nodes))
+        able = [node for node, report in zip(nodes, reports, strict=True) if report.checkup is not None]
+        meeting = _meet(able, options.iface)
+    finally:
+        close_all(nodes)
+    known = {error.host: Report(host=error.host, error=error.text) for error in errors}
+    known |= {report.host: report for report in reports}
+    return [
+        replace(
+            known[host],
+            slots=found.entries[host].slots,
+            workdir=options.workdir,
+            iface=options.iface,
+            meets_by=meeting.interfaces.get(host),
+            meet_error=meeting.errors.get(host, ""),
+        )
+        for host in found.hosts()
+    ]
+
+
+def _ask(node: Node, question: dict[str, Any]) -> Report:
+    """One host's clock and checkup; the time is bounded."""
+    from zlaunch import __version__
+    from zlaunch.launch.fleet import NodeError
+
+    if node.facts.version != __version__:  # it may not know what to answer
+        return Report(host=node.host, facts=node.facts)
+    timer = threading.Timer(_ANSWER_TIMEOUT_S, node.link.transport.kill)
+    timer.daemon = True
+    timer.start()
+    started = time.monotonic()
+    try:
+        skew = _skew_s(node)
+        checkup = Checkup.from_event(node.link.ask(question, "checkup"))
+        return Report(host=node.host, facts=node.facts, checkup=checkup, skew_s=skew)
+    except NodeError as error:
+        late = time.monotonic() - started >= _ANSWER_TIMEOUT_S
+        text = f"no answer within {_ANSWER_TIMEOUT_S:g} s" if late else error.text
+        return Report(host=node.host, facts=node.facts, error=text)
+    finally:
+        timer.cancel()
+
+
+def _skew_s(node: Node) -> float:
+    """Its clock less ours: of the fastest of some pings, half of whose time is taken off."""
+    best_s, skew_s = float("inf"), 0.0
+    for _ in range(_PINGS):
+        sent, started = time.time(), time.monotonic()
+        there = float(node.link.ask({"cmd": "ping"}, "pong")["time"])
+        round_trip_s = time.monotonic() - started
+        if round_trip_s < best_s:
+            best_s, skew_s = round_trip_s, there - sent - round_trip_s / 2
+    return skew_s
+
+
+@dataclass(frozen=True, slots=True)
+class _Meeting:
+    """Host -> the interface by which it and node 0 reach each other, or why they cannot."""
+
+    interfaces: Mapping[str, str]
+    errors: Mapping[str, str]
+
+
+def _meet(nodes: Sequence[Node], iface: str | None) -> _Meeting:
+    """Have all nodes reach the first one; who cannot is left out, and the others try again."""
+    from zlaunch.launch.fleet import NodeError, find_rendezvous
+
+    left, errors = list(nodes), dict[str, str]()
+    if len(left) < 2 or (iface is not None and iface not in left[0].facts.addresses):
+        return _Meeting({}, {})  # the second has an error of its own
+    deadline = time.monotonic() + _MEET_TIMEOUT_S
+    while len(left) > 1 and time.monotonic() < deadline:
+        try:
+            found = find_rendezvous(left, master_addr=None, master_port=0, iface=iface)
+        except NodeError as error:
+            errors[error.host] = error.text
+            if error.host == left[0].host:
+                break
+            left = [node for node in left if node.host != error.host]
+        else:
+            names = [node.host for node in left]
+            return _Meeting(dict(zip(names, found.interfaces, strict=True)), errors)
+    return _Meeting({}, errors)
+
+
+# -- showing -----------------------------------------------------------------------------------
+
+
+def table_rows(reports: Sequence[Report], problems: Sequence[Problem]) -> list[list[Text]]:
+    """A row for each host with a cell for each of COLUMNS; errors are red, warnings yellow."""
+    from rich.text import Text
+
+    rows = []
+    for report in reports:
+        levels: dict[str, str] = {}
+        for problem in problems:
+            if problem.host == report.host and levels.get(problem.check) != "error":
+                levels[problem.check] = problem.level
+        worst = min(levels.values(), default="ok")  # error before warning
+        cells = _cells(report)
+        levels["state"] = worst
+        styles = {"error": "bold red", "warning": "yellow"}
+        rows.append(
+            [
+                Text(
+                    worst if column == "state" else cells[column],
+                    style=styles.get(levels.get(column, ""), ""),
+                )
+                for column in COLUMNS
+            ]
+        )
+    return rows
+
+
+def _cells(report: Report) -> dict[str, str]:
+    cells = dict.fromkeys(COLUMNS, _NOT_KNOWN)
+    cells["host"] = report.host
+    facts, checkup = report.facts, report.checkup
+    if facts is not None:
+        cells |= {"python": facts.python, "zlaunch": facts.version, "GPUs": describe_gpus(report) or "0"}
+        shown = [f"{name} {addresses[0]}" for name, addresses in facts.addresses.items()]
+        more = ["..."] if len(shown) > _SHOWN_INTERFACES else []
+        cells["interfaces"] = "\n".join([*shown[:_SHOWN_INTERFACES], *more]) or "none"
+    if report.skew_s is not None:
+        cells["clock"] = f"{report.skew_s:+.3f} s"
+    if report.meets_by is not None or report.meet_error:
+        cells["node 0"] = "cannot" if report.meet_error else f"by {report.meets_by}"
+    if checkup is not None:
+        disk, shm, memlock = checkup.disk_free_bytes, checkup.shm_free_bytes, checkup.memlock_bytes
+        cells |= {
+            "torch": checkup.torch or "none",
+            "driver": checkup.driver or "none",
+            "disk": "no folder" if disk is None else size(disk),
+            "shm": "none" if shm is None else size(shm),
+            "memlock": "unlimited" if memlock is None else size(memlock),
+            "nofile": "unlimited" if checkup.nofile is None else str(checkup.nofile),
+            "NCCL": checkup.nccl_interface or "none",
+        }
+    return cells
+
+
+def _table(columns: Sequence[str], rows: Sequence[Mapping[str, Text]]) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0))
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*(row[column] for column in columns))
+    return table
+
+
+def _show(reports: Sequence[Report], problems: Sequence[Problem]) -> None:
+    from rich.console import Console
+
+    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
+    rows = [dict(zip(COLUMNS, row, strict=True)) for row in table_rows(reports, problems)]
+    whole = _table(COLUMNS, rows)
+    if console.measure(whole, options=console.options.update(max_width=1000)).maximum <= console.width:
+        console.print(whole)
+    else:
+        half = COLUMNS.index("disk")
+        console.print(_table(COLUMNS[:half], rows))
+        console.print(_table(("host", *COLUMNS[half:]), rows))
+    for problem in problems:
+        colour = "red" if problem.level == "error" else "yellow"
+        text = ": ".join(filter(None, (problem.text, problem.advice)))
+        console.print(f"[{colour}]{problem.level}[/]", end=" ")
+        console.print(f"{problem.host}: {text}", markup=False, soft_wrap=True)
+    if not problems:
+        console.print("nothing is wrong")
+
+
+def _as_data(reports: Sequence[Report], problems: Sequence[Problem]) -> dict[str, Any]:
+    """The same keys for every host; null for what is not known."""
+    from dataclasses import asdict
+
+    from zlaunch.launch.facts import Facts
+
+    hosts = []
+    for report in reports:
+        own = asdict(report)
+        facts = own.pop("facts") or dict.fromkeys(Facts.__slots__)
+        checkup = own.pop("checkup") or dict.fromkeys(Checkup.__slots__)
+        facts["zlaunch"] = facts.pop("version")
+        hosts.append({**own, **facts, **checkup})
+    return {"hosts": hosts, "problems": [asdict(problem) for problem in problems]}

@@ -1,0 +1,398 @@
+"""`zlaunch ps`, `stop` and `stacks`: see the runs of a folder, end one, see where its ranks are."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import re
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from zlaunch.launch import record
+from zlaunch.launch.events import decode
+from zlaunch.launch.failure import signal_name
+from zlaunch.launch.processes import Process, kill, start_ticks
+
+if TYPE_CHECKING:
+    from zlaunch.launch.record import Record
+
+_SETTINGS = {
+    "token_normalize_func": lambda token: token.replace("-", "_"),
+    "help_option_names": ["-h", "--help"],
+    "max_content_width": 100,
+}
+_DEFAULT_FOLDER = "runs"
+_POLL_S = 0.05
+_QUIET_S = 0.5
+"""Logs that have not grown for so long have all of the stacks."""
+_STACKS_TIMEOUT_S = 5.0
+_STARTING_S = 3.0
+"""How long a worker may take until it knows SIGUSR2; before that it would die of it."""
+_STACK_MARK = b"(most recent call first):"
+_RANK_EVENTS = tuple(f'"type":"{kind}"'.encode() for kind in ("start", "spawn", "exit", "lost"))
+_SIGNALS = {"TERM": signal.SIGTERM, "INT": signal.SIGINT, "USR1": signal.SIGUSR1, "KILL": signal.SIGKILL}
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A run's folder and what its launcher wrote there."""
+
+    name: str
+    path: Path
+    record: Record
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Its launcher ran on another host, where alone can be seen whether it still does."""
+        return self.record.host != socket.gethostname()
+
+    @property
+    def state(self) -> str:
+        """`running`, `ended CODE`, `gone` (the launcher is, and wrote no end), or `on HOST`."""
+        if self.record.ended is not None:
+            return f"ended {self.record.exit_code}"
+        if self.is_elsewhere:
+            return f"on {self.record.host}"
+        return "running" if self.record.is_running() else "gone"
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """A worker of the last attempt."""
+
+    rank: int
+    host: str
+    pid: int
+    state: str
+
+
+# -- finding -----------------------------------------------------------------------------------
+
+
+def find_runs(folder: Path) -> list[Run]:
+    """The runs in a folder, the oldest first; those under SLURM steps lie one folder deeper."""
+    found = []
+    for pattern in ("*/launcher.json", "*/*/launcher.json"):
+        for path in folder.glob(pattern):
+            known = record.read(path.parent)
+            if known is not None:
+                found.append(Run(str(path.parent.relative_to(folder)), path.parent, known))
+    return sorted(found, key=lambda run: (run.record.started, run.name))
+
+
+def find_run(text: str) -> Run:
+    """The run whose folder or name this is. Raises click.UsageError, with the nearest name."""
+    places = (Path(text), Path(_DEFAULT_FOLDER, text))
+    for path in places:
+        known = record.read(path)
+        if known is not None:
+            return Run(text, path, known)
+    for path in places:
+        if inside := find_runs(path):
+            raise click.UsageError(
+                f"{text!r} is a folder of runs: name one of them, such as {inside[-1].path}"
+            )
+        if (path / "launcher.json").exists():
+            raise click.UsageError(f"{path / 'launcher.json'} cannot be read")
+    if places[0].is_dir():
+        raise click.UsageError(f"{text!r} is no run's folder: there is no launcher.json in it")
+    names = [run.name for run in find_runs(Path(_DEFAULT_FOLDER))]
+    names += [str(run.path) for run in find_runs(places[0].parent)]
+    near = difflib.get_close_matches(text, names, n=1)
+    hint = f", did you mean {near[0]!r}?" if near else "; `zlaunch ps --all` shows what there is"
+    raise click.UsageError(f"no run {text!r}{hint}")
+
+
+def _living(text: str, command: str) -> Run:
+    """A run whose launcher is alive and ours to signal. Raises click.UsageError."""
+    run = find_run(text)
+    known = run.record
+    if known.ended is not None:
+        raise click.UsageError(f"{text} has ended already, at {_moment(known.ended)}, code {known.exit_code}")
+    if run.is_elsewhere:
+        there = f"ssh {known.host} zlaunch {command} {run.path.absolute()}"
+        raise click.UsageError(f"the launcher of {text} is on {known.host}: {there}")
+    if not known.is_running():
+        raise click.UsageError(f"{text} has ended already: its launcher (process {known.pid}) is gone")
+    try:
+        os.kill(known.pid, 0)
+    except PermissionError:
+        raise click.UsageError(f"{text} is another user's run (process {known.pid})") from None
+    except OSError:
+        pass  # it has just ended
+    return run
+
+
+def read_ranks(run: Run) -> list[Rank]:
+    """The ranks of the last attempt, from its events."""
+    ranks: dict[int, Rank] = {}
+    for event in _rank_events(run.path):
+        kind, rank = event.get("type"), event.get("rank")
+        if kind == "start":
+            ranks.clear()
+        elif kind == "spawn":
+            ranks[event["rank"]] = Rank(event["rank"], event["host"], event["pid"], "running")
+        elif kind == "exit" and rank in ranks:
+            code = event["returncode"]
+            how = f"exited {code}" if code >= 0 else f"killed by {signal_name(-code)}"
+            ranks[rank] = replace(ranks[rank], state=how)
+        elif kind == "lost":
+            ranks |= {r.rank: replace(r, state="node lost") for r in _alive(ranks.values(), event["host"])}
+    if run.state == "gone" or run.record.ended is not None:
+        ranks |= {r.rank: replace(r, state="unknown") for r in _alive(ranks.values())}
+    return [ranks[rank] for rank in sorted(ranks)]
+
+
+def _rank_events(run_dir: Path) -> Iterable[dict[str, Any]]:
+    try:
+        with open(run_dir / "events.jsonl", "rb") as file:
+            for line in file:
+                # Most lines are metrics; parsing them all would take seconds for a long run.
+                event = decode(line) if any(mark in line for mark in _RANK_EVENTS) else None
+                if event is not None:
+                    yield event
+    except OSError:
+        return
+
+
+def _alive(ranks: Iterable[Rank], host: str | None = None) -> list[Rank]:
+    return [r for r in ranks if r.state == "running" and host in (None, r.host)]
+
+
+# -- ps ----------------------------------------------------------------------------------------
+
+
+@click.command(context_settings=_SETTINGS)
+@click.argument("folder", metavar="[DIR]", default=_DEFAULT_FOLDER)
+@click.option("-a", "--all", "show_all", is_flag=True, help="Also the runs that have ended.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON; times are seconds since the epoch.")
+def ps(folder: str, show_all: bool, as_json: bool) -> int:
+    """Show the runs of a folder (default: runs), or the ranks of one run.
+
+    States of a run: running; ended with an exit code; gone, when the launcher was killed; on HOST, when its
+    launcher is there and only there can be seen more.
+    """
+    path = Path(folder)
+    known = record.read(path)
+    if known is not None:
+        run = Run(path.name or str(path), path, known)
+        _show_run(run, read_ranks(run), as_json=as_json)
+        return 0
+    if not path.is_dir() and folder != _DEFAULT_FOLDER:
+        raise click.UsageError(f"there is no folder {folder!r}")
+    everything = find_runs(path)
+    chosen = [run for run in everything if show_all or run.state == "running" or run.state.startswith("on ")]
+    if as_json:
+        print(json.dumps([_as_data(run) for run in chosen], indent=2))
+    elif chosen:
+        columns = ("run", "state", "hosts", "workers", "started", "elapsed", "attempt")
+        _print_table(columns, [_row(run) for run in chosen])
+    else:
+        hidden = f"; --all shows {len(everything)} more" if everything else ""
+        print(f"no runs{' are running' if hidden else ''} in {folder}{hidden}")
+    return 0
+
+
+def _as_data(run: Run) -> dict[str, Any]:
+    known = asdict(run.record)
+    return {"run": run.name, "dir": str(run.path.absolute()), "state": run.state, **known}
+
+
+def _row(run: Run) -> tuple[str, ...]:
+    known, hosts = run.record, run.record.hosts
+    shown = " ".join(hosts) if len(hosts) < 5 else f"{hosts[0]} ... {hosts[-1]} ({len(hosts)})"
+    until = known.ended if known.ended is not None else time.time()
+    elapsed = "-" if run.state == "gone" else _duration(until - known.started)
+    return (
+        *(run.name, run.state, shown, str(known.world_size)),
+        *(_moment(known.started), elapsed, str(known.attempt)),
+    )
+
+
+def _show_run(run: Run, ranks: Sequence[Rank], *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps({**_as_data(run), "ranks": [asdict(rank) for rank in ranks]}, indent=2))
+        return
+    rows = [(str(r.rank), r.host, str(r.pid), r.state) for r in ranks]
+    _print_table(("rank", "host", "pid", "state"), rows, f"{run.name}: {run.state}")
+
+
+def _print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], title: str | None = None) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    heading = Text(title) if title is not None else None
+    table = Table(box=box.SIMPLE, title=heading, title_justify="left")
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*map(Text, row))
+    Console(width=None if sys.stdout.isatty() else 160, highlight=False).print(table)
+
+
+def _moment(epoch_s: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(epoch_s))
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(max(0, int(seconds)), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
+
+
+# -- stop --------------------------------------------------------------------------------------
+
+
+@click.command(context_settings=_SETTINGS)
+@click.argument("run", metavar="RUN")
+@click.option(
+    "--signal",
+    "name",
+    type=click.Choice(list(_SIGNALS), case_sensitive=False),
+    default="TERM",
+    show_default=True,
+    help="USR1: save and stop. KILL: the launcher alone; its agents then stop the workers.",
+)
+@click.option(
+    "--timeout",
+    type=click.FloatRange(min=0),
+    default=30.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="To wait for the end.",
+)
+def stop(run: str, name: str, timeout: float) -> int:
+    """Stop RUN, a run's folder or its name under runs, and wait for its end.
+
+    Exit code 0: stopped; 1: it did not end in time; 2: there is nothing here to stop.
+    """
+    found = _living(run, "stop")
+    process = Process(found.record.pid, found.record.start_ticks)
+    kill(process, _SIGNALS[name.upper()])
+    deadline = time.monotonic() + timeout
+    while start_ticks(process.pid) == process.start_ticks:
+        if time.monotonic() >= deadline:
+            print(f"zlaunch stop: error: {_not_ended(run, name, timeout)}", file=sys.stderr)
+            return 1
+        time.sleep(_POLL_S)
+    after = record.read(found.path)
+    if after is None or after.ended is None:
+        print(f"{run}: launcher killed; its agents stop the workers")
+    else:
+        print(f"{run}: stopped, exit code {after.exit_code}")
+    return 0
+
+
+def _not_ended(run: str, name: str, timeout_s: float) -> str:
+    text = f"{run} has not ended within {timeout_s:g} s"
+    if name == "KILL":
+        return f"{text}: the kernel holds its launcher"
+    advice = "--signal TERM asks no script" if name == "USR1" else "a second TERM kills at once"
+    return f"{text}: `zlaunch stacks {run}` shows what it is doing, {advice}"
+
+
+# -- stacks ------------------------------------------------------------------------------------
+
+
+@click.command(context_settings=_SETTINGS)
+@click.argument("run", metavar="RUN")
+@click.option("--rank", "chosen", metavar="RANKS", help="Such as 0,3-4.  [default: all that are running]")
+def stacks(run: str, chosen: str | None) -> int:
+    """Show where every rank of RUN is: the Python stacks of all its threads.
+
+    The run goes on. Exit code 1: some ranks did not answer; they are named.
+    """
+    found = _living(run, "stacks")
+    if not _is_python(found.path):
+        raise click.UsageError(f"{run} runs a program with --no_python: it has no Python stacks")
+    ranks = {rank.rank: rank for rank in read_ranks(found)}
+    if not ranks:
+        raise click.UsageError(f"no worker of {run} has been started yet")
+    wanted = parse_ranks(chosen, ranks) if chosen is not None else [r.rank for r in _alive(ranks.values())]
+    logs = {rank: found.path / "logs" / f"rank_{rank:05d}.log" for rank in wanted}
+    _await_started(found.path)
+    before = _sizes(logs)
+    kill(Process(found.record.pid, found.record.start_ticks), signal.SIGUSR2)
+    _await_quiet({rank: log for rank, log in logs.items() if ranks[rank].state == "running"}, before)
+    silent = []
+    for rank, log in logs.items():
+        text = _read_from(log, before[rank])
+        if text:
+            print(f"== rank {rank} on {ranks[rank].host}, process {ranks[rank].pid} ==")
+            print(text.decode("utf-8", "replace").rstrip("\n") + "\n")
+        if _STACK_MARK not in text:
+            silent.append(f"{rank} ({ranks[rank].state})")
+    sys.stdout.flush()
+    if silent:
+        plural = "s" if len(silent) > 1 else ""
+        print(f"zlaunch stacks: error: no answer from rank{plural} {', '.join(silent)}", file=sys.stderr)
+    return 1 if silent else 0
+
+
+def parse_ranks(text: str, known: Iterable[int]) -> list[int]:
+    """Numbers and ranges such as `0,3-4`. Raises click.UsageError."""
+    known = set(known)
+    ranks: set[int] = set()
+    for token in text.split(","):
+        match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", token, re.ASCII)
+        if match is None:
+            raise click.UsageError(f"--rank {text!r}: {token!r} is not a rank; write for example 0,3-4")
+        first, last = int(match[1]), int(match[2] or match[1])
+        for rank in (first, last):
+            if rank not in known:
+                raise click.UsageError(f"--rank {text!r}: there is no rank {rank}; the last is {max(known)}")
+        ranks.update(range(first, last + 1))
+    return sorted(ranks & known)
+
+
+def _is_python(run_dir: Path) -> bool:
+    try:
+        return bool(json.loads((run_dir / "plan.json").read_text()).get("python", True))
+    except (OSError, ValueError):
+        return True
+
+
+def _await_started(run_dir: Path) -> None:
+    """Give the youngest worker its time. The clocks of other nodes may be wrong: only ever a short wait."""
+    spawned = [event["time"] for event in _rank_events(run_dir) if event.get("type") == "spawn"]
+    age_s = time.time() - max(spawned, default=0.0)
+    if age_s < _STARTING_S:
+        time.sleep(min(_STARTING_S, _STARTING_S - age_s))
+
+
+def _await_quiet(logs: dict[int, Path], before: dict[int, int]) -> None:
+    """Until all logs have grown and then stood still for a moment; noisy or silent ones end the patience."""
+    sizes, changed = before, time.monotonic()
+    deadline = changed + _STACKS_TIMEOUT_S
+    while (now := time.monotonic()) < deadline:
+        new = _sizes(logs)
+        if any(new[rank] != sizes[rank] for rank in logs):
+            changed = now
+        elif now - changed >= _QUIET_S and all(new[rank] > before[rank] for rank in logs):
+            return
+        sizes = new
+        time.sleep(_POLL_S)
+
+
+def _sizes(logs: dict[int, Path]) -> dict[int, int]:
+    """Bytes; 0 for a file that is not there."""
+    return {rank: log.stat().st_size if log.exists() else 0 for rank, log in logs.items()}
+
+
+def _read_from(path: Path, offset: int) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            file.seek(offset)
+            return file.read()
+    except OSError:
+        return b""
