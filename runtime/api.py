@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from . import stopping
 from .agreement import check_agreement
 from .comm import Comm, close_all
 from .config import ConfigError, Effective, load, resolve
@@ -122,6 +123,7 @@ def initialize(
     loaded = load(_choose_config(args, config, config_params))
     device = init_distributed()
     comm = Comm(device)
+    stopping.listen()
     hidden, hidden_from = find_hidden_size(model)
     effective = resolve(loaded, world_size=comm.world_size, hidden_size=hidden, hidden_size_from=hidden_from)
     if comm.rank == 0:

@@ -31,7 +31,8 @@ class Engine(nn.Module):
         lr_scheduler: stepped by :meth:`step`, or None.
         global_steps, skipped_steps, micro_steps, global_samples: counters.
         overflow: whether the last step was skipped because gradients were not finite.
-        should_stop: set when the run has been asked to save and stop.
+        should_stop: the run has been asked to save and stop (SIGUSR1, a preemption); known after a step,
+            the same on all ranks.
     """
 
     def __init__(
@@ -234,7 +235,7 @@ class Engine(nn.Module):
                 clip=float(self._effective.config.gradient_clipping),
                 check_finite=self._precision.check_finite,
             )
-        self._norm, self.overflow = result.norm, result.skipped
+        self._norm, self.overflow, self.should_stop = result.norm, result.skipped, result.stop
         self.global_steps += 1
         self.global_samples += self.train_batch_size()
         try:

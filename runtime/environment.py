@@ -18,6 +18,10 @@ class Environment:
     """RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are all given."""
     run_dir: str | None
     event_fd: int | None
+    stop_asked: bool
+    """``ZLAUNCH_STOP_ASKED=1``: "save and stop" came before anybody listened."""
+    term_saves: bool
+    """``ZLAUNCH_TERM_SAVES=1``: SIGTERM leaves time to save and means "save and stop" too."""
     shared_memory: bool
     """``ZLAUNCH_SHARED_MEMORY=0``: CPU ranks of one machine talk over gloo alone."""
     debug_free: str
@@ -44,6 +48,8 @@ def read_environment() -> Environment:
         has_rendezvous=all(os.environ.get(k) for k in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")),
         run_dir=os.environ.get("ZLAUNCH_RUN_DIR") or None,
         event_fd=fd if fd >= 0 else None,
+        stop_asked=os.environ.get("ZLAUNCH_STOP_ASKED") == "1",
+        term_saves=os.environ.get("ZLAUNCH_TERM_SAVES") == "1",
         shared_memory=os.environ.get("ZLAUNCH_SHARED_MEMORY", "1") != "0",
         debug_free=os.environ.get("ZLAUNCH_DEBUG_FREE", ""),
     )

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .. import stopping
 from ..comm import Comm
 from ..zero.grads import GradientReducer
 from ..zero.unit import Unit
@@ -25,6 +26,8 @@ class StepResult:
 
     norm: float
     skipped: bool
+    stop: bool
+    """Some rank has been asked to save and stop; the same on all ranks."""
 
 
 @dataclass(slots=True)
@@ -117,7 +120,7 @@ class ShardStep:
             if not unit.shard_params:
                 # nothing touched it since the last step, whose values may still be arriving
                 unit.ensure_full()
-        norm, used = self._agree(divisor)
+        norm, stop, used = self._agree(divisor)
         skipped = check_finite and not math.isfinite(norm)
         if not skipped:
             coefficient = 1.0
@@ -132,10 +135,12 @@ class ShardStep:
                 for unit in stay:
                     unit.ensure_full()
         self._reducer.clear()
-        return StepResult(norm, skipped)
+        return StepResult(norm, skipped, stop)
 
-    def _agree(self, divisor: float) -> tuple[float, list[bool]]:
-        """The global gradient norm, and which parameters any rank had a gradient for: one all-reduce."""
+    def _agree(self, divisor: float) -> tuple[float, bool, list[bool]]:
+        """The global gradient norm, whether to stop, which parameters any rank had a gradient for: one
+        all-reduce.
+        """
         parts = [run.unit.grad[run.start : run.stop] for run in self._runs if run.unit.grad is not None]
         device = self._comm.device
         total = torch.zeros((), dtype=torch.float64, device=device)
@@ -145,8 +150,12 @@ class ShardStep:
         if not self._sharded:
             total = total / self._comm.world_size  # every rank holds all of it
         flags = torch.tensor(self._reducer.used(), dtype=torch.float64, device=device)
-        numbers = self._comm.all_reduce_scalars(torch.cat([total.reshape(1), flags])).tolist()
-        return math.sqrt(numbers[0]) / divisor if numbers[0] >= 0 else math.nan, [n > 0 for n in numbers[1:]]
+        own = torch.tensor([float(stopping.asked())], dtype=torch.float64, device=device)
+        square, stop, *used = self._comm.all_reduce_scalars(
+            torch.cat([total.reshape(1), own, flags])
+        ).tolist()
+        norm = math.sqrt(square) / divisor if square >= 0 else math.nan
+        return norm, stop > 0, [count > 0 for count in used]
 
     def _apply(self, divisor: float, used: list[bool]) -> None:
         self._separate_unused(used)

@@ -145,6 +145,19 @@ def test_ctrl_c_during_start(cluster: Testbed, tmp_path: Path, delay_s: float) -
     _gone(cluster, 3.0)
 
 
+def test_fifty_milliseconds_of_latency(cluster: Testbed, tmp_path: Path) -> None:
+    with cluster.latency("n2", 25):
+        launch = start(cluster, tmp_path, "--heartbeat=3", script=SILENT)
+        await_ready(launch)
+        time.sleep(4)  # longer than the heartbeat
+        assert launch.process.poll() is None
+        started = time.monotonic()
+        _kill_on(cluster, "n2", pid_of(launch, 3)[1])
+        assert launch.wait(LIMIT_S + 3) == 137, launch.err
+        assert time.monotonic() - started < LIMIT_S
+        assert "rank 3 on n2 failed first" in launch.err
+
+
 def test_two_jobs_at_once(cluster: Testbed, tmp_path: Path) -> None:
     folders = [tmp_path / "a", tmp_path / "b"]
     for folder in folders:

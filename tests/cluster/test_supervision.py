@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.helpers import SILENT, await_ready, start
+from tests.cluster.helpers import await_ready, start
 from tests.cluster.testbed import Testbed, wait_for
 from tests.e2e.helpers import ROOT, wait_until
 
@@ -32,7 +32,7 @@ TRAIN = """
     generator = torch.Generator().manual_seed(1)
     losses = []
     for step in range(8):
-        batch = torch.randint(0, 256, (12, 17), generator=generator).chunk(world)[rank]
+        batch = torch.randint(0, 8, (12, 17), generator=generator).chunk(world)[rank]
         loss = loss_of(engine, batch)
         engine.backward(loss)
         engine.step()
@@ -47,7 +47,7 @@ TRAIN = """
 @pytest.mark.parametrize("by", ["ssh", "slurm"])
 def test_training_over_three_nodes_equals_one_process(cluster: Testbed, tmp_path: Path, by: str) -> None:
     results = []
-    for folder, launcher, stage in (("one", None, 0), ("two", by, 2), ("three", by, 3)):
+    for folder, launcher, stage in (("one", None, 0), ("many", by, 3 if by == "ssh" else 2)):
         (tmp_path / folder).mkdir()
         env = {"PYTHONPATH": str(ROOT)}
         if launcher is None:
@@ -61,9 +61,9 @@ def test_training_over_three_nodes_equals_one_process(cluster: Testbed, tmp_path
             launch = start(cluster, tmp_path / folder, by=by, script=TRAIN, args=(str(stage),), **more)
         assert launch.wait(120) == 0, launch.err
         results.append(json.loads(launch.log(0).splitlines()[-1]))
-    one, two, three = results
+    one, many = results
     assert len(one) == 8 and one[-1] < one[0]
-    assert two == pytest.approx(one, rel=1e-5) and three == pytest.approx(one, rel=1e-5)
+    assert many == pytest.approx(one, rel=1e-5)
 
 
 def test_restarts(cluster: Testbed, tmp_path: Path) -> None:
@@ -118,7 +118,8 @@ def test_a_hang_shows_the_stacks_of_all_ranks(cluster: Testbed, tmp_path: Path) 
     launch = start(cluster, tmp_path, "--hang_timeout=2", script=script)
     assert launch.wait(30) == 1
     assert "hang: no rank has written anything for 2 s" in launch.err
-    assert launch.err.count("waits_for_ever") == 6
+    stacks = [line for line in launch.err.splitlines() if line.startswith("    | ")]
+    assert sum("waits_for_ever" in line for line in stacks) == 6
 
 
 STOPS = """
@@ -163,6 +164,18 @@ def test_preemption_saves_and_requeues(cluster: Testbed, tmp_path: Path) -> None
     try:
         wait_for(lambda: count() == 1, "the first start", 60)
         subprocess.run(["scancel", "--batch", "--signal=USR1", job], env=cluster.env(), check=True)
+
+        def pending() -> bool:
+            command = ["squeue", "-h", "-j", job, "-o", "%T"]
+            return (
+                subprocess.run(command, env=cluster.env(), capture_output=True, text=True).stdout.strip()
+                == "PENDING"
+            )
+
+        wait_for(pending, "the job in the queue again", 60)
+        # SLURM lets a requeued job wait for two minutes otherwise
+        command = ["scontrol", "update", f"JobId={job}", "StartTime=now"]
+        subprocess.run(command, env=cluster.env(), check=True, capture_output=True)
         wait_for(lambda: count() == 2, "the start after the requeue", 200)
         assert "saved at" in (tmp_path / "run." / "logs" / "rank_00005.log").read_text()
         assert f"job {job} is requeued" in (tmp_path / f"out.{job}").read_text()

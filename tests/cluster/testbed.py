@@ -14,13 +14,15 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 PROGRAMS = {
     "sshd": "openssh-server",
     "ssh-keygen": "openssh-client",
     "ip": "iproute2",
+    "ethtool": "ethtool",
     "slurmctld": "slurm-wlm",
     "slurmd": "slurm-wlm",
     "munged": "munge",
@@ -237,18 +239,22 @@ class Testbed:
 
     def _boot(self, node: str) -> None:
         with open(self.folder / node / "console.log", "ab") as log:
+            inside = ["unshare", "--pid", "--uts", "--mount", "--ipc", "--fork", "--kill-child"]
+            init = ["bash", "-c", _INIT, "init", node, str(self.folder), "1" if self.slurm else ""]
             process = subprocess.Popen(
-                ["nsenter", f"--net=/run/netns/{_PREFIX}{node}",
-                 "unshare", "--pid", "--uts", "--mount", "--ipc", "--fork", "--kill-child", "bash", "-c", _INIT, "init", node, str(self.folder),
-                 "1" if self.slurm else ""],
-                stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, env=self.env(),
-            )  # fmt: skip
+                ["nsenter", f"--net=/run/netns/{_PREFIX}{node}", *inside, *init],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                env=self.env(),
+            )
 
-        def init() -> str:
+        def children() -> str:
             return Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().strip()
 
-        wait_for(init, f"{node} booting")
-        self.pids[node] = int(init().split()[0])
+        wait_for(children, f"{node} booting")
+        self.pids[node] = int(children().split()[0])
 
     def _halt(self, namespace: str) -> None:
         for pid in sh("ip", "netns", "pids", namespace, check=False).stdout.split():
@@ -272,6 +278,28 @@ class Testbed:
     def heal(self, node: str) -> None:
         """Plug it in again."""
         sh("ip", "link", "set", _PREFIX + node, "up")
+
+    @contextmanager
+    def latency(self, node: str, ms: float) -> Iterator[None]:
+        """Packets from and to the node take `ms` milliseconds more each way."""
+        veth, ns, near, far = _PREFIX + node, _PREFIX + node, "zrelay-a", "zrelay-b"
+        sh("ip", "link", "add", near, "type", "veth", "peer", "name", far)
+        sh("ip", "link", "set", veth, "nomaster", "arp", "off")
+        sh("ip", "link", "set", far, "arp", "off", "up")
+        sh("ip", "link", "set", near, "master", _BRIDGE, "up")
+        for command in (("ethtool", "-K", near), ("ip", "netns", "exec", ns, "ethtool", "-K", "eth0")):
+            sh(*command, "tx", "off", "tso", "off", "gso", "off", "gro", "off", check=False)
+        relay = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("relay.py")), veth, far, str(ms)]
+        )
+        try:
+            wait_for(lambda: self._listens(node), f"{node} through the relay")
+            yield
+        finally:
+            relay.kill()
+            relay.wait()
+            sh("ip", "link", "del", near)
+            sh("ip", "link", "set", veth, "master", _BRIDGE, "arp", "on")
 
     def enter(self, node: str, *command: str) -> subprocess.CompletedProcess[str]:
         """Run a program on the node without ssh, also while it is cut off."""

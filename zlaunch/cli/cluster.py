@@ -135,7 +135,7 @@ class Cluster:
             raise NodeError(
                 node.host, f"slot {slots[-1]} was asked for, but it has {facts.describe_devices()}"
             )
-        env = dict(self.environ)
+        env = {**self.environ, **o.worker_env}
         if interface and "GLOO_SOCKET_IFNAME" not in env:
             env["GLOO_SOCKET_IFNAME"] = interface
         if o.iface and "NCCL_SOCKET_IFNAME" not in env:

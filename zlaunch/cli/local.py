@@ -53,7 +53,9 @@ def local_node(options: Options) -> NodeSpec:
     tokens = tuple(devices.tokens[slot] for slot in slots) if count else ()
     cores = cores_by_numa()
     bound = bound_cores(options, cores, len(slots), "localhost")
-    return NodeSpec("localhost", workers=len(slots), cores=len(cores), devices=tokens, bound=bound)
+    return NodeSpec(
+        "localhost", workers=len(slots), cores=len(cores), devices=tokens, bound=bound, env=options.worker_env
+    )
 
 
 def _as_localhost(selection: filters.Selection) -> filters.Selection:

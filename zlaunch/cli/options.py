@@ -47,6 +47,12 @@ class Options:
     bind_cores: bool
     core_list: tuple[int, ...] | None
     connect_timeout_s: float
+    requeue: bool = False
+
+    @property
+    def worker_env(self) -> dict[str, str]:
+        """What the workers are told beside the usual."""
+        return {"ZLAUNCH_TERM_SAVES": "1"} if self.requeue else {}
 
 
 def choose_launcher(options: Options, allocation: Allocation | None) -> tuple[Launcher, str]:

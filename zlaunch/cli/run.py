@@ -202,6 +202,7 @@ def _options(
         bind_cores=given["bind_cores_to_rank"],
         core_list=cores,
         connect_timeout_s=given["connect_timeout"],
+        requeue=given["requeue"],
         **{
             name: given[name]
             for name in (

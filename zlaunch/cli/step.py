@@ -39,6 +39,7 @@ def step_plan(options: Options, allocation: Allocation, attempt: int = 0) -> Pla
             allocation.nodes[place.rank_of_node].host,
             workers=here,
             cores=len(cores),
+            env=options.worker_env,
             devices=tokens[:here],
             bound=bound_cores(options, cores, here, socket.gethostname()),
         )
@@ -49,6 +50,7 @@ def step_plan(options: Options, allocation: Allocation, attempt: int = 0) -> Pla
             allocation.nodes[place.rank_of_node].host,
             workers=1,
             cores=len(cores),
+            env=options.worker_env,
             devices=(device,) if device is not None else (),
             first_local=place.local_task,
             local_world=place.tasks_here,

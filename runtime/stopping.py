@@ -1,0 +1,37 @@
+"""Being asked to save and stop: by SIGUSR1, and by SIGTERM where the launcher says that there is time."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from types import FrameType
+
+from .environment import read_environment
+
+_asked = threading.Event()
+
+
+def listen() -> None:
+    """Take note of the signals from now on. Without effect outside the main thread, which alone may."""
+    environment = read_environment()
+    if environment.stop_asked:
+        _asked.set()
+    if threading.current_thread() is not threading.main_thread():
+        return
+    signals = [signal.SIGUSR1, *([signal.SIGTERM] if environment.term_saves else [])]
+    for signum in signals:
+        present = signal.getsignal(signum)
+        ours = getattr(present, "__name__", "") in ("_note", "_note_stop")
+        if ours or present in (signal.SIG_DFL, None):  # a handler of the user's own stays
+            signal.signal(signum, _note)
+
+
+def _note(_signum: int, _frame: FrameType | None) -> None:
+    _asked.set()
+    os.environ["ZLAUNCH_STOP_ASKED"] = "1"
+
+
+def asked() -> bool:
+    """Whether this process has been asked."""
+    return _asked.is_set()
