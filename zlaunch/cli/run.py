@@ -304,6 +304,7 @@ def _launch(
     assert job is not None
     console = Console(ranks, quiet=given["quiet"])
     console.message(f"{where} (launcher {launcher}: {why})")
+    console.message(f"logs in {os.path.relpath(job.run_dir)}")
     limits = Limits(
         max_restarts=given["max_restarts"],
         min_nodes=given["min_nodes"],
