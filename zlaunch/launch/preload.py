@@ -95,11 +95,12 @@ def main() -> None:
     gc.collect()
     gc.freeze()  # the workers share these pages until somebody writes to them
     pids = []
+    own = os.getpid()  # a child that asks for its parent may be told of the next one already
     for job, fds in jobs:
         pid = os.fork()
         if pid == 0:
             connection.close()
-            _become(job, fds, [fd for _, others in jobs for fd in others if fd not in fds], agent)
+            _become(job, fds, [fd for _, others in jobs for fd in others if fd not in fds], own, agent)
         pids.append(pid)
     connection.sendall(json.dumps(pids).encode())
     os._exit(0)
@@ -112,9 +113,8 @@ def _receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
     return json.loads(data), list(fds)
 
 
-def _become(job: dict[str, Any], fds: list[int], others: list[int], agent: int) -> NoReturn:
+def _become(job: dict[str, Any], fds: list[int], others: list[int], preloader: int, agent: int) -> NoReturn:
     """The forked process turns into a worker as if it had been started by itself."""
-    preloader = os.getppid()
     os.setsid()
     for fd in others:
         os.close(fd)
@@ -124,8 +124,8 @@ def _become(job: dict[str, Any], fds: list[int], others: list[int], agent: int) 
     os.close(out)
     os.close(err)
     os.set_inheritable(events, True)
-    while os.getppid() == preloader:
-        time.sleep(_POLL_S)  # until the agent has become the parent, whose death is to end this process
+    while os.getppid() == preloader:  # until the agent is the parent, whose death is to end this process
+        time.sleep(_POLL_S)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()  # like `random`, which sees to it by itself
     os.environ.update(job["env"])
