@@ -234,3 +234,39 @@ def test_address_of_node_zero_is_one_the_others_reach(cluster: Testbed, tmp_path
     text = _refused(cluster, tmp_path, "--master_addr=127.0.0.1")
     assert "cannot reach n1 at 127.0.0.1" in text
     assert socket.gethostname() not in text
+
+
+def test_through_a_jump_host(cluster: Testbed, tmp_path: Path) -> None:
+    """n2 and n3 are reached through n1 alone: nothing else knows the names inner2 and inner3."""
+    block = "".join(f"Host inner{i}\n  HostName {cluster.address(f'n{i}')}\n  ProxyJump n1\n" for i in (2, 3))
+    (tmp_path / "config").write_text(block + cluster.ssh_config.read_text())
+    (tmp_path / "hosts").write_text("inner[2-3] slots=1\n")
+    options = (f"--hostfile={tmp_path / 'hosts'}", f"--ssh_config={tmp_path / 'config'}", "--no_local_rank")
+    script = "import os, socket; print(socket.gethostname(), os.environ['SSH_CONNECTION'].split()[0])"
+    launch = Launch(tmp_path, *options, script=script)
+    assert launch.wait() == 0, launch.err
+    assert [launch.log(rank).split() for rank in (0, 1)] == [[n, cluster.address("n1")] for n in ("n2", "n3")]
+
+
+def test_a_batch_file_is_written_submitted_and_followed(cluster: Testbed, tmp_path: Path) -> None:
+    script = "import os; print('world', os.environ['WORLD_SIZE'], os.environ['RANK'])"
+    (tmp_path / "worker.py").write_text(script)
+    zlaunch = [sys.executable, "-m", "zlaunch"]
+    command = [
+        *zlaunch,
+        "slurm",
+        "script",
+        "--nodes=3",
+        "--sbatch=--gres=gpu:2",
+        "--time=5",
+        "worker.py",
+        "x y",
+    ]
+    env = {**cluster.env(), "PATH": f"{Path(sys.executable).parent}:{cluster.env()['PATH']}"}
+    written = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=30)
+    assert written.returncode == 0, written.stderr
+    (tmp_path / "job.sbatch").write_text(written.stdout)
+    command = [*zlaunch, "slurm", "submit", "--follow", "job.sbatch"]
+    sent = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=90)
+    assert sent.returncode == 0, sent.stderr + sent.stdout
+    assert "world 6 0" in sent.stdout

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -314,3 +315,67 @@ def test_help_takes_little_cpu(tmp_path: Path) -> None:
         costs.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
         assert done.returncode == 0 and "--num_gpus" in done.stdout
     assert min(costs) < 0.25
+
+
+def test_a_rendezvous_port_that_was_taken_is_tried_once_more(tmp_path: Path) -> None:
+    script = """
+        import os
+        print("port", os.environ["MASTER_PORT"], flush=True)
+        if os.environ["ZLAUNCH_RESTART_COUNT"] == "0" and os.environ["RANK"] == "0":
+            raise OSError(98, "Address already in use")
+    """
+    launch = run(tmp_path, "--num_gpus=2", script=script)
+    assert launch.process.returncode == 0, launch.err
+    ports = [line for line in launch.log(0).splitlines() if line.startswith("port")]
+    assert len(set(ports)) == 2 and "once more with another one" in launch.err
+
+    (tmp_path / "always").mkdir()
+    launch = run(tmp_path / "always", "--num_gpus=1", script="raise OSError(98, 'Address already in use')")
+    assert launch.process.returncode == 1 and launch.err.count("once more") == 1
+
+
+def test_workers_are_bound_to_their_share_of_the_cores(tmp_path: Path) -> None:
+    cores = sorted(os.sched_getaffinity(0))
+    script = "import os; print(sorted(os.sched_getaffinity(0)), os.environ['OMP_NUM_THREADS'])"
+    launch = run(tmp_path, "--num_gpus=2", "--bind_cores_to_rank", script=script)
+    half = max(1, len(cores) // 2)
+    shares = [eval(launch.log(rank).rpartition(" ")[0]) for rank in range(2)]
+    assert [len(share) for share in shares] == [half, half]
+    if len(cores) > 1:
+        assert not set(shares[0]) & set(shares[1])
+    assert launch.log(0).split()[-1] == str(half)
+
+    (tmp_path / "one").mkdir()
+    launch = run(tmp_path / "one", "--num_gpus=2", f"--bind_core_list={cores[-1]}", script=script)
+    assert [launch.log(rank) for rank in range(2)] == [f"[{cores[-1]}] 1\n"] * 2
+    launch = run(tmp_path / "one", "--bind_core_list=9999", script=script)
+    assert launch.process.returncode == 2 and "has no core 9999" in launch.err
+
+
+def test_a_worker_that_prints_100_mb_disturbs_nobody(tmp_path: Path) -> None:
+    script = """
+        import os, sys, time
+        if os.environ["RANK"] == "0":
+            for _ in range(100):
+                sys.stdout.write("x" * 999_999 + "\\n")
+        else:
+            started = time.time()
+            for i in range(20):
+                print(i, flush=True)
+                time.sleep(0.02)
+            print("took", time.time() - started)
+    """
+    launch = Launch(tmp_path, "--num_gpus=2", "--log_ranks=1", script=script)
+    peak_kb = 0
+    while launch.process.poll() is None:
+        try:
+            status = Path(f"/proc/{launch.process.pid}/status").read_text()
+            peak_kb = max(peak_kb, *(int(x.split()[1]) for x in status.splitlines() if x.startswith("VmHWM")))
+        except (OSError, TypeError, ValueError):
+            break
+        time.sleep(0.02)
+    assert launch.wait(60) == 0, launch.err
+    assert len(launch.log_bytes(0)) == 100_000_000
+    assert float(launch.log(1).split()[-1]) < 5
+    assert 0 < peak_kb < 150_000
+    assert json.loads((launch.run_dir / "launcher.json").read_text())["exit_code"] == 0

@@ -35,8 +35,6 @@ _POLL_S = 0.05
 _QUIET_S = 0.5
 """Logs that have not grown for so long have all of the stacks."""
 _STACKS_TIMEOUT_S = 5.0
-_STARTING_S = 3.0
-"""How long a worker may take until it knows SIGUSR2; before that it would die of it."""
 _STACK_MARK = b"(most recent call first):"
 _RANK_EVENTS = tuple(f'"type":"{kind}"'.encode() for kind in ("start", "spawn", "exit", "lost"))
 _SIGNALS = {"TERM": signal.SIGTERM, "INT": signal.SIGINT, "USR1": signal.SIGUSR1, "KILL": signal.SIGKILL}
@@ -320,7 +318,6 @@ def stacks(run: str, chosen: str | None) -> int:
         raise click.UsageError(f"no worker of {run} has been started yet")
     wanted = parse_ranks(chosen, ranks) if chosen is not None else [r.rank for r in _alive(ranks.values())]
     logs = {rank: found.path / "logs" / f"rank_{rank:05d}.log" for rank in wanted}
-    _await_started(found.path)
     before = _sizes(logs)
     kill(Process(found.record.pid, found.record.start_ticks), signal.SIGUSR2)
     _await_quiet({rank: log for rank, log in logs.items() if ranks[rank].state == "running"}, before)
@@ -360,14 +357,6 @@ def _is_python(run_dir: Path) -> bool:
         return bool(json.loads((run_dir / "plan.json").read_text()).get("python", True))
     except (OSError, ValueError):
         return True
-
-
-def _await_started(run_dir: Path) -> None:
-    """Give the youngest worker its time. The clocks of other nodes may be wrong: only ever a short wait."""
-    spawned = [event["time"] for event in _rank_events(run_dir) if event.get("type") == "spawn"]
-    age_s = time.time() - max(spawned, default=0.0)
-    if age_s < _STARTING_S:
-        time.sleep(min(_STARTING_S, _STARTING_S - age_s))
 
 
 def _await_quiet(logs: dict[int, Path], before: dict[int, int]) -> None:
