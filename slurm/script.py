@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from zlaunch.slurm.environment import SlurmError
 
@@ -113,41 +113,20 @@ class BatchScript:
                 yield option, word
 
 
+_PRESET = BatchScript(
+    job_name="train",
+    gpus_per_node=8,
+    cpus_per_task=64,
+    time="24:00:00",
+    output="%x-%j.out",
+    venv=".venv",
+    script="train.py",
+    script_args=("--config", "ds.json"),
+)
 PRESETS = {
-    "single_node": BatchScript(
-        job_name="train",
-        gpus_per_node=8,
-        cpus_per_task=64,
-        time="24:00:00",
-        output="%x-%j.out",
-        venv=".venv",
-        script="train.py",
-        script_args=("--config", "ds.json"),
-    ),
-    "multi_node": BatchScript(
-        job_name="train",
-        nodes=4,
-        gpus_per_node=8,
-        cpus_per_task=64,
-        time="24:00:00",
-        output="%x-%j.out",
-        venv=".venv",
-        script="train.py",
-        script_args=("--config", "ds.json"),
-    ),
-    "preemptible": BatchScript(
-        job_name="train",
-        nodes=4,
-        gpus_per_node=8,
-        cpus_per_task=64,
-        time="24:00:00",
-        output="%x-%j.out",
-        venv=".venv",
-        signal="USR1@120",
-        requeue=True,
-        script="train.py",
-        script_args=("--config", "ds.json"),
-    ),
+    "single_node": _PRESET,
+    "multi_node": replace(_PRESET, nodes=4),
+    "preemptible": replace(_PRESET, nodes=4, signal="USR1@120", requeue=True),
 }
 """The files in `templates/`."""
 

@@ -25,7 +25,8 @@ from zlaunch.launch.checkup import (
     size,
 )
 from zlaunch.launch.facts import Facts
-from zlaunch.launch.greeting import Greeter, own_address_towards
+from zlaunch.launch.greeting import Greeter
+from zlaunch.launch.network import own_address_towards
 
 GIB = 1 << 30
 FACTS = Facts(

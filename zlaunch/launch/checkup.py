@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from zlaunch import __version__
-from zlaunch.launch.facts import Facts, interface_addresses
+from zlaunch.launch.facts import Facts
+from zlaunch.launch.network import interface_addresses, open_listener
 
 _MAX_SKEW_S = 1.0
 _MIN_DISK_BYTES = 1 << 30
@@ -146,8 +147,6 @@ def nccl_interface(names: Sequence[str], setting: str | None) -> str:
 
 
 def _listen_error() -> str:
-    from zlaunch.launch.greeting import open_listener
-
     try:
         open_listener(0).close()
     except OSError as error:

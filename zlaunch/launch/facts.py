@@ -12,6 +12,7 @@ from typing import Any
 
 from zlaunch import __version__
 from zlaunch.launch.devices import Devices, discover
+from zlaunch.launch.network import interface_addresses
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,20 +76,3 @@ def cores_by_numa(root: Path = Path("/sys/devices/system/node")) -> tuple[int, .
         for entry in folder.glob("cpu[0-9]*"):
             order[int(entry.name[3:])] = int(folder.name[4:])
     return tuple(sorted(allowed, key=lambda cpu: (order.get(cpu, 0), cpu)))
-
-
-def interface_addresses() -> dict[str, tuple[str, ...]]:
-    """IPv4 addresses before IPv6 ones; link-local IPv6 needs a zone and is of no use to others."""
-    import psutil
-
-    states = psutil.net_if_stats()
-    found: dict[str, tuple[str, ...]] = {}
-    for name, entries in psutil.net_if_addrs().items():
-        if name not in states or not states[name].isup:
-            continue
-        four = [e.address for e in entries if e.family == socket.AF_INET]
-        six = [e.address for e in entries if e.family == socket.AF_INET6 and "%" not in e.address]
-        kept = tuple(a for a in (*four, *six) if not a.startswith("127.") and a != "::1")
-        if kept:
-            found[name] = kept
-    return found

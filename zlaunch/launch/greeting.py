@@ -7,13 +7,10 @@ events. Nothing runs on the node yet, so these may take a moment.
 from __future__ import annotations
 
 import socket
-import time
 from collections.abc import Callable
 
 from zlaunch.launch.events import Event
-
-_CONNECT_TIMEOUT_S = 3.0
-"""For one address. Longer than a lost packet's first repetition."""
+from zlaunch.launch.network import interface_of, open_listener, own_address_towards
 
 
 class Greeter:
@@ -82,46 +79,3 @@ class Greeter:
         self._listener.close()
         self._listener = None
         return fd
-
-
-def open_listener(port: int) -> socket.socket:
-    """Listen on a port (0: a free one) of every address. Raises OSError."""
-    try:
-        listener = socket.socket(socket.AF_INET6)
-        listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(("::", port))
-    except OSError as error:
-        import errno
-
-        if error.errno == errno.EADDRINUSE:
-            raise
-        listener = socket.socket(socket.AF_INET)  # no IPv6 here
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(("", port))
-    listener.listen(512)
-    return listener
-
-
-def own_address_towards(address: str, port: int, token: bytes) -> str | None:
-    """Connect, see that the token's owner answers, and return this end's address; None if it cannot be."""
-    deadline = time.monotonic() + _CONNECT_TIMEOUT_S
-    try:
-        with socket.create_connection((address, port), timeout=_CONNECT_TIMEOUT_S) as connection:
-            received = b""
-            while len(received) < len(token) and time.monotonic() < deadline:
-                chunk = connection.recv(len(token) - len(received))
-                if not chunk:
-                    break
-                received += chunk
-            return str(connection.getsockname()[0]) if received == token else None
-    except OSError:
-        return None
-
-
-def interface_of(address: str) -> str:
-    """The network interface that has this address; empty if none has."""
-    from zlaunch.launch.facts import interface_addresses
-
-    address = address.removeprefix("::ffff:")
-    return next((name for name, known in interface_addresses().items() if address in known), "")
