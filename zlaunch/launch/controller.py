@@ -200,6 +200,8 @@ class Controller:
                 )
                 self._stop()
             return
+        if kind == "pong" and not self.heartbeat.worth_noting(index):
+            return
         try:
             self._log(event)
         except OSError as error:  # a full disk must not end the training

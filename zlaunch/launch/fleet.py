@@ -16,7 +16,8 @@ from zlaunch.launch.transports import Transport
 
 PARALLEL = 64
 """Nodes that are connected to at the same time."""
-_ANSWER_TIMEOUT_S = 20.0
+_ANSWER_TIMEOUT_S = 15.0
+_TIMEOUT_PER_ADDRESS_S = 4.0
 
 
 class NodeError(Exception):
@@ -167,6 +168,7 @@ def find_rendezvous(
         candidates = [address for addresses in known.values() for address in addresses]
     if not candidates:
         raise NodeError(first.host, "it has no network address that the other nodes could reach")
+    timeout_s = _ANSWER_TIMEOUT_S + _TIMEOUT_PER_ADDRESS_S * len(candidates)
     token = os.urandom(16).hex()
     by_host = {node.host: node for node in nodes}
 
@@ -178,7 +180,7 @@ def find_rendezvous(
             [n.host for n in hosts],
             lambda h: by_host[h].link.ask(message, answer),
             give_up,
-            _ANSWER_TIMEOUT_S,
+            timeout_s,
         )
         for outcome in outcomes:
             if isinstance(outcome, NodeError):

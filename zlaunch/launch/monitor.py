@@ -12,6 +12,7 @@ from zlaunch.launch.events import Event
 from zlaunch.launch.fleet import Link
 
 _PINGS_PER_PERIOD = 4
+_NOTE_EVERY_S = 60.0
 _STACKS_S = 2.0
 """How long the ranks get to write their stacks."""
 _STACK_LINES = 40
@@ -28,6 +29,7 @@ class Heartbeat:
     ) -> None:
         self._links, self._period_s, self._events = links, period_s, events
         self._heard = [time.monotonic()] * len(links)
+        self._noted = [-_NOTE_EVERY_S] * len(links)
         self._excused = [False] * len(links)
         self._end = threading.Event()
 
@@ -54,6 +56,14 @@ class Heartbeat:
         finally:
             self.heard(index)
             self._excused[index] = False
+
+    def worth_noting(self, index: int) -> bool:
+        """Whether an answer of this node belongs into the log: not every one, for long runs on many nodes."""
+        now = time.monotonic()
+        if now - self._noted[index] < _NOTE_EVERY_S:
+            return False
+        self._noted[index] = now
+        return True
 
     def silence_s(self, index: int) -> float:
         """How long ago the node was last heard."""
