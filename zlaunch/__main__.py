@@ -1,7 +1,12 @@
 """`python -m zlaunch`."""
 
+import signal
 import sys
 
-from zlaunch.cli.main import main
+# Ctrl-C while the rest is imported ends us without a traceback; `main` takes it over.
+if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+from zlaunch.cli.main import main  # noqa: E402
 
 sys.exit(main())

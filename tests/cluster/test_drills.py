@@ -135,9 +135,10 @@ def test_ctrl_c_while_running(cluster: Testbed, tmp_path: Path) -> None:
     _gone(cluster, 1.0)
 
 
-@pytest.mark.parametrize("delay_s", [0.05, 0.3, 0.5, 0.7])
+@pytest.mark.parametrize("delay_s", [0.0, 0.1, 0.2, 0.4])
 def test_ctrl_c_during_start(cluster: Testbed, tmp_path: Path, delay_s: float) -> None:
     launch = start(cluster, tmp_path, script=SILENT)
+    wait_until(launch.run_dir.exists, "the launch has come to its nodes")
     time.sleep(delay_s)
     launch.process.send_signal(signal.SIGINT)
     assert launch.wait(LIMIT_S + 5) in (130, -2), launch.err

@@ -114,7 +114,7 @@ class Testbed:
         self.down()
         self.folder.mkdir(parents=True, exist_ok=True)
         self._write_files()
-        sh("ip", "link", "add", _BRIDGE, "type", "bridge")
+        sh("ip", "link", "add", _BRIDGE, "address", "02:00:0a:4f:00:ff", "type", "bridge")
         sh("ip", "addr", "add", f"{_HEAD}/24", "dev", _BRIDGE)
         sh("ip", "link", "set", _BRIDGE, "up")
         if self.slurm:
@@ -230,8 +230,9 @@ class Testbed:
 
     def _plug(self, node: str) -> None:
         ns, veth = _PREFIX + node, _PREFIX + node
+        mac = f"02:00:0a:4f:00:{int(node[1:]):02x}"  # the same after a reboot: neighbours remember it
         sh("ip", "netns", "add", ns)
-        sh("ip", "link", "add", veth, "type", "veth", "peer", "name", "eth0", "netns", ns)
+        sh("ip", "link", "add", veth, "type", "veth", "peer", "name", "eth0", "netns", ns, "address", mac)
         sh("ip", "link", "set", veth, "master", _BRIDGE, "up")
         sh("ip", "-n", ns, "link", "set", "lo", "up")
         sh("ip", "-n", ns, "addr", "add", f"{self.address(node)}/24", "dev", "eth0")

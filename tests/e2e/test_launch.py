@@ -195,7 +195,7 @@ def test_our_packages_are_loaded_under_one_name(tmp_path: Path) -> None:
         assert not {"runtime", "hostfiles", "slurm", "cuda_ops", "config"} & set(sys.modules)
         assert "torch" not in sys.modules
     """
-    launch = run(tmp_path, script=script)
+    launch = run(tmp_path, "--no_preload", script=script)
     assert launch.process.returncode == 0, launch.err
 
 

@@ -59,7 +59,9 @@ def shared_imports(name: str, *, module: bool) -> tuple[str, ...]:
         text = _source_of(name, module=module).read_text(encoding="utf-8", errors="replace")
     except (OSError, ImportError, ValueError):
         return ()
-    named = set(re.findall(r"^[ \t]*(?:from|import)[ \t]+([A-Za-z_]\w*)", text, re.MULTILINE))
+    lines = re.findall(r"^[ \t]*(?:from[ \t]+(\w+)|import[ \t]+([\w., \t]+))", text, re.MULTILINE)
+    named = {word.strip().partition(".")[0] for one, many in lines for word in (one, *many.split(","))}
+    named = {word.partition(" ")[0] for word in named}
     found = ("torch",) if named & _TORCH_USERS else ()
     return (*found, "zlaunch.runtime.api") if named & {"zlaunch", "deepspeed"} else found
 

@@ -1,0 +1,157 @@
+"""Reading and writing files past the page cache, many blocks at a time. No torch: buffers are plain memory.
+
+O_DIRECT wants addresses, lengths and offsets that are multiples of the disk's block. `aligned_buffer` gives
+such memory, and files are laid out in multiples of ALIGN_BYTES. `os.preadv` and `os.pwritev` release the GIL,
+so a few threads keep a disk as busy as a queue of asynchronous requests would.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+ALIGN_BYTES = 4096
+
+
+class DiskError(OSError):
+    """A transfer that did not happen as asked; the text names the file and what to do."""
+
+
+def aligned(nbytes: int) -> int:
+    """``nbytes`` rounded up to a multiple of ALIGN_BYTES."""
+    return -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
+
+
+def aligned_buffer(nbytes: int) -> memoryview:
+    """Page-aligned, zeroed memory of ``aligned(nbytes)`` bytes."""
+    return memoryview(mmap.mmap(-1, max(ALIGN_BYTES, aligned(nbytes))))
+
+
+class File:
+    """An open file for transfers; unbuffered where the file system allows it."""
+
+    def __init__(self, path: str | os.PathLike[str], *, direct: bool = True) -> None:
+        """Create it if it is not there. Raises DiskError.
+
+        A file system without O_DIRECT (tmpfs) is used through the page cache; ``direct`` then says False.
+        """
+        self.path = Path(path)
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+        self.direct = direct
+        try:
+            try:
+                self.fd = os.open(self.path, flags | (os.O_DIRECT if direct else 0), 0o600)
+            except OSError as error:
+                if not direct or error.errno != errno.EINVAL:
+                    raise
+                self.direct = False
+                self.fd = os.open(self.path, flags, 0o600)
+        except OSError as error:
+            raise DiskError(error.errno, f"{self.path}: cannot be opened: {error.strerror}") from None
+
+    def reserve(self, nbytes: int) -> None:
+        """Have the file system set the space aside now, not in the middle of a step. Raises DiskError."""
+        try:
+            os.posix_fallocate(self.fd, 0, aligned(nbytes))
+        except OSError as error:
+            if error.errno in (errno.EOPNOTSUPP, errno.EINVAL):
+                os.ftruncate(self.fd, aligned(nbytes))
+                return
+            raise DiskError(error.errno, f"{self.path}: {_explain(error, nbytes)}") from None
+
+    def close(self) -> None:
+        """Close it; the file stays."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+def _explain(error: OSError, nbytes: int) -> str:
+    if error.errno == errno.ENOSPC:
+        return f"no space left for {nbytes / 2**30:.2f} GiB: free some, or take another nvme_path"
+    return error.strerror or str(error)
+
+
+class Transfer:
+    """A read or a write under way, in blocks."""
+
+    def __init__(self, parts: Sequence[Future[None]]) -> None:
+        self._parts = parts
+
+    def wait(self) -> None:
+        """Return when all of it has happened; raises the DiskError of the first block that failed."""
+        first: BaseException | None = None
+        for part in self._parts:
+            error = part.exception()
+            first = first or error
+        self._parts = ()
+        if first is not None:
+            raise first
+
+
+class DiskEngine:
+    """A few threads that move blocks between memory and files.
+
+    ``block_bytes`` is the size of one request, ``threads`` how many are under way at once.
+    """
+
+    def __init__(self, *, block_bytes: int = 1 << 20, threads: int = 4) -> None:
+        if block_bytes % ALIGN_BYTES or block_bytes <= 0:
+            raise ValueError(f"block_size {block_bytes}: must be a positive multiple of {ALIGN_BYTES}")
+        self.block_bytes, self.threads = block_bytes, threads
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="zlaunch-disk")
+        self._lock = threading.Lock()
+        self.read_bytes = self.written_bytes = 0
+
+    def read(self, file: File, buffer: memoryview, offset: int = 0) -> Transfer:
+        """Start to fill ``buffer`` from the file. Memory, length and offset must be aligned."""
+        return self._start(file, buffer, offset, self._read_block)
+
+    def write(self, file: File, buffer: memoryview, offset: int = 0) -> Transfer:
+        """Start to write ``buffer`` to the file; it must stay untouched until the transfer is waited for."""
+        return self._start(file, buffer, offset, self._write_block)
+
+    def _start(
+        self, file: File, buffer: memoryview, offset: int, move: Callable[[File, memoryview, int], None]
+    ) -> Transfer:
+        if len(buffer) % ALIGN_BYTES or offset % ALIGN_BYTES:
+            raise ValueError(f"{file.path}: {len(buffer)} bytes at {offset} are not aligned")
+        parts = []
+        for start in range(0, len(buffer), self.block_bytes):
+            block = buffer[start : start + self.block_bytes]
+            parts.append(self._pool.submit(move, file, block, offset + start))
+        return Transfer(parts)
+
+    def _read_block(self, file: File, block: memoryview, offset: int) -> None:
+        done = 0
+        while done < len(block):
+            try:
+                count = os.preadv(file.fd, [block[done:]], offset + done)
+            except OSError as error:
+                raise DiskError(
+                    error.errno, f"{file.path}: read of {len(block)} bytes at {offset}: {error.strerror}"
+                ) from None
+            if count == 0:
+                raise DiskError(errno.EIO, f"{file.path}: ends at {offset + done}: somebody has truncated it")
+            done += count
+        with self._lock:
+            self.read_bytes += len(block)
+
+    def _write_block(self, file: File, block: memoryview, offset: int) -> None:
+        done = 0
+        while done < len(block):
+            try:
+                done += os.pwritev(file.fd, [block[done:]], offset + done)
+            except OSError as error:
+                raise DiskError(error.errno, f"{file.path}: {_explain(error, len(block))}") from None
+        with self._lock:
+            self.written_bytes += len(block)
+
+    def close(self) -> None:
+        """End the threads; transfers under way are finished first."""
+        self._pool.shutdown()
