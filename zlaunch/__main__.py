@@ -7,6 +7,6 @@ import sys
 if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-from zlaunch.cli.main import main  # noqa: E402
+from zlaunch.cli.main import main
 
 sys.exit(main())
