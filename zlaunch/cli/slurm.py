@@ -25,7 +25,7 @@ _OPTIONS = (
     click.option(
         "-N", "--nodes", type=int, default=1, show_default=True, metavar="N", help="Number of nodes."
     ),
-    click.option("--gpus-per-node", metavar="N", help="GPUs of each node: 8 or a100:8."),
+    click.option("--gpus-per-node", "--gpus", metavar="N", help="GPUs of each node: 8 or a100:8."),
     click.option(
         "-c", "--cpus-per-task", type=int, metavar="N", help="Cores of each node, for all its workers."
     ),
