@@ -198,10 +198,14 @@ def requeue(environ: Mapping[str, str]) -> str:
 
 
 def cancel_step(environ: Mapping[str, str]) -> None:
-    """End the step that this process is a task of, on all its nodes."""
+    """Tell all tasks of the step that this process is one of that the run has failed.
+
+    SIGHUP, not SLURM's SIGKILL: the other launchers stop their workers with the usual grace, and know that
+    the failure, and the step's exit code with it, is another task's.
+    """
     job, step = environ.get("SLURM_JOB_ID", ""), environ.get("SLURM_STEP_ID", "")
     if job and step and shutil.which("scancel") is not None:
-        _run(["scancel", f"{job}.{step}"], _QUERY_TIMEOUT_S, environ)
+        _run(["scancel", "--signal=HUP", f"{job}.{step}"], _QUERY_TIMEOUT_S, environ)
 
 
 def granted_gpus(job_id: str) -> dict[str, int]:

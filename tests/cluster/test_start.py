@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
+import textwrap
 import time
 from pathlib import Path
 
@@ -209,16 +210,55 @@ def test_started_by_the_users_own_srun(cluster: Testbed, tmp_path: Path, tasks: 
 
 
 def test_a_failing_task_ends_the_users_own_srun(cluster: Testbed, tmp_path: Path) -> None:
-    (tmp_path / "worker.py").write_text(
-        "import os, time\nif os.environ['RANK'] == '3': raise ValueError('so it is')\ntime.sleep(600)"
-    )
+    """The others get their SIGTERM and their grace, and the step ends with the failing task's code."""
+    script = """
+        import os, signal, time
+        def save(*_):
+            open("saved." + os.environ["RANK"], "w").close()
+            raise SystemExit(0)
+        signal.signal(signal.SIGTERM, save)
+        open("ready." + os.environ["RANK"], "w").close()
+        while len([name for name in os.listdir() if name.startswith("ready.")]) < 6:
+            time.sleep(0.05)
+        if os.environ["RANK"] == "3":
+            raise SystemExit(7)
+        time.sleep(600)
+    """
+    (tmp_path / "worker.py").write_text(textwrap.dedent(script))
     command = ["srun", "-N3", "--ntasks-per-node=1", "--gres=gpu:2", "-D", str(tmp_path)]
     command += [sys.executable, "-m", "zlaunch", "--no_local_rank", "worker.py"]
-    started = time.monotonic()
     result = subprocess.run(command, env=cluster.env(), capture_output=True, text=True, timeout=60)
-    assert result.returncode != 0 and "ValueError: so it is" in result.stderr
-    assert time.monotonic() - started < 30
+    assert result.returncode == 7, result.stderr
+    assert "rank 3 on n2 failed first: it exited with code 7" in result.stderr
+    assert {path.name for path in tmp_path.glob("saved.*")} == {f"saved.{rank}" for rank in (0, 1, 2, 4, 5)}
     wait_until(lambda: not cluster.processes(), "all tasks gone", 20)
+
+
+def test_what_would_have_no_effect_is_refused(cluster: Testbed, tmp_path: Path) -> None:
+    (tmp_path / "worker.py").write_text("")
+    for option in ("--include=n1", "--num_nodes=1", "--max_restarts=2", "--iface=eth0"):
+        command = ["srun", "-N2", "-D", str(tmp_path), sys.executable, "-m", "zlaunch", option, "worker.py"]
+        result = subprocess.run(command, env=cluster.env(), capture_output=True, text=True, timeout=60)
+        assert result.returncode == 2 and "has no effect here: srun has started this task" in result.stderr
+    assert "--min_nodes 4: there are 3 hosts" in _refused(cluster, tmp_path, "--min_nodes=4")
+
+
+def test_files_in_the_working_folder_do_no_harm(cluster: Testbed, tmp_path: Path) -> None:
+    for name in ("tokenize", "token", "signal", "typing", "queue", "zlaunch"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('the wrong one')")
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts" / "train.py").write_text("import tokenize, typing\nprint('fine')")
+    zlaunch = Path(sys.executable).with_name("zlaunch")
+    command = [
+        zlaunch,
+        f"--hostfile={cluster.hostfile}",
+        f"--ssh_config={cluster.ssh_config}",
+        "--no_local_rank",
+    ]
+    command += ["--run_dir=run", "scripts/train.py"]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+    assert (tmp_path / "run/logs/rank_00005.log").read_text() == "fine\n"
 
 
 def test_address_of_node_zero_is_one_the_others_reach(cluster: Testbed, tmp_path: Path) -> None:

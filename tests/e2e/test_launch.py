@@ -379,3 +379,50 @@ def test_a_worker_that_prints_100_mb_disturbs_nobody(tmp_path: Path) -> None:
     assert float(launch.log(1).split()[-1]) < 5
     assert 0 < peak_kb < 150_000
     assert json.loads((launch.run_dir / "launcher.json").read_text())["exit_code"] == 0
+
+
+def test_variables_given_go_to_local_workers_too(tmp_path: Path) -> None:
+    (tmp_path / ".zlaunch_env").write_text("# mine\nFROM_FILE='a b'\n")
+    script = "import os; print(os.environ['FROM_FILE'], os.environ['MINE'])"
+    launch = run(tmp_path, "--env=MINE=x y", script=script)
+    assert launch.log(0) == "a b x y\n", launch.err
+    for option, words in (
+        ("--env=RANK=3", "every worker gets its own"),
+        ("--ssh_port=99", "--ssh_port has no effect here"),
+        ("--requeue", "not inside a SLURM job"),
+    ):
+        launch = run(tmp_path, option, script=script)
+        assert launch.process.returncode == 2 and words in launch.err
+
+
+def test_two_signals_at_once_leave_the_workers_their_grace(tmp_path: Path) -> None:
+    script = """
+        import os, signal, sys, time
+        def save(*_):
+            time.sleep(0.3)
+            print("saved", flush=True)
+            sys.exit(0)
+        signal.signal(signal.SIGTERM, save)
+        print("ready", flush=True)
+        time.sleep(600)
+    """
+    launch = Launch(tmp_path, "--num_gpus=2", script=script)
+    wait_until(lambda: launch.run_dir.exists() and "ready" in launch.out, "ready")
+    wait_until(lambda: "ready" in launch.log(1), "ready")
+    launch.process.send_signal(signal.SIGTERM)
+    time.sleep(0.001)
+    launch.process.send_signal(signal.SIGTERM)
+    assert launch.wait(10) == 143
+    assert "saved" in launch.log(0) and "saved" in launch.log(1)
+
+
+def test_a_folder_with_a_living_run_is_refused(tmp_path: Path) -> None:
+    launch = Launch(tmp_path, script="import time\nprint('up', flush=True)\ntime.sleep(60)")
+    wait_until(lambda: "up" in launch.out, "worker up")
+    second = subprocess.run(
+        [sys.executable, "-m", "zlaunch", f"--run_dir={launch.run_dir}", "worker.py"],
+        cwd=tmp_path, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert second.returncode == 2 and "a run is going on there" in second.stderr
+    launch.process.terminate()
+    assert launch.wait(10) == 143

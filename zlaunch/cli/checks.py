@@ -86,12 +86,16 @@ def check_program(name: str) -> None:
         raise click.UsageError(f"--no_python: no program {name!r}")
 
 
-def pick_port(port: int) -> int:
-    """The port to meet at: the given one if nobody has it, otherwise one that is free now."""
+def check_port(port: int) -> None:
+    """It can be a port, or 0 for a free one."""
     if not 0 <= port <= 65535:
         raise click.UsageError(
             f"--master_port {port}: a port is a number from 1 to 65535 (0 takes a free one)"
         )
+
+
+def pick_port(port: int) -> int:
+    """The port to meet at: the given one if nobody has it, otherwise one that is free now."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -105,6 +109,11 @@ def pick_port(port: int) -> int:
 
 def make_run_dir(path: Path) -> None:
     """Create the folder for logs and prove that it takes files."""
+    from zlaunch.launch import record
+
+    known = record.read(path)
+    if known is not None and known.host == socket.gethostname() and known.is_running():
+        raise click.UsageError(f"--run_dir {path}: a run is going on there (process {known.pid})")
     try:
         (path / "logs").mkdir(parents=True, exist_ok=True)
         probe = path / f".writable-{os.getpid()}"

@@ -34,6 +34,8 @@ class Cluster:
     cpus: dict[str, int | None]
     environ: Mapping[str, str]
     """What is exported to the nodes."""
+    safe_path: bool = True
+    """The nodes' Pythons know -P: files in the working folder cannot get in the way of the start."""
     chosen: filters.Pool | None = None
     """Host -> slots; None while some hosts' slots have to be asked for."""
 
@@ -153,6 +155,8 @@ class Cluster:
     def plan(self, nodes: Sequence[Node], meet: Rendezvous | None, attempt: int) -> Plan:
         """The plan for the nodes that are there."""
         interfaces = meet.interfaces if meet is not None else ("",) * len(nodes)
+        versions = [tuple(map(int, node.facts.python.split(".")[:2])) for node in nodes]
+        self.safe_path = all(version >= (3, 11) for version in versions)
         specs = [self.spec(node, interface) for node, interface in zip(nodes, interfaces, strict=True)]
         address, port = ("127.0.0.1", 0) if meet is None else (meet.address, meet.port)
         return self.make(specs, address, port, attempt)
@@ -180,14 +184,16 @@ class Cluster:
             master_port=port or quiet_port(f"{o.run_id}.{attempt}"),
             cwd=o.workdir,
             grace_s=o.grace_s,
-            bootstrap=(sys.executable, "-m", "zlaunch.launch.bootstrap"),
+            bootstrap=(sys.executable, *(["-P"] if self.safe_path else []), "-m", "zlaunch.launch.bootstrap"),
             environ=self.environ,
             heartbeat_s=o.heartbeat_s,
             restart_count=attempt,
         )
 
-    def job(self) -> Job:
-        """All of it for `run_job`."""
+    def job(self, min_nodes: int | None) -> Job:
+        """All of it for `run_job`. Raises click.UsageError."""
+        if min_nodes is not None and min_nodes > len(self.hosts()):
+            raise click.UsageError(f"--min_nodes {min_nodes}: there are {len(self.hosts())} hosts")
         from zlaunch.launch.attempts import Job
 
         o = self.options
@@ -230,6 +236,8 @@ def cluster(options: Options, launcher: Launcher, allocation: Allocation | None)
         cpus = {node.host: node.cpus for node in allocation.nodes}
     else:
         path = options.hostfile or DEFAULT_HOSTFILE
+        if options.hostfile is None and not os.path.isfile(path):
+            raise click.UsageError(f"--launcher {launcher} needs a --hostfile")
         try:
             entries = read(path)
         except HostfileError as error:

@@ -51,8 +51,13 @@ class Options:
 
     @property
     def worker_env(self) -> dict[str, str]:
-        """What the workers are told beside the usual."""
-        return {"ZLAUNCH_TERM_SAVES": "1"} if self.requeue else {}
+        """What the workers are told beside the usual. Raises click.UsageError."""
+        from zlaunch.launch.exports import ExportError, asked_for
+
+        try:
+            return asked_for(os.environ, self.env) | ({"ZLAUNCH_TERM_SAVES": "1"} if self.requeue else {})
+        except ExportError as error:
+            raise click.UsageError(str(error)) from None
 
 
 def choose_launcher(options: Options, allocation: Allocation | None) -> tuple[Launcher, str]:

@@ -40,7 +40,7 @@ _EPILOG = (
     "--num_accelerators",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Workers to start: one a GPU; without a GPU any number of CPU workers.  [default: all GPUs, or 1]",
+    help="Workers on each node: one a GPU; without a GPU any number.  [default: all GPUs, or 1]",
 )
 @click.option("-H", "--hostfile", metavar="FILE", help="Hosts to run on: lines of HOST slots=N.")
 @click.option("--num_nodes", type=click.IntRange(min=1), metavar="N", help="Use the first N hosts.")
@@ -52,7 +52,11 @@ _EPILOG = (
     help="How to reach the nodes.  [default: found out, and said]",
 )
 @click.option(
-    "--master_port", type=int, default=0, metavar="PORT", help="Rendezvous port; 0 takes a free one."
+    "--master_port",
+    type=int,
+    default=0,
+    metavar="PORT",
+    help="Rendezvous port; 0 takes a free one.",
 )
 @click.option(
     "--master_addr", metavar="ADDR", help="Rendezvous address.  [default: one of node 0 that all reach]"
@@ -60,7 +64,9 @@ _EPILOG = (
 @click.option("--iface", metavar="NAME", help="Network interface for rendezvous and traffic.")
 @click.option("--ssh_port", type=click.IntRange(1, 65535), metavar="PORT", help="Port of sshd.")
 @click.option("--ssh_config", metavar="FILE", help="Instead of ~/.ssh/config.")
-@click.option("--ssh_accept_new", is_flag=True, help="Take down host keys that are not known yet.")
+@click.option(
+    "--ssh_accept_new", is_flag=True, help="Trust host keys that are not known yet, and remember them."
+)
 @click.option("--env", multiple=True, metavar="KEY[=VAL]", help="Export a variable to the nodes; repeatable.")
 @click.option("--remote_python", metavar="PATH", help="Python on the nodes.  [default: the path of this one]")
 @click.option("--venv", metavar="DIR", help="Virtual environment on the nodes; its Python is taken.")
@@ -142,20 +148,28 @@ def run(command: tuple[str, ...], **given: Any) -> int:
     from zlaunch.cli import checks
     from zlaunch.cli.options import choose_launcher
 
-    mode = _check_command(command, module=given["module"], no_python=given["no_python"])
+    mode = _check_command(
+        command, module=given["module"], no_python=given["no_python"], folder=given["workdir"]
+    )
     allocation = _allocation()
     options = _options(command, mode, given)
     for warning in checks.check_configs(command[1:]):
         print(f"zlaunch: warning: {warning}", file=sys.stderr)
     launcher, why = choose_launcher(options, allocation)
+    _refuse_without_effect(launcher, allocation, given)
     if launcher == "step" and given["run_dir"] is None:
         assert allocation is not None
         folder = f"slurm-{allocation.job_id}.{allocation.step_id}/task_{allocation.procid:05d}"
         options = replace(options, run_dir=str(Path("runs", folder).absolute()))
-    job, plan, where = _prepare(options, launcher, allocation, dry_run=given["dry_run"])
+    job, plan, where = _prepare(
+        options, launcher, allocation, dry_run=given["dry_run"], min_nodes=given["min_nodes"]
+    )
     if given["dry_run"]:
         assert plan is not None
         _print_plan(plan, as_json=given["as_json"])
+        if launcher not in ("local", "step"):
+            note = "addresses, interfaces, cores and GPUs are filled in when the nodes have answered"
+            print(f"zlaunch: {note}", file=sys.stderr)
         return 0
     checks.make_run_dir(Path(options.run_dir))
     world = plan.world_size if plan is not None else None
@@ -166,7 +180,7 @@ def run(command: tuple[str, ...], **given: Any) -> int:
 def _options(
     command: tuple[str, ...], mode: Literal["script", "module", "exec"], given: dict[str, Any]
 ) -> Options:
-    from zlaunch.cli.checks import shared_imports
+    from zlaunch.cli.checks import check_port, shared_imports
     from zlaunch.cli.options import Options
     from zlaunch.launch.devices import parse_cores
     from zlaunch.launch.plan import Target
@@ -179,6 +193,7 @@ def _options(
     ):
         if not math.isfinite(value):
             raise click.UsageError(f"--{name}: not a number of seconds")
+    check_port(given["master_port"])
     if given["venv"] is not None and given["remote_python"] is not None:
         raise click.UsageError("--venv and --remote_python exclude each other")
     python = given["remote_python"] or (f"{given['venv']}/bin/python" if given["venv"] else sys.executable)
@@ -213,6 +228,24 @@ def _options(
     )
 
 
+_FOR_SSH = ("ssh_port", "ssh_config", "ssh_accept_new")
+_FOR_CLUSTERS = (*_FOR_SSH, "iface", "remote_python", "venv", "min_nodes")
+_NOT_IN_STEPS = ("include", "exclude", "num_nodes", "max_restarts")
+
+
+def _refuse_without_effect(launcher: Launcher, allocation: Allocation | None, given: dict[str, Any]) -> None:
+    """An option that would do nothing is a mistake."""
+    pointless = {"local": _FOR_CLUSTERS, "step": (*_FOR_CLUSTERS, *_NOT_IN_STEPS)}.get(launcher, ())
+    for name in pointless if launcher != "slurm" else _FOR_SSH:
+        if given[name]:
+            why = "it needs a --hostfile or a SLURM job of several nodes"
+            if launcher == "step":
+                why = "srun has started this task and decides; start zlaunch by sbatch or salloc for it"
+            raise click.UsageError(f"--{name} has no effect here: {why}")
+    if given["requeue"] and allocation is None:
+        raise click.UsageError("--requeue: this is not inside a SLURM job")
+
+
 def _allocation() -> Allocation | None:
     if "SLURM_JOB_ID" not in os.environ:
         return None
@@ -229,7 +262,12 @@ def _allocation() -> Allocation | None:
 
 
 def _prepare(
-    options: Options, launcher: Launcher, allocation: Allocation | None, *, dry_run: bool
+    options: Options,
+    launcher: Launcher,
+    allocation: Allocation | None,
+    *,
+    dry_run: bool,
+    min_nodes: int | None,
 ) -> tuple[Job | None, Plan | None, str]:
     """The job, its plan as far as it is known before the nodes have answered, and where it runs, in words."""
     if launcher in ("local", "step"):
@@ -244,7 +282,7 @@ def _prepare(
     plan = found.known_plan() if found.chosen is not None else None
     if dry_run and plan is None:
         raise click.UsageError("--dry_run: the hostfile has hosts without slots=N, so only a launch can tell")
-    return (None if dry_run else found.job()), plan, ", ".join(found.hosts())
+    return (None if dry_run else found.job(min_nodes)), plan, ", ".join(found.hosts())
 
 
 def _own_plan(
@@ -264,7 +302,7 @@ def _own_plan(
 
 
 def _check_command(
-    command: tuple[str, ...], *, module: bool, no_python: bool
+    command: tuple[str, ...], *, module: bool, no_python: bool, folder: str | None
 ) -> Literal["script", "module", "exec"]:
     from zlaunch.cli import checks
 
@@ -278,7 +316,8 @@ def _check_command(
     if no_python:
         checks.check_program(command[0])
         return "exec"
-    checks.check_script(command[0])
+    if folder is None or os.path.isdir(folder):  # a folder that only the nodes have is theirs to check
+        checks.check_script(os.path.join(folder or "", command[0]))
     return "script"
 
 
@@ -316,8 +355,12 @@ def _launch(
         from zlaunch.slurm.submit import requeue
 
         console.message(requeue(os.environ))
+    elif launcher == "step" and outcome.signum == signal.SIGHUP:
+        console.message("another task of the step has failed")
+        return 0  # the step ends with that task's exit code
     elif launcher == "step" and outcome.code and not outcome.signum:
         from zlaunch.slurm.submit import cancel_step
 
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
         cancel_step(os.environ)  # the other tasks of the step would wait for this one for ever
     return outcome.code

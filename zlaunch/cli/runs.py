@@ -180,6 +180,12 @@ def ps(folder: str, show_all: bool, as_json: bool) -> int:
     launcher is there and only there can be seen more.
     """
     path = Path(folder)
+    if (
+        folder != _DEFAULT_FOLDER
+        and not path.is_dir()
+        and record.read(Path(_DEFAULT_FOLDER, folder)) is not None
+    ):
+        path = Path(_DEFAULT_FOLDER, folder)
     known = record.read(path)
     if known is not None:
         run = Run(path.name or str(path), path, known)

@@ -26,6 +26,8 @@ def step_plan(options: Options, allocation: Allocation, attempt: int = 0) -> Pla
         place = in_step_place(allocation)
     except SlurmError as error:
         raise click.UsageError(str(error)) from None
+    # The launchers of a step tell each other of a failure by a signal that SLURM sends to all its processes.
+    env = {**options.worker_env, "ZLAUNCH_IGNORE_HUP": "1"}
     tokens = discover(os.environ).tokens
     cores = cores_by_numa()
     if place.layout == "one_per_node":
@@ -39,7 +41,7 @@ def step_plan(options: Options, allocation: Allocation, attempt: int = 0) -> Pla
             allocation.nodes[place.rank_of_node].host,
             workers=here,
             cores=len(cores),
-            env=options.worker_env,
+            env=env,
             devices=tokens[:here],
             bound=bound_cores(options, cores, here, socket.gethostname()),
         )
@@ -50,7 +52,7 @@ def step_plan(options: Options, allocation: Allocation, attempt: int = 0) -> Pla
             allocation.nodes[place.rank_of_node].host,
             workers=1,
             cores=len(cores),
-            env=options.worker_env,
+            env=env,
             devices=(device,) if device is not None else (),
             first_local=place.local_task,
             local_world=place.tasks_here,

@@ -32,6 +32,8 @@ def main() -> None:
         die_with_parent(int(agent_pid))
     if cpus := os.environ.pop("ZLAUNCH_CPUS", ""):
         _bind(cpus)
+    if os.environ.pop("ZLAUNCH_IGNORE_HUP", ""):
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # meant for the launchers of the step, not for us
     mode, args = "--script", sys.argv[1:]
     if args[0] in ("--module", "--exec"):
         mode = args.pop(0)

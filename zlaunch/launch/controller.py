@@ -31,6 +31,8 @@ _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _OUTPUT_IN_FLIGHT = 256
 """Chunks of output between reader threads and the main thread; more wait in the agent and the pipes."""
 _TAIL_BYTES = 1 << 14
+_PATIENCE_S = 1.0
+"""A second signal within this time is taken for the first one."""
 _MARGIN_S = 6.0
 """Beyond the grace period: settling, sweeping, a slow machine."""
 
@@ -80,6 +82,7 @@ class Controller:
         self.errors: list[str] = []
         self.agent_code: int | None = None
         self.signum = 0
+        self.signalled_at = 0.0
         self.save_asked = False
         self.deadline = float("inf")
         self.run_dir = Path(plan.run_dir)
@@ -299,13 +302,15 @@ class Controller:
 
     def _on_signal(self, signum: int, _frame: FrameType | None) -> None:
         """Stop from here, not from the loop: the main thread may be stuck writing to a halted terminal."""
+        if self.signum and time.monotonic() - self.signalled_at < _PATIENCE_S:
+            return  # `timeout` and terminals signal a process and its group, which is not impatience
         if self.signum:
             for link in self.links:
                 link.transport.send({"cmd": "kill"})
                 link.transport.kill()
             self._sweep()
             os._exit(128 + self.signum)
-        self.signum = signum
+        self.signum, self.signalled_at = signum, time.monotonic()
         self._stop()
 
     def _pass_on(self, signum: int, _frame: FrameType | None) -> None:

@@ -45,6 +45,12 @@ _NEVER = (
 )
 """What is each node's own, or belongs to a run that this one was started from."""
 
+OWN = frozenset(
+    (
+        *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE"),
+        *("CROSS_RANK", "CROSS_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    )
+)
 ENV_FILES = (".deepspeed_env", ".zlaunch_env")
 """Looked for in the home folder and then in the current one; later ones win."""
 
@@ -58,15 +64,23 @@ class ExportError(ValueError):
 def exported(
     environ: Mapping[str, str], given: Iterable[str] = (), folders: Iterable[Path] | None = None
 ) -> dict[str, str]:
-    """The variables for the other nodes: an allow-list, then the env files, then `--env KEY[=VALUE]`.
-
-    Raises ExportError.
-    """
-    chosen = {
+    """The variables for the other nodes: an allow-list, and what is `asked_for`. Raises ExportError."""
+    listed = {
         key: value
         for key, value in environ.items()
         if (key.startswith(_PREFIXES) or key in _NAMES) and key not in _NEVER
     }
+    return listed | asked_for(environ, given, folders)
+
+
+def asked_for(
+    environ: Mapping[str, str], given: Iterable[str] = (), folders: Iterable[Path] | None = None
+) -> dict[str, str]:
+    """The variables of the env files and then of `--env KEY[=VALUE]`, for workers anywhere.
+
+    Raises ExportError, also for a variable that each worker gets from the launcher.
+    """
+    chosen: dict[str, str] = {}
     for folder in (Path.home(), Path.cwd()) if folders is None else folders:
         for name in ENV_FILES:
             chosen |= read_env_file(folder / name)
@@ -74,6 +88,8 @@ def exported(
         key, equals, value = item.partition("=")
         if not _KEY.fullmatch(key):
             raise ExportError(f"--env {item!r}: {key!r} is not a variable's name")
+        if key in OWN:
+            raise ExportError(f"--env {key}: every worker gets its own from zlaunch")
         if not equals and key not in environ:
             raise ExportError(f"--env {key}: it is not set here; write --env {key}=VALUE")
         chosen[key] = value if equals else environ[key]

@@ -50,7 +50,7 @@ class Link:
 
 
 def _why_no_agent(code: int | None, said: str) -> str:
-    if code == 127 or "No such file or directory" in said:
+    if code == 127 or "execve()" in said:
         return f"there is no such Python: {said or 'exit code 127'}. Name it with --remote_python or --venv"
     if "No module named" in said and "zlaunch" in said:
         return (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import errno
 import logging
 import queue
 import random
@@ -199,6 +200,7 @@ class _UnknownKey(paramiko.MissingHostKeyPolicy):
         )
 
 
+_NO_WAY = (errno.EHOSTUNREACH, errno.ENETUNREACH)
 _known_hosts_lock = threading.Lock()
 
 
@@ -220,6 +222,9 @@ def _explain(s: HostSettings, error: BaseException) -> str:
         return f"no such host: {s.hostname} ({error.strerror})"
     if isinstance(error, (TimeoutError, socket.timeout)):
         return f"{target} did not answer within {s.timeout_s:g} s: is it up, is the address right?"
+    errors = getattr(error, "errors", {})
+    if any(isinstance(e, OSError) and e.errno in _NO_WAY for e in (error, *errors.values())):
+        return f"{target}: no route to it: is it up, is the address right?"
     if isinstance(error, ConnectionRefusedError) or "Unable to connect to port" in str(error):
         return f"{target}: connection refused: is sshd running there, is the port right (--ssh_port)?"
     return f"{target}: {error or type(error).__name__}"
