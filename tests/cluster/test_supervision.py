@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -173,7 +174,9 @@ def test_preemption_saves_and_requeues(cluster: Testbed, tmp_path: Path) -> None
             )
 
         wait_for(pending, "the job in the queue again", 60)
-        # SLURM lets a requeued job wait for two minutes otherwise
+        # SLURM lets a requeued job wait for two minutes, of which a few seconds are needed: it does not
+        # take credentials from before the requeue.
+        time.sleep(5)
         command = ["scontrol", "update", f"JobId={job}", "StartTime=now"]
         subprocess.run(command, env=cluster.env(), check=True, capture_output=True)
         wait_for(lambda: count() == 2, "the start after the requeue", 200)

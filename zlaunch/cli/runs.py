@@ -239,7 +239,8 @@ def _print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], title: s
     heading = Text(title) if title is not None else None
     table = Table(box=box.SIMPLE, title=heading, title_justify="left")
     for column in columns:
-        table.add_column(column, overflow="fold")
+        # the run's name is there to be copied
+        table.add_column(column, overflow="fold", no_wrap=column == "run")
     for row in rows:
         table.add_row(*map(Text, row))
     Console(width=None if sys.stdout.isatty() else 160, highlight=False).print(table)
