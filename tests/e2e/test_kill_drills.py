@@ -167,6 +167,7 @@ def test_a_second_ctrl_c_does_not_wait(tmp_path: Path) -> None:
     wait_until(lambda: len(list(tmp_path.glob("ready.*"))) == 2, "workers ready")
     launch.process.send_signal(signal.SIGINT)
     wait_until(lambda: launch.events("stopping"), "stop begun")
+    time.sleep(0.5)  # closer together they would count as one
     launch.process.send_signal(signal.SIGINT)
     assert launch.wait(20) == 130
     wait_until(lambda: not alive(launch.run_id), "all gone")

@@ -31,7 +31,7 @@ _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _OUTPUT_IN_FLIGHT = 256
 """Chunks of output between reader threads and the main thread; more wait in the agent and the pipes."""
 _TAIL_BYTES = 1 << 14
-_PATIENCE_S = 1.0
+_PATIENCE_S = 0.3
 """A second signal within this time is taken for the first one."""
 _MARGIN_S = 6.0
 """Beyond the grace period: settling, sweeping, a slow machine."""
