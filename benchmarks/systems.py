@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -77,6 +78,16 @@ def fsdp2(size: Size, device: torch.device) -> Step:
     return _torch_step(model)
 
 
+def _engine_step(engine: Any) -> Step:
+    def step(batch: Tensor) -> Tensor:
+        loss = loss_of(engine, batch)
+        engine.backward(loss)
+        engine.step()
+        return loss.detach()
+
+    return Step(engine.module, step)
+
+
 def _config(stage: int, micro_batch: int) -> dict[str, object]:
     params = {"lr": ADAMW["lr"], "betas": list(ADAMW["betas"]), "weight_decay": ADAMW["weight_decay"]}  # type: ignore[call-overload]
     return {
@@ -94,14 +105,7 @@ def zero(stage: int, micro_batch: int) -> Callable[[Size, torch.device], Step]:
         import zlaunch
 
         engine, *_ = zlaunch.initialize(model=_model(size, device), config=_config(stage, micro_batch))
-
-        def step(batch: Tensor) -> Tensor:
-            loss = loss_of(engine, batch)
-            engine.backward(loss)
-            engine.step()
-            return loss.detach()
-
-        return Step(engine.module, step)
+        return _engine_step(engine)
 
     return build
 
@@ -116,14 +120,7 @@ def deepspeed(stage: int, micro_batch: int) -> Callable[[Size, torch.device], St
         config = {k: v for k, v in _config(stage, micro_batch).items() if k != "optimizer"}
         optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)  # type: ignore[arg-type]
         engine, *_ = real.initialize(model=model, optimizer=optimizer, config=config)
-
-        def step(batch: Tensor) -> Tensor:
-            loss = loss_of(engine, batch)
-            engine.backward(loss)
-            engine.step()
-            return loss.detach()
-
-        return Step(engine.module, step)
+        return _engine_step(engine)
 
     return build
 

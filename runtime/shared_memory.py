@@ -148,12 +148,12 @@ class SharedMemory:
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A flat tensor that the other ranks can read. Its memory is given back when this object is."""
-        nbytes = -(-max(1, numel) * dtype.itemsize // _PAGE) * _PAGE
+        if numel == 0:
+            return torch.empty(0, dtype=dtype)
+        nbytes = -(-numel * dtype.itemsize // _PAGE) * _PAGE
         if not self._chunks or self._chunks[-1].used + nbytes > self._chunks[-1].nbytes:
             self._grow(max(CHUNK_BYTES, nbytes))
         chunk = self._chunks[-1]
-        if numel == 0:
-            return torch.empty(0, dtype=dtype)
         tensor = chunk.tensor(chunk.used, numel, dtype)
         self._places[tensor.untyped_storage().data_ptr()] = len(self._chunks) - 1, chunk.used
         chunk.used += nbytes

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from zlaunch.slurm.commands import read_granted
 from zlaunch.slurm.environment import (
     AllocatedNode,
     Allocation,
@@ -15,7 +16,6 @@ from zlaunch.slurm.environment import (
     read,
     with_gpus,
 )
-from zlaunch.slurm.submit import read_granted
 
 JOB = {
     "SLURM_JOB_ID": "42",

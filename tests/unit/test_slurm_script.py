@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zlaunch.cli.main import main
-from zlaunch.slurm import submit as queue
+from zlaunch.slurm import commands as queue
 from zlaunch.slurm.environment import SlurmError
 from zlaunch.slurm.script import PRESETS, BatchScript, render
 

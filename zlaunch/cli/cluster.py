@@ -137,7 +137,7 @@ class Cluster:
             raise NodeError(
                 node.host, f"slot {slots[-1]} was asked for, but it has {facts.describe_devices()}"
             )
-        env = {**self.environ, **o.worker_env}
+        env = dict(self.environ)
         if interface and "GLOO_SOCKET_IFNAME" not in env:
             env["GLOO_SOCKET_IFNAME"] = interface
         if o.iface and "NCCL_SOCKET_IFNAME" not in env:
@@ -225,10 +225,8 @@ def _check_known(selection: filters.Selection, names: Sequence[str], option: str
 def cluster(options: Options, launcher: Launcher, allocation: Allocation | None) -> Cluster:
     """The hosts of a hostfile or an allocation. Raises click.UsageError."""
     from zlaunch.hostfiles.grammar import HostEntry, HostfileError, read
-    from zlaunch.launch.exports import ExportError, exported
+    from zlaunch.launch.exports import exported
 
-    if options.include is not None and options.exclude is not None:
-        raise click.UsageError("--include and --exclude exclude each other")
     cpus: dict[str, int | None] = {}
     if launcher == "slurm":
         assert allocation is not None
@@ -244,10 +242,7 @@ def cluster(options: Options, launcher: Launcher, allocation: Allocation | None)
             raise click.UsageError(str(error)) from None
     if options.num_gpus is not None:  # CPU workers: as many as asked for
         entries = [entry if entry.slots else replace(entry, slots=options.num_gpus) for entry in entries]
-    try:
-        environ = exported(os.environ, options.env)
-    except ExportError as error:
-        raise click.UsageError(str(error)) from None
+    environ = exported(os.environ) | options.worker_env
     found = Cluster(options, launcher, {entry.host: entry for entry in entries}, cpus, environ)
     found.settle()
     return found

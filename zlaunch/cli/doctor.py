@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from zlaunch.cli.options import Options, python_there, reach_options
 from zlaunch.launch.checkup import Checkup, Problem, Report, describe_gpus, judge, size
 
 if TYPE_CHECKING:
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from zlaunch.cli.cluster import Cluster
-    from zlaunch.cli.options import Options
     from zlaunch.launch.fleet import Node
 
 _SETTINGS = {
@@ -57,12 +57,7 @@ _SHOWN_INTERFACES = 4
 
 @click.command(context_settings=_SETTINGS)
 @click.option("-H", "--hostfile", metavar="FILE", help="Hosts to check.  [default: this machine]")
-@click.option("--ssh_port", type=click.IntRange(1, 65535), metavar="PORT", help="Port of sshd.")
-@click.option("--ssh_config", metavar="FILE", help="Instead of ~/.ssh/config.")
-@click.option("--ssh_accept_new", is_flag=True, help="Take down host keys that are not known yet.")
-@click.option("--remote_python", metavar="PATH", help="Python on the hosts.  [default: the path of this one]")
-@click.option("--venv", metavar="DIR", help="Virtual environment on the hosts; its Python is taken.")
-@click.option("--iface", metavar="NAME", help="Network interface for rendezvous and traffic.")
+@reach_options
 @click.option("--json", "as_json", is_flag=True, help="Print all that was found out as JSON.")
 def doctor(hostfile: str | None, as_json: bool, iface: str | None, **given: Any) -> int:
     """Check this machine, or the hosts of a hostfile, for what a launch needs.
@@ -84,13 +79,9 @@ def doctor(hostfile: str | None, as_json: bool, iface: str | None, **given: Any)
 
 def _options(folder: str, hostfile: str | None, iface: str | None, given: dict[str, Any]) -> Options:
     """A launch's options, so that the hosts are reached as a launch would reach them."""
-    from zlaunch.cli.options import Options
     from zlaunch.launch.plan import Target
 
-    venv = given.pop("venv")
-    python = given.pop("remote_python")
-    if venv is not None and python is not None:
-        raise click.UsageError("--venv and --remote_python exclude each other")
+    python = python_there(given.pop("venv"), given.pop("remote_python"))
     try:
         workdir = os.getcwd()
     except FileNotFoundError:
@@ -111,7 +102,7 @@ def _options(folder: str, hostfile: str | None, iface: str | None, given: dict[s
         grace_s=0.0,
         heartbeat_s=0.0,
         env=(),
-        python=python or (f"{venv}/bin/python" if venv else sys.executable),
+        python=python,
         workdir=workdir,
         bind_cores=False,
         core_list=None,

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
@@ -18,6 +19,34 @@ if TYPE_CHECKING:
 
 Launcher = Literal["local", "ssh", "slurm", "openmpi", "step"]
 DEFAULT_HOSTFILE = "/job/hostfile"
+
+
+_REACH = (
+    click.option("--ssh_port", type=click.IntRange(1, 65535), metavar="PORT", help="Port of sshd."),
+    click.option("--ssh_config", metavar="FILE", help="Instead of ~/.ssh/config."),
+    click.option(
+        "--ssh_accept_new", is_flag=True, help="Trust host keys that are not known yet, and remember them."
+    ),
+    click.option(
+        "--remote_python", metavar="PATH", help="Python on the nodes.  [default: the path of this one]"
+    ),
+    click.option("--venv", metavar="DIR", help="Virtual environment on the nodes; its Python is taken."),
+    click.option("--iface", metavar="NAME", help="Network interface for rendezvous and traffic."),
+)
+
+
+def reach_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate a click command with the options for getting to other nodes."""
+    for option in reversed(_REACH):
+        command = option(command)
+    return command
+
+
+def python_there(venv: str | None, remote_python: str | None) -> str:
+    """The interpreter on the nodes. Raises click.UsageError."""
+    if venv is not None and remote_python is not None:
+        raise click.UsageError("--venv and --remote_python exclude each other")
+    return remote_python or (f"{venv}/bin/python" if venv else sys.executable)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

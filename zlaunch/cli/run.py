@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from zlaunch import __version__
+from zlaunch.cli.options import Launcher, Options, choose_launcher, python_there, reach_options
 
 if TYPE_CHECKING:
-    from zlaunch.cli.options import Launcher, Options
     from zlaunch.launch.attempts import Job
     from zlaunch.launch.plan import Plan
     from zlaunch.slurm.environment import Allocation
@@ -29,7 +29,7 @@ _SETTINGS = {
     "max_content_width": 100,
 }
 _EPILOG = (
-    "Other commands: zlaunch config, doctor, ps, slurm, stacks, stop; each has --help. "
+    "Other commands: zlaunch bench, config, doctor, ps, slurm, stacks, stop; each has --help. "
     "A script of such a name: zlaunch ./ps"
 )
 
@@ -61,15 +61,8 @@ _EPILOG = (
 @click.option(
     "--master_addr", metavar="ADDR", help="Rendezvous address.  [default: one of node 0 that all reach]"
 )
-@click.option("--iface", metavar="NAME", help="Network interface for rendezvous and traffic.")
-@click.option("--ssh_port", type=click.IntRange(1, 65535), metavar="PORT", help="Port of sshd.")
-@click.option("--ssh_config", metavar="FILE", help="Instead of ~/.ssh/config.")
-@click.option(
-    "--ssh_accept_new", is_flag=True, help="Trust host keys that are not known yet, and remember them."
-)
+@reach_options
 @click.option("--env", multiple=True, metavar="KEY[=VAL]", help="Export a variable to the nodes; repeatable.")
-@click.option("--remote_python", metavar="PATH", help="Python on the nodes.  [default: the path of this one]")
-@click.option("--venv", metavar="DIR", help="Virtual environment on the nodes; its Python is taken.")
 @click.option("--workdir", metavar="DIR", help="Folder to run in on every node.  [default: this one]")
 @click.option(
     "--connect_timeout",
@@ -146,7 +139,6 @@ def run(command: tuple[str, ...], **given: Any) -> int:
     if given["include"] is not None and given["exclude"] is not None:
         raise click.UsageError("--include and --exclude exclude each other")
     from zlaunch.cli import checks
-    from zlaunch.cli.options import choose_launcher
 
     mode = _check_command(
         command, module=given["module"], no_python=given["no_python"], folder=given["workdir"]
@@ -161,11 +153,12 @@ def run(command: tuple[str, ...], **given: Any) -> int:
         assert allocation is not None
         folder = f"slurm-{allocation.job_id}.{allocation.step_id}/task_{allocation.procid:05d}"
         options = replace(options, run_dir=str(Path("runs", folder).absolute()))
-    job, plan, where = _prepare(
-        options, launcher, allocation, dry_run=given["dry_run"], min_nodes=given["min_nodes"]
-    )
+    job, plan, where = _prepare(options, launcher, allocation, given["min_nodes"])
     if given["dry_run"]:
-        assert plan is not None
+        if plan is None:
+            raise click.UsageError(
+                "--dry_run: the hostfile has hosts without slots=N, so only a launch can tell"
+            )
         _print_plan(plan, as_json=given["as_json"])
         if launcher not in ("local", "step"):
             note = "addresses, interfaces, cores and GPUs are filled in when the nodes have answered"
@@ -181,7 +174,6 @@ def _options(
     command: tuple[str, ...], mode: Literal["script", "module", "exec"], given: dict[str, Any]
 ) -> Options:
     from zlaunch.cli.checks import check_port, shared_imports
-    from zlaunch.cli.options import Options
     from zlaunch.launch.devices import parse_cores
     from zlaunch.launch.plan import Target
 
@@ -194,9 +186,6 @@ def _options(
         if not math.isfinite(value):
             raise click.UsageError(f"--{name}: not a number of seconds")
     check_port(given["master_port"])
-    if given["venv"] is not None and given["remote_python"] is not None:
-        raise click.UsageError("--venv and --remote_python exclude each other")
-    python = given["remote_python"] or (f"{given['venv']}/bin/python" if given["venv"] else sys.executable)
     try:
         cores = parse_cores(given["bind_core_list"]) if given["bind_core_list"] is not None else None
     except ValueError as error:
@@ -212,7 +201,7 @@ def _options(
         run_dir=str(folder),
         grace_s=grace,
         heartbeat_s=given["heartbeat"],
-        python=python,
+        python=python_there(given["venv"], given["remote_python"]),
         workdir=given["workdir"] or os.getcwd(),
         bind_cores=given["bind_cores_to_rank"],
         core_list=cores,
@@ -249,8 +238,8 @@ def _refuse_without_effect(launcher: Launcher, allocation: Allocation | None, gi
 def _allocation() -> Allocation | None:
     if "SLURM_JOB_ID" not in os.environ:
         return None
+    from zlaunch.slurm.commands import granted_gpus
     from zlaunch.slurm.environment import SlurmError, read, with_gpus
-    from zlaunch.slurm.submit import granted_gpus
 
     try:
         allocation = read(os.environ)
@@ -262,27 +251,20 @@ def _allocation() -> Allocation | None:
 
 
 def _prepare(
-    options: Options,
-    launcher: Launcher,
-    allocation: Allocation | None,
-    *,
-    dry_run: bool,
-    min_nodes: int | None,
-) -> tuple[Job | None, Plan | None, str]:
+    options: Options, launcher: Launcher, allocation: Allocation | None, min_nodes: int | None
+) -> tuple[Job, Plan | None, str]:
     """The job, its plan as far as it is known before the nodes have answered, and where it runs, in words."""
     if launcher in ("local", "step"):
         own, make = _own_plan(options, launcher, allocation)
         from zlaunch.cli.local import local_job
 
         where = f"{own.nodes[0].host}, rendezvous {own.master_addr}:{own.master_port}"
-        return (None if dry_run else local_job(options, make)), own, where
+        return local_job(options, make), own, where
     from zlaunch.cli.cluster import cluster
 
     found = cluster(options, launcher, allocation)
     plan = found.known_plan() if found.chosen is not None else None
-    if dry_run and plan is None:
-        raise click.UsageError("--dry_run: the hostfile has hosts without slots=N, so only a launch can tell")
-    return (None if dry_run else found.job(min_nodes)), plan, ", ".join(found.hosts())
+    return found.job(min_nodes), plan, ", ".join(found.hosts())
 
 
 def _own_plan(
@@ -335,12 +317,11 @@ def _print_plan(plan: Plan, *, as_json: bool) -> None:
 
 
 def _launch(
-    job: Job | None, launcher: Launcher, why: str, where: str, ranks: list[int] | None, given: dict[str, Any]
+    job: Job, launcher: Launcher, why: str, where: str, ranks: list[int] | None, given: dict[str, Any]
 ) -> int:
     from zlaunch.launch.attempts import Limits, run_job
     from zlaunch.view.console import Console
 
-    assert job is not None
     console = Console(ranks, quiet=given["quiet"])
     console.message(f"{where} (launcher {launcher}: {why})")
     console.message(f"logs in {os.path.relpath(job.run_dir)}")
@@ -352,14 +333,14 @@ def _launch(
     )
     outcome = run_job(job, console, limits)
     if given["requeue"] and (outcome.save_asked or outcome.signum == signal.SIGTERM):
-        from zlaunch.slurm.submit import requeue
+        from zlaunch.slurm.commands import requeue
 
         console.message(requeue(os.environ))
     elif launcher == "step" and outcome.signum == signal.SIGHUP:
         console.message("another task of the step has failed")
         return 0  # the step ends with that task's exit code
     elif launcher == "step" and outcome.code and not outcome.signum:
-        from zlaunch.slurm.submit import cancel_step
+        from zlaunch.slurm.commands import cancel_step
 
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         cancel_step(os.environ)  # the other tasks of the step would wait for this one for ever

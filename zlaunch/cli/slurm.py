@@ -98,8 +98,8 @@ def submit(command: tuple[str, ...], follow: bool, **options: Any) -> int:
 
     With --follow the exit code is 0 only if the job completed.
     """
+    from zlaunch.slurm.commands import submit as hand_over
     from zlaunch.slurm.environment import SlurmError
-    from zlaunch.slurm.submit import submit as hand_over
 
     _check_given(command)
     if follow and options["array"] is not None:
@@ -151,7 +151,7 @@ def _render(batch: BatchScript) -> bytes:
 
 def _submit_script(command: tuple[str, ...], options: dict[str, Any]) -> str:
     from zlaunch.cli.checks import check_script
-    from zlaunch.slurm.submit import submit as hand_over
+    from zlaunch.slurm.commands import submit as hand_over
 
     batch = _batch_script(command, options)
     if not {"--module", "--no_python", "--no-python"} & set(batch.zlaunch_args):
@@ -170,7 +170,7 @@ def _check_existing(command: tuple[str, ...], options: dict[str, Any]) -> None:
 
 
 def _follow(job_id: str) -> int:
-    from zlaunch.slurm import submit as queue
+    from zlaunch.slurm import commands as queue
     from zlaunch.slurm.environment import SlurmError
 
     def write(data: bytes) -> None:

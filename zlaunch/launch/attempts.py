@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from zlaunch.launch import record
 from zlaunch.launch.controller import Controller, Outcome
@@ -49,41 +49,35 @@ def run_job(job: Job, console: Console, limits: Limits) -> Outcome:
 
 def _run(job: Job, console: Console, limits: Limits) -> Outcome:
     hosts, attempt, restarts, port_retried = job.hosts, 0, 0, False
-    try:
-        while True:
-            outcome = _attempt(job, hosts, console, limits, attempt)
-            attempt += 1
-            left = tuple(host for host in hosts if host not in outcome.lost)
-            needed = len(job.hosts) if limits.min_nodes is None else limits.min_nodes
-            if outcome.code == 0 or outcome.signum or outcome.save_asked:
-                return outcome
-            if outcome.port_taken and not port_retried and not job.master_port:
-                port_retried = True
-                console.message("the rendezvous port was taken in the meantime: once more with another one")
-            elif outcome.lost and limits.min_nodes is not None and len(left) >= needed and left:
-                hosts = left
-                gone = ", ".join(sorted(outcome.lost))
-                console.message(f"going on with {len(left)} of {len(job.hosts)} nodes, without {gone}")
-            elif restarts < limits.max_restarts and outcome.code != _REFUSED:
-                restarts += 1
-                console.message(f"restart {restarts} of {limits.max_restarts}")
-            else:
-                return outcome
-    finally:
-        console.close()
+    needed = len(job.hosts) if limits.min_nodes is None else limits.min_nodes
+    while True:
+        outcome = _attempt(job, hosts, needed, console, limits, attempt)
+        attempt += 1
+        left = tuple(host for host in hosts if host not in outcome.lost)
+        if outcome.code == 0 or outcome.signum or outcome.save_asked or outcome.refused:
+            return outcome
+        if outcome.port_taken and not port_retried and not job.master_port:
+            port_retried = True
+            console.message("the rendezvous port was taken in the meantime: once more with another one")
+        elif outcome.lost and limits.min_nodes is not None and len(left) >= needed:
+            hosts = left
+            gone = ", ".join(sorted(outcome.lost))
+            console.message(f"going on with {len(left)} of {len(job.hosts)} nodes, without {gone}")
+        elif restarts < limits.max_restarts:
+            restarts += 1
+            console.message(f"restart {restarts} of {limits.max_restarts}")
+        else:
+            return outcome
 
 
-_REFUSED = 2
-"""The nodes cannot run this at all; trying again would not help."""
-
-
-def _attempt(job: Job, hosts: Sequence[str], console: Console, limits: Limits, attempt: int) -> Outcome:
+def _attempt(
+    job: Job, hosts: Sequence[str], needed: int, console: Console, limits: Limits, attempt: int
+) -> Outcome:
     nodes, errors = job.connect(hosts)
-    needed = len(hosts) if limits.min_nodes is None else limits.min_nodes
     try:
         for error in errors:
             console.error(f"{error.host}: {error.text}")
-        if len(nodes) < needed or not nodes:
+        if len(nodes) < needed:
             if len(hosts) > 1:
                 console.error(f"{len(errors)} of {len(hosts)} nodes cannot take part; nothing was started")
             return _given_up(nodes)
@@ -108,12 +102,9 @@ def _attempt(job: Job, hosts: Sequence[str], console: Console, limits: Limits, a
         attempt=attempt,
     )
     outcome = controller.run()
-    unreachable = frozenset(error.host for error in errors)
-    return Outcome(
-        outcome.code, outcome.signum, outcome.lost | unreachable, outcome.port_taken, outcome.save_asked
-    )
+    return replace(outcome, lost=outcome.lost | {error.host for error in errors})
 
 
 def _given_up(nodes: Sequence[Node]) -> Outcome:
     close_all(nodes)
-    return Outcome(_REFUSED)
+    return Outcome(2, refused=True)

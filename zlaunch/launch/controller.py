@@ -51,6 +51,8 @@ class Outcome:
     """Nothing was wrong but the rendezvous port."""
     save_asked: bool = False
     """The workers were asked to save and stop."""
+    refused: bool = False
+    """Nothing was started: the nodes cannot run this, and trying again would not help."""
 
 
 class Controller:
@@ -113,6 +115,7 @@ class Controller:
                 signal.signal(signum, handler)
             for file in (*self.logs.values(), self.event_log):
                 file.close()
+            self.console.close()
         return self._verdict()
 
     def log_path(self, rank: int) -> Path:
@@ -182,7 +185,10 @@ class Controller:
         link.transport.kill()
 
     def _log(self, event: Event) -> None:
-        self.event_log.write(encode({**event, "time": event.get("time", time.time())}))
+        try:
+            self.event_log.write(encode({**event, "time": event.get("time", time.time())}))
+        except OSError as error:  # a full disk must not end the training
+            self.console.message(f"cannot write {self.run_dir / 'events.jsonl'}: {error.strerror}")
 
     def _on_event(self, index: int, event: Event) -> None:
         kind = event.get("type")
@@ -205,10 +211,7 @@ class Controller:
             return
         if kind == "pong" and not self.heartbeat.worth_noting(index):
             return
-        try:
-            self._log(event)
-        except OSError as error:  # a full disk must not end the training
-            self.console.message(f"cannot write {self.run_dir / 'events.jsonl'}: {error.strerror}")
+        self._log(event)
         if kind == "spawn":
             if self.links[index].transport.local:
                 self.sessions.add(event["pid"])
@@ -359,7 +362,7 @@ class Controller:
             self.console.message(f"stopped by {failures.signal_name(self.signum)}")
             return Outcome(128 + self.signum, self.signum, lost, save_asked=self.save_asked)
         for error in self.errors:
-            print(f"zlaunch: error: {error}", file=sys.stderr)
+            self.console.error(error)
         code = self.agent_code or (1 if self.errors else 0)
         port_taken = False
         if self.failures:

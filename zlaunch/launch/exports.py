@@ -29,21 +29,17 @@ _PREFIXES = (
     "TOKENIZERS_",
     "ACCELERATE_",
     "DS_",
-    "ZLAUNCH_",
     "WANDB_",
     "MLFLOW_",
     "COMET_",
     "TENSORBOARD_",
 )
-_NAMES = ("LD_LIBRARY_PATH", "LD_PRELOAD", "GLIBC_TUNABLES", "TOKENIZERS_PARALLELISM", "TZ", "LANG", "LC_ALL")
-_NEVER = (
-    "CUDA_VISIBLE_DEVICES",
-    "ZLAUNCH_RUN_ID",
-    "ZLAUNCH_RUN_DIR",
-    "ZLAUNCH_EVENT_FD",
-    "ZLAUNCH_AGENT_PID",
+_NAMES = (
+    *("LD_LIBRARY_PATH", "LD_PRELOAD", "GLIBC_TUNABLES", "TZ", "LANG", "LC_ALL"),
+    *("ZLAUNCH_SHARED_MEMORY", "ZLAUNCH_DEBUG_FREE"),
 )
-"""What is each node's own, or belongs to a run that this one was started from."""
+_NEVER = ("CUDA_VISIBLE_DEVICES",)
+"""What is each node's own."""
 
 OWN = frozenset(
     (
@@ -61,16 +57,13 @@ class ExportError(ValueError):
     """A variable that cannot be exported; the text is for the user."""
 
 
-def exported(
-    environ: Mapping[str, str], given: Iterable[str] = (), folders: Iterable[Path] | None = None
-) -> dict[str, str]:
-    """The variables for the other nodes: an allow-list, and what is `asked_for`. Raises ExportError."""
-    listed = {
+def exported(environ: Mapping[str, str]) -> dict[str, str]:
+    """What goes to the other nodes without being asked for: an allow-list."""
+    return {
         key: value
         for key, value in environ.items()
         if (key.startswith(_PREFIXES) or key in _NAMES) and key not in _NEVER
     }
-    return listed | asked_for(environ, given, folders)
 
 
 def asked_for(
@@ -120,8 +113,3 @@ def read_env_file(path: Path) -> dict[str, str]:
             value = value[1:-1]
         found[key] = value
     return found
-
-
-def hidden(key: str) -> bool:
-    """Whether a variable's value had better not be printed."""
-    return any(word in key.upper() for word in ("TOKEN", "SECRET", "PASSWORD", "API_KEY", "APIKEY"))

@@ -90,6 +90,7 @@ class HangWatch:
         self.timeout_s = timeout_s
         self._last = time.monotonic()
         self._asked: float | None = None
+        self._collected = False
         self._texts: dict[int, str] = {}
 
     def activity(self) -> None:
@@ -106,7 +107,7 @@ class HangWatch:
 
     def next_s(self) -> float:
         """Seconds until something may be due."""
-        if not self.timeout_s:
+        if not self.timeout_s or self._collected:
             return 3600.0
         due = self._last + self.timeout_s if self._asked is None else self._asked + _STACKS_S
         return max(0.01, due - time.monotonic())
@@ -119,8 +120,11 @@ class HangWatch:
         return False
 
     def over(self) -> bool:
-        """The stacks have been asked for and the ranks had their time."""
-        return self._asked is not None and time.monotonic() - self._asked >= _STACKS_S
+        """The stacks have been asked for and the ranks had their time; true once."""
+        if self._asked is not None and not self._collected and time.monotonic() - self._asked >= _STACKS_S:
+            self._collected = True
+            return True
+        return False
 
     def stacks(self) -> str:
         """What the ranks wrote, rank by rank."""

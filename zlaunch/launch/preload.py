@@ -51,7 +51,6 @@ def start(
     plans: Sequence[WorkerPlan],
     pipes: Sequence[Sequence[int]],
     cwd: str,
-    python: str,
 ) -> Preloader:
     """Start it for these workers, whose (stdout, stderr, events) write ends are `pipes`. Raises OSError."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -60,7 +59,6 @@ def start(
     }
     position = plans[0].argv.index("zlaunch.launch.bootstrap")
     command = [*plans[0].argv[:position], "zlaunch.launch.preload", *plans[0].argv[position + 1 :]]
-    command[0] = python
     env = {**os.environ, **common}
     env |= {"ZLAUNCH_PRELOAD_FD": str(theirs.fileno()), "ZLAUNCH_AGENT_PID": str(os.getpid())}
     with theirs:
@@ -92,7 +90,6 @@ def main() -> None:
     jobs = [_receive(connection) for _ in range(order["workers"])]
     for module in order["modules"]:
         importlib.import_module(module)
-    gc.collect()
     gc.freeze()  # the workers share these pages until somebody writes to them
     pids = []
     own = os.getpid()  # a child that asks for its parent may be told of the next one already

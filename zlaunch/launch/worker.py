@@ -49,9 +49,7 @@ class Batch:
         self._readers = [readers for readers, _ in ends]
         before = signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_SIGNALS)
         try:
-            self.preloader = preload.start(
-                modules, plans, [writers for _, writers in ends], cwd, plans[0].argv[0]
-            )
+            self.preloader = preload.start(modules, plans, [writers for _, writers in ends], cwd)
         except OSError:
             self._close()
             raise

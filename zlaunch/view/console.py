@@ -74,7 +74,7 @@ class Console:
             self._write("stdout", text.encode() + b"\n")
 
     def close(self) -> None:
-        """Show unfinished lines and leave the last status standing."""
+        """Show unfinished lines and leave the last status standing: a run, or an attempt at it, is over."""
         for (rank, stream), rest in self._partial.items():
             if rest:
                 self._write(stream, b"[rank %d] %s\n" % (rank, rest))

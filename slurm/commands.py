@@ -1,4 +1,4 @@
-"""Submitting to SLURM and following a job, by SLURM's own commands."""
+"""What is asked of SLURM, by its own commands: submitting, following, requeuing, ending a step."""
 
 from __future__ import annotations
 

@@ -1,0 +1,51 @@
+"""Which variables go to the workers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from zlaunch.launch.exports import ExportError, asked_for, exported
+
+
+def test_the_allow_list() -> None:
+    environ = {"NCCL_DEBUG": "INFO", "HF_TOKEN": "t", "PYTHONPATH": "/x", "HOME": "/root", "MY_SECRET": "s"}
+    environ |= {"CUDA_VISIBLE_DEVICES": "0", "CUDA_LAUNCH_BLOCKING": "1", "ZLAUNCH_SHARED_MEMORY": "0"}
+    # what belongs to a run that this one was started from stays behind
+    environ |= {"ZLAUNCH_RUN_ID": "x", "ZLAUNCH_STOP_ASKED": "1", "ZLAUNCH_CPUS": "0"}
+    kept = {"NCCL_DEBUG", "HF_TOKEN", "PYTHONPATH", "CUDA_LAUNCH_BLOCKING", "ZLAUNCH_SHARED_MEMORY"}
+    assert exported(environ).keys() == kept
+
+
+def test_files_and_options(tmp_path: Path) -> None:
+    home, here = tmp_path / "home", tmp_path / "here"
+    for folder in (home, here):
+        folder.mkdir()
+    (home / ".deepspeed_env").write_text("A=1\nB=home\n")
+    (here / ".zlaunch_env").write_text("# a comment\n\n  export B='two words' \nC=x=y#z\nD=\n")
+    given = ("E=a=b c", "F", "A=option")
+    found = asked_for({"F": "from here"}, given, (home, here))
+    assert found == {"A": "option", "B": "two words", "C": "x=y#z", "D": "", "E": "a=b c", "F": "from here"}
+
+
+@pytest.mark.parametrize(
+    ("item", "words"),
+    [
+        ("NOT_SET", "it is not set here; write --env NOT_SET=VALUE"),
+        ("2X=1", "'2X' is not a variable's name"),
+        ("RANK=3", "every worker gets its own"),
+    ],
+)
+def test_options_that_cannot_be(item: str, words: str) -> None:
+    with pytest.raises(ExportError, match=words):
+        asked_for({}, [item], ())
+
+
+def test_a_bad_file_is_named_with_its_line(tmp_path: Path) -> None:
+    (tmp_path / ".zlaunch_env").write_text("A=1\nnonsense\n")
+    with pytest.raises(ExportError, match=r"\.zlaunch_env:2: 'nonsense' is not KEY=VALUE"):
+        asked_for({}, (), [tmp_path])
+    (tmp_path / ".zlaunch_env").write_bytes(b"A=\xff\n")
+    with pytest.raises(ExportError, match=r"\.zlaunch_env: cannot be read"):
+        asked_for({}, (), [tmp_path])
