@@ -1,4 +1,4 @@
-"""Everything that needs a GPU, in one command: the gpu tests, then training speed at world size 1.
+"""Everything that needs a GPU, in one command: the gpu tests, the kernels, training speed at world size 1.
 
     python -m benchmarks.gpu [--out benchmarks/results/NAME.json]
 
@@ -42,6 +42,8 @@ def main() -> None:
         command = [sys.executable, "-m", "benchmarks.train_worker", *options]
         subprocess.run(command, cwd=ROOT, env=env, check=True, timeout=240)
         measured = json.loads(out.read_text())
+    command = [sys.executable, "-m", "benchmarks.kernels"]
+    kernels = subprocess.run(command, cwd=ROOT, env=env, timeout=60, stdout=subprocess.PIPE, text=True)
     device = torch.cuda.get_device_properties(0)
     result = {
         "gpu": device.name,
@@ -50,6 +52,7 @@ def main() -> None:
         "python": platform.python_version(),
         "tests": "passed" if tests.returncode == 0 else f"pytest exit {tests.returncode}",
         "train_100m_fp32_world_1": measured,
+        "kernels_128m": json.loads(kernels.stdout) if kernels.returncode == 0 else "failed, CuPy missing?",
     }
     text = json.dumps(result, indent=1)
     print(text)

@@ -14,19 +14,23 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from . import stopping
+from ..cuda_ops.loader import set_mode
+from . import activation, stopping
 from .agreement import check_agreement
 from .comm import Comm, close_all
-from .config import ConfigError, Effective, load, resolve
+from .config import Config, ConfigError, Effective, load, resolve
 from .data import EngineLoader
 from .engine import Engine
 from .environment import read_environment
+from .foresee import foresee
+from .offload.choose import choose_offload
+from .offload.place import TILE_NUMEL, Offload
 from .optim.build import build_optimizer, build_scheduler
 from .optim.shard_step import ShardStep, parameter_groups
 from .precision import Precision, choose_precision, dtype_named
 from .zero.grads import GradientOptions, GradientReducer
 from .zero.model import ShardedModel
-from .zero.partition import UNIT_NUMEL, ShardingOptions, build_units, plan_blocks
+from .zero.partition import UNIT_NUMEL, Block, ShardingOptions, build_units, plan_blocks
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -121,8 +125,9 @@ def initialize(
     if mpu is not None or mesh_param is not None:
         raise ValueError("model parallelism (mpu, mesh_param) is not supported")
     loaded = load(_choose_config(args, config, config_params))
+    _choose_kernels()
     device = init_distributed()
-    comm = Comm(device)
+    comm = Comm(device, share=not _on_disk(loaded.config))
     stopping.listen()
     hidden, hidden_from = find_hidden_size(model)
     effective = resolve(loaded, world_size=comm.world_size, hidden_size=hidden, hidden_size_from=hidden_from)
@@ -136,21 +141,44 @@ def initialize(
     groups = client.param_groups if client is not None else parameter_groups(model_parameters, model)
     if client is not None:
         _drop_frozen(client, model)
-    sharded, reducer = _shard(model, groups, comm, effective, precision)
-    step = None
+    activation.apply(model, loaded.config.activation_checkpointing)
     if client is None:
         client = _make_optimizer(optimizer, effective, groups)
+    settings = choose_offload(effective, client)
+    blocks, options = _plan(model, effective)
+    foresee(blocks, options, settings, client, precision, comm)
+    offload = Offload(settings, comm) if settings.any else None
+    try:
+        sharded, reducer = _shard(model, blocks, options, groups, comm, effective, precision, offload)
+    except BaseException:
+        if offload is not None:
+            offload.close()
+        raise
+    step = None
     if client is not None:
         trained = [unit for unit in sharded.units if unit.trainable]
         step = ShardStep(
-            client, trained, reducer, comm, sharded=effective.config.zero_optimization.stage >= 1
+            client,
+            trained,
+            reducer,
+            comm,
+            sharded=effective.config.zero_optimization.stage >= 1,
+            offload=offload,
+            background=comm.device.type == "cuda",
         )
     scheduler = _make_scheduler(lr_scheduler, effective, client)
-    engine = Engine(sharded, reducer, step, scheduler, precision, effective)
+    engine = Engine(sharded, reducer, step, scheduler, precision, effective, offload)
     loader = engine.deepspeed_io(training_data, collate_fn=collate_fn) if training_data is not None else None
     engine.training_dataloader = loader
     _record(effective, comm)
     return engine, client, loader, scheduler
+
+
+def _choose_kernels() -> None:
+    try:
+        set_mode(read_environment().kernels)
+    except ValueError as error:
+        raise ConfigError([f"ZLAUNCH_KERNELS: {error}"]) from None
 
 
 def _choose_config(args: Any, config: Any, config_params: Any) -> Any:
@@ -166,6 +194,14 @@ def _choose_config(args: Any, config: Any, config_params: Any) -> Any:
     if any(source != given[0] for source in given[1:]):
         raise ConfigError(["initialize was given two different configs: config= and args.deepspeed_config"])
     return given[0]
+
+
+def _on_disk(config: Config) -> bool:
+    """Whether sharded parameters rest on disk: each rank reads its own into memory that comes and goes, so
+    the other ranks cannot read it in place.
+    """
+    section = config.zero_optimization.offload_param
+    return section is not None and section.device == "nvme"
 
 
 def find_hidden_size(model: nn.Module) -> tuple[int | None, str]:
@@ -192,11 +228,9 @@ def _drop_frozen(client: torch.optim.Optimizer, model: nn.Module) -> None:
         group["params"] = [p for p in group["params"] if p.requires_grad]
 
 
-def _shard(
-    model: nn.Module, groups: list[dict[str, Any]], comm: Comm, effective: Effective, precision: Precision
-) -> tuple[ShardedModel, GradientReducer]:
-    config = effective.config
-    zero = config.zero_optimization
+def _plan(model: nn.Module, effective: Effective) -> tuple[list[Block], ShardingOptions]:
+    """Which parameters go together."""
+    zero = effective.config.zero_optimization
     options = ShardingOptions(
         shard_optimizer=zero.stage >= 1,
         shard_grads=zero.stage >= 2,
@@ -204,12 +238,27 @@ def _shard(
         bucket_numel=max(1, min(int(zero.reduce_bucket_size), UNIT_NUMEL)),
         minimum_numel=max(4096, int(zero.stage3_module_granularity_threshold)),
         persistence_numel=int(zero.stage3_param_persistence_threshold),
+        tile_numel=min(int(zero.sub_group_size), TILE_NUMEL),
         poison=read_environment().debug_free == "poison",
     )
+    return plan_blocks(model, options), options
+
+
+def _shard(
+    model: nn.Module,
+    blocks: list[Block],
+    options: ShardingOptions,
+    groups: list[dict[str, Any]],
+    comm: Comm,
+    effective: Effective,
+    precision: Precision,
+    offload: Offload | None,
+) -> tuple[ShardedModel, GradientReducer]:
+    config = effective.config
+    zero = config.zero_optimization
     group_of = {id(p): index for index, group in enumerate(groups) for p in group["params"]}
     _place_rest(model, comm, precision)
-    blocks = plan_blocks(model, options)
-    build_units(blocks, group_of, precision.dtype, comm, options)
+    build_units(blocks, group_of, precision.dtype, comm, options, offload)
     predivide = 1.0
     if config.prescale_gradients:
         predivide = (

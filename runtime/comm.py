@@ -50,35 +50,37 @@ class _Work:
             self._work, self._keep = None, ()
 
 
-class _Accumulate:
-    """A reduce-scatter under way: received pieces are added into the shard when it is waited for."""
+class _Sum:
+    """A reduce-scatter under way: received pieces are summed into the shard when it is waited for."""
 
-    __slots__ = ("_bucket", "_fresh", "_pieces", "_shard", "_work")
+    __slots__ = ("_bucket", "_first", "_pieces", "_shard", "_work")
 
-    def __init__(self, work: Any, shard: Tensor, pieces: Tensor, bucket: Tensor, fresh: bool) -> None:
-        self._work, self._shard, self._pieces, self._bucket, self._fresh = work, shard, pieces, bucket, fresh
+    def __init__(self, work: Any, shard: Tensor, pieces: Tensor, bucket: Tensor, first: int = 0) -> None:
+        self._work, self._shard, self._pieces, self._bucket = work, shard, pieces, bucket
+        self._first = first
 
     def wait(self) -> None:
         if self._work is None:
             return
         self._work.wait()
-        accumulate_pieces(self._shard, self._pieces, self._fresh)
+        sum_pieces(self._shard, self._pieces, self._first)
         self._work = self._pieces = self._bucket = None  # type: ignore[assignment]
 
 
-def accumulate_pieces(shard: Tensor, pieces: Tensor, fresh: bool) -> None:
-    """``shard`` (s elements, any dtype) becomes or grows by the sum over axis 0 of ``pieces`` (n, s)."""
-    count = pieces.shape[0]
-    if fresh and count >= 2 and pieces.dtype == shard.dtype:
-        torch.add(pieces[0], pieces[1], out=shard)
-        rest = 2
-    elif fresh:
-        shard.copy_(pieces[0])
-        rest = 1
+def sum_pieces(shard: Tensor, pieces: Tensor, first: int) -> None:
+    """``shard`` (s elements, any dtype) becomes the sum over axis 0 of ``pieces`` (n, s).
+
+    Row ``first`` comes before the others: the order that sums in shared memory have, too.
+    """
+    rows = [pieces[first], *(pieces[i] for i in range(pieces.shape[0]) if i != first)]
+    if len(rows) >= 2 and pieces.dtype == shard.dtype:
+        torch.add(rows[0], rows[1], out=shard)
+        rest = rows[2:]
     else:
-        rest = 0
-    for i in range(rest, count):
-        shard.add_(pieces[i])
+        shard.copy_(rows[0])
+        rest = rows[1:]
+    for row in rest:
+        shard.add_(row)
 
 
 _GATHER, _REDUCE = 0, 1
@@ -108,7 +110,8 @@ class Comm:
     ``shared``: tensors that are sent (sources of a gather, buckets of a reduction) must come from ``empty``.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, share: bool = True) -> None:
+        """``share`` allows shared memory."""
         self.device = device
         self.world_size = dist.get_world_size()
         self.rank = dist.get_rank()
@@ -121,7 +124,7 @@ class Comm:
         self._native_reduce_scatter = device.type != "cpu"
         self._shared: SharedMemory | None = None
         if self.world_size > 1 and device.type == "cpu":
-            allowed = read_environment().shared_memory
+            allowed = share and read_environment().shared_memory
             self._shared = connect(self.rank, self.world_size, self.exchange, _TIMEOUT_S, allowed)
         _open.add(self)
 
@@ -155,7 +158,7 @@ class Comm:
         s = source.numel()
         own = full[self.rank * s : (self.rank + 1) * s]
         if own.data_ptr() != source.data_ptr():
-            own.copy_(source)
+            own.copy_(source, non_blocking=True)
         if self.world_size == 1:
             return DONE
         self._count("all_gather", full.numel())
@@ -172,27 +175,35 @@ class Comm:
             self._shared.settle()
         return self.world_size == 1 or self._shared is not None
 
-    def reduce_scatter_accumulate(self, shard: Tensor, bucket: Tensor, fresh: bool) -> Pending:
-        """Start to add this rank's slice of the sum over ranks of ``bucket`` (w * s) into ``shard`` (s).
+    def reduce_scatter(self, shard: Tensor, bucket: Tensor) -> Pending:
+        """Start to fill ``shard`` (s, any dtype) with this rank's slice of the sum over ranks of ``bucket``
+        (w * s).
 
-        With ``fresh`` the shard is overwritten. ``bucket`` must stay untouched until the result has been
-        waited for. gloo's own reduce-scatter is an all-reduce of a clone, twice the bytes; an all-to-all with
-        a local sum in the shard's (wider) dtype is faster and more exact.
+        ``bucket`` must stay untouched until the result has been waited for. gloo's own reduce-scatter is an
+        all-reduce of a clone, twice the bytes; an all-to-all with a local sum in the shard's (wider) dtype is
+        faster and more exact.
         """
         w = self.world_size
         if w == 1:
-            accumulate_pieces(shard, bucket.view(1, -1), fresh)
+            shard.copy_(bucket)
             return DONE
         self._count("reduce_scatter", bucket.numel())
         if self._shared is not None:
-            return self._shared.reduce_scatter(_REDUCE, shard, bucket, fresh)
+            return self._shared.reduce_scatter(_REDUCE, shard, bucket)
         if self._native_reduce_scatter:
-            pieces = torch.empty(shard.numel(), dtype=bucket.dtype, device=bucket.device)
+            direct = shard.dtype == bucket.dtype
+            pieces = shard if direct else torch.empty_like(shard, dtype=bucket.dtype)
             work = _reduce_scatter_flat(pieces, bucket, group=self._reduce_group, async_op=True)
-            return _Accumulate(work, shard, pieces.view(1, -1), bucket, fresh)
+            return _Work(work, bucket) if direct else _Sum(work, shard, pieces.view(1, -1), bucket)
         pieces = torch.empty_like(bucket)
         work = dist.all_to_all_single(pieces, bucket, group=self._reduce_group, async_op=True)
-        return _Accumulate(work, shard, pieces.view(w, -1), bucket, fresh)
+        return _Sum(work, shard, pieces.view(w, -1), bucket, self.rank)
+
+    def reduced_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The narrowest dtype that holds a reduced shard of a ``dtype`` bucket without a further rounding."""
+        if self.world_size == 1 or self._native_reduce_scatter:
+            return dtype
+        return torch.promote_types(dtype, torch.float32)
 
     def all_reduce(self, tensor: Tensor) -> Pending:
         """Start to sum ``tensor`` (its size a multiple of the world size) over the ranks in place."""

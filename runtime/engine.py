@@ -16,6 +16,7 @@ from .config import Config, Effective
 from .data import EngineLoader
 from .loss_scaler import LossScaleFloorError
 from .monitor.report import report
+from .offload.place import Offload
 from .optim.shard_step import ShardStep
 from .precision import Precision
 from .zero.grads import GradientReducer
@@ -43,9 +44,11 @@ class Engine(nn.Module):
         lr_scheduler: Any,
         precision: Precision,
         effective: Effective,
+        offload: Offload | None = None,
     ) -> None:
         super().__init__()
         self.module = sharded.module
+        self._offload = offload
         self._sharded, self._reducer, self._shard_step, self._precision = (
             sharded,
             reducer,
@@ -302,7 +305,11 @@ class Engine(nn.Module):
         """Give the model back as a plain module with its present values, and release communicators.
         Collective.
         """
+        if self._shard_step is not None:
+            self._shard_step.wait()
         self._sharded.close()
+        if self._offload is not None:
+            self._offload.close()
         self._sharded.comm.close()
 
 

@@ -24,6 +24,8 @@ class Environment:
     """``ZLAUNCH_TERM_SAVES=1``: SIGTERM leaves time to save and means "save and stop" too."""
     shared_memory: bool
     """``ZLAUNCH_SHARED_MEMORY=0``: CPU ranks of one machine talk over gloo alone."""
+    kernels: str
+    """``ZLAUNCH_KERNELS``: ``auto``, ``cupy`` or ``torch``; see ``cuda_ops.loader.set_mode``."""
     debug_free: str
     """``ZLAUNCH_DEBUG_FREE``: ``poison`` fills freed parameters with NaN instead of giving their memory back.
     """
@@ -51,5 +53,6 @@ def read_environment() -> Environment:
         stop_asked=os.environ.get("ZLAUNCH_STOP_ASKED") == "1",
         term_saves=os.environ.get("ZLAUNCH_TERM_SAVES") == "1",
         shared_memory=os.environ.get("ZLAUNCH_SHARED_MEMORY", "1") != "0",
+        kernels=os.environ.get("ZLAUNCH_KERNELS") or "auto",
         debug_free=os.environ.get("ZLAUNCH_DEBUG_FREE", ""),
     )

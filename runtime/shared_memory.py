@@ -193,26 +193,24 @@ class SharedMemory:
 
         return self._begin(key, source, read, exclusive)
 
-    def reduce_scatter(self, channel: int, shard: Tensor, bucket: Tensor, fresh: bool) -> Transfer:
-        """Start to add this rank's slice of the sum over ranks of ``bucket`` (w * s, shared) into ``shard``.
+    def reduce_scatter(self, channel: int, shard: Tensor, bucket: Tensor) -> Transfer:
+        """Start to fill ``shard`` with this rank's slice of the sum over ranks of ``bucket`` (w * s, shared).
 
-        With ``fresh`` the shard is overwritten; it may be this rank's slice of the bucket itself. The order
-        of summation is fixed: this rank's part first, then the others by rank.
+        It may be this rank's slice of the bucket itself. The order of summation is fixed: this rank's part
+        first, then the others by rank.
         """
-        return self._reduce(self._key(channel), shard, bucket, fresh)
+        return self._reduce(self._key(channel), shard, bucket)
 
     def _reduce(
         self,
         key: tuple[int, int],
         shard: Tensor,
         bucket: Tensor,
-        fresh: bool,
         then: Callable[[], Transfer] | None = None,
     ) -> Transfer:
         numel, dtype, start = shard.numel(), bucket.dtype, self.rank * shard.numel()
         own = bucket[start : start + numel]
         in_place = own.data_ptr() == shard.data_ptr()
-        assert fresh or not in_place
         todo: list[Tensor] = [] if in_place else [own]
         """This rank's own part, added together with the first of the others."""
 
@@ -221,12 +219,10 @@ class SharedMemory:
             part = peer.chunks[chunk].tensor(offset, numel, dtype)
             if not todo:
                 shard.add_(part)
-            elif fresh and shard.dtype == dtype:
+            elif shard.dtype == dtype:
                 torch.add(todo.pop(), part, out=shard)
-            elif fresh:
-                shard.copy_(todo.pop()).add_(part)
             else:
-                shard.add_(todo.pop()).add_(part)
+                shard.copy_(todo.pop()).add_(part)
             peer.chunks[chunk].forget(offset, part.nbytes)
 
         return self._begin(key, bucket, read, True, then)
@@ -238,7 +234,7 @@ class SharedMemory:
         own = tensor[self.rank * numel : (self.rank + 1) * numel]
         key = self._key(channel)
         second = (key[0] | 128, key[1])
-        return self._reduce(key, own, tensor, True, lambda: self._gather(second, tensor, own, True))
+        return self._reduce(key, own, tensor, lambda: self._gather(second, tensor, own, True))
 
     def _key(self, channel: int) -> tuple[int, int]:
         number = self._started.get(channel, 0)

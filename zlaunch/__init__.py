@@ -16,8 +16,10 @@ _LAZY = {
     "init_distributed": ("zlaunch.runtime.api", "init_distributed"),
     "add_config_arguments": ("zlaunch.runtime.api", "add_config_arguments"),
     "Engine": ("zlaunch.runtime.engine", "Engine"),
+    "checkpointing": ("zlaunch.runtime.activation", ""),
     "ConfigError": ("zlaunch.runtime.config", "ConfigError"),
     "report": ("zlaunch.runtime.monitor.report", "report"),
+    "zero": ("zlaunch.zero", ""),
 }
 
 __all__ = [
@@ -25,12 +27,16 @@ __all__ = [
     "Engine",
     "__version__",
     "add_config_arguments",
+    "checkpointing",
     "init_distributed",
     "initialize",
     "report",
+    "zero",
 ]
 
 if TYPE_CHECKING:
+    from zlaunch import zero as zero
+    from zlaunch.runtime import activation as checkpointing
     from zlaunch.runtime.api import add_config_arguments as add_config_arguments
     from zlaunch.runtime.api import init_distributed as init_distributed
     from zlaunch.runtime.api import initialize as initialize
@@ -44,7 +50,7 @@ def __getattr__(name: str) -> Any:
         module, attribute = _LAZY[name]
     except KeyError:
         raise AttributeError(f"module 'zlaunch' has no attribute {name!r}") from None
-    value = getattr(import_module(module), attribute)
+    value = getattr(import_module(module), attribute) if attribute else import_module(module)
     globals()[name] = value
     return value
 

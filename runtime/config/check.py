@@ -290,6 +290,7 @@ def _cross(config: Config, report: Report) -> None:
         problems.append(("bf16.enabled", "fp16 and bf16 are both enabled, enable only one"))
     if config.gradient_allreduce_op == "sum" and config.zero_optimization.stage == 3:
         problems.append(("gradient_allreduce_op", '"sum" is not allowed with ZeRO stage 3, expected "mean"'))
+    _offload(config, problems)
     grad = config.data_types.grad_accum_dtype
     if grad not in (None, "fp32"):
         problems.append(
@@ -302,3 +303,21 @@ def _cross(config: Config, report: Report) -> None:
         problems.append(
             ("data_types.param_dtype", f"{show(param)} does not agree with the training type {mode}")
         )
+
+
+def _offload(config: Config, problems: list[tuple[str, str]]) -> None:
+    zero = config.zero_optimization
+    if config.aio.block_size % 4096:
+        problems.append(("aio.block_size", f"{config.aio.block_size} is not a multiple of 4096"))
+    for name, part, stages in (
+        ("offload_optimizer", zero.offload_optimizer, (1, 2, 3)),
+        ("offload_param", zero.offload_param, (3,)),
+    ):
+        if part is None or part.device == "none":
+            continue
+        here = f"zero_optimization.{name}"
+        if zero.stage not in stages:
+            wanted = "stage 1, 2 or 3" if len(stages) > 1 else "stage 3"
+            problems.append((f"{here}.device", f"{show(part.device)} needs {wanted}, not {zero.stage}"))
+        if part.device == "nvme" and not part.nvme_path:
+            problems.append((f"{here}.nvme_path", 'is required for device "nvme": a folder on that drive'))

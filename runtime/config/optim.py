@@ -214,6 +214,7 @@ OPTIMIZER_DEFAULTS: dict[str, dict[str, Any]] = {
     "Adafactor": _PLAIN,
     "Adagrad": {**_PLAIN, "eps": 1e-10},
     "Adamax": {**_ADAM, "lr": 2e-3},
+    "Lion": {"lr": 1e-4, "betas": [0.9, 0.99], "weight_decay": 0.0},
     "NAdam": {**_ADAM, "lr": 2e-3},
     "RAdam": _ADAM,
     "RMSprop": {**_PLAIN, "eps": 1e-8, "momentum": 0.0},
@@ -222,7 +223,7 @@ OPTIMIZER_DEFAULTS: dict[str, dict[str, Any]] = {
 OPTIMIZERS = tuple(OPTIMIZER_DEFAULTS)
 # LBFGS needs a closure and SparseAdam sparse gradients; torch's Muon is not DeepSpeed's.
 LATER_OPTIMIZERS = (
-    "OneBitAdam", "ZeroOneAdam", "OneBitLamb", "Lamb", "Lion", "Muon",
+    "OneBitAdam", "ZeroOneAdam", "OneBitLamb", "Lamb", "Muon",
     "MuAdam", "MuAdamW", "MuSGD", "LBFGS", "SparseAdam",
 )  # fmt: skip
 SCHEDULERS = (

@@ -76,38 +76,36 @@ class DataTypes(Section):
 class AIO(Section):
     """Asynchronous disk access for NVMe offload."""
 
-    level: ClassVar[Level] = "speed"
-
     block_size: Bucket = ok(1_048_576)
-    """Bytes of one request."""
+    """Bytes of one request, a multiple of 4096."""
     queue_depth: Count = ok(8)
-    """Requests under way."""
+    """Requests under way at once, each in a thread of its own."""
     intra_op_parallelism: Count = ok(1, "thread_count")
-    """Threads for one read or write."""
+    """Accepted: the larger of this and queue_depth is used."""
     single_submit: Bool = ok(False)
-    """Submit requests one by one."""
+    """Accepted; has no meaning here."""
     overlap_events: Bool = ok(True)
-    """Submit and wait at the same time."""
-    use_gds: Bool = ok(False)
+    """Accepted; always done."""
+    use_gds: Bool = speed(False)
     """Use GPUDirect Storage."""
 
 
 class ActivationCheckpointing(Section):
     """Recomputing activations in the backward pass."""
 
-    level: ClassVar[Level] = "speed"
-
+    enabled: Bool = ok(False)
+    """Checkpoint every transformer block of the model, without a change to the script (zlaunch's own key)."""
     partition_activations: Bool = ok(False)
-    """Shard saved activations over model-parallel ranks."""
-    contiguous_memory_optimization: Bool = ok(False)
+    """Shard saved activations over model-parallel ranks, where zlaunch.checkpointing.configure got some."""
+    contiguous_memory_optimization: Bool = speed(False)
     """Copy saved activations into one buffer."""
     cpu_checkpointing: Bool = ok(False)
-    """Keep saved activations in CPU memory."""
+    """Keep saved activations in CPU memory, of blocks (enabled) and of zlaunch.checkpointing.checkpoint."""
     number_checkpoints: Count | None = ok(None)
-    """Number of saved activations."""
-    synchronize_checkpoint_boundary: Bool = ok(False)
+    """With enabled: checkpoint only this many blocks, evenly spaced; the others keep all activations."""
+    synchronize_checkpoint_boundary: Bool = speed(False)
     """Synchronize the device at each boundary."""
-    profile: Bool = ok(False)
+    profile: Bool = speed(False)
     """Time forward and backward of each segment."""
 
 

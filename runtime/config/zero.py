@@ -29,17 +29,14 @@ Device = Literal["none", "cpu", "nvme"]
 class OffloadParam(Section):
     """Where stage 3 keeps the parameters that are not in use."""
 
-    level: ClassVar[Level] = "results"
-    gate: ClassVar[str] = "device"
-
     device: Device = ok("none")
     """Where sharded parameters live: none (on the GPU), cpu or nvme."""
     nvme_path: str | None = ok(None)
     """Folder on the NVMe drive."""
     buffer_count: Count = ok(5)
-    """Number of pinned buffers for NVMe transfers."""
+    """Accepted; buffers for NVMe transfers are made as they are needed."""
     buffer_size: Bucket = ok(100_000_000)
-    """Elements in each NVMe transfer buffer."""
+    """Accepted; a buffer has the size of what it holds, so no parameter is too large."""
     max_in_cpu: Size = ok(1_000_000_000)
     """Parameter elements kept in CPU memory when the device is nvme."""
     pin_memory: Bool = ok(True)
@@ -49,28 +46,25 @@ class OffloadParam(Section):
 class OffloadOptimizer(Section):
     """Where the optimizer state lives and steps."""
 
-    level: ClassVar[Level] = "results"
-    gate: ClassVar[str] = "device"
-
     device: Device = ok("none")
     """Where optimizer state lives: none (on the GPU), cpu or nvme."""
     nvme_path: str | None = ok(None)
     """Folder on the NVMe drive."""
     buffer_count: Count = ok(4)
-    """Number of pinned buffers for NVMe transfers."""
+    """Tiles in host memory at once while NVMe state is updated."""
     pin_memory: Bool = ok(True)
     """Use page-locked CPU memory."""
     pipeline_read: Bool = ok(False)
-    """Read the next tile while the present one steps."""
+    """Read the next tile while the present one steps: always done."""
     pipeline_write: Bool = ok(False)
-    """Write the last tile while the present one steps."""
+    """Write the last tile while the present one steps: always done."""
     fast_init: Bool = ok(False)
-    """Initialise NVMe state without an extra pass."""
+    """Initialise NVMe state without an extra pass: always done."""
     ratio: Fraction = ok(1.0)
-    """Share of the optimizer state that is offloaded (stage 3)."""
-    super_offload: Bool = ok(False)
+    """Share of the optimizer state that is offloaded."""
+    super_offload: Bool = speed(False)
     """Use the offload engine for tightly coupled CPU and GPU."""
-    cpuadam_cores_perc: Fraction = ok(0.8)
+    cpuadam_cores_perc: Fraction = speed(0.8)
     """Share of the CPU cores that the CPU optimizer may use."""
 
 
@@ -157,7 +151,7 @@ class Zero(Section):
     zenflow: ZenFlow | None = results(None)
     """ZenFlow; being present switches it on."""
     sub_group_size: Bucket = ok(1_000_000_000)
-    """Elements in one tile of the stage 3 optimizer step."""
+    """Elements of a rank's shard in one tile of an offloaded optimizer step; at most 4194304."""
     cpu_offload: Bool | None = results(None)
     """Old spelling of offload_optimizer."""
     cpu_offload_param: Bool | None = results(None)

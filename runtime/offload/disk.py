@@ -41,6 +41,7 @@ class File:
         A file system without O_DIRECT (tmpfs) is used through the page cache; ``direct`` then says False.
         """
         self.path = Path(path)
+        self.reserved_bytes = 0
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
         self.direct = direct
         try:
@@ -54,15 +55,25 @@ class File:
         except OSError as error:
             raise DiskError(error.errno, f"{self.path}: cannot be opened: {error.strerror}") from None
 
-    def reserve(self, nbytes: int) -> None:
+    def reserve(self, nbytes: int, offset: int = 0) -> None:
         """Have the file system set the space aside now, not in the middle of a step. Raises DiskError."""
         try:
-            os.posix_fallocate(self.fd, 0, aligned(nbytes))
+            os.posix_fallocate(self.fd, offset, aligned(nbytes))
+            self.reserved_bytes = max(self.reserved_bytes, offset + aligned(nbytes))
         except OSError as error:
             if error.errno in (errno.EOPNOTSUPP, errno.EINVAL):
-                os.ftruncate(self.fd, aligned(nbytes))
+                os.ftruncate(self.fd, offset + aligned(nbytes))
+                self.reserved_bytes = max(self.reserved_bytes, offset + aligned(nbytes))
                 return
             raise DiskError(error.errno, f"{self.path}: {_explain(error, nbytes)}") from None
+
+    def check(self) -> None:
+        """Raises DiskError if the file is shorter than what was reserved: a write would make it long again,
+        with a hole that reads as zeros.
+        """
+        size = os.fstat(self.fd).st_size
+        if size < self.reserved_bytes:
+            raise DiskError(errno.EIO, f"{self.path}: ends at {size}: somebody has truncated it")
 
     def close(self) -> None:
         """Close it; the file stays."""
@@ -82,6 +93,11 @@ class Transfer:
 
     def __init__(self, parts: Sequence[Future[None]]) -> None:
         self._parts = parts
+
+    @property
+    def done(self) -> bool:
+        """Whether ``wait`` would return at once."""
+        return all(part.done() for part in self._parts)
 
     def wait(self) -> None:
         """Return when all of it has happened; raises the DiskError of the first block that failed."""
@@ -121,6 +137,7 @@ class DiskEngine:
     ) -> Transfer:
         if len(buffer) % ALIGN_BYTES or offset % ALIGN_BYTES:
             raise ValueError(f"{file.path}: {len(buffer)} bytes at {offset} are not aligned")
+        file.check()
         parts = []
         for start in range(0, len(buffer), self.block_bytes):
             block = buffer[start : start + self.block_bytes]

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from .lion import Lion
 from .schedules import SCHEDULES
 
 _IGNORED = {
@@ -43,6 +44,8 @@ def build_optimizer(
         arguments.setdefault("weight_decay", 0.0)
     elif name == "sgd":
         maker = torch.optim.SGD
+    elif name == "lion":
+        maker = Lion
     else:
         maker = getattr(torch.optim, kind, None)
         if not (isinstance(maker, type) and issubclass(maker, torch.optim.Optimizer)):

@@ -13,8 +13,14 @@ from torch import Tensor, nn
 
 from .. import stopping
 from ..comm import Comm
+from ..offload.gradients import squares_of
+from ..offload.place import Offload, Place
 from ..zero.grads import GradientReducer
 from ..zero.unit import Unit
+from .away import Away
+from .initial_state import give_initial_state, take_initial_state
+from .rule import Rule, Update
+from .runs import make_runs, separate_unused
 
 _NEEDS_SHAPES = {"Adafactor", "LBFGS", "Muon", "SparseAdam", "Shampoo", "SOAP", "LAMB", "LARS"}
 """Optimizers whose update of an element depends on the parameter's shape or on other elements."""
@@ -28,17 +34,6 @@ class StepResult:
     skipped: bool
     stop: bool
     """Some rank has been asked to save and stop; the same on all ranks."""
-
-
-@dataclass(slots=True)
-class _Run:
-    """A piece of a unit's shard as the optimizer sees it: a leaf tensor over the master values."""
-
-    unit: Unit
-    start: int
-    stop: int
-    leaf: Tensor
-    used: bool = True
 
 
 def _step_elsewhere(self: torch.optim.Optimizer, closure: Any = None) -> None:
@@ -62,6 +57,8 @@ class ShardStep:
         comm: Comm,
         *,
         sharded: bool,
+        offload: Offload | None = None,
+        background: bool = False,
     ) -> None:
         kind = type(optimizer).__name__
         if kind in _NEEDS_SHAPES:
@@ -69,11 +66,7 @@ class ShardStep:
                 f"optimizer {kind} needs whole matrices, but ZeRO gives it flat shards: use Adam, AdamW, "
                 "SGD or another optimizer that treats every element by itself"
             )
-        if optimizer.state:
-            raise ValueError(
-                f"optimizer {kind} has state from earlier steps: pass a new one to zlaunch.initialize, "
-                "and load its state afterwards"
-            )
+        initial = take_initial_state(optimizer)
         self.optimizer, self.units, self._reducer, self._comm, self._sharded = (
             optimizer,
             units,
@@ -81,23 +74,21 @@ class ShardStep:
             comm,
             sharded,
         )
-        self._runs: list[_Run] = []
-        leaves: list[list[Tensor]] = [[] for _ in optimizer.param_groups]
-        for unit in units:
-            for piece in unit.pieces:
-                assert unit.master is not None
-                leaf = unit.master[piece.start : piece.stop].detach().requires_grad_()
-                self._runs.append(_Run(unit, piece.start, piece.stop, leaf))
-                leaves[piece.group].append(leaf)
-        for group, members in zip(optimizer.param_groups, leaves, strict=True):
-            group["params"] = members
+        self._runs = make_runs(units)
+        for index, group in enumerate(optimizer.param_groups):
+            group["params"] = [run.leaf for run in self._runs if run.group == index and run.leaf is not None]
+        give_initial_state(optimizer, initial, self._runs)
         self._fused = self._choose_fused()
+        self._rule = Rule(optimizer)
+        self._written: set[int] = set()
+        """Units whose values beside the master the last step has written already."""
+        self._away = Away(offload, units, comm, background) if offload is not None else None
         self._real_step = optimizer.step
         optimizer.step = MethodType(_step_elsewhere, optimizer)  # type: ignore[method-assign]
 
     def _choose_fused(self) -> bool:
         """Use torch's one-pass kernels where the caller did not choose an implementation himself."""
-        floats = all(run.leaf.dtype == torch.float32 for run in self._runs)
+        floats = all(torch.promote_types(unit.dtype, torch.float32) == torch.float32 for unit in self.units)
         if type(self.optimizer) not in (torch.optim.Adam, torch.optim.AdamW) or not floats:
             return False
         for group in self.optimizer.param_groups:
@@ -116,6 +107,7 @@ class ShardStep:
         ``clip`` is the largest norm allowed, 0 for any; with ``check_finite`` a step with inf or NaN is
         skipped on every rank. Afterwards every unit that stays FULL is on its way to its new values.
         """
+        self.wait()
         for unit in self.units:
             if not unit.shard_params:
                 # nothing touched it since the last step, whose values may still be arriving
@@ -128,25 +120,22 @@ class ShardStep:
                 coefficient = clip / (norm + 1e-6)
             self._comm.settle()
             self._apply(divisor / coefficient, used)
-            stay = [unit for unit in self.units if not unit.shard_params]
-            for unit in stay:
-                unit.start_refresh()
-            if self._comm.settle():
-                for unit in stay:
-                    unit.ensure_full()
         self._reducer.clear()
         return StepResult(norm, skipped, stop)
+
+    def wait(self) -> None:
+        """Return when the last step has ended everywhere. Raises what ended it early, a DiskError for one."""
+        if self._away is not None:
+            self._away.wait()
 
     def _agree(self, divisor: float) -> tuple[float, bool, list[bool]]:
         """The global gradient norm, whether to stop, which parameters any rank had a gradient for: one
         all-reduce.
         """
-        parts = [run.unit.grad[run.start : run.stop] for run in self._runs if run.unit.grad is not None]
         device = self._comm.device
         total = torch.zeros((), dtype=torch.float64, device=device)
-        if parts:
-            norms = torch.stack(torch._foreach_norm(parts)).double()
-            total = norms.square().sum()
+        if squares := self._squares():
+            total = torch.stack(squares).sum()
         if not self._sharded:
             total = total / self._comm.world_size  # every rank holds all of it
         flags = torch.tensor(self._reducer.used(), dtype=torch.float64, device=device)
@@ -157,81 +146,68 @@ class ShardStep:
         norm = math.sqrt(square) / divisor if square >= 0 else math.nan
         return norm, stop > 0, [count > 0 for count in used]
 
+    def _squares(self) -> list[Tensor]:
+        """Of every cut of every unit, in order: the sum is the same wherever the gradients are."""
+        squares: list[Tensor] = []
+        for unit in self.units:
+            if unit.gradient_home is not None:
+                if unit.gradient_home.delivered:
+                    squares += [square.to(self._comm.device) for square in unit.gradient_home.squares()]
+            elif unit.grad is not None:
+                squares += squares_of(unit.grad, unit.cuts)
+        return squares
+
     def _apply(self, divisor: float, used: list[bool]) -> None:
-        self._separate_unused(used)
+        self._runs = separate_unused(self._runs, self.units, used, self.optimizer)
+        self._rule.begin(divisor)
+        self._apply_here(divisor)
+        if self._away is not None:
+            self._away.start(self._rule, self._runs)
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers look for it
+        stay = [unit for unit in self.units if not unit.shard_params]
+        for unit in self.units:
+            unit.send_home()
+        for unit in stay:
+            if self._away is None or not self._away.brings(unit):
+                unit.start_refresh(written=id(unit) in self._written)
+        if self._comm.settle():
+            for unit in stay:
+                if self._away is None or not self._away.brings(unit):
+                    unit.ensure_full()
+
+    def _apply_here(self, divisor: float) -> None:
+        """Update what is on the device: in one pass with the copy in 16 bits where there is such a kernel,
+        the rest by the optimizer's own step.
+        """
+        rest: list[Tensor] = []
+        missed: set[int] = set()
+        self._written.clear()
         for run in self._runs:
-            has_grad = run.used and run.unit.grad is not None
-            run.leaf.grad = run.unit.grad[run.start : run.stop] if has_grad else None  # type: ignore[index]
+            if run.unit.state_place is not Place.DEVICE or not run.used or run.unit.grad is None:
+                continue
+            assert run.leaf is not None
+            grad = run.unit.grad[run.start : run.stop]
+            out = run.unit.values_beside_master
+            if out is not None and self._rule.has_kernel(run.group, run.leaf, out):
+                out = out[run.start : run.stop]
+                self._rule.apply([Update(run.group, run.leaf, grad, out)], self.optimizer.state)
+                self._written.add(id(run.unit))
+            else:
+                missed.add(id(run.unit))
+                run.leaf.grad = grad
+                rest.append(run.leaf)
+        self._written -= missed
+        if not rest:
+            return
         if self._fused:
             device = self._comm.device
             self.optimizer.grad_scale = torch.tensor(divisor, dtype=torch.float32, device=device)  # type: ignore[attr-defined]
             self.optimizer.found_inf = torch.zeros((), dtype=torch.float32, device=device)  # type: ignore[attr-defined]
         elif divisor != 1.0:
-            gradients = [run.leaf.grad for run in self._runs if run.leaf.grad is not None]
-            if gradients:
-                torch._foreach_mul_(gradients, 1.0 / divisor)
+            torch._foreach_mul_([leaf.grad for leaf in rest if leaf.grad is not None], 1.0 / divisor)
         self._real_step()
-        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers look for it
-        for run in self._runs:
-            run.leaf.grad = None
-
-    def _separate_unused(self, used: list[bool]) -> None:
-        """Mark the runs that hold parameters without a gradient on any rank; torch leaves such parameters
-        alone.
-
-        A run that holds both kinds is split for good, its state with it: each part counts its own steps.
-        """
-        if all(used):
-            for run in self._runs:
-                run.used = True
-            return
-        flags = iter(used)
-        unused = {
-            (id(unit), i) for unit in self.units for i in range(len(unit.parameters)) if not next(flags)
-        }
-        runs: list[_Run] = []
-        for run in self._runs:
-            parts = self._parts(run, unused)
-            if len(parts) == 1:
-                run.used = parts[0][2]
-                runs.append(run)
-            else:
-                runs += self._split(run, parts)
-        self._runs = runs
-
-    def _parts(self, run: _Run, unused: set[tuple[int, int]]) -> list[tuple[int, int, bool]]:
-        """``(start, stop, used)`` of the parts of a run, in shard coordinates, without gaps between them."""
-        first = run.unit.start
-        parts: list[tuple[int, int, bool]] = []
-        for index, low, _ in run.unit.layout.overlaps(first + run.start, first + run.stop):
-            used = (id(run.unit), index) not in unused
-            if not parts:
-                parts.append((run.start, run.stop, used))
-            elif parts[-1][2] != used:
-                start, _, before = parts[-1]
-                parts[-1] = (start, low - first, before)
-                parts.append((low - first, run.stop, used))
-        return parts
-
-    def _split(self, run: _Run, parts: list[tuple[int, int, bool]]) -> list[_Run]:
-        state = self.optimizer.state.pop(run.leaf, {})
-        made = []
-        for start, stop, used in parts:
-            low, high = start - run.start, stop - run.start
-            leaf = run.leaf.detach()[low:high].requires_grad_()
-            made.append(_Run(run.unit, start, stop, leaf, used))
-            if state:
-                self.optimizer.state[leaf] = {
-                    key: value[low:high]
-                    if _elementwise(value, run.leaf)
-                    else (value.clone() if isinstance(value, Tensor) else value)
-                    for key, value in state.items()
-                }
-        for group in self.optimizer.param_groups:
-            position = next((i for i, leaf in enumerate(group["params"]) if leaf is run.leaf), None)
-            if position is not None:
-                group["params"][position : position + 1] = [part.leaf for part in made]
-        return made
+        for leaf in rest:
+            leaf.grad = None
 
     def nonfinite_names(self) -> list[str]:
         """Parameters with inf or NaN in this rank's shard of the gradients."""
@@ -243,10 +219,6 @@ class ShardStep:
                 if not bool(torch.isfinite(unit.grad[first - unit.start : last - unit.start]).all()):
                     names.append(unit.names[index])
         return names
-
-
-def _elementwise(value: Any, leaf: Tensor) -> bool:
-    return isinstance(value, Tensor) and value.shape == leaf.shape and value.dim() == 1 and value is not leaf
 
 
 def parameter_groups(parameters: Any, model: nn.Module) -> list[dict[str, Any]]:

@@ -71,6 +71,20 @@ class _Bucket:
             self.views = [tensor[s.offset : s.stop].view(shape) for s, shape in slots]
 
 
+@dataclass(slots=True, eq=False)
+class _Reduction:
+    """A reduction under way."""
+
+    pending: Pending
+    bucket: _Bucket
+    lent: Tensor | None
+    """The buffer that goes back to the pool afterwards."""
+    shard: Tensor
+    """What it writes: the unit's gradient, or what is added to that afterwards."""
+    fresh: bool
+    """The first of its unit in this step."""
+
+
 class _BufferPool:
     """Buffers to send from. Ordinary memory is given back after each pass; shared memory cannot be."""
 
@@ -117,8 +131,7 @@ class GradientReducer:
         self._agreed = comm.world_size == 1
         self._ready: set[int] = set()
         self._next = 0
-        self._in_flight: deque[tuple[Pending, _Bucket, Tensor | None]] = deque()
-        """Reductions under way, each with the buffer that goes back to the pool afterwards, if any."""
+        self._in_flight: deque[_Reduction] = deque()
         self._pool = _BufferPool(comm)
         self.clear()
 
@@ -186,7 +199,7 @@ class GradientReducer:
 
     def _carry(self, bucket: _Bucket) -> None:
         """Save the reduced sums of a persistent bucket, which is about to collect local gradients again."""
-        while any(other is bucket for _, other, _ in self._in_flight):
+        while any(reduction.bucket is bucket for reduction in self._in_flight):
             self._retire()
         assert bucket.unit.grad is not None
         bucket.carry = bucket.unit.grad.clone()
@@ -222,47 +235,59 @@ class GradientReducer:
         if len(self._in_flight) >= MAX_IN_FLIGHT:
             self._retire()
         reduce = self._reduce_transient if self.options.transient else self._reduce_persistent
-        pending, lent = reduce(bucket)
-        self._in_flight.append((pending, bucket, lent))
+        self._in_flight.append(reduce(bucket))
         if self.options.transient:
             bucket.set_tensor(None)
         else:
             bucket.reduced = self.comm.world_size > 1
         bucket.fresh = False
 
-    def _reduce_transient(self, bucket: _Bucket) -> tuple[Pending, Tensor]:
-        unit = bucket.unit
-        assert bucket.tensor is not None
-        if unit.grad is None:
+    def _reduce_transient(self, bucket: _Bucket) -> _Reduction:
+        unit, sent, fresh = bucket.unit, bucket.tensor, bucket.fresh
+        assert sent is not None
+        numel, device = unit.stop - unit.start, unit.device
+        if unit.grad is None and unit.gradient_home is None:
             accumulate = torch.promote_types(unit.dtype, torch.float32)
-            unit.grad = torch.empty(unit.stop - unit.start, dtype=accumulate, device=unit.device)
-        pending = self.comm.reduce_scatter_accumulate(unit.grad, bucket.tensor, bucket.fresh)
-        return pending, bucket.tensor
+            unit.grad = torch.empty(numel, dtype=accumulate, device=device)
+        if unit.grad is not None and fresh:
+            shard = unit.grad
+        else:
+            shard = torch.empty(numel, dtype=self.comm.reduced_dtype(sent.dtype), device=device)
+        return _Reduction(self.comm.reduce_scatter(shard, sent), bucket, sent, shard, fresh)
 
-    def _reduce_persistent(self, bucket: _Bucket) -> tuple[Pending, Tensor | None]:
+    def _reduce_persistent(self, bucket: _Bucket) -> _Reduction:
         unit = bucket.unit
         assert bucket.tensor is not None and unit.grad is not None
         if self.comm.world_size == 1:
-            return DONE, None
+            return _Reduction(DONE, bucket, None, unit.grad, True)
         dtype = self.options.dtype or unit.dtype
         narrow = None
         if bucket.tensor.dtype != dtype:
             narrow = self._pool.lend(dtype, unit.numel).copy_(bucket.tensor)
         send = bucket.tensor if narrow is None else narrow
         if unit.stop - unit.start < unit.numel:
-            return self.comm.reduce_scatter_accumulate(unit.grad, send, True), narrow
-        pending = self.comm.all_reduce(send)
-        return pending if narrow is None else _CopyBack(pending, narrow, bucket.tensor), narrow
+            pending = self.comm.reduce_scatter(unit.grad, send)
+        else:
+            pending = self.comm.all_reduce(send)
+            if narrow is not None:
+                pending = _CopyBack(pending, narrow, bucket.tensor)
+        return _Reduction(pending, bucket, narrow, unit.grad, True)
 
     def _retire(self) -> None:
-        pending, bucket, lent = self._in_flight.popleft()
-        pending.wait()
-        if lent is not None:
-            self._pool.give_back(lent)
+        done = self._in_flight.popleft()
+        done.pending.wait()
+        if done.lent is not None:
+            self._pool.give_back(done.lent)
+        bucket = done.bucket
         if bucket.carry is not None:
             assert bucket.unit.grad is not None
             bucket.unit.grad.add_(bucket.carry)
             bucket.carry = None
+        home, grad = bucket.unit.gradient_home, bucket.unit.grad
+        if home is not None:
+            home.deliver(done.shard, fresh=done.fresh, stays=not self.options.transient)
+        elif grad is not None and done.shard is not grad:
+            grad.add_(done.shard)
 
     def finish(self) -> None:
         """The backward pass is over: reduce what is incomplete or came twice, and wait for everything."""

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ..comm import Comm
+from ..offload.place import TILE_NUMEL, Offload, Place
 from .layout import make_layout
 from .unit import Unit
 
@@ -37,6 +38,8 @@ class ShardingOptions:
     """Stage 3: a block below this size joins the root unit, which stays gathered through a whole step."""
     persistence_numel: int = 0
     """Stage 3: a unit of at most this size is not sharded."""
+    tile_numel: int = TILE_NUMEL
+    """Shards are cut in tiles of this size for norms and offloaded steps."""
     poison: bool = False
 
 
@@ -141,12 +144,15 @@ def build_units(
     dtype: torch.dtype | None,
     comm: Comm,
     options: ShardingOptions,
+    offload: Offload | None = None,
 ) -> None:
     """Fill in every block's units: one for each (dtype, trainable) pair among its parameters.
 
     ``groups`` maps the id of a parameter to its optimizer group; ``dtype`` is the compute dtype, None to keep
-    each parameter's own. Collective: values are rank 0's.
+    each parameter's own. Collective: values are rank 0's. Raises DiskError.
     """
+    leaving = sum(p.numel() for block in blocks for _, p in block.parameters if p.requires_grad)
+    leaving = round(leaving * offload.options.ratio) if offload is not None else 0
     for block in blocks:
         kinds: dict[tuple[bool, torch.dtype], list[tuple[str, nn.Parameter]]] = {}
         for name, parameter in block.parameters:
@@ -155,6 +161,10 @@ def build_units(
             members.sort(key=lambda member: groups.get(id(member[1]), -1))
             numels = [p.numel() for _, p in members]
             small = sum(numels) <= options.persistence_numel
+            state_place = Place.DEVICE
+            if offload is not None and leaving > 0 and members[0][1].requires_grad:
+                state_place = offload.options.optimizer
+                leaving -= sum(numels)
             block.units.append(
                 Unit(
                     f"{block.name}{'' if members[0][1].requires_grad else ' (frozen)'}",
@@ -165,6 +175,9 @@ def build_units(
                     dtype=dtype or own_dtype,
                     shard_optimizer=options.shard_optimizer,
                     shard_params=options.shard_params and not small,
+                    offload=offload,
+                    state_place=state_place,
+                    tile_numel=options.tile_numel,
                     poison=options.poison,
                 )
             )

@@ -9,6 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from ..comm import DONE, Comm, Pending
+from ..offload.disk_state import DiskState, DiskValues, Reading, cuts_of
+from ..offload.gradients import GradientHome, HostGradient
+from ..offload.place import TILE_NUMEL, Offload, Place
 from . import guards
 from .layout import Layout, Piece
 
@@ -36,13 +39,16 @@ class Unit:
     instead, to find such a bug.
 
     Attributes
-        full: flat, ``layout.numel`` elements in the compute dtype; storage of size 0 while SHARDED. start,
-        stop: the range of elements that this rank updates (all of them at stage 0). master: fp32 (or wider),
-        ``stop - start`` elements, what the optimizer updates; a view of ``full`` where that
-            has the same dtype and stays; None for frozen parameters.
-        home: where this rank's slice of a SHARDED unit rests (the master, or the frozen values); None at
-        stages 0-2. grad: fp32 (or wider), like ``master``: the summed, not averaged, gradient; allocated by
-        the first backward.
+        full: flat, ``layout.numel`` elements in the compute dtype; storage of size 0 while SHARDED.
+        start, stop: the range of elements that this rank updates (all of them at stage 0).
+        master: fp32 (or wider), ``stop - start`` elements, what the optimizer updates; a view of ``full``
+            where that has the same dtype and stays; in host memory with CPU offload; None for frozen
+            parameters and where it is on disk.
+        disk: the optimizer's records, with NVMe offload.
+        home: where this rank's slice of a SHARDED unit rests: the master, or a copy in the compute dtype on
+            the device, in host memory or on disk; None at stages 0-2.
+        grad: fp32 (or wider), like ``master``: the summed, not averaged, gradient; allocated by the first
+            backward. Where the state is offloaded and buckets are transient, it goes to ``gradient_home``.
     """
 
     def __init__(
@@ -56,25 +62,42 @@ class Unit:
         dtype: torch.dtype,
         shard_optimizer: bool,
         shard_params: bool,
+        offload: Offload | None = None,
+        state_place: Place = Place.DEVICE,
+        tile_numel: int = TILE_NUMEL,
+        provisional: bool = False,
         poison: bool = False,
     ) -> None:
+        """``provisional``: made while the model is built; its parameters are handed on to the units of an
+        engine later, and it has no optimizer state.
+        """
         self.name, self.names, self.parameters, self.layout = name, list(names), list(parameters), layout
         self.shapes = [p.shape for p in parameters]
         self.comm, self.dtype, self.device = comm, dtype, comm.device
-        self.trainable = parameters[0].requires_grad
+        self.provisional = provisional
+        self.trainable = parameters[0].requires_grad and not provisional
         self.shard_params, self.poison = shard_params, poison
         self.state = UnitState.FULL
         self.on_demand: Callable[[Unit], bool] | None = None
+        self.on_empty: Callable[[], None] | None = None
+        """Called when the last parameter of a provisional unit has been handed over."""
         self.holds = 0
         """How many callers need the unit FULL at the moment; it is not freed while there are any."""
         self._pending: Pending = DONE
+        self.updated: Pending = DONE
+        """An optimizer step that still writes this rank's values; waited for before they are read."""
         self._own = slice(*layout.shard_range(comm.rank))
         self.start, self.stop = layout.shard_range(comm.rank) if shard_optimizer else (0, layout.numel)
         self.pieces: list[Piece] = layout.pieces(self.start, self.stop) if self.trainable else []
+        pieces = [(piece.start, piece.stop) for piece in self.pieces]
+        self.cuts = cuts_of(pieces, self.stop - self.start, tile_numel)
+        self.state_place = state_place if self.trainable else Place.DEVICE
         self.master: Tensor | None = None
-        self.home: Tensor | None = None
+        self.disk: DiskState | None = None
+        self.home: Tensor | DiskValues | None = None
         self.grad: Tensor | None = None
-        self._adopt_values(shard_optimizer)
+        self.gradient_home: GradientHome | None = None
+        self._adopt_values(shard_optimizer, offload)
         if shard_params:
             self.free()
 
@@ -82,15 +105,21 @@ class Unit:
     def numel(self) -> int:
         return self.layout.numel
 
-    def _adopt_values(self, shard_optimizer: bool) -> None:
+    def _adopt_values(self, shard_optimizer: bool, offload: Offload | None) -> None:
         """Copy the parameters' values (rank 0's, for all ranks) into the flat buffer and make them views of
         it.
         """
         wide = torch.promote_types(self.parameters[0].dtype, self.dtype)
         with torch.no_grad():
             flat = torch.zeros(self.numel, dtype=wide, device=self.device)
-            for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
+            former = [guards.owner(parameter) for parameter in self.parameters]
+            for slot, parameter, unit in zip(self.layout.slots, self.parameters, former, strict=True):
+                if unit is not None and unit.provisional:
+                    unit.ensure_full()
                 flat[slot.offset : slot.stop].copy_(parameter.detach().reshape(-1))
+            for parameter, unit in zip(self.parameters, former, strict=True):
+                if unit is not None and unit.provisional:
+                    unit.hand_over(parameter)
             self.comm.broadcast(flat)
             self.full = flat if wide == self.dtype else flat.to(self.dtype)
             if shard_optimizer and not self.shard_params:
@@ -104,23 +133,67 @@ class Unit:
             nan = torch.full((), float("nan"), dtype=self.dtype, device=self.device)
             self._placeholders = [nan.expand(shape) for shape in self.shapes]
             if self.trainable:
-                accumulate = torch.promote_types(self.dtype, torch.float32)
-                own = flat[self.start : self.stop]
-                alias = self.full.dtype == accumulate and not self.shard_params
-                if alias:
-                    self.master = self.full[self.start : self.stop]
-                elif self.shard_params:
-                    self.master = self.comm.empty(own.numel(), accumulate).copy_(own)
-                else:
-                    self.master = own.to(accumulate, copy=True)
+                self._make_state(flat[self.start : self.stop], offload)
             if self.shard_params:
-                own = self.full[self._own]
-                self.home = (
-                    self.master if self.trainable else self.comm.empty(own.numel(), self.dtype).copy_(own)
-                )
+                self._make_home(self.full[self._own], offload)
         for parameter in self.parameters:
             guards.adopt(parameter, self)
         self._point(self._views, nn.Parameter)
+
+    def _make_state(self, own: Tensor, offload: Offload | None) -> None:
+        accumulate = torch.promote_types(self.dtype, torch.float32)
+        if self.state_place is Place.DISK:
+            assert offload is not None
+            self.disk = DiskState(offload, own.to(accumulate), self.cuts)
+            self.gradient_home = self.disk
+        elif self.state_place is Place.HOST:
+            assert offload is not None
+            self.master = offload.empty(own.numel(), accumulate).copy_(own)
+            self.gradient_home = HostGradient(offload.link, self.cuts)
+        elif self.full.dtype == accumulate and not self.shard_params:
+            self.master = self.full[self.start : self.stop]
+        elif self.shard_params:
+            self.master = self.comm.empty(own.numel(), accumulate).copy_(own)
+        else:
+            self.master = own.to(accumulate, copy=True)
+
+    def _make_home(self, own: Tensor, offload: Offload | None) -> None:
+        place = offload.place_values(own.numel()) if offload is not None else Place.DEVICE
+        at_home = self.master is not None and self.state_place is place
+        if at_home and (place is Place.DEVICE or self.master.dtype == self.dtype):  # type: ignore[union-attr]
+            self.home = self.master
+        elif place is Place.DISK:
+            assert offload is not None
+            self.home = DiskValues(offload, own)
+        elif place is Place.HOST:
+            assert offload is not None
+            self.home = offload.empty(own.numel(), self.dtype).copy_(own)
+        else:
+            self.home = self.comm.empty(own.numel(), self.dtype).copy_(own)
+
+    @property
+    def target(self) -> Tensor | DiskValues | None:
+        """What an optimizer step away from the device has to write the new values to, in the compute dtype;
+        None where the master itself is read.
+        """
+        if self.shard_params:
+            return None if self.home is self.master else self.home
+        return self.full[self.start : self.stop]
+
+    @property
+    def values_beside_master(self) -> Tensor | None:
+        """The values in another dtype that stay on the device beside a master there."""
+        beside = self.master is not None and self.master.dtype != self.full.dtype
+        if self.shard_params or self.state_place is not Place.DEVICE or not beside:
+            return None
+        return self.full[self.start : self.stop]
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether a backward pass has left a reduced gradient."""
+        if self.gradient_home is not None:
+            return self.gradient_home.delivered
+        return self.grad is not None
 
     def _point(self, tensors: Sequence[Tensor], kind: type[nn.Parameter]) -> None:
         """Give every parameter its values and then its class; plain parameters must be plain to be assigned
@@ -141,26 +214,57 @@ class Unit:
         """SHARDED -> GATHERING: bring the storage back and ask the other ranks for their slices."""
         self._move((UnitState.SHARDED,), UnitState.GATHERING)
         assert self.home is not None
+        updated, self.updated = self.updated, DONE
+        updated.wait()
         if self._storage.nbytes() != self._storage_nbytes:
             self._storage.resize_(self._storage_nbytes)
+        if isinstance(self.home, DiskValues):
+            self._pending = _ReadAndGather(self.home.start_read(), self.comm, self.full)
+            return
         with torch.no_grad():
             self._pending = self.comm.all_gather(self.full, self.home)
 
-    def start_refresh(self) -> None:
-        """After an optimizer step, for a unit that stays FULL: bring everyone the new values.
+    def start_refresh(self, *, written: bool = False) -> None:
+        """After an optimizer step, for a unit that stays FULL: bring everyone the new values, which are in
+        the master alone unless ``written``.
 
         With one writer (stage 0) there is nothing to gather. Until the values have arrived, a touch of a
         parameter waits for them.
         """
-        assert self.master is not None
         with torch.no_grad():
             own = self.full[self.start : self.stop]
-            if own.data_ptr() != self.master.data_ptr():
-                own.copy_(self.master)
+            if self.state_place is Place.DEVICE and not written:
+                assert self.master is not None
+                if own.data_ptr() != self.master.data_ptr():
+                    own.copy_(self.master)
             if self.stop - self.start == self.numel:
                 return
             self._move((UnitState.FULL,), UnitState.GATHERING)
             self._pending = self.comm.all_gather(self.full, own)
+        self._guard()
+
+    def send_home(self) -> None:
+        """After an optimizer step on the device, for a unit whose shard rests elsewhere than its master.
+        Raises DiskError.
+        """
+        if self.state_place is not Place.DEVICE or self.home is self.master or self.home is None:
+            return
+        assert self.master is not None
+        with torch.no_grad():
+            if isinstance(self.home, DiskValues):
+                self.home.write(0, self.master)
+            else:
+                self.home.copy_(self.master)
+
+    def await_update(self, arrival: Pending) -> None:
+        """For a unit that stays FULL and whose new values are being written in the background: a touch waits
+        for ``arrival``.
+        """
+        self._move((UnitState.FULL,), UnitState.GATHERING)
+        self._pending = arrival
+        self._guard()
+
+    def _guard(self) -> None:
         if all(p.__class__ is nn.Parameter for p in self.parameters):
             for parameter in self.parameters:
                 parameter.__class__ = guards.PendingParameter
@@ -195,10 +299,38 @@ class Unit:
         assert self.state is UnitState.FULL
         self.comm.settle()
         with torch.no_grad():
-            if self.master is not None and self.master.data_ptr() != self.full[self.start].data_ptr():
-                self.master.copy_(self.full[self.start : self.stop])
+            own = self.full[self.start : self.stop]
+            if self.disk is not None:
+                self.disk.write_master(own)
+            elif self.master is not None and self.master.data_ptr() != own.data_ptr():
+                self.master.copy_(own)
+            if isinstance(self.home, DiskValues):
+                self.home.write(0, self.full[self._own])
             elif self.home is not None and self.home is not self.master:
                 self.home.copy_(self.full[self._own])
+
+    def is_viewed(self) -> bool:
+        """Whether somebody outside holds a tensor over the FULL buffer's memory."""
+        count = getattr(torch._C, "_storage_Use_Count", None)
+        own = 2 + 2 * len(self.parameters)  # full, the storage itself, the views, the parameters' data
+        return count is not None and count(self._storage._cdata) > own
+
+    def hand_over(self, parameter: nn.Parameter) -> None:
+        """Let go of one parameter of a provisional unit, whose values another unit has copied."""
+        index = next(i for i, own in enumerate(self.parameters) if own is parameter)
+        parameter.data = self._placeholders[index]
+        guards.release(parameter)
+        kept = [i for i in range(len(self.parameters)) if i != index]
+        self.parameters = [self.parameters[i] for i in kept]
+        self._views = [self._views[i] for i in kept]
+        self._placeholders = [self._placeholders[i] for i in kept]
+        if kept:
+            self.free()
+        else:
+            self.full = torch.empty(0, dtype=self.dtype, device=self.device)
+            self._storage, self.home = self.full.untyped_storage(), None
+            if self.on_empty is not None:
+                self.on_empty()
 
     def detach(self) -> None:
         """Give the parameters independent values of their own again and let go of them."""
@@ -208,6 +340,20 @@ class Unit:
             guards.release(parameter)
         self.full = torch.empty(0, dtype=self.dtype, device=self.device)
         self._views, self.master, self.home, self.grad = [], None, None, None
+        self.disk = self.gradient_home = None
+
+
+class _ReadAndGather:
+    """A unit on its way from disk; the collective starts when somebody needs it, in the blocks' order."""
+
+    def __init__(self, reading: Reading, comm: Comm, full: Tensor) -> None:
+        self._reading, self._comm, self._full = reading, comm, full
+
+    def wait(self) -> None:
+        with torch.no_grad():
+            pending = self._comm.all_gather(self._full, self._reading.wait())
+        self._reading.release()
+        pending.wait()
 
 
 _GUARDED = (guards.PendingParameter, guards.ShardedParameter)

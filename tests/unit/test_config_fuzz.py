@@ -109,7 +109,7 @@ BREAK = [
     ("zero_optimization", "stage", [4, -1, "three", None, True, 1.5]),
     ("zero_optimization", "reduce_bucket_size", [True, -5, "x", [], float("nan")]),
     ("zero_optimization", "overlap_com", [True]),
-    ("zero_optimization", "offload_optimizer", [{"device": "cpu"}, {"device": "gpu"}, 3]),
+    ("zero_optimization", "offload_optimizer", [{"device": "nvme"}, {"device": "gpu"}, 3]),
     ("fp16", "enabled", ["yes", 1, None, {}]),
     ("fp16", "loss_scale", [-1, float("inf"), "big"]),
     ("bf16", "enabld", [True]),

@@ -220,7 +220,7 @@ def test_aliases_and_dtypes():
         ({"flops_profiler": {"enabled": True}}, "flops_profiler.enabled"),
         ({"compile": {"deepcompile": True}}, "compile.deepcompile"),
         ({"autotuning": {"enabled": True}}, "autotuning.enabled"),
-        ({"aio": {"thread_count": 4}}, "aio.intra_op_parallelism"),
+        ({"aio": {"use_gds": True}}, "aio.use_gds"),
         ({"activation_checkpointing": {"profile": True}}, "activation_checkpointing.profile"),
         (
             {"checkpoint": {"parallel_write": {"pipeline_stage": True}}},
@@ -238,14 +238,6 @@ def test_warned(source, path):
 @pytest.mark.parametrize(
     ("source", "path"),
     [
-        (
-            {"zero_optimization": {"offload_param": {"device": "nvme"}}},
-            "zero_optimization.offload_param.device",
-        ),
-        (
-            {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
-            "zero_optimization.offload_optimizer.device",
-        ),
         ({"zero_optimization": {"zenflow": {}}}, "zero_optimization.zenflow"),
         ({"zero_optimization": {"zero_quantized_weights": True}}, "zero_optimization.zero_quantized_weights"),
         ({"zero_optimization": {"mics_shard_size": 2}}, "zero_optimization.mics_shard_size"),

@@ -1,0 +1,110 @@
+"""Our CUDA kernels beside a copy on the device and what torch offers instead.
+
+    python -m benchmarks.kernels [--millions 128] [--rounds 20]
+
+For each: the median time between CUDA events, and the bandwidth, of the bytes that have to move, as a part
+of a copy's. They take turns, so that a change of clocks meets all of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zlaunch.cuda_ops import loader
+from zlaunch.cuda_ops.compress import dequantize_int8, pack_signs, quantize_int8
+from zlaunch.cuda_ops.convert import scaled_cast
+from zlaunch.cuda_ops.norm import prepare_step, sum_of_squares
+from zlaunch.cuda_ops.step import adam_step
+
+ADAMW: dict[str, Any] = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
+Case = tuple[float, Callable[[], Any]]
+"""Bytes per element that have to move, and the call."""
+
+
+def cases(numel: int) -> dict[str, Case]:
+    device = "cuda"
+    master, exp_avg, exp_avg_sq, wide = (torch.zeros(numel, device=device) for _ in range(4))
+    grad, out = (torch.ones(numel, dtype=torch.bfloat16, device=device) for _ in range(2))
+    step, lr, multiplier = (torch.full((), x, device=device) for x in (5.0, 1e-4, 0.5))
+    found_inf = torch.zeros((), device=device)
+    codes, scales = quantize_int8(grad)
+
+    def ours() -> None:
+        scalars = {"step": step, "lr": lr, "multiplier": multiplier, "found_inf": found_inf}
+        adam_step(master, exp_avg, exp_avg_sq, grad, out, decoupled=True, **ADAMW, **scalars)
+
+    return {
+        "copy, fp32": (8, lambda: wide.copy_(master)),
+        "adamw": (28, ours),
+        "adamw, torch with its casts": (
+            28,
+            lambda: torch_adamw(master, exp_avg, exp_avg_sq, grad, wide, out),
+        ),
+        "sum of squares": (2, lambda: sum_of_squares(grad)),
+        "norm, torch": (2, lambda: torch._foreach_norm([grad])),
+        "prepare": (0, lambda: prepare_step(torch.ones((), device=device), divisor=multiplier, clip=1.0)),
+        "cast fp32 to bf16": (6, lambda: scaled_cast(wide, out, multiplier)),
+        "cast, torch": (6, lambda: out.copy_(wide.mul_(multiplier))),
+        "quantize int8": (3, lambda: quantize_int8(grad)),
+        "dequantize int8": (3, lambda: dequantize_int8(codes, scales, out)),
+        "pack signs": (8.125, lambda: pack_signs(wide)),
+    }
+
+
+def torch_adamw(
+    master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, grad: Tensor, wide: Tensor, out: Tensor
+) -> None:
+    """What a step takes without our kernel: three passes."""
+    wide.copy_(grad)
+    steps = [torch.full((), 5.0, device=master.device)]
+    flags = {"amsgrad": False, "maximize": False, "lr": 1e-4}
+    torch._fused_adamw_([master], [wide], [exp_avg], [exp_avg_sq], [], steps, **ADAMW, **flags)
+    out.copy_(master)
+
+
+def measure(numel: int, rounds: int) -> dict[str, dict[str, float]]:
+    """Milliseconds, GB/s and the part of a copy's bandwidth, by case. Needs a CUDA device and CuPy."""
+    loader.set_mode("cupy")
+    calls = cases(numel)
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for turn in range(-3, rounds):
+        for name, (_, call) in calls.items():
+            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            call()
+            stop.record()
+            stop.synchronize()
+            if turn >= 0:
+                times[name].append(start.elapsed_time(stop))
+    loader.set_mode("auto")
+    middle = {name: statistics.median(values) for name, values in times.items()}
+    speed = {name: calls[name][0] * numel / middle[name] / 1e6 for name in calls}
+    return {
+        name: {
+            "ms": round(middle[name], 4),
+            "gb_per_s": round(speed[name], 1),
+            "of_copy": round(speed[name] / speed["copy, fp32"], 3),
+        }
+        for name in calls
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--millions", type=int, default=128, help="of elements")
+    parser.add_argument("--rounds", type=int, default=20)
+    args = parser.parse_args()
+    print(json.dumps(measure(args.millions << 20, args.rounds), indent=1))
+
+
+if __name__ == "__main__":
+    main()

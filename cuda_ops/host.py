@@ -1,0 +1,258 @@
+"""The optimizer steps on the CPU: chunks over threads, by numba's kernels or, without numba, by the twins.
+
+Either way a chunk stays in the cache from its first operation to its last. Arguments are those of ``step``.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from . import loader, twins
+from .arguments import Scalar
+
+_CHUNK = 1 << 20
+"""Elements that the twins take at a time: less costs more in Python than it gains in the cache."""
+_ALIGN = 1 << 16
+"""Elements. Chunks begin at multiples of it, so that no bit depends on the number of threads."""
+_CHUNKS_A_THREAD = 4
+"""So that threads that are held up do less."""
+
+
+def wanted(tensor: Tensor) -> bool:
+    """Whether steps on ``tensor`` belong here, and not to the plain twins."""
+    return tensor.device.type == "cpu" and loader.mode() != "torch"
+
+
+@functools.cache
+def kernel(name: str) -> Any:
+    """numba's kernel, compiled or from its cache, or None without a numba that works."""
+    try:
+        from . import host_kernels
+
+        return host_kernels.ready(name)
+    except Exception:  # not only ImportError: numba refuses versions that it does not know
+        return None
+
+
+def adam(
+    master: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    grad: Tensor,
+    out: Tensor | None,
+    *,
+    step: Scalar,
+    lr: Scalar,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    decoupled: bool,
+    multiplier: Scalar,
+    found_inf: Scalar | None,
+) -> None:
+    if _skip(found_inf):
+        return
+    step, lr, multiplier = float(step), float(lr), float(multiplier)
+    common: dict[str, Any] = {
+        "lr": lr,
+        "beta1": beta1,
+        "beta2": beta2,
+        "eps": eps,
+        "weight_decay": weight_decay,
+    }
+    if out is None and grad.dtype == torch.float32 and multiplier != 0:
+        # what torch.optim does, to the bit
+        twins.fused_adam(
+            master,
+            exp_avg,
+            exp_avg_sq,
+            grad,
+            step=step,
+            decoupled=decoupled,
+            divisor=1 / multiplier,
+            **common,
+        )
+        return
+    coefficients = (
+        multiplier,
+        0.0 if decoupled else weight_decay,
+        1 - lr * weight_decay if decoupled else 1.0,
+        1 - beta1,
+        1 - beta2,
+        lr / (1 - beta1**step),
+        1 / math.sqrt(1 - beta2**step),
+        eps,
+    )
+    common |= {"step": step, "decoupled": decoupled, "multiplier": multiplier, "found_inf": None}
+    _run(
+        "adam",
+        (master, exp_avg, exp_avg_sq),
+        grad,
+        out,
+        coefficients,
+        functools.partial(twins.adam, **common),
+    )
+
+
+def sgd(
+    master: Tensor,
+    momentum_buffer: Tensor | None,
+    grad: Tensor,
+    out: Tensor | None,
+    *,
+    step: Scalar,
+    lr: Scalar,
+    momentum: float,
+    dampening: float,
+    nesterov: bool,
+    weight_decay: float,
+    multiplier: Scalar,
+    found_inf: Scalar | None,
+) -> None:
+    if _skip(found_inf):
+        return
+    step, lr, multiplier = float(step), float(lr), float(multiplier)
+    first = step == 1
+    coefficients = (
+        multiplier,
+        weight_decay,
+        lr,
+        0.0 if first else momentum,
+        1.0 if first else 1 - dampening,
+        1.0 if nesterov else 0.0,
+        momentum if nesterov else 1.0,
+    )
+    common: dict[str, Any] = {"step": step, "lr": lr, "momentum": momentum, "dampening": dampening}
+    common |= {
+        "nesterov": nesterov,
+        "weight_decay": weight_decay,
+        "multiplier": multiplier,
+        "found_inf": None,
+    }
+    if first and momentum_buffer is not None:
+        momentum_buffer.zero_()  # whatever it held, NaN times 0 is NaN
+    _run("sgd", (master, momentum_buffer), grad, out, coefficients, functools.partial(twins.sgd, **common))
+
+
+def lion(
+    master: Tensor,
+    exp_avg: Tensor,
+    grad: Tensor,
+    out: Tensor | None,
+    *,
+    lr: Scalar,
+    beta1: float,
+    beta2: float,
+    weight_decay: float,
+    multiplier: Scalar,
+    found_inf: Scalar | None,
+) -> None:
+    if _skip(found_inf):
+        return
+    lr, multiplier = float(lr), float(multiplier)
+    common: dict[str, Any] = {"lr": lr, "beta1": beta1, "beta2": beta2, "weight_decay": weight_decay}
+    common |= {"multiplier": multiplier, "found_inf": None}
+    coefficients = (multiplier, weight_decay, lr, 1 - beta1, 1 - beta2)
+    _run("lion", (master, exp_avg), grad, out, coefficients, functools.partial(twins.lion, **common))
+
+
+def _skip(found_inf: Scalar | None) -> bool:
+    return found_inf is not None and float(found_inf) != 0
+
+
+def _run(
+    name: str,
+    state: Sequence[Tensor | None],
+    grad: Tensor,
+    out: Tensor | None,
+    coefficients: Sequence[float],
+    twin: Callable[..., None],
+) -> None:
+    """The kernel, or else the twin, on chunks of the flat tensors."""
+    compiled = kernel(name)
+    if compiled is None:
+        flat = [*state, grad, out]
+
+        def with_torch(start: int, stop: int) -> None:
+            with torch.no_grad():  # which each thread has for itself
+                twin(*(None if tensor is None else tensor[start:stop] for tensor in flat))
+
+        _in_chunks(with_torch, grad.numel(), _CHUNK)
+        return
+    arrays = [np.empty(0, np.float32) if tensor is None else tensor.detach().numpy() for tensor in state]
+    raw, grad_kind, raw_out, out_kind = *_raw(grad), *_raw(out)
+    values = tuple(map(np.float32, coefficients))
+
+    def with_numba(start: int, stop: int) -> None:
+        part = [array[start:stop] for array in arrays]
+        size, out_size = grad.itemsize, 2
+        compiled(
+            *part,
+            raw[start * size : stop * size],
+            grad_kind,
+            raw_out[start * out_size : stop * out_size],
+            out_kind,
+            values,
+        )
+
+    _in_chunks(with_numba, grad.numel(), grad.numel())
+
+
+def _raw(tensor: Tensor | None) -> tuple[Any, int]:
+    """The bytes of a tensor and the kernels' name for its dtype."""
+    if tensor is None:
+        return np.empty(0, np.uint8), 0
+    kind = (torch.float32, torch.bfloat16, torch.float16).index(tensor.dtype) + 1
+    return tensor.detach().view(torch.uint8).numpy(), kind
+
+
+def _in_chunks(function: Callable[[int, int], None], numel: int, limit: int) -> None:
+    """Call ``function(start, stop)`` for chunks of at most ``limit`` elements, in the pool's threads."""
+    threads = torch.get_num_threads()
+    share = -(-numel // (threads * _CHUNKS_A_THREAD * _ALIGN)) * _ALIGN
+    starts = range(0, numel, chunk := max(min(share, limit), _ALIGN))
+    if len(starts) <= 1:
+        if numel:
+            function(0, numel)
+        return
+    remaining = iter(starts)
+
+    def work() -> None:
+        for start in remaining:
+            function(start, min(start + chunk, numel))
+
+    pool = _pool(threads)
+    for future in [pool.submit(work) for _ in range(threads)]:
+        future.result()
+
+
+@functools.cache
+def _pool(threads: int) -> ThreadPoolExecutor:
+    """Threads in which torch runs operations serially; those of the caller and of others stay as they are."""
+    started = threading.Barrier(threads + 1)
+
+    def serial() -> None:
+        torch.get_num_threads()  # a thread's first look at the number sets it to the process's
+        torch.set_num_threads(1)
+        started.wait()
+
+    pool = ThreadPoolExecutor(threads, "zlaunch-step", serial)
+    for _ in range(threads):
+        pool.submit(int)
+    started.wait()
+    torch.set_num_threads(threads)  # the latest call is also what threads made later begin with
+    return pool
+
+
+os.register_at_fork(after_in_child=_pool.cache_clear)  # a child has the pool, but not its threads

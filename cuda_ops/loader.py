@@ -1,0 +1,160 @@
+"""Which implementation runs, and how a kernel gets compiled and launched.
+
+A kernel file is the text of ``kernels/common.cu`` followed by its own, compiled by NVRTC through CuPy for
+the device at hand when it is first launched, once for each set of ``-D`` options. CuPy keeps the binaries
+on disk in its own cache (``~/.cupy/kernel_cache``), keyed by source, options, architecture and compiler
+version, so later processes only load them.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import warnings
+from importlib.resources import files
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .arguments import Scalar
+
+THREADS = 256
+MAX_BLOCKS = 4096
+"""Enough to fill any device; the kernels stride over what is left."""
+VECTOR = 4
+"""Elements a thread takes at a time: 16 bytes of fp32."""
+OPTIONS = ("--std=c++17", f"-DTHREADS={THREADS}")
+
+_MODES = ("auto", "cupy", "torch")
+_mode = "auto"
+_SUFFIX = {torch.float32: "FLOAT32", torch.bfloat16: "BFLOAT16", torch.float16: "FLOAT16"}
+
+
+def set_mode(mode: str) -> None:
+    """Choose the implementation for the whole process.
+
+    "auto": kernels for CUDA tensors where CuPy can be used, else torch, with one warning that says why; on
+    the CPU the fastest there is. "cupy": an error where a CUDA tensor meets no CuPy. "torch": the twins in
+    plain torch, everywhere. Raises ValueError for another word.
+    """
+    global _mode
+    if mode not in _MODES:
+        close = difflib.get_close_matches(mode, _MODES, 1, 0.5)
+        advice = f"did you mean {close[0]!r}?" if close else f"expected one of {', '.join(_MODES)}"
+        raise ValueError(f"kernel mode {mode!r}: {advice}")
+    _mode = mode
+    _warn_once.cache_clear()
+
+
+def mode() -> str:
+    """The present mode."""
+    return _mode
+
+
+def use_kernels(tensor: Tensor) -> bool:
+    """Whether operations on ``tensor`` run as CUDA kernels.
+
+    Raises RuntimeError in mode "cupy" if it is a CUDA tensor and CuPy cannot be used.
+    """
+    if _mode == "torch" or not tensor.is_cuda:
+        return False
+    reason = obstacle()
+    if reason and _mode == "cupy":
+        raise RuntimeError(f"CUDA kernels were asked for (mode 'cupy'), but {reason}")
+    if reason:
+        _warn_once(reason)
+    return not reason
+
+
+@functools.cache
+def obstacle() -> str:
+    """Why CuPy's kernels cannot be used with this torch; empty if they can."""
+    if torch.version.cuda is None:
+        return "this torch is not built for CUDA"
+    extra = "cuda13" if int(torch.version.cuda.split(".")[0]) >= 13 else "cuda12"
+    try:
+        cupy().cuda.nvrtc.getVersion()  # a package of its own, loaded on first use
+    except Exception as error:
+        return f"CuPy cannot be used ({error}): pip install 'zlaunch[{extra}]'"
+    return ""
+
+
+@functools.cache
+def _warn_once(reason: str) -> None:
+    warnings.warn(f"zlaunch uses torch operations instead of its CUDA kernels: {reason}", stacklevel=4)
+
+
+def cupy() -> Any:
+    """The module, imported on first use; it has no types."""
+    import cupy  # type: ignore[import-not-found, import-untyped, unused-ignore]
+
+    return cupy
+
+
+def source(name: str) -> str:
+    """The CUDA C++ of a kernel file, complete."""
+    folder = files("zlaunch.cuda_ops") / "kernels"
+    return (folder / "common.cu").read_text() + (folder / f"{name}.cu").read_text()
+
+
+def define(name: str, dtype: torch.dtype | None) -> str:
+    """The compiler option that makes ``name`` the storage type of ``dtype``; None for no tensor at all."""
+    return f"-D{name}={'NONE' if dtype is None else _SUFFIX[dtype]}"
+
+
+@functools.cache
+def _module(name: str, defines: tuple[str, ...]) -> Any:
+    return cupy().RawModule(code=source(name), options=(*OPTIONS, *defines), backend="nvrtc")
+
+
+@functools.cache
+def _function(name: str, kernel: str, defines: tuple[str, ...], device_index: int) -> Any:
+    """One for each device: a module is loaded into the current one."""
+    return _module(name, defines).get_function(kernel)
+
+
+def blocks_for(items: int) -> int:
+    """Blocks of ``THREADS`` threads for so many items, one a thread."""
+    return max(1, min(-(-items // THREADS), MAX_BLOCKS))
+
+
+def vector_blocks(tensor: Tensor) -> int:
+    """Blocks for a kernel that takes the elements of ``tensor`` in vectors."""
+    return blocks_for(-(-tensor.numel() // VECTOR))
+
+
+def scalar(value: Scalar) -> tuple[Tensor | None, float]:
+    """A Scalar as two kernel arguments: the pointer, or the value where that is null."""
+    return (value, 0.0) if isinstance(value, Tensor) else (None, float(value))
+
+
+def argument(value: Tensor | float | None) -> Any:
+    """A kernel's argument as the numpy scalar that holds its bytes."""
+    if value is None:
+        return np.uintp(0)
+    if isinstance(value, Tensor):
+        return np.uintp(value.data_ptr())
+    return np.float32(value) if isinstance(value, float) else np.int64(value)
+
+
+def launch(
+    name: str,
+    kernel: str,
+    *arguments: Tensor | float | None,
+    device: torch.device,
+    blocks: int,
+    defines: tuple[str, ...] = (),
+) -> None:
+    """Launch ``kernel`` of file ``name`` on torch's current stream of ``device``; nothing is copied or
+    awaited.
+
+    Tensors and None become pointers, floats ``float``, ints ``long long``.
+    """
+    cuda = cupy().cuda
+    stream = torch.cuda.current_stream(device)
+    index = stream.device_index
+    with cuda.Device(index), cuda.ExternalStream(stream.cuda_stream, index):
+        function = _function(name, kernel, defines, index)
+        function((blocks,), (THREADS,), tuple(map(argument, arguments)))

@@ -1,0 +1,113 @@
+"""Page-locked host memory, which a GPU reads and writes at full speed and without the host's help.
+
+Locking is slow and the amount is limited, so buffers are kept and lent again. Each starts on a page, as
+O_DIRECT transfers want it.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+import warnings
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+PAGE_BYTES = mmap.PAGESIZE
+
+
+@dataclass(frozen=True, slots=True)
+class PoolStatistics:
+    """Bytes of a pool: what it holds, what of that is page-locked or lent, and the most that was lent."""
+
+    held_bytes: int
+    pinned_bytes: int
+    lent_bytes: int
+    peak_bytes: int
+
+
+class PinnedPool:
+    """Lends page-aligned uint8 tensors of host memory, page-locked where ``pin`` asks for it and a GPU is
+    there.
+
+    ``budget_bytes`` limits what is page-locked; beyond it, or where the system refuses, memory is pageable
+    and one warning says so (copies then take longer and the host waits for them).
+    """
+
+    def __init__(self, *, pin: bool, budget_bytes: int | None = None) -> None:
+        self._pin = pin and torch.cuda.is_available()
+        self._budget = budget_bytes
+        self._free: list[Tensor] = []
+        self._pinned: set[int] = set()
+        self._warned = False
+        self._held = self._locked = self._lent = self._peak = 0
+        self._lock = threading.Lock()
+
+    def take(self, nbytes: int) -> Tensor:
+        """A buffer of at least ``nbytes`` bytes (rounded up to whole pages), content undefined.
+
+        The smallest free one that is large enough and at most twice as large, or a new one.
+        """
+        nbytes = max(PAGE_BYTES, -(-nbytes // PAGE_BYTES) * PAGE_BYTES)
+        with self._lock:
+            fitting = [t for t in self._free if nbytes <= t.numel() <= 2 * nbytes]
+            if fitting:
+                buffer = min(fitting, key=Tensor.numel)
+                self._free = [t for t in self._free if t is not buffer]
+            else:
+                buffer = self._new(nbytes)
+            self._lent += buffer.numel()
+            self._peak = max(self._peak, self._lent)
+        return buffer
+
+    def give_back(self, buffer: Tensor) -> None:
+        """Return a buffer; nobody may read or write it any more, copies under way included."""
+        with self._lock:
+            self._lent -= buffer.numel()
+            self._free.append(buffer)
+
+    def statistics(self) -> PoolStatistics:
+        """How much memory there is and was."""
+        return PoolStatistics(self._held, self._locked, self._lent, self._peak)
+
+    def trim(self) -> None:
+        """Give the free buffers back to the system."""
+        with self._lock:
+            for buffer in self._free:
+                self._held -= buffer.numel()
+                if buffer.data_ptr() in self._pinned:
+                    self._pinned.discard(buffer.data_ptr())
+                    self._locked -= buffer.numel()
+                    torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())  # type: ignore[no-untyped-call]
+            self._free.clear()
+
+    def _new(self, nbytes: int) -> Tensor:
+        memory = mmap.mmap(-1, nbytes)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        buffer = torch.frombuffer(memory, dtype=torch.uint8)
+        self._held += nbytes
+        if self._pin:
+            self._page_lock(buffer)
+        return buffer
+
+    def _page_lock(self, buffer: Tensor) -> None:
+        problem = None
+        if self._budget is not None and self._locked + buffer.numel() > self._budget:
+            problem = f"the budget of {self._budget / 2**30:.1f} GiB is used up"
+        else:
+            status = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.numel(), 0)  # type: ignore[no-untyped-call]
+            if int(status) != 0:
+                problem = f"the system refused (CUDA error {int(status)})"
+        if problem is None:
+            self._pinned.add(buffer.data_ptr())
+            self._locked += buffer.numel()
+        elif not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"host memory for offload cannot all be page-locked: {problem}. The rest is pageable: "
+                "transfers are slower. Less of it: a smaller sub_group_size or buffer_count",
+                RuntimeWarning,
+                stacklevel=3,
+            )

@@ -1,0 +1,97 @@
+"""A folder on the NVMe drive that belongs to one process and never outlives it for long."""
+
+from __future__ import annotations
+
+import atexit
+import fcntl
+import os
+import shutil
+import socket
+import tempfile
+import time
+from pathlib import Path
+
+from .disk import DiskError
+
+_PREFIX = "zlaunch-"
+_LOCK = "lock"
+_UNLOCKED_FOR_S = 600.0
+"""A folder without a lock is somebody's who is about to take it, unless it is older than this."""
+
+
+class ScratchFolder:
+    """``<root>/zlaunch-<host>-rank<r>-<random>``, locked while this process lives, removed at its end.
+
+    The name is unique, so two jobs on one drive never meet. The kernel drops a lock with its process, however
+    that dies; the next run in the same ``root`` on the same host removes folders whose lock nobody holds.
+    """
+
+    def __init__(self, root: str | os.PathLike[str], rank: int) -> None:
+        """Raises DiskError where ``root`` cannot be made or written."""
+        self.root = Path(root)
+        host = socket.gethostname().partition(".")[0]
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            self.swept = sweep(self.root, host)
+            self.path, self._lock = _make(self.root, f"{_PREFIX}{host}-rank{rank}-")
+        except OSError as error:
+            raise DiskError(
+                error.errno, f"nvme_path {self.root}: cannot be used for offload: {error.strerror}"
+            ) from None
+        self._owner = os.getpid()
+        atexit.register(self.remove)
+
+    def remove(self) -> None:
+        """Delete the folder. Called at exit, too; a forked child leaves it alone."""
+        if self._lock < 0 or os.getpid() != self._owner:
+            return
+        shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._lock)
+        self._lock = -1
+        atexit.unregister(self.remove)
+
+
+def _make(root: Path, prefix: str) -> tuple[Path, int]:
+    """A new folder and the descriptor of its lock, held."""
+    while True:
+        path = Path(tempfile.mkdtemp(prefix=prefix, dir=root))
+        try:
+            lock = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if os.stat(path / _LOCK).st_ino == os.fstat(lock).st_ino:
+                return path, lock
+            os.close(lock)
+        except FileNotFoundError:
+            pass  # somebody who sweeps came between the file and its lock
+
+
+def sweep(root: Path, host: str) -> list[Path]:
+    """Remove the folders that dead processes of ``host`` left in ``root``; returns which."""
+    removed = []
+    for folder in root.glob(f"{_PREFIX}{host}-rank*"):
+        try:
+            lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC)
+        except FileNotFoundError:
+            if _age_s(folder) < _UNLOCKED_FOR_S:
+                continue
+            lock = -1
+        except OSError:
+            continue  # another user's
+        try:
+            if lock >= 0:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
+            removed.append(folder)
+        except BlockingIOError:
+            continue  # alive
+        finally:
+            if lock >= 0:
+                os.close(lock)
+    return removed
+
+
+def _age_s(folder: Path) -> float:
+    try:
+        return time.time() - folder.stat().st_mtime
+    except OSError:
+        return 0.0

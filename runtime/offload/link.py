@@ -1,0 +1,119 @@
+"""Copies between a device and host memory, on streams of their own."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...cuda_ops.pinned import PinnedPool
+from ..comm import DONE, Pending
+
+
+class HostLink:
+    """The way between one device and the host. A CPU backend's "device" is host memory too: copies are plain.
+
+    On a GPU, downloads and uploads have a stream each, so that both directions and the computation go on
+    at the same time.
+    """
+
+    def __init__(self, device: torch.device, *, pin: bool, budget_bytes: int | None = None) -> None:
+        self.device = device
+        self.pool = PinnedPool(pin=pin, budget_bytes=budget_bytes)
+        self.cuda = device.type == "cuda"
+        self._down = torch.cuda.Stream(device) if self.cuda else None  # type: ignore[no-untyped-call]
+        self._up = torch.cuda.Stream(device) if self.cuda else None  # type: ignore[no-untyped-call]
+        self.downloaded_bytes = self.uploaded_bytes = 0
+        self._later: list[tuple[torch.cuda.Event, Tensor]] = []
+
+    def take(self, nbytes: int) -> Tensor:
+        """A uint8 buffer of the pool, to be given back."""
+        busy = []
+        for event, buffer in self._later:
+            if event.query():  # type: ignore[no-untyped-call]
+                self.pool.give_back(buffer)
+            else:
+                busy.append((event, buffer))
+        self._later = busy
+        return self.pool.take(nbytes)
+
+    def give_back(self, buffer: Tensor) -> None:
+        """Return a buffer that the current stream may still be reading."""
+        event = self.mark()
+        if event is None:
+            self.pool.give_back(buffer)
+        else:
+            self._later.append((event, buffer))
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Flat host memory that stays, content undefined."""
+        return self.pool.take(numel * dtype.itemsize).view(dtype)[:numel]
+
+    def download(self, source: Tensor, target: Tensor) -> Pending:
+        """Start ``target`` (host) <- ``source`` (device), after what the current stream has queued.
+
+        ``wait`` blocks the host until the values are there. Both tensors must live until then.
+        """
+        self.downloaded_bytes += source.nbytes
+        if self._down is None:
+            target.copy_(source)
+            return DONE
+        self._down.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._down):
+            target.copy_(source, non_blocking=True)
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(self._down)
+        source.record_stream(self._down)
+        return HostEvent(event)
+
+    def upload(self, source: Tensor, target: Tensor, after: torch.cuda.Event | None = None) -> Pending:
+        """Start ``target`` (device) <- ``source`` (host), not before ``after``.
+
+        ``wait`` makes the current stream wait for it. ``source`` must not change until then; ``settled`` of
+        the result blocks the host.
+        """
+        self.uploaded_bytes += source.nbytes
+        if self._up is None:
+            target.copy_(source)
+            return DONE
+        if after is not None:
+            self._up.wait_event(after)
+        with torch.cuda.stream(self._up):
+            target.copy_(source, non_blocking=True)
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(self._up)
+        return StreamEvent(event)
+
+    def mark(self) -> torch.cuda.Event | None:
+        """A mark behind everything that the current stream has queued; None on a CPU."""
+        if not self.cuda:
+            return None
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+
+class HostEvent:
+    """Values on their way to the host."""
+
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self._event = event
+
+    def wait(self) -> None:
+        self._event.synchronize()
+
+
+class StreamEvent(HostEvent):
+    """Values on their way to the device: a stream waits, the host does not."""
+
+    def wait(self) -> None:
+        torch.cuda.current_stream().wait_event(self._event)
+
+    def settled(self) -> None:
+        """Block the host until the copy has ended."""
+        self._event.synchronize()
+
+
+def settled(pending: Pending | None) -> None:
+    """Block the host until an upload has ended."""
+    if isinstance(pending, StreamEvent):
+        pending.settled()

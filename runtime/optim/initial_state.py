@@ -1,0 +1,62 @@
+"""Optimizers that make their state when they are constructed (Adagrad), before there are shards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .runs import Run
+
+Entries = dict[str, tuple[Tensor, float | None]]
+"""A state entry by name: the tensor, and the one value of all its elements if it has one for each."""
+
+
+def take_initial_state(optimizer: torch.optim.Optimizer) -> list[Entries]:
+    """What each group's parameters begin with; the optimizer's state is empty afterwards.
+
+    Raises ValueError if the optimizer has already made steps, or begins with values that are not all alike.
+    """
+    groups: list[Entries] = []
+    for group in optimizer.param_groups:
+        entries: Entries = {}
+        for parameter in group["params"]:
+            for key, value in optimizer.state.get(parameter, {}).items():
+                if not isinstance(value, Tensor) or (key == "step" and value.any()):
+                    raise _used(optimizer)
+                alike = (
+                    float(value.reshape(-1)[0]) if value.shape == parameter.shape and value.numel() else None
+                )
+                if alike is not None and not bool((value == alike).all()):
+                    raise _used(optimizer)
+                entries.setdefault(key, (value, alike))
+        groups.append(entries)
+    optimizer.state.clear()
+    return groups
+
+
+def _used(optimizer: torch.optim.Optimizer) -> ValueError:
+    return ValueError(
+        f"optimizer {type(optimizer).__name__} has state from earlier steps: pass a new one to "
+        "zlaunch.initialize, and load its state afterwards"
+    )
+
+
+def give_initial_state(optimizer: torch.optim.Optimizer, groups: list[Entries], runs: Sequence[Run]) -> None:
+    """The same for the shards. Raises ValueError for shards on disk, whose state begins with zeros."""
+    for run in runs:
+        entries = groups[run.group]
+        if not entries:
+            continue
+        if run.leaf is None:
+            raise ValueError(
+                f"optimizer {type(optimizer).__name__} cannot be offloaded to NVMe: its state does not begin "
+                "at its first step"
+            )
+        state: dict[str, Any] = {}
+        for key, (tensor, alike) in entries.items():
+            state[key] = tensor.clone() if alike is None else torch.full_like(run.leaf, alike)
+            state[key].requires_grad_(False)
+        optimizer.state[run.leaf] = state

@@ -1,0 +1,56 @@
+"""Lion, which torch does not have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from ...cuda_ops.step import lion_step
+
+
+class Lion(torch.optim.Optimizer):
+    """ "Symbolic Discovery of Optimization Algorithms" (Chen et al., 2023), Algorithm 2; fp32 parameters.
+
+    ``lr`` wants to be three to ten times smaller than AdamW's, ``weight_decay`` larger by as much.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+    ) -> None:
+        if not lr >= 0 or not weight_decay >= 0 or not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(f"Lion: lr {lr}, betas {betas}, weight_decay {weight_decay}: out of range")
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One update of every parameter with a gradient."""
+        result = None
+        if closure is not None:
+            with torch.enable_grad():
+                result = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state["exp_avg"] = torch.zeros_like(parameter)
+                lion_step(
+                    parameter.detach().view(-1),
+                    state["exp_avg"].view(-1),
+                    parameter.grad.view(-1),
+                    None,
+                    lr=group["lr"],
+                    beta1=float(group["betas"][0]),
+                    beta2=float(group["betas"][1]),
+                    weight_decay=float(group["weight_decay"]),
+                    multiplier=1.0,
+                    found_inf=None,
+                )
+        return result

@@ -1,0 +1,201 @@
+"""What an optimizer does to flat pieces, whichever memory they are in and in whatever order they come."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...cuda_ops.step import adam_step, lion_step, sgd_step
+from .lion import Lion
+
+State = MutableMapping[Tensor, dict[str, Any]]
+
+
+@dataclass(slots=True)
+class Update:
+    """One flat piece and its gradient, all of the same number of elements and on one device."""
+
+    group: int
+    """Index of the optimizer's param group."""
+    leaf: Tensor
+    """Master values, changed in place; the key of the optimizer's state."""
+    grad: Tensor
+    """Summed, still scaled. It may be overwritten."""
+    out: Tensor | None = None
+    """Gets the new values in its own dtype."""
+
+
+class Rule:
+    """A torch optimizer's rule, applied piece by piece.
+
+    Between :meth:`begin` and :meth:`end` the hyper-parameters are those of :meth:`begin`: a scheduler may
+    change the optimizer's while pieces are still being updated in the background. Each call works on a
+    shadow of the optimizer: the same attributes, its own ``param_groups``.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self._groups: list[dict[str, Any]] = []
+        self._after: list[dict[str, Any]] = []
+        self._divisor = 1.0
+
+    def begin(self, divisor: float) -> None:
+        """Take the present hyper-parameters; gradients are to be divided by ``divisor``."""
+        self._groups = [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
+        self._after = [dict(group) for group in self._groups]
+        self._divisor = divisor
+
+    def end(self) -> None:
+        """Give group entries that the optimizer itself changed (counters) back to it."""
+        groups = zip(self.optimizer.param_groups, self._groups, self._after, strict=True)
+        for live, before, after in groups:
+            for key, value in after.items():
+                if key not in before or value is not before[key]:
+                    live[key] = value
+
+    def apply(self, updates: Sequence[Update], state: State) -> None:
+        """Update every piece once. ``state`` is keyed by leaf, as in the optimizer itself."""
+        rest = []
+        for update in updates:
+            if self.has_kernel(update.group, update.leaf, update.out):
+                self._run_kernel(update, state)
+            else:
+                rest.append(update)
+        if rest:
+            self._run_torch(rest, state)
+            for update in rest:
+                if update.out is not None:
+                    update.out.copy_(update.leaf)
+
+    def has_kernel(self, group: int, leaf: Tensor, out: Tensor | None) -> bool:
+        """Whether one pass does it all: the step, and the copy in 16 bits that has to be written."""
+        narrow = out is not None and out.dtype in (torch.bfloat16, torch.float16)
+        return narrow and leaf.dtype == torch.float32 and has_kernel(self.optimizer, self._groups[group])
+
+    def _run_kernel(self, update: Update, state: State) -> None:
+        group, leaf = self._groups[update.group], update.leaf.detach()
+        own = state.get(update.leaf, {})
+        state[update.leaf] = own
+        scale: dict[str, Any] = {
+            "lr": group["lr"],
+            "weight_decay": float(group["weight_decay"]),
+            "multiplier": 1.0 / self._divisor,
+            "found_inf": None,
+        }
+        if isinstance(self.optimizer, torch.optim.SGD):
+            first = own.get("momentum_buffer") is None
+            if first and group["momentum"]:
+                own["momentum_buffer"] = torch.zeros_like(leaf)
+            sgd_step(
+                leaf,
+                own.get("momentum_buffer"),
+                update.grad,
+                update.out,
+                step=1.0 if first else 2.0,
+                momentum=float(group["momentum"]),
+                dampening=float(group["dampening"]),
+                nesterov=bool(group["nesterov"]),
+                **scale,
+            )
+            return
+        if "exp_avg" not in own:
+            own["exp_avg"] = torch.zeros_like(leaf)
+        beta1, beta2 = map(float, group["betas"])
+        if isinstance(self.optimizer, Lion):
+            lion_step(leaf, own["exp_avg"], update.grad, update.out, beta1=beta1, beta2=beta2, **scale)
+            return
+        if "step" not in own:
+            own["step"], own["exp_avg_sq"] = torch.zeros(()), torch.zeros_like(leaf)
+        own["step"] += 1
+        adam_step(
+            leaf,
+            own["exp_avg"],
+            own["exp_avg_sq"],
+            update.grad,
+            update.out,
+            step=float(own["step"]) if own["step"].device.type == "cpu" else own["step"],
+            beta1=beta1,
+            beta2=beta2,
+            eps=float(group["eps"]),
+            decoupled=is_decoupled(self.optimizer, group),
+            **scale,
+        )
+
+    def _run_torch(self, updates: Sequence[Update], state: State) -> None:
+        optimizer, device = self.optimizer, updates[0].leaf.device
+        shadow: Any = object.__new__(type(optimizer))
+        shadow.__dict__.update(optimizer.__dict__)
+        shadow.__dict__.pop("step", None)
+        shadow.state = state
+        groups = []
+        for index, group in enumerate(self._groups):
+            members = [update.leaf for update in updates if update.group == index]
+            if members:
+                groups.append((index, {**group, "params": members}))
+        shadow.param_groups = [group for _, group in groups]
+        fused = all(group.get("fused") for _, group in groups)
+        for update in updates:
+            wide = update.grad.dtype == update.leaf.dtype
+            update.leaf.grad = update.grad if wide else update.grad.to(update.leaf.dtype)
+        if fused and has_amp_scaling(optimizer):
+            shadow.grad_scale = torch.tensor(self._divisor, dtype=torch.float32, device=device)
+            shadow.found_inf = torch.zeros((), dtype=torch.float32, device=device)
+        elif self._divisor != 1.0:
+            gradients = [u.leaf.grad for u in updates if u.leaf.grad is not None]
+            torch._foreach_mul_(gradients, 1.0 / self._divisor)
+        type(optimizer).step(shadow)
+        for update in updates:
+            update.leaf.grad = None
+        for index, group in groups:
+            self._after[index] = {key: value for key, value in group.items() if key != "params"}
+
+    def elementwise_states(self) -> int:
+        """How many tensors of an element's own the optimizer keeps for each element, at most.
+
+        Found by letting it make one step on a dummy. Raises ValueError if it cannot.
+        """
+        counts = [0]
+        try:
+            for index in range(len(self.optimizer.param_groups)):
+                leaf = torch.zeros(16, requires_grad=True)
+                state: State = defaultdict(dict)
+                self.begin(1.0)
+                with torch.no_grad():
+                    self._run_torch([Update(index, leaf, torch.zeros(16))], state)
+                counts.append(sum(is_elementwise(value, leaf) for value in state[leaf].values()))
+        except Exception as error:
+            raise ValueError(
+                f"optimizer {type(self.optimizer).__name__} cannot be offloaded to NVMe: a step on a flat "
+                f"tensor failed: {error}"
+            ) from error
+        return max(counts)
+
+
+def has_amp_scaling(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the fused step takes ``grad_scale`` and ``found_inf``."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def has_kernel(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
+    """Whether the one-pass kernels know this optimizer, with these of its variants."""
+    kind = type(optimizer)
+    if any(group.get(key) for key in ("amsgrad", "maximize", "capturable", "differentiable")):
+        return False
+    if kind in (torch.optim.Adam, torch.optim.AdamW):
+        return bool(group.get("fused"))
+    return kind is Lion or (kind is torch.optim.SGD and not group.get("foreach"))
+
+
+def is_decoupled(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
+    """Whether weight decay acts on the parameter (AdamW), not on the gradient."""
+    return isinstance(optimizer, torch.optim.AdamW) or bool(group.get("decoupled_weight_decay"))
+
+
+def is_elementwise(value: Any, leaf: Tensor) -> bool:
+    """Whether a state entry has one number for each element of its leaf."""
+    return isinstance(value, Tensor) and value.shape == leaf.shape and value.dim() == 1 and value is not leaf

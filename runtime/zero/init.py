@@ -1,0 +1,290 @@
+"""Models that are sharded while they are built, and access to the whole values of sharded parameters."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TypeVar
+from weakref import WeakSet, finalize
+
+import torch
+from torch import Tensor, nn
+
+from ..comm import Comm
+from ..config import Config, load
+from ..offload.place import Offload, OffloadOptions, Place
+from ..precision import dtype_named
+from . import guards
+from .layout import make_layout
+from .unit import Unit, UnitState
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+M = TypeVar("M", bound=nn.Module)
+
+
+class Init:
+    """``with zlaunch.zero.Init():`` builds each module whole, one at a time, and keeps this rank's slice.
+
+    A model larger than the GPU's memory, or with ``remote_device="nvme"`` than the host's, can be constructed
+    like that; :func:`zlaunch.initialize` (stage 3) takes it over. Every module is built with its own code, so
+    the values are those of an ordinary construction, rank 0's on all ranks. Collective: every rank must build
+    the same modules in the same order.
+
+    Code that touches a parameter of an earlier module while the context is open (``model.apply(init)``,
+    tied or copied weights) finds it whole; it is sharded again afterwards.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module | None = None,
+        data_parallel_group: Any = None,
+        mem_efficient_linear: bool = True,
+        remote_device: str | None = None,
+        pin_memory: bool = False,
+        config_dict_or_path: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+        config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+        enabled: bool = True,
+        dtype: torch.dtype | str | None = None,
+        mpu: Any = None,
+        **ignored: Any,
+    ) -> None:
+        """DeepSpeed's arguments. ``module`` is sharded at once; ``remote_device`` is ``"cpu"``, ``"nvme"`` or
+        None for what the config's ``offload_param`` says; with ``dtype`` parameters are converted to it.
+
+        With a config of a lower stage than 3 nothing is done. Raises ConfigError, DiskError.
+        """
+        source = config if config is not None else config_dict_or_path
+        settings = load(source).config if source is not None else None
+        self.enabled = enabled and (settings is None or settings.zero_optimization.stage == 3)
+        self._dtype = dtype_named(dtype) if isinstance(dtype, str) else dtype
+        self._options = _options(settings, remote_device, pin_memory)
+        self._builder: _Builder | None = None
+        if module is not None and self.enabled:
+            builder = self._make_builder()
+            for member in module.modules():
+                builder.shard(member)
+
+    def _make_builder(self) -> _Builder:
+        from ..api import init_distributed
+
+        return _Builder(Comm(init_distributed(), share=False), self._options, self._dtype)
+
+    def __enter__(self) -> Self:
+        if self.enabled:
+            self._builder = self._make_builder()
+            self._builder.open()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._builder is not None:
+            self._builder.close()
+            self._builder = None
+
+
+def _options(settings: Config | None, remote_device: str | None, pin: bool) -> OffloadOptions:
+    section = settings.zero_optimization.offload_param if settings is not None else None
+    device = remote_device or (section.device if section is not None else "none")
+    path = section.nvme_path if section is not None else None
+    if device == "nvme" and not path:
+        raise ValueError('remote_device "nvme" needs a config with offload_param.nvme_path')
+    if device not in ("none", "cpu", "nvme"):
+        raise ValueError(f'remote_device {device!r}: expected "none", "cpu" or "nvme"')
+    return OffloadOptions(
+        parameters=Place(device),
+        parameters_path=path,
+        pin=pin or (section is not None and section.pin_memory),
+        max_in_cpu_numel=int(section.max_in_cpu) if section is not None else 0,
+    )
+
+
+class _Builder:
+    """Shards modules as soon as their constructors have returned."""
+
+    def __init__(self, comm: Comm, options: OffloadOptions, dtype: torch.dtype | None) -> None:
+        self._comm, self._dtype = comm, dtype
+        self._offload = Offload(options, comm)
+        self._under_construction: set[int] = set()
+        self._touched: dict[int, Unit] = {}
+        self._alive: set[Unit] = set()
+        self._modules: WeakSet[nn.Module] = WeakSet()
+        self._restore: list[Callable[[], None]] = []
+        self._is_open = False
+
+    # -- while the context is open
+
+    def open(self) -> None:
+        for kind in _subclasses(nn.Module):
+            if "__init__" in kind.__dict__:
+                self._wrap(kind)
+        wrap, original = self._wrap, nn.Module.__dict__.get("__init_subclass__")
+
+        def init_subclass(kind: type[nn.Module], /, **options: Any) -> None:
+            super(nn.Module, kind).__init_subclass__(**options)
+            if "__init__" in kind.__dict__:
+                wrap(kind)
+
+        nn.Module.__init_subclass__ = classmethod(init_subclass)  # type: ignore[assignment,method-assign]
+        if original is None:
+            self._restore.append(lambda: delattr(nn.Module, "__init_subclass__"))
+        else:
+            self._restore.append(lambda: setattr(nn.Module, "__init_subclass__", original))
+        plain_apply = nn.Module.apply
+        nn.Module.apply = self._apply  # type: ignore[method-assign]
+        self._restore.append(lambda: setattr(nn.Module, "apply", plain_apply))
+        self._is_open = True
+
+    def close(self) -> None:
+        for undo in reversed(self._restore):
+            undo()
+        self._restore.clear()
+        self.settle()
+        self._is_open = False
+        used = {id(p) for module in self._modules for p in module._parameters.values() if p is not None}
+        for unit in list(self._alive):  # parameters that were replaced, as tied weights are
+            for parameter in list(unit.parameters):
+                if id(parameter) not in used:
+                    unit.hand_over(parameter)
+
+    def _wrap(self, kind: type[nn.Module]) -> None:
+        original = kind.__dict__["__init__"]
+
+        @functools.wraps(original)
+        def construct(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+            outermost = id(module) not in self._under_construction
+            self._under_construction.add(id(module))
+            try:
+                original(module, *args, **kwargs)
+            finally:
+                if outermost:
+                    self._under_construction.discard(id(module))
+            if outermost:
+                self.shard(module)
+                self.settle()
+
+        kind.__init__ = construct  # type: ignore[method-assign,assignment]
+        self._restore.append(lambda: setattr(kind, "__init__", original))
+
+    @property
+    def _apply(self) -> Callable[..., Any]:
+        def apply(module: M, function: Callable[[nn.Module], None]) -> M:
+            for child in module.children():
+                child.apply(function)
+            function(module)
+            self.settle()
+            return module
+
+        return apply
+
+    # -- units
+
+    def shard(self, module: nn.Module) -> None:
+        """Keep this rank's slice of the module's own parameters, those of its children aside."""
+        self._modules.add(module)
+        kinds: dict[torch.dtype, list[tuple[str, nn.Parameter]]] = {}
+        for name, parameter in module._parameters.items():
+            if parameter is None or parameter.is_meta or not parameter.is_floating_point():
+                continue
+            if guards.owner(parameter) is None and not nn.parameter.is_lazy(parameter):
+                kinds.setdefault(parameter.dtype, []).append((name, parameter))
+        for dtype, members in kinds.items():
+            layout = make_layout([p.numel() for _, p in members], [0] * len(members), self._comm.world_size)
+            unit = Unit(
+                type(module).__name__,
+                [name for name, _ in members],
+                [parameter for _, parameter in members],
+                layout,
+                self._comm,
+                dtype=self._dtype or dtype,
+                shard_optimizer=True,
+                shard_params=True,
+                offload=self._offload,
+                provisional=True,
+            )
+            unit.on_demand = self._on_demand
+            self._keep(module, unit)
+
+    def _keep(self, module: nn.Module, unit: Unit) -> None:
+        """Let the unit live until an engine has taken its parameters, or the module is gone."""
+        alive = self._alive
+        alive.add(unit)
+
+        def end() -> None:
+            alive.discard(unit)
+            if not alive and not self._is_open:
+                self._offload.close()
+
+        unit.on_empty = end
+        finalize(module, end)
+
+    def _on_demand(self, unit: Unit) -> bool:
+        if not self._is_open:
+            return False
+        unit.ensure_full()
+        self._touched.setdefault(id(unit), unit)
+        return True
+
+    def settle(self) -> None:
+        """Shard again what was touched, with rank 0's values, unless somebody still holds a view of it."""
+        touched = [unit for unit in self._touched.values() if unit.state is UnitState.FULL]
+        if not touched:
+            return
+        viewed = [float(self._is_open and unit.is_viewed()) for unit in touched]
+        # a count of references, which need not be the same at one moment on all ranks
+        counts = self._comm.all_reduce_scalars(torch.tensor(viewed, device=self._comm.device))
+        for unit, count in zip(touched, counts.tolist(), strict=True):
+            if not count:
+                self._comm.broadcast(unit.full)
+                unit.store()
+                unit.free()
+                del self._touched[id(unit)]
+
+
+def _subclasses(kind: type[Any]) -> Iterator[type[Any]]:
+    seen: set[type[Any]] = set()
+    todo = [kind]
+    while todo:
+        for child in todo.pop().__subclasses__():
+            if child not in seen:
+                seen.add(child)
+                todo.append(child)
+                yield child
+
+
+@contextmanager
+def GatheredParameters(
+    params: Tensor | nn.Module | Iterable[Tensor],
+    modifier_rank: int | None = None,
+    fwd_module: nn.Module | None = None,
+    enabled: bool = True,
+) -> Iterator[None]:
+    """The whole values of sharded parameters inside the context. Collective: all ranks enter with the same.
+
+    With ``modifier_rank`` that rank's changes are taken over by all ranks and reach the master values;
+    without, changes of sharded parameters are lost. Parameters that no engine manages are left alone.
+    """
+    if isinstance(params, nn.Module):
+        params = list(params.parameters())
+    elif isinstance(params, Tensor):
+        params = [params]
+    owners = [guards.owner(parameter) for parameter in params] if enabled else []
+    units = list({id(unit): unit for unit in owners if unit is not None}.values())
+    for unit in units:
+        unit.ensure_full()
+        unit.holds += 1
+    try:
+        yield
+        if modifier_rank is not None:
+            for unit in units:
+                unit.comm.broadcast(unit.full, modifier_rank)
+                unit.store()
+    finally:
+        for unit in units:
+            unit.holds -= 1
+            unit.free()

@@ -1,0 +1,154 @@
+"""The kernels on the device against their twins; the current stream; no waiting for the device."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tests.unit.test_kernels_math import (
+    FLOATS,
+    OUTS,
+    SIZES,
+    compare_adam,
+    compare_cast,
+    compare_int8,
+    compare_lion,
+    compare_loss_scale,
+    compare_norm,
+    compare_prepare,
+    compare_sgd,
+    compare_signs,
+)
+from zlaunch.cuda_ops import loader
+from zlaunch.cuda_ops.compress import dequantize_int8, pack_signs, quantize_int8, unpack_signs
+from zlaunch.cuda_ops.convert import scaled_cast
+from zlaunch.cuda_ops.loss_scale import LossScaleState, update_loss_scale
+from zlaunch.cuda_ops.norm import prepare_step, sum_of_squares
+from zlaunch.cuda_ops.step import adam_step, lion_step, sgd_step
+
+pytestmark = pytest.mark.gpu
+LARGE = 5_000_011  # several strides of the largest grid, and a tail
+
+
+@pytest.fixture(autouse=True)
+def kernels() -> Iterator[None]:
+    pytest.importorskip("cupy")
+    loader.set_mode("cupy")
+    yield
+    loader.set_mode("auto")
+
+
+STEPS = pytest.mark.parametrize("compare", [compare_adam, compare_sgd, compare_lion])
+
+
+@STEPS
+@pytest.mark.parametrize("out", OUTS)
+@pytest.mark.parametrize("grad", FLOATS)
+def test_steps(compare: Any, grad: torch.dtype, out: Any) -> None:
+    for numel in SIZES:
+        compare("cuda", grad, out, numel)
+    compare("cuda", grad, out, 301, offset=3)
+    compare("cuda", grad, out, 301, specials=True)
+    compare("cuda", grad, out, 301, found=1.0, specials=True)
+    compare("cuda", grad, out, LARGE)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_sum_of_squares(dtype: torch.dtype) -> None:
+    for numel, offset in itertools.product((*SIZES, LARGE), (0, 1)):
+        compare_norm("cuda", dtype, numel, offset)
+
+
+def test_prepare() -> None:
+    compare_prepare("cuda")
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_loss_scale(seed: int) -> None:
+    compare_loss_scale("cuda", seed)
+
+
+@pytest.mark.parametrize(("source", "target"), itertools.product(FLOATS, FLOATS))
+def test_casts(source: torch.dtype, target: torch.dtype) -> None:
+    for numel, offset in ((0, 0), (1, 0), (301, 3), (LARGE, 0)):
+        compare_cast("cuda", source, target, numel, offset)
+
+
+@pytest.mark.parametrize("block", [0, 8, 256])
+def test_signs(block: int) -> None:
+    for numel in (*SIZES, LARGE):
+        compare_signs("cuda", numel, block)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_int8(dtype: torch.dtype) -> None:
+    for numel, block, offset in ((0, 256, 0), (1, 256, 0), (1000, 32, 1), (LARGE, 256, 0), (LARGE, 1024, 0)):
+        compare_int8("cuda", dtype, numel, block, offset)
+
+
+def everything(numel: int = 1000) -> list[torch.Tensor]:
+    """Each public function once, all scalars on the device; nothing in it may wait."""
+    master, m, v = (torch.ones(numel, device="cuda") for _ in range(3))
+    grad, out = torch.ones_like(master, dtype=torch.bfloat16), torch.zeros_like(master, dtype=torch.bfloat16)
+    lr, step, four = (torch.full((), x, device="cuda") for x in (0.1, 2.0, 4.0))
+    total = sum_of_squares(grad)
+    norm, multiplier, found_inf = prepare_step(total, divisor=four, clip=1.0)
+    common: dict[str, Any] = {"lr": lr, "weight_decay": 0.0, "multiplier": multiplier, "found_inf": found_inf}
+    betas = {"beta1": 0.9, "beta2": 0.99}
+    adam_step(master, m, v, grad, out, step=step, eps=1e-8, decoupled=True, **betas, **common)
+    rule = {"momentum": 0.9, "dampening": 0.0, "nesterov": False}
+    sgd_step(master, m, grad, out, step=step, **rule, **common)
+    lion_step(master, m, grad, out, **betas, **common)
+    scaled_cast(master, out, norm)
+    error = torch.zeros_like(master)
+    signs, scales = pack_signs(master, error=error)
+    back = unpack_signs(signs, scales, numel)
+    codes, ranges = quantize_int8(out)
+    dequantize_int8(codes, ranges, out)
+    return [total, norm, multiplier, master, m, v, out, error, back]
+
+
+@pytest.mark.parametrize("mode", ["cupy", "torch"])
+def test_nothing_waits_for_the_device(mode: str) -> None:
+    loader.set_mode(mode)
+    state = LossScaleState("cuda", scale=4.0)
+    found_inf = torch.zeros((), device="cuda")
+    everything()  # compiles
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        everything()
+        update_loss_scale(state, found_inf)
+        assert state.scale.dim() == 0
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_everything_runs_on_the_current_stream() -> None:
+    """Work of ours behind a long kernel on the same stream sees what that leaves, on any stream."""
+    wanted = everything()
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    tensor = torch.zeros(1 << 20, device="cuda")
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(2_000_000_000)  # about a second
+        tensor += 1
+        found = sum_of_squares(tensor)
+        results = everything()
+    assert not stream.query(), "the host did not wait"
+    stream.synchronize()
+    assert found.item() == 1 << 20
+    assert all(torch.equal(a, b) for a, b in zip(results, wanted, strict=True))
+
+
+def test_a_step_can_be_captured_in_a_graph() -> None:
+    everything()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = everything()
+    graph.replay()
+    assert all(torch.equal(a, b) for a, b in zip(results, everything(), strict=True))

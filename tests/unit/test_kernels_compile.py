@@ -1,0 +1,74 @@
+"""Every CUDA source compiles for three generations of GPUs, without one."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from zlaunch.cuda_ops import loader
+
+from .test_kernels_shim import COMBINATIONS
+
+
+@pytest.fixture(scope="module")
+def nvrtc() -> Any:
+    cupy = pytest.importorskip("cupy")
+    try:
+        cupy.cuda.nvrtc.getVersion()
+    except Exception as error:
+        pytest.skip(f"NVRTC cannot be loaded: {error}")
+    return cupy.cuda.nvrtc
+
+
+def compiled(nvrtc: Any, text: str, defines: tuple[str, ...], arch: str) -> bytes:
+    """The binary for ``sm_NN``, the PTX for ``compute_NN``."""
+    program = nvrtc.createProgram(text, "kernel.cu", (), ())
+    try:
+        nvrtc.compileProgram(program, (*loader.OPTIONS, *defines, f"-arch={arch}"))
+        log = [line for line in nvrtc.getProgramLog(program).splitlines() if "deprecated" not in line]
+        if any("warning" in line for line in log):
+            raise RuntimeError("\n".join(log))
+        result = nvrtc.getPTX(program) if "compute" in arch else nvrtc.getCUBIN(program)
+    except nvrtc.NVRTCError as error:
+        raise RuntimeError(nvrtc.getProgramLog(program)) from error
+    finally:
+        nvrtc.destroyProgram(program)
+    return result if isinstance(result, bytes) else result.encode()
+
+
+@pytest.mark.parametrize("arch", [70, 80, 90])
+@pytest.mark.parametrize("name", COMBINATIONS)
+def test_compiles(nvrtc: Any, name: str, arch: int) -> None:
+    if arch not in nvrtc.getSupportedArchs():
+        pytest.skip(f"this NVRTC has no sm_{arch}")
+    for defines in COMBINATIONS[name]:
+        assert compiled(nvrtc, loader.source(name), defines, f"sm_{arch}").startswith(b"\x7fELF")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("w = w * decay", "w = w * decoy", "decoy"),
+        ("int64 numel) {", "int64 numel) { float idle;", "never referenced"),
+        ("cvt.f32.f16", "cvt.f32.f61", "error"),
+    ],
+)
+def test_a_broken_source_does_not(nvrtc: Any, old: str, new: str, words: str) -> None:
+    text = loader.source("step")
+    assert old in text
+    defines = ("-DGRAD=FLOAT16", "-DOUT=FLOAT16")
+    with pytest.raises(RuntimeError, match=words):
+        compiled(nvrtc, text.replace(old, new, 1), defines, "sm_80")
+
+
+def test_the_step_moves_whole_vectors(nvrtc: Any) -> None:
+    defines = ("-DGRAD=BFLOAT16", "-DOUT=BFLOAT16")
+    text = compiled(nvrtc, loader.source("step"), defines, "compute_80").decode()
+    adam = re.search(r"\.entry adam\((.*?)\n}", text, re.S)
+    assert adam is not None
+    code = adam.group(1)
+    assert code.count("ld.global.v4.f32") == code.count("st.global.v4.f32") == 3
+    assert code.count("ld.global.v4.u16") == code.count("st.global.v4.u16") == 1
+    assert ".local" not in code, "arrays are in registers"

@@ -1,0 +1,314 @@
+"""The arithmetic of the kernels, compiled for the CPU, against their twins in plain torch.
+
+The ``compare_*`` functions run on any device; ``tests/gpu`` uses them too.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from zlaunch.cuda_ops import loader
+from zlaunch.cuda_ops.compress import dequantize_int8, pack_signs, quantize_int8, unpack_signs
+from zlaunch.cuda_ops.convert import scaled_cast
+from zlaunch.cuda_ops.loss_scale import LossScaleState, update_loss_scale
+from zlaunch.cuda_ops.norm import prepare_step, sum_of_squares
+from zlaunch.cuda_ops.step import adam_step, lion_step, sgd_step
+
+from .test_kernels_shim import CpuKernels, kernels_on_cpu, library
+
+__all__ = ["kernels_on_cpu", "library"]  # fixtures
+
+GUARD = 4
+SIZES = (0, 1, 7, 64, 1000, 2051)
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+OUTS = (None, torch.bfloat16, torch.float16)
+SPECIALS = (math.inf, -math.inf, math.nan, 0.0, -0.0, 1e-40, 65504.0, 65520.0, 3e38, -1e-8)
+
+
+def values(numel: int, dtype: torch.dtype, device: str, *, offset: int = 0, specials: bool = False) -> Tensor:
+    """Random numbers of all signs; ``offset`` elements behind an aligned address, four sevens behind them."""
+    numbers = torch.randn(offset + numel + GUARD)
+    numbers[offset + numel :] = 7
+    if specials:
+        for i, special in enumerate(SPECIALS):
+            numbers[offset + 3 * i : offset + numel][:1] = special
+    return numbers.to(device, dtype)[offset : offset + numel]
+
+
+def assert_guarded(tensor: Tensor) -> None:
+    """Nothing was written behind a tensor made by ``values``."""
+    whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage())
+    assert bool((whole[-GUARD:] == 7).all())
+
+
+def twins_of(function: Callable[[], Any]) -> Any:
+    """What ``function`` gives with the twins."""
+    before = loader.mode()
+    loader.set_mode("torch")
+    try:
+        return function()
+    finally:
+        loader.set_mode(before)
+
+
+def assert_close(found: Tensor, expected: Tensor, rtol: float = 2e-6, atol: float = 1e-7) -> None:
+    torch.testing.assert_close(found, expected, rtol=rtol, atol=atol, equal_nan=True)
+
+
+def compare_step(
+    function: Callable[..., None],
+    states: int,
+    numel: int,
+    dtypes: tuple[torch.dtype, torch.dtype | None],
+    device: str,
+    /,
+    *,
+    offset: int = 0,
+    specials: bool = False,
+    **options: Any,
+) -> None:
+    """One step by kernel and by twin from the same tensors; the cast is that of the kernel's own master."""
+    grad_dtype, out_dtype = dtypes
+    master = values(numel, torch.float32, device, offset=offset)
+    state: list[Tensor | None] = [values(numel, torch.float32, device, offset=offset) for _ in range(states)]
+    if states == 2:
+        state[1].abs_()  # type: ignore[union-attr]  # a second moment
+    grad = values(numel, grad_dtype, device, offset=offset, specials=specials)
+    before = grad.clone()
+    out = None if out_dtype is None else values(numel, out_dtype, device, offset=offset).fill_(7)
+    inputs: list[Tensor | None] = [master, *(state or [None]), grad, out]  # type: ignore[list-item]
+    copies = [None if tensor is None else tensor.clone() for tensor in inputs]
+    function(*inputs, **options)
+    twins_of(lambda: function(*copies, **options))
+    for mine, theirs in zip(inputs[:-2], copies[:-2], strict=True):
+        if mine is not None and theirs is not None:
+            assert_guarded(mine)
+            close = torch.isclose(mine, theirs, rtol=2e-6, atol=5e-7, equal_nan=True)
+            # Lion's sign may turn where its argument is all but 0: a device rounds a * b + c once
+            assert int((~close).sum()) <= numel // 1_000_000
+    assert torch.equal(grad.nan_to_num(), before.nan_to_num())
+    if out is not None:
+        assert_guarded(out)
+    if out is not None and options["found_inf"]:
+        assert bool((out == 7).all())
+    elif out is not None:
+        assert torch.equal(out.isnan(), master.isnan())
+        assert torch.equal(out.nan_to_num(), master.to(out_dtype).nan_to_num())
+
+
+def scalars(on_device: bool, device: str, **numbers: float) -> dict[str, Any]:
+    return {k: torch.tensor(v, device=device) if on_device else v for k, v in numbers.items()}
+
+
+ADAM = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1}
+LION = {"beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1}
+SGD: list[dict[str, Any]] = [
+    {"momentum": 0.0, "dampening": 0.0, "nesterov": False, "weight_decay": 0.0},
+    {"momentum": 0.9, "dampening": 0.0, "nesterov": True, "weight_decay": 0.1},
+    {"momentum": 0.9, "dampening": 0.5, "nesterov": False, "weight_decay": 0.1},
+]
+
+
+def compare_adam(
+    device: str, grad: torch.dtype, out: torch.dtype | None, numel: int, found: float = 0.0, **more: Any
+) -> None:
+    for on_device, count, decoupled in itertools.product((False, True), (1.0, 1000.0), (False, True)):
+        numbers = scalars(on_device, device, step=count, lr=1e-2, multiplier=0.25, found_inf=found)
+        options = {**ADAM, **numbers, "decoupled": decoupled, **more}
+        compare_step(adam_step, 2, numel, (grad, out), device, **options)
+
+
+def compare_sgd(
+    device: str, grad: torch.dtype, out: torch.dtype | None, numel: int, found: float = 0.0, **more: Any
+) -> None:
+    for on_device, count, rule in itertools.product((False, True), (1.0, 2.0), SGD):
+        numbers = scalars(on_device, device, step=count, lr=1e-2, multiplier=0.25, found_inf=found)
+        options = {**rule, **numbers, **more}
+        compare_step(sgd_step, int(rule["momentum"] > 0), numel, (grad, out), device, **options)
+
+
+def compare_lion(
+    device: str, grad: torch.dtype, out: torch.dtype | None, numel: int, found: float = 0.0, **more: Any
+) -> None:
+    for on_device in (False, True):
+        numbers = scalars(on_device, device, lr=1e-2, multiplier=0.25, found_inf=found)
+        compare_step(lion_step, 1, numel, (grad, out), device, **LION, **numbers, **more)
+
+
+def compare_norm(device: str, dtype: torch.dtype, numel: int, offset: int = 0) -> None:
+    tensor = values(numel, dtype, device, offset=offset)
+    found = sum_of_squares(tensor)
+    assert found.dtype == torch.float64 and found.dim() == 0
+    assert_close(found, tensor.double().square().sum(), rtol=1e-6)
+    assert torch.equal(found, sum_of_squares(tensor)), "the same bits every time"
+    for special in (math.inf, -math.inf, math.nan) if numel else ():
+        broken = tensor.clone()
+        broken[random.randrange(numel)] = special
+        assert not sum_of_squares(broken).isfinite()
+
+
+def compare_prepare(device: str) -> None:
+    numbers = (0.0, 1e-20, 4.0, 1e30, math.inf, math.nan, -1.0)
+    for number, clip, on_device in itertools.product(numbers, (0.0, 1.0, 1e20), (False, True)):
+        divisor = scalars(on_device, device, divisor=8.0)["divisor"]
+        total = torch.tensor(number, dtype=torch.float64, device=device)
+
+        def prepare(total: Tensor = total, divisor: Any = divisor, clip: float = clip) -> Any:
+            return prepare_step(total, divisor=divisor, clip=clip)
+
+        found, expected = prepare(), twins_of(prepare)
+        for mine, theirs in zip(found, expected, strict=True):
+            assert mine.dtype == torch.float32 and mine.dim() == 0
+            assert_close(mine, theirs, atol=0)
+        assert found[2].item() == float(not math.isfinite(number) or number < 0)
+
+
+def compare_loss_scale(device: str, seed: int) -> None:
+    chance = random.Random(seed)
+    options: dict[str, Any] = {
+        "scale": 2.0 ** chance.randrange(2, 6),
+        "window": chance.choice([1, 2, 5]),
+        "min_scale": chance.choice([1.0, 0.3]),
+        "hysteresis": chance.choice([1, 2, 3]),
+        "consecutive_hysteresis": chance.random() < 0.5,
+    }
+    mine, theirs = LossScaleState(device, **options), LossScaleState(device, **options)
+    for _ in range(60):
+        flag = torch.tensor(float(chance.random() < 0.4), device=device)
+        update_loss_scale(mine, flag)
+        twins_of(lambda flag=flag: update_loss_scale(theirs, flag))  # type: ignore[misc]
+        assert torch.equal(mine.values, theirs.values)
+
+
+def compare_cast(device: str, source: torch.dtype, target: torch.dtype, numel: int, offset: int = 0) -> None:
+    src = values(numel, source, device, offset=offset, specials=True)
+    for scale in (1.0, 0.3, torch.tensor(1024.0, device=device)):
+        dst = values(numel, target, device, offset=offset)
+        scaled_cast(src, dst, scale)
+        assert_guarded(dst)
+        expected = (src.float() * scale).to(target)
+        assert torch.equal(dst.isnan(), expected.isnan())
+        assert torch.equal(dst.nan_to_num(), expected.nan_to_num())
+
+
+def compare_signs(device: str, numel: int, block: int) -> None:
+    tensor, error = values(numel, torch.float32, device), values(numel, torch.float32, device)
+    expected_error = error.clone()
+    signs, scales = pack_signs(tensor, block=block)
+    expected = twins_of(lambda: pack_signs(tensor, block=block))
+    assert torch.equal(signs, expected[0])
+    assert_close(scales, expected[1])
+    back = unpack_signs(signs, scales, numel, block=block)
+    assert torch.equal(back, twins_of(lambda: unpack_signs(signs, scales, numel, block=block)))
+    assert torch.equal(back >= 0, tensor >= 0)
+    signs, scales = pack_signs(tensor, block=block, error=error)
+    expected = twins_of(lambda: pack_signs(tensor, block=block, error=expected_error))
+    assert torch.equal(signs, expected[0])
+    assert_close(error, expected_error, atol=1e-6)
+
+
+def compare_int8(device: str, dtype: torch.dtype, numel: int, block: int = 256, offset: int = 0) -> None:
+    for specials in (False, True):
+        tensor = values(numel, dtype, device, offset=offset, specials=specials)
+        codes, scales = quantize_int8(tensor, block=block)
+        expected_codes, expected_scales = twins_of(lambda tensor=tensor: quantize_int8(tensor, block=block))
+        assert torch.equal(scales.nan_to_num(), expected_scales.nan_to_num())
+        finite = scales.isfinite().repeat_interleave(block)[:numel]
+        assert torch.equal(codes[finite], expected_codes[finite])
+        out, expected = (values(numel, dtype, device, offset=offset) for _ in range(2))
+        dequantize_int8(codes, scales, out, block=block)
+        assert_guarded(out)
+        twins_of(lambda e=expected, c=codes, s=scales: dequantize_int8(c, s, e, block=block))
+        assert_close(out, expected, rtol=0, atol=0)
+        assert not out[~finite].isfinite().any()
+
+
+# -- here, on the CPU
+
+Kernels = CpuKernels
+STEPS = pytest.mark.parametrize("compare", [compare_adam, compare_sgd, compare_lion])
+
+
+@STEPS
+@pytest.mark.parametrize("numel", SIZES)
+def test_steps_of_any_size(kernels_on_cpu: Kernels, compare: Any, numel: int) -> None:
+    compare("cpu", torch.bfloat16, torch.bfloat16, numel)
+    assert bool(kernels_on_cpu.launched) == (numel > 0)
+
+
+@STEPS
+@pytest.mark.parametrize("out", OUTS)
+@pytest.mark.parametrize("grad", FLOATS)
+def test_steps_of_all_types(kernels_on_cpu: Kernels, compare: Any, grad: torch.dtype, out: Any) -> None:
+    compare("cpu", grad, out, 301)
+    compare("cpu", grad, out, 301, offset=3)
+    compare("cpu", grad, out, 301, specials=True)
+    compare("cpu", grad, out, 301, found=1.0, specials=True)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("numel", [*SIZES, 40_000])
+def test_sum_of_squares(kernels_on_cpu: Kernels, dtype: torch.dtype, numel: int) -> None:
+    compare_norm("cpu", dtype, numel)
+    compare_norm("cpu", dtype, numel, offset=1)
+    kernels_on_cpu.backwards = True
+    compare_norm("cpu", dtype, numel)
+
+
+def test_prepare(kernels_on_cpu: Kernels) -> None:
+    compare_prepare("cpu")
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_loss_scale(kernels_on_cpu: Kernels, seed: int) -> None:
+    compare_loss_scale("cpu", seed)
+
+
+@pytest.mark.parametrize("target", FLOATS)
+@pytest.mark.parametrize("source", FLOATS)
+def test_casts(kernels_on_cpu: Kernels, source: torch.dtype, target: torch.dtype) -> None:
+    for numel, offset in ((0, 0), (1, 0), (301, 0), (301, 3), (1024, 0)):
+        compare_cast("cpu", source, target, numel, offset)
+
+
+def test_casts_of_every_half(kernels_on_cpu: Kernels) -> None:
+    """All bit patterns of both 16-bit types, and the fp32 numbers in the middle between two neighbours."""
+    bits = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16)
+    for dtype in (torch.bfloat16, torch.float16):
+        halves = bits.view(dtype)
+        wide = torch.empty(1 << 16)
+        scaled_cast(halves, wide, 1.0)
+        assert torch.equal(wide.nan_to_num(), halves.float().nan_to_num())
+        middles = (wide[:-1] + wide[1:]) / 2
+        beside = [torch.nextafter(middles, torch.full_like(middles, to)) for to in (math.inf, -math.inf)]
+        for numbers in (middles, *beside):
+            narrow = torch.empty_like(numbers, dtype=dtype)
+            scaled_cast(numbers, narrow, 1.0)
+            assert torch.equal(narrow.nan_to_num(), numbers.to(dtype).nan_to_num())
+            assert torch.equal(narrow.isnan(), numbers.isnan())
+        odd = torch.tensor([0x7F800001, 0x7FFFFFFF, -1, -0x7FFFFF], dtype=torch.int32).view(torch.float32)
+        narrow = torch.empty(4, dtype=dtype)
+        scaled_cast(odd, narrow, 1.0)
+        assert bool(narrow.isnan().all()), "whatever the bits of a NaN"
+
+
+@pytest.mark.parametrize("block", [0, 8, 64, 256])
+def test_signs(kernels_on_cpu: Kernels, block: int) -> None:
+    for numel in SIZES:
+        compare_signs("cpu", numel, block)
+    kernels_on_cpu.backwards = True
+    compare_signs("cpu", 70_000 if block == 0 else 1000, block)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_int8(kernels_on_cpu: Kernels, dtype: torch.dtype) -> None:
+    for numel, block, offset in ((0, 256, 0), (1, 256, 0), (1000, 256, 0), (1000, 32, 1), (3000, 1024, 0)):
+        compare_int8("cpu", dtype, numel, block, offset)

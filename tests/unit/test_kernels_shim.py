@@ -1,0 +1,199 @@
+"""The CUDA sources as C++ on the CPU: a thread is a fiber, a kernel a loop over fibers.
+
+``kernels_on_cpu`` puts this under the loader, so that the public functions run their kernels on CPU tensors
+with the arguments, options and grids that a device would get. It shows nothing about speed, and of races only
+those that the order of threads brings out.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from zlaunch.cuda_ops import loader
+
+THREADS = 64  # fewer than on the device, so that grids have to stride
+TYPES = ("FLOAT32", "BFLOAT16", "FLOAT16")
+COMBINATIONS: dict[str, list[tuple[str, ...]]] = {
+    "step": [(f"-DGRAD={g}", f"-DOUT={o}") for g in TYPES for o in ("NONE", "BFLOAT16", "FLOAT16")],
+    "norm": [(f"-DSRC={s}",) for s in TYPES],
+    "scalars": [()],
+    "convert": [(f"-DSRC={s}", f"-DDST={d}") for s, d in itertools.product(TYPES, TYPES)],
+    "compress": [(f"-DSRC={s}", "-DDST=FLOAT32") for s in TYPES]
+    + [("-DSRC=FLOAT32", f"-DDST={d}") for d in TYPES[1:]],
+}
+"""Every file with every set of options that the wrappers use."""
+_SIGNATURE = re.compile(r'extern "C" __global__ void (\w+)\(([^)]*)\)')
+
+SHIM = r"""
+#include <math.h>
+#include <string.h>
+#include <ucontext.h>
+#include <functional>
+#define __global__
+#define __device__
+#define __shared__ static
+struct Index { unsigned x; };
+static Index blockIdx, threadIdx, gridDim;
+
+#define HALF_TO_FLOAT(bits, value) do { _Float16 h; memcpy(&h, &bits, 2); value = (float)h; } while (0)
+#define FLOAT_TO_HALF(value, bits) do { _Float16 h = (_Float16)value; memcpy(&bits, &h, 2); } while (0)
+static unsigned FLOAT_AS_BITS(float value) { unsigned bits; memcpy(&bits, &value, 4); return bits; }
+static float BITS_AS_FLOAT(unsigned bits) { float value; memcpy(&value, &bits, 4); return value; }
+
+static ucontext_t scheduler, fibers[THREADS];
+static char stacks[THREADS][1 << 16];
+static bool alive[THREADS];
+static std::function<void()> kernel;
+static float lanes[THREADS];
+
+// Every fiber that is alive goes on until its next barrier, one after the other.
+static void __syncthreads() { swapcontext(&fibers[threadIdx.x], &scheduler); }
+
+static float __shfl_xor_sync(unsigned, float value, int mask) {
+  lanes[threadIdx.x] = value;
+  __syncthreads();
+  float other = lanes[threadIdx.x ^ mask];
+  __syncthreads();
+  return other;
+}
+
+static void fiber() {
+  kernel();
+  alive[threadIdx.x] = false;
+}
+
+static void simulate(unsigned blocks, bool backwards) {
+  gridDim.x = blocks;
+  for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x) {
+    for (int i = 0; i < THREADS; ++i) {
+      getcontext(&fibers[i]);
+      fibers[i].uc_stack.ss_sp = stacks[i];
+      fibers[i].uc_stack.ss_size = sizeof stacks[i];
+      fibers[i].uc_link = &scheduler;
+      makecontext(&fibers[i], fiber, 0);
+      alive[i] = true;
+    }
+    for (bool any = true; any;) {
+      any = false;
+      for (int k = 0; k < THREADS; ++k) {
+        int i = backwards ? THREADS - 1 - k : k;
+        if (!alive[i]) continue;
+        threadIdx.x = i;
+        swapcontext(&scheduler, &fibers[i]);
+        any = true;
+      }
+    }
+  }
+}
+"""
+
+
+def kernels_of(name: str) -> dict[str, list[str]]:
+    """The parameters of each kernel in a file, as they are declared."""
+    found = _SIGNATURE.findall(loader.source(name))
+    return {kernel: [" ".join(part.split()) for part in text.split(",")] for kernel, text in found}
+
+
+def translation_unit() -> str:
+    """All files with all options, each in a namespace of its own, and a function to start each kernel."""
+    common = loader.source("norm").split("// The sum of a tensor's squares")[0]
+    parts = [SHIM, common]
+    for name, combinations in COMBINATIONS.items():
+        text = loader.source(name).removeprefix(common)
+        for defines in combinations:
+            tag = tag_of(name, defines)
+            macros = [define.removeprefix("-D").split("=") for define in defines]
+            macros += [[kernel, f"{kernel}_{tag}"] for kernel in kernels_of(name)]
+            parts += [f"#define {macro} {value}" for macro, value in macros]
+            parts += [f"namespace {tag} {{", text]
+            for kernel, parameters in kernels_of(name).items():
+                names = [re.split(r"\W+", parameter)[-1] for parameter in parameters]
+                head = f"start_{kernel}_{tag}(unsigned blocks, bool backwards, {', '.join(parameters)})"
+                body = f"::kernel = [=] {{ {kernel}({', '.join(names)}); }}; simulate(blocks, backwards);"
+                parts.append(f'extern "C" void {head} {{ {body} }}')
+            parts += ["}", *(f"#undef {macro}" for macro, _ in macros)]
+    return "\n".join(parts)
+
+
+def tag_of(name: str, defines: tuple[str, ...]) -> str:
+    return re.sub(r"\W", "_", name + "".join(defines))
+
+
+class CpuKernels:
+    """Stands in for ``loader.launch``."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+        self.backwards = False
+        self.launched: list[str] = []
+
+    def __call__(
+        self,
+        name: str,
+        kernel: str,
+        *arguments: Tensor | float | None,
+        device: torch.device,
+        blocks: int,
+        defines: tuple[str, ...] = (),
+    ) -> None:
+        assert blocks >= 1 and device.type == "cpu"
+        parameters = kernels_of(name)[kernel]
+        assert len(parameters) == len(arguments), kernel
+        values = [convert(p, a) for p, a in zip(parameters, arguments, strict=True)]
+        self.launched.append(kernel)
+        start = getattr(self._library, f"start_{kernel}_{tag_of(name, defines)}")
+        start(ctypes.c_uint(blocks), ctypes.c_bool(self.backwards), *values)
+
+
+def convert(parameter: str, argument: Any) -> Any:
+    """The argument as the loader would pass it, if that is what the parameter wants."""
+    number = loader.argument(argument)
+    wanted = "uint64" if "*" in parameter else {"float": "float32", "int64": "int64"}[parameter.split()[0]]
+    assert number.dtype == wanted, f"{parameter} gets {argument!r}"
+    if wanted == "float32":
+        return ctypes.c_float(number.item())
+    return ctypes.c_longlong(number.item()) if wanted == "int64" else ctypes.c_void_p(number.item())
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("no g++")
+    folder: Path = tmp_path_factory.mktemp("kernels")
+    (folder / "all.cpp").write_text(translation_unit())
+    options = ["-std=c++17", "-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-w", f"-DTHREADS={THREADS}"]
+    command = [compiler, *options, "-shared", "-fPIC", "all.cpp", "-o", "all.so"]
+    result = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
+    if "_Float16" in result.stderr:
+        pytest.skip("this g++ has no _Float16")
+    assert result.returncode == 0, result.stderr[-4000:]
+    return ctypes.CDLL(str(folder / "all.so"))
+
+
+@pytest.fixture
+def kernels_on_cpu(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> Iterator[CpuKernels]:
+    """The public functions launch their kernels on CPU tensors, but for mode "torch"."""
+    kernels = CpuKernels(library)
+    monkeypatch.setattr(loader, "use_kernels", lambda tensor: loader.mode() != "torch")
+    monkeypatch.setattr(loader, "launch", kernels)
+    yield kernels
+    loader.set_mode("auto")
+
+
+def test_every_kernel_file_is_covered() -> None:
+    folder = Path(loader.__file__).parent / "kernels"
+    assert {path.stem for path in folder.glob("*.cu")} == {*COMBINATIONS, "common"}
+    assert all(kernels_of(name) for name in COMBINATIONS)
+    assert "#include" not in "".join(path.read_text() for path in folder.glob("*.cu"))
