@@ -15,6 +15,7 @@ from .checkpoint.weights import save_weights
 from .config import Config, Effective
 from .data import EngineLoader
 from .loss_scaler import LossScaleFloorError
+from .memory import relief
 from .monitor.report import report
 from .offload.place import Offload
 from .optim.shard_step import ShardStep
@@ -146,7 +147,24 @@ class Engine(nn.Module):
         """Call the model."""
         if self._precision.cast_inputs and self._precision.dtype is not None:
             args, kwargs = _cast((args, kwargs), self._precision.dtype)
-        return self.module(*args, **kwargs)
+        with self._explained("forward"):
+            return self.module(*args, **kwargs)
+
+    @contextmanager
+    def _explained(self, where: str) -> Iterator[None]:
+        """An out-of-memory error says what would help."""
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            config = self._effective.config
+            advice = relief(
+                stage=config.zero_optimization.stage,
+                world_size=self.world_size,
+                offloads=self._offload is not None,
+                micro_batch=self.train_micro_batch_size_per_gpu(),
+                checkpoints=config.activation_checkpointing.enabled,
+            )
+            raise torch.OutOfMemoryError(f"{error}\nzlaunch: out of memory in {where}: {advice}") from error
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Back-propagate one micro-batch's loss (mean over its samples); returns the loss.
@@ -162,7 +180,8 @@ class Engine(nn.Module):
             factor *= self.gradient_accumulation_steps()
         self._in_backward = True
         try:
-            (loss * factor if factor != 1.0 else loss).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+            with self._explained("backward"):
+                (loss * factor if factor != 1.0 else loss).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
         finally:
             self._in_backward = False
         self._loss = loss.detach()

@@ -232,6 +232,25 @@ def describe(s: Setting, free: Amounts) -> str:
     return f"{line}; {_gib(max(0, left))} are left for activations"
 
 
+def relief(*, stage: int, world_size: int, offloads: bool, micro_batch: int, checkpoints: bool) -> str:
+    """What to change when activations do not fit: first what costs no speed, then what does."""
+    steps = []
+    if stage < 3 and world_size > 1:
+        steps.append(f'"zero_optimization": {{"stage": {stage + 1}}}')
+    if not offloads:
+        steps.append('"offload_optimizer": {"device": "cpu"}')
+    if micro_batch > 1:
+        steps.append(
+            f'"train_micro_batch_size_per_gpu": {micro_batch // 2} (the same steps with twice the '
+            '"gradient_accumulation_steps")'
+        )
+    if not checkpoints:
+        steps.append('"activation_checkpointing": {"enabled": true}')
+    if not steps:
+        return "all that saves memory is in use: take more GPUs, shorter inputs or a smaller model"
+    return f"in the config, in this order: {', '.join(steps)}"
+
+
 def _gib(nbytes: int) -> str:
     if nbytes >= GIB:
         return f"{nbytes / GIB:.1f} GiB"

@@ -166,12 +166,12 @@ class DiskValues:
     def __init__(self, offload: Offload, values: Tensor) -> None:
         """Writes ``values`` (flat). Raises DiskError."""
         assert offload.value_space is not None and offload.engine is not None
-        self._engine, self._link = offload.engine, offload.link
+        self._engine, self._link, self._behind = offload.engine, offload.link, offload.behind
         self._file = offload.value_space.file
         self.numel, self.dtype = values.numel(), values.dtype
         self._nbytes = aligned(self.numel * self.dtype.itemsize)
         self._offset = offload.value_space.allocate(self._nbytes)
-        self._writes: list[tuple[Transfer, Tensor]] = []
+        self._writes: list[Transfer] = []
         self.write(0, values)
         self.finish_writes()
 
@@ -184,27 +184,21 @@ class DiskValues:
 
     def write(self, start: int, values: Tensor) -> None:
         """Start to write elements from ``start`` on (a multiple of TILE_ALIGN); ``values`` may change at
-        once.
+        once. Raises DiskError of an earlier write.
         """
         nbytes = aligned(values.numel() * self.dtype.itemsize)
-        buffer = self._link.pool.take(nbytes)
+        buffer = self._behind.take(nbytes)
         buffer[: values.numel() * self.dtype.itemsize].view(self.dtype).copy_(values)
         offset = self._offset + start * self.dtype.itemsize
-        self._writes.append((self._engine.write(self._file, _bytes_of(buffer)[:nbytes], offset), buffer))
-        while len(self._writes) > 2:
-            self._finish_one()
+        transfer = self._engine.write(self._file, _bytes_of(buffer)[:nbytes], offset)
+        self._behind.add(transfer, buffer)
+        self._writes.append(transfer)
 
     def finish_writes(self) -> None:
         """Wait until everything is written. Raises DiskError."""
-        while self._writes:
-            self._finish_one()
-
-    def _finish_one(self) -> None:
-        transfer, buffer = self._writes.pop(0)
-        try:
+        for transfer in self._writes:
             transfer.wait()
-        finally:
-            self._link.pool.give_back(buffer)
+        self._writes.clear()
 
     def release(self, buffer: Tensor) -> None:
         """Return a buffer that was read into; the device may still be copying from it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections import deque
 from dataclasses import dataclass
 from enum import Enum
@@ -63,6 +64,21 @@ class OffloadOptions:
     def disk(self) -> bool:
         """Whether anything rests on disk."""
         return Place.DISK in (self.optimizer, self.parameters)
+
+
+def _give_freed_memory_back() -> None:
+    """Tell glibc to map every large block by itself, so that freeing it returns its memory to the system.
+
+    By default its threshold grows with the blocks that are freed, and a model whose parameters come and go
+    leaves several times its size behind. Elsewhere than under glibc this does nothing.
+    """
+    try:
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 20)
+    except (OSError, AttributeError):
+        return
+
+
+_M_MMAP_THRESHOLD = -3
 
 
 class Space:
@@ -159,6 +175,32 @@ class BufferRing:
                 self.give_back(buffer)
 
 
+class WriteBehind:
+    """Buffers whose content is being written to disk, a few at most, whoever wrote them."""
+
+    LIMIT = 4
+
+    def __init__(self, link: HostLink) -> None:
+        self._link = link
+        self._pending: deque[tuple[Transfer, Tensor]] = deque()
+
+    def take(self, nbytes: int) -> Tensor:
+        """A uint8 buffer of at least ``nbytes``; waits for the oldest write if there are too many. Raises
+        that write's DiskError.
+        """
+        while len(self._pending) >= self.LIMIT:
+            transfer, buffer = self._pending.popleft()
+            try:
+                transfer.wait()
+            finally:
+                self._link.pool.give_back(buffer)
+        return self._link.take(nbytes)
+
+    def add(self, transfer: Transfer, buffer: Tensor) -> None:
+        """Keep ``buffer`` until the transfer has ended."""
+        self._pending.append((transfer, buffer))
+
+
 class Offload:
     """Decides where each unit's state and parameters rest, and owns what they rest in.
 
@@ -173,6 +215,9 @@ class Offload:
         self.state_space: Space | None = None
         self.value_space: Space | None = None
         self.ring = BufferRing(self.link, options.buffer_count)
+        self.behind = WriteBehind(self.link)
+        if options.parameters is not Place.DEVICE:
+            _give_freed_memory_back()
         if options.disk:
             self.engine = DiskEngine(block_bytes=options.block_bytes, threads=options.threads)
         if options.optimizer is Place.DISK:

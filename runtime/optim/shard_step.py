@@ -119,7 +119,8 @@ class ShardStep:
             if clip > 0 and norm > clip:
                 coefficient = clip / (norm + 1e-6)
             self._comm.settle()
-            self._apply(divisor / coefficient, used)
+            # a norm of infinity clips everything finite to nothing and leaves NaN, as torch's clipping does
+            self._apply(divisor / coefficient if coefficient else math.inf, used)
         self._reducer.clear()
         return StepResult(norm, skipped, stop)
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..comm import Comm
+from ..offload.disk_state import DiskValues
 from . import guards
 from .grads import GradientReducer
 from .hook import Hook
@@ -138,7 +139,7 @@ class ShardedModel:
             self._fill(block)
             if not block.is_root and self.options.shard_params and not guards.in_backward():
                 self._forward_order.visit(block.index)
-                self._gather_ahead(self._forward_order.after(block.index))
+                self._gather_ahead(self._forward_order, block.index)
 
         return before
 
@@ -149,7 +150,7 @@ class ShardedModel:
             self._free_passed(block)
             self._fill(block)
             self._backward_order.visit(block.index)
-            self._gather_ahead(self._backward_order.after(block.index))
+            self._gather_ahead(self._backward_order, block.index)
 
         def after(module: nn.Module, args: Any, output: Any) -> None:
             if guards.in_backward():
@@ -266,18 +267,32 @@ class ShardedModel:
         for unit in block.units:
             unit.ensure_full()
 
-    def _gather_ahead(self, index: int | None) -> None:
-        if index is None or self._prefetch_numel <= 0 or self.comm.world_size == 1:
+    def _gather_ahead(self, order: OrderHint, index: int) -> None:
+        """Start to gather the block that comes next; of those that have to be read from disk, two."""
+        if self._prefetch_numel <= 0:
             return
-        block = self.blocks[index]
-        if any(unit.state is UnitState.SHARDED for unit in block.units):
-            live = sum(
-                unit.numel for unit in self.units if unit.shard_params and unit.state is not UnitState.SHARDED
-            )
-            if live + block.numel <= self._max_live_numel:
-                for unit in block.units:
-                    if unit.state is UnitState.SHARDED:
-                        unit.start_gather()
+        following: int | None = index
+        for _ in range(2):
+            following = order.after(following) if following is not None else None
+            if following is None:
+                return
+            block = self.blocks[following]
+            if any(unit.state is UnitState.SHARDED for unit in block.units):
+                self._start_gather(block)
+            if not any(isinstance(unit.home, DiskValues) for unit in block.units):
+                return
+
+    def _start_gather(self, block: Block) -> None:
+        alone = self.comm.world_size == 1
+        if alone and not any(unit.rests_elsewhere for unit in block.units):
+            return  # a copy that takes as long now as later
+        live = sum(
+            unit.numel for unit in self.units if unit.shard_params and unit.state is not UnitState.SHARDED
+        )
+        if live + block.numel <= self._max_live_numel:
+            for unit in block.units:
+                if unit.state is UnitState.SHARDED:
+                    unit.start_gather()
 
     def _free(self, block: Block) -> None:
         for unit in block.units:

@@ -216,13 +216,23 @@ class Unit:
         assert self.home is not None
         updated, self.updated = self.updated, DONE
         updated.wait()
+        if isinstance(self.home, DiskValues):
+            self._pending = _ReadAndGather(self, self.home.start_read())
+            return
+        self._pending = self.gather_from(self.home)
+
+    def gather_from(self, source: Tensor) -> Pending:
+        """Bring the storage back and start to fill it from every rank's ``source``."""
         if self._storage.nbytes() != self._storage_nbytes:
             self._storage.resize_(self._storage_nbytes)
-        if isinstance(self.home, DiskValues):
-            self._pending = _ReadAndGather(self.home.start_read(), self.comm, self.full)
-            return
         with torch.no_grad():
-            self._pending = self.comm.all_gather(self.full, self.home)
+            return self.comm.all_gather(self.full, source)
+
+    @property
+    def rests_elsewhere(self) -> bool:
+        """Whether filling it takes more than asking the other ranks."""
+        at_home = self.home.device if isinstance(self.home, Tensor) else None
+        return self.shard_params and at_home != self.device
 
     def start_refresh(self, *, written: bool = False) -> None:
         """After an optimizer step, for a unit that stays FULL: bring everyone the new values, which are in
@@ -346,12 +356,11 @@ class Unit:
 class _ReadAndGather:
     """A unit on its way from disk; the collective starts when somebody needs it, in the blocks' order."""
 
-    def __init__(self, reading: Reading, comm: Comm, full: Tensor) -> None:
-        self._reading, self._comm, self._full = reading, comm, full
+    def __init__(self, unit: Unit, reading: Reading) -> None:
+        self._unit, self._reading = unit, reading
 
     def wait(self) -> None:
-        with torch.no_grad():
-            pending = self._comm.all_gather(self._full, self._reading.wait())
+        pending = self._unit.gather_from(self._reading.wait())
         self._reading.release()
         pending.wait()
 

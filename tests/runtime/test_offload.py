@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -408,3 +409,15 @@ def test_kill_in_the_middle_of_a_step_and_restart(tmp_path: Path) -> None:
 def test_settings_that_do_not_fit(stage: int, zero: dict[str, Any], words: str) -> None:
     with pytest.raises(zlaunch.ConfigError, match=words):
         zlaunch.initialize(model=net(), config=config(stage, 1, zero=zero))
+
+
+def test_memory_with_everything_on_disk_is_that_of_the_buffers(tmp_path: Path) -> None:
+    """The optimizer state alone is ten times as large as the bound."""
+    root = Path(__file__).resolve().parents[2]
+    command = [sys.executable, "-m", "benchmarks.offload", "--worker", "--path", str(tmp_path)]
+    command += ["--layers", "190", "--tile", str(1 << 18), "--rounds", "1"]
+    run = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=240, check=True)
+    found = json.loads(run.stdout.splitlines()[-1])
+    bound = found["buffers_bytes"] + 200e6
+    assert 12 * found["numel"] > 10 * bound
+    assert found["peak_bytes"] < bound

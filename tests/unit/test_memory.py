@@ -1,0 +1,170 @@
+"""The arithmetic of memory, and what it advises."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import zlaunch
+from zlaunch.runtime import available
+from zlaunch.runtime.memory import (
+    GIB,
+    Amounts,
+    MemoryPlanError,
+    Setting,
+    alternatives,
+    check,
+    describe,
+    plan,
+    relief,
+    shortages,
+)
+from zlaunch.runtime.offload.place import OffloadOptions, Place
+
+BLOCKS = [10_000_000, *[30_000_000] * 33]  # about a billion
+N = sum(BLOCKS)
+PLENTY = Amounts(1 << 60, 1 << 60, 1 << 60, 1 << 60)
+
+
+def setting(stage: int, world: int = 1, **options: object) -> Setting:
+    offload = OffloadOptions(**options)  # type: ignore[arg-type]
+    return Setting(
+        stage=stage, world_size=world, blocks=BLOCKS, frozen=0, dtype_bytes=2, states=2, offload=offload
+    )
+
+
+def test_bf16_adam_is_the_papers_table() -> None:
+    """16 bytes a parameter with fp32 gradients, 4 + 12/w at stage 1 ... (the paper has 2 for gradients)."""
+    w = 8
+    assert plan(setting(0)).total == Amounts(device=N * (2 + 4 + 12))
+    assert plan(setting(1, w)).total == Amounts(device=N * 6 + N * 12 // w)
+    two = plan(setting(2, w)).total.device
+    assert two == N * 2 + (N // w) * 16 + 3 * 30_000_000 * 2
+    three = plan(setting(3, w)).total.device
+    gathered, buckets = (10_000_000 + 2 * 30_000_000) * 2, 3 * 30_000_000 * 2
+    assert three == (N // w) * 16 + gathered + buckets
+
+
+def test_offload_moves_and_does_not_lose() -> None:
+    w = 4
+    cpu = plan(setting(2, w, optimizer=Place.HOST)).total
+    assert cpu.device == N * 2 + 3 * 30_000_000 * 2
+    assert cpu.host == (N // w) * 16 and cpu.disk == 0
+    both = plan(setting(3, w, optimizer=Place.HOST, parameters=Place.HOST)).total
+    assert both.host == (N // w) * 18
+    disk = plan(setting(3, w, optimizer=Place.DISK, parameters=Place.DISK)).total
+    assert disk.disk == (N // w) * 18 and disk.host < 0.5 * GIB
+    half = plan(setting(2, w, optimizer=Place.HOST, ratio=0.5)).total
+    assert half.host == pytest.approx(cpu.host / 2, abs=64)
+    assert half.device == pytest.approx(cpu.device + (N // w) * 8, abs=64)
+
+
+@given(
+    stage=st.integers(0, 3),
+    world=st.integers(1, 64),
+    optimizer=st.sampled_from(Place),
+    parameters=st.sampled_from(Place),
+    blocks=st.lists(st.integers(0, 10**9), max_size=5),
+    ratio=st.floats(0, 1),
+)
+def test_amounts_are_never_negative_and_shrink_with_ranks(
+    stage: int, world: int, optimizer: Place, parameters: Place, blocks: list[int], ratio: float
+) -> None:
+    if stage == 0:
+        optimizer = Place.DEVICE
+    if stage < 3:
+        parameters = Place.DEVICE
+    offload = OffloadOptions(optimizer=optimizer, parameters=parameters, ratio=ratio)
+    one = Setting(
+        stage=stage, world_size=world, blocks=blocks, frozen=5, dtype_bytes=2, states=2, offload=offload
+    )
+    more = plan(replace(one, world_size=2 * world)).total
+    total = plan(one).total
+    assert min(total.device, total.host, total.pinned, total.disk) >= 0 and total.pinned <= total.host
+    assert more.device <= total.device + 64 and more.disk <= total.disk + 64
+
+
+def test_the_first_change_that_fits_is_advised() -> None:
+    def advice(s: Setting, free: Amounts) -> str:
+        with pytest.raises(MemoryPlanError) as caught:
+            check(s, free)
+        return str(caught.value)
+
+    free = Amounts(device=24 * GIB, host=64 * GIB)
+    check(setting(0), free)  # 1e9 x 18 = 16.8 GiB
+    tight = replace(free, device=8 * GIB)
+    text = advice(setting(0), tight)
+    assert "GPU memory (16.8 GiB needed, 8.0 GiB free)" in text
+    assert '"stage": 1, "offload_optimizer": {"device": "cpu"}' in text
+    assert '"stage": 2' in advice(setting(0, 8), replace(free, device=6 * GIB))
+    tiny = Amounts(device=GIB, host=64 * GIB)
+    assert '"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param"' in advice(setting(1), tiny)
+    small_host = Amounts(device=GIB, host=2 * GIB)
+    text = advice(setting(3, optimizer=Place.HOST), small_host)
+    assert '"offload_optimizer": {"device": "nvme"' in text and "a drive with" in text
+    assert "Nothing in zero_optimization would make it fit" in advice(setting(3), Amounts())
+    on_disk = setting(3, optimizer=Place.DISK, optimizer_path="/x")
+    assert "disk (" in advice(on_disk, replace(tiny, disk=GIB))
+
+
+def test_alternatives_come_in_the_order_of_their_cost_and_differ() -> None:
+    texts = [text for text, _ in alternatives(setting(0, 2))]
+    assert texts[:3] == ['"stage": 1', '"stage": 2', '"stage": 3']
+    assert len(set(texts)) == len(texts)
+    assert all("offload" in text for text in texts[3:])
+    assert all(not shortages(s, PLENTY) for _, s in alternatives(setting(1, 2)))
+
+
+def test_the_line() -> None:
+    line = describe(setting(2, 8, optimizer=Place.HOST), Amounts(device=24 * GIB, host=64 * GIB))
+    assert "GPU 2.0 GiB (parameters 1.9 GiB, gradients 172 MiB, optimizer 0 KiB)" in line
+    assert "offloaded to the host 1.9 GiB" in line and "are left for activations" in line
+
+
+def test_free_memory_is_what_the_kernel_and_the_groups_say(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert 0 < available.host_bytes() <= 1 << 50
+    (tmp_path / "memory.max").write_text("5000000\n")
+    (tmp_path / "memory.current").write_text("3000000\n")
+    (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 1000000\n")
+    monkeypatch.setattr(available, "_own_groups", lambda: [tmp_path])
+    assert available.host_bytes() == 3000000
+    (tmp_path / "memory.max").write_text("max\n")
+    assert available.host_bytes() > 5000000
+    options = OffloadOptions(optimizer_path=str(tmp_path / "not" / "there"))
+    assert available.disk_bytes(options, 2) > 0
+
+
+def test_a_run_that_cannot_fit_ends_at_once(tmp_path: Path) -> None:
+    """Four terabytes of parameters, in name only."""
+    model = torch.nn.Module()
+    model.huge = torch.nn.Parameter(torch.empty(1).expand(10**12))
+    optimizer = {"type": "AdamW", "params": {"lr": 1e-3}}
+    config = {"train_batch_size": 1, "optimizer": optimizer, "zero_optimization": {"stage": 1}}
+    with pytest.raises(MemoryPlanError, match="rank 0: the model does not fit: host memory"):
+        zlaunch.initialize(model=model, config=config)
+
+
+def test_out_of_memory_says_what_would_help() -> None:
+    class Greedy(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            raise torch.OutOfMemoryError("tried to allocate 9 GiB")
+
+    optimizer = {"type": "AdamW", "params": {"lr": 1e-3}}
+    config = {"train_micro_batch_size_per_gpu": 8, "optimizer": optimizer, "zero_optimization": {"stage": 1}}
+    engine, *_ = zlaunch.initialize(model=Greedy(2, 2), config=config)
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        engine(torch.ones(1, 2))
+    engine.destroy()
+    text = str(caught.value)
+    assert text.startswith("tried to allocate 9 GiB")
+    order = ["offload_optimizer", '"train_micro_batch_size_per_gpu": 4', "activation_checkpointing"]
+    assert [text.index(word) for word in order] == sorted(text.index(word) for word in order)
+    done = relief(stage=3, world_size=8, offloads=True, micro_batch=1, checkpoints=True)
+    assert "more GPUs" in done
