@@ -1,4 +1,4 @@
-"""Everything that needs a GPU, in one command: the gpu tests, the kernels, training speed at world size 1.
+"""Everything that needs a GPU, in one command: the gpu tests, the kernels, training at world size 1, offload.
 
     python -m benchmarks.gpu [--out benchmarks/results/NAME.json]
 
@@ -33,17 +33,19 @@ def main() -> None:
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     env = {**os.environ, "PYTHONPATH": path}
     tests = subprocess.run(
-        [sys.executable, "-m", "pytest", "-m", "gpu", "tests/gpu"], cwd=ROOT, env=env, timeout=240
+        [sys.executable, "-m", "pytest", "-m", "gpu", "tests/gpu"], cwd=ROOT, env=env, timeout=150
     )
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out.json"
         options = ["--systems=compute,stage 0,stage 1,stage 2,stage 3", "--model=100m", "--micro_batch=16"]
-        options += ["--rounds=9", "--steps=10", f"--out={out}"]
+        options += ["--rounds=5", "--steps=10", f"--out={out}"]
         command = [sys.executable, "-m", "benchmarks.train_worker", *options]
-        subprocess.run(command, cwd=ROOT, env=env, check=True, timeout=240)
+        subprocess.run(command, cwd=ROOT, env=env, check=True, timeout=90)
         measured = json.loads(out.read_text())
     command = [sys.executable, "-m", "benchmarks.kernels"]
-    kernels = subprocess.run(command, cwd=ROOT, env=env, timeout=60, stdout=subprocess.PIPE, text=True)
+    kernels = subprocess.run(command, cwd=ROOT, env=env, timeout=45, stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, "-m", "benchmarks.large", "--largest", "5000m", "--limit_s", "34"]
+    large = subprocess.run(command, cwd=ROOT, env=env, timeout=255, stdout=subprocess.PIPE, text=True)
     device = torch.cuda.get_device_properties(0)
     result = {
         "gpu": device.name,
@@ -53,6 +55,7 @@ def main() -> None:
         "tests": "passed" if tests.returncode == 0 else f"pytest exit {tests.returncode}",
         "train_100m_fp32_world_1": measured,
         "kernels_128m": json.loads(kernels.stdout) if kernels.returncode == 0 else "failed, CuPy missing?",
+        "gpt2_1500m_bf16_offload_under_24_gb": json.loads(large.stdout) if large.stdout else "failed",
     }
     text = json.dumps(result, indent=1)
     print(text)

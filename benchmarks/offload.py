@@ -158,10 +158,12 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     engine.destroy()
     return {
         "numel": numel,
-        "pass_s": statistics.median(passes[1:]),
-        "step_s": statistics.median(steps[1:]),
-        "io_s": statistics.median(copies[1:]) if copies else 0.0,
-        "over_io": statistics.median(a / b for a, b in zip(steps[1:], copies[1:], strict=True))
+        "pass_s": statistics.median(passes[1:] or passes),
+        "step_s": statistics.median(steps[1:] or steps),
+        "io_s": statistics.median(copies[1:] or copies) if copies else 0.0,
+        "over_io": statistics.median(
+            a / b for a, b in zip(steps[1:] or steps, copies[1:] or copies, strict=True)
+        )
         if copies
         else 0.0,
         "step_read_bytes": moved[0],

@@ -165,6 +165,7 @@ def initialize(
             sharded=effective.config.zero_optimization.stage >= 1,
             offload=offload,
             background=comm.device.type == "cuda",
+            on_device=comm.device.type == "cuda",
         )
     scheduler = _make_scheduler(lr_scheduler, effective, client)
     engine = Engine(sharded, reducer, step, scheduler, precision, effective, offload)

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from .checkpoint.weights import save_weights
 from .config import Config, Effective
 from .data import EngineLoader
-from .loss_scaler import LossScaleFloorError
+from .loss_scaler import DeviceLossScaler, LossScaleFloorError, LossScaler, floor_error
 from .memory import relief
 from .monitor.report import report
 from .offload.place import Offload
-from .optim.shard_step import ShardStep
+from .optim.shard_step import ShardStep, StepResult
 from .precision import Precision
 from .zero.grads import GradientReducer
 from .zero.model import ShardedModel
@@ -35,6 +35,10 @@ class Engine(nn.Module):
         overflow: whether the last step was skipped because gradients were not finite.
         should_stop: the run has been asked to save and stop (SIGUSR1, a preemption); known after a step,
             the same on all ranks.
+
+    On a GPU, ``overflow``, ``skipped_steps``, ``should_stop``, ``loss_scale`` and the gradient norm are on
+    the device until they are asked for, which waits for it; a training loop that does not ask never waits.
+    With fp16 the scheduler's step follows at the next of these, or with the next optimizer step.
     """
 
     def __init__(
@@ -59,16 +63,22 @@ class Engine(nn.Module):
         self._effective = effective
         self.lr_scheduler = lr_scheduler
         self.training_dataloader: EngineLoader | None = None
-        self.global_steps = self.skipped_steps = self.micro_steps = self.global_samples = 0
-        self.overflow = self.should_stop = False
-        self._norm: float | None = None
+        self.global_steps = self.micro_steps = self.global_samples = 0
+        self._skipped_steps = 0
+        self._result: StepResult | None = None
+        """Of the last step; on a GPU its numbers are fetched when they are needed."""
+        self._unsettled = False
+        """Whether the last step was skipped has not been looked at: the scheduler waits for that."""
         self._boundary: bool | None = None
         self._no_sync = False
         self._in_backward = self._had_backward = False
         self._loss: Tensor | None = None
         self._reported = time.perf_counter(), 0
-        if precision.scaler.dynamic or precision.scaler.scale != 1.0:
-            sharded.scale_gradients_with(lambda: 1.0 if self._in_backward else precision.scaler.scale)
+        self._scaler: LossScaler | DeviceLossScaler = precision.scaler
+        if precision.scaler.dynamic and shard_step is not None and shard_step.decides_on_device:
+            self._scaler = DeviceLossScaler(precision.scaler, self.device)
+        if self._scaler.used:
+            sharded.scale_gradients_with(lambda: 1.0 if self._in_backward else self._scaler.factor)
         self._prepare_pass()
 
     def __getattr__(self, name: str) -> Any:
@@ -110,7 +120,24 @@ class Engine(nn.Module):
     @property
     def loss_scale(self) -> float:
         """What losses are multiplied with at present; 1.0 but for fp16."""
-        return self._precision.scaler.scale
+        return self._scaler.scale
+
+    @property
+    def overflow(self) -> bool:
+        """Whether the last step was skipped because gradients were not finite."""
+        self._settle()
+        return self._result is not None and self._result.skipped
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps skipped so far."""
+        self._settle()
+        return self._skipped_steps
+
+    @property
+    def should_stop(self) -> bool:
+        """The run has been asked to save and stop; known after a step, the same on all ranks."""
+        return self._result is not None and self._result.stop
 
     def train_batch_size(self) -> int:
         """Samples of one optimizer step over all ranks."""
@@ -175,13 +202,14 @@ class Engine(nn.Module):
         if not loss.requires_grad:
             raise RuntimeError("the loss does not depend on any trainable parameter")
         self._prepare_pass()
-        factor = self._precision.scaler.scale
+        factor = self._scaler.factor if self._scaler.used else 1.0
         if not scale_wrt_gas:
-            factor *= self.gradient_accumulation_steps()
+            factor = factor * self.gradient_accumulation_steps()
         self._in_backward = True
         try:
             with self._explained("backward"):
-                (loss * factor if factor != 1.0 else loss).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+                scaled = loss if isinstance(factor, float) and factor == 1.0 else loss * factor
+                scaled.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
         finally:
             self._in_backward = False
         self._loss = loss.detach()
@@ -190,7 +218,7 @@ class Engine(nn.Module):
     def scale(self, loss: Tensor) -> Tensor:
         """The loss multiplied by the loss scale, for a plain ``.backward()`` of the caller's own."""
         self._in_backward = True
-        return loss * self._precision.scaler.scale
+        return loss * self._scaler.factor if self._scaler.used else loss
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the next :meth:`step` applies the gradients."""
@@ -241,15 +269,16 @@ class Engine(nn.Module):
             raise RuntimeError(
                 "this engine has no optimizer: give initialize one, or an optimizer section in the config"
             )
-        scaler = self._precision.scaler
-        divisor = scaler.scale * self.gradient_accumulation_steps()
+        self._settle()
+        scaler = self._scaler
+        divisor = scaler.factor * self.gradient_accumulation_steps()
         if self._effective.config.gradient_allreduce_op == "mean":
-            divisor *= self.world_size
+            divisor = divisor * self.world_size
         if self._reducer.options.predivide != 1.0 and self.world_size > 1:
-            divisor /= self._reducer.options.predivide
+            divisor = divisor / self._reducer.options.predivide
         self._sharded.free_all()
         broken: list[str] = []
-        if scaler.dynamic and scaler.scale <= scaler.min_scale:
+        if isinstance(scaler, LossScaler) and scaler.dynamic and scaler.scale <= scaler.min_scale:
             broken = self._shard_step.nonfinite_names()
         with torch.no_grad():
             result = self._shard_step.step(
@@ -257,23 +286,41 @@ class Engine(nn.Module):
                 clip=float(self._effective.config.gradient_clipping),
                 check_finite=self._precision.check_finite,
             )
-        self._norm, self.overflow, self.should_stop = result.norm, result.skipped, result.stop
+        self._result = result
         self.global_steps += 1
         self.global_samples += self.train_batch_size()
         try:
-            scaler.update(result.skipped)
+            scaler.update(result)
         except LossScaleFloorError as error:
             everyone = sorted({name for names in self._sharded.comm.exchange(broken) for name in names})
-            raise LossScaleFloorError(
-                f"{error}, so the model itself makes inf or NaN. Parameters with such gradients: "
-                f"{', '.join(everyone[:10])}{' ...' if len(everyone) > 10 else ''}. Try bf16, "
-                "a lower learning rate, or look at the input data"
+            raise _advised(
+                error,
+                f"Parameters with such gradients: {', '.join(everyone[:10])}"
+                f"{' ...' if len(everyone) > 10 else ''}. ",
             ) from None
-        if result.skipped:
-            self.skipped_steps += 1
-        elif self.lr_scheduler is not None:
-            self.lr_scheduler.step()
+        result.send(None)
+        self._unsettled = self._precision.check_finite
+        if not self._precision.check_finite:
+            self._advance_schedule()
+        elif result.known:
+            self._settle()
         self._report()
+
+    def _settle(self) -> None:
+        """Find out whether the last step was skipped, and do what depends on it."""
+        if not self._unsettled or self._result is None:
+            return
+        self._unsettled = False
+        if not self._result.skipped:
+            self._advance_schedule()
+            return
+        self._skipped_steps += 1
+        if self._result.stuck:
+            raise _advised(floor_error(self._scaler.min_scale), "")
+
+    def _advance_schedule(self) -> None:
+        if self.lr_scheduler is not None:
+            self.lr_scheduler.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients accumulated so far."""
@@ -281,10 +328,11 @@ class Engine(nn.Module):
 
     def get_global_grad_norm(self) -> float | None:
         """L2 norm of the last step's averaged, unscaled gradient before clipping; None before the first."""
-        return self._norm
+        return self._result.norm if self._result is not None else None
 
     def get_lr(self) -> list[float]:
         """The present learning rate of each param group."""
+        self._settle()
         return [float(g["lr"]) for g in self.optimizer.param_groups] if self.optimizer is not None else []
 
     def was_step_applied(self) -> bool:
@@ -303,7 +351,7 @@ class Engine(nn.Module):
             loss=float(self._loss) if self._loss is not None else None,
             lr=next(iter(self.get_lr()), None),
             loss_scale=self.loss_scale,
-            grad_norm=self._norm,
+            grad_norm=self.get_global_grad_norm(),
             samples_per_s=(samples - before) / max(now - then, 1e-9),
         )
 
@@ -330,6 +378,13 @@ class Engine(nn.Module):
         if self._offload is not None:
             self._offload.close()
         self._sharded.comm.close()
+
+
+def _advised(error: LossScaleFloorError, names: str) -> LossScaleFloorError:
+    return LossScaleFloorError(
+        f"{error}, so the model itself makes inf or NaN. {names}Try bf16, a lower learning rate, or look at "
+        "the input data"
+    )
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:

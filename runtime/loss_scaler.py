@@ -7,11 +7,24 @@ Megatron and DeepSpeed: a few overflows are tolerated before the scale shrinks.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..cuda_ops.loss_scale import LossScaleState, update_loss_scale
+
+if TYPE_CHECKING:
+    from .optim.shard_step import StepResult
 
 
 class LossScaleFloorError(RuntimeError):
     """Gradients overflow although the loss scale is at its minimum: the model itself produces inf or NaN."""
+
+
+def floor_error(min_scale: float) -> LossScaleFloorError:
+    """Gradients overflow at the smallest scale."""
+    return LossScaleFloorError(f"the loss scale is at its minimum, {min_scale:g}, and gradients overflow")
 
 
 @dataclass(slots=True)
@@ -38,8 +51,22 @@ class LossScaler:
     def __post_init__(self) -> None:
         self._left = self.hysteresis
 
-    def update(self, overflow: bool) -> None:
+    @property
+    def factor(self) -> float:
+        """What to multiply the loss with."""
+        return self.scale
+
+    @property
+    def used(self) -> bool:
+        """Whether losses are scaled at all."""
+        return self.dynamic or self.scale != 1.0
+
+    def update(self, result: StepResult) -> None:
         """Take note of one optimizer step. Raises LossScaleFloorError if the scale can shrink no further."""
+        self.note(result.skipped)
+
+    def note(self, overflow: bool) -> None:
+        """The same, for whether the step overflowed."""
         if self.dynamic:
             if overflow:
                 self._shrink()
@@ -50,9 +77,7 @@ class LossScaler:
     def _shrink(self) -> None:
         if self._left <= 1:
             if self.scale <= self.min_scale:
-                raise LossScaleFloorError(
-                    f"the loss scale is at its minimum, {self.min_scale:g}, and gradients overflow"
-                )
+                raise floor_error(self.min_scale)
             self.scale = max(self.scale / 2.0, self.min_scale)
         else:
             self._left -= 1
@@ -81,3 +106,46 @@ class LossScaler:
         self.scale = float(state["scale"])
         self._left, self._step = int(state["left"]), int(state["step"])
         self._last_overflow = int(state["last_overflow"])
+
+
+class DeviceLossScaler:
+    """A dynamic loss scaler with the same rules whose state stays on the device: no step waits for it."""
+
+    dynamic = used = True
+
+    def __init__(self, scaler: LossScaler, device: torch.device) -> None:
+        self.min_scale = scaler.min_scale
+        self._state = LossScaleState(
+            device,
+            scale=scaler.scale,
+            window=scaler.window,
+            min_scale=scaler.min_scale,
+            hysteresis=scaler.hysteresis,
+            consecutive_hysteresis=scaler.consecutive_hysteresis,
+        )
+
+    @property
+    def factor(self) -> Tensor:
+        """What to multiply the loss with: 0-dim fp32 on the device."""
+        return self._state.scale
+
+    @property
+    def scale(self) -> float:
+        """The same as a number; waits for the device."""
+        return float(self._state.scale)
+
+    def update(self, result: StepResult) -> None:
+        """Take note of one optimizer step; that the scale cannot shrink is among the result's numbers."""
+        flag = result.skipped_flag
+        update_loss_scale(self._state, flag if isinstance(flag, Tensor) else float(flag))
+        result.send(self._state.at_floor)
+        if result.known and self._state.at_floor:
+            raise floor_error(self.min_scale)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As LossScaler's; waits for the device."""
+        return dict(self._state.state_dict())
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Inverse of :meth:`state_dict`."""
+        self._state.load_state_dict(state)

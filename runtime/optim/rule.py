@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...cuda_ops.arguments import Scalar
 from ...cuda_ops.step import adam_step, lion_step, sgd_step
 from .lion import Lion
 
@@ -42,13 +43,18 @@ class Rule:
         self.optimizer = optimizer
         self._groups: list[dict[str, Any]] = []
         self._after: list[dict[str, Any]] = []
-        self._divisor = 1.0
+        self.divisor: Scalar = 1.0
+        self.found_inf: Tensor | None = None
 
-    def begin(self, divisor: float) -> None:
-        """Take the present hyper-parameters; gradients are to be divided by ``divisor``."""
+    def begin(self, divisor: Scalar, found_inf: Tensor | None = None) -> None:
+        """Take the present hyper-parameters; gradients are to be divided by ``divisor``.
+
+        Where ``found_inf`` (0-dim, on the device) is not 0, pieces there are left as they are; then their
+        step counts live on the device, too.
+        """
         self._groups = [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
         self._after = [dict(group) for group in self._groups]
-        self._divisor = divisor
+        self.divisor, self.found_inf = divisor, found_inf
 
     def end(self) -> None:
         """Give group entries that the optimizer itself changed (counters) back to it."""
@@ -84,8 +90,8 @@ class Rule:
         scale: dict[str, Any] = {
             "lr": group["lr"],
             "weight_decay": float(group["weight_decay"]),
-            "multiplier": 1.0 / self._divisor,
-            "found_inf": None,
+            "multiplier": 1.0 / self.divisor,
+            "found_inf": self.found_inf,
         }
         if isinstance(self.optimizer, torch.optim.SGD):
             first = own.get("momentum_buffer") is None
@@ -110,15 +116,16 @@ class Rule:
             lion_step(leaf, own["exp_avg"], update.grad, update.out, beta1=beta1, beta2=beta2, **scale)
             return
         if "step" not in own:
-            own["step"], own["exp_avg_sq"] = torch.zeros(()), torch.zeros_like(leaf)
-        own["step"] += 1
+            # torch's fused step has it on the device, too
+            own["step"], own["exp_avg_sq"] = torch.zeros((), device=leaf.device), torch.zeros_like(leaf)
+        own["step"] += 1 if self.found_inf is None else 1 - self.found_inf
         adam_step(
             leaf,
             own["exp_avg"],
             own["exp_avg_sq"],
             update.grad,
             update.out,
-            step=float(own["step"]) if own["step"].device.type == "cpu" else own["step"],
+            step=own["step"],
             beta1=beta1,
             beta2=beta2,
             eps=float(group["eps"]),
@@ -143,11 +150,11 @@ class Rule:
             wide = update.grad.dtype == update.leaf.dtype
             update.leaf.grad = update.grad if wide else update.grad.to(update.leaf.dtype)
         if fused and has_amp_scaling(optimizer):
-            shadow.grad_scale = torch.tensor(self._divisor, dtype=torch.float32, device=device)
+            shadow.grad_scale = torch.as_tensor(self.divisor, dtype=torch.float32, device=device)
             shadow.found_inf = torch.zeros((), dtype=torch.float32, device=device)
-        elif self._divisor != 1.0:
+        elif isinstance(self.divisor, Tensor) or self.divisor != 1.0:
             gradients = [u.leaf.grad for u in updates if u.leaf.grad is not None]
-            torch._foreach_mul_(gradients, 1.0 / self._divisor)
+            torch._foreach_mul_(gradients, 1.0 / self.divisor)
         type(optimizer).step(shadow)
         for update in updates:
             update.leaf.grad = None

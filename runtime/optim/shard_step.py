@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ...cuda_ops.arguments import Scalar
+from ...cuda_ops.norm import prepare_step
 from .. import stopping
 from ..comm import Comm
 from ..offload.gradients import squares_of
@@ -26,14 +27,71 @@ _NEEDS_SHAPES = {"Adafactor", "LBFGS", "Muon", "SparseAdam", "Shampoo", "SOAP", 
 """Optimizers whose update of an element depends on the parameter's shape or on other elements."""
 
 
-@dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step did. ``norm`` is that of the averaged, unscaled gradient before clipping."""
+    """What a step did. On a GPU the numbers are on their way to the host; who asks early waits for them."""
 
-    norm: float
-    skipped: bool
-    stop: bool
-    """Some rank has been asked to save and stop; the same on all ranks."""
+    def __init__(self, norm: float | Tensor, skipped: bool | Tensor, stop: float | Tensor) -> None:
+        self._facts = (norm, skipped, stop)
+        self._values: tuple[float, ...] | None = None
+        self._host: Tensor | None = None
+        self._event: torch.cuda.Event | None = None
+        if not isinstance(norm, Tensor):
+            self._values = norm, float(skipped), float(stop), 0.0
+
+    def send(self, stuck: Tensor | None) -> None:
+        """Start to copy the numbers to the host, and with them whether the loss scale cannot shrink."""
+        if self._values is not None or self._host is not None:
+            return
+        device = self._facts[0].device  # type: ignore[union-attr]
+        stuck = torch.zeros((), device=device) if stuck is None else stuck
+        values = torch.stack([torch.as_tensor(fact).double() for fact in (*self._facts, stuck)])
+        if device.type != "cuda":
+            self._host = values
+            return
+        self._host = torch.empty(4, dtype=torch.float64, pin_memory=True)
+        self._host.copy_(values, non_blocking=True)
+        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._event.record()
+
+    def _read(self) -> tuple[float, ...]:
+        if self._values is None:
+            if self._host is None:
+                self.send(None)
+            if self._event is not None:
+                self._event.synchronize()
+            assert self._host is not None
+            self._values = tuple(self._host.tolist())
+        return self._values
+
+    @property
+    def norm(self) -> float:
+        """Of the averaged, unscaled gradient before clipping."""
+        return self._read()[0]
+
+    @property
+    def skipped(self) -> bool:
+        """Its gradients were not finite, and that was checked."""
+        return self._read()[1] > 0
+
+    @property
+    def stop(self) -> bool:
+        """Some rank has been asked to save and stop; the same on all ranks."""
+        return self._read()[2] > 0
+
+    @property
+    def stuck(self) -> bool:
+        """Gradients overflowed at the smallest loss scale."""
+        return self._read()[3] > 0
+
+    @property
+    def skipped_flag(self) -> bool | Tensor:
+        """``skipped`` where it is: 0 or 1 on the device, or known."""
+        return self._facts[1]
+
+    @property
+    def known(self) -> bool:
+        """Whether asking would not wait."""
+        return self._values is not None
 
 
 def _step_elsewhere(self: torch.optim.Optimizer, closure: Any = None) -> None:
@@ -59,7 +117,11 @@ class ShardStep:
         sharded: bool,
         offload: Offload | None = None,
         background: bool = False,
+        on_device: bool = False,
     ) -> None:
+        """``background``: what is offloaded is updated while the caller goes on. ``on_device``: decisions are
+        made there where that is possible, so that the host never waits for it.
+        """
         kind = type(optimizer).__name__
         if kind in _NEEDS_SHAPES:
             raise ValueError(
@@ -83,6 +145,7 @@ class ShardStep:
         self._written: set[int] = set()
         """Units whose values beside the master the last step has written already."""
         self._away = Away(offload, units, comm, background) if offload is not None else None
+        self.decides_on_device = on_device and self._fused and self._away is None
         self._real_step = optimizer.step
         optimizer.step = MethodType(_step_elsewhere, optimizer)  # type: ignore[method-assign]
 
@@ -100,7 +163,7 @@ class ShardStep:
             self.optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
         return fused
 
-    def step(self, *, divisor: float, clip: float, check_finite: bool) -> StepResult:
+    def step(self, *, divisor: Scalar, clip: float, check_finite: bool) -> StepResult:
         """Average, unscale, clip and apply the gradients, unless they are not finite.
 
         ``divisor`` is what the summed gradients have to be divided by (ranks x micro-batches x loss scale);
@@ -112,7 +175,18 @@ class ShardStep:
             if not unit.shard_params:
                 # nothing touched it since the last step, whose values may still be arriving
                 unit.ensure_full()
-        norm, stop, used = self._agree(divisor)
+        mine = self._reducer.used()
+        agreed = self._agree(mine)
+        if self.decides_on_device and all(mine):
+            result = self._step_on_device(agreed, divisor, clip, check_finite)
+        else:
+            result = self._step_by_host(agreed, float(divisor), clip, check_finite)
+        self._reducer.clear()
+        return result
+
+    def _step_by_host(self, agreed: Tensor, divisor: float, clip: float, check_finite: bool) -> StepResult:
+        square, stop, *counts = agreed.tolist()
+        norm = math.sqrt(square) / divisor if square >= 0 else math.nan
         skipped = check_finite and not math.isfinite(norm)
         if not skipped:
             coefficient = 1.0
@@ -120,18 +194,26 @@ class ShardStep:
                 coefficient = clip / (norm + 1e-6)
             self._comm.settle()
             # a norm of infinity clips everything finite to nothing and leaves NaN, as torch's clipping does
-            self._apply(divisor / coefficient if coefficient else math.inf, used)
-        self._reducer.clear()
+            self._rule.begin(divisor / coefficient if coefficient else math.inf)
+            self._apply([count > 0 for count in counts])
         return StepResult(norm, skipped, stop)
+
+    def _step_on_device(self, agreed: Tensor, divisor: Scalar, clip: float, check_finite: bool) -> StepResult:
+        """The same without a number that the host has to see: every parameter has a gradient."""
+        norm, multiplier, found_inf = prepare_step(agreed[0], divisor=divisor, clip=clip)
+        self._comm.settle()
+        self._rule.begin(1.0 / multiplier, found_inf if check_finite else None)
+        self._apply([True] * (agreed.numel() - 2))
+        return StepResult(norm, found_inf if check_finite else torch.zeros_like(found_inf), agreed[1])
 
     def wait(self) -> None:
         """Return when the last step has ended everywhere. Raises what ended it early, a DiskError for one."""
         if self._away is not None:
             self._away.wait()
 
-    def _agree(self, divisor: float) -> tuple[float, bool, list[bool]]:
-        """The global gradient norm, whether to stop, which parameters any rank had a gradient for: one
-        all-reduce.
+    def _agree(self, used: list[bool]) -> Tensor:
+        """The sum of squares of all gradients, how many ranks want to stop, and for each parameter how many
+        had a gradient: one all-reduce, float64 on the device.
         """
         device = self._comm.device
         total = torch.zeros((), dtype=torch.float64, device=device)
@@ -139,13 +221,9 @@ class ShardStep:
             total = torch.stack(squares).sum()
         if not self._sharded:
             total = total / self._comm.world_size  # every rank holds all of it
-        flags = torch.tensor(self._reducer.used(), dtype=torch.float64, device=device)
-        own = torch.tensor([float(stopping.asked())], dtype=torch.float64, device=device)
-        square, stop, *used = self._comm.all_reduce_scalars(
-            torch.cat([total.reshape(1), own, flags])
-        ).tolist()
-        norm = math.sqrt(square) / divisor if square >= 0 else math.nan
-        return norm, stop > 0, [count > 0 for count in used]
+        flags = [float(stopping.asked()), *map(float, used)]
+        mine = _to_device(torch.tensor(flags, dtype=torch.float64), device)
+        return self._comm.all_reduce_scalars(torch.cat([total.reshape(1), mine]))
 
     def _squares(self) -> list[Tensor]:
         """Of every cut of every unit, in order: the sum is the same wherever the gradients are."""
@@ -158,10 +236,9 @@ class ShardStep:
                 squares += squares_of(unit.grad, unit.cuts)
         return squares
 
-    def _apply(self, divisor: float, used: list[bool]) -> None:
+    def _apply(self, used: list[bool]) -> None:
         self._runs = separate_unused(self._runs, self.units, used, self.optimizer)
-        self._rule.begin(divisor)
-        self._apply_here(divisor)
+        self._apply_here(self._rule.divisor, self._rule.found_inf)
         if self._away is not None:
             self._away.start(self._rule, self._runs)
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers look for it
@@ -176,7 +253,7 @@ class ShardStep:
                 if self._away is None or not self._away.brings(unit):
                     unit.ensure_full()
 
-    def _apply_here(self, divisor: float) -> None:
+    def _apply_here(self, divisor: Scalar, found_inf: Tensor | None) -> None:
         """Update what is on the device: in one pass with the copy in 16 bits where there is such a kernel,
         the rest by the optimizer's own step.
         """
@@ -202,9 +279,10 @@ class ShardStep:
             return
         if self._fused:
             device = self._comm.device
-            self.optimizer.grad_scale = torch.tensor(divisor, dtype=torch.float32, device=device)  # type: ignore[attr-defined]
-            self.optimizer.found_inf = torch.zeros((), dtype=torch.float32, device=device)  # type: ignore[attr-defined]
-        elif divisor != 1.0:
+            skip = torch.zeros((), dtype=torch.float32, device=device) if found_inf is None else found_inf
+            self.optimizer.grad_scale = _filled(divisor, device)  # type: ignore[attr-defined]
+            self.optimizer.found_inf = skip  # type: ignore[attr-defined]
+        elif isinstance(divisor, Tensor) or divisor != 1.0:
             torch._foreach_mul_([leaf.grad for leaf in rest if leaf.grad is not None], 1.0 / divisor)
         self._real_step()
         for leaf in rest:
@@ -220,6 +298,18 @@ class ShardStep:
                 if not bool(torch.isfinite(unit.grad[first - unit.start : last - unit.start]).all()):
                     names.append(unit.names[index])
         return names
+
+
+def _filled(value: Scalar, device: torch.device) -> Tensor:
+    """A 0-dim fp32 tensor on the device, without a copy that the host waits for."""
+    if isinstance(value, Tensor):
+        return value.to(device, torch.float32)
+    return torch.full((), value, dtype=torch.float32, device=device)
+
+
+def _to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """A small tensor's copy that the host does not wait for."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def parameter_groups(parameters: Any, model: nn.Module) -> list[dict[str, Any]]:

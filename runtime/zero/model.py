@@ -73,7 +73,7 @@ class ShardedModel:
         self._passed: list[Block] = []
         """Blocks with frozen units whose backward has begun; see _free_passed."""
         self._forward_order, self._backward_order = OrderHint(), OrderHint()
-        self._grad_scale: Callable[[], float] | None = None
+        self._grad_scale: Callable[[], float | Tensor] | None = None
         self._handles: list[Any] = []
         self._install()
         self._restore = intercept_module(module, self)
@@ -174,6 +174,8 @@ class ShardedModel:
         def root_hook(grad: Tensor) -> Tensor | None:
             handler()
             scale = self._grad_scale() if self._grad_scale is not None else 1.0
+            if isinstance(scale, Tensor):
+                return grad * scale.to(grad.dtype)
             return None if scale == 1.0 else grad * scale
 
         chosen = root_hook if handler == self._begin_backward else hook
@@ -335,7 +337,7 @@ class ShardedModel:
                 if not unit.holds:
                     unit.free()
 
-    def scale_gradients_with(self, scale: Callable[[], float]) -> None:
+    def scale_gradients_with(self, scale: Callable[[], float | Tensor]) -> None:
         """Multiply the gradient that enters the root's outputs by ``scale()``, when the caller's loss is
         unscaled.
         """

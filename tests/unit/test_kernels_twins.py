@@ -283,7 +283,7 @@ def test_loss_scale_is_that_of_the_host(
     for overflow in overflows:
         floor = False
         try:
-            theirs.update(overflow)
+            theirs.note(overflow)
         except LossScaleFloorError:
             floor = True
         update_loss_scale(mine, float(overflow))

@@ -80,9 +80,9 @@ def test_same_scale_as_the_reference_after_every_step(
             theirs.update_scale(overflow)
         except AtMinimum:
             with pytest.raises(LossScaleFloorError):
-                mine.update(overflow)
+                mine.note(overflow)
             return
-        mine.update(overflow)
+        mine.note(overflow)
         assert mine.scale == theirs.cur_scale
 
 
@@ -96,14 +96,14 @@ def test_a_saved_scaler_goes_on_as_if_it_had_not_stopped(
         if at == min(cut, len(history) - 1):
             resumed.load_state_dict(whole.state_dict())
         try:
-            whole.update(overflow)
+            whole.note(overflow)
         except LossScaleFloorError:
             if at >= cut:
                 with pytest.raises(LossScaleFloorError):
-                    resumed.update(overflow)
+                    resumed.note(overflow)
             return
         if at >= cut:
-            resumed.update(overflow)
+            resumed.note(overflow)
             assert resumed.state_dict() == whole.state_dict()
 
 
@@ -111,7 +111,7 @@ def test_a_saved_scaler_goes_on_as_if_it_had_not_stopped(
 def test_a_static_scale_never_changes_and_never_raises(history: list[bool], scale: float) -> None:
     scaler = LossScaler(scale, window=1, min_scale=scale, hysteresis=1)
     for overflow in history:
-        scaler.update(overflow)
+        scaler.note(overflow)
         assert scaler.scale == scale
 
 
@@ -119,7 +119,7 @@ def test_hysteresis_endures_overflows_before_the_scale_halves() -> None:
     scaler = LossScaler(1024.0, True, hysteresis=3)
     scales = []
     for _ in range(5):
-        scaler.update(True)
+        scaler.note(True)
         scales.append(scaler.scale)
     assert scales == [1024.0, 1024.0, 512.0, 256.0, 128.0]
 
@@ -128,7 +128,7 @@ def test_the_scale_doubles_after_every_window_without_overflow() -> None:
     scaler = LossScaler(2.0, True, window=3, hysteresis=1)
     scales = []
     for overflow in [False] * 3 + [True] + [False] * 7:
-        scaler.update(overflow)
+        scaler.note(overflow)
         scales.append(scaler.scale)
     # as in DeepSpeed, the very first growth needs one good step more than the window
     assert scales == [2, 2, 2, 1, 1, 1, 1, 2, 2, 2, 4]
@@ -136,8 +136,8 @@ def test_the_scale_doubles_after_every_window_without_overflow() -> None:
 
 def test_the_scale_stops_at_its_floor_and_the_next_overflow_raises() -> None:
     scaler = LossScaler(4.0, True, min_scale=3.0, hysteresis=1)
-    scaler.update(True)
+    scaler.note(True)
     assert scaler.scale == 3.0
     with pytest.raises(LossScaleFloorError, match="minimum, 3"):
-        scaler.update(True)
+        scaler.note(True)
     assert scaler.scale == 3.0

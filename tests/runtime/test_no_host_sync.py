@@ -1,0 +1,135 @@
+"""The step decided on the device, as on a GPU: the same training, and nothing that the host waits for."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import zlaunch
+from tests.runtime.models import batches, config, loss_of, net
+from tests.runtime.workers import run_workers
+
+WAITS = {
+    torch.ops.aten._local_scalar_dense.default,
+    torch.ops.aten.equal.default,
+    torch.ops.aten.nonzero.default,
+}
+
+
+class Listing(TorchFunctionMode):
+    """Counts what reads a tensor without an operation, but for numbers that were sent to the host."""
+
+    def __init__(self) -> None:
+        self.waits: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        sent = sys._getframe(1).f_code.co_name == "_read"
+        if func in (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.cpu) and not sent:
+            self.waits.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+class Watch(TorchDispatchMode):
+    """Counts the operations that would make the host wait for a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in WAITS:
+            self.waits.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def _train(stage: int, on_device: bool, section: str, watch: bool) -> tuple[Any, list[str], list[Any]]:
+    from zlaunch.runtime import api
+    from zlaunch.runtime.optim.shard_step import ShardStep
+
+    def deciding(*args: Any, **kwargs: Any) -> ShardStep:
+        return ShardStep(*args, **{**kwargs, "on_device": on_device})
+
+    options: dict[str, Any] = {"fp32": {}, "bf16": {"bf16": {"enabled": True}}}.get(section, {})
+    if section == "fp16":  # begins with a scale that overflows, so that steps are skipped
+        fp16 = {"enabled": True, "initial_scale_power": 24, "hysteresis": 1, "loss_scale_window": 3}
+        options = {"fp16": fp16}
+    options["scheduler"] = {"type": "WarmupLR", "params": {"warmup_num_steps": 8, "warmup_max_lr": 3e-3}}
+    world = torch.distributed.get_world_size()
+    settings = config(stage, 12 // world, clip=0.1, **options)
+    settings["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+    settings["steps_per_print"] = 1000
+    api.ShardStep = deciding  # type: ignore[assignment,misc]
+    engine, *_ = zlaunch.initialize(model=net(), config=settings)
+    api.ShardStep = ShardStep  # type: ignore[misc]
+    assert engine._shard_step.decides_on_device is on_device
+    waits = []
+    rank = engine.global_rank
+    for index, batch in enumerate(batches(14, 12)):
+        part = batch.chunk(world)[rank]
+        if watch and index > 0:  # the first backward agrees on an order
+            with Watch() as watching, Listing() as listing:
+                engine.backward(loss_of(engine, part))
+                engine.step()
+            waits += watching.waits + listing.waits
+        else:
+            engine.backward(loss_of(engine, part))
+            engine.step()
+    state = {name: value.float().clone() for name, value in engine.module.state_dict().items()}
+    facts = [engine.skipped_steps, engine.loss_scale, engine.get_lr(), engine.get_global_grad_norm()]
+    facts += [engine.overflow, engine.should_stop]
+    engine.destroy()
+    return state, waits, facts
+
+
+def _compare(section: str) -> list[str]:
+    zlaunch.init_distributed()
+    wrong = []
+    for stage in range(4):
+        wanted, _, facts = _train(stage, False, section, False)
+        got, waits, mine = _train(stage, True, section, True)
+        if waits:
+            wrong.append(f"stage {stage}: waits {set(waits)}")
+        tolerance = 1e-5 if section == "fp32" else 1e-2
+        if not all(torch.allclose(got[k], wanted[k], rtol=tolerance, atol=tolerance) for k in wanted):
+            wrong.append(f"stage {stage}: other values")
+        if mine[:3] != facts[:3] or mine[4:] != facts[4:] or mine[3] != pytest.approx(facts[3], rel=1e-2):
+            wrong.append(f"stage {stage}: {mine} != {facts}")
+        if section == "fp16" and not mine[0]:
+            wrong.append("no step was skipped")
+    return wrong
+
+
+@pytest.mark.parametrize("section", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("world", [1, 2])
+def test_the_host_never_waits_for_a_step(section: str, world: int) -> None:
+    # the kernels' twins, which read nothing, as the kernels do; the CPU's own step reads its scalars
+    env = {"ZLAUNCH_SHARED_MEMORY": "0", "ZLAUNCH_KERNELS": "torch"}
+    assert run_workers(_compare, world, section, env=env) == [[]] * world
+
+
+def _floor() -> str:
+    from zlaunch.runtime import api
+    from zlaunch.runtime.loss_scaler import LossScaleFloorError
+    from zlaunch.runtime.optim.shard_step import ShardStep
+
+    plain = ShardStep
+    api.ShardStep = lambda *args, **kwargs: plain(*args, **{**kwargs, "on_device": True})  # type: ignore
+    fp16 = {"enabled": True, "initial_scale_power": 1, "hysteresis": 1}
+    engine, *_ = zlaunch.initialize(model=net(), config=config(1, 12, fp16=fp16))
+    try:
+        for batch in batches(6, 12):
+            engine.backward(loss_of(engine, batch) * float("inf"))
+            engine.step()
+    except LossScaleFloorError as error:
+        return f"{engine.global_steps} {error}"
+    return "no error"
+
+
+def test_the_floor_is_found_one_step_later() -> None:
+    (message,) = run_workers(_floor, 1)
+    assert message.startswith("2 the loss scale is at its minimum, 1")
