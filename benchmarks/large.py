@@ -1,5 +1,6 @@
-"""Large models on one device: tokens per second of every stage beside plain torch, and with offload beside its
-bounds. Part of ``benchmarks.gpu``; on a CPU it runs with a small model, to try it out.
+"""Large models on one device: tokens per second of every stage beside plain torch, and of offload.
+
+Part of ``benchmarks.gpu``; on a CPU it runs with a small model, to try it out.
 
     python -m benchmarks.large [--model 1500m] [--steps 5] [--cap_gb 24] [--nvme FOLDER] [--largest 5000m]
 
@@ -158,7 +159,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         cap = args.cap_gb if name.startswith("offload") else 0
         result[name] = run(args, name, args.model, cap)
     plain = result["torch"]
-    for name, found in result.items():
+    for found in result.values():
         if "tokens_per_s" in found and "tokens_per_s" in plain:
             found["of_torch"] = round(found["tokens_per_s"] / plain["tokens_per_s"], 3)
     if "parameters" in plain:

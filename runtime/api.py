@@ -7,6 +7,7 @@ import atexit
 import os
 import socket
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -31,6 +32,10 @@ from .precision import Precision, choose_precision, dtype_named
 from .zero.grads import GradientOptions, GradientReducer
 from .zero.model import ShardedModel
 from .zero.partition import UNIT_NUMEL, Block, ShardingOptions, build_units, plan_blocks
+
+
+_PINNED_SHARE = 0.8
+"""Of the free host memory: page-locked memory is lost to everybody else."""
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -146,7 +151,8 @@ def initialize(
         client = _make_optimizer(optimizer, effective, groups)
     settings = choose_offload(effective, client)
     blocks, options = _plan(model, effective)
-    foresee(blocks, options, settings, client, precision, comm)
+    free = foresee(blocks, options, settings, client, precision, comm)
+    settings = replace(settings, pinned_budget_bytes=int(_PINNED_SHARE * free.host))
     offload = Offload(settings, comm) if settings.any else None
     try:
         sharded, reducer = _shard(model, blocks, options, groups, comm, effective, precision, offload)

@@ -10,7 +10,7 @@ import torch
 from .available import available
 from .comm import Comm
 from .environment import read_environment
-from .memory import MemoryPlanError, Setting, check, describe
+from .memory import Amounts, MemoryPlanError, Setting, check, describe
 from .offload.place import OffloadOptions
 from .precision import Precision
 from .zero import guards
@@ -24,10 +24,9 @@ def foresee(
     optimizer: torch.optim.Optimizer | None,
     precision: Precision,
     comm: Comm,
-) -> None:
-    """Print the plan on rank 0. Raises MemoryPlanError on every rank if it does not fit on one of them.
-
-    Collective.
+) -> Amounts:
+    """Print the plan on rank 0 and return what a rank may take. Raises MemoryPlanError on every rank if the
+    plan does not fit on one of them. Collective.
     """
     parameters = [parameter for block in blocks for _, parameter in block.parameters]
     trainable = [sum(p.numel() for _, p in block.parameters if p.requires_grad) for block in blocks]
@@ -59,3 +58,4 @@ def foresee(
     for rank, text in enumerate(comm.exchange(problem)):
         if text is not None:
             raise MemoryPlanError(f"rank {rank}: {text}")
+    return free

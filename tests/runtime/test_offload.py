@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -342,6 +343,41 @@ def _full_later(folder: str) -> str:
 
     foresee.check = lambda setting, free: None
     return _full(folder)
+
+
+def _full_in_a_step(folder: str) -> tuple[str, bool]:
+    """A file system that cannot set space aside; the first step's gradients fill it."""
+    from zlaunch.runtime import foresee
+
+    def cannot(fd: int, offset: int, length: int) -> None:
+        raise OSError(errno.EOPNOTSUPP, "not supported")
+
+    zlaunch.init_distributed()
+    foresee.check = lambda setting, free: None
+    os.posix_fallocate = cannot
+    engine = _engine(Path(folder))
+    (path,) = Path(folder).glob("zlaunch-*/optimizer.bin")
+    try:
+        train_engine(engine, batches(2, 12))
+    except DiskError as error:
+        return str(error), str(path) in str(error)
+    finally:
+        engine.destroy()
+    return "no error", False
+
+
+def test_a_disk_that_fills_up_in_the_middle_of_a_step(tmp_path: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("mounting needs root")
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=700k", "tmpfs", str(tmp_path)])
+    if mounted.returncode:
+        pytest.skip("mounting is not allowed here")
+    try:
+        ((message, named),) = run_workers(_full_in_a_step, 1, str(tmp_path))
+        assert "no space left" in message and named
+        assert list(tmp_path.iterdir()) == []
+    finally:
+        subprocess.run(["umount", "-l", str(tmp_path)], check=True)
 
 
 def _full(folder: str) -> str:
