@@ -33,7 +33,6 @@ from .zero.grads import GradientOptions, GradientReducer
 from .zero.model import ShardedModel
 from .zero.partition import UNIT_NUMEL, Block, ShardingOptions, build_units, plan_blocks
 
-
 _PINNED_SHARE = 0.8
 """Of the free host memory: page-locked memory is lost to everybody else."""
 
