@@ -24,8 +24,8 @@ from .data import EngineLoader
 from .engine import Engine
 from .environment import read_environment
 from .foresee import foresee
-from .offload.choose import choose_offload
 from .offload.place import TILE_NUMEL, Offload
+from .offload_options import choose_offload
 from .optim.build import build_optimizer, build_scheduler
 from .optim.shard_step import ShardStep, parameter_groups
 from .precision import Precision, choose_precision, dtype_named

@@ -18,8 +18,9 @@ from .loss_scaler import DeviceLossScaler, LossScaleFloorError, LossScaler, floo
 from .memory import relief
 from .monitor.report import report
 from .offload.place import Offload
-from .optim.shard_step import ShardStep, StepResult
+from .optim.shard_step import ShardStep
 from .precision import Precision
+from .step_result import StepResult
 from .zero.grads import GradientReducer
 from .zero.model import ShardedModel
 

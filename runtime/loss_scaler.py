@@ -7,15 +7,13 @@ Megatron and DeepSpeed: a few overflows are tolerated before the scale shrinks.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..cuda_ops.loss_scale import LossScaleState, update_loss_scale
-
-if TYPE_CHECKING:
-    from .optim.shard_step import StepResult
+from .step_result import StepResult
 
 
 class LossScaleFloorError(RuntimeError):

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..config import ConfigError, Effective
-from ..optim.rule import Rule
-from .place import TILE_NUMEL, OffloadOptions, Place
+from .config import ConfigError, Effective
+from .offload.place import TILE_NUMEL, OffloadOptions, Place
+from .optim.rule import Rule
 
 if TYPE_CHECKING:
-    from ..config.schema import Config
+    from .config.schema import Config
 
 
 def offload_options(config: Config, state_count: int) -> OffloadOptions:
