@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..comm import DONE, Pending
 from .disk import File, Transfer, aligned
 from .gradients import Cuts, squares_of
 from .place import TILE_ALIGN, Offload
@@ -91,6 +92,7 @@ class DiskState:
         self.resident: Tensor | None = None
         """The gradient, where it stays on the device until the step; it is not on disk then."""
         self.delivered = False
+        self.reader: Pending = DONE
         self.write_master(master)
 
     def read(self, record: Record, buffer: Tensor) -> Transfer:
@@ -127,6 +129,8 @@ class DiskState:
         return values
 
     def deliver(self, shard: Tensor, *, fresh: bool, stays: bool) -> None:
+        self.reader.wait()
+        self.reader = DONE
         self.delivered = True
         self.resident = shard if stays else None
         self._squares = squares_of(shard, self._cuts) if stays or fresh else []

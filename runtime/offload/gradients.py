@@ -21,6 +21,8 @@ class GradientHome(Protocol):
 
     delivered: bool
     """Whether it holds anything of a step."""
+    reader: Pending
+    """A step in the background that still reads it; waited for before anything is delivered."""
 
     def deliver(self, shard: Tensor, *, fresh: bool, stays: bool) -> None:
         """Take a reduced shard; ``fresh`` replaces what was there, else it is added. With ``stays`` the
@@ -55,8 +57,11 @@ class HostGradient:
         self._summing = self._adding = False
         self._squares: list[Tensor] | None = None
         self.delivered = False
+        self.reader: Pending = DONE
 
     def deliver(self, shard: Tensor, *, fresh: bool, stays: bool) -> None:
+        self.reader.wait()
+        self.reader = DONE
         self._finish()
         if self._landing is None or self._landing.dtype != shard.dtype:
             self._landing = self._link.empty(shard.numel(), shard.dtype)

@@ -9,6 +9,7 @@ from itertools import chain
 import torch
 
 from ..comm import DONE, Comm, Pending
+from ..offload.link import settled
 from ..offload.place import Offload, Place
 from ..zero.unit import Unit
 from .lanes import Stepped, step_in_host, step_on_disk
@@ -30,6 +31,7 @@ class Away:
         self._units = [unit for unit in units if unit.state_place is not Place.DEVICE]
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
+        self._arrivals: list[_Arrival] = []
 
     def brings(self, unit: Unit) -> bool:
         """Whether the new values of ``unit`` come without a refresh by the caller."""
@@ -50,7 +52,10 @@ class Away:
             return
         arrivals = {id(unit): _Arrival() for unit in self._units}
         order = _InOrder([unit for unit in self._units if not unit.shard_params], arrivals, self._comm)
+        self._arrivals = list(arrivals.values())
         for unit in self._units:
+            if unit.gradient_home is not None:
+                unit.gradient_home.reader = arrivals[id(unit)]
             if unit.shard_params:
                 unit.updated = arrivals[id(unit)]
             else:
@@ -74,12 +79,15 @@ class Away:
             arrival.come([], self._error)
 
     def wait(self) -> None:
-        """Return when the step has ended. Raises what ended it early."""
+        """Return when the step has ended, uploads included. Raises what ended it early."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
         if self._error is not None:
             raise self._error
+        for arrival in self._arrivals:
+            arrival.settle()
+        self._arrivals.clear()
 
 
 class _Arrival:
@@ -101,6 +109,11 @@ class _Arrival:
             raise self._error
         for upload in self._uploads:
             upload.wait()
+
+    def settle(self) -> None:
+        """Block the host until the device has the values."""
+        for upload in self._uploads:
+            settled(upload)
 
 
 class _InOrder:
