@@ -6,6 +6,7 @@ O_DIRECT transfers want it.
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import threading
 import warnings
@@ -39,6 +40,10 @@ class PinnedPool:
         self._pin = pin and torch.cuda.is_available()
         self._budget = budget_bytes
         self._free: list[Tensor] = []
+        self._made: dict[int, Tensor] = {}
+        """Every buffer by its address. The driver must hear of it before locked memory is unmapped, so none
+        goes without the pool.
+        """
         self._pinned: set[int] = set()
         self._warned = False
         self._held = self._locked = self._lent = self._peak = 0
@@ -71,22 +76,44 @@ class PinnedPool:
         """How much memory there is and was."""
         return PoolStatistics(self._held, self._locked, self._lent, self._peak)
 
+    def drop(self, buffer: Tensor) -> None:
+        """Take back a lent buffer for good: it is no longer page-locked, and its memory goes with the last
+        tensor over it.
+        """
+        with self._lock:
+            self._lent -= buffer.numel()
+            self._forget(buffer)
+
     def trim(self) -> None:
         """Give the free buffers back to the system."""
         with self._lock:
             for buffer in self._free:
-                self._held -= buffer.numel()
-                if buffer.data_ptr() in self._pinned:
-                    self._pinned.discard(buffer.data_ptr())
-                    self._locked -= buffer.numel()
-                    torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())  # type: ignore[no-untyped-call]
+                self._forget(buffer)
             self._free.clear()
+
+    def close(self) -> None:
+        """Unlock everything, lent buffers too. The pool is empty afterwards."""
+        with self._lock:
+            for buffer in list(self._made.values()):
+                self._forget(buffer)
+            self._free.clear()
+            self._lent = 0
+
+    def _forget(self, buffer: Tensor) -> None:
+        address = buffer.data_ptr()
+        del self._made[address]
+        self._held -= buffer.numel()
+        if address in self._pinned:
+            self._pinned.discard(address)
+            self._locked -= buffer.numel()
+            torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
 
     def _new(self, nbytes: int) -> Tensor:
         memory = mmap.mmap(-1, nbytes)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             memory.madvise(mmap.MADV_HUGEPAGE)
         buffer = torch.frombuffer(memory, dtype=torch.uint8)
+        self._made[buffer.data_ptr()] = buffer
         self._held += nbytes
         if self._pin:
             self._page_lock(buffer)
@@ -99,6 +126,7 @@ class PinnedPool:
         else:
             status = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.numel(), 0)  # type: ignore[no-untyped-call]
             if int(status) != 0:
+                _clear_cuda_error()
                 problem = f"the system refused (CUDA error {int(status)})"
         if problem is None:
             self._pinned.add(buffer.data_ptr())
@@ -111,3 +139,14 @@ class PinnedPool:
                 RuntimeWarning,
                 stacklevel=3,
             )
+
+
+def _clear_cuda_error() -> None:
+    """Forget the refusal, or torch reports it at the next kernel as if that had failed."""
+    try:
+        ctypes.CDLL(None).cudaGetLastError()
+    except (OSError, AttributeError):
+        try:
+            torch.zeros(1, device="cuda")
+        except RuntimeError:
+            return

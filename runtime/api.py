@@ -7,6 +7,7 @@ import atexit
 import os
 import socket
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -150,28 +151,28 @@ def initialize(
         client = _make_optimizer(optimizer, effective, groups)
     settings = choose_offload(effective, client)
     blocks, options = _plan(model, effective)
-    free = foresee(blocks, options, settings, client, precision, comm)
+    accumulation = int(effective.config.gradient_accumulation_steps or 1)
+    free = foresee(blocks, options, settings, client, precision, comm, accumulation)
     settings = replace(settings, pinned_budget_bytes=int(_PINNED_SHARE * free.host))
     offload = Offload(settings, comm) if settings.any else None
-    try:
-        sharded, reducer = _shard(model, blocks, options, groups, comm, effective, precision, offload)
-    except BaseException:
-        if offload is not None:
-            offload.close()
-        raise
     step = None
-    if client is not None:
-        trained = [unit for unit in sharded.units if unit.trainable]
-        step = ShardStep(
-            client,
-            trained,
-            reducer,
-            comm,
-            sharded=effective.config.zero_optimization.stage >= 1,
-            offload=offload,
-            background=comm.device.type == "cuda",
-            on_device=comm.device.type == "cuda",
-        )
+    with ExitStack() as undo:  # what has been made, should a part of it fail
+        if offload is not None:
+            undo.callback(offload.close)
+        sharded, reducer = _shard(model, blocks, options, groups, comm, effective, precision, offload)
+        undo.callback(sharded.close)
+        if client is not None:
+            step = ShardStep(
+                client,
+                [unit for unit in sharded.units if unit.trainable],
+                reducer,
+                comm,
+                sharded=options.shard_optimizer,
+                offload=offload,
+                background=comm.device.type == "cuda",
+                on_device=comm.device.type == "cuda",
+            )
+        undo.pop_all()
     scheduler = _make_scheduler(lr_scheduler, effective, client)
     engine = Engine(sharded, reducer, step, scheduler, precision, effective, offload)
     loader = engine.deepspeed_io(training_data, collate_fn=collate_fn) if training_data is not None else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
@@ -15,13 +16,39 @@ _CGROUPS = Path("/sys/fs/cgroup")
 
 
 def available(device: torch.device, offload: OffloadOptions, local_world_size: int) -> Amounts:
-    """Free bytes for one of ``local_world_size`` ranks on this machine; 0 disk where no path is given."""
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
+    """Free bytes for one of ``local_world_size`` ranks on this machine.
+
+    ``disk`` is what the optimizer's drive has, or the parameters', 0 where no path is given.
+    """
+    free = 0
+    if device.type == "cuda":
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        free = torch.cuda.mem_get_info(device)[0] + kept
+    path = offload.optimizer_path or offload.parameters_path
     return Amounts(
         device=free,
         host=host_bytes() // local_world_size,
-        disk=disk_bytes(offload, local_world_size),
+        disk=_free_on(path) // local_world_size if path else 0,
     )
+
+
+def other_drive_bytes(offload: OffloadOptions, local_world_size: int) -> int | None:
+    """Free for the parameters where they have a drive of their own, else None."""
+    one, other = offload.optimizer_path, offload.parameters_path
+    if not one or not other or os.stat(_existing(one)).st_dev == os.stat(_existing(other)).st_dev:
+        return None
+    return _free_on(other) // local_world_size
+
+
+def _existing(path: str) -> Path:
+    folder = Path(path).absolute()
+    while not folder.exists():
+        folder = folder.parent
+    return folder
+
+
+def _free_on(path: str) -> int:
+    return shutil.disk_usage(_existing(path)).free
 
 
 def host_bytes() -> int:
@@ -33,17 +60,6 @@ def host_bytes() -> int:
             cached = _statistic(folder / "memory.stat", "inactive_file")
             free = min(free, max(0, limit - used + cached))
     return free
-
-
-def disk_bytes(offload: OffloadOptions, local_world_size: int) -> int:
-    """Free on the smaller of the offload's drives."""
-    found = []
-    for path in {offload.optimizer_path, offload.parameters_path} - {None}:
-        folder = Path(str(path)).absolute()
-        while not folder.exists():
-            folder = folder.parent
-        found.append(shutil.disk_usage(folder).free // local_world_size)
-    return min(found, default=0)
 
 
 def _own_groups() -> list[Path]:

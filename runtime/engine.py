@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -175,8 +175,14 @@ class Engine(nn.Module):
         """Call the model."""
         if self._precision.cast_inputs and self._precision.dtype is not None:
             args, kwargs = _cast((args, kwargs), self._precision.dtype)
-        with self._explained("forward"):
-            return self.module(*args, **kwargs)
+        if self._shard_step is not None:
+            self._shard_step.check()
+        try:
+            with self._explained("forward"):
+                return self.module(*args, **kwargs)
+        except BaseException:
+            self._sharded.abandon_forward()
+            raise
 
     @contextmanager
     def _explained(self, where: str) -> Iterator[None]:
@@ -373,12 +379,13 @@ class Engine(nn.Module):
         """Give the model back as a plain module with its present values, and release communicators.
         Collective.
         """
-        if self._shard_step is not None:
-            self._shard_step.wait()
-        self._sharded.close()
-        if self._offload is not None:
-            self._offload.close()
-        self._sharded.comm.close()
+        with ExitStack() as stack:  # all of it, whatever fails
+            stack.callback(self._sharded.comm.close)
+            if self._offload is not None:
+                stack.callback(self._offload.close)
+            stack.callback(self._sharded.close)
+            if self._shard_step is not None:
+                stack.callback(self._shard_step.finish)
 
 
 def _advised(error: LossScaleFloorError, names: str) -> LossScaleFloorError:

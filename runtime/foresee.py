@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+from torch import nn
 
-from .available import available
+from .available import available, other_drive_bytes
 from .comm import Comm
 from .environment import read_environment
 from .memory import Amounts, MemoryPlanError, Setting, check, describe
@@ -24,6 +25,7 @@ def foresee(
     optimizer: torch.optim.Optimizer | None,
     precision: Precision,
     comm: Comm,
+    accumulation: int,
 ) -> Amounts:
     """Print the plan on rank 0 and return what a rank may take. Raises MemoryPlanError on every rank if the
     plan does not fit on one of them. Collective.
@@ -41,21 +43,41 @@ def foresee(
         states=offload.state_count,
         offload=offload,
         trains=optimizer is not None,
+        accumulates=accumulation > 1,
         device_is_host=comm.device.type == "cpu",
     )
-    free = available(comm.device, offload, read_environment().local_world_size)
+    local = read_environment().local_world_size
+    free = available(comm.device, offload, local)
     # the model's present values are given back as they are taken over
-    present = sum(p.numel() * p.dtype.itemsize for p in parameters if guards.owner(p) is None)
-    if comm.device.type == "cpu":
-        free = replace(free, host=free.host + present)
+    in_host, on_device = _present(parameters, comm)
+    free = replace(free, host=free.host + in_host, device=free.device + on_device)
     if comm.rank == 0:
         print(f"zlaunch: {describe(setting, free)}", flush=True)
     problem = None
     try:
-        check(setting, free)
+        check(setting, free, other_drive_bytes(offload, local))
     except MemoryPlanError as error:
         problem = str(error)
     for rank, text in enumerate(comm.exchange(problem)):
         if text is not None:
             raise MemoryPlanError(f"rank {rank}: {text}")
     return free
+
+
+def _present(parameters: Sequence[nn.Parameter], comm: Comm) -> tuple[int, int]:
+    """Bytes that the model holds now, in host memory and on the GPU; of parameters built in ``zero.Init``
+    that is this rank's slice.
+    """
+    in_host = on_device = 0
+    for parameter in parameters:
+        unit = guards.owner(parameter)
+        nbytes = parameter.numel() * parameter.dtype.itemsize
+        place = parameter.device.type
+        if unit is not None:
+            nbytes //= comm.world_size
+            place = unit.home.device.type if isinstance(unit.home, torch.Tensor) else "disk"
+        if place == "cuda":
+            on_device += nbytes
+        elif place == "cpu" and (comm.device.type == "cpu" or unit is not None):
+            in_host += nbytes
+    return in_host, on_device

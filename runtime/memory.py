@@ -57,6 +57,8 @@ class Setting:
     """Tensors the optimizer keeps for each element."""
     offload: OffloadOptions
     trains: bool = True
+    accumulates: bool = False
+    """A step has several micro-batches."""
     device_is_host: bool = False
 
     @property
@@ -128,7 +130,8 @@ def _gradients(s: Setting, here: int, away: int) -> Amounts:
     else:
         sums = Amounts(device=_BUCKETS * largest * s.dtype_bytes + here * _ACCUMULATE_BYTES)
     if s.offload.optimizer is Place.HOST:
-        sums += _place(Place.HOST, away * _ACCUMULATE_BYTES, s.offload.pin)
+        landing = s.dtype_bytes + (_ACCUMULATE_BYTES if s.accumulates else 0)
+        sums += _place(Place.HOST, away * landing, s.offload.pin)
     elif s.offload.optimizer is Place.DISK:
         sums += Amounts(disk=away * _ACCUMULATE_BYTES)
     return sums
@@ -152,9 +155,12 @@ def _optimizer(s: Setting, here: int, away: int) -> Amounts:
 # -- does it fit
 
 
-def shortages(s: Setting, free: Amounts) -> list[str]:
-    """What is not enough, in words; ``free`` is what one rank may take (0 disk: no nvme_path is known)."""
-    need = plan(s).total
+def shortages(s: Setting, free: Amounts, parameters_disk: int | None = None) -> list[str]:
+    """What is not enough, in words. ``free`` is what one rank may take; ``parameters_disk``, where the
+    parameters have a drive of their own, is what that has, and ``free.disk`` then is the optimizer's.
+    """
+    parts = plan(s)
+    need = parts.total
     found = []
     if s.device_is_host:
         if need.device + need.host > free.host:
@@ -164,8 +170,13 @@ def shortages(s: Setting, free: Amounts) -> list[str]:
             found.append(f"GPU memory ({_gib(need.device)} needed, {_gib(free.device)} free)")
         if need.host > free.host:
             found.append(f"host memory ({_gib(need.host)} needed, {_gib(free.host)} free)")
-    if need.disk > free.disk and s.offload.disk:
-        found.append(f"disk ({_gib(need.disk)} needed, {_gib(free.disk)} free)")
+    drives = [(need.disk, free.disk)]
+    if parameters_disk is not None:
+        values = parts.parameters.disk
+        drives = [(need.disk - values, free.disk), (values, parameters_disk)]
+    for needed, there in drives:
+        if needed > there and s.offload.disk:
+            found.append(f"disk ({_gib(needed)} needed, {_gib(there)} free)")
     return found
 
 
@@ -193,9 +204,9 @@ def alternatives(s: Setting) -> Iterator[tuple[str, Setting]]:
             yield text, replace(s, stage=3, offload=both)
 
 
-def check(s: Setting, free: Amounts) -> None:
+def check(s: Setting, free: Amounts, parameters_disk: int | None = None) -> None:
     """Raises MemoryPlanError, with the first alternative that fits, if the plan does not."""
-    missing = shortages(s, free)
+    missing = shortages(s, free, parameters_disk)
     if not missing:
         return
     advice = f"Nothing in zero_optimization would make it fit. {_HINT}"

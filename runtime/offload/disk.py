@@ -98,6 +98,7 @@ class Transfer:
 
     def __init__(self, parts: Sequence[Future[None]]) -> None:
         self._parts = parts
+        self._error: BaseException | None = None
 
     @property
     def done(self) -> bool:
@@ -105,14 +106,15 @@ class Transfer:
         return all(part.done() for part in self._parts)
 
     def wait(self) -> None:
-        """Return when all of it has happened; raises the DiskError of the first block that failed."""
-        first: BaseException | None = None
+        """Return when all of it has happened; raises the DiskError of the first block that failed, every
+        time.
+        """
         for part in self._parts:
             error = part.exception()
-            first = first or error
+            self._error = self._error or error
         self._parts = ()
-        if first is not None:
-            raise first
+        if self._error is not None:
+            raise self._error
 
 
 class DiskEngine:

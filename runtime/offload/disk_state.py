@@ -107,6 +107,7 @@ class DiskState:
     def write_master(self, values: Tensor) -> None:
         """Replace the master values. Raises DiskError."""
         ring = self._offload.ring
+        ring.drain()  # a step's own write of them may still be on its way
         for record in self.records:
             buffer = ring.take()
             record.region(buffer, 0).copy_(values[record.start : record.stop])
@@ -117,6 +118,7 @@ class DiskState:
     def read_master(self) -> Tensor:
         """The master values in host memory, flat. Raises DiskError."""
         ring = self._offload.ring
+        ring.drain()
         values = torch.empty(self.records[-1].stop, dtype=self.records[0].dtype)
         for record in self.records:
             buffer = ring.take()

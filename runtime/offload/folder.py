@@ -6,10 +6,13 @@ import atexit
 import fcntl
 import os
 import shutil
+import signal
 import socket
 import tempfile
+import threading
 import time
 from pathlib import Path
+from weakref import WeakSet
 
 from .disk import DiskError
 
@@ -40,6 +43,8 @@ class ScratchFolder:
             ) from None
         self._owner = os.getpid()
         atexit.register(self.remove)
+        _folders.add(self)
+        _remove_on_sigterm()
 
     def remove(self) -> None:
         """Delete the folder. Called at exit, too; a forked child leaves it alone."""
@@ -49,6 +54,25 @@ class ScratchFolder:
         os.close(self._lock)
         self._lock = -1
         atexit.unregister(self.remove)
+
+
+_folders: WeakSet[ScratchFolder] = WeakSet()
+
+
+def _remove_on_sigterm() -> None:
+    """Where nobody handles SIGTERM it ends a process without its exit functions: then, too."""
+    if threading.current_thread() is not threading.main_thread():
+        return
+    if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        return
+
+    def end(number: int, frame: object) -> None:
+        for folder in list(_folders):
+            folder.remove()
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+    signal.signal(signal.SIGTERM, end)
 
 
 def _make(root: Path, prefix: str) -> tuple[Path, int]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import torch
 from torch import Tensor
 
@@ -24,16 +26,20 @@ class HostLink:
         self._up = torch.cuda.Stream(device) if self.cuda else None  # type: ignore[no-untyped-call]
         self.downloaded_bytes = self.uploaded_bytes = 0
         self._later: list[tuple[torch.cuda.Event, Tensor]] = []
+        self._lock = threading.Lock()
+        self._kept: dict[int, Tensor] = {}
+        """What ``empty`` has given out, by address."""
 
     def take(self, nbytes: int) -> Tensor:
         """A uint8 buffer of the pool, to be given back."""
-        busy = []
-        for event, buffer in self._later:
-            if event.query():  # type: ignore[no-untyped-call]
-                self.pool.give_back(buffer)
-            else:
-                busy.append((event, buffer))
-        self._later = busy
+        with self._lock:
+            busy = []
+            for event, buffer in self._later:
+                if event.query():  # type: ignore[no-untyped-call]
+                    self.pool.give_back(buffer)
+                else:
+                    busy.append((event, buffer))
+            self._later = busy
         return self.pool.take(nbytes)
 
     def give_back(self, buffer: Tensor) -> None:
@@ -42,11 +48,27 @@ class HostLink:
         if event is None:
             self.pool.give_back(buffer)
         else:
-            self._later.append((event, buffer))
+            with self._lock:
+                self._later.append((event, buffer))
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Flat host memory that stays, content undefined."""
-        return self.pool.take(numel * dtype.itemsize).view(dtype)[:numel]
+        """Flat host memory that stays until it is released, content undefined."""
+        buffer = self.pool.take(numel * dtype.itemsize)
+        self._kept[buffer.data_ptr()] = buffer
+        return buffer[: numel * dtype.itemsize].view(dtype)
+
+    def release(self, tensor: Tensor) -> None:
+        """Take back what ``empty`` has given out; other tensors are left alone."""
+        buffer = self._kept.pop(tensor.data_ptr(), None)
+        if buffer is not None:
+            self.pool.drop(buffer)
+
+    def close(self) -> None:
+        """Take everything back; nothing may be under way."""
+        if self.cuda:
+            torch.cuda.synchronize(self.device)
+        self._kept.clear()
+        self.pool.close()
 
     def download(self, source: Tensor, target: Tensor) -> Pending:
         """Start ``target`` (host) <- ``source`` (device), after what the current stream has queued.

@@ -253,6 +253,7 @@ class Offload:
         """End the disk's threads and remove the folders."""
         if self.engine is not None:
             self.engine.close()
+        self.link.close()
         for space in (self.state_space, self.value_space):
             if space is not None:
                 space.file.close()

@@ -8,7 +8,7 @@ from itertools import chain
 
 import torch
 
-from ..comm import DONE, Comm, Pending
+from ..comm import Comm, Pending
 from ..offload.link import settled
 from ..offload.place import Offload, Place
 from ..zero.unit import Unit
@@ -21,16 +21,19 @@ class Away:
     """Steps the units whose state is in host memory or on disk.
 
     With ``background``, :meth:`start` returns at once: a thread goes through the units in order while the
-    device begins the next forward pass, which waits for each unit as it gets there. All-gathers of what
-    ranks have updated are then issued by the thread that waits, always in the order of the units, since all
-    ranks must issue them alike.
+    device begins the next forward pass, which waits for each unit as it gets there. Not so where whole
+    parameters have to be gathered from the ranks that updated them (stages 1 and 2, several ranks): a gather
+    that starts when a rank first touches a parameter could meet another collective of that rank.
     """
 
     def __init__(self, offload: Offload, units: Sequence[Unit], comm: Comm, background: bool) -> None:
-        self._offload, self._comm, self._background = offload, comm, background
+        self._offload, self._comm = offload, comm
         self._units = [unit for unit in units if unit.state_place is not Place.DEVICE]
+        gathers = any(not unit.shard_params and unit.stop - unit.start < unit.numel for unit in self._units)
+        self._background = background and not gathers
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
+        self._told = False
         self._arrivals: list[_Arrival] = []
 
     def brings(self, unit: Unit) -> bool:
@@ -44,22 +47,22 @@ class Away:
             step_in_host(self._offload, rule, runs, rule.optimizer.state, after),
             step_on_disk(self._offload, rule, runs, after),
         )
-        if not self._background:
-            for _, uploads in stepped:
-                for upload in uploads:
-                    upload.wait()
-            rule.end()
-            return
         arrivals = {id(unit): _Arrival() for unit in self._units}
-        order = _InOrder([unit for unit in self._units if not unit.shard_params], arrivals, self._comm)
         self._arrivals = list(arrivals.values())
+        if not self._background:
+            self._run(rule, stepped, arrivals)
+            self.check()
+            for arrival in self._arrivals:
+                arrival.wait()
+            return
         for unit in self._units:
+            arrival = arrivals[id(unit)]
             if unit.gradient_home is not None:
-                unit.gradient_home.reader = arrivals[id(unit)]
+                unit.gradient_home.reader = arrival
             if unit.shard_params:
-                unit.updated = arrivals[id(unit)]
+                unit.updated = arrival
             else:
-                unit.await_update(_Refresh(order, unit))
+                unit.await_update(arrival)
         self._thread = threading.Thread(
             target=self._run, args=(rule, stepped, arrivals), name="zlaunch-step", daemon=True
         )
@@ -78,13 +81,24 @@ class Away:
         for arrival in arrivals.values():
             arrival.come([], self._error)
 
+    def check(self) -> None:
+        """Raises what ended a step early."""
+        if self._error is not None:
+            self._told = True
+            raise self._error
+
+    def finish(self) -> None:
+        """No step will follow. Raises what ended the last one early, if nobody has been told."""
+        if self._told:
+            return
+        self.wait()
+
     def wait(self) -> None:
         """Return when the step has ended, uploads included. Raises what ended it early."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        if self._error is not None:
-            raise self._error
+        self.check()
         for arrival in self._arrivals:
             arrival.settle()
         self._arrivals.clear()
@@ -97,6 +111,11 @@ class _Arrival:
         self._event = threading.Event()
         self._uploads: Sequence[Pending] = ()
         self._error: BaseException | None = None
+
+    @property
+    def ready(self) -> bool:
+        """Whether ``wait`` would not keep the host waiting."""
+        return self._event.is_set()
 
     def come(self, uploads: Sequence[Pending], error: BaseException | None = None) -> None:
         if not self._event.is_set():
@@ -114,35 +133,3 @@ class _Arrival:
         """Block the host until the device has the values."""
         for upload in self._uploads:
             settled(upload)
-
-
-class _InOrder:
-    """Gathers what the ranks have updated, unit after unit."""
-
-    def __init__(self, units: Sequence[Unit], arrivals: dict[int, _Arrival], comm: Comm) -> None:
-        self._units, self._arrivals, self._comm = list(units), arrivals, comm
-        self._pending: dict[int, Pending] = {}
-        self._next = 0
-
-    def wait_for(self, unit: Unit) -> None:
-        while id(unit) not in self._pending:
-            following = self._units[self._next]
-            self._arrivals[id(following)].wait()
-            pending = DONE
-            if following.stop - following.start < following.numel:
-                with torch.no_grad():
-                    own = following.full[following.start : following.stop]
-                    pending = self._comm.all_gather(following.full, own)
-            self._pending[id(following)] = pending
-            self._next += 1
-        self._pending[id(unit)].wait()
-
-
-class _Refresh:
-    """The wait of one unit that stays FULL."""
-
-    def __init__(self, order: _InOrder, unit: Unit) -> None:
-        self._order, self._unit = order, unit
-
-    def wait(self) -> None:
-        self._order.wait_for(self._unit)

@@ -198,6 +198,12 @@ def _update_record(
     for run, update in zip(runs, updates, strict=True):
         after = state.get(update.leaf, {})
         keys = sorted(key for key, value in after.items() if is_elementwise(value, update.leaf))
+        if len(keys) > record.state_count:
+            raise RuntimeError(
+                f"the optimizer keeps {len(keys)} values for each element ({', '.join(keys)}), but "
+                f"{record.state_count} when its state was laid out on disk: set the options that need them "
+                "(momentum, amsgrad) before zlaunch.initialize"
+            )
         span = slice(run.start - record.start, run.stop - record.start)
         for index, key in enumerate(keys):
             home, value = record.region(buffer, 1 + index)[span], after[key]

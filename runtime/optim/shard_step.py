@@ -140,6 +140,16 @@ class ShardStep:
         self._apply([True] * (agreed.numel() - 2))
         return StepResult(norm, found_inf if check_finite else torch.zeros_like(found_inf), agreed[1])
 
+    def check(self) -> None:
+        """Raises what ended a step half-way: the values are of two steps then, and nothing may go on."""
+        if self._away is not None:
+            self._away.check()
+
+    def finish(self) -> None:
+        """No step will follow. Raises what ended the last one early, if nobody has been told."""
+        if self._away is not None:
+            self._away.finish()
+
     def wait(self) -> None:
         """Return when the last step has ended everywhere. Raises what ended it early, a DiskError for one."""
         if self._away is not None:
@@ -226,6 +236,13 @@ class ShardStep:
         """Parameters with inf or NaN in this rank's shard of the gradients."""
         names: list[str] = []
         for unit in self.units:
+            if unit.gradient_home is not None:  # as closely as is known where it rests
+                squares = unit.gradient_home.squares() if unit.gradient_home.delivered else []
+                bad = [cut for cut, square in zip(unit.cuts, squares, strict=False) if not square.isfinite()]
+                for low, high in bad:
+                    slots = unit.layout.overlaps(unit.start + low, unit.start + high)
+                    names += [unit.names[index] for index, _, _ in slots]
+                continue
             if unit.grad is None:
                 continue
             for index, first, last in unit.layout.overlaps(unit.start, unit.stop):

@@ -136,7 +136,19 @@ class GradientReducer:
         self.clear()
 
     def clear(self) -> None:
-        """Begin a new optimizer step: nothing has been accumulated."""
+        """Begin a new optimizer step: nothing has been accumulated.
+
+        What a backward pass that ended in an exception has left under way is finished and dropped.
+        """
+        while self._in_flight:
+            left = self._in_flight.popleft()
+            left.pending.wait()
+            if left.lent is not None:
+                self._pool.give_back(left.lent)
+        for bucket in self._buckets.values():
+            if self.options.transient and bucket.tensor is not None:
+                self._pool.give_back(bucket.tensor)
+                bucket.set_tensor(None)
         for bucket in self._buckets.values():
             bucket.fresh, bucket.reduced, bucket.carry = True, False, None
             bucket.written = [False] * len(bucket.unit.parameters)

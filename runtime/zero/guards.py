@@ -145,6 +145,9 @@ class ShardedParameter(nn.Parameter):
         return _call(func, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        unit = owner(self)
+        if unit is not None and unit.provisional and unit.on_demand is not None and unit.on_demand(unit):
+            return nn.Parameter.__deepcopy__(self, memo)  # type: ignore[no-untyped-call]
         raise RuntimeError(
             "a model whose parameters are sharded (ZeRO stage 3) cannot be copied: "
             "copy it before zlaunch.initialize, or rebuild it from engine.module.state_dict(), called on "

@@ -165,7 +165,9 @@ class _Builder:
                 if outermost:
                     self._under_construction.discard(id(module))
             if outermost:
-                self.shard(module)
+                for member in module.modules():  # a copy of a module has parameters, but ran no constructor
+                    if member is module or id(member) not in self._under_construction:
+                        self.shard(member)
                 self.settle()
 
         kind.__init__ = construct  # type: ignore[method-assign,assignment]
@@ -225,7 +227,10 @@ class _Builder:
 
     def _on_demand(self, unit: Unit) -> bool:
         if not self._is_open:
-            return False
+            raise RuntimeError(
+                f"{unit.name}.{unit.names[0]} was built in zlaunch.zero.Init and is sharded: give the model "
+                "to zlaunch.initialize, or reach its values in zlaunch.zero.GatheredParameters"
+            )
         unit.ensure_full()
         self._touched.setdefault(id(unit), unit)
         return True

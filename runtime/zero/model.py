@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..comm import Comm
+from ..offload.disk import DiskError
 from ..offload.disk_state import DiskValues
 from . import guards
 from .grads import GradientReducer
@@ -102,12 +103,22 @@ class ShardedModel:
                     add(parameter.register_post_accumulate_grad_hook(self._on_gradient(unit, index)))  # type: ignore[no-untyped-call]
 
     def close(self) -> None:
-        """Make the module a plain one again, with present values. Collective if parameters are sharded."""
+        """Make the module a plain one again, with present values. Collective if parameters are sharded.
+
+        Raises the first DiskError; parameters whose values cannot be read are left as NaN.
+        """
         for handle in self._handles:
             handle.remove()
         self._restore()
+        first: DiskError | None = None
         for unit in self.units:
-            unit.detach()
+            try:
+                unit.detach()
+            except DiskError as error:
+                first = first or error
+                unit.abandon()
+        if first is not None:
+            raise first
 
     # -- forward
 
@@ -119,6 +130,10 @@ class ShardedModel:
             self._abandon()
         self._depth += 1
         self._fill(self._root)
+
+    def abandon_forward(self) -> None:
+        """A forward pass has ended in an exception; for some (KeyboardInterrupt) torch calls no hooks."""
+        self._depth = 0
 
     def _after_root(self, module: nn.Module, args: Any, output: Any) -> None:
         if guards.in_backward():
@@ -293,7 +308,7 @@ class ShardedModel:
         )
         if live + block.numel <= self._max_live_numel:
             for unit in block.units:
-                if unit.state is UnitState.SHARDED:
+                if unit.state is UnitState.SHARDED and unit.update_ready:
                     unit.start_gather()
 
     def _free(self, block: Block) -> None:

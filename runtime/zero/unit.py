@@ -84,6 +84,7 @@ class Unit:
         self.holds = 0
         """How many callers need the unit FULL at the moment; it is not freed while there are any."""
         self._pending: Pending = DONE
+        self._offload = offload
         self.updated: Pending = DONE
         """An optimizer step that still writes this rank's values; waited for before they are read."""
         self._own = slice(*layout.shard_range(comm.rank))
@@ -219,14 +220,32 @@ class Unit:
         if isinstance(self.home, DiskValues):
             self._pending = _ReadAndGather(self, self.home.start_read())
             return
+        if self._offload is not None and self.home.device != self.device:
+            self._refill()
+            upload = self._offload.link.upload(self.home, self.full[self._own], self._offload.link.mark())
+            self._pending = _UploadAndGather(self, upload)
+            return
         self._pending = self.gather_from(self.home)
+
+    @property
+    def own_part(self) -> Tensor:
+        """This rank's slice of the flat buffer."""
+        return self.full[self._own]
+
+    def _refill(self) -> None:
+        if self._storage.nbytes() != self._storage_nbytes:
+            self._storage.resize_(self._storage_nbytes)
 
     def gather_from(self, source: Tensor) -> Pending:
         """Bring the storage back and start to fill it from every rank's ``source``."""
-        if self._storage.nbytes() != self._storage_nbytes:
-            self._storage.resize_(self._storage_nbytes)
+        self._refill()
         with torch.no_grad():
             return self.comm.all_gather(self.full, source)
+
+    @property
+    def update_ready(self) -> bool:
+        """Whether reading this rank's values would not wait for an optimizer step."""
+        return bool(getattr(self.updated, "ready", True))
 
     @property
     def rests_elsewhere(self) -> bool:
@@ -328,6 +347,8 @@ class Unit:
     def hand_over(self, parameter: nn.Parameter) -> None:
         """Let go of one parameter of a provisional unit, whose values another unit has copied."""
         index = next(i for i, own in enumerate(self.parameters) if own is parameter)
+        if parameter.__class__ in _GUARDED:
+            parameter.__class__ = nn.Parameter  # type: ignore[assignment]
         parameter.data = self._placeholders[index]
         guards.release(parameter)
         kept = [i for i in range(len(self.parameters)) if i != index]
@@ -338,9 +359,18 @@ class Unit:
             self.free()
         else:
             self.full = torch.empty(0, dtype=self.dtype, device=self.device)
-            self._storage, self.home = self.full.untyped_storage(), None
+            self._storage = self.full.untyped_storage()
+            if self._offload is not None and isinstance(self.home, Tensor):
+                self._offload.link.release(self.home)
+            self.home = None
             if self.on_empty is not None:
                 self.on_empty()
+
+    def abandon(self) -> None:
+        """Let go of the parameters, whose values are lost."""
+        self._point(self._placeholders, nn.Parameter)
+        for parameter in self.parameters:
+            guards.release(parameter)
 
     def detach(self) -> None:
         """Give the parameters independent values of their own again and let go of them."""
@@ -351,6 +381,17 @@ class Unit:
         self.full = torch.empty(0, dtype=self.dtype, device=self.device)
         self._views, self.master, self.home, self.grad = [], None, None, None
         self.disk = self.gradient_home = None
+
+
+class _UploadAndGather:
+    """A unit on its way from host memory, on a stream of its own; then as from disk."""
+
+    def __init__(self, unit: Unit, upload: Pending) -> None:
+        self._unit, self._upload = unit, upload
+
+    def wait(self) -> None:
+        self._upload.wait()
+        self._unit.gather_from(self._unit.own_part).wait()
 
 
 class _ReadAndGather:

@@ -122,6 +122,12 @@ def test_never_more_than_one_module_is_whole(tmp_path: Path) -> None:
     assert max(run_workers(_one_at_a_time, 1, str(tmp_path))) <= 1
 
 
+def _refuses(built: nn.Module) -> None:
+    for use in (built.state_dict, lambda: built(torch.ones(1, 8)), lambda: built.weight.isnan()):
+        with pytest.raises(RuntimeError, match=r"give the model to zlaunch.initialize, or reach its"):
+            use()
+
+
 def _others() -> list[bool]:
     zlaunch.init_distributed()
     checks = []
@@ -151,9 +157,13 @@ def _others() -> list[bool]:
     whole = nn.Linear(8, 8)
     wanted = whole.weight.detach().clone()
     zlaunch.zero.Init(module=whole)
-    checks.append(guards.owner(whole.weight) is not None and bool(whole.weight.isnan().all()))
+    checks.append(guards.owner(whole.weight) is not None)
+    _refuses(whole)
     with zlaunch.zero.GatheredParameters([whole.weight]):
         checks.append(torch.equal(whole.weight, wanted))
+    with zlaunch.zero.Init():
+        encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2), 2)  # copies its first layer
+    checks.append(all(guards.owner(p) is not None for p in encoder.parameters()))
     unit = weakref.ref(guards.owner(whole.weight))
     del whole
     gc.collect()

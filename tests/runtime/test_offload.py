@@ -8,6 +8,8 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -191,24 +193,32 @@ def test_parameters_without_a_gradient_are_left_alone(tmp_path: Path, world: int
     assert run_workers(_unused, world, str(tmp_path)) == [[]] * world
 
 
-def _background(folder: str) -> list[str]:
-    """The step in a thread of its own, as it is on a GPU; a scheduler changes the rate meanwhile."""
+@contextmanager
+def in_background(on: bool = True) -> Iterator[None]:
+    """Engines made inside do offloaded steps in a thread of their own, as they do on a GPU."""
     from zlaunch.runtime import api
     from zlaunch.runtime.optim.shard_step import ShardStep
 
+    def make(*args: Any, **kwargs: Any) -> ShardStep:
+        return ShardStep(*args, **{**kwargs, "background": on})
+
+    api.ShardStep = make  # type: ignore[assignment,misc]
+    try:
+        yield
+    finally:
+        api.ShardStep = ShardStep  # type: ignore[misc]
+
+
+def _background(folder: str) -> list[str]:
+    """A scheduler changes the rate while the step still goes on."""
     zlaunch.init_distributed()
     scheduler = {"type": "WarmupDecayLR", "params": {"total_num_steps": 9, "warmup_num_steps": 4}}
     wrong = []
     for stage in (1, 2, 3):
         without = train({}, stage, scheduler=scheduler)
         for name, zero in offloads(folder, stage).items():
-
-            def in_background(*args: Any, **kwargs: Any) -> ShardStep:
-                return ShardStep(*args, **{**kwargs, "background": True})
-
-            api.ShardStep = in_background  # type: ignore[assignment,misc]
-            got = train(zero, stage, scheduler=scheduler)
-            api.ShardStep = ShardStep  # type: ignore[misc]
+            with in_background():
+                got = train(zero, stage, scheduler=scheduler)
             if not same(got, without):
                 wrong.append(f"{stage} {name}")
     return wrong
@@ -341,7 +351,7 @@ def _full_later(folder: str) -> str:
     """Somebody else takes the space between the plan and the files."""
     from zlaunch.runtime import foresee
 
-    foresee.check = lambda setting, free: None
+    foresee.check = lambda *args: None
     return _full(folder)
 
 
@@ -353,7 +363,7 @@ def _full_in_a_step(folder: str) -> tuple[str, bool]:
         raise OSError(errno.EOPNOTSUPP, "not supported")
 
     zlaunch.init_distributed()
-    foresee.check = lambda setting, free: None
+    foresee.check = lambda *args: None
     os.posix_fallocate = cannot
     engine = _engine(Path(folder))
     (path,) = Path(folder).glob("zlaunch-*/optimizer.bin")

@@ -54,9 +54,11 @@ def test_offload_moves_and_does_not_lose() -> None:
     w = 4
     cpu = plan(setting(2, w, optimizer=Place.HOST)).total
     assert cpu.device == N * 2 + 3 * 30_000_000 * 2
-    assert cpu.host == (N // w) * 16 and cpu.disk == 0
+    assert cpu.host == (N // w) * (12 + 2) and cpu.disk == 0
+    again = plan(replace(setting(2, w, optimizer=Place.HOST), accumulates=True)).total
+    assert again.host == (N // w) * (12 + 2 + 4)
     both = plan(setting(3, w, optimizer=Place.HOST, parameters=Place.HOST)).total
-    assert both.host == (N // w) * 18
+    assert both.host == (N // w) * 16
     disk = plan(setting(3, w, optimizer=Place.DISK, parameters=Place.DISK)).total
     assert disk.disk == (N // w) * 18 and disk.host < 0.5 * GIB
     half = plan(setting(2, w, optimizer=Place.HOST, ratio=0.5)).total
@@ -110,6 +112,10 @@ def test_the_first_change_that_fits_is_advised() -> None:
     assert "Nothing in zero_optimization would make it fit" in advice(setting(3), Amounts())
     on_disk = setting(3, optimizer=Place.DISK, optimizer_path="/x")
     assert "disk (" in advice(on_disk, replace(tiny, disk=GIB))
+    apart = setting(3, optimizer=Place.DISK, parameters=Place.DISK)  # 16 bytes there, 2 on the other drive
+    check(apart, replace(tiny, disk=17 * GIB), parameters_disk=2 * GIB)
+    with pytest.raises(MemoryPlanError, match=r"disk \(1.9 GiB needed, 1.0 GiB free\)"):
+        check(apart, replace(tiny, disk=17 * GIB), parameters_disk=GIB)
 
 
 def test_alternatives_come_in_the_order_of_their_cost_and_differ() -> None:
@@ -123,7 +129,7 @@ def test_alternatives_come_in_the_order_of_their_cost_and_differ() -> None:
 def test_the_line() -> None:
     line = describe(setting(2, 8, optimizer=Place.HOST), Amounts(device=24 * GIB, host=64 * GIB))
     assert "GPU 2.0 GiB (parameters 1.9 GiB, gradients 172 MiB, optimizer 0 KiB)" in line
-    assert "offloaded to the host 1.9 GiB" in line and "are left for activations" in line
+    assert "offloaded to the host 1.6 GiB" in line and "are left for activations" in line
 
 
 def test_free_memory_is_what_the_kernel_and_the_groups_say(
@@ -138,7 +144,10 @@ def test_free_memory_is_what_the_kernel_and_the_groups_say(
     (tmp_path / "memory.max").write_text("max\n")
     assert available.host_bytes() > 5000000
     options = OffloadOptions(optimizer_path=str(tmp_path / "not" / "there"))
-    assert available.disk_bytes(options, 2) > 0
+    assert available.available(torch.device("cpu"), options, 2).disk > 0
+    assert available.other_drive_bytes(options, 2) is None
+    other = OffloadOptions(optimizer_path=str(tmp_path), parameters_path="/dev/shm/x")
+    assert (available.other_drive_bytes(other, 2) or 0) > 0
 
 
 def test_a_run_that_cannot_fit_ends_at_once(tmp_path: Path) -> None:
