@@ -80,3 +80,18 @@ def test_a_typo_in_the_config_stops_before_any_worker(tmp_path: Path) -> None:
     assert launch.process.returncode == 2
     assert "zero_optimization.overlap_com: unknown key, did you mean overlap_comm?" in launch.err
     assert launch.out == "" and launch.events("spawn") == []
+
+
+def test_the_example_trains_with_everything_offloaded(tmp_path: Path) -> None:
+    config = json.loads((ROOT / "examples" / "ds_offload.json").read_text())
+    config["zero_optimization"]["offload_optimizer"]["nvme_path"] = str(tmp_path / "nvme")
+    config["scheduler"]["params"]["warmup_num_steps"] = 4
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(config))
+    launch = demo(tmp_path, path)
+    shown = launch.out + launch.err
+    assert launch.process.returncode == 0, shown
+    assert "offloaded to the host" in shown and "on disk" in shown
+    validation = re.search(r"validation loss (\S+) -> (\S+)", shown)
+    assert validation is not None and float(validation[2]) < 4.5, shown
+    assert list((tmp_path / "nvme").iterdir()) == []
