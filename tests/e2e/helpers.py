@@ -15,6 +15,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 30.0
+# Tests that are run under nohup would hand an ignored SIGHUP on to every run.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def wait_until(condition: Callable[[], Any], what: str, timeout_s: float = START_TIMEOUT_S) -> Any:

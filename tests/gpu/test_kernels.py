@@ -72,7 +72,7 @@ def test_loss_scale(seed: int) -> None:
     compare_loss_scale("cuda", seed)
 
 
-@pytest.mark.parametrize(("source", "target"), itertools.product(FLOATS, FLOATS))
+@pytest.mark.parametrize(("source", "target"), list(itertools.product(FLOATS, FLOATS)))
 def test_casts(source: torch.dtype, target: torch.dtype) -> None:
     for numel, offset in ((0, 0), (1, 0), (301, 3), (LARGE, 0)):
         compare_cast("cuda", source, target, numel, offset)
