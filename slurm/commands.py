@@ -184,17 +184,19 @@ def _complaint(result: subprocess.CompletedProcess[str]) -> str:
     return "; ".join(lines) or f"exit code {result.returncode}"
 
 
-def requeue(environ: Mapping[str, str]) -> str:
-    """Put this job back into the queue; says what came of it, for the user."""
+def requeue(environ: Mapping[str, str], say: Callable[[str], None]) -> None:
+    """Put this job back into the queue; ``say`` tells the user.
+
+    It speaks before the job is requeued: SLURM may end this process before the answer is here.
+    """
     job = environ.get("SLURM_JOB_ID", "")
     if not job or shutil.which("scontrol") is None:
-        return "--requeue: not inside a SLURM job; nothing to requeue"
+        say("--requeue: not inside a SLURM job; nothing to requeue")
+        return
+    say(f"job {job} is put back into the queue")
     result = _run(["scontrol", "requeue", job], _QUERY_TIMEOUT_S, environ)
-    return (
-        f"job {job} is requeued"
-        if result.returncode == 0
-        else f"scontrol requeue {job}: {_complaint(result)}"
-    )
+    if result.returncode:
+        say(f"scontrol requeue {job}: {_complaint(result)}")
 
 
 def cancel_step(environ: Mapping[str, str]) -> None:

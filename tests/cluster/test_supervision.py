@@ -182,7 +182,7 @@ def test_preemption_saves_and_requeues(cluster: Testbed, tmp_path: Path) -> None
         subprocess.run(command, env=cluster.env(), check=True, capture_output=True)
         wait_for(lambda: count() == 2, "the start after the requeue", 200)
         assert "saved at" in (tmp_path / "run." / "logs" / "rank_00005.log").read_text()
-        assert f"job {job} is requeued" in (tmp_path / f"out.{job}").read_text()
+        assert f"job {job} is put back into the queue" in (tmp_path / f"out.{job}").read_text()
     finally:
         subprocess.run(["scancel", job], env=cluster.env(), check=False)
         wait_for(lambda: not cluster.processes(), "the job gone", 30)

@@ -335,7 +335,7 @@ def _launch(
     if given["requeue"] and (outcome.save_asked or outcome.signum == signal.SIGTERM):
         from zlaunch.slurm.commands import requeue
 
-        console.message(requeue(os.environ))
+        requeue(os.environ, console.message)
     elif launcher == "step" and outcome.signum == signal.SIGHUP:
         console.message("another task of the step has failed")
         return 0  # the step ends with that task's exit code
