@@ -72,7 +72,7 @@ class Engine(nn.Module):
         """Whether the last step was skipped has not been looked at: the scheduler waits for that."""
         self._boundary: bool | None = None
         self._no_sync = False
-        self._in_backward = self._had_backward = False
+        self._in_backward = False
         self._loss: Tensor | None = None
         self._reported = time.perf_counter(), 0
         self._scaler: LossScaler | DeviceLossScaler = precision.scaler

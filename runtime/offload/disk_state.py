@@ -115,21 +115,6 @@ class DiskState:
             ring.give_back(buffer, write)
         ring.drain()
 
-    def read_master(self) -> Tensor:
-        """The master values in host memory, flat. Raises DiskError."""
-        ring = self._offload.ring
-        ring.drain()
-        values = torch.empty(self.records[-1].stop, dtype=self.records[0].dtype)
-        for record in self.records:
-            buffer = ring.take()
-            try:
-                view = _bytes_of(buffer)[: record.region_bytes]
-                self._engine.read(self._file, view, record.offset).wait()
-                values[record.start : record.stop] = record.region(buffer, 0)
-            finally:
-                ring.give_back(buffer)
-        return values
-
     def deliver(self, shard: Tensor, *, fresh: bool, stays: bool) -> None:
         self.reader.wait()
         self.reader = DONE

@@ -24,7 +24,6 @@ class HostLink:
         self.cuda = device.type == "cuda"
         self._down = torch.cuda.Stream(device) if self.cuda else None  # type: ignore[no-untyped-call]
         self._up = torch.cuda.Stream(device) if self.cuda else None  # type: ignore[no-untyped-call]
-        self.downloaded_bytes = self.uploaded_bytes = 0
         self._later: list[tuple[torch.cuda.Event, Tensor]] = []
         self._lock = threading.Lock()
         self._kept: dict[int, Tensor] = {}
@@ -75,7 +74,6 @@ class HostLink:
 
         ``wait`` blocks the host until the values are there. Both tensors must live until then.
         """
-        self.downloaded_bytes += source.nbytes
         if self._down is None:
             target.copy_(source)
             return DONE
@@ -93,7 +91,6 @@ class HostLink:
         ``wait`` makes the current stream wait for it. ``source`` must not change until then; ``settled`` of
         the result blocks the host.
         """
-        self.uploaded_bytes += source.nbytes
         if self._up is None:
             target.copy_(source)
             return DONE

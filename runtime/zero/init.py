@@ -84,7 +84,7 @@ class Init:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._builder is not None:
-            self._builder.close()
+            self._builder.close(whole=kind is None)
             self._builder = None
 
 
@@ -140,11 +140,15 @@ class _Builder:
         self._restore.append(lambda: setattr(nn.Module, "apply", plain_apply))
         self._is_open = True
 
-    def close(self) -> None:
+    def close(self, *, whole: bool) -> None:
+        """``whole``: the model has been built. After an exception nothing collective may follow: the other
+        ranks need not have had it.
+        """
         for undo in reversed(self._restore):
             undo()
         self._restore.clear()
-        self.settle()
+        if whole:
+            self.settle()
         self._is_open = False
         used = {id(p) for module in self._modules for p in module._parameters.values() if p is not None}
         for unit in list(self._alive):  # parameters that were replaced, as tied weights are
