@@ -7,6 +7,8 @@ all-gather or reduce-scatter of a buffer of n elements counts n, an all-reduce 2
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
+from datetime import timedelta
 from typing import Any, Protocol
 from weakref import WeakSet
 
@@ -22,6 +24,10 @@ class Pending(Protocol):
     """Something under way; ``wait`` returns when its result may be used (on the current stream for NCCL)."""
 
     def wait(self) -> None: ...
+
+
+Exchange = Callable[[object], "list[Any]"]
+"""Gives every rank's picklable value, in rank order. Collective."""
 
 
 class _Done:
@@ -86,6 +92,8 @@ def sum_pieces(shard: Tensor, pieces: Tensor, first: int) -> None:
 _GATHER, _REDUCE = 0, 1
 """Channels: collectives of one kind are issued in one order on all ranks."""
 _TIMEOUT_S = 1800.0
+_CHANNEL_TIMEOUT = timedelta(hours=12)
+"""One rank may write to a slow disk for long while the others wait for it."""
 
 _open: WeakSet[Comm] = WeakSet()
 
@@ -99,6 +107,29 @@ def close_all() -> None:
         comm.close()
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+class HostChannel:
+    """Small collectives between the hosts, over gloo whatever the device is."""
+
+    def __init__(self, group: Any, world_size: int) -> None:
+        self._group, self._world_size = group, world_size
+
+    def exchange(self, value: object) -> list[Any]:
+        """Every rank's picklable ``value``, in rank order."""
+        if self._world_size == 1:
+            return [value]
+        values: list[Any] = [None] * self._world_size
+        dist.all_gather_object(values, value, group=self._group)
+        return values
+
+    def any(self, *flags: bool) -> list[bool]:
+        """For each flag, whether any rank has it."""
+        if self._world_size == 1:
+            return list(flags)
+        tensor = torch.tensor(flags, dtype=torch.int32)
+        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._group)
+        return [bool(value) for value in tensor.tolist()]
 
 
 class Comm:
@@ -122,6 +153,7 @@ class Comm:
         if self.world_size > 1:
             self._reduce_group = dist.new_group(list(range(self.world_size)))
         self._native_reduce_scatter = device.type != "cpu"
+        self._channels: list[Any] = []
         self._shared: SharedMemory | None = None
         if self.world_size > 1 and device.type == "cpu":
             allowed = share and read_environment().shared_memory
@@ -235,6 +267,16 @@ class Comm:
         dist.all_gather_object(values, value, group=self._gather_group)
         return values
 
+    def host_channel(self) -> HostChannel:
+        """A way of its own between the hosts, which another thread may use beside everything else here.
+        Collective.
+        """
+        group = None
+        if self.world_size > 1:
+            group = dist.new_group(list(range(self.world_size)), backend="gloo", timeout=_CHANNEL_TIMEOUT)
+            self._channels.append(group)
+        return HostChannel(group, self.world_size)
+
     def barrier(self) -> None:
         """Wait for all ranks."""
         if self.world_size > 1:
@@ -246,4 +288,8 @@ class Comm:
             self._shared.close()
         if self._reduce_group not in (None, self._gather_group) and dist.is_initialized():
             dist.destroy_process_group(self._reduce_group)
+        for group in self._channels:
+            if dist.is_initialized():
+                dist.destroy_process_group(group)
+        self._channels.clear()
         self._reduce_group = self._gather_group = None

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
 from typing import Any
 
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+import torch
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
 
 
 class EngineLoader:
-    """A DataLoader over this rank's share of a dataset, in a new order every epoch."""
+    """A DataLoader over this rank's share of a dataset, in a new order every epoch, that can go on where
+    another one stopped.
+    """
 
     def __init__(
         self,
@@ -24,20 +28,69 @@ class EngineLoader:
         seed: int = 0,
     ) -> None:
         self.epoch = 0
+        """Epochs that have begun."""
+        self._step_samples = batch_size * world_size
+        self._taken = self._skip = 0
+        """Batches of this rank: taken from the present epoch, and to be left out of the next."""
         self.sampler: DistributedSampler[Any] | None = None
+        self._rest: _Rest | None = None
         if not isinstance(dataset, IterableDataset):
             self.sampler = DistributedSampler(
                 dataset, num_replicas=world_size, rank=rank, shuffle=shuffle, seed=seed, drop_last=drop_last
             )
+            self._rest = _Rest(self.sampler)
+        self.batch_size = batch_size
         self.loader: DataLoader[Any] = DataLoader(
-            dataset, batch_size=batch_size, sampler=self.sampler, collate_fn=collate_fn, drop_last=drop_last
+            dataset,
+            batch_size=batch_size,
+            sampler=self._rest,
+            collate_fn=collate_fn,
+            drop_last=drop_last,
+            # of its own: otherwise every epoch draws from the generator that the model uses
+            generator=torch.Generator().manual_seed(seed),
         )
 
     def __len__(self) -> int:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Any]:
+        skip, self._skip = self._skip, 0
         if self.sampler is not None:
             self.sampler.set_epoch(self.epoch)
         self.epoch += 1
-        return iter(self.loader)
+        self._taken = skip
+        if self._rest is None:
+            return self._counted(islice(self.loader, skip, None))
+        self._rest.skip = skip * self.batch_size
+        return self._counted(iter(self.loader))
+
+    def _counted(self, batches: Iterator[Any]) -> Iterator[Any]:
+        for batch in batches:
+            self._taken += 1
+            yield batch
+        self._taken = 0
+
+    def state_dict(self) -> dict[str, int]:
+        """Where it is: epochs that have begun, and samples of all ranks taken from the present one (0 at its
+        end).
+        """
+        return {"epoch": self.epoch, "samples": self._taken * self._step_samples}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """The next iteration goes on from there, whatever the number of ranks was."""
+        self._skip = -(-int(state["samples"]) // self._step_samples)
+        self.epoch = int(state["epoch"]) - (1 if self._skip else 0)
+
+
+class _Rest(Sampler[int]):
+    """What another sampler gives, without its first ``skip`` items, once."""
+
+    def __init__(self, whole: DistributedSampler[Any]) -> None:
+        self._whole, self.skip = whole, 0
+
+    def __iter__(self) -> Iterator[int]:
+        skip, self.skip = self.skip, 0
+        return islice(iter(self._whole), skip, None)
+
+    def __len__(self) -> int:
+        return len(self._whole)

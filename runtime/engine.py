@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .checkpoint.weights import save_weights
+from .checkpoint.session import Checkpoints
 from .config import Config, Effective
 from .data import EngineLoader
 from .loss_scaler import DeviceLossScaler, LossScaleFloorError, LossScaler, floor_error
@@ -20,12 +20,13 @@ from .monitor.report import report
 from .offload.place import Offload
 from .optim.shard_step import ShardStep
 from .precision import Precision
+from .saving import Saving
 from .step_result import StepResult
 from .zero.grads import GradientReducer
 from .zero.model import ShardedModel
 
 
-class Engine(nn.Module):
+class Engine(Saving, nn.Module):
     """What :func:`zlaunch.initialize` returns first. Unknown attributes are looked up on the model.
 
     Attributes
@@ -80,6 +81,16 @@ class Engine(nn.Module):
             self._scaler = DeviceLossScaler(precision.scaler, self.device)
         if self._scaler.used:
             sharded.scale_gradients_with(lambda: 1.0 if self._in_backward else self._scaler.factor)
+        section = effective.config.checkpoint
+        self._checkpoints = Checkpoints(
+            sharded,
+            shard_step,
+            reducer,
+            offload,
+            asynchronous=section.is_asynchronous,
+            node_local=section.use_node_local_storage,
+            keep_last=section.keep_last,
+        )
         self._prepare_pass()
 
     def __getattr__(self, name: str) -> Any:
@@ -177,6 +188,7 @@ class Engine(nn.Module):
             args, kwargs = _cast((args, kwargs), self._precision.dtype)
         if self._shard_step is not None:
             self._shard_step.check()
+        self._checkpoints.check()
         try:
             with self._explained("forward"):
                 return self.module(*args, **kwargs)
@@ -262,20 +274,25 @@ class Engine(nn.Module):
         """At the accumulation boundary: average, unscale, clip, update, and step the scheduler; else only
         count.
 
-        Raises LossScaleFloorError, naming parameters, when fp16 gradients overflow at the smallest loss
-        scale.
+        With ``checkpoint.on_signal`` the first step after SIGUSR1 saves and ends the process. Raises
+        CheckpointError when a save in the background has failed; LossScaleFloorError, naming parameters, when
+        fp16 gradients overflow at the smallest loss scale.
         """
         self._in_backward = False
-        if self.is_gradient_accumulation_boundary():
+        before, is_boundary = self._result, self.is_gradient_accumulation_boundary()
+        if is_boundary:
             self._optimizer_step()
         self.micro_steps += 1
         self._prepare_pass()
+        if is_boundary:
+            self._stop_if_asked(before)
 
     def _optimizer_step(self) -> None:
         if self._shard_step is None:
             raise RuntimeError(
                 "this engine has no optimizer: give initialize one, or an optimizer section in the config"
             )
+        self._checkpoints.poll()
         self._settle()
         scaler = self._scaler
         divisor = scaler.factor * self.gradient_accumulation_steps()
@@ -362,18 +379,7 @@ class Engine(nn.Module):
             samples_per_s=(samples - before) / max(now - then, 1e-9),
         )
 
-    # -- saving and ending
-
-    def save_16bit_model(
-        self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
-    ) -> bool:
-        """Write the whole model's weights in the compute dtype to one file. Collective.
-
-        A name that ends in ``.safetensors`` gets that format. The file loads with plain torch; a failure to
-        write raises OSError on every rank.
-        """
-        save_weights(self._sharded, save_dir, save_filename, exclude_frozen=exclude_frozen_parameters)
-        return True
+    # -- ending
 
     def destroy(self) -> None:
         """Give the model back as a plain module with its present values, and release communicators.
@@ -386,6 +392,7 @@ class Engine(nn.Module):
             stack.callback(self._sharded.close)
             if self._shard_step is not None:
                 stack.callback(self._shard_step.finish)
+            stack.callback(self._checkpoints.close)
 
 
 def _advised(error: LossScaleFloorError, names: str) -> LossScaleFloorError:

@@ -22,6 +22,8 @@ class Environment:
     """``ZLAUNCH_STOP_ASKED=1``: "save and stop" came before anybody listened."""
     term_saves: bool
     """``ZLAUNCH_TERM_SAVES=1``: SIGTERM leaves time to save and means "save and stop" too."""
+    resume_dir: str | None
+    """``ZLAUNCH_RESUME_DIR``: where the run that this one continues has saved."""
     shared_memory: bool
     """``ZLAUNCH_SHARED_MEMORY=0``: CPU ranks of one machine talk over gloo alone."""
     kernels: str
@@ -52,6 +54,7 @@ def read_environment() -> Environment:
         event_fd=fd if fd >= 0 else None,
         stop_asked=os.environ.get("ZLAUNCH_STOP_ASKED") == "1",
         term_saves=os.environ.get("ZLAUNCH_TERM_SAVES") == "1",
+        resume_dir=os.environ.get("ZLAUNCH_RESUME_DIR") or None,
         shared_memory=os.environ.get("ZLAUNCH_SHARED_MEMORY", "1") != "0",
         kernels=os.environ.get("ZLAUNCH_KERNELS") or "auto",
         debug_free=os.environ.get("ZLAUNCH_DEBUG_FREE", ""),

@@ -9,6 +9,10 @@ from types import FrameType
 
 from .environment import read_environment
 
+REQUEUE_EXIT_CODE = 75
+"""Of a process that has saved and ended because it was asked to: "start me again" (EX_TEMPFAIL); the launcher
+has the same number.
+"""
 _asked = threading.Event()
 
 

@@ -142,22 +142,31 @@ class Writer(Section):
 class Checkpoint(Section):
     """Saving and loading."""
 
-    tag_validation: Literal["Warn", "Ignore", "Fail"] = speed("Warn")
-    """What to do when the ranks save under different tags."""
+    asynchronous: Bool = ok(False)
+    """Write checkpoints while training goes on, from a copy in host memory (zlaunch's own key)."""
+    keep_last: Count | None = ok(None)
+    """Keep only this many of the newest checkpoints of a folder (zlaunch's own key)."""
+    on_signal: Bool = ok(False)
+    """Save and end when the run is asked to stop by SIGUSR1 or a preemption (zlaunch's own key)."""
+    save_dir: str | None = ok(None)
+    """Where on_signal saves; null: where was last saved or loaded, or ./checkpoints (zlaunch's own key)."""
+    use_node_local_storage: Bool = ok(False)
+    """Each node keeps what its ranks save on its own disk."""
+    tag_validation: Literal["Warn", "Ignore", "Fail"] = ok("Warn")
+    """Accepted: ranks that save under different tags always get an error."""
     load_universal: Bool = results(False)
     """Load DeepSpeed's universal format."""
-    use_node_local_storage: Bool = speed(False)
-    """Each node writes to its own disk."""
     parallel_write: ParallelWrite = section(ParallelWrite)
     """Parallel writing."""
-    checkpoint_serialization: Bool = speed(True)
-    """Serialize with torch.save."""
+    checkpoint_serialization: Bool = ok(True)
+    """Accepted; has no meaning here: nothing is pickled."""
     writer: Writer | None = ok(None)
-    """The checkpoint writer."""
-    keep_last: Count | None = speed(None)
-    """Keep only this many of the newest checkpoints (zlaunch's own key)."""
-    on_signal: Bool = speed(False)
-    """Save before exiting when the job is told to stop (zlaunch's own key)."""
+    """The checkpoint writer; with decoupled, as asynchronous."""
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Under either name."""
+        return self.asynchronous or (self.writer is not None and self.writer.decoupled)
 
 
 class TorchAutocast(Section):

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import time
+from typing import Any
 
 from ..environment import read_environment
 
@@ -23,7 +24,15 @@ def report(**values: float | int | None) -> None:
         if environment.rank == 0:
             print(" ".join(f"{k} {v:.6g}" for k, v in shown.items()), file=sys.stderr, flush=True)
         return
-    event = {"type": "metrics", "rank": environment.rank, "time": time.time(), "values": shown}
+    announce("metrics", values=shown)
+
+
+def announce(kind: str, **content: Any) -> None:
+    """Tell the launcher, if there is one, that something has happened. Never raises."""
+    environment = read_environment()
+    if environment.event_fd is None:
+        return
+    event = {"type": kind, "rank": environment.rank, "time": time.time(), **content}
     try:
         os.write(environment.event_fd, json.dumps(event).encode() + b"\n")
     except (OSError, ValueError):

@@ -17,7 +17,7 @@ from ..offload.link import settled
 from ..offload.place import Offload, Place
 from ..zero.unit import Unit
 from .rule import Rule, State, Update, is_elementwise
-from .runs import Run
+from .runs import KEYS, Run
 
 Stepped = Iterator[tuple[Unit, list[Pending]]]
 """Units whose new values are out, with the uploads that bring them to the device."""
@@ -187,8 +187,8 @@ def _update_record(
     for run in runs:
         span = slice(run.start - record.start, run.stop - record.start)
         leaf = master[span].detach().requires_grad_()
-        keys = run.scalars.get(_KEYS, [])
-        own = {key: value for key, value in run.scalars.items() if key != _KEYS}
+        keys = run.scalars.get(KEYS, [])
+        own = {key: value for key, value in run.scalars.items() if key != KEYS}
         for index, key in enumerate(keys):
             own[key] = record.region(buffer, 1 + index)[span]
         if own:
@@ -210,9 +210,5 @@ def _update_record(
             if value.data_ptr() != home.data_ptr():
                 home.copy_(value)
         run.scalars = {key: value for key, value in after.items() if key not in keys}
-        run.scalars[_KEYS] = keys
+        run.scalars[KEYS] = keys
     return publisher.publish(unit, record.start, values)
-
-
-_KEYS = "\0elementwise"
-"""Among a run's scalars: the names of its state tensors on disk, in the order of the regions."""

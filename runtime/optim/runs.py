@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,6 +12,9 @@ from torch import Tensor
 from ..offload.place import Place
 from ..zero.unit import Unit
 from .rule import is_elementwise
+
+KEYS = "\0elementwise"
+"""Among the scalars of a run on disk: the names of its state tensors there, in the order of the regions."""
 
 
 @dataclass(slots=True, eq=False)
@@ -61,47 +64,59 @@ def separate_unused(
         return runs
     flags = iter(used)
     unused = {(id(unit), i) for unit in units for i in range(len(unit.parameters)) if not next(flags)}
-    result: list[Run] = []
+    split = split_runs(runs, lambda unit, index: (id(unit), index) not in unused, optimizer)
+    for run, is_used in split:
+        run.used = is_used
+    return [run for run, _ in split]
+
+
+Label = TypeVar("Label")
+
+
+def split_runs(
+    runs: list[Run], label: Callable[[Unit, int], Label], optimizer: torch.optim.Optimizer
+) -> list[tuple[Run, Label]]:
+    """Split for good, state included, every run whose parameters have different labels; all runs in order,
+    with the label of each. ``label`` is asked for the parameters of a unit by index.
+    """
+    result: list[tuple[Run, Label]] = []
     for run in runs:
-        parts = _parts(run, unused)
-        if len(parts) <= 1:
-            run.used = parts[0][2] if parts else False
-            result.append(run)
-        else:
-            result += _split(run, parts, optimizer)
+        parts = _parts(run, label)
+        made = [run] if len(parts) == 1 else _split(run, [part[:2] for part in parts], optimizer)
+        result += [(new, part[2]) for new, part in zip(made, parts, strict=True)]
     return result
 
 
-def _parts(run: Run, unused: set[tuple[int, int]]) -> list[tuple[int, int, bool]]:
-    """``(start, stop, used)`` of the parts of a run, in shard coordinates, without gaps between them."""
+def _parts(run: Run, label: Callable[[Unit, int], Label]) -> list[tuple[int, int, Label]]:
+    """``(start, stop, label)`` of the parts of a run, in shard coordinates, without gaps between them."""
     first = run.unit.start
-    parts: list[tuple[int, int, bool]] = []
+    parts: list[tuple[int, int, Label]] = []
     for index, low, _ in run.unit.layout.overlaps(first + run.start, first + run.stop):
-        used = (id(run.unit), index) not in unused
+        own = label(run.unit, index)
         if not parts:
-            parts.append((run.start, run.stop, used))
-        elif parts[-1][2] != used:
+            parts.append((run.start, run.stop, own))
+        elif parts[-1][2] != own:
             start, _, before = parts[-1]
             parts[-1] = (start, low - first, before)
-            parts.append((low - first, run.stop, used))
+            parts.append((low - first, run.stop, own))
     return parts
 
 
-def _split(run: Run, parts: list[tuple[int, int, bool]], optimizer: torch.optim.Optimizer) -> list[Run]:
+def _split(run: Run, parts: list[tuple[int, int]], optimizer: torch.optim.Optimizer) -> list[Run]:
     if run.leaf is None:
         copies = [
             {k: v.clone() if isinstance(v, Tensor) else v for k, v in run.scalars.items()} for _ in parts
         ]
         return [
-            Run(run.unit, start, stop, run.group, None, used, scalars)
-            for (start, stop, used), scalars in zip(parts, copies, strict=True)
+            Run(run.unit, start, stop, run.group, None, run.used, scalars)
+            for (start, stop), scalars in zip(parts, copies, strict=True)
         ]
     state = optimizer.state.pop(run.leaf, {})
     made = []
-    for start, stop, used in parts:
+    for start, stop in parts:
         low, high = start - run.start, stop - run.start
         leaf = run.leaf.detach()[low:high].requires_grad_()
-        made.append(Run(run.unit, start, stop, run.group, leaf, used))
+        made.append(Run(run.unit, start, stop, run.group, leaf, run.used))
         if state:
             optimizer.state[leaf] = {
                 key: value[low:high]
@@ -114,7 +129,3 @@ def _split(run: Run, parts: list[tuple[int, int, bool]], optimizer: torch.optim.
         if position is not None:
             group["params"][position : position + 1] = [part.leaf for part in made]
     return made
-
-
-def _copied(scalars: dict[str, Any]) -> dict[str, Any]:
-    return {key: value.clone() if isinstance(value, Tensor) else value for key, value in scalars.items()}

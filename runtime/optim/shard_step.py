@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import MethodType
 from typing import Any
 
@@ -22,7 +22,7 @@ from ..zero.unit import Unit
 from .away import Away
 from .initial_state import give_initial_state, take_initial_state
 from .rule import Rule, Update
-from .runs import make_runs, separate_unused
+from .runs import Label, Run, make_runs, separate_unused, split_runs
 
 _NEEDS_SHAPES = {"Adafactor", "LBFGS", "Muon", "SparseAdam", "Shampoo", "SOAP", "LAMB", "LARS"}
 """Optimizers whose update of an element depends on the parameter's shape or on other elements."""
@@ -96,6 +96,19 @@ class ShardStep:
         if fused:
             self.optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
         return fused
+
+    @property
+    def runs(self) -> Sequence[Run]:
+        """The pieces of this rank's shards that the optimizer sees; :meth:`wait` before their values are
+        read.
+        """
+        return self._runs
+
+    def split(self, label: Callable[[Unit, int], Label]) -> list[tuple[Run, Label]]:
+        """Cut the runs so that the parameters of each have one label; all runs with theirs."""
+        labelled = split_runs(self._runs, label, self.optimizer)
+        self._runs = [run for run, _ in labelled]
+        return labelled
 
     def step(self, *, divisor: Scalar, clip: float, check_finite: bool) -> StepResult:
         """Average, unscale, clip and apply the gradients, unless they are not finite.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,14 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from zlaunch.runtime.checkpoint import files
-from zlaunch.runtime.checkpoint.files import (
-    NAMES,
-    CheckpointError,
-    Checksums,
-    FileReader,
-    FileWriter,
-)
+from zlaunch.runtime.checkpoint import standalone, writer
+from zlaunch.runtime.checkpoint.standalone import NAMES, CheckpointError, File
+from zlaunch.runtime.checkpoint.writer import FileWriter
 
 DTYPES = list(NAMES)
 
@@ -29,42 +26,44 @@ def tensor(dtype: torch.dtype, *shape: int) -> torch.Tensor:
     return torch.randint(0, 2, shape, generator=generator).to(dtype)
 
 
-def write(path: Path, tensors: dict[str, torch.Tensor]) -> Checksums:
+def write(path: Path, tensors: dict[str, torch.Tensor], pieces: int = 1) -> dict[str, Any]:
     path.unlink(missing_ok=True)
-    writer = FileWriter(path, {name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()})
+    file = FileWriter(path, {name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()})
     for name, value in tensors.items():
-        writer.write(name, value)
-    return writer.close()
+        for piece in value.reshape(-1).tensor_split(pieces):
+            file.write(name, piece)
+    return file.close()
 
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "CHUNK_BYTES", 1000)
+    for module in (standalone, writer):
+        monkeypatch.setattr(module, "CHUNK_BYTES", 4096)
 
 
 @settings(max_examples=40, deadline=None)
 @given(
     shapes=st.lists(
         st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 40), max_size=2)), min_size=0, max_size=6
-    )
+    ),
+    pieces=st.integers(1, 3),
 )
 def test_the_safetensors_library_reads_them(
-    tmp_path_factory: pytest.TempPathFactory, shapes: list[tuple[torch.dtype, list[int]]]
+    tmp_path_factory: pytest.TempPathFactory, shapes: list[tuple[torch.dtype, list[int]]], pieces: int
 ) -> None:
     path = tmp_path_factory.mktemp("files") / "x.safetensors"
     tensors = {f"t{i}": tensor(dtype, *shape) for i, (dtype, shape) in enumerate(shapes)}
-    sums = write(path, tensors)
-    assert sums.nbytes == path.stat().st_size
+    sums = write(path, tensors, pieces)
+    assert sums["bytes"] == path.stat().st_size
     read = load_file(path)
     assert read.keys() == tensors.keys()
     assert all(
         torch.equal(read[name], tensors[name]) and read[name].dtype == tensors[name].dtype for name in read
     )
-    reader = FileReader(path, Checksums.from_json(sums.as_json()))
+    reader = File(path, json.loads(json.dumps(sums)))
     reader.verify()
     for name, value in tensors.items():
-        assert reader.shape(name) == tuple(value.shape)
-        assert torch.equal(reader.read(name).view(value.shape), value)
+        assert torch.equal(reader.read_whole(name), value)
     reader.close()
 
 
@@ -74,7 +73,7 @@ def test_ranges(tmp_path_factory: pytest.TempPathFactory, start: int, length: in
     path = tmp_path_factory.mktemp("files") / "x.safetensors"
     value = torch.arange(3000, dtype=torch.float32)
     sums = write(path, {"before": torch.ones(7, dtype=torch.uint8), "value": value})
-    reader = FileReader(path, sums)
+    reader = File(path, sums)
     stop = min(start + length, 3000)
     assert torch.equal(reader.read("value", start, stop), value[start:stop])
     reader.close()
@@ -88,14 +87,14 @@ def test_every_flipped_bit_and_every_cut_is_an_error(tmp_path: Path) -> None:
     for at in [*range(0, 64), *range(4096, len(whole), 37), len(whole) - 1]:
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :])
         with pytest.raises(CheckpointError, match=r"x\.safetensors.*damaged"):
-            FileReader(path, sums).verify()
+            File(path, sums).verify()
     for length in (0, 1, 8, 4096, len(whole) - 1, len(whole) + 1):
         path.write_bytes((whole + b"x")[:length])
         with pytest.raises(CheckpointError, match=r"not whole"):
-            FileReader(path, sums)
+            File(path, sums)
     path.unlink()
     with pytest.raises(CheckpointError, match="cannot be opened"):
-        FileReader(path, sums)
+        File(path, sums)
 
 
 def test_damage_elsewhere_does_not_keep_a_part_from_being_read(tmp_path: Path) -> None:
@@ -105,7 +104,7 @@ def test_damage_elsewhere_does_not_keep_a_part_from_being_read(tmp_path: Path) -
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
-    reader = FileReader(path, sums)
+    reader = File(path, sums)
     assert torch.equal(reader.read("value", 0, 100), value[:100])
     with pytest.raises(CheckpointError, match="damaged between bytes"):
         reader.read("value", 4990, 5000)
@@ -118,3 +117,13 @@ def test_it_does_not_write_over_a_file(tmp_path: Path) -> None:
     with pytest.raises(FileExistsError):
         FileWriter(path, {})
     assert path.read_text() == "somebody's"
+
+
+def test_a_full_disk_is_an_error_at_the_latest_at_the_end(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="No space left|File too large"):
+        FileWriter(tmp_path / "x.safetensors", {"a": (torch.uint8, (1 << 60,))})
+
+
+def test_a_dtype_that_the_format_does_not_have(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="complex64"):
+        FileWriter(tmp_path / "x.safetensors", {"a": (torch.complex64, (3,))})

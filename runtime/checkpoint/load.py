@@ -1,0 +1,168 @@
+"""Reading a checkpoint into whatever engine there is: every rank the ranges that its own shards need."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..offload.place import Offload
+from ..optim.runs import Run
+from ..zero.model import ShardedModel
+from ..zero.unit import Unit
+from .content import Description, Fill, persistent, take_state, take_values
+from .standalone import VALUE, WHOLE, Checkpoint, CheckpointError
+
+_SHOWN = 5
+_ALIKE = ({"Adam", "AdamW"},)
+"""Optimizers that keep the same state."""
+
+
+def check_model(checkpoint: Checkpoint, sharded: ShardedModel, *, strict: bool) -> None:
+    """Raises CheckpointError, naming parameters, if checkpoint and model do not fit: in shape always, in
+    names where ``strict``.
+    """
+    wanted = {name: list(shape) for u in sharded.units for name, shape in zip(u.names, u.shapes, strict=True)}
+    buffers = {name: list(tensor.shape) for name, tensor in persistent(sharded).items()}
+    have = {name: entry["shape"] for name, entry in checkpoint.parameters.items()}
+    there = {name: entry["shape"] for name, entry in checkpoint.manifest["buffers"].items()}
+    problems: list[str] = []
+    for name, shape in wanted.items():
+        own = have.get(source_name(checkpoint, name))
+        if own is not None and own != shape:
+            problems.append(f"{name} has shape {own} in it and {shape} in the model")
+    problems += [
+        f"buffer {name} has shape {there[name]} in it and {shape} in the model"
+        for name, shape in buffers.items()
+        if name in there and there[name] != shape
+    ]
+    if strict:
+        excluded = set(checkpoint.manifest["excluded"])
+        used = {source_name(checkpoint, name) for name in wanted}
+        problems += [
+            f"{name} is not in it"
+            for name in wanted
+            if source_name(checkpoint, name) not in have and name not in excluded
+        ]
+        problems += [f"{name} is not in the model" for name in have if name not in used]
+        problems += [f"buffer {name} is not in it" for name in buffers if name not in there]
+        problems += [f"buffer {name} is not in the model" for name in there if name not in buffers]
+    if problems:
+        more = f", and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+        advice = " (load_module_strict=False loads what fits)" if strict and not _shapes(problems) else ""
+        raise CheckpointError(
+            f"{checkpoint.folder}: is not of this model: {'; '.join(problems[:_SHOWN])}{more}{advice}"
+        )
+
+
+def _shapes(problems: Iterable[str]) -> bool:
+    return any(" has shape " in problem for problem in problems)
+
+
+def check_optimizer(checkpoint: Checkpoint, optimizer: torch.optim.Optimizer) -> None:
+    """Raises CheckpointError if its state is another optimizer's."""
+    saved = checkpoint.manifest["optimizer"]
+    if saved is None:
+        return
+    kinds = {saved["class"], type(optimizer).__name__}
+    advice = "load_optimizer_states=False begins with fresh state"
+    if saved["class"] is not None and len(kinds) > 1 and not any(kinds <= alike for alike in _ALIKE):
+        raise CheckpointError(
+            f"{checkpoint.folder}: has the state of {saved['class']}, and the optimizer is "
+            f"{type(optimizer).__name__}: {advice}"
+        )
+    count = len(saved["groups"])
+    if count and count != len(optimizer.param_groups):
+        raise CheckpointError(
+            f"{checkpoint.folder}: has {count} parameter groups, and the optimizer "
+            f"{len(optimizer.param_groups)}: {advice}"
+        )
+
+
+def source_name(checkpoint: Checkpoint, name: str) -> str:
+    """The name under which the checkpoint has a parameter; tied ones may have had another first name."""
+    return name if name in checkpoint.parameters else checkpoint.tied.get(name, name)
+
+
+def filler(checkpoint: Checkpoint, unit: Unit) -> Fill:
+    """Reads elements of a unit. What the checkpoint does not have is left as it is."""
+
+    def fill(target: Tensor, first: int, kind: str) -> None:
+        for index, low, high in unit.layout.overlaps(first, first + target.numel()):
+            name = source_name(checkpoint, unit.names[index])
+            entry = checkpoint.parameters.get(name)
+            if entry is None or (kind != VALUE and kind not in entry["state"]["tensors"]):
+                continue
+            start = low - unit.layout.slots[index].offset
+            checkpoint.read_into(target[low - first : high - first], name, kind, start)
+
+    return fill
+
+
+def load_values(checkpoint: Checkpoint, sharded: ShardedModel, offload: Offload | None) -> None:
+    """This rank's values of all units, and the buffers. Raises CheckpointError, DiskError."""
+    with torch.no_grad():
+        for unit in sharded.units:
+            take_values(unit, filler(checkpoint, unit), offload)
+        there = checkpoint.manifest["buffers"]
+        for name, target in persistent(sharded).items():
+            if name in there:
+                target.copy_(checkpoint.file(WHOLE).read_whole(f"buffer.{name}"))
+
+
+def described(checkpoint: Checkpoint) -> Callable[[Unit, int], Description | None]:
+    """What is kept for a parameter of a unit; None if the checkpoint does not have it."""
+    known: dict[str, Description] = {}
+
+    def label(unit: Unit, index: int) -> Description | None:
+        name = source_name(checkpoint, unit.names[index])
+        if name not in checkpoint.parameters:
+            return None
+        if name not in known:
+            known[name] = Description.from_json(checkpoint.parameters[name]["state"])
+        return known[name]
+
+    return label
+
+
+def load_states(
+    checkpoint: Checkpoint,
+    units: Sequence[Unit],
+    runs: Sequence[tuple[Run, Description | None]],
+    optimizer: torch.optim.Optimizer,
+    offload: Offload | None,
+) -> None:
+    """This rank's optimizer state. Raises CheckpointError, DiskError."""
+    with torch.no_grad():
+        for unit in units:
+            own = [(run, what) for run, what in runs if run.unit is unit and what is not None]
+            on_device = any(
+                optimizer.param_groups[run.group].get(key)
+                for run, _ in own
+                for key in ("fused", "capturable")
+            )
+            take_state(unit, own, filler(checkpoint, unit), optimizer.state, offload, on_device)
+
+
+_IMPLEMENTATION = ("params", "fused", "foreach", "capturable", "differentiable")
+"""Entries of a param group that do not change what is computed: each machine has its own."""
+
+
+def groups_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """The hyper-parameters of each group."""
+    return [
+        {key: value for key, value in group.items() if key not in _IMPLEMENTATION}
+        for group in optimizer.param_groups
+    ]
+
+
+def restore_groups(optimizer: torch.optim.Optimizer, saved: Sequence[Mapping[str, Any]]) -> None:
+    """The inverse of :func:`groups_of`."""
+    for group, entries in zip(optimizer.param_groups, saved, strict=False):
+        for key, value in entries.items():
+            if isinstance(group.get(key), Tensor):
+                group[key].fill_(value)
+            else:
+                group[key] = value

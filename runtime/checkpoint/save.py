@@ -1,0 +1,424 @@
+"""Writing a checkpoint: every rank its own shards, whole or not at all."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..comm import Exchange
+from ..offload.place import Offload
+from ..optim.runs import Run
+from ..zero.model import ShardedModel
+from ..zero.unit import Unit
+from . import standalone
+from .content import Block, Description, State, blocks_of, describe, persistent
+from .snapshot import Snapshot
+from .standalone import (
+    FORMAT,
+    LATEST,
+    MANIFEST,
+    NAMES,
+    VERSION,
+    WHOLE,
+    CheckpointError,
+    candidates,
+    checksum,
+    put_aside,
+)
+from .writer import FileWriter
+
+_STALE_S = 3600.0
+"""A temporary folder in which nothing has been written for so long is a dead process's."""
+SCRIPT = "zero_to_fp32.py"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """What is saved."""
+
+    sharded: ShardedModel
+    runs: Sequence[Run]
+    state: State
+    optimizer: str
+    """Its class."""
+    offload: Offload | None
+    facts: Mapping[str, Any]
+    """Entries of the manifest: counters, config, the caller's own; JSON."""
+    tensors: Mapping[str, Tensor]
+    """Of the facts; the same on every rank."""
+    rank_facts: Any
+    """Of this rank alone, JSON."""
+    rank_tensors: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """Where to, and how."""
+
+    folder: Path
+    tag: str
+    exclude_frozen: bool = False
+    save_latest: bool = True
+    keep_last: int | None = None
+    leader: bool
+    """This rank writes the manifest: rank 0, or each node's first where nodes have folders of their own."""
+    host: str | None = None
+    """The name of this node, where nodes have folders of their own."""
+
+    @property
+    def temporary(self) -> Path:
+        return self.folder / f".{self.tag}.tmp"
+
+
+def rank_file(rank: int) -> str:
+    """Name of one rank's file of tensors."""
+    return f"rank_{rank:05d}.safetensors"
+
+
+def agree(exchange: Exchange, rank: int, action: Callable[[], Any], *, own: bool = False) -> Any:
+    """Every rank's result of ``action``, or this rank's ``own`` alone; if it failed anywhere, CheckpointError
+    with the same text on all.
+    """
+    result, problem = None, None
+    try:
+        result = action()
+    except OSError as error:
+        problem = f"rank {rank}: {_text(error)}"
+    except CheckpointError as error:
+        problem = str(error)
+    answers = exchange((None if own else result, problem))
+    problems = [text for _, text in answers if text]
+    if problems:
+        raise CheckpointError(problems[0])
+    return result if own else [answer for answer, _ in answers]
+
+
+def _text(error: OSError) -> str:
+    where = f"{error.filename}: " if error.filename else ""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"{where}no space left on the disk: free some, or save elsewhere"
+    return f"{where}{error.strerror or error}"
+
+
+class Save:
+    """One save. :meth:`begin` takes what changes with the next step, :meth:`finish` may run beside training.
+
+    Both are collective, and raise CheckpointError, the same on every rank; what was there before stays as it
+    was then.
+    """
+
+    def __init__(self, source: Source, target: Target) -> None:
+        self._source, self._target = source, target
+        self._comm = source.sharded.comm
+        self._writer: FileWriter | None = None
+        self._later: list[tuple[Block, Snapshot | None]] = []
+        self._part: dict[str, Any] = {}
+        self._whole: dict[str, Tensor] = {}
+
+    def begin(self, snapshot: Snapshot | None) -> None:
+        """Make the files and write what rests on disk; copy the rest to ``snapshot``, if there is one."""
+        exchange, rank = self._comm.exchange, self._comm.rank
+        target = self._target
+        agree(exchange, rank, lambda: _prepare(target) if target.leader else None)
+        try:
+            agree(exchange, rank, lambda: self._begin(snapshot), own=True)
+        except CheckpointError:
+            self._give_up()
+            raise
+
+    def _begin(self, snapshot: Snapshot | None) -> None:
+        source, target, rank = self._source, self._target, self._comm.rank
+        blocks = list(_blocks(source, target))
+        blocks.sort(key=lambda block: block.resident)
+        announced: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+        for block in blocks:
+            for kind, dtype in block.kinds.items():
+                announced[f"{block.prefix}.{kind}"] = dtype, (block.last - block.first,)
+        for name, tensor in source.rank_tensors.items():
+            announced[name] = tensor.dtype, tuple(tensor.shape)
+        self._part = {
+            "parameters": _describe_all(source, blocks, rank),
+            "rank_state": source.rank_facts,
+        }
+        if target.leader:
+            self._whole = {**source.tensors}
+            self._whole |= {f"buffer.{name}": value for name, value in persistent(source.sharded).items()}
+        self._writer = FileWriter(target.temporary / rank_file(rank), announced)
+        if snapshot is not None:
+            snapshot.begin(sum(block.nbytes for block in blocks if block.resident))
+        for block in blocks:
+            if not block.resident:
+                self._write(block)
+            elif snapshot is None:
+                self._later.append((block, None))
+            else:
+                with block.open() as pieces:
+                    snapshot.take(block.prefix, pieces)
+                self._later.append((block, snapshot))
+        if snapshot is not None:
+            self._whole = {name: value.detach().cpu().clone() for name, value in self._whole.items()}
+            snapshot.settle()
+
+    def _write(self, block: Block) -> None:
+        assert self._writer is not None
+        with block.open() as pieces:
+            for kind in block.kinds:
+                for piece in pieces[kind]:
+                    self._writer.write(f"{block.prefix}.{kind}", piece)
+
+    def finish(self, exchange: Exchange) -> Path:
+        """Write the rest, and put the whole in its place; returns the checkpoint's folder."""
+        rank, target = self._comm.rank, self._target
+        try:
+            parts = agree(exchange, rank, self._finish)
+            agree(exchange, rank, lambda: self._complete(parts) if target.leader else None)
+        except CheckpointError:
+            self._give_up()
+            raise
+        if target.save_latest:
+            agree(exchange, rank, lambda: _point_to(target) if target.leader else None)
+        if target.keep_last is not None:
+            agree(exchange, rank, lambda: _prune(target) if target.leader else None)
+        return target.folder / target.tag
+
+    def _finish(self) -> dict[str, Any]:
+        assert self._writer is not None
+        for block, snapshot in self._later:
+            if snapshot is None:
+                self._write(block)
+            else:
+                for kind in block.kinds:
+                    for piece in snapshot.parts(block.prefix, kind):
+                        self._writer.write(f"{block.prefix}.{kind}", piece)
+        for name, tensor in self._source.rank_tensors.items():
+            self._writer.write(name, tensor)
+        entry = {**self._writer.close(), "host": self._target.host}
+        files = {rank_file(self._comm.rank): entry}
+        if self._target.leader:
+            announced = {name: (t.dtype, tuple(t.shape)) for name, t in self._whole.items()}
+            writer = FileWriter(self._target.temporary / WHOLE, announced)
+            try:
+                for name, tensor in self._whole.items():
+                    writer.write(name, tensor)
+                files[WHOLE] = {**writer.close(), "host": None}
+            finally:
+                writer.abandon()
+        return {**self._part, "files": files}
+
+    def _complete(self, parts: Sequence[Mapping[str, Any]]) -> None:
+        target = self._target
+        write_manifest(target.temporary, _manifest(self._source, target, parts, self._whole))
+        put_in_place(target.temporary, target.folder / target.tag)
+
+    def _give_up(self) -> None:
+        if self._writer is not None:
+            self._writer.abandon()
+        if self._target.leader:
+            shutil.rmtree(self._target.temporary, ignore_errors=True)
+
+
+# -- what this rank writes
+
+
+def _blocks(source: Source, target: Target) -> list[Block]:
+    comm = source.sharded.comm
+    by_unit: dict[int, list[Run]] = {}
+    for run in source.runs:
+        by_unit.setdefault(id(run.unit), []).append(run)
+    found: list[Block] = []
+    for index, unit in enumerate(source.sharded.units):
+        if not unit.trainable and target.exclude_frozen:
+            continue
+        low, high = _owned(unit, comm.rank, target)
+        if low < high:
+            runs = by_unit.get(id(unit), [])
+            found += blocks_of(unit, f"{index:04d}", runs, source.state, source.offload, low, high)
+    return found
+
+
+def _owned(unit: Unit, rank: int, target: Target) -> tuple[int, int]:
+    """The range of the flat buffer that this rank writes: its shard. What every rank has whole is written in
+    equal parts, or wholly by the first rank of each node where nodes have folders of their own.
+    """
+    whole = unit.stop - unit.start == unit.numel if unit.trainable else not unit.shard_params
+    if whole and target.host is not None:
+        return (0, unit.numel if target.leader else 0)
+    if whole and unit.disk is not None:
+        return (0, unit.numel if rank == 0 else 0)
+    return unit.layout.shard_range(rank)
+
+
+def _describe_all(source: Source, blocks: Sequence[Block], rank: int) -> dict[str, Any]:
+    """The parts of parameters that lie in the blocks, by name."""
+    found: dict[str, Any] = {}
+    for block in blocks:
+        unit = block.unit
+        runs = [run for run in source.runs if run.unit is unit]
+        for index, first, last in unit.layout.overlaps(block.first, block.last):
+            slot = unit.layout.slots[index]
+            # file, prefix in it, first element there, first element of the parameter, elements
+            piece = [
+                rank_file(rank),
+                block.prefix,
+                first - block.first,
+                first - slot.offset,
+                last - first,
+            ]
+            entry = found.get(unit.names[index])
+            if entry is not None:
+                entry["slices"].append(piece)
+                continue
+            run = next((r for r in runs if r.start <= first - unit.start < r.stop), None)
+            what = describe(run, source.state, source.optimizer) if run is not None else Description()
+            found[unit.names[index]] = {
+                "dtype": NAMES[unit.dtype],
+                "shape": list(unit.shapes[index]),
+                "trainable": unit.trainable,
+                "group": slot.group,
+                "state": what.as_json(),
+                "slices": [piece],
+            }
+    return found
+
+
+def _tied(sharded: ShardedModel) -> dict[str, str]:
+    """Further names of parameters that have several."""
+    first: dict[int, str] = {}
+    found: dict[str, str] = {}
+    for name, parameter in sharded.module.named_parameters(remove_duplicate=False):
+        known = first.setdefault(id(parameter), name)
+        if known != name:
+            found[name] = known
+    return found
+
+
+# -- the whole
+
+
+def _manifest(
+    source: Source, target: Target, parts: Sequence[Mapping[str, Any]], whole: Mapping[str, Tensor]
+) -> dict[str, Any]:
+    merged: dict[str, Any] = {}
+    files: dict[str, Any] = {}
+    for part in parts:
+        files |= part["files"]
+        for name, entry in part["parameters"].items():
+            if name in merged:
+                merged[name]["slices"] += entry["slices"]
+            else:
+                merged[name] = {**entry, "slices": list(entry["slices"])}
+    ordered = [name for name, _ in source.sharded.module.named_parameters() if name in merged]
+    every = [name for unit in source.sharded.units for name in unit.names]
+    buffers = {
+        name.removeprefix("buffer."): {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape)}
+        for name, tensor in whole.items()
+        if name.startswith("buffer.")
+    }
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "time": time.time(),
+        "world_size": source.sharded.comm.world_size,
+        **source.facts,
+        "rank_states": [part["rank_state"] for part in parts],
+        "parameters": {name: merged[name] for name in ordered},
+        "excluded": [name for name in every if name not in merged],
+        "tied": _tied(source.sharded),
+        "buffers": buffers,
+        "files": files,
+    }
+
+
+def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
+    """The manifest with its checksum, and the script that reads it without zlaunch. Raises OSError."""
+    manifest = json.loads(json.dumps({"crc32": 0, **manifest}))
+    manifest["crc32"] = checksum(manifest)
+    with open(folder / MANIFEST, "x", encoding="utf-8") as file:
+        json.dump(manifest, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def put_in_place(temporary: Path, final: Path) -> None:
+    """Make a written folder the checkpoint. At every moment the former one of this tag or the new one can be
+    found, both whole. Raises OSError.
+    """
+    sync_folder(temporary)
+    old = put_aside(final.parent, final.name)
+    if final.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        os.rename(final, old)
+    os.rename(temporary, final)
+    sync_folder(final.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _prepare(target: Target) -> None:
+    target.folder.mkdir(parents=True, exist_ok=True)
+    for left in target.folder.glob(".*.tmp"):
+        if left != target.temporary and left.is_dir() and _idle_s(left) > _STALE_S:
+            shutil.rmtree(left, ignore_errors=True)
+    for left in target.folder.glob(".*.deleted"):
+        shutil.rmtree(left, ignore_errors=True)
+    shutil.rmtree(target.temporary, ignore_errors=True)
+    target.temporary.mkdir()
+
+
+def _idle_s(folder: Path) -> float:
+    moments = [folder.stat().st_mtime, *(path.stat().st_mtime for path in folder.iterdir())]
+    return time.time() - max(moments)
+
+
+def _point_to(target: Target) -> None:
+    """Name the checkpoint in ``latest``, and put the script beside it."""
+    replace_file(target.folder / LATEST, target.tag.encode())
+    script = target.folder / SCRIPT
+    replace_file(script, Path(standalone.__file__).read_bytes())
+    os.chmod(script, 0o755)
+    sync_folder(target.folder)
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Write a small file so that it has the old content or the new. Raises OSError."""
+    temporary = path.with_name(f".{path.name}.new")
+    with open(temporary, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def _prune(target: Target) -> None:
+    """Remove all but the newest; never what has just been saved, nor what ``latest`` names."""
+    assert target.keep_last is not None
+    try:
+        latest = (target.folder / LATEST).read_text(encoding="utf-8").strip()
+    except OSError:
+        latest = ""
+    kept = 0
+    for path in candidates(target.folder):
+        if path.name in (target.tag, latest) or kept < target.keep_last:
+            kept += 1
+            continue
+        gone = path.with_name(f".{path.name}.deleted")
+        os.rename(path, gone)
+        shutil.rmtree(gone, ignore_errors=True)
+
+
+def sync_folder(folder: Path) -> None:
+    """Bring a folder's entries to the disk. Raises OSError."""
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,298 @@
+"""Saving and loading as an engine does it: one save at a time, in the foreground or beside training."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..comm import HostChannel
+from ..environment import read_environment
+from ..offload.disk import DiskError
+from ..offload.place import Offload
+from ..optim.shard_step import ShardStep
+from ..zero.grads import GradientReducer
+from ..zero.model import ShardedModel
+from ..zero.unit import UnitState
+from . import random_state
+from .load import (
+    check_model,
+    check_optimizer,
+    described,
+    load_states,
+    load_values,
+    restore_groups,
+)
+from .save import Save, Source, Target, agree
+from .snapshot import Snapshot
+from .standalone import LATEST, WHOLE, Checkpoint, CheckpointError, find
+from .values import decode, encode
+
+
+class Checkpoints:
+    """Saves and loads one engine's state."""
+
+    def __init__(
+        self,
+        sharded: ShardedModel,
+        shard_step: ShardStep | None,
+        reducer: GradientReducer,
+        offload: Offload | None,
+        *,
+        asynchronous: bool,
+        node_local: bool,
+        keep_last: int | None,
+    ) -> None:
+        self._sharded, self._shard_step, self._reducer = sharded, shard_step, reducer
+        self._offload, self._comm = offload, sharded.comm
+        self._asynchronous, self._node_local, self._keep_last = asynchronous, node_local, keep_last
+        self._snapshot: Snapshot | None = None
+        self._writing: HostChannel | None = None
+        self._polling: HostChannel | None = None
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._half_loaded = ""
+        self.folder: Path | None = None
+        """Where was last saved to, or loaded from."""
+
+    # -- saving
+
+    def save(
+        self,
+        folder: str | os.PathLike[str],
+        tag: str,
+        facts: Mapping[str, Any],
+        client_state: Any,
+        *,
+        save_latest: bool,
+        exclude_frozen: bool,
+        at_once: bool = False,
+        then: Any = None,
+    ) -> None:
+        """Save under ``folder/tag``; in the background where that is configured, unless ``at_once``. ``then``
+        is called with the checkpoint's path when it is there. Collective. Raises CheckpointError, the same on
+        every rank.
+        """
+        self.wait()
+        self.check()
+        folder = Path(os.path.abspath(folder))
+        comm = self._comm
+        self._check_places(folder, tag)
+        if self._shard_step is not None:
+            self._shard_step.wait()
+        source, target = agree(
+            comm.exchange,
+            comm.rank,
+            lambda: self._describe(folder, tag, facts, client_state, save_latest, exclude_frozen),
+            own=True,
+        )
+        save = Save(source, target)
+        self.folder = folder
+        if at_once or not self._asynchronous:
+            save.begin(None)
+            path = save.finish(comm.exchange)
+            if then is not None:
+                then(path)
+            return
+        if self._snapshot is None or self._writing is None:
+            self._snapshot, self._writing = Snapshot(), comm.host_channel()
+            self._polling = comm.host_channel()
+        save.begin(self._snapshot)
+        self._thread = threading.Thread(
+            target=self._finish, args=(save, self._writing, then), name="zlaunch-checkpoint"
+        )
+        self._thread.start()
+
+    def _finish(self, save: Save, channel: HostChannel, then: Any) -> None:
+        try:
+            path = save.finish(channel.exchange)
+            if then is not None:
+                then(path)
+        except BaseException as error:
+            self._error = error
+            if self._comm.rank == 0:
+                print(f"zlaunch: the checkpoint was not saved: {error}", flush=True)
+
+    def _check_places(self, folder: Path, tag: str) -> None:
+        places = self._comm.exchange((str(folder), tag))
+        for rank, (other, other_tag) in enumerate(places):
+            if other_tag != places[0][1]:
+                raise CheckpointError(
+                    f"rank {rank} saves under the tag {other_tag!r} and rank 0 under {places[0][1]!r}: every "
+                    "rank has to give the same"
+                )
+            if other != places[0][0] and not self._node_local:
+                raise CheckpointError(
+                    f"rank {rank} saves to {other} and rank 0 to {places[0][0]}: every rank has to give the "
+                    'same folder, which all see (or set "use_node_local_storage")'
+                )
+        if not tag or "/" in tag or tag.startswith(".") or tag in (LATEST, "auto"):
+            raise CheckpointError(f"tag {tag!r}: must be a plain name for a folder, not latest or auto")
+
+    def _describe(
+        self,
+        folder: Path,
+        tag: str,
+        facts: Mapping[str, Any],
+        client_state: Any,
+        save_latest: bool,
+        exclude_frozen: bool,
+    ) -> tuple[Source, Target]:
+        rank = self._comm.rank
+        tensors: dict[str, torch.Tensor] = {}
+        rank_tensors: dict[str, torch.Tensor] = {}
+        entries = {name: encode(value, tensors, name) for name, value in facts.items()}
+        if client_state is not None and not isinstance(client_state, Mapping):
+            raise CheckpointError(f"client_state is a {type(client_state).__name__}: it has to be a dict")
+        entries["client_state"] = encode(client_state or {}, tensors, "client_state")
+        rank_state = encode(random_state.capture(self._comm.device), rank_tensors, "random")
+        optimizer = self._shard_step.optimizer if self._shard_step is not None else None
+        source = Source(
+            sharded=self._sharded,
+            runs=self._shard_step.runs if self._shard_step is not None else [],
+            state=optimizer.state if optimizer is not None else {},
+            optimizer=type(optimizer).__name__,
+            offload=self._offload,
+            facts=entries,
+            tensors=tensors,
+            rank_facts=rank_state,
+            rank_tensors=rank_tensors,
+        )
+        target = Target(
+            folder=folder,
+            tag=tag,
+            exclude_frozen=exclude_frozen,
+            save_latest=save_latest,
+            keep_last=self._keep_last,
+            leader=read_environment().local_rank == 0 if self._node_local else rank == 0,
+            host=socket.gethostname() if self._node_local else None,
+        )
+        return source, target
+
+    def poll(self) -> None:
+        """Raises, on every rank in the same step, what a save in the background failed with. Collective while
+        there is one.
+        """
+        self.check()
+        if self._thread is None or self._polling is None:
+            return
+        running, failed = self._polling.any(self._thread.is_alive(), self._error is not None)
+        if failed or not running:
+            self.wait()
+
+    def wait(self) -> None:
+        """Return when the save in the background has ended. Raises what it failed with."""
+        if self._thread is None:
+            return
+        self._thread.join()
+        self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def close(self) -> None:
+        """Wait, and give the memory for snapshots back. Raises as :meth:`wait`."""
+        try:
+            self.wait()
+        finally:
+            if self._snapshot is not None:
+                self._snapshot.close()
+                self._snapshot = None
+
+    # -- loading
+
+    def check(self) -> None:
+        """Raises CheckpointError if a load has ended half-way: there are values of two states then."""
+        if self._half_loaded:
+            raise CheckpointError(
+                f"the last load_checkpoint failed half-way ({self._half_loaded}): load another one first"
+            )
+
+    def open(self, folder: str | os.PathLike[str], tag: str | None) -> Checkpoint | None:
+        """The checkpoint that is meant, on every rank the same; None if there is none. Collective. Raises
+        CheckpointError.
+        """
+        comm = self._comm
+        self.wait()
+        folder = Path(os.path.abspath(folder))
+        found = agree(comm.exchange, comm.rank, lambda: find(folder, tag) if comm.rank == 0 else None)[0]
+        if found is None:
+            return None
+        path = folder if found == folder else folder / found.name
+        opened: Checkpoint = agree(comm.exchange, comm.rank, lambda: Checkpoint(path), own=True)
+        self.folder = folder
+        return opened
+
+    def load(self, checkpoint: Checkpoint, *, strict: bool, with_states: bool) -> None:
+        """Take over its values and, ``with_states``, the optimizer's. Collective. Raises CheckpointError, the
+        same on every rank.
+        """
+        comm, step = self._comm, self._shard_step
+        optimizer = step.optimizer if step is not None and with_states else None
+        states = optimizer is not None and checkpoint.manifest["optimizer"] is not None
+
+        def check() -> None:
+            check_model(checkpoint, self._sharded, strict=strict)
+            if optimizer is not None:
+                check_optimizer(checkpoint, optimizer)
+
+        agree(comm.exchange, comm.rank, check)
+        self._rest()
+        self._half_loaded = "another rank ended"
+        try:
+            agree(comm.exchange, comm.rank, lambda: self._read(checkpoint, states))
+        except CheckpointError as error:
+            self._half_loaded = str(error)
+            raise
+        stay = [unit for unit in self._sharded.units if unit.trainable and not unit.shard_params]
+        for unit in stay:
+            unit.start_refresh(written=True)
+        comm.settle()
+        for unit in stay:
+            unit.ensure_full()
+        self._half_loaded = ""
+
+    def _rest(self) -> None:
+        """Bring everything to a stop: no step, gather or gradient is under way."""
+        if self._shard_step is not None:
+            self._shard_step.wait()
+        for unit in self._sharded.units:
+            if not unit.shard_params:
+                unit.ensure_full()
+        self._sharded.free_all()
+        assert all(u.state is UnitState.FULL or u.shard_params for u in self._sharded.units)
+        self._reducer.clear()
+        self._comm.settle()
+        self._comm.barrier()
+
+    def _read(self, checkpoint: Checkpoint, states: bool) -> None:
+        try:
+            load_values(checkpoint, self._sharded, self._offload)
+            if states and self._shard_step is not None:
+                runs = self._shard_step.split(described(checkpoint))
+                units = self._shard_step.units
+                load_states(checkpoint, units, runs, self._shard_step.optimizer, self._offload)
+                saved = checkpoint.manifest["optimizer"]
+                restore_groups(self._shard_step.optimizer, self.decoded(checkpoint, saved["groups"]))
+        except DiskError as error:
+            raise CheckpointError(f"rank {self._comm.rank}: {error}") from None
+
+    @staticmethod
+    def decoded(checkpoint: Checkpoint, value: Any) -> Any:
+        """An entry of the manifest with its tensors. Raises CheckpointError."""
+        return decode(value, lambda name: checkpoint.file(WHOLE).read_whole(name))
+
+    def restore_random(self, checkpoint: Checkpoint) -> bool:
+        """Take over this rank's random number generators, if there were as many ranks; whether it was so."""
+        states: Sequence[Any] = checkpoint.manifest["rank_states"]
+        if len(states) != self._comm.world_size:
+            return False
+        file = f"rank_{self._comm.rank:05d}.safetensors"
+        state = decode(states[self._comm.rank], lambda name: checkpoint.file(file).read_whole(name))
+        random_state.restore(state, self._comm.device)
+        return True

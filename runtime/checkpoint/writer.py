@@ -1,0 +1,174 @@
+"""Writes one safetensors file as a stream, past the page cache, with a checksum for every chunk."""
+
+from __future__ import annotations
+
+import errno
+import os
+import zlib
+from collections import deque
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..offload.disk import ALIGN_BYTES, aligned, aligned_buffer
+from .standalone import CHUNK_BYTES, NAMES, CheckpointError, header_of
+
+_BUFFERS = 6
+"""Chunks in memory: some are filled while others are summed and written."""
+_THREADS = 3
+
+
+class FileWriter:
+    """Takes tensors whose dtypes and shapes are known beforehand, one after the other, in pieces.
+
+    Threads compute the checksums and write, so that a disk is kept busy while the next chunk is copied.
+    Memory: six chunks. Errors are raised by a later call, at the latest by :meth:`close`.
+    """
+
+    def __init__(self, path: Path, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> None:
+        """``tensors`` in the order in which they will come. Raises OSError, CheckpointError for a dtype that
+        safetensors does not have.
+        """
+        for name, (dtype, _) in tensors.items():
+            if dtype not in NAMES:
+                raise CheckpointError(
+                    f"{path}: {name} is {dtype}, which the safetensors format does not have"
+                )
+        self.path = path
+        self._left = deque((name, _numel(shape), dtype) for name, (dtype, shape) in tensors.items())
+        self._missing = 0
+        self._dtype = torch.uint8
+        header = header_of(tensors, {})
+        total = len(header) + sum(numel * dtype.itemsize for _, numel, dtype in self._left)
+        self._fd, self._direct = _create(path)
+        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="zlaunch-checkpoint")
+        self._free = [
+            torch.frombuffer(aligned_buffer(CHUNK_BYTES), dtype=torch.uint8) for _ in range(_BUFFERS)
+        ]
+        self._jobs: deque[tuple[Future[int], Tensor]] = deque()
+        self._sums: list[int] = []
+        self._buffer, self._filled, self.nbytes = self._free.pop(), 0, 0
+        try:
+            _reserve(self._fd, total)
+            self._append(torch.frombuffer(bytearray(header), dtype=torch.uint8))
+        except BaseException:
+            self.abandon()
+            raise
+
+    def write(self, name: str, piece: Tensor) -> None:
+        """Append a piece of a tensor, or all of it; they come in the order that was announced. Raises
+        OSError.
+        """
+        if not piece.numel():
+            return
+        while not self._missing:
+            announced, self._missing, self._dtype = self._left.popleft()
+            assert announced == name or not self._missing, f"{name} before {announced}"
+        assert piece.dtype == self._dtype and piece.numel() <= self._missing, f"{name}: {piece.dtype}"
+        self._missing -= piece.numel()
+        self._append(piece.detach().contiguous().view(-1).view(torch.uint8))
+
+    def _append(self, data: Tensor) -> None:
+        at = 0
+        while at < data.numel():
+            count = min(data.numel() - at, CHUNK_BYTES - self._filled)
+            self._buffer[self._filled : self._filled + count].copy_(data[at : at + count])
+            self._filled += count
+            at += count
+            if self._filled == CHUNK_BYTES:
+                self._flush()
+
+    def _flush(self) -> None:
+        """Hand the present buffer to the threads and take a free one."""
+        self._jobs.append(
+            (self._pool.submit(self._store, self._buffer, self._filled, self.nbytes), self._buffer)
+        )
+        self.nbytes += self._filled
+        self._filled = 0
+        if not self._free:
+            self._retire()
+        self._buffer = self._free.pop()
+
+    def _retire(self) -> None:
+        job, buffer = self._jobs.popleft()
+        self._free.append(buffer)
+        self._sums.append(job.result())
+
+    def _store(self, buffer: Tensor, nbytes: int, offset: int) -> int:
+        memory = memoryview(buffer.numpy())  # type: ignore[arg-type, unused-ignore]
+        crc = zlib.crc32(memory[:nbytes])
+        end = aligned(nbytes) if self._direct else nbytes
+        done = 0
+        while done < end:
+            try:
+                done += os.pwrite(self._fd, memory[done:end], offset + done)
+            except OSError as error:
+                if self._direct and error.errno == errno.EINVAL:  # a file system that only seemed to allow it
+                    self._direct, end = False, nbytes
+                    _clear_direct(self._fd)
+                    continue
+                raise
+        return crc
+
+    def close(self) -> dict[str, Any]:
+        """Bring everything to the disk; returns its size and checksums. Raises OSError."""
+        try:
+            assert not self._missing and not any(numel for _, numel, _ in self._left), f"left: {self._left}"
+            if self._filled:
+                if self._direct and self._filled % ALIGN_BYTES:
+                    self._buffer[self._filled : aligned(self._filled)].zero_()
+                self._flush()
+            while self._jobs:
+                self._retire()
+            os.ftruncate(self._fd, self.nbytes)
+            os.fsync(self._fd)
+        finally:
+            self.abandon()
+        return {"bytes": self.nbytes, "crc32": self._sums}
+
+    def abandon(self) -> None:
+        """End the threads and close the file, whole or not."""
+        self._pool.shutdown(cancel_futures=True)
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    numel = 1
+    for length in shape:
+        numel *= length
+    return numel
+
+
+def _create(path: Path) -> tuple[int, bool]:
+    """A new file, unbuffered where the file system allows it. Raises OSError."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    try:
+        return os.open(path, flags | os.O_DIRECT, 0o666), True
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+    path.unlink(missing_ok=True)
+    return os.open(path, flags, 0o666), False
+
+
+def _clear_direct(fd: int) -> None:
+    import fcntl
+
+    fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT)
+
+
+def _reserve(fd: int, nbytes: int) -> None:
+    """Have the file system set the space aside, where it can: a full disk is known before anything is
+    written.
+    """
+    try:
+        os.posix_fallocate(fd, 0, nbytes)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+            raise
