@@ -96,7 +96,10 @@ def agree(exchange: Exchange, rank: int, action: Callable[[], Any], *, own: bool
         problem = f"rank {rank}: {_text(error)}"
     except CheckpointError as error:
         problem = str(error)
-    answers = exchange((None if own else result, problem))
+    try:
+        answers = exchange((None if own else result, problem))
+    except RuntimeError as error:  # what torch raises when a connection breaks
+        raise CheckpointError(f"another rank ended in the middle of it: {error}") from None
     problems = [text for _, text in answers if text]
     if problems:
         raise CheckpointError(problems[0])
@@ -253,8 +256,6 @@ def _owned(unit: Unit, rank: int, target: Target) -> tuple[int, int]:
     whole = unit.stop - unit.start == unit.numel if unit.trainable else not unit.shard_params
     if whole and target.host is not None:
         return (0, unit.numel if target.leader else 0)
-    if whole and unit.disk is not None:
-        return (0, unit.numel if rank == 0 else 0)
     return unit.layout.shard_range(rank)
 
 

@@ -120,7 +120,7 @@ def test_it_does_not_write_over_a_file(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_an_error_at_the_latest_at_the_end(tmp_path: Path) -> None:
-    with pytest.raises(OSError, match="No space left|File too large"):
+    with pytest.raises(OSError, match=r"No space left|File too large"):
         FileWriter(tmp_path / "x.safetensors", {"a": (torch.uint8, (1 << 60,))})
 
 
