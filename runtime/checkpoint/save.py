@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import shutil
+import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -39,6 +40,8 @@ from .writer import FileWriter
 
 _STALE_S = 3600.0
 """A temporary folder in which nothing has been written for so long is a dead process's."""
+_DEAD_S = 5.0
+"""The same where its process is known to be gone from this host."""
 SCRIPT = "zero_to_fp32.py"
 
 
@@ -72,12 +75,14 @@ class Target:
     keep_last: int | None = None
     leader: bool
     """This rank writes the manifest: rank 0, or each node's first where nodes have folders of their own."""
+    owner: str
+    """Host and process id of rank 0."""
     host: str | None = None
     """The name of this node, where nodes have folders of their own."""
 
     @property
     def temporary(self) -> Path:
-        return self.folder / f".{self.tag}.tmp"
+        return self.folder / f".{self.tag}.{self.owner}.tmp"
 
 
 def rank_file(rank: int) -> str:
@@ -124,6 +129,7 @@ class Save:
         self._source, self._target = source, target
         self._comm = source.sharded.comm
         self._writer: FileWriter | None = None
+        self._whole_writer: FileWriter | None = None
         self._later: list[tuple[Block, Snapshot | None]] = []
         self._part: dict[str, Any] = {}
         self._whole: dict[str, Tensor] = {}
@@ -156,6 +162,8 @@ class Save:
         if target.leader:
             self._whole = {**source.tensors}
             self._whole |= {f"buffer.{name}": value for name, value in persistent(source.sharded).items()}
+            announced_whole = {name: (t.dtype, tuple(t.shape)) for name, t in self._whole.items()}
+            self._whole_writer = FileWriter(target.temporary / WHOLE, announced_whole)
         self._writer = FileWriter(target.temporary / rank_file(rank), announced)
         if snapshot is not None:
             snapshot.begin(sum(block.nbytes for block in blocks if block.resident))
@@ -208,14 +216,10 @@ class Save:
         entry = {**self._writer.close(), "host": self._target.host}
         files = {rank_file(self._comm.rank): entry}
         if self._target.leader:
-            announced = {name: (t.dtype, tuple(t.shape)) for name, t in self._whole.items()}
-            writer = FileWriter(self._target.temporary / WHOLE, announced)
-            try:
-                for name, tensor in self._whole.items():
-                    writer.write(name, tensor)
-                files[WHOLE] = {**writer.close(), "host": None}
-            finally:
-                writer.abandon()
+            assert self._whole_writer is not None
+            for name, tensor in self._whole.items():
+                self._whole_writer.write(name, tensor)
+            files[WHOLE] = {**self._whole_writer.close(), "host": None}
         return {**self._part, "files": files}
 
     def _complete(self, parts: Sequence[Mapping[str, Any]]) -> None:
@@ -224,8 +228,9 @@ class Save:
         put_in_place(target.temporary, target.folder / target.tag)
 
     def _give_up(self) -> None:
-        if self._writer is not None:
-            self._writer.abandon()
+        for writer in (self._writer, self._whole_writer):
+            if writer is not None:
+                writer.abandon()
         if self._target.leader:
             shutil.rmtree(self._target.temporary, ignore_errors=True)
 
@@ -367,12 +372,27 @@ def put_in_place(temporary: Path, final: Path) -> None:
 def _prepare(target: Target) -> None:
     target.folder.mkdir(parents=True, exist_ok=True)
     for left in target.folder.glob(".*.tmp"):
-        if left != target.temporary and left.is_dir() and _idle_s(left) > _STALE_S:
-            shutil.rmtree(left, ignore_errors=True)
+        if left != target.temporary and left.is_dir():
+            if _idle_s(left) > (_DEAD_S if _is_gone(left.name) else _STALE_S):
+                shutil.rmtree(left, ignore_errors=True)
     for left in target.folder.glob(".*.deleted"):
         shutil.rmtree(left, ignore_errors=True)
     shutil.rmtree(target.temporary, ignore_errors=True)
     target.temporary.mkdir()
+
+
+def _is_gone(name: str) -> bool:
+    """Whether a temporary folder's process was one of this host and has ended."""
+    host, _, pid = name.removesuffix(".tmp").rpartition("-")
+    if not pid.isdigit() or not host.endswith(f".{socket.gethostname()}"):
+        return False
+    try:
+        os.kill(int(pid), 0)
+    except ProcessLookupError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def _idle_s(folder: Path) -> float:

@@ -82,13 +82,13 @@ class Checkpoints:
         self.check()
         folder = Path(os.path.abspath(folder))
         comm = self._comm
-        self._check_places(folder, tag)
+        owner = self._check_places(folder, tag)
         if self._shard_step is not None:
             self._shard_step.wait()
         source, target = agree(
             comm.exchange,
             comm.rank,
-            lambda: self._describe(folder, tag, facts, client_state, save_latest, exclude_frozen),
+            lambda: self._describe(folder, tag, facts, client_state, save_latest, exclude_frozen, owner),
             own=True,
         )
         save = Save(source, target)
@@ -118,9 +118,10 @@ class Checkpoints:
             if self._comm.rank == 0:
                 print(f"zlaunch: the checkpoint was not saved: {error}", flush=True)
 
-    def _check_places(self, folder: Path, tag: str) -> None:
-        places = self._comm.exchange((str(folder), tag))
-        for rank, (other, other_tag) in enumerate(places):
+    def _check_places(self, folder: Path, tag: str) -> str:
+        """Raises CheckpointError if the ranks do not mean the same; returns who rank 0 is."""
+        places = self._comm.exchange((str(folder), tag, f"{socket.gethostname()}-{os.getpid()}"))
+        for rank, (other, other_tag, _) in enumerate(places):
             if other_tag != places[0][1]:
                 raise CheckpointError(
                     f"rank {rank} saves under the tag {other_tag!r} and rank 0 under {places[0][1]!r}: every "
@@ -133,6 +134,7 @@ class Checkpoints:
                 )
         if not tag or "/" in tag or tag.startswith(".") or tag in (LATEST, "auto"):
             raise CheckpointError(f"tag {tag!r}: must be a plain name for a folder, not latest or auto")
+        return str(places[0][2])
 
     def _describe(
         self,
@@ -142,6 +144,7 @@ class Checkpoints:
         client_state: Any,
         save_latest: bool,
         exclude_frozen: bool,
+        owner: str,
     ) -> tuple[Source, Target]:
         rank = self._comm.rank
         tensors: dict[str, torch.Tensor] = {}
@@ -169,6 +172,7 @@ class Checkpoints:
             exclude_frozen=exclude_frozen,
             save_latest=save_latest,
             keep_last=self._keep_last,
+            owner=owner,
             leader=read_environment().local_rank == 0 if self._node_local else rank == 0,
             host=socket.gethostname() if self._node_local else None,
         )

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import zlib
 from collections import deque
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from queue import SimpleQueue
+from threading import Thread
 from typing import Any
 
 import torch
@@ -44,18 +46,25 @@ class FileWriter:
         self._dtype = torch.uint8
         header = header_of(tensors, {})
         total = len(header) + sum(numel * dtype.itemsize for _, numel, dtype in self._left)
+        self._sums: dict[int, int] = {}
+        self._error: OSError | None = None
+        self._filled = self._chunk = self.nbytes = 0
+        self._free: SimpleQueue[Tensor] = SimpleQueue()
+        self._jobs: SimpleQueue[tuple[Tensor, int, int] | None] = SimpleQueue()
+        for _ in range(_BUFFERS):
+            self._free.put(torch.frombuffer(aligned_buffer(CHUNK_BYTES), dtype=torch.uint8))
+        self._buffer = self._free.get()
         self._fd, self._direct = _create(path)
-        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="zlaunch-checkpoint")
-        self._free = [
-            torch.frombuffer(aligned_buffer(CHUNK_BYTES), dtype=torch.uint8) for _ in range(_BUFFERS)
-        ]
-        self._jobs: deque[tuple[Future[int], Tensor]] = deque()
-        self._sums: list[int] = []
-        self._buffer, self._filled, self.nbytes = self._free.pop(), 0, 0
+        # Plain threads: an executor takes no work while the interpreter ends, when a last save may still be
+        # under way.
+        self._threads = [Thread(target=self._work, name="zlaunch-checkpoint-file") for _ in range(_THREADS)]
+        for thread in self._threads:
+            thread.start()
         try:
             _reserve(self._fd, total)
             self._append(torch.frombuffer(bytearray(header), dtype=torch.uint8))
-        except BaseException:
+        except OSError as error:
+            error.filename = str(path)
             self.abandon()
             raise
 
@@ -84,35 +93,37 @@ class FileWriter:
 
     def _flush(self) -> None:
         """Hand the present buffer to the threads and take a free one."""
-        self._jobs.append(
-            (self._pool.submit(self._store, self._buffer, self._filled, self.nbytes), self._buffer)
-        )
+        if self._error is not None:
+            raise self._error
+        self._jobs.put((self._buffer, self._filled, self._chunk))
         self.nbytes += self._filled
+        self._chunk += 1
         self._filled = 0
-        if not self._free:
-            self._retire()
-        self._buffer = self._free.pop()
+        self._buffer = self._free.get()
 
-    def _retire(self) -> None:
-        job, buffer = self._jobs.popleft()
-        self._free.append(buffer)
-        self._sums.append(job.result())
-
-    def _store(self, buffer: Tensor, nbytes: int, offset: int) -> int:
-        memory = memoryview(buffer.numpy())  # type: ignore[arg-type, unused-ignore]
-        crc = zlib.crc32(memory[:nbytes])
-        end = aligned(nbytes) if self._direct else nbytes
-        done = 0
-        while done < end:
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            buffer, nbytes, chunk = job
             try:
-                done += os.pwrite(self._fd, memory[done:end], offset + done)
+                if self._error is None:
+                    self._store(buffer, nbytes, chunk)
             except OSError as error:
-                if self._direct and error.errno == errno.EINVAL:  # a file system that only seemed to allow it
-                    self._direct, end = False, nbytes
-                    _clear_direct(self._fd)
-                    continue
-                raise
-        return crc
+                error.filename = str(self.path)
+                self._error = error
+            self._free.put(buffer)
+
+    def _store(self, buffer: Tensor, nbytes: int, chunk: int) -> None:
+        memory = memoryview(buffer.numpy())  # type: ignore[arg-type, unused-ignore]
+        self._sums[chunk] = zlib.crc32(memory[:nbytes])
+        direct, done = self._direct, 0
+        while done < (end := aligned(nbytes) if direct else nbytes):
+            try:
+                done += os.pwrite(self._fd, memory[done:end], chunk * CHUNK_BYTES + done)
+            except OSError as error:
+                if not direct or error.errno != errno.EINVAL:
+                    raise
+                direct = self._direct = False  # a file system that only seemed to allow it
+                fcntl.fcntl(self._fd, fcntl.F_SETFL, fcntl.fcntl(self._fd, fcntl.F_GETFL) & ~os.O_DIRECT)
 
     def close(self) -> dict[str, Any]:
         """Bring everything to the disk; returns its size and checksums. Raises OSError."""
@@ -122,20 +133,28 @@ class FileWriter:
                 if self._direct and self._filled % ALIGN_BYTES:
                     self._buffer[self._filled : aligned(self._filled)].zero_()
                 self._flush()
-            while self._jobs:
-                self._retire()
+            self._end_threads()
+            if self._error is not None:
+                raise self._error
             os.ftruncate(self._fd, self.nbytes)
             os.fsync(self._fd)
         finally:
             self.abandon()
-        return {"bytes": self.nbytes, "crc32": self._sums}
+        return {"bytes": self.nbytes, "crc32": [self._sums[chunk] for chunk in range(self._chunk)]}
 
     def abandon(self) -> None:
         """End the threads and close the file, whole or not."""
-        self._pool.shutdown(cancel_futures=True)
+        self._end_threads()
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+    def _end_threads(self) -> None:
+        for _ in self._threads:
+            self._jobs.put(None)
+        for thread in self._threads:
+            thread.join()
+        self._threads.clear()
 
 
 def _numel(shape: tuple[int, ...]) -> int:
@@ -155,12 +174,6 @@ def _create(path: Path) -> tuple[int, bool]:
             raise
     path.unlink(missing_ok=True)
     return os.open(path, flags, 0o666), False
-
-
-def _clear_direct(fd: int) -> None:
-    import fcntl
-
-    fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT)
 
 
 def _reserve(fd: int, nbytes: int) -> None:
