@@ -28,6 +28,8 @@ def check_model(checkpoint: Checkpoint, sharded: ShardedModel, *, strict: bool) 
     buffers = {name: list(tensor.shape) for name, tensor in persistent(sharded).items()}
     have = {name: entry["shape"] for name, entry in checkpoint.parameters.items()}
     there = {name: entry["shape"] for name, entry in checkpoint.manifest["buffers"].items()}
+    for name in buffers.keys() & have.keys() - wanted.keys():  # an imported file does not tell them apart
+        there[name] = have.pop(name)
     problems: list[str] = []
     for name, shape in wanted.items():
         own = have.get(source_name(checkpoint, name))
@@ -106,10 +108,13 @@ def load_values(checkpoint: Checkpoint, sharded: ShardedModel, offload: Offload 
     with torch.no_grad():
         for unit in sharded.units:
             take_values(unit, filler(checkpoint, unit), offload)
-        there = checkpoint.manifest["buffers"]
         for name, target in persistent(sharded).items():
-            if name in there:
+            if name in checkpoint.manifest["buffers"]:
                 target.copy_(checkpoint.file(WHOLE).read_whole(f"buffer.{name}"))
+            elif name in checkpoint.parameters:
+                flat = torch.empty(target.numel(), dtype=torch.float32)
+                checkpoint.read_into(flat, name)
+                target.copy_(flat.view(target.shape))
 
 
 def described(checkpoint: Checkpoint) -> Callable[[Unit, int], Description | None]:

@@ -372,9 +372,10 @@ def put_in_place(temporary: Path, final: Path) -> None:
 def _prepare(target: Target) -> None:
     target.folder.mkdir(parents=True, exist_ok=True)
     for left in target.folder.glob(".*.tmp"):
-        if left != target.temporary and left.is_dir():
-            if _idle_s(left) > (_DEAD_S if _is_gone(left.name) else _STALE_S):
-                shutil.rmtree(left, ignore_errors=True)
+        if left == target.temporary or not left.is_dir():
+            continue
+        if _idle_s(left) > (_DEAD_S if _is_gone(left.name) else _STALE_S):
+            shutil.rmtree(left, ignore_errors=True)
     for left in target.folder.glob(".*.deleted"):
         shutil.rmtree(left, ignore_errors=True)
     shutil.rmtree(target.temporary, ignore_errors=True)

@@ -12,6 +12,7 @@ import click
 
 SUBCOMMANDS = {
     "bench": "zlaunch.cli.bench:bench",
+    "checkpoint": "zlaunch.cli.checkpoint:checkpoint",
     "config": "zlaunch.cli.config:config",
     "doctor": "zlaunch.cli.doctor:doctor",
     "ps": "zlaunch.cli.runs:ps",

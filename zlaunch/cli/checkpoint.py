@@ -1,0 +1,281 @@
+"""`zlaunch checkpoint`: look at checkpoints, check them, and bring weights in and out."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from zlaunch.runtime.checkpoint.standalone import Checkpoint
+
+_TAG = click.option(
+    "-t", "--tag", help='Which checkpoint; default: what `latest` names. "auto": the newest whole.'
+)
+
+
+@click.group()
+def checkpoint() -> None:
+    """Look at checkpoints, check them, export and import weights."""
+
+
+@contextmanager
+def _as_usage_error() -> Iterator[None]:
+    """What is wrong with files or arguments is one line for the user."""
+    from zlaunch.runtime.checkpoint.standalone import CheckpointError
+
+    try:
+        yield
+    except (CheckpointError, ValueError) as error:
+        raise click.UsageError(str(error)) from None
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        raise click.UsageError(f"{where}{error.strerror or error}") from None
+
+
+def _open(folder: str, tag: str | None) -> Checkpoint:
+    from zlaunch.runtime.checkpoint.standalone import LATEST, Checkpoint, CheckpointError, candidates, find
+
+    path = find(folder, tag)
+    if path is None:
+        others = [other.name for other in candidates(Path(folder))]
+        advice = f"; --tag takes one of {', '.join(others[:5])}" if others else ""
+        if tag == "auto":
+            raise CheckpointError(f"{folder}: has no whole checkpoint")
+        raise CheckpointError(f"{folder}: no checkpoint is there (no file {LATEST!r}){advice}")
+    return Checkpoint(path)
+
+
+def _table(*columns: str, right: tuple[str, ...] = ()) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE)
+    for column in columns:
+        table.add_column(column, justify="right" if column in right else "left", overflow="fold")
+    return table
+
+
+def _print(table: Table) -> None:
+    from rich.console import Console
+
+    Console(width=None if sys.stdout.isatty() else 160, highlight=False).print(table)
+
+
+def _size(nbytes: int) -> str:
+    for unit, power in (("GB", 9), ("MB", 6), ("kB", 3)):
+        if nbytes >= 10**power:
+            return f"{nbytes / 10**power:.2f} {unit}"
+    return f"{nbytes} B"
+
+
+def _summary(folder: Path) -> dict[str, Any]:
+    """One checkpoint in a line: damage that can be seen without reading it all is told."""
+    from zlaunch.runtime.checkpoint.standalone import CheckpointError, File, read_manifest
+
+    try:
+        manifest = read_manifest(folder)
+        away = set()
+        for name, entry in manifest["files"].items():
+            if entry.get("host") is not None and not (folder / name).exists():
+                away.add(entry["host"])
+            else:
+                File(folder / name, entry).close()
+    except CheckpointError as error:
+        return {"tag": folder.name, "problem": str(error)}
+    return {
+        "tag": folder.name,
+        "steps": manifest["engine"]["global_steps"],
+        "saved": manifest["time"],
+        "world_size": manifest["world_size"],
+        "stage": manifest["stage"],
+        "bytes": sum(entry["bytes"] for entry in manifest["files"].values()),
+        "parts_on": sorted(away),
+    }
+
+
+@checkpoint.command("ls")
+@click.argument("folder")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON; times are seconds since the epoch.")
+def list_(folder: str, as_json: bool) -> None:
+    """Show the checkpoints of FOLDER, newest first."""
+    from zlaunch.runtime.checkpoint.standalone import LATEST, candidates
+
+    path = Path(folder)
+    if not path.is_dir():
+        raise click.UsageError(f"{folder}: no such folder")
+    with _as_usage_error():
+        found = [_summary(each) for each in candidates(path)]
+        latest = (path / LATEST).read_text(encoding="utf-8").strip() if (path / LATEST).is_file() else None
+    for each in found:
+        each["latest"] = each["tag"] == latest
+    if as_json:
+        click.echo(json.dumps(found, indent=1))
+        return
+    if not found:
+        click.echo(f"{folder}: no checkpoints")
+        return
+    table = _table(
+        "tag", "", "steps", "saved", "ranks", "stage", "size", right=("steps", "ranks", "stage", "size")
+    )
+    for each in found:
+        mark = "latest" if each["latest"] else ""
+        if "problem" in each:
+            table.add_row(
+                each["tag"], mark, "", "damaged: " + each["problem"].rpartition(": ")[2], "", "", ""
+            )
+            continue
+        moment = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(each["saved"]))
+        if each["parts_on"]:
+            mark = f"{mark} (parts on {', '.join(each['parts_on'])})".strip()
+        numbers = (str(each["world_size"]), str(each["stage"]), _size(each["bytes"]))
+        table.add_row(each["tag"], mark, str(each["steps"]), moment, *numbers)
+    _print(table)
+
+
+@checkpoint.command()
+@click.argument("folder")
+@_TAG
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def show(folder: str, tag: str | None, as_json: bool) -> None:
+    """Show what one checkpoint of FOLDER holds: its parameters, and the state kept for each."""
+    with _as_usage_error():
+        opened = _open(folder, tag)
+    manifest = opened.manifest
+    rows = [
+        {
+            "name": name,
+            "dtype": entry["dtype"],
+            "shape": entry["shape"],
+            "kind": "trainable" if entry["trainable"] else "frozen",
+            "state": [*entry["state"]["tensors"], *entry["state"]["scalars"]],
+        }
+        for name, entry in opened.parameters.items()
+    ]
+    rows += [
+        {"name": name, "dtype": entry["dtype"], "shape": entry["shape"], "kind": "buffer", "state": []}
+        for name, entry in manifest["buffers"].items()
+    ]
+    rows += [
+        {"name": name, "dtype": "", "shape": [], "kind": f"tied to {first}", "state": []}
+        for name, first in opened.tied.items()
+    ]
+    head = {
+        "path": str(opened.folder),
+        "written_by": manifest["written_by"],
+        "world_size": manifest["world_size"],
+        "stage": manifest["stage"],
+        "engine": manifest["engine"],
+        "optimizer": manifest["optimizer"],
+        "scheduler": manifest["scheduler"],
+        "client_state": manifest["client_state"],
+    }
+    if as_json:
+        click.echo(json.dumps({**head, "tensors": rows}, indent=1))
+        return
+    for key, value in head.items():
+        text = value if isinstance(value, str) else json.dumps(value)
+        click.echo(f"{key:<13} {text if len(text) <= 300 else text[:297] + '...'}")
+    table = _table("name", "dtype", "shape", "kind", "optimizer state")
+    for row in rows:
+        shape = " x ".join(map(str, row["shape"])) or ("scalar" if row["dtype"] else "")
+        table.add_row(row["name"], row["dtype"], shape, row["kind"], ", ".join(row["state"]))
+    _print(table)
+
+
+@checkpoint.command()
+@click.argument("folder")
+@_TAG
+@click.option("-a", "--all", "everything", is_flag=True, help="All checkpoints of FOLDER.")
+def verify(folder: str, tag: str | None, everything: bool) -> int:
+    """Read every byte of a checkpoint and compare it with its checksums; exit code 1 for damage."""
+    from zlaunch.runtime.checkpoint.standalone import Checkpoint, CheckpointError, candidates
+
+    paths = candidates(Path(folder)) if everything else []
+    if everything and not paths:
+        raise click.UsageError(f"{folder}: no checkpoints")
+    if not everything:
+        with _as_usage_error():
+            paths = [_open(folder, tag).folder]
+    damaged = 0
+    for path in paths:
+        try:
+            opened = Checkpoint(path)
+            click.echo(f"{path}: whole, {_size(opened.verify())} read")
+        except CheckpointError as error:
+            damaged += 1
+            click.echo(f"zlaunch checkpoint verify: error: {error}", err=True)
+    return 1 if damaged else 0
+
+
+@checkpoint.command()
+@click.argument("folder")
+@click.argument("out")
+@_TAG
+@click.option("--dtype", type=click.Choice(["fp32", "bf16", "fp16"]), default="fp32", show_default=True)
+@click.option("--max_shard_size", default="5GB", show_default=True, metavar="SIZE", help="Of one file.")
+@click.option(
+    "--format",
+    "kind",
+    type=click.Choice(["safetensors", "bin"]),
+    default="safetensors",
+    show_default=True,
+    help="bin is torch.save's.",
+)
+@click.option("--exclude_frozen_parameters", is_flag=True, help="Leave frozen parameters out.")
+def export(
+    folder: str,
+    out: str,
+    tag: str | None,
+    dtype: str,
+    max_shard_size: str,
+    kind: str,
+    exclude_frozen_parameters: bool,
+) -> None:
+    """Write the weights of a checkpoint of FOLDER to the folder OUT, as Hugging Face and torch read them.
+
+    Memory does not grow with the model. What is read is checked.
+    """
+    from zlaunch.runtime.checkpoint.standalone import PRECISIONS, parse_size
+    from zlaunch.runtime.checkpoint.standalone import export as write
+
+    with _as_usage_error():
+        written = write(
+            _open(folder, tag),
+            out,
+            dtype=PRECISIONS[dtype],
+            max_shard_bytes=parse_size(max_shard_size),
+            kind=kind,
+            exclude_frozen=exclude_frozen_parameters,
+        )
+    for path in written:
+        click.echo(str(path))
+
+
+@checkpoint.command("import")
+@click.argument("source")
+@click.argument("out")
+@click.option("-t", "--tag", help="Which of several DeepSpeed checkpoints; default: what `latest` names.")
+@click.option("--as", "name", default="imported", show_default=True, metavar="TAG", help="The tag in OUT.")
+def import_(source: str, out: str, tag: str | None, name: str) -> None:
+    """Make a checkpoint in the folder OUT from SOURCE, for engine.load_checkpoint(OUT).
+
+    SOURCE is a folder of DeepSpeed's save_checkpoint (ZeRO 1 to 3 with optimizer state, any ranks), a
+    Hugging Face folder, a safetensors file, or a file of torch.save with a state_dict. No code in it is run.
+    """
+    from zlaunch.runtime.checkpoint.foreign import read_foreign, write_foreign
+
+    with _as_usage_error():
+        found = read_foreign(source, tag)
+        path = write_foreign(found, out, name)
+    states = {kind for entry in found.parameters.values() for kind in entry.contents} - {"value"}
+    with_states = f", with {', '.join(sorted(states))}" if states else ", no optimizer state"
+    click.echo(f"{path}: {len(found.parameters)} parameters{with_states}")
