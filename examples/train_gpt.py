@@ -44,6 +44,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--every", type=int, default=10, help="steps between two reports")
     parser.add_argument("--save", help="directory for the trained weights")
+    parser.add_argument("--checkpoints", help="directory for checkpoints; a run goes on from what is there")
+    parser.add_argument("--save_every", type=int, default=50, help="steps between two checkpoints")
     zlaunch.add_config_arguments(parser)
     args = parser.parse_args()
 
@@ -54,9 +56,15 @@ def main() -> None:
     generator = torch.Generator().manual_seed(engine.global_rank)  # every rank reads other text
     micro_batch, accumulation = engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
 
+    engine.client_state = lambda: {"text": generator.get_state()}  # also of a save that a signal asks for
+    _, client = engine.load_checkpoint(zlaunch.resume_dir(args.checkpoints))
+    if client:
+        generator.set_state(client["text"])
+    begin = engine.global_steps
+
     first = validate(engine, validation, size.context)
-    started, step_started = time.perf_counter(), 0
-    for step in range(1, args.steps + 1):
+    started, step_started = time.perf_counter(), begin
+    for step in range(begin + 1, args.steps + 1):
         for _ in range(accumulation):
             batch = sample_batch(train, micro_batch, size.context, generator).to(engine.device)
             loss = loss_of(engine, batch)
@@ -76,6 +84,8 @@ def main() -> None:
                 memory_gb=memory_gb(),
             )
             started, step_started = now, step
+        if args.checkpoints and step % args.save_every == 0:
+            engine.save_checkpoint(args.checkpoints, client_state=engine.client_state())
     last = validate(engine, validation, size.context)
     if engine.global_rank == 0:
         print(f"validation loss {first:.3f} -> {last:.3f}", flush=True)

@@ -1,4 +1,6 @@
-"""Being asked to save and stop: by SIGUSR1, and by SIGTERM where the launcher says that there is time."""
+"""Being asked to save and stop, by SIGUSR1, and by SIGTERM where the launcher says that there is time; and
+going on afterwards.
+"""
 
 from __future__ import annotations
 
@@ -34,6 +36,18 @@ def listen() -> None:
 def _note(_signum: int, _frame: FrameType | None) -> None:
     _asked.set()
     os.environ["ZLAUNCH_STOP_ASKED"] = "1"
+
+
+def resume_dir(default: str | None = None) -> str | None:
+    """The folder that ``engine.load_checkpoint`` is to go on from, or None for a run that begins.
+
+    Under zlaunch: where this run had saved before it was restarted (``--max_restarts``), or before its SLURM
+    job was requeued. ``default`` is for everything else: a folder that is taken if a checkpoint is there.
+    """
+    told = read_environment().resume_dir
+    if told is None and default is not None and os.path.exists(os.path.join(default, "latest")):
+        return default
+    return told
 
 
 def asked() -> bool:

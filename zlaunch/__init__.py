@@ -18,6 +18,7 @@ _LAZY = {
     "Engine": ("zlaunch.runtime.engine", "Engine"),
     "checkpointing": ("zlaunch.runtime.activation", ""),
     "ConfigError": ("zlaunch.runtime.config", "ConfigError"),
+    "resume_dir": ("zlaunch.runtime.stopping", "resume_dir"),
     "report": ("zlaunch.runtime.monitor.report", "report"),
     "zero": ("zlaunch.zero", ""),
 }
@@ -31,6 +32,7 @@ __all__ = [
     "init_distributed",
     "initialize",
     "report",
+    "resume_dir",
     "zero",
 ]
 
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
     from zlaunch.runtime.config import ConfigError as ConfigError
     from zlaunch.runtime.engine import Engine as Engine
     from zlaunch.runtime.monitor.report import report as report
+    from zlaunch.runtime.stopping import resume_dir as resume_dir
 
 
 def __getattr__(name: str) -> Any:

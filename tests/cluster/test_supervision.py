@@ -149,8 +149,22 @@ def test_save_and_stop_reaches_every_rank_at_the_same_step(cluster: Testbed, tmp
     assert len(last) == 1 and next(iter(last)).startswith("saved at")
 
 
-def test_preemption_saves_and_requeues(cluster: Testbed, tmp_path: Path) -> None:
-    (tmp_path / "worker.py").write_text(__import__("textwrap").dedent(STOPS))
+GOES_ON = """
+    import time, zlaunch, torch
+    engine, *_ = zlaunch.initialize(model=torch.nn.Linear(4, 4), config={
+        "train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "Adam", "params": {}},
+        "checkpoint": {"on_signal": True, "save_dir": "saved"}})
+    engine.load_checkpoint(zlaunch.resume_dir())
+    print("ready at", engine.global_steps, flush=True)
+    while True:
+        engine.backward(engine(torch.ones(1, 4)).sum())
+        engine.step()
+        time.sleep(0.02)
+"""
+
+
+def test_preemption_saves_requeues_and_goes_on(cluster: Testbed, tmp_path: Path) -> None:
+    (tmp_path / "worker.py").write_text(__import__("textwrap").dedent(GOES_ON))
     (tmp_path / "job.sbatch").write_text(
         f"#!/bin/bash\n#SBATCH -N3 --gres=gpu:2 --requeue --open-mode=append --output={tmp_path}/out.%j\n"
         f"#SBATCH --signal=B:USR1@5\nexec {sys.executable} -m zlaunch --requeue --no_local_rank "
@@ -181,7 +195,11 @@ def test_preemption_saves_and_requeues(cluster: Testbed, tmp_path: Path) -> None
         command = ["scontrol", "update", f"JobId={job}", "StartTime=now"]
         subprocess.run(command, env=cluster.env(), check=True, capture_output=True)
         wait_for(lambda: count() == 2, "the start after the requeue", 200)
-        assert "saved at" in (tmp_path / "run." / "logs" / "rank_00005.log").read_text()
+        (steps,) = [path.name for path in (tmp_path / "saved").glob("global_step*")]
+        for rank in range(6):
+            assert "ready at 0" in (tmp_path / "run." / "logs" / f"rank_{rank:05d}.log").read_text()
+        text = (tmp_path / "run.1" / "logs" / "rank_00005.log").read_text()
+        assert f"ready at {steps.removeprefix('global_step')}\n" in text
         assert f"job {job} is put back into the queue" in (tmp_path / f"out.{job}").read_text()
     finally:
         subprocess.run(["scancel", job], env=cluster.env(), check=False)

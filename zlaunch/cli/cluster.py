@@ -16,6 +16,7 @@ from zlaunch.cli.options import DEFAULT_HOSTFILE, Launcher, Options, bound_cores
 from zlaunch.hostfiles import filters
 from zlaunch.launch.plan import NodeSpec, Plan, make_plan
 from zlaunch.launch.processes import python_module_argv
+from zlaunch.launch.record import resume_folder
 
 if TYPE_CHECKING:
     from zlaunch.hostfiles.grammar import HostEntry
@@ -188,6 +189,7 @@ class Cluster:
             environ=self.environ,
             heartbeat_s=o.heartbeat_s,
             restart_count=attempt,
+            resume_dir=resume_folder(o.run_dir, o.run_id, attempt, os.environ),
         )
 
     def job(self, min_nodes: int | None) -> Job:

@@ -13,6 +13,7 @@ from zlaunch.cli.options import Options, bound_cores, own_names
 from zlaunch.hostfiles import filters
 from zlaunch.launch.plan import NodeSpec, Plan, make_plan
 from zlaunch.launch.processes import python_module_argv
+from zlaunch.launch.record import resume_folder
 
 if TYPE_CHECKING:
     from zlaunch.launch.attempts import Job
@@ -88,6 +89,7 @@ def local_plan(options: Options, node: NodeSpec, attempt: int = 0) -> Plan:
         bootstrap=python_module_argv("zlaunch.launch.bootstrap"),
         environ=os.environ,
         restart_count=attempt,
+        resume_dir=resume_folder(options.run_dir, options.run_id, attempt, os.environ),
     )
 
 

@@ -11,6 +11,7 @@ import click
 from zlaunch.cli.options import Options, bound_cores, quiet_port
 from zlaunch.launch.plan import NodeSpec, Plan, make_plan
 from zlaunch.launch.processes import python_module_argv
+from zlaunch.launch.record import resume_folder
 
 if TYPE_CHECKING:
     from zlaunch.slurm.environment import Allocation
@@ -76,4 +77,5 @@ def step_plan(options: Options, allocation: Allocation, attempt: int = 0) -> Pla
         first_node=place.rank_of_node,
         node_count=place.nodes,
         restart_count=attempt,
+        resume_dir=resume_folder(options.run_dir, options.run_id, attempt, os.environ),
     )

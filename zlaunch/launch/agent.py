@@ -19,6 +19,7 @@ from functools import partial
 
 from zlaunch.launch.events import WORKER_EVENTS, Event, LineBuffer
 from zlaunch.launch.failure import (
+    SAVED_CODE,
     SETTLE_S,
     is_communication,
     likely_reason,
@@ -296,7 +297,8 @@ class Agent:
                 "time": time.time(),
             }
         )
-        if self.stopping or (code == 0 and worker.exception is None):
+        saved = code == SAVED_CODE and self.plan is not None and self.plan.python
+        if self.stopping or saved or (code == 0 and worker.exception is None):
             return
         # A failed collective says that somebody else failed: wait for who it was. Anything else is a cause
         # itself.

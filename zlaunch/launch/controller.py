@@ -86,6 +86,7 @@ class Controller:
         self.signum = 0
         self.signalled_at = 0.0
         self.save_asked = False
+        self.saved = False
         self.deadline = float("inf")
         self.run_dir = Path(plan.run_dir)
 
@@ -218,6 +219,10 @@ class Controller:
         elif kind == "metrics":
             self.hang.activity()
             self.console.metrics(event)
+        elif kind == "checkpoint":
+            self.hang.activity()
+            record.saved(self.plan, event)
+            self.console.message(f"checkpoint {event.get('tag')} is in {event.get('folder')}")
         elif kind in ("exception", "exit"):
             self._on_worker_end(event)
         elif kind == "error":
@@ -260,6 +265,9 @@ class Controller:
         code = event["returncode"]
         if event["after_stop"]:
             return  # our own doing
+        if code == failures.SAVED_CODE and self.plan.python and known is None:
+            self.saved = True
+            return
         if known is not None:
             self.failures[rank] = replace(known, returncode=code or None, reason=event["reason"])
         elif code != 0:
@@ -371,6 +379,9 @@ class Controller:
             print(failures.report(first, self._tail(first.rank), str(path)), file=sys.stderr)
             code = first.exit_code
             port_taken = failures.is_port_taken(first.exception)
+        elif self.saved and not code:
+            self.console.message("the run has saved, as it was asked to, and wants to be started again")
+            return Outcome(failures.SAVED_CODE, 0, lost, save_asked=True)
         return Outcome(code, 0, lost, port_taken, self.save_asked)
 
     def _tail(self, rank: int) -> Sequence[str]:

@@ -12,7 +12,7 @@ from typing import Any
 
 Event = dict[str, Any]
 
-WORKER_EVENTS = ("exception", "metrics")
+WORKER_EVENTS = ("exception", "metrics", "checkpoint")
 """What a worker may say; the other types are the agent's own word."""
 
 _LINE_LIMIT_BYTES = 16 << 20

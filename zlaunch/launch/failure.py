@@ -13,6 +13,11 @@ SETTLE_S = 1.0
 
 TAIL_LINES = 20
 
+SAVED_CODE = 75
+"""Exit code of a worker that has saved and ended because it was asked to: "start me again" (EX_TEMPFAIL). The
+runtime has the same number.
+"""
+
 _COMMUNICATION = (
     "Connection closed by peer",
     "Connection reset by peer",

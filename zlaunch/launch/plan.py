@@ -134,6 +134,7 @@ def make_plan(
     first_node: int = 0,
     node_count: int | None = None,
     restart_count: int = 0,
+    resume_dir: str | None = None,
 ) -> Plan:
     """Number the workers in order of the nodes and write down the environment and argv of each.
 
@@ -169,6 +170,8 @@ def make_plan(
                 "ZLAUNCH_RUN_DIR": run_dir,
                 "ZLAUNCH_RESTART_COUNT": str(restart_count),
             }
+            if resume_dir is not None:
+                env["ZLAUNCH_RESUME_DIR"] = resume_dir
             env |= {
                 key: value for key, value in defaults.items() if key not in environ and key not in node.env
             }

@@ -7,8 +7,10 @@ import os
 import socket
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from zlaunch.launch.plan import Plan
 from zlaunch.launch.processes import start_ticks
@@ -34,6 +36,9 @@ class Record:
     def is_running(self) -> bool:
         """Whether the launcher lives; only to be known on its own host."""
         return self.ended is None and start_ticks(self.pid) == self.start_ticks
+
+
+_CHECKPOINT = "checkpoint.json"
 
 
 def _path(run_dir: str | Path) -> Path:
@@ -71,6 +76,48 @@ def ended(run_dir: str, exit_code: int) -> None:
     record = read(run_dir)
     if record is not None and record.pid == os.getpid():
         _write(run_dir, replace(record, ended=time.time(), exit_code=exit_code))
+
+
+# -- what a later attempt goes on from
+
+
+def saved(plan: Plan, event: Mapping[str, Any]) -> None:
+    """Write down where the run has saved, in `checkpoint.json`."""
+    path = Path(plan.run_dir) / _CHECKPOINT
+    content = {
+        "folder": event.get("folder"),
+        "tag": event.get("tag"),
+        "step": event.get("step"),
+        "run_id": plan.run_id,
+        "job": os.environ.get("SLURM_JOB_ID"),
+        "time": event.get("time", time.time()),
+    }
+    temporary = path.with_suffix(f".{os.getpid()}")
+    try:
+        temporary.write_text(json.dumps(content, indent=1) + "\n")
+        temporary.replace(path)
+    except OSError:  # a full disk must not end the training
+        temporary.unlink(missing_ok=True)
+
+
+def resume_folder(run_dir: str, run_id: str, attempt: int, environ: Mapping[str, str]) -> str | None:
+    """Where an earlier attempt of this run has saved, or an earlier start of this requeued SLURM job (whose
+    run folders stand side by side); None for a run that begins.
+    """
+    found: list[tuple[float, str]] = []
+    job = environ.get("SLURM_JOB_ID") if environ.get("SLURM_RESTART_COUNT", "0") not in ("", "0") else None
+    paths = {Path(run_dir) / _CHECKPOINT}
+    if job:
+        paths |= set(Path(run_dir).parent.glob(f"*/{_CHECKPOINT}"))
+    for path in paths:
+        try:
+            content = json.loads(path.read_text())
+            mine = attempt > 0 and content["run_id"] == run_id
+            if mine or (job is not None and content["job"] == job):
+                found.append((float(content["time"]), str(content["folder"])))
+        except (OSError, ValueError, TypeError, KeyError):
+            continue
+    return max(found)[1] if found else None
 
 
 def read(run_dir: str | Path) -> Record | None:

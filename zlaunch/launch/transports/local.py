@@ -10,6 +10,7 @@ from pathlib import Path
 from zlaunch.launch.events import Event, decode, encode
 
 _DIAGNOSTICS_BYTES = 4096
+_NOT_INHERITED = ("ZLAUNCH_RUN_ID", "ZLAUNCH_RESUME_DIR")
 
 
 class LocalTransport:
@@ -19,7 +20,7 @@ class LocalTransport:
         self.host, self.local = host, local
         self._stderr_path = stderr_path
         # An agent inside another run is the inner run's: the outer one reaches it through its launcher.
-        env = {key: value for key, value in os.environ.items() if key != "ZLAUNCH_RUN_ID"}
+        env = {key: value for key, value in os.environ.items() if key not in _NOT_INHERITED}
         with open(stderr_path, "wb") as stderr:
             self._process = subprocess.Popen(
                 argv,
