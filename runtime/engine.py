@@ -328,6 +328,7 @@ class Engine(Saving, nn.Module):
             self._advance_schedule()
         elif result.known:
             self._settle()
+        self._checkpoints.prepare()
         self._report()
 
     def _settle(self) -> None:

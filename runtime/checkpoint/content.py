@@ -278,14 +278,17 @@ def take_state(
         return
     for run, what in runs:
         assert run.leaf is not None
-        state.pop(run.leaf, None)
+        former = state.pop(run.leaf, {})
         if what == Description():
             continue
         device = run.leaf.device if on_device else None
         own: dict[str, Any] = {key: _scalar(name, value, device) for key, (name, value) in what.scalars}
         for key, name in what.tensors:
             dtype = run.leaf.dtype if DTYPES[name].is_floating_point else DTYPES[name]
-            own[key] = torch.zeros_like(run.leaf, dtype=dtype, requires_grad=False)
+            present = former.get(key)
+            if present is None or not is_elementwise(present, run.leaf) or present.dtype != dtype:
+                present = torch.zeros_like(run.leaf, dtype=dtype, requires_grad=False)
+            own[key] = present
             _fill_on(own[key], unit.start + run.start, key, fill)
         state[run.leaf] = own
 

@@ -103,20 +103,6 @@ def filler(checkpoint: Checkpoint, unit: Unit) -> Fill:
     return fill
 
 
-def load_values(checkpoint: Checkpoint, sharded: ShardedModel, offload: Offload | None) -> None:
-    """This rank's values of all units, and the buffers. Raises CheckpointError, DiskError."""
-    with torch.no_grad():
-        for unit in sharded.units:
-            take_values(unit, filler(checkpoint, unit), offload)
-        for name, target in persistent(sharded).items():
-            if name in checkpoint.manifest["buffers"]:
-                target.copy_(checkpoint.file(WHOLE).read_whole(f"buffer.{name}"))
-            elif name in checkpoint.parameters:
-                flat = torch.empty(target.numel(), dtype=torch.float32)
-                checkpoint.read_into(flat, name)
-                target.copy_(flat.view(target.shape))
-
-
 def described(checkpoint: Checkpoint) -> Callable[[Unit, int], Description | None]:
     """What is kept for a parameter of a unit; None if the checkpoint does not have it."""
     known: dict[str, Description] = {}
@@ -132,23 +118,38 @@ def described(checkpoint: Checkpoint) -> Callable[[Unit, int], Description | Non
     return label
 
 
-def load_states(
+def load_units(
     checkpoint: Checkpoint,
     units: Sequence[Unit],
-    runs: Sequence[tuple[Run, Description | None]],
-    optimizer: torch.optim.Optimizer,
     offload: Offload | None,
+    optimizer: torch.optim.Optimizer | None = None,
+    runs: Sequence[tuple[Run, Description | None]] = (),
 ) -> None:
-    """This rank's optimizer state. Raises CheckpointError, DiskError."""
+    """This rank's values and, with an ``optimizer``, the state of its ``runs``: unit by unit, as they lie in
+    the files. Raises CheckpointError, DiskError.
+    """
     with torch.no_grad():
         for unit in units:
+            fill = filler(checkpoint, unit)
+            take_values(unit, fill, offload)
             own = [(run, what) for run, what in runs if run.unit is unit and what is not None]
-            on_device = any(
-                optimizer.param_groups[run.group].get(key)
-                for run, _ in own
-                for key in ("fused", "capturable")
-            )
-            take_state(unit, own, filler(checkpoint, unit), optimizer.state, offload, on_device)
+            if optimizer is None or not own:
+                continue
+            groups = [optimizer.param_groups[run.group] for run, _ in own]
+            on_device = any(group.get("fused") or group.get("capturable") for group in groups)
+            take_state(unit, own, fill, optimizer.state, offload, on_device)
+
+
+def load_persistent(checkpoint: Checkpoint, sharded: ShardedModel) -> None:
+    """Buffers, and parameters of integers. Raises CheckpointError."""
+    with torch.no_grad():
+        for name, target in persistent(sharded).items():
+            if name in checkpoint.manifest["buffers"]:
+                target.copy_(checkpoint.file(WHOLE).read_whole(f"buffer.{name}"))
+            elif name in checkpoint.parameters:
+                flat = torch.empty(target.numel(), dtype=torch.float32)
+                checkpoint.read_into(flat, name)
+                target.copy_(flat.view(target.shape))
 
 
 _IMPLEMENTATION = ("params", "fused", "foreach", "capturable", "differentiable")

@@ -131,8 +131,14 @@ class Save:
         self._writer: FileWriter | None = None
         self._whole_writer: FileWriter | None = None
         self._later: list[tuple[Block, Snapshot | None]] = []
+        self._announced: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
         self._part: dict[str, Any] = {}
         self._whole: dict[str, Tensor] = {}
+
+    @staticmethod
+    def resident_bytes(source: Source, target: Target) -> int:
+        """What a snapshot of it takes."""
+        return sum(block.nbytes for block in _blocks(source, target) if block.resident)
 
     def begin(self, snapshot: Snapshot | None) -> None:
         """Make the files and write what rests on disk; copy the rest to ``snapshot``, if there is one."""
@@ -162,9 +168,9 @@ class Save:
         if target.leader:
             self._whole = {**source.tensors}
             self._whole |= {f"buffer.{name}": value for name, value in persistent(source.sharded).items()}
-            announced_whole = {name: (t.dtype, tuple(t.shape)) for name, t in self._whole.items()}
-            self._whole_writer = FileWriter(target.temporary / WHOLE, announced_whole)
-        self._writer = FileWriter(target.temporary / rank_file(rank), announced)
+        self._announced = announced
+        if snapshot is None or not all(block.resident for block in blocks):
+            self._open_files()
         if snapshot is not None:
             snapshot.begin(sum(block.nbytes for block in blocks if block.resident))
         for block in blocks:
@@ -179,6 +185,15 @@ class Save:
         if snapshot is not None:
             self._whole = {name: value.detach().cpu().clone() for name, value in self._whole.items()}
             snapshot.settle()
+
+    def _open_files(self) -> None:
+        if self._writer is not None:
+            return
+        folder = self._target.temporary
+        self._writer = FileWriter(folder / rank_file(self._comm.rank), self._announced)
+        if self._target.leader:
+            announced = {name: (t.dtype, tuple(t.shape)) for name, t in self._whole.items()}
+            self._whole_writer = FileWriter(folder / WHOLE, announced)
 
     def _write(self, block: Block) -> None:
         assert self._writer is not None
@@ -203,6 +218,7 @@ class Save:
         return target.folder / target.tag
 
     def _finish(self) -> dict[str, Any]:
+        self._open_files()
         assert self._writer is not None
         for block, snapshot in self._later:
             if snapshot is None:

@@ -6,6 +6,7 @@ import os
 import socket
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,8 @@ from .load import (
     check_model,
     check_optimizer,
     described,
-    load_states,
-    load_values,
+    load_persistent,
+    load_units,
     restore_groups,
 )
 from .save import Save, Source, Target, agree
@@ -52,6 +53,7 @@ class Checkpoints:
         self._offload, self._comm = offload, sharded.comm
         self._asynchronous, self._node_local, self._keep_last = asynchronous, node_local, keep_last
         self._snapshot: Snapshot | None = None
+        self._reserving: threading.Thread | None = None
         self._writing: HostChannel | None = None
         self._polling: HostChannel | None = None
         self._thread: threading.Thread | None = None
@@ -61,6 +63,22 @@ class Checkpoints:
         """Where was last saved to, or loaded from."""
 
     # -- saving
+
+    def prepare(self) -> None:
+        """After the first step, when all state is there: take the memory for snapshots, beside training."""
+        if not self._asynchronous or self._snapshot is not None:
+            return
+        self._snapshot = snapshot = Snapshot()
+        nbytes = Save.resident_bytes(*self._describe(Path(), "", {}, None, False, False, ""))
+
+        def reserve() -> None:
+            if self._comm.device.type == "cuda":
+                torch.cuda.set_device(self._comm.device)
+            with suppress(OSError, MemoryError):  # then the save itself will say so
+                snapshot.reserve(nbytes)
+
+        self._reserving = threading.Thread(target=reserve, name="zlaunch-snapshot", daemon=True)
+        self._reserving.start()
 
     def save(
         self,
@@ -99,9 +117,11 @@ class Checkpoints:
             if then is not None:
                 then(path)
             return
-        if self._snapshot is None or self._writing is None:
-            self._snapshot, self._writing = Snapshot(), comm.host_channel()
-            self._polling = comm.host_channel()
+        self._snapshot = self._snapshot or Snapshot()
+        if self._reserving is not None:
+            self._reserving.join()
+        if self._writing is None:
+            self._writing, self._polling = comm.host_channel(), comm.host_channel()
         save.begin(self._snapshot)
         self._thread = threading.Thread(
             target=self._finish, args=(save, self._writing, then), name="zlaunch-checkpoint"
@@ -204,6 +224,8 @@ class Checkpoints:
         try:
             self.wait()
         finally:
+            if self._reserving is not None:
+                self._reserving.join()
             if self._snapshot is not None:
                 self._snapshot.close()
                 self._snapshot = None
@@ -276,13 +298,15 @@ class Checkpoints:
 
     def _read(self, checkpoint: Checkpoint, states: bool) -> None:
         try:
-            load_values(checkpoint, self._sharded, self._offload)
-            if states and self._shard_step is not None:
-                runs = self._shard_step.split(described(checkpoint))
-                units = self._shard_step.units
-                load_states(checkpoint, units, runs, self._shard_step.optimizer, self._offload)
+            units, step = self._sharded.units, self._shard_step
+            if not states or step is None:
+                load_units(checkpoint, units, self._offload)
+            else:
+                runs = step.split(described(checkpoint))
+                load_units(checkpoint, units, self._offload, step.optimizer, runs)
                 saved = checkpoint.manifest["optimizer"]
-                restore_groups(self._shard_step.optimizer, self.decoded(checkpoint, saved["groups"]))
+                restore_groups(step.optimizer, self.decoded(checkpoint, saved["groups"]))
+            load_persistent(checkpoint, self._sharded)
         except DiskError as error:
             raise CheckpointError(f"rank {self._comm.rank}: {error}") from None
 

@@ -28,6 +28,15 @@ class Snapshot:
         """Memory that it holds."""
         return self._pool.statistics().held_bytes
 
+    def reserve(self, nbytes: int) -> None:
+        """Take the memory for so many bytes beforehand; the system makes new memory much slower than it
+        copies.
+        """
+        self.begin(nbytes)
+        while sum(segment.numel() for segment in self._segments) < nbytes + PAGE_BYTES:
+            self._segments.append(self._pool.take(self._segment_bytes))
+            self._segments[-1].zero_()
+
     def begin(self, nbytes: int) -> None:
         """Forget the former content; its memory is used again. About ``nbytes`` will come."""
         self._segment_bytes = min(_SEGMENT_BYTES, nbytes + PAGE_BYTES)

@@ -21,6 +21,8 @@ import re
 import sys
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +49,10 @@ NAMES = {
 DTYPES = {name: dtype for dtype, name in NAMES.items()}
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _PIECE_NUMEL = 1 << 20
+_AHEAD = 4
+"""Chunks that are read ahead."""
+_OPEN_FILES = 64
+"""A checkpoint of many ranks has many."""
 
 
 class CheckpointError(RuntimeError):
@@ -61,8 +67,13 @@ class File:
 
     def __init__(self, path: Path, entry: Mapping[str, Any]) -> None:
         """``entry``: its bytes and checksums. Raises CheckpointError if it is missing, cut or damaged."""
-        self.path = path
+        self.path, self._fd = path, -1
         self._nbytes, self._sums = int(entry["bytes"]), list(entry["crc32"])
+        self._good: set[int] = set()
+        self._held, self._content, self._before = -1, torch.empty(0, dtype=torch.uint8), -1
+        """The chunk in memory and its bytes; the one that was read last."""
+        self._ahead: dict[int, Future[Tensor]] = {}
+        self._free: list[Tensor] = []
         try:
             self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
@@ -71,39 +82,60 @@ class File:
         if size != self._nbytes:
             self.close()
             raise CheckpointError(f"{path}: has {size} bytes, not {self._nbytes}: it is not whole")
-        self._good: set[int] = set()
-        length = int.from_bytes(self._bytes(0, 8), "little")
+        header = bytearray(8)
+        self._bytes(0, memoryview(header))
+        length = int.from_bytes(header, "little")
         if not 0 < length <= self._nbytes - 8:
             raise CheckpointError(f"{path}: its header is damaged")
         self._start = 8 + length
-        self.tensors: dict[str, dict[str, Any]] = json.loads(self._bytes(8, length))
+        header = bytearray(length)
+        self._bytes(8, memoryview(header))
+        self.tensors: dict[str, dict[str, Any]] = json.loads(header)
         self.tensors.pop("__metadata__", None)
 
     def close(self) -> None:
         """Close the file."""
+        for job in self._ahead.values():
+            if not job.cancel():
+                job.exception()  # it is being read; the descriptor may not go yet
+        self._ahead.clear()
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
 
     def __del__(self) -> None:
-        if hasattr(self, "_fd"):
-            self.close()
+        self.close()
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
         """Elements ``start`` to ``stop`` of a tensor, flat. Raises CheckpointError for damage."""
+        dtype, numel = self._facts(name)
+        result = torch.empty((numel if stop is None else stop) - start, dtype=dtype)
+        self.read_into(result, name, start)
+        return result
+
+    def read_into(self, target: Tensor, name: str, start: int = 0) -> None:
+        """Fill ``target`` (flat, on the CPU, any dtype) with a tensor's elements from ``start`` on. Raises
+        CheckpointError for damage.
+        """
+        dtype, numel = self._facts(name)
+        if not 0 <= start <= start + target.numel() <= numel:
+            raise CheckpointError(f"{self.path}: {name} has {numel} elements, not {start + target.numel()}")
+        offset = self._start + self.tensors[name]["data_offsets"][0] + start * dtype.itemsize
+        if target.dtype == dtype and target.is_contiguous():
+            self._bytes(offset, _memory(target))
+            return
+        for low in range(0, target.numel(), _PIECE_NUMEL):
+            piece = torch.empty(min(_PIECE_NUMEL, target.numel() - low), dtype=dtype)
+            self._bytes(offset + low * dtype.itemsize, _memory(piece))
+            target[low : low + piece.numel()].copy_(piece)
+
+    def _facts(self, name: str) -> tuple[torch.dtype, int]:
         try:
             entry = self.tensors[name]
         except KeyError:
             raise CheckpointError(f"{self.path}: has no tensor {name!r}") from None
         dtype = DTYPES[entry["dtype"]]
-        low, high = entry["data_offsets"]
-        stop = (high - low) // dtype.itemsize if stop is None else stop
-        if not 0 <= start <= stop <= (high - low) // dtype.itemsize:
-            raise CheckpointError(f"{self.path}: {name} has no elements {start} to {stop}")
-        if start == stop:
-            return torch.empty(0, dtype=dtype)
-        data = self._bytes(self._start + low + start * dtype.itemsize, (stop - start) * dtype.itemsize)
-        return torch.frombuffer(data, dtype=dtype)
+        return dtype, (entry["data_offsets"][1] - entry["data_offsets"][0]) // dtype.itemsize
 
     def read_whole(self, name: str) -> Tensor:
         """A tensor in its shape. Raises CheckpointError."""
@@ -111,22 +143,48 @@ class File:
 
     def verify(self) -> None:
         """Read all of it. Raises CheckpointError for damage."""
-        buffer = memoryview(bytearray(min(CHUNK_BYTES, self._nbytes)))
+        self._held = -1
         for chunk in range(len(self._sums)):
-            self._load(chunk, buffer)
+            self._checked(chunk)
 
-    def _load(self, chunk: int, buffer: memoryview) -> memoryview:
-        """Read and check one chunk; returns the part of ``buffer`` that it fills."""
+    def _checked(self, chunk: int) -> Tensor:
+        """The bytes of a chunk. Where one after the other is wanted, threads read and check the next ones."""
+        if chunk == self._held:
+            return self._content
+        in_order, self._before = chunk == self._before + 1, chunk
+        for passed in [number for number in self._ahead if not chunk <= number <= chunk + _AHEAD]:
+            other = self._ahead.pop(passed)
+            if not other.cancel():
+                other.exception()
+        job = self._ahead.pop(chunk, None)
+        if in_order:
+            for following in range(chunk + 1, min(chunk + 1 + _AHEAD, len(self._sums))):
+                if following not in self._ahead and following not in self._good:
+                    self._ahead[following] = _readers().submit(self._load, following)
+        self._held = -1
+        former, self._content = self._content, job.result() if job is not None else self._load(chunk)
+        self._held = chunk
+        self._free.append(former)
+        self._good.add(chunk)
+        return self._content
+
+    def _load(self, chunk: int) -> Tensor:
+        """Read and check one chunk; its bytes begin the result. Raises CheckpointError."""
         offset = chunk * CHUNK_BYTES
-        part = buffer[: min(CHUNK_BYTES, self._nbytes - offset)]
+        try:
+            buffer = self._free.pop()
+        except IndexError:
+            buffer = torch.empty(0, dtype=torch.uint8)
+        if not buffer.numel():
+            buffer = torch.empty(min(CHUNK_BYTES, self._nbytes), dtype=torch.uint8)
+        part = _memory(buffer)[: min(CHUNK_BYTES, self._nbytes - offset)]
         self._fill(part, offset)
         if zlib.crc32(part) != self._sums[chunk]:
             raise CheckpointError(
                 f"{self.path}: is damaged between bytes {offset} and {offset + len(part)}: take another "
                 "checkpoint, or restore the file"
             )
-        self._good.add(chunk)
-        return part
+        return buffer
 
     def _fill(self, target: memoryview, offset: int) -> None:
         done = 0
@@ -139,24 +197,28 @@ class File:
                 raise CheckpointError(f"{self.path}: ends at {offset + done}: it is not whole")
             done += count
 
-    def _bytes(self, offset: int, nbytes: int) -> bytearray:
-        """A range of the file, every byte of it checked by the chunk that it is in."""
-        data = bytearray(nbytes)
-        view, end = memoryview(data), offset + nbytes
-        scratch: memoryview | None = None
-        os.posix_fadvise(self._fd, offset, nbytes, os.POSIX_FADV_WILLNEED)
-        for chunk in range(offset // CHUNK_BYTES, (end - 1) // CHUNK_BYTES + 1):
+    def _bytes(self, offset: int, view: memoryview) -> None:
+        """Fill ``view`` from the file at ``offset``, every byte checked by the chunk that it is in."""
+        end = offset + len(view)
+        for chunk in range(offset // CHUNK_BYTES, -(-end // CHUNK_BYTES)):
             first, last = chunk * CHUNK_BYTES, min((chunk + 1) * CHUNK_BYTES, self._nbytes)
             low, high = max(first, offset), min(last, end)
             target = view[low - offset : high - offset]
-            if chunk in self._good:
+            if chunk in self._good and chunk != self._held:
                 self._fill(target, low)
-            elif (low, high) == (first, last):
-                self._load(chunk, target)
             else:
-                scratch = memoryview(bytearray(CHUNK_BYTES)) if scratch is None else scratch
-                target[:] = self._load(chunk, scratch)[low - first : high - first]
-        return data
+                target[:] = _memory(self._checked(chunk))[low - first : high - first]
+
+
+@cache
+def _readers() -> ThreadPoolExecutor:
+    """A few threads for all files."""
+    return ThreadPoolExecutor(_AHEAD, thread_name_prefix="zlaunch-read")
+
+
+def _memory(tensor: Tensor) -> memoryview:
+    """The bytes of a flat tensor on the CPU."""
+    return memoryview(tensor.view(torch.uint8).numpy())  # type: ignore[arg-type, unused-ignore]
 
 
 # -- checkpoints ------------------------------------------------------------------------------------------
@@ -180,6 +242,8 @@ class Checkpoint:
                 raise CheckpointError(f"{self.folder}: its manifest has no file {name}")
             if entry.get("host") is not None and not (self.folder / name).exists():
                 raise CheckpointError(self._elsewhere([name]))
+            while len(self._files) >= _OPEN_FILES:
+                self._files.pop(next(iter(self._files))).close()
             self._files[name] = File(self.folder / name, entry)
         return self._files[name]
 
@@ -220,10 +284,8 @@ class Checkpoint:
                 away.append(file)
                 continue
             for low, high in wanted:
-                for begin in range(low, high, _PIECE_NUMEL):
-                    end = min(begin + _PIECE_NUMEL, high)
-                    part = self.file(file).read(f"{prefix}.{kind}", at + begin - first, at + end - first)
-                    target[begin - start : end - start].copy_(part)
+                part = target[low - start : high - start]
+                self.file(file).read_into(part, f"{prefix}.{kind}", at + low - first)
             missing = [rest for span in missing for rest in _without(span, first, first + numel)]
         if missing and away:
             raise CheckpointError(self._elsewhere(away))
@@ -245,7 +307,7 @@ class Checkpoint:
         if name in self.parameters:
             self.read_into(target, name, VALUE, start)
         else:
-            target.copy_(self.file(WHOLE).read(f"buffer.{name}", start, start + target.numel()))
+            self.file(WHOLE).read_into(target, f"buffer.{name}", start)
 
 
 def _without(span: tuple[int, int], low: int, high: int) -> list[tuple[int, int]]:
@@ -448,7 +510,7 @@ def _write_safetensors(checkpoint: Checkpoint, path: Path, shard: _Shard) -> Non
             for start in range(0, numel, _PIECE_NUMEL):
                 piece = torch.empty(min(_PIECE_NUMEL, numel - start), dtype=dtype)
                 checkpoint.weight_into(piece, name, start)
-                file.write(memoryview(piece.view(torch.uint8).numpy()))  # type: ignore[arg-type, unused-ignore]
+                file.write(_memory(piece))
         file.flush()
         os.fsync(file.fileno())
 
