@@ -152,7 +152,8 @@ def initialize(
     settings = choose_offload(effective, client)
     blocks, options = _plan(model, effective)
     accumulation = int(effective.config.gradient_accumulation_steps or 1)
-    free = foresee(blocks, options, settings, client, precision, comm, accumulation)
+    snapshots = effective.config.checkpoint.is_asynchronous
+    free = foresee(blocks, options, settings, client, precision, comm, accumulation, snapshots=snapshots)
     settings = replace(settings, pinned_budget_bytes=int(_PINNED_SHARE * free.host))
     offload = Offload(settings, comm) if settings.any else None
     step = None

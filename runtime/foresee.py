@@ -26,6 +26,8 @@ def foresee(
     precision: Precision,
     comm: Comm,
     accumulation: int,
+    *,
+    snapshots: bool,
 ) -> Amounts:
     """Print the plan on rank 0 and return what a rank may take. Raises MemoryPlanError on every rank if the
     plan does not fit on one of them. Collective.
@@ -45,6 +47,7 @@ def foresee(
         trains=optimizer is not None,
         accumulates=accumulation > 1,
         device_is_host=comm.device.type == "cpu",
+        snapshots=snapshots,
     )
     local = read_environment().local_world_size
     free = available(comm.device, offload, local)

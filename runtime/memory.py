@@ -60,6 +60,8 @@ class Setting:
     accumulates: bool = False
     """A step has several micro-batches."""
     device_is_host: bool = False
+    snapshots: bool = False
+    """Checkpoints are written from a copy in host memory."""
 
     @property
     def trainable(self) -> int:
@@ -73,10 +75,11 @@ class Plan:
     parameters: Amounts
     gradients: Amounts
     optimizer: Amounts
+    snapshot: Amounts = Amounts()
 
     @property
     def total(self) -> Amounts:
-        return self.parameters + self.gradients + self.optimizer
+        return self.parameters + self.gradients + self.optimizer + self.snapshot
 
 
 def plan(s: Setting) -> Plan:
@@ -86,7 +89,19 @@ def plan(s: Setting) -> Plan:
     away = own if s.offload.optimizer is not Place.DEVICE else 0
     away = round(away * s.offload.ratio) if s.trains else 0
     here = (own if s.trains else 0) - away
-    return Plan(_parameters(s), _gradients(s, here, away), _optimizer(s, here, away))
+    return Plan(_parameters(s), _gradients(s, here, away), _optimizer(s, here, away), _snapshot(s, away))
+
+
+def _snapshot(s: Setting, away: int) -> Amounts:
+    """A copy of what a rank writes and that is not on disk: its part of masters and state."""
+    if not s.snapshots:
+        return Amounts()
+    written = -(-s.trainable // s.world_size)
+    if s.offload.optimizer is Place.DISK:
+        written = max(0, written - away)
+    frozen = -(-s.frozen // s.world_size) if s.offload.parameters is not Place.DISK else 0
+    nbytes = written * (1 + s.states) * _ACCUMULATE_BYTES + frozen * s.dtype_bytes
+    return _place(Place.HOST, nbytes, not s.device_is_host)
 
 
 def _place(place: Place, nbytes: int, pin: bool) -> Amounts:
@@ -210,7 +225,10 @@ def check(s: Setting, free: Amounts, parameters_disk: int | None = None) -> None
     if not missing:
         return
     advice = f"Nothing in zero_optimization would make it fit. {_HINT}"
-    for change, setting in alternatives(s):
+    lean = replace(s, snapshots=False)
+    if s.snapshots and not shortages(lean, free, parameters_disk):
+        advice = 'This would fit: "checkpoint": {"asynchronous": false}.'
+    for change, setting in alternatives(s) if shortages(lean, free, parameters_disk) else ():
         left = shortages(setting, replace(free, disk=free.disk or 1 << 62))
         if not left:
             need = plan(setting).total
@@ -234,9 +252,12 @@ def describe(s: Setting, free: Amounts) -> str:
     total = found.total
     device = "host" if s.device_is_host else "GPU"
     line = f"memory of a rank without activations: {device} {_gib(total.device)} ({parts})"
-    if total.host:
+    away = total.host - found.snapshot.host
+    if away:
         pinned = f", {_gib(total.pinned)} of it page-locked" if total.pinned and not s.device_is_host else ""
-        line += f", offloaded to the host {_gib(total.host)}{pinned}"
+        line += f", offloaded to the host {_gib(away)}{pinned}"
+    if found.snapshot.host:
+        line += f", for asynchronous checkpoints {_gib(found.snapshot.host)} of host memory"
     if total.disk:
         line += f", on disk {_gib(total.disk)}"
     left = free.host - total.device - total.host if s.device_is_host else free.device - total.device

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from .load import (
 )
 from .save import Save, Source, Target, agree
 from .snapshot import Snapshot
-from .standalone import LATEST, WHOLE, Checkpoint, CheckpointError, find
+from .standalone import LATEST, WHOLE, Checkpoint, CheckpointError, advice, find
 from .values import decode, encode
 
 
@@ -250,9 +251,22 @@ class Checkpoints:
         if found is None:
             return None
         path = folder if found == folder else folder / found.name
-        opened: Checkpoint = agree(comm.exchange, comm.rank, lambda: Checkpoint(path), own=True)
+        opened: Checkpoint = agree(
+            comm.exchange,
+            comm.rank,
+            lambda: self._advised(folder, path.name, lambda: Checkpoint(path)),
+            own=True,
+        )
         self.folder = folder
         return opened
+
+    @staticmethod
+    def _advised(folder: Path, tag: str, action: Callable[[], Any]) -> Any:
+        """Damage is told with what could be loaded instead."""
+        try:
+            return action()
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}{advice(folder, but=tag)}") from None
 
     def load(self, checkpoint: Checkpoint, *, strict: bool, with_states: bool) -> None:
         """Take over its values and, ``with_states``, the optimizer's. Collective. Raises CheckpointError, the
@@ -271,7 +285,9 @@ class Checkpoints:
         self._rest()
         self._half_loaded = "another rank ended"
         try:
-            agree(comm.exchange, comm.rank, lambda: self._read(checkpoint, states))
+            folder, tag = checkpoint.folder.parent, checkpoint.folder.name
+            read = partial(self._read, checkpoint, states)
+            agree(comm.exchange, comm.rank, lambda: self._advised(folder, tag, read))
         except CheckpointError as error:
             self._half_loaded = str(error)
             raise

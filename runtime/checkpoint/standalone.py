@@ -365,6 +365,26 @@ def candidates(folder: Path) -> list[Path]:
     return [path for _, _, path in sorted(found, reverse=True)]
 
 
+def looks_whole(path: Path) -> bool:
+    """Whether the manifest is good and all files are there in their sizes; their content is not read."""
+    try:
+        checkpoint = Checkpoint(path)
+        for name, entry in checkpoint.manifest["files"].items():
+            if entry.get("host") is None and (path / name).stat().st_size != entry["bytes"]:
+                return False
+    except (CheckpointError, OSError):
+        return False
+    return True
+
+
+def advice(folder: Path, *, but: str = "") -> str:
+    """Which checkpoint to take in place of ``but``, if there is one."""
+    for path in candidates(folder):
+        if path.name != but and looks_whole(path):
+            return f'; {path.name!r} looks whole, and tag="auto" checks and takes the newest that is'
+    return ""
+
+
 def newest_whole(folder: Path) -> tuple[Path | None, list[str]]:
     """The newest checkpoint whose every byte is good, and what is wrong with those that are newer."""
     problems: list[str] = []
@@ -404,9 +424,7 @@ def find(folder: str | os.PathLike[str], tag: str | None = None) -> Path | None:
     if tag and not path.exists() and put_aside(folder, tag).exists():
         return put_aside(folder, tag)  # killed between putting the old one aside and the new one in its place
     if not tag or not path.is_dir():
-        whole, _ = newest_whole(folder)
-        advice = f'; the newest whole one is {whole.name!r}, and tag="auto" takes it' if whole else ""
-        raise CheckpointError(f"{folder}: has no checkpoint {tag!r}{advice}")
+        raise CheckpointError(f"{folder}: has no checkpoint {tag!r}{advice(folder)}")
     return path
 
 

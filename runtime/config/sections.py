@@ -121,21 +121,19 @@ class ParallelWrite(Section):
 class Writer(Section):
     """How checkpoint files are written."""
 
-    level: ClassVar[Level] = "speed"
-
-    type: Literal["FAST", "PYTHON", "MOCK"] | None = ok(None)
+    type: Literal["FAST", "PYTHON", "MOCK"] | None = speed(None)
     """Kind of writer."""
-    io_buffer_size: Bucket = ok(64 * 1024 * 1024)
+    io_buffer_size: Bucket = speed(64 * 1024 * 1024)
     """Bytes of the write buffer."""
-    io_buffer_double: Bool = ok(True)
+    io_buffer_double: Bool = speed(True)
     """Fill one buffer while another is written."""
-    show_statistics: Bool = ok(False)
+    show_statistics: Bool = speed(False)
     """Print write speeds."""
-    data_parallel: Literal["replica", "socket", "machine"] | None = ok(None)
+    data_parallel: Literal["replica", "socket", "machine"] | None = speed(None)
     """Ranks that share the writing."""
     decoupled: Bool = ok(False)
-    """Write in the background."""
-    io_multiplier: Count = ok(1)
+    """Write in the background; the same as checkpoint.asynchronous."""
+    io_multiplier: Count = speed(1)
     """Files for one rank."""
 
 

@@ -412,7 +412,7 @@ def test_mistakes_have_one_clear_message_on_every_rank(tmp_path: Path) -> None:
         "folders": f"rank 1 saves to {folder}/1 and rank 0 to {folder}/0",
         "slash": "tag 'a/b': must be a plain name",
         "file": "test_checkpoint.py: File exists",
-        "no tag": "has no checkpoint 'global_step7'; the newest whole one is 'global_step1'",
+        "no tag": "has no checkpoint 'global_step7'; 'global_step1' looks whole, and tag=\"auto\"",
         "names": "is not of this model: more.weight is not in it; more.bias is not in it; never.weight is",
         "shape": "never.weight has shape [31, 200] in it and [31, 7] in the model",
         "optimizer": "has the state of AdamW, and the optimizer is SGD: load_optimizer_states=False",

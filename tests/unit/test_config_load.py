@@ -226,7 +226,7 @@ def test_aliases_and_dtypes():
             {"checkpoint": {"parallel_write": {"pipeline_stage": True}}},
             "checkpoint.parallel_write.pipeline_stage",
         ),
-        ({"checkpoint": {"keep_last": 3}}, "checkpoint.keep_last"),
+        ({"checkpoint": {"writer": {"type": "FAST"}}}, "checkpoint.writer.type"),
     ],
 )
 def test_warned(source, path):

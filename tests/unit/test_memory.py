@@ -177,3 +177,16 @@ def test_out_of_memory_says_what_would_help() -> None:
     assert [text.index(word) for word in order] == sorted(text.index(word) for word in order)
     done = relief(stage=3, world_size=8, offloads=True, micro_batch=1, checkpoints=True)
     assert "more GPUs" in done
+
+
+def test_asynchronous_checkpoints_take_a_copy_of_what_a_rank_writes() -> None:
+    for stage in (0, 1, 3):
+        without = setting(stage, world=4)
+        more = plan(replace(without, snapshots=True)).total.host - plan(without).total.host
+        assert more == -(-N // 4) * 12
+    on_disk = replace(setting(2, world=4, optimizer=Place.DISK, optimizer_path="/x"), snapshots=True)
+    assert plan(on_disk).snapshot.host == 0
+    whole = replace(setting(1), snapshots=True)
+    assert "for asynchronous checkpoints 11.2 GiB of host memory" in describe(whole, PLENTY)
+    with pytest.raises(MemoryPlanError, match=r'This would fit: "checkpoint": {"asynchronous": false}'):
+        check(whole, replace(PLENTY, host=10 * GIB))
