@@ -7,7 +7,7 @@ All in one run, round by round in a rotating order (a shared disk gives more aft
 brought to the disk (fsync) before the clock stops, and the page cache is dropped before a load where that is
 allowed (root). The disk: fio, sequential, direct, io_uring, 1 MiB blocks, 8 under way, as many bytes, into a
 new file, as a checkpoint's are. A stall is how long training waits for a save in the background; beside it,
-one copy of the state from memory to memory that is already there. Ratios are medians over the rounds of
+one copy of the state to (host) memory that is already there. Ratios are medians over the rounds of
 ratios within a round.
 """
 
@@ -74,7 +74,7 @@ def worker(args: argparse.Namespace) -> dict[str, Any]:
             "checkpoint": {"asynchronous": asynchronous},
         }
         engine, *_ = zlaunch.initialize(model=model, config=config)
-        engine.backward(engine(torch.randn(1, width)).square().mean())
+        engine.backward(engine(torch.randn(1, width, device=engine.device)).square().mean())
         engine.step()
         return engine
 
@@ -88,7 +88,8 @@ def worker(args: argparse.Namespace) -> dict[str, Any]:
     own_bytes = sum(t.numel() * t.element_size() for t in state.values())
     total = torch.tensor([own_bytes], dtype=torch.float64)
     dist.all_reduce(total)
-    copies = {key: value.clone() for key, value in state.items()}
+    on_gpu = any(value.is_cuda for value in state.values())
+    copies = {key: torch.zeros_like(value, device="cpu", pin_memory=on_gpu) for key, value in state.items()}
     times: dict[str, list[float]] = {}
     extra: dict[str, int] = {}
     cold = True
@@ -103,7 +104,9 @@ def worker(args: argparse.Namespace) -> dict[str, Any]:
 
     def copy() -> None:
         for key, value in state.items():
-            copies[key].copy_(value)
+            copies[key].copy_(value, non_blocking=True)
+        if on_gpu:
+            torch.cuda.synchronize()
 
     def torch_save(folder: Path) -> None:
         folder.mkdir(exist_ok=True)

@@ -1,4 +1,5 @@
-"""Everything that needs a GPU, in one command: the gpu tests, the kernels, training at world size 1, offload.
+"""Everything that needs a GPU, in one command: the gpu tests, the kernels, training at world size 1, offload,
+checkpoints.
 
     python -m benchmarks.gpu [--out benchmarks/results/NAME.json]
 
@@ -44,8 +45,11 @@ def main() -> None:
         measured = json.loads(out.read_text())
     command = [sys.executable, "-m", "benchmarks.kernels"]
     kernels = subprocess.run(command, cwd=ROOT, env=env, timeout=45, stdout=subprocess.PIPE, text=True)
-    command = [sys.executable, "-m", "benchmarks.large", "--largest", "5000m", "--limit_s", "34"]
-    large = subprocess.run(command, cwd=ROOT, env=env, timeout=255, stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, "-m", "benchmarks.large", "--largest", "5000m", "--limit_s", "28"]
+    large = subprocess.run(command, cwd=ROOT, env=env, timeout=200, stdout=subprocess.PIPE, text=True)
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "benchmarks.checkpoint", "--path", folder, "--rounds", "3"]
+        saving = subprocess.run(command, cwd=ROOT, env=env, timeout=50, stdout=subprocess.PIPE, text=True)
     device = torch.cuda.get_device_properties(0)
     result = {
         "gpu": device.name,
@@ -55,6 +59,7 @@ def main() -> None:
         "tests": "passed" if tests.returncode == 0 else f"pytest exit {tests.returncode}",
         "train_100m_fp32_world_1": measured,
         "kernels_128m": json.loads(kernels.stdout) if kernels.returncode == 0 else "failed, CuPy missing?",
+        "checkpoint_64m": json.loads(saving.stdout) if saving.returncode == 0 else "failed",
         "gpt2_1500m_bf16_offload_under_24_gb": json.loads(large.stdout) if large.stdout else "failed",
     }
     text = json.dumps(result, indent=1)

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from .checkpoint import random_state
 from .checkpoint.load import groups_of
 from .checkpoint.session import Checkpoints
 from .checkpoint.standalone import CheckpointError
@@ -63,10 +64,10 @@ class Saving:
         """Save everything that training needs to go on exactly, as ``save_dir/tag``, whole or not at all.
 
         ``tag`` is by default ``global_stepN``; ``client_state`` is the caller's own: numbers, strings,
-        tensors, and lists, tuples and dicts of them. ``save_latest`` makes it the one that is loaded without
-        a tag. With ``checkpoint.asynchronous`` the files are written while training goes on; a failure is
-        raised by a later :meth:`step`. Collective. Raises CheckpointError, the same on every rank; the
-        former checkpoint then stays as it was.
+        tensors, and lists, tuples and dicts of them; each rank's is kept where they differ. ``save_latest``
+        makes it the one that is loaded without a tag. With ``checkpoint.asynchronous`` the files are written
+        while training goes on; a failure is raised by a later :meth:`step`. Collective. Raises
+        CheckpointError, the same on every rank; the former checkpoint then stays as it was.
         """
         return self._save(save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
 
@@ -110,7 +111,9 @@ class Saving:
 
         optimizer = self._shard_step.optimizer if self._shard_step is not None else None
         groups = {"class": type(optimizer).__name__, "groups": groups_of(optimizer)} if optimizer else None
-        schedule = getattr(self.lr_scheduler, "state_dict", None)
+        schedule = None
+        if hasattr(self.lr_scheduler, "state_dict"):
+            schedule = {"class": type(self.lr_scheduler).__name__, "state": self.lr_scheduler.state_dict()}
         loader = self.training_dataloader
         return {
             "written_by": {"zlaunch": __version__, "torch": str(torch.__version__)},
@@ -123,7 +126,7 @@ class Saving:
             },
             "loss_scaler": self._scaler.state_dict() if self._scaler.used else None,
             "optimizer": groups,
-            "scheduler": schedule() if schedule is not None else None,
+            "scheduler": schedule,
             "data": loader.state_dict() if loader is not None else None,
             "config": json.loads(json.dumps(self._effective.loaded.raw, default=str)),
         }
@@ -150,9 +153,9 @@ class Saving:
         counters, schedule, optimizer and random generators as they are. The generators are restored when the
         world size is the saved one, the training_data loader goes on behind the last batch.
 
-        Returns the checkpoint's path and the saved client_state; ``(None, {})`` when ``load_dir`` has none,
-        or is None. Collective. Raises CheckpointError, the same on every rank, for what is damaged, missing
-        or of another model.
+        Returns the checkpoint's path and the client_state that this rank has saved (rank 0's when the world
+        size was another); ``(None, {})`` when ``load_dir`` has none, or is None. Collective. Raises
+        CheckpointError, the same on every rank, for what is damaged, missing or of another model.
         """
         if load_dir is None:
             return None, {}
@@ -161,15 +164,13 @@ class Saving:
         if checkpoint is None:
             return None, {}
         try:
+            facts = self._checkpoints.facts(checkpoint)
+            schedule = facts["scheduler"] if load_lr_scheduler_states and not load_module_only else None
+            self._check_schedule(checkpoint.folder, schedule)
             with_states = load_optimizer_states and not load_module_only
             self._checkpoints.load(checkpoint, strict=load_module_strict, with_states=with_states)
-            facts = {
-                key: self._checkpoints.decoded(checkpoint, checkpoint.manifest.get(key))
-                for key in ("engine", "loss_scaler", "scheduler", "data", "client_state")
-            }
             if not load_module_only:
-                self._go_on_from(facts, load_lr_scheduler_states)
-                self._checkpoints.restore_random(checkpoint)
+                self._go_on_from(facts, schedule)
             if self._sharded.comm.rank == 0:
                 saved = checkpoint.manifest
                 print(
@@ -181,7 +182,16 @@ class Saving:
         finally:
             checkpoint.close()
 
-    def _go_on_from(self, facts: Mapping[str, Any], with_schedule: bool) -> None:
+    def _check_schedule(self, folder: Path, saved: Mapping[str, Any] | None) -> None:
+        kind = type(self.lr_scheduler).__name__
+        if saved is None or self.lr_scheduler is None or saved["class"] in (None, kind):
+            return
+        raise CheckpointError(
+            f"{folder}: has the state of the schedule {saved['class']}, and the engine's is {kind}: "
+            "load_lr_scheduler_states=False begins it anew"
+        )
+
+    def _go_on_from(self, facts: Mapping[str, Any], schedule: Mapping[str, Any] | None) -> None:
         counters = facts["engine"]
         self.global_steps, self.global_samples = counters["global_steps"], counters["global_samples"]
         self._skipped_steps = counters["skipped_steps"]
@@ -190,18 +200,19 @@ class Saving:
         self._result = None
         if facts["loss_scaler"] is not None and self._scaler.used:
             self._scaler.load_state_dict(facts["loss_scaler"])
-        if with_schedule and facts["scheduler"] is not None:
-            load = getattr(self.lr_scheduler, "load_state_dict", None)
-            if load is not None:
-                present = vars(self.lr_scheduler)
-                load(
-                    {
-                        key: Counter(value) if isinstance(present.get(key), Counter) else value
-                        for key, value in facts["scheduler"].items()
-                    }
-                )
+        load = getattr(self.lr_scheduler, "load_state_dict", None)
+        if schedule is not None and load is not None:
+            present = vars(self.lr_scheduler)
+            load(
+                {
+                    key: Counter(value) if isinstance(present.get(key), Counter) else value
+                    for key, value in schedule["state"].items()
+                }
+            )
         if facts["data"] is not None and self.training_dataloader is not None:
             self.training_dataloader.load_state_dict(facts["data"])
+        if facts["random"] is not None:
+            random_state.restore(facts["random"], self._sharded.comm.device)
 
     def save_16bit_model(
         self,

@@ -134,7 +134,7 @@ def _with_dtype(parameter: Foreign, dtype: torch.dtype | None) -> Foreign:
 
 
 def _facts(model: Mapping[str, Any], stage: int) -> dict[str, Any]:
-    steps = int(model.get("global_steps") or 0)
+    steps, schedule = int(model.get("global_steps") or 0), model.get("lr_scheduler")
     return {
         "stage": stage,
         "written_by": {"deepspeed": str(model.get("ds_version"))},
@@ -144,7 +144,7 @@ def _facts(model: Mapping[str, Any], stage: int) -> dict[str, Any]:
             "global_samples": int(model.get("global_samples") or 0),
             "skipped_steps": int(model.get("skipped_steps") or 0),
         },
-        "scheduler": model.get("lr_scheduler"),
+        "scheduler": {"class": None, "state": schedule} if isinstance(schedule, Mapping) else None,
         "client_state": {key: value for key, value in model.items() if key not in _OURS},
     }
 

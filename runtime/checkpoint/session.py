@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import socket
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,7 +33,7 @@ from .load import (
     load_units,
     restore_groups,
 )
-from .save import Save, Source, Target, agree
+from .save import Save, Source, Target, agree, rank_file
 from .snapshot import Snapshot
 from .standalone import LATEST, WHOLE, Checkpoint, CheckpointError, advice, find
 from .values import decode, encode
@@ -110,7 +113,7 @@ class Checkpoints:
             lambda: self._describe(folder, tag, facts, client_state, save_latest, exclude_frozen, owner),
             own=True,
         )
-        save = Save(source, target)
+        save = Save(self._without_repetition(source), target)
         self.folder = folder
         if at_once or not self._asynchronous:
             save.begin(None)
@@ -174,7 +177,10 @@ class Checkpoints:
         if client_state is not None and not isinstance(client_state, Mapping):
             raise CheckpointError(f"client_state is a {type(client_state).__name__}: it has to be a dict")
         entries["client_state"] = encode(client_state or {}, tensors, "client_state")
-        rank_state = encode(random_state.capture(self._comm.device), rank_tensors, "random")
+        own = encode(client_state or {}, rank_tensors, "client_state")
+        if self._asynchronous:  # the caller may change them while they are written
+            rank_tensors = {name: value.detach().cpu().clone() for name, value in rank_tensors.items()}
+        random = encode(random_state.capture(self._comm.device), rank_tensors, "random")
         optimizer = self._shard_step.optimizer if self._shard_step is not None else None
         source = Source(
             sharded=self._sharded,
@@ -184,7 +190,7 @@ class Checkpoints:
             offload=self._offload,
             facts=entries,
             tensors=tensors,
-            rank_facts=rank_state,
+            rank_facts={"random": random, "client_state": own},
             rank_tensors=rank_tensors,
         )
         target = Target(
@@ -198,6 +204,17 @@ class Checkpoints:
             host=socket.gethostname() if self._node_local else None,
         )
         return source, target
+
+    def _without_repetition(self, source: Source) -> Source:
+        """A client_state that is rank 0's on this rank, too, is kept once. Collective."""
+        own = {name: t for name, t in source.rank_tensors.items() if name.startswith("client_state.")}
+        digest = hashlib.sha256(json.dumps(source.rank_facts["client_state"]).encode())
+        for tensor in own.values():
+            digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+        if digest.hexdigest() != self._comm.exchange(digest.hexdigest())[0]:
+            return source
+        rest = {name: tensor for name, tensor in source.rank_tensors.items() if name not in own}
+        return replace(source, rank_facts={"random": source.rank_facts["random"]}, rank_tensors=rest)
 
     def poll(self) -> None:
         """Raises, on every rank in the same step, what a save in the background failed with. Collective while
@@ -321,22 +338,35 @@ class Checkpoints:
                 runs = step.split(described(checkpoint))
                 load_units(checkpoint, units, self._offload, step.optimizer, runs)
                 saved = checkpoint.manifest["optimizer"]
-                restore_groups(step.optimizer, self.decoded(checkpoint, saved["groups"]))
+                restore_groups(step.optimizer, _decoded(checkpoint, WHOLE, saved["groups"]))
             load_persistent(checkpoint, self._sharded)
         except DiskError as error:
             raise CheckpointError(f"rank {self._comm.rank}: {error}") from None
 
-    @staticmethod
-    def decoded(checkpoint: Checkpoint, value: Any) -> Any:
-        """An entry of the manifest with its tensors. Raises CheckpointError."""
-        return decode(value, lambda name: checkpoint.file(WHOLE).read_whole(name))
+    def facts(self, checkpoint: Checkpoint) -> dict[str, Any]:
+        """What it holds besides values and optimizer state: ``engine``, ``loss_scaler``, ``scheduler``,
+        ``data``, and this rank's own ``client_state`` (rank 0's if there were not as many ranks) and
+        ``random`` generators (then None). Collective. Raises CheckpointError, the same on every rank.
+        """
 
-    def restore_random(self, checkpoint: Checkpoint) -> bool:
-        """Take over this rank's random number generators, if there were as many ranks; whether it was so."""
-        states: Sequence[Any] = checkpoint.manifest["rank_states"]
-        if len(states) != self._comm.world_size:
-            return False
-        file = f"rank_{self._comm.rank:05d}.safetensors"
-        state = decode(states[self._comm.rank], lambda name: checkpoint.file(file).read_whole(name))
-        random_state.restore(state, self._comm.device)
-        return True
+        def read() -> dict[str, Any]:
+            manifest, rank = checkpoint.manifest, self._comm.rank
+            found = {
+                key: _decoded(checkpoint, WHOLE, manifest[key])
+                for key in ("engine", "loss_scaler", "scheduler", "data", "client_state")
+            }
+            states = manifest["rank_states"]
+            own = states[rank] if len(states) == self._comm.world_size else {}
+            mine = {key: _decoded(checkpoint, rank_file(rank), value) for key, value in own.items()}
+            return {"random": None, **found, **mine}
+
+        folder, tag = checkpoint.folder.parent, checkpoint.folder.name
+        found: dict[str, Any] = agree(
+            self._comm.exchange, self._comm.rank, lambda: self._advised(folder, tag, read), own=True
+        )
+        return found
+
+
+def _decoded(checkpoint: Checkpoint, file: str, value: Any) -> Any:
+    """An entry of the manifest with its tensors, which are in ``file``. Raises CheckpointError."""
+    return decode(value, lambda name: checkpoint.file(file).read_whole(name))

@@ -422,6 +422,28 @@ def test_mistakes_have_one_clear_message_on_every_rank(tmp_path: Path) -> None:
         assert text in first[key], first[key]
 
 
+def _own_state(folder: str, save: bool) -> Any:
+    engine = engine_of("stage1", "")
+    generator = torch.Generator().manual_seed(engine.global_rank)
+    if save:
+        engine.save_checkpoint(folder, client_state={"g": generator.get_state(), "common": torch.ones(2)})
+        engine.save_checkpoint(folder, tag="same", client_state={"common": torch.ones(2)}, save_latest=False)
+        return int(torch.randint(1 << 40, (), generator=generator))
+    _, client = engine.load_checkpoint(folder)
+    generator.set_state(client["g"])
+    assert torch.equal(client["common"], torch.ones(2))
+    return int(torch.randint(1 << 40, (), generator=generator))
+
+
+def test_each_rank_gets_its_own_client_state_back(tmp_path: Path) -> None:
+    drawn = run_workers(_own_state, 2, str(tmp_path), True)
+    assert drawn[0] != drawn[1]
+    assert run_workers(_own_state, 2, str(tmp_path), False) == drawn
+    assert run_workers(_own_state, 3, str(tmp_path), False) == [drawn[0]] * 3
+    states = Checkpoint(tmp_path / "same").manifest["rank_states"]
+    assert all("client_state" not in state for state in states)
+
+
 def _frozen_left_out(folder: str) -> list[bool]:
     engine = engine_of("stage3", "")
     engine.save_checkpoint(folder, exclude_frozen_parameters=True)
