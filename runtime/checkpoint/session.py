@@ -25,6 +25,7 @@ from ..zero.grads import GradientReducer
 from ..zero.model import ShardedModel
 from ..zero.unit import UnitState
 from . import random_state
+from .folder import Target
 from .load import (
     check_model,
     check_optimizer,
@@ -33,7 +34,7 @@ from .load import (
     load_units,
     restore_groups,
 )
-from .save import Save, Source, Target, agree, rank_file
+from .save import Save, Source, agree, rank_file
 from .snapshot import Snapshot
 from .standalone import LATEST, WHOLE, Checkpoint, CheckpointError, advice, find
 from .values import decode, encode

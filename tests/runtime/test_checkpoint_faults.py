@@ -22,6 +22,7 @@ import zlaunch
 from tests.runtime.models import batches, config, net, train_engine
 from tests.runtime.test_checkpoint import content, differences, engine_of, rich, settings
 from tests.runtime.workers import WorkerError, _context, run_workers
+from zlaunch.runtime.checkpoint import folder as folders
 from zlaunch.runtime.checkpoint import save as saving
 from zlaunch.runtime.checkpoint.standalone import (
     CHUNK_BYTES,
@@ -125,10 +126,10 @@ def _same_tag(folder: str) -> list[bool]:
             raise KeyboardInterrupt
         real(source, target)
 
-    saving.os.rename = killed  # type: ignore[attr-defined]
+    folders.os.rename = killed  # type: ignore[attr-defined]
     with pytest.raises(KeyboardInterrupt):
         engine.save_checkpoint(folder, tag="best")
-    saving.os.rename = real  # type: ignore[attr-defined]
+    folders.os.rename = real  # type: ignore[attr-defined]
     path, _ = engine.load_checkpoint(folder)
     assert path is not None
     found = differences(before, content(path))

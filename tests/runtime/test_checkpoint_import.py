@@ -16,7 +16,7 @@ import zlaunch
 from tests.deepspeed.make import Model, batch, config, groups
 from tests.runtime.test_checkpoint import content
 from tests.runtime.workers import run_workers
-from zlaunch.runtime.checkpoint.foreign import read_foreign, write_foreign
+from zlaunch.runtime.checkpoint.importing import read_foreign, write_foreign
 from zlaunch.runtime.checkpoint.standalone import (
     VALUE,
     Checkpoint,

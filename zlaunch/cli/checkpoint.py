@@ -271,7 +271,7 @@ def import_(source: str, out: str, tag: str | None, name: str) -> None:
     SOURCE is a folder of DeepSpeed's save_checkpoint (ZeRO 1 to 3 with optimizer state, any ranks), a
     Hugging Face folder, a safetensors file, or a file of torch.save with a state_dict. No code in it is run.
     """
-    from zlaunch.runtime.checkpoint.foreign import read_foreign, write_foreign
+    from zlaunch.runtime.checkpoint.importing import read_foreign, write_foreign
 
     with _as_usage_error():
         found = read_foreign(source, tag)
