@@ -285,6 +285,7 @@ class Engine(Saving, nn.Module):
         self.micro_steps += 1
         self._prepare_pass()
         if is_boundary:
+            self._checkpoints.poll()
             self._stop_if_asked(before)
 
     def _optimizer_step(self) -> None:
@@ -292,8 +293,9 @@ class Engine(Saving, nn.Module):
             raise RuntimeError(
                 "this engine has no optimizer: give initialize one, or an optimizer section in the config"
             )
-        self._checkpoints.poll()
         self._settle()
+        if self.global_steps:
+            self._checkpoints.prepare()
         scaler = self._scaler
         divisor = scaler.factor * self.gradient_accumulation_steps()
         if self._effective.config.gradient_allreduce_op == "mean":
@@ -328,7 +330,6 @@ class Engine(Saving, nn.Module):
             self._advance_schedule()
         elif result.known:
             self._settle()
-        self._checkpoints.prepare()
         self._report()
 
     def _settle(self) -> None:

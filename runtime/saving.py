@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
@@ -13,7 +12,7 @@ import torch
 
 from .checkpoint import random_state
 from .checkpoint.load import groups_of
-from .checkpoint.session import Checkpoints
+from .checkpoint.session import Checkpoints, absolute
 from .checkpoint.standalone import CheckpointError
 from .checkpoint.weights import save_weights
 from .config import Effective
@@ -97,7 +96,7 @@ class Saving:
         self._checkpoints.save(
             save_dir,
             str(tag) if tag is not None else f"global_step{self.global_steps}",
-            self._facts(),
+            self._facts,
             client_state,
             save_latest=save_latest,
             exclude_frozen=exclude_frozen,
@@ -124,7 +123,7 @@ class Saving:
                 "global_samples": self.global_samples,
                 "skipped_steps": self._skipped_steps,
             },
-            "loss_scaler": self._scaler.state_dict() if self._scaler.used else None,
+            "loss_scaler": {**self._scaler.state_dict(), "dynamic": True} if self._scaler.dynamic else None,
             "optimizer": groups,
             "scheduler": schedule,
             "data": loader.state_dict() if loader is not None else None,
@@ -160,7 +159,7 @@ class Saving:
         if load_dir is None:
             return None, {}
         self._settle()
-        checkpoint = self._checkpoints.open(load_dir, tag)
+        checkpoint = self._checkpoints.open(load_dir, str(tag) if tag is not None else None)
         if checkpoint is None:
             return None, {}
         try:
@@ -171,6 +170,8 @@ class Saving:
             self._checkpoints.load(checkpoint, strict=load_module_strict, with_states=with_states)
             if not load_module_only:
                 self._go_on_from(facts, schedule)
+                if checkpoint.folder.parent == absolute(load_dir):
+                    self._checkpoints.folder = checkpoint.folder.parent
             if self._sharded.comm.rank == 0:
                 saved = checkpoint.manifest
                 print(
@@ -198,17 +199,11 @@ class Saving:
         micro = counters["micro_steps"]
         self.micro_steps = micro - micro % self.gradient_accumulation_steps()
         self._result = None
-        if facts["loss_scaler"] is not None and self._scaler.used:
+        if facts["loss_scaler"] is not None and self._scaler.dynamic:
             self._scaler.load_state_dict(facts["loss_scaler"])
         load = getattr(self.lr_scheduler, "load_state_dict", None)
         if schedule is not None and load is not None:
-            present = vars(self.lr_scheduler)
-            load(
-                {
-                    key: Counter(value) if isinstance(present.get(key), Counter) else value
-                    for key, value in schedule["state"].items()
-                }
-            )
+            load(schedule["state"])
         if facts["data"] is not None and self.training_dataloader is not None:
             self.training_dataloader.load_state_dict(facts["data"])
         if facts["random"] is not None:
@@ -246,11 +241,29 @@ class Saving:
         rank = self._sharded.comm.rank
         if rank == 0:
             print(f"zlaunch: asked to stop: saving to {folder}", flush=True)
-        state = self.client_state() if self.client_state is not None else None
         try:
-            self._save(folder, None, state, at_once=True)
+            self._checkpoints.wait()
+        except Exception as error:  # an earlier save's; this one may succeed
+            print(f"zlaunch: warning: {error}", flush=True)
+        state, problem = None, None
+        if self.client_state is not None:
+            try:
+                state = self.client_state()
+            except Exception as error:  # what is the engine's is worth saving by itself
+                problem = f"rank {rank}: client_state failed: {type(error).__name__}: {error}"
+        problems = [text for text in self._sharded.comm.exchange(problem) if text]
+        try:
+            if not problems:
+                self._save(folder, None, state, at_once=True)
         except CheckpointError as error:
-            raise CheckpointError(f"asked to stop, but the state could not be saved: {error}") from None
+            problems = [str(error)]
+        if problems:
+            if rank == 0:
+                print(f"zlaunch: warning: once more without client_state: {problems[0]}", flush=True)
+            try:
+                self._save(folder, None, None, at_once=True)
+            except CheckpointError as error:
+                raise CheckpointError(f"asked to stop, but the state could not be saved: {error}") from None
         raise SystemExit(REQUEUE_EXIT_CODE)
 
     # -- of the engine

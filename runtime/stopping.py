@@ -45,9 +45,10 @@ def resume_dir(default: str | None = None) -> str | None:
     job was requeued. ``default`` is for everything else: a folder that is taken if a checkpoint is there.
     """
     told = read_environment().resume_dir
-    if told is None and default is not None and os.path.exists(os.path.join(default, "latest")):
-        return default
-    return told
+    if told is not None or default is None:
+        return told
+    folder = os.path.expanduser(default)
+    return folder if os.path.exists(os.path.join(folder, "latest")) else None
 
 
 def asked() -> bool:

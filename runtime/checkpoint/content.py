@@ -18,13 +18,14 @@ from ..zero.model import ShardedModel
 from ..zero.unit import Unit
 from .standalone import DTYPES, NAMES, VALUE, CheckpointError
 
+AS_MASTER = "master"
 State = Mapping[Tensor, dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """What an optimizer keeps for a parameter: the tensors of its size by name, with their dtypes, and the
-    other entries as JSON.
+    """What an optimizer keeps for a parameter: the tensors of its size by name, with their dtypes (AS_MASTER
+    where that is the master's), and the other entries as JSON.
     """
 
     tensors: tuple[tuple[str, str], ...] = ()
@@ -46,15 +47,15 @@ def describe(run: Run, state: State, optimizer: str) -> Description:
     entries = run.scalars if run.leaf is None else state.get(run.leaf, {})
     tensors: dict[str, str] = {}
     if run.leaf is None and run.unit.disk is not None:
-        tensors = dict.fromkeys(run.scalars.get(KEYS, []), NAMES[run.unit.disk.records[0].dtype])
+        tensors = dict.fromkeys(run.scalars.get(KEYS, []), AS_MASTER)
     scalars: dict[str, tuple[str, Any]] = {}
     for key, value in entries.items():
         if key == KEYS:
             continue
         if run.leaf is not None and is_elementwise(value, run.leaf):
-            tensors[key] = NAMES[value.dtype]
+            tensors[key] = AS_MASTER if value.dtype == run.leaf.dtype else NAMES[value.dtype]
         elif isinstance(value, Tensor) and value.numel() == 1:
-            scalars[key] = NAMES[value.dtype], value.item()
+            scalars[key] = NAMES[value.dtype], value.tolist()  # nested lists keep its shape
         elif value is None or isinstance(value, (bool, int, float, str)):
             scalars[key] = "", value
         else:
@@ -152,7 +153,7 @@ def _kinds(runs: Sequence[Run], state: State, dtype: torch.dtype) -> dict[str, t
     found: dict[str, torch.dtype] = {}
     for run in runs:
         for key, name in describe(run, state, "").tensors:
-            found[key] = DTYPES[name]
+            found[key] = dtype if name == AS_MASTER else DTYPES[name]
     return {VALUE: dtype, **dict(sorted(found.items()))}
 
 
@@ -284,7 +285,7 @@ def take_state(
         device = run.leaf.device if on_device else None
         own: dict[str, Any] = {key: _scalar(name, value, device) for key, (name, value) in what.scalars}
         for key, name in what.tensors:
-            dtype = run.leaf.dtype if DTYPES[name].is_floating_point else DTYPES[name]
+            dtype = run.leaf.dtype if name == AS_MASTER else DTYPES[name]
             present = former.get(key)
             if present is None or not is_elementwise(present, run.leaf) or present.dtype != dtype:
                 present = torch.zeros_like(run.leaf, dtype=dtype, requires_grad=False)

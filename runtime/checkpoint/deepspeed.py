@@ -167,6 +167,7 @@ def _scaler(scaler: Any) -> dict[str, Any] | None:
     if not hasattr(scaler, "last_overflow_iter"):
         return None
     return {
+        "dynamic": True,
         "scale": float(scaler.cur_scale),
         "left": int(scaler.cur_hysteresis),
         "step": int(scaler.cur_iter),

@@ -2,23 +2,37 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import re
 import shutil
 import socket
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from . import standalone
-from .standalone import LATEST, MANIFEST, candidates, checksum, put_aside
+from .standalone import (
+    LATEST,
+    MANIFEST,
+    WHOLE,
+    CheckpointError,
+    candidates,
+    checksum,
+    is_checkpoint,
+    put_aside,
+)
 
 _STALE_S = 3600.0
 """A temporary folder in which nothing has been written for so long is a dead process's."""
 _DEAD_S = 5.0
 """The same where its process is known to be gone from this host."""
 SCRIPT = "zero_to_fp32.py"
+_TEMPORARY = re.compile(r"\..+\.(?P<host>[^/]+)-(?P<space>\d+)-(?P<pid>\d+)-\d+\.tmp")
+_DELETED = re.compile(r"\..+\.zlaunch-deleted")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +47,7 @@ class Target:
     leader: bool
     """This rank writes the manifest: rank 0, or each node's first where nodes have folders of their own."""
     owner: str
-    """Host and process id of rank 0."""
+    """Names this save; rank 0's :func:`new_owner`."""
     host: str | None = None
     """The name of this node, where nodes have folders of their own."""
 
@@ -63,29 +77,70 @@ def put_in_place(temporary: Path, final: Path) -> None:
         os.rename(final, old)
     os.rename(temporary, final)
     sync_folder(final.parent)
+    for entry in list(old.iterdir()) if old.is_dir() else ():
+        if not _is_ours(entry):  # somebody's, put beside the checkpoint
+            os.rename(entry, final / entry.name)
     shutil.rmtree(old, ignore_errors=True)
 
 
+def check_tag(tag: str) -> None:
+    """Raises CheckpointError for a tag that cannot be a checkpoint's name."""
+    plain = tag and tag == tag.strip() and not any(part in tag for part in ("/", "\0"))
+    if not plain or tag.startswith(".") or tag in (LATEST, "auto"):
+        raise CheckpointError(
+            f"tag {tag!r}: must be a plain name for a folder, without / and outer spaces, not latest or auto"
+        )
+
+
 def prepare(target: Target) -> None:
+    """Make the temporary folder. Raises OSError, CheckpointError if something else has the tag's name."""
+    parent = target.folder.parent
     target.folder.mkdir(parents=True, exist_ok=True)
-    for left in target.folder.glob(".*.tmp"):
-        if left == target.temporary or not left.is_dir():
-            continue
-        if _idle_s(left) > (_DEAD_S if _is_gone(left.name) else _STALE_S):
-            shutil.rmtree(left, ignore_errors=True)
-    for left in target.folder.glob(".*.deleted"):
-        shutil.rmtree(left, ignore_errors=True)
-    shutil.rmtree(target.temporary, ignore_errors=True)
+    sync_folder(parent)
+    final = target.folder / target.tag
+    if final.exists() and not is_checkpoint(final) and (not final.is_dir() or any(final.iterdir())):
+        raise CheckpointError(f"{final}: is there and is no checkpoint: take another tag, or remove it")
+    for left in [entry for entry in target.folder.iterdir() if entry.is_dir()]:
+        if (_TEMPORARY.fullmatch(left.name) or _DELETED.fullmatch(left.name)) and left != target.temporary:
+            with suppress(FileNotFoundError):  # somebody else cleans, too
+                _remove_left(left)
     target.temporary.mkdir()
+
+
+def _remove_left(left: Path) -> None:
+    """Remove what a process that is gone has left, if it is only that."""
+    if any(not _is_ours(entry) for entry in left.iterdir()):
+        return
+    if _DELETED.fullmatch(left.name) or _idle_s(left) > (_DEAD_S if _is_gone(left.name) else _STALE_S):
+        shutil.rmtree(left, ignore_errors=True)
+
+
+def _is_ours(entry: Path) -> bool:
+    return (
+        entry.name in (MANIFEST, WHOLE) or re.fullmatch(r"rank_\d{5,}\.safetensors", entry.name) is not None
+    )
+
+
+_numbers = itertools.count()
+
+
+def new_owner() -> str:
+    """A name for one save of this process: host, its space of process ids, process, a number."""
+    try:
+        space = os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        space = 0
+    return f"{socket.gethostname()}-{space}-{os.getpid()}-{next(_numbers)}"
 
 
 def _is_gone(name: str) -> bool:
     """Whether a temporary folder's process was one of this host and has ended."""
-    host, _, pid = name.removesuffix(".tmp").rpartition("-")
-    if not pid.isdigit() or not host.endswith(f".{socket.gethostname()}"):
+    found = _TEMPORARY.fullmatch(name)
+    here = _TEMPORARY.fullmatch(f".x.{new_owner()}.tmp")
+    if not found or not here or found["host"] != here["host"] or found["space"] != here["space"]:
         return False
     try:
-        os.kill(int(pid), 0)
+        os.kill(int(found["pid"]), 0)
     except ProcessLookupError:
         return True
     except OSError:
@@ -118,20 +173,32 @@ def replace_file(path: Path, content: bytes) -> None:
 
 
 def prune(target: Target) -> None:
-    """Remove all but the newest; never what has just been saved, nor what ``latest`` names."""
+    """Keep only the newest of the tags that are numbered like this one; never what ``latest`` names. What is
+    in such a folder besides the checkpoint stays.
+    """
     assert target.keep_last is not None
     try:
         latest = (target.folder / LATEST).read_text(encoding="utf-8").strip()
     except OSError:
         latest = ""
+    if not re.search(r"\d", target.tag):
+        return
+    alike = re.compile(re.sub(r"\d+", r"\\d+", re.escape(target.tag)))
     kept = 0
     for path in candidates(target.folder):
+        if not alike.fullmatch(path.name):
+            continue
         if path.name in (target.tag, latest) or kept < target.keep_last:
             kept += 1
             continue
-        gone = path.with_name(f".{path.name}.deleted")
-        os.rename(path, gone)
-        shutil.rmtree(gone, ignore_errors=True)
+        if all(_is_ours(entry) for entry in path.iterdir()):
+            gone = path.with_name(f".{path.name}.zlaunch-deleted")
+            os.rename(path, gone)
+            shutil.rmtree(gone, ignore_errors=True)
+        else:
+            (path / MANIFEST).unlink(missing_ok=True)
+            for entry in [entry for entry in path.iterdir() if _is_ours(entry)]:
+                entry.unlink()
 
 
 def sync_folder(folder: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,8 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .content import AS_MASTER
 from .deepspeed import find_deepspeed, read_deepspeed
-from .folder import put_in_place, replace_file, sync_folder, write_manifest
+from .folder import (
+    Target,
+    check_tag,
+    new_owner,
+    prepare,
+    put_in_place,
+    replace_file,
+    sync_folder,
+    write_manifest,
+)
 from .foreign import ForeignCheckpoint
 from .plain import find_plain, read_plain
 from .save import rank_file
@@ -41,10 +50,10 @@ def write_foreign(
     CheckpointError, OSError.
     """
     folder = Path(os.path.abspath(folder))
-    folder.mkdir(parents=True, exist_ok=True)
-    temporary = folder / f".{tag}.{socket.gethostname()}-{os.getpid()}.tmp"
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir()
+    check_tag(tag)
+    target = Target(folder=folder, tag=tag, leader=True, owner=new_owner())
+    prepare(target)
+    temporary = target.temporary
     try:
         _write_into(checkpoint, temporary, rank)
         put_in_place(temporary, folder / tag)
@@ -108,7 +117,11 @@ def _write_into(checkpoint: ForeignCheckpoint, folder: Path, rank: int) -> None:
                 "trainable": entry.trainable,
                 "group": entry.group,
                 "state": {
-                    "tensors": {k: NAMES[dtype] for k, (dtype, _) in entry.contents.items() if k != VALUE},
+                    "tensors": {
+                        k: AS_MASTER if dtype == entry.contents[VALUE][0] else NAMES[dtype]
+                        for k, (dtype, _) in entry.contents.items()
+                        if k != VALUE
+                    },
                     "scalars": dict(entry.scalars),
                 },
                 "slices": [[file, name, 0, 0, _numel(entry.shape)]],

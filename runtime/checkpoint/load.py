@@ -63,8 +63,8 @@ def _shapes(problems: Iterable[str]) -> bool:
     return any(" has shape " in problem for problem in problems)
 
 
-def check_optimizer(checkpoint: Checkpoint, optimizer: torch.optim.Optimizer) -> None:
-    """Raises CheckpointError if its state is another optimizer's."""
+def check_optimizer(checkpoint: Checkpoint, optimizer: torch.optim.Optimizer, units: Sequence[Unit]) -> None:
+    """Raises CheckpointError if its state is another optimizer's, or of groups in another order."""
     saved = checkpoint.manifest["optimizer"]
     if saved is None:
         return
@@ -81,6 +81,14 @@ def check_optimizer(checkpoint: Checkpoint, optimizer: torch.optim.Optimizer) ->
             f"{checkpoint.folder}: has {count} parameter groups, and the optimizer "
             f"{len(optimizer.param_groups)}: {advice}"
         )
+    for unit in units if count > 1 else ():
+        for name, slot in zip(unit.names, unit.layout.slots, strict=True):
+            entry = checkpoint.parameters.get(source_name(checkpoint, name))
+            if entry is not None and entry["trainable"] and slot.group not in (-1, entry["group"]):
+                raise CheckpointError(
+                    f"{checkpoint.folder}: has {name} in parameter group {entry['group']}, and the optimizer "
+                    f"has it in group {slot.group}: {advice}"
+                )
 
 
 def source_name(checkpoint: Checkpoint, name: str) -> str:
@@ -147,7 +155,7 @@ def load_persistent(checkpoint: Checkpoint, sharded: ShardedModel) -> None:
             if name in checkpoint.manifest["buffers"]:
                 target.copy_(checkpoint.file(WHOLE).read_whole(f"buffer.{name}"))
             elif name in checkpoint.parameters:
-                flat = torch.empty(target.numel(), dtype=torch.float32)
+                flat = torch.empty(target.numel(), dtype=target.dtype)
                 checkpoint.read_into(flat, name)
                 target.copy_(flat.view(target.shape))
 
@@ -171,4 +179,4 @@ def restore_groups(optimizer: torch.optim.Optimizer, saved: Sequence[Mapping[str
             if isinstance(group.get(key), Tensor):
                 group[key].fill_(value)
             else:
-                group[key] = value
+                group[key] = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value

@@ -66,6 +66,8 @@ def agree(exchange: Exchange, rank: int, action: Callable[[], Any], *, own: bool
         problem = f"rank {rank}: {_text(error)}"
     except CheckpointError as error:
         problem = str(error)
+    except Exception as error:  # the others wait; whatever it is, they have to hear of it
+        problem = f"rank {rank}: {type(error).__name__}: {error}"
     try:
         answers = exchange((None if own else result, problem))
     except RuntimeError as error:  # what torch raises when a connection breaks
@@ -112,7 +114,7 @@ class Save:
         agree(exchange, rank, lambda: prepare(target) if target.leader else None)
         try:
             agree(exchange, rank, lambda: self._begin(snapshot), own=True)
-        except CheckpointError:
+        except BaseException:
             self._give_up()
             raise
 
@@ -158,7 +160,13 @@ class Save:
         self._writer = FileWriter(folder / rank_file(self._comm.rank), self._announced)
         if self._target.leader:
             announced = {name: (t.dtype, tuple(t.shape)) for name, t in self._whole.items()}
-            self._whole_writer = FileWriter(folder / WHOLE, announced)
+            try:
+                self._whole_writer = FileWriter(folder / WHOLE, announced)
+            except FileExistsError:
+                raise CheckpointError(
+                    f"{folder / WHOLE}: another node writes it, too: the nodes share this folder, so "
+                    "use_node_local_storage has to be false"
+                ) from None
 
     def _write(self, block: Block) -> None:
         assert self._writer is not None
@@ -173,7 +181,7 @@ class Save:
         try:
             parts = agree(exchange, rank, self._finish)
             agree(exchange, rank, lambda: self._complete(parts) if target.leader else None)
-        except CheckpointError:
+        except BaseException:
             self._give_up()
             raise
         if target.save_latest:
@@ -248,6 +256,10 @@ def _owned(unit: Unit, rank: int, target: Target) -> tuple[int, int]:
 def _describe_all(source: Source, blocks: Sequence[Block], rank: int) -> dict[str, Any]:
     """The parts of parameters that lie in the blocks, by name."""
     found: dict[str, Any] = {}
+    for unit in source.sharded.units if rank == 0 else ():
+        for index, slot in enumerate(unit.layout.slots):
+            if not slot.numel:  # in no block
+                found[unit.names[index]] = _entry(unit, index, Description(), [])
     for block in blocks:
         unit = block.unit
         runs = [run for run in source.runs if run.unit is unit]
@@ -267,15 +279,19 @@ def _describe_all(source: Source, blocks: Sequence[Block], rank: int) -> dict[st
                 continue
             run = next((r for r in runs if r.start <= first - unit.start < r.stop), None)
             what = describe(run, source.state, source.optimizer) if run is not None else Description()
-            found[unit.names[index]] = {
-                "dtype": NAMES[unit.dtype],
-                "shape": list(unit.shapes[index]),
-                "trainable": unit.trainable,
-                "group": slot.group,
-                "state": what.as_json(),
-                "slices": [piece],
-            }
+            found[unit.names[index]] = _entry(unit, index, what, [piece])
     return found
+
+
+def _entry(unit: Unit, index: int, what: Description, slices: list[Any]) -> dict[str, Any]:
+    return {
+        "dtype": NAMES[unit.dtype],
+        "shape": list(unit.shapes[index]),
+        "trainable": unit.trainable,
+        "group": unit.layout.slots[index].group,
+        "state": what.as_json(),
+        "slices": slices,
+    }
 
 
 def _tied(sharded: ShardedModel) -> dict[str, str]:
@@ -305,7 +321,7 @@ def _manifest(
             else:
                 merged[name] = {**entry, "slices": list(entry["slices"])}
     ordered = [name for name, _ in source.sharded.module.named_parameters() if name in merged]
-    every = [name for unit in source.sharded.units for name in unit.names]
+    left_out = [unit for unit in source.sharded.units if target.exclude_frozen and not unit.trainable]
     buffers = {
         name.removeprefix("buffer."): {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape)}
         for name, tensor in whole.items()
@@ -315,11 +331,12 @@ def _manifest(
         "format": FORMAT,
         "version": VERSION,
         "time": time.time(),
+        "save_id": target.owner,
         "world_size": source.sharded.comm.world_size,
         **source.facts,
         "rank_states": [part["rank_state"] for part in parts],
         "parameters": {name: merged[name] for name in ordered},
-        "excluded": [name for name in every if name not in merged],
+        "excluded": [name for unit in left_out for name in unit.names if name not in merged],
         "tied": _tied(source.sharded),
         "buffers": buffers,
         "files": files,

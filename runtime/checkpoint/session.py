@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import json
 import os
 import socket
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -13,6 +15,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import torch
 
@@ -25,7 +28,7 @@ from ..zero.grads import GradientReducer
 from ..zero.model import ShardedModel
 from ..zero.unit import UnitState
 from . import random_state
-from .folder import Target
+from .folder import Target, check_tag, new_owner
 from .load import (
     check_model,
     check_optimizer,
@@ -36,8 +39,25 @@ from .load import (
 )
 from .save import Save, Source, agree, rank_file
 from .snapshot import Snapshot
-from .standalone import LATEST, WHOLE, Checkpoint, CheckpointError, advice, find
+from .standalone import WHOLE, Checkpoint, CheckpointError, advice, candidates, find
 from .values import decode, encode
+
+_all: WeakSet[Checkpoints] = WeakSet()
+
+
+def absolute(folder: str | os.PathLike[str]) -> Path:
+    """A folder as users write them, ``~`` included."""
+    return Path(os.path.abspath(os.path.expanduser(folder)))
+
+
+@atexit.register
+def _fail_if_unsaved() -> None:
+    """A script that ends before it can be told of a failed save has not succeeded."""
+    for checkpoints in list(_all):
+        if checkpoints.has_unreported_failure:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
 
 
 class Checkpoints:
@@ -65,7 +85,13 @@ class Checkpoints:
         self._error: BaseException | None = None
         self._half_loaded = ""
         self.folder: Path | None = None
-        """Where was last saved to, or loaded from."""
+        """Where was last saved to, or resumed from."""
+        _all.add(self)
+
+    @property
+    def has_unreported_failure(self) -> bool:
+        """A save in the background has failed and nobody has been told."""
+        return self._thread is not None and self._error is not None
 
     # -- saving
 
@@ -73,8 +99,13 @@ class Checkpoints:
         """After the first step, when all state is there: take the memory for snapshots, beside training."""
         if not self._asynchronous or self._snapshot is not None:
             return
+        if self._shard_step is not None:
+            self._shard_step.wait()
         self._snapshot = snapshot = Snapshot()
-        nbytes = Save.resident_bytes(*self._describe(Path(), "", {}, None, False, False, ""))
+        try:
+            nbytes = Save.resident_bytes(*self._describe(Path(), "", dict, None, False, False, ""))
+        except CheckpointError:
+            return  # a save will say so
 
         def reserve() -> None:
             if self._comm.device.type == "cuda":
@@ -89,7 +120,7 @@ class Checkpoints:
         self,
         folder: str | os.PathLike[str],
         tag: str,
-        facts: Mapping[str, Any],
+        facts: Callable[[], Mapping[str, Any]],
         client_state: Any,
         *,
         save_latest: bool,
@@ -103,11 +134,9 @@ class Checkpoints:
         """
         self.wait()
         self.check()
-        folder = Path(os.path.abspath(folder))
+        folder = absolute(folder)
         comm = self._comm
         owner = self._check_places(folder, tag)
-        if self._shard_step is not None:
-            self._shard_step.wait()
         source, target = agree(
             comm.exchange,
             comm.rank,
@@ -145,7 +174,7 @@ class Checkpoints:
 
     def _check_places(self, folder: Path, tag: str) -> str:
         """Raises CheckpointError if the ranks do not mean the same; returns who rank 0 is."""
-        places = self._comm.exchange((str(folder), tag, f"{socket.gethostname()}-{os.getpid()}"))
+        places = self._comm.exchange((str(folder), tag, new_owner()))
         for rank, (other, other_tag, _) in enumerate(places):
             if other_tag != places[0][1]:
                 raise CheckpointError(
@@ -157,24 +186,25 @@ class Checkpoints:
                     f"rank {rank} saves to {other} and rank 0 to {places[0][0]}: every rank has to give the "
                     'same folder, which all see (or set "use_node_local_storage")'
                 )
-        if not tag or "/" in tag or tag.startswith(".") or tag in (LATEST, "auto"):
-            raise CheckpointError(f"tag {tag!r}: must be a plain name for a folder, not latest or auto")
+        check_tag(tag)
         return str(places[0][2])
 
     def _describe(
         self,
         folder: Path,
         tag: str,
-        facts: Mapping[str, Any],
+        facts: Callable[[], Mapping[str, Any]],
         client_state: Any,
         save_latest: bool,
         exclude_frozen: bool,
         owner: str,
     ) -> tuple[Source, Target]:
         rank = self._comm.rank
+        if self._shard_step is not None:
+            self._shard_step.wait()
         tensors: dict[str, torch.Tensor] = {}
         rank_tensors: dict[str, torch.Tensor] = {}
-        entries = {name: encode(value, tensors, name) for name, value in facts.items()}
+        entries = {name: encode(value, tensors, name) for name, value in facts().items()}
         if client_state is not None and not isinstance(client_state, Mapping):
             raise CheckpointError(f"client_state is a {type(client_state).__name__}: it has to be a dict")
         entries["client_state"] = encode(client_state or {}, tensors, "client_state")
@@ -264,8 +294,11 @@ class Checkpoints:
         """
         comm = self._comm
         self.wait()
-        folder = Path(os.path.abspath(folder))
-        found = agree(comm.exchange, comm.rank, lambda: find(folder, tag) if comm.rank == 0 else None)[0]
+        folder = absolute(folder)
+        if tag == "auto":
+            found = self._newest_whole(folder)
+        else:
+            found = agree(comm.exchange, comm.rank, lambda: find(folder, tag) if comm.rank == 0 else None)[0]
         if found is None:
             return None
         path = folder if found == folder else folder / found.name
@@ -275,8 +308,44 @@ class Checkpoints:
             lambda: self._advised(folder, path.name, lambda: Checkpoint(path)),
             own=True,
         )
-        self.folder = folder
+        saves = comm.exchange(opened.manifest.get("save_id"))
+        if any(save != saves[0] for save in saves):
+            other = next(rank for rank, save in enumerate(saves) if save != saves[0])
+            raise CheckpointError(
+                f"{path}: rank {other} sees another save of this tag than rank 0 does: the nodes' "
+                'folders do not belong together; load another tag, or tag="auto"'
+            )
         return opened
+
+    def _newest_whole(self, folder: Path) -> Path | None:
+        """The newest checkpoint that is whole wherever it is; None if there is none at all. Collective."""
+        comm = self._comm
+        names = agree(comm.exchange, comm.rank, lambda: [path.name for path in candidates(folder)])[0]
+        first = ""
+        for name in names:
+
+            def verify(path: Path = folder / name) -> object:
+                if comm.rank and not self._node_local:
+                    return None
+                checkpoint = Checkpoint(path)
+                try:
+                    checkpoint.verify()
+                    return checkpoint.manifest.get("save_id")
+                finally:
+                    checkpoint.close()
+
+            try:
+                saves = agree(comm.exchange, comm.rank, verify)
+            except CheckpointError as error:
+                first = first or str(error)
+                if comm.rank == 0:
+                    print(f"zlaunch: warning: {error}", flush=True)
+                continue
+            if not self._node_local or all(save == saves[0] for save in saves):
+                return folder / str(name)
+        if names:
+            raise CheckpointError(f"{folder}: none of its {len(names)} checkpoints is whole: {first}")
+        return None
 
     @staticmethod
     def _advised(folder: Path, tag: str, action: Callable[[], Any]) -> Any:
@@ -297,7 +366,7 @@ class Checkpoints:
         def check() -> None:
             check_model(checkpoint, self._sharded, strict=strict)
             if optimizer is not None:
-                check_optimizer(checkpoint, optimizer)
+                check_optimizer(checkpoint, optimizer, self._sharded.units)
 
         agree(comm.exchange, comm.rank, check)
         self._rest()

@@ -15,6 +15,7 @@ for every CHUNK_BYTES of every file, so that whoever reads a part checks that pa
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import os
 import re
@@ -51,6 +52,7 @@ PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float
 _PIECE_NUMEL = 1 << 20
 _AHEAD = 4
 """Chunks that are read ahead."""
+_WEIGHTS = re.compile(r"(model|pytorch_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?")
 _OPEN_FILES = 64
 """A checkpoint of many ranks has many."""
 
@@ -261,10 +263,15 @@ class Checkpoint:
         self._files.clear()
 
     def verify(self) -> int:
-        """Read every byte that is here; returns how many. Raises CheckpointError for the first damage."""
-        for name in self.manifest["files"]:
-            self.file(name).verify()
-        return sum(int(entry["bytes"]) for entry in self.manifest["files"].values())
+        """Read every byte that is here (not what other nodes keep); returns how many. Raises CheckpointError
+        for the first damage.
+        """
+        nbytes = 0
+        for name, entry in self.manifest["files"].items():
+            if entry.get("host") is None or (self.folder / name).exists():
+                self.file(name).verify()
+                nbytes += int(entry["bytes"])
+        return nbytes
 
     def read_into(self, target: Tensor, name: str, kind: str = VALUE, start: int = 0) -> None:
         """Fill ``target`` (flat, any dtype) with elements of a parameter from ``start`` on: VALUE or a state.
@@ -349,12 +356,24 @@ def put_aside(folder: Path, tag: str) -> Path:
     return folder / f".{tag}.old"
 
 
+def is_checkpoint(path: Path) -> bool:
+    """Whether a folder is one of our checkpoints, damaged or not."""
+    if not (path / MANIFEST).is_file():
+        return False
+    try:
+        return (path / WHOLE).exists() or FORMAT in (path / MANIFEST).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return False
+
+
 def candidates(folder: Path) -> list[Path]:
     """Folders that look like checkpoints, newest first; some may be damaged."""
     found: list[tuple[float, str, Path]] = []
     for path in folder.glob("*/" + MANIFEST) if folder.is_dir() else ():
         tag = path.parent
         hidden = re.fullmatch(r"\.(.*)\.old", tag.name)
+        if not is_checkpoint(tag):
+            continue
         if tag.name.startswith(".") and not (hidden and not (folder / hidden[1]).exists()):
             continue
         try:
@@ -445,7 +464,7 @@ def export(
     ``kind`` is "safetensors" (``model.safetensors``) or "bin" (``pytorch_model.bin``); what is larger than
     ``max_shard_bytes`` is split, with an index. Floating tensors are cast to ``dtype``. Memory: a few MiB,
     whatever the model's size; "bin" maps a temporary file as large as a shard. A file appears whole or not
-    at all. Raises CheckpointError, OSError.
+    at all. Raises OSError, and CheckpointError also where ``out`` has weights in other files.
     """
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
@@ -455,6 +474,14 @@ def export(
         f"{stem}.{suffix}" if len(shards) == 1 else f"{stem}-{i + 1:05d}-of-{len(shards):05d}.{suffix}"
         for i in range(len(shards))
     ]
+    index = out / f"{stem}.{suffix}.index.json"
+    others = [path for path in out.iterdir() if _WEIGHTS.fullmatch(path.name)]
+    stale = [path.name for path in others if path.name not in names and path != index]
+    if stale or (index.exists() and len(shards) == 1):
+        raise CheckpointError(
+            f"{out}: has other weights ({(stale or [index.name])[0]}), which might be read in place of "
+            "these: remove them, or take another folder"
+        )
     written: list[Path] = []
     for name, shard in zip(names, shards, strict=True):
         temporary = out / f".{name}.{os.getpid()}.tmp"
@@ -466,7 +493,6 @@ def export(
         finally:
             temporary.unlink(missing_ok=True)
         written.append(out / name)
-    index = out / f"{stem}.{suffix}.index.json"
     if len(shards) > 1:
         places = {w: name for name, shard in zip(names, shards, strict=True) for w in shard}
         if kind == "bin":
@@ -477,8 +503,6 @@ def export(
         temporary.write_text(text + "\n", encoding="utf-8")
         os.replace(temporary, index)
         written.append(index)
-    else:
-        index.unlink(missing_ok=True)  # of an earlier export; it would be read in place of the new file
     return written
 
 
@@ -558,6 +582,8 @@ def _to_bin(path: Path, tied: Mapping[str, str]) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(other, path)
+    except RuntimeError as error:  # how torch.save says that the disk is full
+        raise OSError(errno.EIO, f"cannot be written by torch.save: {error}", str(path)) from None
     finally:
         other.unlink(missing_ok=True)
 

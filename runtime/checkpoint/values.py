@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping
 from enum import Enum
 from typing import Any
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from .standalone import NAMES, CheckpointError
 
-_MARKS = ("__tensor__", "__tuple__", "__items__", "__float__")
+_MARKS = ("__tensor__", "__tuple__", "__items__", "__float__", "__counter__")
 
 
 def encode(value: Any, tensors: dict[str, Tensor], where: str) -> Any:
@@ -26,6 +27,8 @@ def encode(value: Any, tensors: dict[str, Tensor], where: str) -> Any:
 def _encode(value: Any, tensors: dict[str, Tensor], root: str, where: str) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return {"__float__": repr(float(value))}
+    if isinstance(value, int) and value.bit_length() > 4096:
+        raise CheckpointError(f"{where} is a number of {value.bit_length()} bits, which is too large")
     if value is None or (isinstance(value, (bool, int, float, str)) and not isinstance(value, Enum)):
         for plain in (bool, int, float, str):
             if isinstance(value, plain):
@@ -40,6 +43,8 @@ def _encode(value: Any, tensors: dict[str, Tensor], root: str, where: str) -> An
     if isinstance(value, (list, tuple)):
         items = [_encode(item, tensors, root, f"{where}[{i}]") for i, item in enumerate(value)]
         return items if isinstance(value, list) else {"__tuple__": items}
+    if type(value) is Counter:
+        return {"__counter__": _encode(dict(value), tensors, root, where)}
     if isinstance(value, Mapping):
         plain_keys = all(type(key) is str for key in value) and not any(mark in value for mark in _MARKS)
         pairs = [
@@ -75,6 +80,8 @@ def decode(value: Any, tensor: Callable[[str], Tensor]) -> Any:
             return tensor(content)
         if mark == "__tuple__":
             return tuple(decode(item, tensor) for item in content)
+        if mark == "__counter__":
+            return Counter(decode(content, tensor))
         if mark == "__float__":
             return float(content)
         if mark == "__items__":

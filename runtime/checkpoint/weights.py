@@ -60,8 +60,8 @@ def save_weights(model: ShardedModel, directory: str, filename: str, *, exclude_
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             _write(state, path)
-        except OSError as error:
-            problem = f"cannot write {path}: {error}"
+        except Exception as error:  # torch and safetensors have errors of their own for a full disk
+            problem = f"cannot write {path}: {str(error).partition(chr(10))[0]}"
     problem = model.comm.exchange(problem)[0]
     if problem:
         raise OSError(problem)
@@ -77,7 +77,7 @@ def _write(state: dict[str, Tensor], path: Path) -> None:
             seen: set[int] = set()
             unique = {}
             for name, value in state.items():
-                if value.data_ptr() not in seen:
+                if not value.numel() or value.data_ptr() not in seen:
                     seen.add(value.data_ptr())
                     unique[name] = value
             save_file(unique, temporary, metadata={"format": "pt"})

@@ -143,7 +143,7 @@ class Checkpoint(Section):
     asynchronous: Bool = ok(False)
     """Write checkpoints while training goes on, from a copy in host memory (zlaunch's own key)."""
     keep_last: Count | None = ok(None)
-    """Keep only this many of the newest checkpoints of a folder (zlaunch's own key)."""
+    """Keep only this many, the newest, of a folder's tags that are numbered alike (zlaunch's own key)."""
     on_signal: Bool = ok(False)
     """Save and end when the run is asked to stop by SIGUSR1 or a preemption (zlaunch's own key)."""
     save_dir: str | None = ok(None)

@@ -189,7 +189,7 @@ class Cluster:
             environ=self.environ,
             heartbeat_s=o.heartbeat_s,
             restart_count=attempt,
-            resume_dir=resume_folder(o.run_dir, o.run_id, attempt, os.environ),
+            resume_dir=resume_folder(o.run_dir, o.run_id, attempt, o.target, os.environ),
         )
 
     def job(self, min_nodes: int | None) -> Job:

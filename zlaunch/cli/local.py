@@ -89,7 +89,7 @@ def local_plan(options: Options, node: NodeSpec, attempt: int = 0) -> Plan:
         bootstrap=python_module_argv("zlaunch.launch.bootstrap"),
         environ=os.environ,
         restart_count=attempt,
-        resume_dir=resume_folder(options.run_dir, options.run_id, attempt, os.environ),
+        resume_dir=resume_folder(options.run_dir, options.run_id, attempt, options.target, os.environ),
     )
 
 

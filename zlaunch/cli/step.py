@@ -77,5 +77,5 @@ def step_plan(options: Options, allocation: Allocation, attempt: int = 0) -> Pla
         first_node=place.rank_of_node,
         node_count=place.nodes,
         restart_count=attempt,
-        resume_dir=resume_folder(options.run_dir, options.run_id, attempt, os.environ),
+        resume_dir=resume_folder(options.run_dir, options.run_id, attempt, options.target, os.environ),
     )

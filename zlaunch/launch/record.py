@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from zlaunch.launch.plan import Plan
+from zlaunch.launch.plan import Plan, Target
 from zlaunch.launch.processes import start_ticks
 
 
@@ -89,6 +89,7 @@ def saved(plan: Plan, event: Mapping[str, Any]) -> None:
         "tag": event.get("tag"),
         "step": event.get("step"),
         "run_id": plan.run_id,
+        "argv": plan.nodes[0].workers[0].argv,
         "job": os.environ.get("SLURM_JOB_ID"),
         "time": event.get("time", time.time()),
     }
@@ -100,9 +101,11 @@ def saved(plan: Plan, event: Mapping[str, Any]) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def resume_folder(run_dir: str, run_id: str, attempt: int, environ: Mapping[str, str]) -> str | None:
+def resume_folder(
+    run_dir: str, run_id: str, attempt: int, target: Target, environ: Mapping[str, str]
+) -> str | None:
     """Where an earlier attempt of this run has saved, or an earlier start of this requeued SLURM job (whose
-    run folders stand side by side); None for a run that begins.
+    run folders stand side by side); None for a run that begins. ``target`` tells the runs of one job apart.
     """
     found: list[tuple[float, str]] = []
     job = environ.get("SLURM_JOB_ID") if environ.get("SLURM_RESTART_COUNT", "0") not in ("", "0") else None
@@ -113,7 +116,9 @@ def resume_folder(run_dir: str, run_id: str, attempt: int, environ: Mapping[str,
         try:
             content = json.loads(path.read_text())
             mine = attempt > 0 and content["run_id"] == run_id
-            if mine or (job is not None and content["job"] == job):
+            argv = list(content["argv"])
+            same = target.name in argv and argv[len(argv) - len(target.args) :] == list(target.args)
+            if mine or (job is not None and content["job"] == job and same):
                 found.append((float(content["time"]), str(content["folder"])))
         except (OSError, ValueError, TypeError, KeyError):
             continue
