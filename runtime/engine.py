@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .checkpoint.session import Checkpoints
+from .checkpoint.session import Checkpoints, absolute
 from .config import Config, Effective
 from .data import EngineLoader
 from .loss_scaler import DeviceLossScaler, LossScaleFloorError, LossScaler, floor_error
@@ -82,6 +82,7 @@ class Engine(Saving, nn.Module):
         if self._scaler.used:
             sharded.scale_gradients_with(lambda: 1.0 if self._in_backward else self._scaler.factor)
         section = effective.config.checkpoint
+        self._save_dir = absolute(section.save_dir) if section.save_dir else None
         self._checkpoints = Checkpoints(
             sharded,
             shard_step,

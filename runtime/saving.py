@@ -51,6 +51,8 @@ class Saving:
     micro_steps: int
     global_samples: int
     client_state: Callable[[], Mapping[str, Any]] | None = None
+    _save_dir: Path | None
+    """Where a save that a signal asks for goes, if the config says so."""
 
     def save_checkpoint(
         self,
@@ -224,7 +226,8 @@ class Saving:
         return True
 
     def _stop_if_asked(self, before: StepResult | None) -> None:
-        """With ``checkpoint.on_signal``: save and end the process, if that has been asked for.
+        """With ``checkpoint.on_signal``: save and end the process, if that has been asked for. Of several
+        engines in a process the first that steps does so, for itself alone.
 
         On a GPU the answer of the last step may still be on its way; then the one before it counts, which is
         the same on all ranks, too.
@@ -234,10 +237,12 @@ class Saving:
             return
         known = self._result if self._result.known else before
         if known is not None and known.stop:
-            self._save_and_stop(section.save_dir)
+            self._save_and_stop()
 
-    def _save_and_stop(self, configured: str | None) -> NoReturn:
-        folder = configured or self._checkpoints.folder or read_environment().resume_dir or _FALLBACK_FOLDER
+    def _save_and_stop(self) -> NoReturn:
+        folder = (
+            self._save_dir or self._checkpoints.folder or read_environment().resume_dir or _FALLBACK_FOLDER
+        )
         rank = self._sharded.comm.rank
         if rank == 0:
             print(f"zlaunch: asked to stop: saving to {folder}", flush=True)

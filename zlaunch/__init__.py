@@ -17,6 +17,15 @@ _LAZY = {
     "add_config_arguments": ("zlaunch.runtime.api", "add_config_arguments"),
     "Engine": ("zlaunch.runtime.engine", "Engine"),
     "checkpointing": ("zlaunch.runtime.activation", ""),
+    **{
+        name: ("zlaunch.runtime.checkpoint.standalone", name)
+        for name in (
+            "CheckpointError",
+            "convert_zero_checkpoint_to_fp32_state_dict",
+            "get_fp32_state_dict_from_zero_checkpoint",
+            "load_state_dict_from_zero_checkpoint",
+        )
+    },
     "ConfigError": ("zlaunch.runtime.config", "ConfigError"),
     "resume_dir": ("zlaunch.runtime.stopping", "resume_dir"),
     "report": ("zlaunch.runtime.monitor.report", "report"),
@@ -24,13 +33,17 @@ _LAZY = {
 }
 
 __all__ = [
+    "CheckpointError",
     "ConfigError",
     "Engine",
     "__version__",
     "add_config_arguments",
     "checkpointing",
+    "convert_zero_checkpoint_to_fp32_state_dict",
+    "get_fp32_state_dict_from_zero_checkpoint",
     "init_distributed",
     "initialize",
+    "load_state_dict_from_zero_checkpoint",
     "report",
     "resume_dir",
     "zero",
@@ -42,6 +55,16 @@ if TYPE_CHECKING:
     from zlaunch.runtime.api import add_config_arguments as add_config_arguments
     from zlaunch.runtime.api import init_distributed as init_distributed
     from zlaunch.runtime.api import initialize as initialize
+    from zlaunch.runtime.checkpoint.standalone import CheckpointError as CheckpointError
+    from zlaunch.runtime.checkpoint.standalone import (
+        convert_zero_checkpoint_to_fp32_state_dict as convert_zero_checkpoint_to_fp32_state_dict,
+    )
+    from zlaunch.runtime.checkpoint.standalone import (
+        get_fp32_state_dict_from_zero_checkpoint as get_fp32_state_dict_from_zero_checkpoint,
+    )
+    from zlaunch.runtime.checkpoint.standalone import (
+        load_state_dict_from_zero_checkpoint as load_state_dict_from_zero_checkpoint,
+    )
     from zlaunch.runtime.config import ConfigError as ConfigError
     from zlaunch.runtime.engine import Engine as Engine
     from zlaunch.runtime.monitor.report import report as report
