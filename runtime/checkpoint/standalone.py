@@ -462,7 +462,7 @@ def export(
     """Write the weights to the folder ``out`` as Hugging Face reads them; returns the files.
 
     ``kind`` is "safetensors" (``model.safetensors``) or "bin" (``pytorch_model.bin``); what is larger than
-    ``max_shard_bytes`` is split, with an index. Floating tensors are cast to ``dtype``. Memory: a few MiB,
+    ``max_shard_bytes`` is split, with an index. Floating tensors are cast to ``dtype``. Memory: some 40 MiB,
     whatever the model's size; "bin" maps a temporary file as large as a shard. A file appears whole or not
     at all. Raises OSError, and CheckpointError also where ``out`` has weights in other files.
     """

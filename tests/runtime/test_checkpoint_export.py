@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -127,7 +126,7 @@ def test_sizes() -> None:
 
 def _large(folder: str) -> None:
     zlaunch.init_distributed()
-    model = torch.nn.Sequential(*(torch.nn.Linear(3000, 3000) for _ in range(5)))
+    model = torch.nn.Sequential(*(torch.nn.Linear(4000, 4000) for _ in range(3)))
     engine, *_ = zlaunch.initialize(model=model, config=settings("stage1", 1, ""))
     engine.save_checkpoint(folder)
 
@@ -143,7 +142,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 
 
 def test_the_memory_of_an_export_is_less_than_the_largest_tensor(tmp_path: Path) -> None:
-    """180 MB of weights, of which the largest tensor is 36 MB."""
+    """192 MB of weights, of which the largest tensor is 64 MB."""
     run_workers(_large, 1, str(tmp_path / "saved"))
     env = {**os.environ, "MALLOC_ARENA_MAX": "1"}
     done = subprocess.run(
@@ -155,8 +154,7 @@ def test_the_memory_of_an_export_is_less_than_the_largest_tensor(tmp_path: Path)
     )
     grown = int(done.stdout.splitlines()[-1]) * 1024
     assert (tmp_path / "out" / "model.safetensors").stat().st_size > 180e6
-    assert grown < 1.0 * 36e6, f"{grown / 1e6:.0f} MB"
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss > 0
+    assert grown < 64e6, f"{grown / 1e6:.0f} MB"
 
 
 def _gpt2(folder: str) -> list[Any]:

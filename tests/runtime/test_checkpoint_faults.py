@@ -70,7 +70,7 @@ def _free_port() -> int:
 def test_a_hundred_kills_at_random_instants(tmp_path: Path) -> None:
     """Every time the newest whole checkpoint verifies, loads, and is what was saved; nothing goes back."""
     chance = random.Random(1)
-    reached, kills = 0, 0
+    reached, kills, pointed = 0, 0, False
     while kills < 100:
         world, asynchronous = (2 if kills % 10 == 9 else 1), kills % 2 == 1
         port, ready = _free_port(), _context.Queue()
@@ -101,7 +101,8 @@ def test_a_hundred_kills_at_random_instants(tmp_path: Path) -> None:
             assert steps >= reached
             reached = steps
             named = find(tmp_path)
-            assert named is not None and Checkpoint(named).verify() > 0
+            pointed = pointed or named is not None  # the very first may be killed before it is named
+            assert (named is not None) == pointed and (named is None or Checkpoint(named).verify() > 0)
         kills += 1
     assert reached > 100
     left = [p.name for p in tmp_path.iterdir() if p.is_dir() and not p.name.startswith(".")]

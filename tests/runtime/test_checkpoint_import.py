@@ -89,12 +89,12 @@ def _goes_on(folder: str, stage: int, dtype: str, saved_by: int) -> list[float]:
     return (total / world).tolist()
 
 
-ON = [(1, 2), (2, 3), (4, 1)]
+ON = [(case, 2, 3) for case in CASES if "stage0" not in case]
+ON += [(f"stage{stage}-2", *other) for stage in (1, 2, 3) for other in ((1, 2), (4, 1))]
 """World sizes and stages to go on with."""
 
 
-@pytest.mark.parametrize(("world", "stage"), ON)
-@pytest.mark.parametrize("case", [case for case in CASES if "stage0" not in case])
+@pytest.mark.parametrize(("case", "world", "stage"), ON)
 def test_the_next_steps_are_those_that_deepspeed_made(
     tmp_path: Path, case: str, world: int, stage: int
 ) -> None:
