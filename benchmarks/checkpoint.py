@@ -120,8 +120,9 @@ def worker(args: argparse.Namespace) -> dict[str, Any]:
     names = {name: folder / name for name in ("ours", "torch", "dcp", "ours async", "dcp async")}
     for round_ in range(args.rounds + 1):
         for path in names.values():
-            if rank == 0:
+            if rank == 0:  # a run's folder is there from its second save on
                 shutil.rmtree(path, ignore_errors=True)
+                path.mkdir()
         dist.barrier()
 
         def disk(kind: str) -> None:

@@ -94,9 +94,9 @@ def check_tag(tag: str) -> None:
 
 def prepare(target: Target) -> None:
     """Make the temporary folder. Raises OSError, CheckpointError if something else has the tag's name."""
-    parent = target.folder.parent
-    target.folder.mkdir(parents=True, exist_ok=True)
-    sync_folder(parent)
+    if not target.folder.is_dir():
+        target.folder.mkdir(parents=True, exist_ok=True)
+        sync_folder(target.folder.parent)
     final = target.folder / target.tag
     if final.exists() and not is_checkpoint(final) and (not final.is_dir() or any(final.iterdir())):
         raise CheckpointError(f"{final}: is there and is no checkpoint: take another tag, or remove it")
