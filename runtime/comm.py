@@ -109,6 +109,14 @@ def close_all() -> None:
         dist.destroy_process_group()
 
 
+def _exchange(value: object, world_size: int, group: Any) -> list[Any]:
+    if world_size == 1:
+        return [value]
+    values: list[Any] = [None] * world_size
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
 class HostChannel:
     """Small collectives between the hosts, over gloo whatever the device is."""
 
@@ -117,11 +125,7 @@ class HostChannel:
 
     def exchange(self, value: object) -> list[Any]:
         """Every rank's picklable ``value``, in rank order."""
-        if self._world_size == 1:
-            return [value]
-        values: list[Any] = [None] * self._world_size
-        dist.all_gather_object(values, value, group=self._group)
-        return values
+        return _exchange(value, self._world_size, self._group)
 
     def any(self, *flags: bool) -> list[bool]:
         """For each flag, whether any rank has it."""
@@ -261,11 +265,7 @@ class Comm:
 
     def exchange(self, value: object) -> list[Any]:
         """Every rank's picklable ``value``, in rank order."""
-        if self.world_size == 1:
-            return [value]
-        values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value, group=self._gather_group)
-        return values
+        return _exchange(value, self.world_size, self._gather_group)
 
     def host_channel(self) -> HostChannel:
         """A way of its own between the hosts, which another thread may use beside everything else here.

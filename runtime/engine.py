@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .checkpoint.session import Checkpoints, absolute
+from .checkpoint.folder import absolute
+from .checkpoint.loader import Loader
+from .checkpoint.saver import Saver
 from .config import Config, Effective
 from .data import EngineLoader
 from .loss_scaler import DeviceLossScaler, LossScaleFloorError, LossScaler, floor_error
@@ -83,15 +85,16 @@ class Engine(Saving, nn.Module):
             sharded.scale_gradients_with(lambda: 1.0 if self._in_backward else self._scaler.factor)
         section = effective.config.checkpoint
         self._save_dir = absolute(section.save_dir) if section.save_dir else None
-        self._checkpoints = Checkpoints(
+        node_local = section.use_node_local_storage
+        self._saver = Saver(
             sharded,
             shard_step,
-            reducer,
             offload,
             asynchronous=section.is_asynchronous,
-            node_local=section.use_node_local_storage,
+            node_local=node_local,
             keep_last=section.keep_last,
         )
+        self._loader = Loader(sharded, shard_step, reducer, offload, node_local=node_local)
         self._prepare_pass()
 
     def __getattr__(self, name: str) -> Any:
@@ -189,7 +192,7 @@ class Engine(Saving, nn.Module):
             args, kwargs = _cast((args, kwargs), self._precision.dtype)
         if self._shard_step is not None:
             self._shard_step.check()
-        self._checkpoints.check()
+        self._loader.check()
         try:
             with self._explained("forward"):
                 return self.module(*args, **kwargs)
@@ -280,14 +283,15 @@ class Engine(Saving, nn.Module):
         fp16 gradients overflow at the smallest loss scale.
         """
         self._in_backward = False
+        self._loader.check()
         before, is_boundary = self._result, self.is_gradient_accumulation_boundary()
         if is_boundary:
             self._optimizer_step()
         self.micro_steps += 1
         self._prepare_pass()
         if is_boundary:
-            self._checkpoints.poll()
             self._stop_if_asked(before)
+            self._saver.poll()
 
     def _optimizer_step(self) -> None:
         if self._shard_step is None:
@@ -296,7 +300,7 @@ class Engine(Saving, nn.Module):
             )
         self._settle()
         if self.global_steps:
-            self._checkpoints.prepare()
+            self._saver.prepare()
         scaler = self._scaler
         divisor = scaler.factor * self.gradient_accumulation_steps()
         if self._effective.config.gradient_allreduce_op == "mean":
@@ -395,7 +399,7 @@ class Engine(Saving, nn.Module):
             stack.callback(self._sharded.close)
             if self._shard_step is not None:
                 stack.callback(self._shard_step.finish)
-            stack.callback(self._checkpoints.close)
+            stack.callback(self._saver.close)
 
 
 def _advised(error: LossScaleFloorError, names: str) -> LossScaleFloorError:

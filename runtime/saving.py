@@ -6,14 +6,16 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
 from .checkpoint import random_state
+from .checkpoint.files import CheckpointError
+from .checkpoint.folder import absolute
 from .checkpoint.load import groups_of
-from .checkpoint.session import Checkpoints, absolute
-from .checkpoint.standalone import CheckpointError
+from .checkpoint.loader import Loader
+from .checkpoint.saver import Saver
 from .checkpoint.weights import save_weights
 from .config import Effective
 from .data import EngineLoader
@@ -44,7 +46,8 @@ class Saving:
     _scaler: LossScaler | DeviceLossScaler
     _result: StepResult | None
     _skipped_steps: int
-    _checkpoints: Checkpoints
+    _saver: Saver
+    _loader: Loader
     lr_scheduler: Any
     training_dataloader: EngineLoader | None
     global_steps: int
@@ -53,6 +56,13 @@ class Saving:
     client_state: Callable[[], Mapping[str, Any]] | None = None
     _save_dir: Path | None
     """Where a save that a signal asks for goes, if the config says so."""
+    if TYPE_CHECKING:  # the engine's
+
+        def _settle(self) -> None: ...
+
+        def gradient_accumulation_steps(self) -> int: ...
+
+        def zero_optimization_stage(self) -> int: ...
 
     def save_checkpoint(
         self,
@@ -82,6 +92,7 @@ class Saving:
         at_once: bool = False,
     ) -> bool:
         self._settle()
+        self._loader.check()
         left = self.micro_steps % self.gradient_accumulation_steps()
         if left and self._sharded.comm.rank == 0:
             print(
@@ -95,7 +106,7 @@ class Saving:
             if save_latest and rank == 0:
                 announce("checkpoint", folder=str(path.parent), tag=path.name, step=steps)
 
-        self._checkpoints.save(
+        self._saver.save(
             save_dir,
             str(tag) if tag is not None else f"global_step{self.global_steps}",
             self._facts,
@@ -136,7 +147,7 @@ class Saving:
         """Return when a save in the background has ended. To be called by all ranks. Raises what it failed
         with, CheckpointError for one.
         """
-        self._checkpoints.wait()
+        self._saver.wait()
 
     def load_checkpoint(
         self,
@@ -161,19 +172,20 @@ class Saving:
         if load_dir is None:
             return None, {}
         self._settle()
-        checkpoint = self._checkpoints.open(load_dir, str(tag) if tag is not None else None)
+        self._saver.wait()
+        checkpoint = self._loader.open(load_dir, str(tag) if tag is not None else None)
         if checkpoint is None:
             return None, {}
         try:
-            facts = self._checkpoints.facts(checkpoint)
+            facts = self._loader.facts(checkpoint)
             schedule = facts["scheduler"] if load_lr_scheduler_states and not load_module_only else None
             self._check_schedule(checkpoint.folder, schedule)
             with_states = load_optimizer_states and not load_module_only
-            self._checkpoints.load(checkpoint, strict=load_module_strict, with_states=with_states)
+            self._loader.load(checkpoint, strict=load_module_strict, with_states=with_states)
             if not load_module_only:
                 self._go_on_from(facts, schedule)
                 if checkpoint.folder.parent == absolute(load_dir):
-                    self._checkpoints.folder = checkpoint.folder.parent
+                    self._saver.folder = checkpoint.folder.parent
             if self._sharded.comm.rank == 0:
                 saved = checkpoint.manifest
                 print(
@@ -240,14 +252,12 @@ class Saving:
             self._save_and_stop()
 
     def _save_and_stop(self) -> NoReturn:
-        folder = (
-            self._save_dir or self._checkpoints.folder or read_environment().resume_dir or _FALLBACK_FOLDER
-        )
+        folder = self._save_dir or self._saver.folder or read_environment().resume_dir or _FALLBACK_FOLDER
         rank = self._sharded.comm.rank
         if rank == 0:
             print(f"zlaunch: asked to stop: saving to {folder}", flush=True)
         try:
-            self._checkpoints.wait()
+            self._saver.wait()
         except Exception as error:  # an earlier save's; this one may succeed
             print(f"zlaunch: warning: {error}", flush=True)
         state, problem = None, None
@@ -270,16 +280,3 @@ class Saving:
             except CheckpointError as error:
                 raise CheckpointError(f"asked to stop, but the state could not be saved: {error}") from None
         raise SystemExit(REQUEUE_EXIT_CODE)
-
-    # -- of the engine
-
-    def _settle(self) -> None:
-        raise NotImplementedError
-
-    def gradient_accumulation_steps(self) -> int:
-        """Backward passes of one optimizer step."""
-        raise NotImplementedError
-
-    def zero_optimization_stage(self) -> int:
-        """0 to 3."""
-        raise NotImplementedError

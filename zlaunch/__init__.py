@@ -18,14 +18,14 @@ _LAZY = {
     "Engine": ("zlaunch.runtime.engine", "Engine"),
     "checkpointing": ("zlaunch.runtime.activation", ""),
     **{
-        name: ("zlaunch.runtime.checkpoint.standalone", name)
+        name: ("zlaunch.runtime.checkpoint.export", name)
         for name in (
-            "CheckpointError",
             "convert_zero_checkpoint_to_fp32_state_dict",
             "get_fp32_state_dict_from_zero_checkpoint",
             "load_state_dict_from_zero_checkpoint",
         )
     },
+    "CheckpointError": ("zlaunch.runtime.checkpoint.files", "CheckpointError"),
     "ConfigError": ("zlaunch.runtime.config", "ConfigError"),
     "resume_dir": ("zlaunch.runtime.stopping", "resume_dir"),
     "report": ("zlaunch.runtime.monitor.report", "report"),
@@ -55,16 +55,16 @@ if TYPE_CHECKING:
     from zlaunch.runtime.api import add_config_arguments as add_config_arguments
     from zlaunch.runtime.api import init_distributed as init_distributed
     from zlaunch.runtime.api import initialize as initialize
-    from zlaunch.runtime.checkpoint.standalone import CheckpointError as CheckpointError
-    from zlaunch.runtime.checkpoint.standalone import (
+    from zlaunch.runtime.checkpoint.export import (
         convert_zero_checkpoint_to_fp32_state_dict as convert_zero_checkpoint_to_fp32_state_dict,
     )
-    from zlaunch.runtime.checkpoint.standalone import (
+    from zlaunch.runtime.checkpoint.export import (
         get_fp32_state_dict_from_zero_checkpoint as get_fp32_state_dict_from_zero_checkpoint,
     )
-    from zlaunch.runtime.checkpoint.standalone import (
+    from zlaunch.runtime.checkpoint.export import (
         load_state_dict_from_zero_checkpoint as load_state_dict_from_zero_checkpoint,
     )
+    from zlaunch.runtime.checkpoint.files import CheckpointError as CheckpointError
     from zlaunch.runtime.config import ConfigError as ConfigError
     from zlaunch.runtime.engine import Engine as Engine
     from zlaunch.runtime.monitor.report import report as report

@@ -16,7 +16,8 @@ from ..optim.rule import is_elementwise
 from ..optim.runs import KEYS, Run
 from ..zero.model import ShardedModel
 from ..zero.unit import Unit
-from .standalone import DTYPES, NAMES, VALUE, CheckpointError
+from .files import DTYPES, NAMES, CheckpointError
+from .reading import VALUE
 
 AS_MASTER = "master"
 State = Mapping[Tensor, dict[str, Any]]
@@ -83,6 +84,9 @@ def persistent(sharded: ShardedModel) -> dict[str, Tensor]:
 # -- out
 
 
+Described = tuple[Run, Description]
+
+
 @dataclass(frozen=True, slots=True)
 class Block:
     """Elements ``first`` to ``last`` of a unit's flat buffer with all that is kept for them."""
@@ -95,6 +99,7 @@ class Block:
     """VALUE and the states, in the order of the file."""
     resident: bool
     """In memory, not on disk."""
+    runs: Sequence[Described]
     open: Callable[[], Any]
     """A context that gives for every kind its consecutive flat pieces, on any device."""
 
@@ -104,22 +109,28 @@ class Block:
 
 
 def blocks_of(
-    unit: Unit, prefix: str, runs: Sequence[Run], state: State, offload: Offload | None, low: int, high: int
+    unit: Unit,
+    prefix: str,
+    runs: Sequence[Described],
+    state: State,
+    offload: Offload | None,
+    low: int,
+    high: int,
 ) -> list[Block]:
     """What a rank writes of a unit: the elements ``low`` to ``high`` of its flat buffer, which it has."""
     if not unit.trainable:
         home, kinds = unit.home, {VALUE: unit.dtype}
         on_disk = isinstance(home, DiskValues)
         return [
-            Block(unit, f"{prefix}.0000", low, high, kinds, not on_disk, lambda: _frozen(unit, low, high))
+            Block(unit, f"{prefix}.0000", low, high, kinds, not on_disk, (), lambda: _frozen(unit, low, high))
         ]
     if unit.disk is not None:
         assert offload is not None
         disk = unit.disk
         found = []
         for number, record in enumerate(disk.records):
-            own = [run for run in runs if record.start <= run.start < record.stop]
-            kinds = _kinds(own, state, record.dtype)
+            own = [each for each in runs if record.start <= each[0].start < record.stop]
+            kinds = _kinds(own, record.dtype)
             found.append(
                 Block(
                     unit,
@@ -128,14 +139,15 @@ def blocks_of(
                     unit.start + record.stop,
                     kinds,
                     False,
-                    _reader(disk, record, own, kinds, offload),
+                    own,
+                    _reader(disk, record, [run for run, _ in own], kinds, offload),
                 )
             )
         return found
     assert unit.master is not None
     start, stop = low - unit.start, high - unit.start
-    own = [run for run in runs if run.start < stop and run.stop > start]
-    kinds = _kinds(own, state, unit.master.dtype)
+    own = [each for each in runs if each[0].start < stop and each[0].stop > start]
+    kinds = _kinds(own, unit.master.dtype)
     return [
         Block(
             unit,
@@ -144,15 +156,16 @@ def blocks_of(
             high,
             kinds,
             True,
-            lambda: _resident(unit, own, state, kinds, start, stop),
+            own,
+            lambda: _resident(unit, [run for run, _ in own], state, kinds, start, stop),
         )
     ]
 
 
-def _kinds(runs: Sequence[Run], state: State, dtype: torch.dtype) -> dict[str, torch.dtype]:
+def _kinds(runs: Sequence[Described], dtype: torch.dtype) -> dict[str, torch.dtype]:
     found: dict[str, torch.dtype] = {}
-    for run in runs:
-        for key, name in describe(run, state, "").tensors:
+    for _, what in runs:
+        for key, name in what.tensors:
             found[key] = dtype if name == AS_MASTER else DTYPES[name]
     return {VALUE: dtype, **dict(sorted(found.items()))}
 
@@ -252,7 +265,7 @@ def take_values(unit: Unit, fill: Fill, offload: Offload | None) -> None:
 
 def take_state(
     unit: Unit,
-    runs: Sequence[tuple[Run, Description]],
+    runs: Sequence[Described],
     fill: Fill,
     state: dict[Tensor, dict[str, Any]],
     offload: Offload | None,
@@ -328,7 +341,7 @@ def _take_on_disk(
     unit: Unit,
     disk: DiskState,
     fill: Fill,
-    runs: Sequence[tuple[Run, Description]] | None,
+    runs: Sequence[Described] | None,
     offload: Offload,
 ) -> None:
     """Values (``runs`` None) or states, record by record: read, change, write."""

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .files import NAMES, CheckpointError
 from .foreign import Foreign, ForeignCheckpoint, Pieces, load_torch
-from .standalone import LATEST, NAMES, VALUE, CheckpointError
+from .reading import LATEST, VALUE
 
 _OURS = {
     *("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params"),

@@ -14,23 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from . import standalone
-from .standalone import (
-    LATEST,
-    MANIFEST,
-    WHOLE,
-    CheckpointError,
-    candidates,
-    checksum,
-    is_checkpoint,
-    put_aside,
-)
+from . import script
+from .files import CheckpointError
+from .reading import LATEST, MANIFEST, WHOLE, candidates, checksum, is_checkpoint, put_aside
 
 _STALE_S = 3600.0
 """A temporary folder in which nothing has been written for so long is a dead process's."""
 _DEAD_S = 5.0
 """The same where its process is known to be gone from this host."""
-SCRIPT = "zero_to_fp32.py"
 _TEMPORARY = re.compile(r"\..+\.(?P<host>[^/]+)-(?P<space>\d+)-(?P<pid>\d+)-\d+\.tmp")
 _DELETED = re.compile(r"\..+\.zlaunch-deleted")
 
@@ -56,8 +47,13 @@ class Target:
         return self.folder / f".{self.tag}.{self.owner}.tmp"
 
 
+def absolute(folder: str | os.PathLike[str]) -> Path:
+    """A folder as users write them, ``~`` included."""
+    return Path(os.path.abspath(os.path.expanduser(folder)))
+
+
 def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
-    """The manifest with its checksum, and the script that reads it without zlaunch. Raises OSError."""
+    """The manifest with its checksum. Raises OSError."""
     manifest = json.loads(json.dumps({"crc32": 0, **manifest}))
     manifest["crc32"] = checksum(manifest)
     with open(folder / MANIFEST, "x", encoding="utf-8") as file:
@@ -73,12 +69,17 @@ def put_in_place(temporary: Path, final: Path) -> None:
     sync_folder(temporary)
     old = put_aside(final.parent, final.name)
     if final.exists():
-        shutil.rmtree(old, ignore_errors=True)
+        _remove_aside(old, final)  # of a save that was killed
         os.rename(final, old)
     os.rename(temporary, final)
     sync_folder(final.parent)
+    _remove_aside(old, final)
+
+
+def _remove_aside(old: Path, final: Path) -> None:
+    """Remove what was put aside; what somebody has put beside that checkpoint goes to the present one."""
     for entry in list(old.iterdir()) if old.is_dir() else ():
-        if not _is_ours(entry):  # somebody's, put beside the checkpoint
+        if not _is_ours(entry) and not (final / entry.name).exists():
             os.rename(entry, final / entry.name)
     shutil.rmtree(old, ignore_errors=True)
 
@@ -156,9 +157,10 @@ def _idle_s(folder: Path) -> float:
 def point_to(target: Target) -> None:
     """Name the checkpoint in ``latest``, and put the script beside it."""
     replace_file(target.folder / LATEST, target.tag.encode())
-    script = target.folder / SCRIPT
-    replace_file(script, Path(standalone.__file__).read_bytes())
-    os.chmod(script, 0o755)
+    path, content = target.folder / script.NAME, script.text().encode()
+    if not path.is_file() or path.read_bytes() != content:
+        replace_file(path, content)
+        os.chmod(path, 0o755)
     sync_folder(target.folder)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .standalone import CheckpointError
+from .files import CheckpointError
 
 Pieces = Callable[[], Iterator[Tensor]]
 """Flat tensors that follow one another."""

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .content import AS_MASTER
 from .deepspeed import find_deepspeed, read_deepspeed
+from .files import NAMES, CheckpointError
 from .folder import (
     Target,
     check_tag,
@@ -26,8 +27,8 @@ from .folder import (
 )
 from .foreign import ForeignCheckpoint
 from .plain import find_plain, read_plain
+from .reading import FORMAT, LATEST, VALUE, VERSION, WHOLE
 from .save import rank_file
-from .standalone import FORMAT, LATEST, NAMES, VALUE, VERSION, WHOLE, CheckpointError
 from .values import encode
 from .writer import FileWriter
 

@@ -12,8 +12,9 @@ from ..offload.place import Offload
 from ..optim.runs import Run
 from ..zero.model import ShardedModel
 from ..zero.unit import Unit
-from .content import Description, Fill, persistent, take_state, take_values
-from .standalone import VALUE, WHOLE, Checkpoint, CheckpointError
+from .content import Described, Description, Fill, persistent, take_state, take_values
+from .files import CheckpointError
+from .reading import VALUE, WHOLE, Checkpoint
 
 _SHOWN = 5
 _ALIKE = ({"Adam", "AdamW"},)
@@ -136,11 +137,15 @@ def load_units(
     """This rank's values and, with an ``optimizer``, the state of its ``runs``: unit by unit, as they lie in
     the files. Raises CheckpointError, DiskError.
     """
+    by_unit: dict[int, list[Described]] = {}
+    for run, what in runs:
+        if what is not None:
+            by_unit.setdefault(id(run.unit), []).append((run, what))
     with torch.no_grad():
         for unit in units:
             fill = filler(checkpoint, unit)
             take_values(unit, fill, offload)
-            own = [(run, what) for run, what in runs if run.unit is unit and what is not None]
+            own = by_unit.get(id(unit), [])
             if optimizer is None or not own:
                 continue
             groups = [optimizer.param_groups[run.group] for run, _ in own]

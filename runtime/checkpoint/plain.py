@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .files import CheckpointError
 from .foreign import Foreign, ForeignCheckpoint, Pieces, load_torch
-from .standalone import VALUE, CheckpointError
+from .reading import VALUE
 
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _SINGLES = ("model.safetensors", "pytorch_model.bin")

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import errno
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,16 +17,12 @@ from ..offload.place import Offload
 from ..optim.runs import Run
 from ..zero.model import ShardedModel
 from ..zero.unit import Unit
-from .content import Block, Description, State, blocks_of, describe, persistent
+from .agree import agree
+from .content import Block, Described, Description, State, blocks_of, describe, persistent
+from .files import NAMES, CheckpointError
 from .folder import Target, point_to, prepare, prune, put_in_place, write_manifest
+from .reading import FORMAT, VERSION, WHOLE
 from .snapshot import Snapshot
-from .standalone import (
-    FORMAT,
-    NAMES,
-    VERSION,
-    WHOLE,
-    CheckpointError,
-)
 from .writer import FileWriter
 
 
@@ -53,36 +48,6 @@ class Source:
 def rank_file(rank: int) -> str:
     """Name of one rank's file of tensors."""
     return f"rank_{rank:05d}.safetensors"
-
-
-def agree(exchange: Exchange, rank: int, action: Callable[[], Any], *, own: bool = False) -> Any:
-    """Every rank's result of ``action``, or this rank's ``own`` alone; if it failed anywhere, CheckpointError
-    with the same text on all.
-    """
-    result, problem = None, None
-    try:
-        result = action()
-    except OSError as error:
-        problem = f"rank {rank}: {_text(error)}"
-    except CheckpointError as error:
-        problem = str(error)
-    except Exception as error:  # the others wait; whatever it is, they have to hear of it
-        problem = f"rank {rank}: {type(error).__name__}: {error}"
-    try:
-        answers = exchange((None if own else result, problem))
-    except RuntimeError as error:  # what torch raises when a connection breaks
-        raise CheckpointError(f"another rank ended in the middle of it: {error}") from None
-    problems = [text for _, text in answers if text]
-    if problems:
-        raise CheckpointError(problems[0])
-    return result if own else [answer for answer, _ in answers]
-
-
-def _text(error: OSError) -> str:
-    where = f"{error.filename}: " if error.filename else ""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return f"{where}no space left on the disk: free some, or save elsewhere"
-    return f"{where}{error.strerror or error}"
 
 
 class Save:
@@ -229,9 +194,10 @@ class Save:
 
 def _blocks(source: Source, target: Target) -> list[Block]:
     comm = source.sharded.comm
-    by_unit: dict[int, list[Run]] = {}
+    by_unit: dict[int, list[Described]] = {}
     for run in source.runs:
-        by_unit.setdefault(id(run.unit), []).append(run)
+        what = describe(run, source.state, source.optimizer)
+        by_unit.setdefault(id(run.unit), []).append((run, what))
     found: list[Block] = []
     for index, unit in enumerate(source.sharded.units):
         if not unit.trainable and target.exclude_frozen:
@@ -262,7 +228,6 @@ def _describe_all(source: Source, blocks: Sequence[Block], rank: int) -> dict[st
                 found[unit.names[index]] = _entry(unit, index, Description(), [])
     for block in blocks:
         unit = block.unit
-        runs = [run for run in source.runs if run.unit is unit]
         for index, first, last in unit.layout.overlaps(block.first, block.last):
             slot = unit.layout.slots[index]
             # file, prefix in it, first element there, first element of the parameter, elements
@@ -277,8 +242,8 @@ def _describe_all(source: Source, blocks: Sequence[Block], rank: int) -> dict[st
             if entry is not None:
                 entry["slices"].append(piece)
                 continue
-            run = next((r for r in runs if r.start <= first - unit.start < r.stop), None)
-            what = describe(run, source.state, source.optimizer) if run is not None else Description()
+            at = first - unit.start
+            what = next((what for run, what in block.runs if run.start <= at < run.stop), Description())
             found[unit.names[index]] = _entry(unit, index, what, [piece])
     return found
 

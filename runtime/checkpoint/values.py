@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .standalone import NAMES, CheckpointError
+from .files import NAMES, CheckpointError
 
 _MARKS = ("__tensor__", "__tuple__", "__items__", "__float__", "__counter__")
 

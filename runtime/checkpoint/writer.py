@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..offload.disk import ALIGN_BYTES, aligned, aligned_buffer
-from .standalone import CHUNK_BYTES, NAMES, CheckpointError, header_of
+from .files import CHUNK_BYTES, NAMES, CheckpointError, header_of
 
 _BUFFERS = 8
 """Chunks in memory: some are filled while others are summed and written."""

@@ -61,6 +61,10 @@ def batch(step: int, rank: int) -> Tensor:
     return torch.randint(0, 19, (4, 6), generator=generator)
 
 
+def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(model(tokens).float().flatten(0, 1), tokens.flatten())
+
+
 def config(stage: int, dtype: str) -> dict:
     given = {
         "train_micro_batch_size_per_gpu": 4,
@@ -88,7 +92,7 @@ def work(rank: int, world: int, port: int, stage: int, dtype: str, folder: str) 
         losses = []
         for step in range(first, last):
             tokens = batch(step, rank)
-            loss = nn.functional.cross_entropy(engine(tokens).float().flatten(0, 1), tokens.flatten())
+            loss = loss_of(engine, tokens)
             engine.backward(loss)
             engine.step()
             losses.append(loss.detach())

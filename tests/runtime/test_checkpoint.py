@@ -14,7 +14,8 @@ from torch import Tensor, nn
 import zlaunch
 from tests.runtime.models import Net, batches, config, loss_of, train_engine
 from tests.runtime.workers import run_workers
-from zlaunch.runtime.checkpoint.standalone import VALUE, Checkpoint, CheckpointError
+from zlaunch.runtime.checkpoint.files import CheckpointError
+from zlaunch.runtime.checkpoint.reading import VALUE, Checkpoint
 
 TILES = {"sub_group_size": 4096}
 

@@ -19,13 +19,10 @@ import zlaunch
 from tests.runtime.models import batches, config, net, train_engine
 from tests.runtime.test_checkpoint import differences
 from tests.runtime.workers import run_workers
-from zlaunch.runtime.checkpoint.standalone import (
-    Checkpoint,
-    CheckpointError,
-    export,
-    find,
-    get_fp32_state_dict_from_zero_checkpoint,
-)
+from zlaunch.runtime.checkpoint.export import export, get_fp32_state_dict_from_zero_checkpoint
+from zlaunch.runtime.checkpoint.files import CheckpointError
+from zlaunch.runtime.checkpoint.reading import Checkpoint, find
+from zlaunch.runtime.checkpoint.save import Save
 
 
 def engine_of(
@@ -360,11 +357,21 @@ def _signal(folder: str) -> Any:
     engine.wait_for_checkpoint()
     engine.load_checkpoint(base, load_module_only=True)
     step(engine)
-    Path(folder, "blocked").write_text("")
+    real = Save._finish
+
+    def fails(self: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    Save._finish = fails  # type: ignore[method-assign]
+    engine.save_checkpoint(saved)
+    assert engine._saver._thread is not None
+    engine._saver._thread.join()
+    Save._finish = real  # type: ignore[method-assign]
+    assert engine._saver.has_unreported_failure
     engine.client_state = lambda: {}["missing"]
     os.kill(os.getpid(), signal.SIGUSR1)
     with pytest.raises(SystemExit) as caught:
-        step(engine, 3)
+        step(engine)
     engine.load_checkpoint(saved)
     return (
         caught.value.code,

@@ -17,16 +17,15 @@ import zlaunch
 from tests.runtime.models import batches, train_engine
 from tests.runtime.test_checkpoint import Rich, engine_of, settings
 from tests.runtime.workers import run_workers
-from zlaunch.runtime.checkpoint.standalone import (
-    Checkpoint,
-    CheckpointError,
+from zlaunch.runtime.checkpoint.export import (
     convert_zero_checkpoint_to_fp32_state_dict,
     export,
-    find,
     get_fp32_state_dict_from_zero_checkpoint,
     load_state_dict_from_zero_checkpoint,
     parse_size,
 )
+from zlaunch.runtime.checkpoint.files import CheckpointError
+from zlaunch.runtime.checkpoint.reading import Checkpoint, find
 
 
 def _save(folder: str, name: str) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import resource
 import shutil
 import signal
 import subprocess
+import sys
 import threading
 import time
 from contextlib import suppress
@@ -24,13 +25,8 @@ from tests.runtime.test_checkpoint import content, differences, engine_of, rich,
 from tests.runtime.workers import WorkerError, _context, run_workers
 from zlaunch.runtime.checkpoint import folder as folders
 from zlaunch.runtime.checkpoint import save as saving
-from zlaunch.runtime.checkpoint.standalone import (
-    CHUNK_BYTES,
-    Checkpoint,
-    CheckpointError,
-    find,
-    newest_whole,
-)
+from zlaunch.runtime.checkpoint.files import CHUNK_BYTES, CheckpointError
+from zlaunch.runtime.checkpoint.reading import Checkpoint, find, newest_whole
 
 # -- kill -9
 
@@ -312,12 +308,14 @@ def _dies(folder: str) -> str:
     train_engine(engine, batches(1, 12))
     with pytest.raises(CheckpointError) as caught:
         engine.save_checkpoint(folder)
-    return str(caught.value)
+    Path(folder, "message").write_text(str(caught.value))
+    return ""
 
 
 def test_a_rank_that_dies_while_it_saves(tmp_path: Path) -> None:
-    with pytest.raises((WorkerError, TypeError)):
+    with suppress(WorkerError, TypeError):  # rank 1 brings no result
         run_workers(_dies, 2, str(tmp_path))
+    assert "another rank ended in the middle of it" in (tmp_path / "message").read_text()
     assert Path(tmp_path, "latest").read_text() == "global_step0"
     path, problems = newest_whole(tmp_path)
     assert path is not None and path.name == "global_step0" and problems == []
@@ -409,7 +407,7 @@ def test_a_script_that_ends_at_once_still_has_its_checkpoint(tmp_path: Path) -> 
         "engine.save_checkpoint(sys.argv[1])\n"
     )
     folder = tmp_path / "saved"
-    subprocess.run(["python", str(script), str(folder)], check=True, timeout=100)
+    subprocess.run([sys.executable, str(script), str(folder)], check=True, timeout=100)
     path = find(folder)
     assert path is not None
     assert Checkpoint(path).verify() > 2 * CHUNK_BYTES

@@ -13,17 +13,13 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import zlaunch
-from tests.deepspeed.make import Model, batch, config, groups
+from tests.deepspeed.make import Model, batch, config, groups, loss_of
 from tests.runtime.test_checkpoint import content
 from tests.runtime.workers import run_workers
+from zlaunch.runtime.checkpoint.export import export, get_fp32_state_dict_from_zero_checkpoint
+from zlaunch.runtime.checkpoint.files import CheckpointError
 from zlaunch.runtime.checkpoint.importing import read_foreign, write_foreign
-from zlaunch.runtime.checkpoint.standalone import (
-    VALUE,
-    Checkpoint,
-    CheckpointError,
-    export,
-    get_fp32_state_dict_from_zero_checkpoint,
-)
+from zlaunch.runtime.checkpoint.reading import VALUE, Checkpoint
 
 MADE = Path(__file__).parents[1] / "deepspeed" / "checkpoints"
 """By tests/deepspeed/make.py with DeepSpeed 0.19.8."""
@@ -79,7 +75,7 @@ def _goes_on(folder: str, stage: int, dtype: str, saved_by: int) -> list[float]:
     losses = []
     for step in range(3, 6):
         tokens = torch.cat([batch(step, other) for other in range(saved_by)]).chunk(world)[rank]
-        loss = nn.functional.cross_entropy(engine(tokens).float().flatten(0, 1), tokens.flatten())
+        loss = loss_of(engine, tokens)
         engine.backward(loss)
         engine.step()
         losses.append(loss.detach())

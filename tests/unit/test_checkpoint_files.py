@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from zlaunch.runtime.checkpoint import standalone, writer
-from zlaunch.runtime.checkpoint.standalone import NAMES, CheckpointError, File
+from zlaunch.runtime.checkpoint import files, writer
+from zlaunch.runtime.checkpoint.files import NAMES, CheckpointError, File
 from zlaunch.runtime.checkpoint.writer import FileWriter
 
 DTYPES = list(NAMES)
@@ -37,7 +37,7 @@ def write(path: Path, tensors: dict[str, torch.Tensor], pieces: int = 1) -> dict
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (standalone, writer):
+    for module in (files, writer):
         monkeypatch.setattr(module, "CHUNK_BYTES", 4096)
 
 

@@ -15,7 +15,7 @@ import click
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from zlaunch.runtime.checkpoint.standalone import Checkpoint
+    from zlaunch.runtime.checkpoint.reading import Checkpoint
 
 _TAG = click.option(
     "-t", "--tag", help='Which checkpoint; default: what `latest` names. "auto": the newest whole.'
@@ -30,7 +30,7 @@ def checkpoint() -> None:
 @contextmanager
 def _as_usage_error() -> Iterator[None]:
     """What is wrong with files or arguments is one line for the user."""
-    from zlaunch.runtime.checkpoint.standalone import CheckpointError
+    from zlaunch.runtime.checkpoint.files import CheckpointError
 
     try:
         yield
@@ -42,7 +42,8 @@ def _as_usage_error() -> Iterator[None]:
 
 
 def _open(folder: str, tag: str | None) -> Checkpoint:
-    from zlaunch.runtime.checkpoint.standalone import LATEST, Checkpoint, CheckpointError, candidates, find
+    from zlaunch.runtime.checkpoint.files import CheckpointError
+    from zlaunch.runtime.checkpoint.reading import LATEST, Checkpoint, candidates, find
 
     path = find(folder, tag)
     if path is None:
@@ -79,7 +80,8 @@ def _size(nbytes: int) -> str:
 
 def _summary(folder: Path) -> dict[str, Any]:
     """One checkpoint in a line: damage that can be seen without reading it all is told."""
-    from zlaunch.runtime.checkpoint.standalone import CheckpointError, File, read_manifest
+    from zlaunch.runtime.checkpoint.files import CheckpointError, File
+    from zlaunch.runtime.checkpoint.reading import read_manifest
 
     try:
         manifest = read_manifest(folder)
@@ -107,7 +109,7 @@ def _summary(folder: Path) -> dict[str, Any]:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON; times are seconds since the epoch.")
 def list_(folder: str, as_json: bool) -> None:
     """Show the checkpoints of FOLDER, newest first."""
-    from zlaunch.runtime.checkpoint.standalone import LATEST, candidates
+    from zlaunch.runtime.checkpoint.reading import LATEST, candidates
 
     path = Path(folder)
     if not path.is_dir():
@@ -197,7 +199,8 @@ def show(folder: str, tag: str | None, as_json: bool) -> None:
 @click.option("-a", "--all", "everything", is_flag=True, help="All checkpoints of FOLDER.")
 def verify(folder: str, tag: str | None, everything: bool) -> int:
     """Read every byte of a checkpoint and compare it with its checksums; exit code 1 for damage."""
-    from zlaunch.runtime.checkpoint.standalone import Checkpoint, CheckpointError, candidates
+    from zlaunch.runtime.checkpoint.files import CheckpointError
+    from zlaunch.runtime.checkpoint.reading import candidates, verified
 
     paths = candidates(Path(folder)) if everything else []
     if everything and not paths:
@@ -208,8 +211,7 @@ def verify(folder: str, tag: str | None, everything: bool) -> int:
     damaged = 0
     for path in paths:
         try:
-            opened = Checkpoint(path)
-            click.echo(f"{path}: whole, {_size(opened.verify())} read")
+            click.echo(f"{path}: whole, {_size(verified(path)[1])} read")
         except CheckpointError as error:
             damaged += 1
             click.echo(f"zlaunch checkpoint verify: error: {error}", err=True)
@@ -244,8 +246,8 @@ def export(
 
     Memory does not grow with the model. What is read is checked.
     """
-    from zlaunch.runtime.checkpoint.standalone import PRECISIONS, parse_size
-    from zlaunch.runtime.checkpoint.standalone import export as write
+    from zlaunch.runtime.checkpoint.export import PRECISIONS, parse_size
+    from zlaunch.runtime.checkpoint.export import export as write
 
     with _as_usage_error():
         written = write(

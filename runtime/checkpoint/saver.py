@@ -1,4 +1,4 @@
-"""Saving and loading as an engine does it: one save at a time, in the foreground or beside training."""
+"""An engine's saves: one at a time, at once or beside training."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
@@ -21,60 +20,44 @@ import torch
 
 from ..comm import HostChannel
 from ..environment import read_environment
-from ..offload.disk import DiskError
 from ..offload.place import Offload
 from ..optim.shard_step import ShardStep
-from ..zero.grads import GradientReducer
 from ..zero.model import ShardedModel
-from ..zero.unit import UnitState
 from . import random_state
-from .folder import Target, check_tag, new_owner
-from .load import (
-    check_model,
-    check_optimizer,
-    described,
-    load_persistent,
-    load_units,
-    restore_groups,
-)
-from .save import Save, Source, agree, rank_file
+from .agree import agree
+from .files import CheckpointError
+from .folder import Target, absolute, check_tag, new_owner
+from .save import Save, Source
 from .snapshot import Snapshot
-from .standalone import WHOLE, Checkpoint, CheckpointError, advice, candidates, find
-from .values import decode, encode
+from .values import encode
 
-_all: WeakSet[Checkpoints] = WeakSet()
-
-
-def absolute(folder: str | os.PathLike[str]) -> Path:
-    """A folder as users write them, ``~`` included."""
-    return Path(os.path.abspath(os.path.expanduser(folder)))
+_all: WeakSet[Saver] = WeakSet()
 
 
 @atexit.register
 def _fail_if_unsaved() -> None:
     """A script that ends before it can be told of a failed save has not succeeded."""
-    for checkpoints in list(_all):
-        if checkpoints.has_unreported_failure:
+    for saver in list(_all):
+        if saver.has_unreported_failure:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(1)
 
 
-class Checkpoints:
-    """Saves and loads one engine's state."""
+class Saver:
+    """Saves one engine's state."""
 
     def __init__(
         self,
         sharded: ShardedModel,
         shard_step: ShardStep | None,
-        reducer: GradientReducer,
         offload: Offload | None,
         *,
         asynchronous: bool,
         node_local: bool,
         keep_last: int | None,
     ) -> None:
-        self._sharded, self._shard_step, self._reducer = sharded, shard_step, reducer
+        self._sharded, self._shard_step = sharded, shard_step
         self._offload, self._comm = offload, sharded.comm
         self._asynchronous, self._node_local, self._keep_last = asynchronous, node_local, keep_last
         self._snapshot: Snapshot | None = None
@@ -83,7 +66,6 @@ class Checkpoints:
         self._polling: HostChannel | None = None
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        self._half_loaded = ""
         self.folder: Path | None = None
         """Where was last saved to, or resumed from."""
         _all.add(self)
@@ -92,8 +74,6 @@ class Checkpoints:
     def has_unreported_failure(self) -> bool:
         """A save in the background has failed and nobody has been told."""
         return self._thread is not None and self._error is not None
-
-    # -- saving
 
     def prepare(self) -> None:
         """After the first step, when all state is there: take the memory for snapshots, beside training."""
@@ -133,7 +113,6 @@ class Checkpoints:
         every rank.
         """
         self.wait()
-        self.check()
         folder = absolute(folder)
         comm = self._comm
         owner = self._check_places(folder, tag)
@@ -251,7 +230,6 @@ class Checkpoints:
         """Raises, on every rank in the same step, what a save in the background failed with. Collective while
         there is one.
         """
-        self.check()
         if self._thread is None or self._polling is None:
             return
         running, failed = self._polling.any(self._thread.is_alive(), self._error is not None)
@@ -278,165 +256,3 @@ class Checkpoints:
             if self._snapshot is not None:
                 self._snapshot.close()
                 self._snapshot = None
-
-    # -- loading
-
-    def check(self) -> None:
-        """Raises CheckpointError if a load has ended half-way: there are values of two states then."""
-        if self._half_loaded:
-            raise CheckpointError(
-                f"the last load_checkpoint failed half-way ({self._half_loaded}): load another one first"
-            )
-
-    def open(self, folder: str | os.PathLike[str], tag: str | None) -> Checkpoint | None:
-        """The checkpoint that is meant, on every rank the same; None if there is none. Collective. Raises
-        CheckpointError.
-        """
-        comm = self._comm
-        self.wait()
-        folder = absolute(folder)
-        if tag == "auto":
-            found = self._newest_whole(folder)
-        else:
-            found = agree(comm.exchange, comm.rank, lambda: find(folder, tag) if comm.rank == 0 else None)[0]
-        if found is None:
-            return None
-        path = folder if found == folder else folder / found.name
-        opened: Checkpoint = agree(
-            comm.exchange,
-            comm.rank,
-            lambda: self._advised(folder, path.name, lambda: Checkpoint(path)),
-            own=True,
-        )
-        saves = comm.exchange(opened.manifest.get("save_id"))
-        if any(save != saves[0] for save in saves):
-            other = next(rank for rank, save in enumerate(saves) if save != saves[0])
-            raise CheckpointError(
-                f"{path}: rank {other} sees another save of this tag than rank 0 does: the nodes' "
-                'folders do not belong together; load another tag, or tag="auto"'
-            )
-        return opened
-
-    def _newest_whole(self, folder: Path) -> Path | None:
-        """The newest checkpoint that is whole wherever it is; None if there is none at all. Collective."""
-        comm = self._comm
-        names = agree(comm.exchange, comm.rank, lambda: [path.name for path in candidates(folder)])[0]
-        first = ""
-        for name in names:
-
-            def verify(path: Path = folder / name) -> object:
-                if comm.rank and not self._node_local:
-                    return None
-                checkpoint = Checkpoint(path)
-                try:
-                    checkpoint.verify()
-                    return checkpoint.manifest.get("save_id")
-                finally:
-                    checkpoint.close()
-
-            try:
-                saves = agree(comm.exchange, comm.rank, verify)
-            except CheckpointError as error:
-                first = first or str(error)
-                if comm.rank == 0:
-                    print(f"zlaunch: warning: {error}", flush=True)
-                continue
-            if not self._node_local or all(save == saves[0] for save in saves):
-                return folder / str(name)
-        if names:
-            raise CheckpointError(f"{folder}: none of its {len(names)} checkpoints is whole: {first}")
-        return None
-
-    @staticmethod
-    def _advised(folder: Path, tag: str, action: Callable[[], Any]) -> Any:
-        """Damage is told with what could be loaded instead."""
-        try:
-            return action()
-        except CheckpointError as error:
-            raise CheckpointError(f"{error}{advice(folder, but=tag)}") from None
-
-    def load(self, checkpoint: Checkpoint, *, strict: bool, with_states: bool) -> None:
-        """Take over its values and, ``with_states``, the optimizer's. Collective. Raises CheckpointError, the
-        same on every rank.
-        """
-        comm, step = self._comm, self._shard_step
-        optimizer = step.optimizer if step is not None and with_states else None
-        states = optimizer is not None and checkpoint.manifest["optimizer"] is not None
-
-        def check() -> None:
-            check_model(checkpoint, self._sharded, strict=strict)
-            if optimizer is not None:
-                check_optimizer(checkpoint, optimizer, self._sharded.units)
-
-        agree(comm.exchange, comm.rank, check)
-        self._rest()
-        self._half_loaded = "another rank ended"
-        try:
-            folder, tag = checkpoint.folder.parent, checkpoint.folder.name
-            read = partial(self._read, checkpoint, states)
-            agree(comm.exchange, comm.rank, lambda: self._advised(folder, tag, read))
-        except CheckpointError as error:
-            self._half_loaded = str(error)
-            raise
-        stay = [unit for unit in self._sharded.units if unit.trainable and not unit.shard_params]
-        for unit in stay:
-            unit.start_refresh(written=True)
-        comm.settle()
-        for unit in stay:
-            unit.ensure_full()
-        self._half_loaded = ""
-
-    def _rest(self) -> None:
-        """Bring everything to a stop: no step, gather or gradient is under way."""
-        if self._shard_step is not None:
-            self._shard_step.wait()
-        for unit in self._sharded.units:
-            if not unit.shard_params:
-                unit.ensure_full()
-        self._sharded.free_all()
-        assert all(u.state is UnitState.FULL or u.shard_params for u in self._sharded.units)
-        self._reducer.clear()
-        self._comm.settle()
-        self._comm.barrier()
-
-    def _read(self, checkpoint: Checkpoint, states: bool) -> None:
-        try:
-            units, step = self._sharded.units, self._shard_step
-            if not states or step is None:
-                load_units(checkpoint, units, self._offload)
-            else:
-                runs = step.split(described(checkpoint))
-                load_units(checkpoint, units, self._offload, step.optimizer, runs)
-                saved = checkpoint.manifest["optimizer"]
-                restore_groups(step.optimizer, _decoded(checkpoint, WHOLE, saved["groups"]))
-            load_persistent(checkpoint, self._sharded)
-        except DiskError as error:
-            raise CheckpointError(f"rank {self._comm.rank}: {error}") from None
-
-    def facts(self, checkpoint: Checkpoint) -> dict[str, Any]:
-        """What it holds besides values and optimizer state: ``engine``, ``loss_scaler``, ``scheduler``,
-        ``data``, and this rank's own ``client_state`` (rank 0's if there were not as many ranks) and
-        ``random`` generators (then None). Collective. Raises CheckpointError, the same on every rank.
-        """
-
-        def read() -> dict[str, Any]:
-            manifest, rank = checkpoint.manifest, self._comm.rank
-            found = {
-                key: _decoded(checkpoint, WHOLE, manifest[key])
-                for key in ("engine", "loss_scaler", "scheduler", "data", "client_state")
-            }
-            states = manifest["rank_states"]
-            own = states[rank] if len(states) == self._comm.world_size else {}
-            mine = {key: _decoded(checkpoint, rank_file(rank), value) for key, value in own.items()}
-            return {"random": None, **found, **mine}
-
-        folder, tag = checkpoint.folder.parent, checkpoint.folder.name
-        found: dict[str, Any] = agree(
-            self._comm.exchange, self._comm.rank, lambda: self._advised(folder, tag, read), own=True
-        )
-        return found
-
-
-def _decoded(checkpoint: Checkpoint, file: str, value: Any) -> Any:
-    """An entry of the manifest with its tensors, which are in ``file``. Raises CheckpointError."""
-    return decode(value, lambda name: checkpoint.file(file).read_whole(name))

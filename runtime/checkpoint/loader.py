@@ -1,0 +1,201 @@
+"""An engine's loads: which checkpoint is meant, whether it fits, and taking it over."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ..offload.disk import DiskError
+from ..offload.place import Offload
+from ..optim.shard_step import ShardStep
+from ..zero.grads import GradientReducer
+from ..zero.model import ShardedModel
+from ..zero.unit import UnitState
+from .agree import agree
+from .files import CheckpointError
+from .folder import absolute
+from .load import (
+    check_model,
+    check_optimizer,
+    described,
+    load_persistent,
+    load_units,
+    restore_groups,
+)
+from .reading import WHOLE, Checkpoint, advice, candidates, find, verified
+from .save import rank_file
+from .values import decode
+
+
+class Loader:
+    """Loads into one engine. No save may be under way."""
+
+    def __init__(
+        self,
+        sharded: ShardedModel,
+        shard_step: ShardStep | None,
+        reducer: GradientReducer,
+        offload: Offload | None,
+        *,
+        node_local: bool,
+    ) -> None:
+        self._sharded, self._shard_step, self._reducer = sharded, shard_step, reducer
+        self._offload, self._comm, self._node_local = offload, sharded.comm, node_local
+        self._half_loaded = ""
+
+    def check(self) -> None:
+        """Raises CheckpointError if a load has ended half-way: there are values of two states then."""
+        if self._half_loaded:
+            raise CheckpointError(
+                f"the last load_checkpoint failed half-way ({self._half_loaded}): load another one first"
+            )
+
+    def open(self, folder: str | os.PathLike[str], tag: str | None) -> Checkpoint | None:
+        """The checkpoint that is meant, on every rank the same; None if there is none. Collective. Raises
+        CheckpointError.
+        """
+        comm = self._comm
+        folder = absolute(folder)
+        if tag == "auto":
+            found = self._newest_whole(folder)
+        else:
+            found = agree(comm.exchange, comm.rank, lambda: find(folder, tag) if comm.rank == 0 else None)[0]
+        if found is None:
+            return None
+        path = folder if found == folder else folder / found.name
+        opened: Checkpoint = agree(
+            comm.exchange,
+            comm.rank,
+            lambda: self._advised(folder, path.name, lambda: Checkpoint(path)),
+            own=True,
+        )
+        saves = comm.exchange(opened.manifest.get("save_id"))
+        if any(save != saves[0] for save in saves):
+            other = next(rank for rank, save in enumerate(saves) if save != saves[0])
+            raise CheckpointError(
+                f"{path}: rank {other} sees another save of this tag than rank 0 does: the nodes' "
+                'folders do not belong together; load another tag, or tag="auto"'
+            )
+        return opened
+
+    def _newest_whole(self, folder: Path) -> Path | None:
+        """The newest checkpoint that is whole wherever it is; None if there is none at all. Collective."""
+        comm = self._comm
+        names = agree(comm.exchange, comm.rank, lambda: [path.name for path in candidates(folder)])[0]
+        first = ""
+        for name in names:
+
+            def verify(path: Path = folder / name) -> object:
+                if comm.rank and not self._node_local:
+                    return None
+                return verified(path)[0].get("save_id")
+
+            try:
+                saves = agree(comm.exchange, comm.rank, verify)
+            except CheckpointError as error:
+                first = first or str(error)
+                if comm.rank == 0:
+                    print(f"zlaunch: warning: {error}", flush=True)
+                continue
+            if not self._node_local or all(save == saves[0] for save in saves):
+                return folder / str(name)
+        if names:
+            raise CheckpointError(f"{folder}: none of its {len(names)} checkpoints is whole: {first}")
+        return None
+
+    @staticmethod
+    def _advised(folder: Path, tag: str, action: Callable[[], Any]) -> Any:
+        """Damage is told with what could be loaded instead."""
+        try:
+            return action()
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}{advice(folder, but=tag)}") from None
+
+    def load(self, checkpoint: Checkpoint, *, strict: bool, with_states: bool) -> None:
+        """Take over its values and, ``with_states``, the optimizer's. Collective. Raises CheckpointError, the
+        same on every rank.
+        """
+        comm, step = self._comm, self._shard_step
+        optimizer = step.optimizer if step is not None and with_states else None
+        states = optimizer is not None and checkpoint.manifest["optimizer"] is not None
+
+        def check() -> None:
+            check_model(checkpoint, self._sharded, strict=strict)
+            if optimizer is not None:
+                check_optimizer(checkpoint, optimizer, self._sharded.units)
+
+        agree(comm.exchange, comm.rank, check)
+        self._rest()
+        self._half_loaded = "another rank ended"
+        try:
+            folder, tag = checkpoint.folder.parent, checkpoint.folder.name
+            read = partial(self._read, checkpoint, states)
+            agree(comm.exchange, comm.rank, lambda: self._advised(folder, tag, read))
+        except CheckpointError as error:
+            self._half_loaded = str(error)
+            raise
+        stay = [unit for unit in self._sharded.units if unit.trainable and not unit.shard_params]
+        for unit in stay:
+            unit.start_refresh(written=True)
+        comm.settle()
+        for unit in stay:
+            unit.ensure_full()
+        self._half_loaded = ""
+
+    def _rest(self) -> None:
+        """Bring everything to a stop: no step, gather or gradient is under way."""
+        if self._shard_step is not None:
+            self._shard_step.wait()
+        for unit in self._sharded.units:
+            if not unit.shard_params:
+                unit.ensure_full()
+        self._sharded.free_all()
+        assert all(u.state is UnitState.FULL or u.shard_params for u in self._sharded.units)
+        self._reducer.clear()
+        self._comm.settle()
+        self._comm.barrier()
+
+    def _read(self, checkpoint: Checkpoint, states: bool) -> None:
+        try:
+            units, step = self._sharded.units, self._shard_step
+            if not states or step is None:
+                load_units(checkpoint, units, self._offload)
+            else:
+                runs = step.split(described(checkpoint))
+                load_units(checkpoint, units, self._offload, step.optimizer, runs)
+                saved = checkpoint.manifest["optimizer"]
+                restore_groups(step.optimizer, _decoded(checkpoint, WHOLE, saved["groups"]))
+            load_persistent(checkpoint, self._sharded)
+        except DiskError as error:
+            raise CheckpointError(f"rank {self._comm.rank}: {error}") from None
+
+    def facts(self, checkpoint: Checkpoint) -> dict[str, Any]:
+        """What it holds besides values and optimizer state: ``engine``, ``loss_scaler``, ``scheduler``,
+        ``data``, and this rank's own ``client_state`` (rank 0's if there were not as many ranks) and
+        ``random`` generators (then None). Collective. Raises CheckpointError, the same on every rank.
+        """
+
+        def read() -> dict[str, Any]:
+            manifest, rank = checkpoint.manifest, self._comm.rank
+            found = {
+                key: _decoded(checkpoint, WHOLE, manifest[key])
+                for key in ("engine", "loss_scaler", "scheduler", "data", "client_state")
+            }
+            states = manifest["rank_states"]
+            own = states[rank] if len(states) == self._comm.world_size else {}
+            mine = {key: _decoded(checkpoint, rank_file(rank), value) for key, value in own.items()}
+            return {"random": None, **found, **mine}
+
+        folder, tag = checkpoint.folder.parent, checkpoint.folder.name
+        found: dict[str, Any] = agree(
+            self._comm.exchange, self._comm.rank, lambda: self._advised(folder, tag, read), own=True
+        )
+        return found
+
+
+def _decoded(checkpoint: Checkpoint, file: str, value: Any) -> Any:
+    """An entry of the manifest with its tensors, which are in ``file``. Raises CheckpointError."""
+    return decode(value, lambda name: checkpoint.file(file).read_whole(name))
