@@ -27,7 +27,7 @@ demo: $(INSTALLED)
 	echo "  $$run --config examples/ds_stage3.json"
 
 test: $(INSTALLED)
-	$(PY) -m pytest
+	$(PY) -m pytest -n 2
 
 lint: $(INSTALLED)
 	$(PY) -m ruff check .

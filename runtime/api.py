@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -79,7 +79,9 @@ def init_distributed(
         options: dict[str, Any] = {"timeout": timeout} if timeout is not None else {}
         if device.type == "cuda":
             options["device_id"] = device
-        backend = dist_backend or ("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        if dist_backend not in (None, "nccl"):  # NCCL is for GPU tensors alone
+            backend = str(dist_backend)
         if environment.has_rendezvous:
             dist.init_process_group(backend, **options)
         elif environment.world_size > 1:
@@ -125,11 +127,42 @@ def initialize(
     for a bad config, RankMismatchError when the ranks differ, ValueError for arguments that do not fit
     together.
     """
+    return make_engine(
+        Engine,
+        model,
+        optimizer,
+        model_parameters,
+        training_data,
+        lr_scheduler,
+        mpu=mpu,
+        collate_fn=collate_fn,
+        config=choose_config(args, config, config_params),
+        mesh_param=mesh_param,
+    )
+
+
+E = TypeVar("E", bound=Engine)
+
+
+def make_engine(
+    kind: type[E],
+    model: nn.Module | None,
+    optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None,
+    model_parameters: Iterable[Any] | None,
+    training_data: Any,
+    lr_scheduler: Any,
+    *,
+    mpu: Any = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    config: Any,
+    mesh_param: Any = None,
+) -> tuple[E, torch.optim.Optimizer | None, EngineLoader | None, Any]:
+    """:func:`initialize` for an engine of class ``kind``, with one config."""
     if model is None:
         raise ValueError("initialize needs a model")
     if mpu is not None or mesh_param is not None:
         raise ValueError("model parallelism (mpu, mesh_param) is not supported")
-    loaded = load(_choose_config(args, config, config_params))
+    loaded = load(config)
     _choose_kernels()
     device = init_distributed()
     comm = Comm(device, share=not _on_disk(loaded.config))
@@ -175,7 +208,7 @@ def initialize(
             )
         undo.pop_all()
     scheduler = _make_scheduler(lr_scheduler, effective, client)
-    engine = Engine(sharded, reducer, step, scheduler, precision, effective, offload)
+    engine = kind(sharded, reducer, step, scheduler, precision, effective, offload)
     loader = engine.deepspeed_io(training_data, collate_fn=collate_fn) if training_data is not None else None
     engine.training_dataloader = loader
     _record(effective, comm)
@@ -189,7 +222,8 @@ def _choose_kernels() -> None:
         raise ConfigError([f"ZLAUNCH_KERNELS: {error}"]) from None
 
 
-def _choose_config(args: Any, config: Any, config_params: Any) -> Any:
+def choose_config(args: Any, config: Any, config_params: Any) -> Any:
+    """The one that is given, whichever way. Raises ConfigError for none, or for two."""
     named = getattr(args, "deepspeed_config", None) if args is not None else None
     given = [source for source in (config, config_params, named) if source is not None]
     if not given:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from . import access
 from .checkpoint.folder import absolute
 from .checkpoint.loader import Loader
 from .checkpoint.saver import Saver
@@ -96,6 +97,7 @@ class Engine(Saving, nn.Module):
         )
         self._loader = Loader(sharded, shard_step, reducer, offload, node_local=node_local)
         self._prepare_pass()
+        access.register(self)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -118,8 +120,14 @@ class Engine(Saving, nn.Module):
         return self._effective.config
 
     @property
-    def optimizer(self) -> torch.optim.Optimizer | None:
+    def torch_optimizer(self) -> torch.optim.Optimizer | None:
+        """The torch optimizer over this rank's shards."""
         return self._shard_step.optimizer if self._shard_step is not None else None
+
+    @property
+    def optimizer(self) -> Any:
+        """The same; DeepSpeed's engine shows a view of it."""
+        return self.torch_optimizer
 
     @property
     def device(self) -> torch.device:
@@ -301,12 +309,7 @@ class Engine(Saving, nn.Module):
         self._settle()
         if self.global_steps:
             self._saver.prepare()
-        scaler = self._scaler
-        divisor = scaler.factor * self.gradient_accumulation_steps()
-        if self._effective.config.gradient_allreduce_op == "mean":
-            divisor = divisor * self.world_size
-        if self._reducer.options.predivide != 1.0 and self.world_size > 1:
-            divisor = divisor / self._reducer.options.predivide
+        scaler, divisor = self._scaler, self.gradient_divisor()
         self._sharded.free_all()
         broken: list[str] = []
         if isinstance(scaler, LossScaler) and scaler.dynamic and scaler.scale <= scaler.min_scale:
@@ -337,6 +340,15 @@ class Engine(Saving, nn.Module):
             self._settle()
         self._report()
 
+    def gradient_divisor(self) -> float | Tensor:
+        """What the summed gradients have to be divided by: ranks, micro-batches, loss scale."""
+        divisor = self._scaler.factor * self.gradient_accumulation_steps()
+        if self._effective.config.gradient_allreduce_op == "mean":
+            divisor = divisor * self.world_size
+        if self._reducer.options.predivide != 1.0 and self.world_size > 1:
+            divisor = divisor / self._reducer.options.predivide
+        return divisor
+
     def _settle(self) -> None:
         """Find out whether the last step was skipped, and do what depends on it."""
         if not self._unsettled or self._result is None:
@@ -364,7 +376,8 @@ class Engine(Saving, nn.Module):
     def get_lr(self) -> list[float]:
         """The present learning rate of each param group."""
         self._settle()
-        return [float(g["lr"]) for g in self.optimizer.param_groups] if self.optimizer is not None else []
+        optimizer = self.torch_optimizer
+        return [float(group["lr"]) for group in optimizer.param_groups] if optimizer is not None else []
 
     def was_step_applied(self) -> bool:
         """Whether the last optimizer step changed the parameters."""
@@ -381,7 +394,7 @@ class Engine(Saving, nn.Module):
             step=self.global_steps,
             loss=float(self._loss) if self._loss is not None else None,
             lr=next(iter(self.get_lr()), None),
-            loss_scale=self.loss_scale,
+            loss_scale=self._scaler.scale,
             grad_norm=self.get_global_grad_norm(),
             samples_per_s=(samples - before) / max(now - then, 1e-9),
         )

@@ -33,14 +33,14 @@ def foresee(
     plan does not fit on one of them. Collective.
     """
     parameters = [parameter for block in blocks for _, parameter in block.parameters]
-    trainable = [sum(p.numel() for _, p in block.parameters if p.requires_grad) for block in blocks]
+    trainable = [sum(guards.shape_of(p).numel() for _, p in block.parameters if p.requires_grad) for block in blocks]
     widest = max((p.dtype.itemsize for p in parameters), default=4)
     stage = options.shard_optimizer + options.shard_grads + options.shard_params
     setting = Setting(
         stage=stage,
         world_size=comm.world_size,
         blocks=trainable,
-        frozen=sum(p.numel() for p in parameters) - sum(trainable),
+        frozen=sum(guards.shape_of(p).numel() for p in parameters) - sum(trainable),
         dtype_bytes=precision.dtype.itemsize if precision.dtype is not None else widest,
         states=offload.state_count,
         offload=offload,
@@ -74,7 +74,7 @@ def _present(parameters: Sequence[nn.Parameter], comm: Comm) -> tuple[int, int]:
     in_host = on_device = 0
     for parameter in parameters:
         unit = guards.owner(parameter)
-        nbytes = parameter.numel() * parameter.dtype.itemsize
+        nbytes = guards.shape_of(parameter).numel() * parameter.dtype.itemsize
         place = parameter.device.type
         if unit is not None:
             nbytes //= comm.world_size

@@ -93,5 +93,9 @@ class HostGradient:
         assert grad is not None
         return grad
 
+    def changed(self) -> None:
+        """Somebody has written to :attr:`grad`."""
+        self._squares = None
+
     def squares(self) -> list[Tensor]:
         return squares_of(self.grad, self._cuts) if self._squares is None else self._squares

@@ -159,6 +159,10 @@ class GradientReducer:
         """For each parameter of each unit, in order: did this rank have a gradient for it in this step?"""
         return [flag for bucket in self._buckets.values() for flag in bucket.used]
 
+    def holds(self, unit: Unit) -> bool:
+        """Whether the unit's gradient of this step, or a part of its sum, has been reduced."""
+        return not self._buckets[id(unit)].fresh
+
     @property
     def buffer_bytes(self) -> int:
         """Memory that is kept between passes to send gradients from."""

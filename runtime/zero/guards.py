@@ -15,6 +15,7 @@ pass of
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
@@ -24,6 +25,17 @@ from torch import Tensor, nn
 if TYPE_CHECKING:
     from .unit import Unit
 
+
+
+@dataclass(slots=True)
+class Settings:
+    """How sharded parameters look, in this process."""
+
+    empty_placeholders: bool = False
+    """A freed parameter has no elements, as DeepSpeed's have, instead of its true shape full of NaN."""
+
+
+settings = Settings()
 _owners: WeakValueDictionary[int, Unit] = WeakValueDictionary()
 """id of a parameter -> its unit. Not an attribute of the parameter: that would be pickled with it."""
 
@@ -93,6 +105,14 @@ def owner(parameter: Tensor) -> Unit | None:
     return unit if unit is not None and any(p is parameter for p in unit.parameters) else None
 
 
+def shape_of(parameter: Tensor) -> torch.Size:
+    """The true shape of a parameter, also while it is freed."""
+    unit = owner(parameter)
+    if unit is None:
+        return parameter.shape
+    return unit.shapes[next(i for i, own in enumerate(unit.parameters) if own is parameter)]
+
+
 def _watched(values: Any, kind: type[Tensor]) -> Iterator[Tensor]:
     for value in values:
         if type(value) is kind:
@@ -129,7 +149,9 @@ class PendingParameter(nn.Parameter):
 
 
 class ShardedParameter(nn.Parameter):
-    """A parameter whose values are spread over the ranks; it keeps its true shape, dtype and device."""
+    """A parameter whose values are spread over the ranks; it keeps its true dtype and device and, unless
+    ``settings`` say otherwise, its true shape.
+    """
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -10,6 +10,7 @@ from torch import nn
 
 from ..comm import Comm
 from ..offload.place import TILE_NUMEL, Offload, Place
+from . import guards
 from .layout import make_layout
 from .unit import Unit
 
@@ -56,18 +57,24 @@ class Block:
 
     @property
     def numel(self) -> int:
-        return sum(p.numel() for _, p in self.parameters)
+        return sum(guards.shape_of(p).numel() for _, p in self.parameters)
 
 
 def _has_parameters(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
 
 
+def _is_leaf(module: nn.Module) -> bool:
+    """Whether ``set_z3_leaf_modules`` has marked it: it is not cut further."""
+    return bool(getattr(module, "_z3_leaf", False))
+
+
 def _holds_blocks(module: nn.Module, containers: tuple[type[nn.Module], ...]) -> bool:
-    return any(
-        isinstance(m, containers) and sum(_has_parameters(c) for c in m.children()) > 1
-        for m in module.modules()
-    )
+    if _is_leaf(module):
+        return False
+    if isinstance(module, containers) and sum(_has_parameters(c) for c in module.children()) > 1:
+        return True
+    return any(_holds_blocks(child, containers) for child in module.children())
 
 
 def find_modules(root: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -84,7 +91,7 @@ def find_modules(root: nn.Module) -> list[tuple[str, nn.Module]]:
             if not _has_parameters(child):
                 continue
             lists = (nn.ModuleList,) if isinstance(parent, _CONTAINERS) else _CONTAINERS
-            if isinstance(child, _CONTAINERS) or _holds_blocks(child, lists):
+            if not _is_leaf(child) and isinstance(child, _CONTAINERS) or _holds_blocks(child, lists):
                 visit(f"{prefix}{name}.", child)
             else:
                 found.append((prefix + name, child))
@@ -151,7 +158,9 @@ def build_units(
     ``groups`` maps the id of a parameter to its optimizer group; ``dtype`` is the compute dtype, None to keep
     each parameter's own. Collective: values are rank 0's. Raises DiskError.
     """
-    leaving = sum(p.numel() for block in blocks for _, p in block.parameters if p.requires_grad)
+    leaving = sum(
+        guards.shape_of(p).numel() for block in blocks for _, p in block.parameters if p.requires_grad
+    )
     leaving = round(leaving * offload.options.ratio) if offload is not None else 0
     for block in blocks:
         kinds: dict[tuple[bool, torch.dtype], list[tuple[str, nn.Parameter]]] = {}
@@ -159,7 +168,7 @@ def build_units(
             kinds.setdefault((not parameter.requires_grad, parameter.dtype), []).append((name, parameter))
         for (_, own_dtype), members in sorted(kinds.items(), key=lambda item: (item[0][0], str(item[0][1]))):
             members.sort(key=lambda member: groups.get(id(member[1]), -1))
-            numels = [p.numel() for _, p in members]
+            numels = [guards.shape_of(p).numel() for _, p in members]
             small = sum(numels) <= options.persistence_numel
             state_place = Place.DEVICE
             if offload is not None and leaving > 0 and members[0][1].requires_grad:
@@ -179,5 +188,6 @@ def build_units(
                     state_place=state_place,
                     tile_numel=options.tile_numel,
                     poison=options.poison,
+                    stage3=options.shard_params,
                 )
             )

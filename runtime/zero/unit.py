@@ -67,16 +67,19 @@ class Unit:
         tile_numel: int = TILE_NUMEL,
         provisional: bool = False,
         poison: bool = False,
+        stage3: bool | None = None,
     ) -> None:
         """``provisional``: made while the model is built; its parameters are handed on to the units of an
-        engine later, and it has no optimizer state.
+        engine later, and it has no optimizer state. ``stage3``: its parameters would be sharded if they were
+        not too small for that; by default as ``shard_params``.
         """
         self.name, self.names, self.parameters, self.layout = name, list(names), list(parameters), layout
-        self.shapes = [p.shape for p in parameters]
+        self.shapes = [guards.shape_of(p) for p in parameters]
         self.comm, self.dtype, self.device = comm, dtype, comm.device
         self.provisional = provisional
         self.trainable = parameters[0].requires_grad and not provisional
         self.shard_params, self.poison = shard_params, poison
+        self.stage3 = shard_params if stage3 is None else stage3
         self.state = UnitState.FULL
         self.on_demand: Callable[[Unit], bool] | None = None
         self.on_empty: Callable[[], None] | None = None
@@ -132,7 +135,8 @@ class Unit:
                 for slot, shape in zip(self.layout.slots, self.shapes, strict=True)
             ]
             nan = torch.full((), float("nan"), dtype=self.dtype, device=self.device)
-            self._placeholders = [nan.expand(shape) for shape in self.shapes]
+            empty = guards.settings.empty_placeholders
+            self._placeholders = [nan.expand(0 if empty else shape) for shape in self.shapes]
             if self.trainable:
                 self._make_state(flat[self.start : self.stop], offload)
             if self.shard_params:

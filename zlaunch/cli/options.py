@@ -77,6 +77,8 @@ class Options:
     core_list: tuple[int, ...] | None
     connect_timeout_s: float
     requeue: bool = False
+    compat: str | None = None
+    """What `import deepspeed` is in the workers; None leaves it to their environment."""
 
     @property
     def worker_env(self) -> dict[str, str]:
@@ -84,9 +86,14 @@ class Options:
         from zlaunch.launch.exports import ExportError, asked_for
 
         try:
-            return asked_for(os.environ, self.env) | ({"ZLAUNCH_TERM_SAVES": "1"} if self.requeue else {})
+            env = asked_for(os.environ, self.env)
         except ExportError as error:
             raise click.UsageError(str(error)) from None
+        if self.requeue:
+            env["ZLAUNCH_TERM_SAVES"] = "1"
+        if self.compat is not None:
+            env["ZLAUNCH_COMPAT"] = self.compat
+        return env
 
 
 def choose_launcher(options: Options, allocation: Allocation | None) -> tuple[Launcher, str]:

@@ -123,6 +123,12 @@ _EPILOG = (
     metavar="SECONDS",
     help="Time between SIGTERM and SIGKILL when the run is stopped.  [default: 3; with --requeue 25]",
 )
+@click.option(
+    "--compat",
+    type=click.Choice(["auto", "deepspeed", "none"]),
+    help="What `import deepspeed` is: auto, zlaunch where the real one is not installed; deepspeed, zlaunch "
+    "in any case; none, the real one.  [default: auto]",
+)
 @click.option("--dry_run", is_flag=True, help="Print the plan and start nothing.")
 @click.option("--json", "as_json", is_flag=True, help="With --dry_run: the plan as JSON.")
 @click.option("-q", "--quiet", is_flag=True, help="Show only the workers' output and failures.")
@@ -212,6 +218,7 @@ def _options(
             for name in (
                 *("hostfile", "launcher", "include", "exclude", "num_nodes", "num_gpus", "master_addr"),
                 *("master_port", "iface", "env", "ssh_port", "ssh_config", "ssh_accept_new"),
+                "compat",
             )
         },
     )

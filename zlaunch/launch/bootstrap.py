@@ -38,6 +38,7 @@ def main() -> None:
     if args[0] in ("--module", "--exec"):
         mode = args.pop(0)
     if mode == "--exec":
+        _choose_deepspeed()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_SIGNALS)
         _exec(args)
     faulthandler.enable()
@@ -112,9 +113,17 @@ def _set_path(first: str) -> None:
         sys.path.insert(0, first)
 
 
+def _choose_deepspeed() -> None:
+    """Which package `import deepspeed` finds: --compat, or ZLAUNCH_COMPAT."""
+    from zlaunch.compat.deepspeed import install_as_asked
+
+    install_as_asked(os.environ.get("ZLAUNCH_COMPAT") or "auto")
+
+
 def _run_module(args: list[str]) -> None:
     sys.argv = args
     _set_path(os.getcwd())
+    _choose_deepspeed()
     runpy.run_module(args[0], run_name="__main__", alter_sys=True)
 
 
@@ -123,9 +132,11 @@ def _run_script(args: list[str]) -> None:
     sys.argv = args
     if os.path.isdir(script) or script.endswith((".zip", ".pyz", ".pyc")):
         _set_path(os.path.dirname(os.path.realpath(script)))
+        _choose_deepspeed()
         runpy.run_path(script, run_name="__main__")
         return
     _set_path(os.path.dirname(os.path.realpath(script)))
+    _choose_deepspeed()
     script = os.path.abspath(script)  # sys.argv[0] stays as it was given, as in Python itself
     with open(script, "rb") as file:
         code: CodeType = compile(file.read(), script, "exec", dont_inherit=True)

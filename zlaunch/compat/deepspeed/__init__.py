@@ -1,0 +1,93 @@
+"""``import deepspeed`` resolved to this runtime.
+
+``path/`` is a folder for ``sys.path``: it holds a package ``deepspeed`` of thin modules over the runtime, and the
+``dist-info`` folder by which ``importlib.metadata`` and everything built on it finds a version. :func:`install`
+puts that folder first, for this process and, by ``PYTHONPATH``, for those that it starts. Nothing is written
+anywhere.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from importlib.machinery import PathFinder
+from pathlib import Path
+
+VERSION = "0.19.8"
+"""The DeepSpeed whose interface this is: what ``deepspeed.__version__`` says, since callers compare it."""
+FOLDER = Path(__file__).parent / "path"
+CHOICES = ("auto", "deepspeed", "none")
+"""``--compat`` and ``ZLAUNCH_COMPAT``: auto is ours where the real package is absent."""
+_ENTRY = str(FOLDER)
+
+
+def install() -> None:
+    """From now on ``import deepspeed`` is zlaunch, here and in child processes, whatever is installed.
+
+    Call it before importing transformers, accelerate or lightning: they ask once, when they are imported,
+    whether there is a DeepSpeed. Raises RuntimeError when the real DeepSpeed has been imported already.
+    """
+    loaded = sys.modules.get("deepspeed")
+    if loaded is not None and not _is_ours(getattr(loaded, "__file__", None)):
+        raise RuntimeError(
+            f"deepspeed is imported already, from {getattr(loaded, '__file__', None)}: call "
+            "zlaunch.compat.deepspeed.install() at the top of the script, before what imports it"
+        )
+    late = [name for name in ("transformers", "accelerate", "lightning") if name in sys.modules]
+    if late and not is_installed() and real_location() is None:
+        print(
+            f"zlaunch: warning: {', '.join(late)} was imported before zlaunch.compat.deepspeed.install() and "
+            "has found no DeepSpeed: call install() first",
+            file=sys.stderr,
+            flush=True,
+        )
+    if sys.path[:1] != [_ENTRY]:
+        sys.path[:] = [_ENTRY, *(entry for entry in sys.path if entry != _ENTRY)]
+    others = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry not in ("", _ENTRY)]
+    os.environ["PYTHONPATH"] = os.pathsep.join([_ENTRY, *others])
+    importlib.invalidate_caches()
+
+
+def uninstall() -> None:
+    """Undo :func:`install` for imports to come; modules that are imported stay."""
+    sys.path[:] = [entry for entry in sys.path if entry != _ENTRY]
+    others = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry not in ("", _ENTRY)]
+    if others:
+        os.environ["PYTHONPATH"] = os.pathsep.join(others)
+    else:
+        os.environ.pop("PYTHONPATH", None)
+    importlib.invalidate_caches()
+
+
+def is_installed() -> bool:
+    """Whether ``import deepspeed`` would be, or is, zlaunch."""
+    loaded = sys.modules.get("deepspeed")
+    if loaded is not None:
+        return _is_ours(getattr(loaded, "__file__", None))
+    return _ENTRY in sys.path
+
+
+def real_location() -> str | None:
+    """The file of the real DeepSpeed package, if there is one; nothing is imported."""
+    spec = PathFinder.find_spec("deepspeed", [entry for entry in sys.path if entry != _ENTRY])
+    return spec.origin if spec is not None else None  # a folder without __init__.py has no origin
+
+
+def install_as_asked(choice: str) -> None:
+    """What a worker does at its start with ``--compat`` (one of CHOICES)."""
+    real = real_location()
+    if choice == "deepspeed" or (choice == "auto" and real is None):
+        install()
+        return
+    uninstall()
+    if choice == "auto" and os.environ.get("RANK", "0") == "0":
+        print(
+            f"zlaunch: `import deepspeed` is the installed {real} (--compat deepspeed: zlaunch)",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def _is_ours(file: str | None) -> bool:
+    return file is not None and Path(file).is_relative_to(FOLDER)

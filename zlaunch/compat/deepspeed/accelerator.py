@@ -1,0 +1,184 @@
+"""``get_accelerator()``: torch's device module behind DeepSpeed's names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor
+
+from zlaunch.compat.deepspeed.missing import absent
+
+_unknown = absent("get_accelerator()")
+
+
+class Accelerator:
+    """The CUDA device of this process, or its CPU. What is not here is looked up in ``torch.cuda`` or ``torch.cpu``."""
+
+    def __init__(self) -> None:
+        self._name = "cuda" if torch.cuda.is_available() else "cpu"
+        self._cuda = self._name == "cuda"
+        self._communication_backend_name = "nccl" if self._cuda else "gloo"
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(torch.cuda if self.__dict__.get("_cuda") else torch.cpu, name, None)
+        return found if found is not None else _unknown(name)
+
+    def device_name(self, device_index: int | None = None) -> str:
+        """``"cuda"``, ``"cuda:1"`` or ``"cpu"``."""
+        return self._name if device_index is None or not self._cuda else f"cuda:{device_index}"
+
+    def device(self, device_index: int | None = None) -> Any:
+        """A context in which that device is the present one."""
+        return torch.device(self.device_name(device_index)) if not self._cuda else torch.cuda.device(device_index)
+
+    def current_device(self) -> Any:
+        """The index of the present GPU; ``"cpu"``."""
+        return torch.cuda.current_device() if self._cuda else "cpu"
+
+    def current_device_name(self) -> str:
+        """``"cuda:0"``, ``"cpu"``."""
+        return f"cuda:{torch.cuda.current_device()}" if self._cuda else "cpu"
+
+    def set_device(self, device_index: int) -> None:
+        """Make it the present one."""
+        if self._cuda:
+            torch.cuda.set_device(device_index)
+
+    def device_count(self) -> int:
+        """GPUs that this process sees; on a CPU 1."""
+        return torch.cuda.device_count() if self._cuda else 1
+
+    def is_available(self) -> bool:
+        """There is always a CPU."""
+        return True
+
+    def is_synchronized_device(self) -> bool:
+        """Whether there is nothing to wait for."""
+        return not self._cuda
+
+    def synchronize(self, device_index: int | None = None) -> None:
+        """Wait for the device."""
+        if self._cuda:
+            torch.cuda.synchronize(device_index)
+
+    def communication_backend_name(self) -> str:
+        """``"nccl"`` or ``"gloo"``."""
+        return self._communication_backend_name
+
+    def random(self) -> Any:
+        """``torch.random``."""
+        return torch.random
+
+    def manual_seed(self, seed: int) -> None:
+        """Seed the device's generator."""
+        torch.cuda.manual_seed(seed) if self._cuda else torch.manual_seed(seed)
+
+    def manual_seed_all(self, seed: int) -> None:
+        """Seed the generators of all devices."""
+        torch.cuda.manual_seed_all(seed) if self._cuda else torch.manual_seed(seed)
+
+    def initial_seed(self) -> int:
+        """The seed of the device's generator."""
+        return torch.cuda.initial_seed() if self._cuda else torch.initial_seed()
+
+    def empty_cache(self) -> None:
+        """Give cached memory back."""
+        if self._cuda:
+            torch.cuda.empty_cache()
+
+    def memory_allocated(self, device_index: int | None = None) -> int:
+        """Bytes in use: on a CPU of this process."""
+        return torch.cuda.memory_allocated(device_index) if self._cuda else psutil.Process().memory_info().rss
+
+    def max_memory_allocated(self, device_index: int | None = None) -> int:
+        """The most of it; on a CPU the present."""
+        return torch.cuda.max_memory_allocated(device_index) if self._cuda else self.memory_allocated()
+
+    def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
+        """Forget the most so far."""
+        if self._cuda:
+            torch.cuda.reset_peak_memory_stats(device_index)
+
+    def memory_reserved(self, device_index: int | None = None) -> int:
+        """Bytes taken from the device."""
+        return torch.cuda.memory_reserved(device_index) if self._cuda else self.memory_allocated()
+
+    def total_memory(self, device_index: int | None = None) -> int:
+        """Bytes of the device."""
+        if self._cuda:
+            return int(torch.cuda.get_device_properties(device_index or 0).total_memory)
+        return psutil.virtual_memory().total
+
+    def available_memory(self, device_index: int | None = None) -> int:
+        """Bytes that are free."""
+        return torch.cuda.mem_get_info(device_index)[0] if self._cuda else psutil.virtual_memory().available
+
+    def is_bf16_supported(self) -> bool:
+        """Whether bf16 trains here."""
+        return not self._cuda or torch.cuda.is_bf16_supported()
+
+    def is_fp16_supported(self) -> bool:
+        """Whether fp16 trains here: on a CPU too."""
+        return True
+
+    def supported_dtypes(self) -> list[torch.dtype]:
+        """What parameters can be."""
+        return [torch.float32, torch.float16, torch.bfloat16]
+
+    def is_triton_supported(self) -> bool:
+        """Triton is for GPUs."""
+        return self._cuda
+
+    def pin_memory(self, tensor: Tensor, align_bytes: int = 1) -> Tensor:
+        """Page-locked, where there is a GPU."""
+        return tensor.pin_memory() if self._cuda else tensor
+
+    def is_pinned(self, tensor: Tensor) -> bool:
+        """Whether it is page-locked."""
+        return tensor.is_pinned() if self._cuda else False
+
+    def on_accelerator(self, tensor: Tensor) -> bool:
+        """Whether it is on the device."""
+        return tensor.device.type == self._name
+
+    def range_push(self, message: str) -> None:
+        """An NVTX range."""
+        if self._cuda:
+            torch.cuda.nvtx.range_push(message)
+
+    def range_pop(self) -> None:
+        """The end of one."""
+        if self._cuda:
+            torch.cuda.nvtx.range_pop()
+
+    def lazy_call(self, callback: Any) -> Any:
+        """Call it."""
+        return callback()
+
+    def visible_devices_envs(self) -> list[str]:
+        """The variables that choose devices."""
+        return ["CUDA_VISIBLE_DEVICES"]
+
+
+_accelerator: Accelerator | None = None
+
+
+def get_accelerator() -> Accelerator:
+    """The one object of this process."""
+    global _accelerator
+    if _accelerator is None:
+        _accelerator = Accelerator()
+    return _accelerator
+
+
+def set_accelerator(accelerator: Any) -> None:
+    """Use another object."""
+    global _accelerator
+    _accelerator = accelerator
+
+
+def is_current_accelerator_supported() -> bool:
+    """CUDA and CPU are."""
+    return True

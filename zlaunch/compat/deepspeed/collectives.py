@@ -1,0 +1,206 @@
+"""``deepspeed.comm``: ``torch.distributed`` with DeepSpeed's names and extra keywords."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import P2POp, ReduceOp, batch_isend_irecv, get_backend, is_available, is_initialized
+
+from zlaunch.compat.deepspeed.missing import missing_function
+from zlaunch.runtime.api import init_distributed as _init
+from zlaunch.runtime.comm import close_all
+from zlaunch.runtime.environment import read_environment
+
+ProcessGroup = dist.ProcessGroup
+_EXTRA = ("prof", "log_name", "debug")
+
+
+def _plain(function: Callable[..., Any]) -> Callable[..., Any]:
+    """torch's function, deaf to what DeepSpeed's takes for its logs."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        for name in _EXTRA:
+            kwargs.pop(name, None)
+        return function(*args, **kwargs)
+
+    call.__name__ = function.__name__
+    call.__doc__ = f"``torch.distributed.{function.__name__}``."
+    return call
+
+
+def init_distributed(
+    dist_backend: str | None = None,
+    auto_mpi_discovery: bool = True,
+    distributed_port: int = 29500,
+    verbose: bool = True,
+    timeout: timedelta | None = None,
+    init_method: str | None = None,
+    dist_init_required: bool | None = None,
+    config: Any = None,
+    rank: int = -1,
+    world_size: int = -1,
+    **ignored: Any,
+) -> None:
+    """Set up torch.distributed from the environment, or from these arguments, once; a lone process without an
+    environment is a world of one.
+    """
+    if not dist.is_initialized() and (init_method is not None or (rank >= 0 and world_size > 0)):
+        device = torch.cuda.is_available() and dist_backend != "gloo"
+        environment = read_environment()
+        if device:
+            torch.cuda.set_device(environment.local_rank % torch.cuda.device_count())
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if device else "gloo",
+            init_method=init_method,
+            rank=rank if rank >= 0 else environment.rank,
+            world_size=world_size if world_size > 0 else environment.world_size,
+            **({"timeout": timeout} if timeout is not None else {}),
+        )
+    _init(dist_backend, timeout=timeout)
+
+
+def get_rank(group: Any = None) -> int:
+    """This rank."""
+    return dist.get_rank(group)
+
+
+def get_world_size(group: Any = None) -> int:
+    """How many ranks there are."""
+    return dist.get_world_size(group)
+
+
+def get_local_rank() -> int:
+    """This rank's number on its node."""
+    return read_environment().local_rank
+
+
+def get_global_rank(group: Any = None, group_rank: int = 0) -> int:
+    """The rank of a group's member."""
+    return dist.get_global_rank(group, group_rank) if group is not None else group_rank
+
+
+def get_world_group() -> Any:
+    """All ranks."""
+    return dist.group.WORLD
+
+
+def get_all_ranks_from_group(group: Any = None) -> list[int]:
+    """The ranks of a group."""
+    return dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
+
+
+def new_group(ranks: list[int], **options: Any) -> Any:
+    """``torch.distributed.new_group``."""
+    return dist.new_group(ranks, **options)
+
+
+def destroy_process_group(group: Any = None) -> None:
+    """``torch.distributed.destroy_process_group``; all of them without an argument."""
+    if group is not None:
+        dist.destroy_process_group(group)
+    else:
+        close_all()
+
+
+def all_reduce_coalesced(tensors: list[Tensor], op: Any = ReduceOp.SUM, group: Any = None, **extra: Any) -> None:
+    """Each of them."""
+    for tensor in tensors:
+        dist.all_reduce(tensor, op=op, group=group)
+
+
+def all_gather_coalesced(outputs: list[Tensor], inputs: list[Tensor], group: Any = None, **extra: Any) -> None:
+    """Each of them."""
+    for output, tensor in zip(outputs, inputs, strict=True):
+        dist.all_gather_into_tensor(output, tensor, group=group)
+
+
+def has_all_gather_into_tensor() -> bool:
+    """Every torch that is supported has."""
+    return True
+
+
+has_reduce_scatter_tensor = has_all_reduce_coalesced = has_coalescing_manager = has_all_gather_into_tensor
+all_gather = _plain(dist.all_gather)
+all_gather_into_tensor = allgather_fn = _plain(dist.all_gather_into_tensor)
+all_gather_object = _plain(dist.all_gather_object)
+all_reduce = inference_all_reduce = _plain(dist.all_reduce)
+all_to_all = _plain(dist.all_to_all)
+all_to_all_single = _plain(dist.all_to_all_single)
+barrier = _plain(dist.barrier)
+broadcast = _plain(dist.broadcast)
+broadcast_object_list = _plain(dist.broadcast_object_list)
+gather = _plain(dist.gather)
+gather_object = _plain(dist.gather_object)
+irecv = _plain(dist.irecv)
+isend = _plain(dist.isend)
+monitored_barrier = _plain(dist.monitored_barrier)
+recv = _plain(dist.recv)
+reduce = _plain(dist.reduce)
+reduce_scatter = _plain(dist.reduce_scatter)
+reduce_scatter_tensor = reduce_scatter_fn = _plain(dist.reduce_scatter_tensor)
+scatter = _plain(dist.scatter)
+send = _plain(dist.send)
+_LOGS = "use torch.profiler"
+configure = missing_function("comm.configure", _LOGS)
+get_comm_operation_count = missing_function("comm.get_comm_operation_count", _LOGS)
+initialize_mesh_device = missing_function("comm.initialize_mesh_device", "use torch.distributed.device_mesh")
+log_summary = missing_function("comm.log_summary", _LOGS)
+reset_log = missing_function("comm.reset_log", _LOGS)
+
+__all__ = [
+    "P2POp",
+    "ProcessGroup",
+    "ReduceOp",
+    "all_gather",
+    "all_gather_coalesced",
+    "all_gather_into_tensor",
+    "all_gather_object",
+    "all_reduce",
+    "all_reduce_coalesced",
+    "all_to_all",
+    "all_to_all_single",
+    "allgather_fn",
+    "barrier",
+    "batch_isend_irecv",
+    "broadcast",
+    "broadcast_object_list",
+    "configure",
+    "destroy_process_group",
+    "gather",
+    "gather_object",
+    "get_all_ranks_from_group",
+    "get_backend",
+    "get_comm_operation_count",
+    "get_global_rank",
+    "get_local_rank",
+    "get_rank",
+    "get_world_group",
+    "get_world_size",
+    "has_all_gather_into_tensor",
+    "has_all_reduce_coalesced",
+    "has_coalescing_manager",
+    "has_reduce_scatter_tensor",
+    "inference_all_reduce",
+    "init_distributed",
+    "initialize_mesh_device",
+    "irecv",
+    "is_available",
+    "is_initialized",
+    "isend",
+    "log_summary",
+    "monitored_barrier",
+    "new_group",
+    "recv",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_fn",
+    "reduce_scatter_tensor",
+    "reset_log",
+    "scatter",
+    "send",
+]

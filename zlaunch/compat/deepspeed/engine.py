@@ -1,0 +1,313 @@
+"""``deepspeed.initialize`` and the engine that it returns."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+
+from zlaunch.compat.deepspeed.getters import ConfigGetters
+from zlaunch.compat.deepspeed.log import logger
+from zlaunch.compat.deepspeed.missing import NotInZlaunch
+from zlaunch.compat.deepspeed.optimizer import ZeROOptimizer
+from zlaunch.compat.deepspeed.parameters import use_deepspeeds_placeholders
+from zlaunch.runtime.api import choose_config, make_engine
+from zlaunch.runtime.checkpoint.weights import consolidated_state_dict
+from zlaunch.runtime.data import EngineLoader
+from zlaunch.runtime.engine import Engine
+from zlaunch.runtime.environment import read_environment
+from zlaunch.runtime.zero import guards
+
+_ABSENT = {
+    "checkpoint_engine": "checkpoints are written by engine.save_checkpoint itself",
+    "monitor": "metrics go to the launcher, and to the sections tensorboard, wandb and csv_monitor of the config",
+    "timers": "use torch.profiler",
+    "tput_timer": "use torch.profiler",
+    "get_wall_clock_timers": "use torch.profiler",
+    "offload_states": "use the section offload_optimizer",
+    "reload_states": "use the section offload_optimizer",
+    "set_custom_curriculum_learning_schedule": "choose the data in the script",
+    "flops_profiler": "use torch.utils.flop_counter",
+}
+"""Members of DeepSpeed's engine that are not here, and what to do instead."""
+
+
+class DeepSpeedEngine(ConfigGetters, Engine):
+    """The runtime's engine with DeepSpeed's further members."""
+
+    _zero_optimizer: ZeROOptimizer | None = None
+    _is_compiled = False
+    loaded_checkpoint_tag: str | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _ABSENT:
+            raise AttributeError(f"DeepSpeedEngine.{name} is not in zlaunch: {_ABSENT[name]}")
+        return super().__getattr__(name)
+
+    # -- what it is made of
+
+    @property
+    def optimizer(self) -> Any:
+        """A view of the torch optimizer over this rank's shards; None for inference."""
+        inner = self.torch_optimizer
+        if inner is None:
+            return None
+        if self._zero_optimizer is None or self._zero_optimizer.optimizer is not inner:
+            self._zero_optimizer = ZeROOptimizer(self, inner)
+        return self._zero_optimizer
+
+    @property
+    def basic_optimizer(self) -> torch.optim.Optimizer | None:
+        """The torch optimizer."""
+        return self.torch_optimizer
+
+    client_optimizer = basic_optimizer
+
+    def loss_scale(self) -> float:  # type: ignore[override]
+        """``fp16.loss_scale`` of the config: 0 is dynamic. The present one is ``optimizer.loss_scale``."""
+        return float(self.effective_config.fp16.loss_scale)
+
+    @property
+    def current_loss_scale(self) -> float:
+        """What losses are multiplied with now."""
+        return self._scaler.scale
+
+    @property
+    def local_rank(self) -> int:
+        """This rank's number on its node."""
+        return read_environment().local_rank
+
+    @property
+    def dp_world_size(self) -> int:
+        """All ranks: there is data parallelism alone."""
+        return self.world_size
+
+    seq_dp_world_size = dp_world_size
+    mp_world_size = 1
+
+    def get_data_parallel_rank(self) -> int:
+        """The rank."""
+        return self.global_rank
+
+    def get_model_parallel_rank(self) -> int:
+        """0."""
+        return 0
+
+    get_tensor_parallel_rank = get_model_parallel_rank
+
+    def get_sequence_parallel_group(self) -> None:
+        """There is none."""
+
+    def get_batch_info(self) -> tuple[int, int, int]:
+        """Samples of a step, samples of a forward pass of one rank, passes of a step."""
+        return (
+            self.train_batch_size(),
+            self.train_micro_batch_size_per_gpu(),
+            self.gradient_accumulation_steps(),
+        )
+
+    def get_mom(self) -> list[Any]:
+        """Momentum or betas of each group."""
+        groups = self.torch_optimizer.param_groups if self.torch_optimizer is not None else []
+        return [group.get("momentum", group.get("betas")) for group in groups]
+
+    def get_type(self) -> list[Any]:
+        """``type`` of each group, where scripts have set one."""
+        groups = self.torch_optimizer.param_groups if self.torch_optimizer is not None else []
+        return [group.get("type") for group in groups]
+
+    @property
+    def losses(self) -> float | None:
+        """The last loss that went through :meth:`backward`."""
+        return float(self._loss) if self._loss is not None else None
+
+    def flat_masters(self) -> list[Tensor]:
+        """This rank's fp32 masters, a flat tensor for each param group (copies)."""
+        optimizer = self.torch_optimizer
+        groups = optimizer.param_groups if optimizer is not None else []
+        return [
+            torch.cat([leaf.detach().reshape(-1) for leaf in group["params"]])
+            if group["params"]
+            else torch.empty(0)
+            for group in groups
+        ]
+
+    # -- the loop
+
+    def allreduce_gradients(self, bucket_size: int | None = None) -> None:
+        """Nothing is left to do: :meth:`backward` reduces."""
+
+    @contextmanager
+    def coalesce_grad_reduction(self) -> Iterator[None]:
+        """Reductions are batched by unit as it is."""
+        yield
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Change how many micro-batches make a step. Raises ValueError if it does not divide."""
+        one = self.train_micro_batch_size_per_gpu() * self.world_size
+        if train_batch_size < 1 or train_batch_size % one:
+            raise ValueError(
+                f"train_batch_size {train_batch_size} is not a multiple of {one}, which is "
+                "train_micro_batch_size_per_gpu times the number of ranks"
+            )
+        self.set_batch(train_batch_size, self.train_micro_batch_size_per_gpu(), train_batch_size // one)
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Change the samples of a forward pass; the micro-batches of a step stay as many."""
+        steps = self.gradient_accumulation_steps()
+        self.set_batch(micro_batch_size * steps * self.world_size, micro_batch_size, steps)
+
+    def set_data_post_process_func(self, post_process_func: Callable[..., Any]) -> None:
+        """Refused: change the batches in the script, or in ``collate_fn``."""
+        raise NotInZlaunch(
+            "engine.set_data_post_process_func is not in zlaunch: change the batches in the script or in collate_fn"
+        )
+
+    def clip_fp32_gradients(self) -> None:
+        """Clipping is part of :meth:`step`."""
+
+    def compile(  # type: ignore[override]
+        self,
+        backend: Any = "inductor",
+        compile_kwargs: Mapping[str, Any] | None = None,
+        schedule: Any = None,
+        compiled_autograd_enabled: bool = False,
+    ) -> None:
+        """``torch.compile`` of the model, in place."""
+        self.module.compile(backend=backend, **dict(compile_kwargs or {}))
+        self._is_compiled = True
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether :meth:`compile` was called."""
+        return self._is_compiled
+
+    def empty_partition_cache(self) -> None:
+        """Free what sharded parameters are gathered at the moment."""
+        self._sharded.free_all()
+
+    # -- saving
+
+    def load_checkpoint(
+        self,
+        load_dir: str | os.PathLike[str] | None,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Callable[..., Any] | None = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:  # type: ignore[override]
+        """The runtime's; ``(None, None)`` where there is no checkpoint."""
+        if custom_load_fn is not None:
+            raise NotInZlaunch("load_checkpoint(custom_load_fn=) is not in zlaunch: change the model after loading")
+        path, state = super().load_checkpoint(
+            load_dir,
+            tag,
+            load_module_strict=load_module_strict,
+            load_optimizer_states=load_optimizer_states,
+            load_lr_scheduler_states=load_lr_scheduler_states,
+            load_module_only=load_module_only,
+        )
+        if path is None:
+            logger.warning("no checkpoint in %s: nothing was loaded", load_dir)
+            return None, None
+        self.loaded_checkpoint_tag = os.path.basename(path)
+        return path, state
+
+    def save_fp16_model(
+        self,
+        save_dir: str,
+        save_filename: str = "pytorch_model.bin",
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """The former name of ``save_16bit_model``."""
+        return self.save_16bit_model(save_dir, save_filename, exclude_frozen_parameters)
+
+    def _zero3_consolidated_16bit_state_dict(
+        self, exclude_frozen_parameters: bool = False
+    ) -> dict[str, Tensor] | None:
+        """All weights by name on rank 0, None elsewhere. Collective."""
+        state = consolidated_state_dict(self._sharded, exclude_frozen=exclude_frozen_parameters)
+        return state if self.global_rank == 0 else None
+
+    _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
+
+    def module_state_dict(
+        self, destination: Any = None, prefix: str = "", keep_vars: bool = False,
+        exclude_frozen_parameters: bool = False,
+    ) -> dict[str, Any]:
+        """``module.state_dict()``, whole weights. Collective at stage 3."""
+        state = self.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+        if exclude_frozen_parameters:
+            for name, parameter in self.module.named_parameters():
+                if not parameter.requires_grad:
+                    state.pop(prefix + name, None)
+        return dict(state)
+
+    def load_module_state_dict(
+        self, checkpoint: Mapping[str, Any], strict: bool = True, custom_load_fn: Any = None,
+        fetch_z3_params: bool = False,
+    ) -> None:
+        """Weights from ``checkpoint["module"]``, or from a state dict itself."""
+        self.module.load_state_dict(checkpoint.get("module", checkpoint), strict=strict)
+
+    def dump_state(self) -> bool:
+        """``dump_state`` of the config."""
+        return bool(self.effective_config.dump_state)
+
+
+_live: WeakSet[DeepSpeedEngine] = WeakSet()
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: Any = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = 29500,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    config: Any = None,
+    mesh_param: Any = None,
+    config_params: Any = None,
+) -> tuple[DeepSpeedEngine, Any, EngineLoader | None, Any]:
+    """``deepspeed.initialize``: see ``zlaunch.initialize``. A model that another engine has is taken over from it."""
+    chosen = choose_config(args, config, config_params)
+    if model is not None:
+        _take_over(model)
+    if isinstance(optimizer, ZeROOptimizer):
+        optimizer = None
+    use_deepspeeds_placeholders()
+    engine, _, loader, scheduler = make_engine(
+        DeepSpeedEngine,
+        model,
+        optimizer,
+        model_parameters,
+        training_data,
+        lr_scheduler,
+        mpu=mpu,
+        collate_fn=collate_fn,
+        config=chosen,
+        mesh_param=mesh_param,
+    )
+    _live.add(engine)
+    logger.info("DeepSpeed info: version=0.19.8 (zlaunch), ZeRO stage %d", engine.zero_optimization_stage())
+    return engine, engine.optimizer, loader, scheduler
+
+
+def _take_over(model: nn.Module) -> None:
+    """End the engine that the model belongs to, if there is one: its parameters become plain again."""
+    units = {id(unit) for unit in map(guards.owner, model.parameters()) if unit is not None}
+    for engine in list(_live):
+        if any(id(unit) in units for unit in engine._sharded.units):
+            engine.destroy()
+            _live.discard(engine)

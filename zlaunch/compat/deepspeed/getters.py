@@ -1,0 +1,118 @@
+"""The config getters of DeepSpeed's engine: ``engine.fp16_enabled()`` and the like, from one table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+_PATHS = {
+    "bf16_master_weights_and_gradients": "bf16.bf16_master_weights_and_grads",
+    "bf16_optimizer_states": "bf16.bf16_optimizer_states",
+    "bfloat16_enabled": "bf16.enabled",
+    "communication_data_type": "communication_data_type",
+    "dataloader_drop_last": "dataloader_drop_last",
+    "fp16_auto_cast": "fp16.auto_cast",
+    "fp16_enabled": "fp16.enabled",
+    "fp16_master_weights_and_gradients": "fp16.fp16_master_weights_and_grads",
+    "gradient_clipping": "gradient_clipping",
+    "gradient_predivide_factor": "gradient_predivide_factor",
+    "memory_breakdown": "memory_breakdown",
+    "optimizer_name": "optimizer.type",
+    "optimizer_params": "optimizer.params",
+    "scheduler_name": "scheduler.type",
+    "scheduler_params": "scheduler.params",
+    "steps_per_print": "steps_per_print",
+    "use_node_local_storage": "checkpoint.use_node_local_storage",
+    "wall_clock_breakdown": "wall_clock_breakdown",
+    "zero_allgather_bucket_size": "zero_optimization.allgather_bucket_size",
+    "zero_allgather_partitions": "zero_optimization.allgather_partitions",
+    "zero_contiguous_gradients": "zero_optimization.contiguous_gradients",
+    "zero_elastic_checkpoint": "zero_optimization.elastic_checkpoint",
+    "zero_force_ds_cpu_optimizer": "zero_force_ds_cpu_optimizer",
+    "zero_allow_untested_optimizer": "zero_allow_untested_optimizer",
+    "zero_gather_16bit_weights_on_model_save": "zero_optimization.stage3_gather_16bit_weights_on_model_save",
+    "zero_hpz_partition_size": "zero_optimization.zero_hpz_partition_size",
+    "zero_ignore_unused_parameters": "zero_optimization.ignore_unused_parameters",
+    "zero_load_from_fp32_weights": "zero_optimization.load_from_fp32_weights",
+    "zero_max_live_parameters": "zero_optimization.stage3_max_live_parameters",
+    "zero_max_reuse_distance": "zero_optimization.stage3_max_reuse_distance",
+    "zero_model_persistence_threshold": "zero_optimization.stage3_model_persistence_threshold",
+    "zero_module_granularity_threshold": "zero_optimization.stage3_module_granularity_threshold",
+    "zero_offload_optimizer": "zero_optimization.offload_optimizer",
+    "zero_offload_param": "zero_optimization.offload_param",
+    "zero_overlap_comm": "zero_optimization.overlap_comm",
+    "zero_param_persistence_threshold": "zero_optimization.stage3_param_persistence_threshold",
+    "zero_prefetch_bucket_size": "zero_optimization.stage3_prefetch_bucket_size",
+    "zero_quantized_gradients": "zero_optimization.zero_quantized_gradients",
+    "zero_quantized_weights": "zero_optimization.zero_quantized_weights",
+    "zero_reduce_bucket_size": "zero_optimization.reduce_bucket_size",
+    "zero_reduce_scatter": "zero_optimization.reduce_scatter",
+    "zero_round_robin_gradients": "zero_optimization.round_robin_gradients",
+    "zero_sub_group_size": "zero_optimization.sub_group_size",
+}
+"""Getter -> the key of the effective config that it returns."""
+
+
+def read(config: Any, path: str) -> Any:
+    """The value at a dotted path; None below a section that is not there."""
+    for key in path.split("."):
+        config = config.get(key) if isinstance(config, dict) else getattr(config, key, None)
+    return config
+
+
+def _getter(name: str, path: str) -> Callable[[Any], Any]:
+    def get(self: Any) -> Any:
+        return read(self.effective_config, path)
+
+    get.__name__ = name
+    get.__doc__ = f"``{path}`` of the config, defaults filled in."
+    return get
+
+
+class ConfigGetters:
+    """Mixin of the engine."""
+
+    effective_config: Any
+
+    def zero_optimization(self) -> bool:
+        """Whether any ZeRO stage is on."""
+        return bool(self.effective_config.zero_optimization.stage)
+
+    def zero_optimization_partition_gradients(self) -> bool:
+        """Stage 2 and up."""
+        return bool(self.effective_config.zero_optimization.stage >= 2)
+
+    def zero_optimization_partition_weights(self) -> bool:
+        """Stage 3."""
+        return bool(self.effective_config.zero_optimization.stage >= 3)
+
+    def zero_cpu_offload(self) -> bool:
+        """Whether optimizer state is offloaded."""
+        section = self.effective_config.zero_optimization.offload_optimizer
+        return section is not None and section.device != "none"
+
+    def zero_use_cpu_optimizer(self) -> bool:
+        """The same."""
+        return self.zero_cpu_offload()
+
+    def postscale_gradients(self) -> bool:
+        """Whether gradients are divided after the reduction."""
+        return not self.effective_config.prescale_gradients
+
+    def dynamic_loss_scale(self) -> bool:
+        """fp16 with a scale that adapts."""
+        section = self.effective_config.fp16
+        return bool(section.enabled and section.loss_scale == 0)
+
+    def initial_dynamic_scale(self) -> float:
+        """The scale that fp16 training starts with."""
+        return float(2**self.effective_config.fp16.initial_scale_power)
+
+    def fp16_enabled(self) -> bool:
+        """``fp16.enabled``."""
+        return bool(self.effective_config.fp16.enabled)
+
+
+for _name, _path in _PATHS.items():
+    if _name not in ConfigGetters.__dict__:
+        setattr(ConfigGetters, _name, _getter(_name, _path))

@@ -1,0 +1,70 @@
+"""``deepspeed.utils.groups``: all ranks are data-parallel, every other dimension has one rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+
+
+def _get_data_parallel_group() -> Any:
+    """All ranks."""
+    return dist.group.WORLD
+
+
+def _get_data_parallel_world_size() -> int:
+    """How many ranks there are."""
+    return dist.get_world_size()
+
+
+def _get_data_parallel_rank() -> int:
+    """This rank."""
+    return dist.get_rank()
+
+
+def _get_one() -> int:
+    """A dimension of one rank."""
+    return 1
+
+
+def _get_zero() -> int:
+    """Its only rank."""
+    return 0
+
+
+def _get_no_group() -> None:
+    """There is none."""
+
+
+_get_sequence_parallel_world_size = _get_model_parallel_world_size = _get_one
+_get_tensor_model_parallel_world_size = _get_expert_parallel_world_size = _get_one
+_get_sequence_parallel_rank = _get_model_parallel_rank = _get_tensor_model_parallel_rank = _get_zero
+_get_sequence_parallel_group = _get_model_parallel_group = _get_tensor_model_parallel_group = _get_no_group
+_get_sequence_data_parallel_group = _get_data_parallel_group
+_get_sequence_data_parallel_world_size = _get_data_parallel_world_size
+_get_sequence_data_parallel_rank = _get_data_parallel_rank
+get_data_parallel_group = _get_data_parallel_group
+get_data_parallel_world_size = _get_data_parallel_world_size
+get_data_parallel_rank = _get_data_parallel_rank
+
+__all__ = [
+    "_get_data_parallel_group",
+    "_get_data_parallel_rank",
+    "_get_data_parallel_world_size",
+    "_get_expert_parallel_world_size",
+    "_get_model_parallel_group",
+    "_get_model_parallel_rank",
+    "_get_model_parallel_world_size",
+    "_get_sequence_data_parallel_group",
+    "_get_sequence_data_parallel_rank",
+    "_get_sequence_data_parallel_world_size",
+    "_get_sequence_parallel_group",
+    "_get_sequence_parallel_rank",
+    "_get_sequence_parallel_world_size",
+    "_get_tensor_model_parallel_group",
+    "_get_tensor_model_parallel_rank",
+    "_get_tensor_model_parallel_world_size",
+    "get_data_parallel_group",
+    "get_data_parallel_rank",
+    "get_data_parallel_world_size",
+]

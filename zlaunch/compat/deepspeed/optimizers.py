@@ -1,0 +1,116 @@
+"""DeepSpeed's optimizer classes: calling one makes the torch optimizer of that rule.
+
+The engine steps it on flat shards with its own kernels, on the GPU or, offloaded, on the CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from zlaunch.runtime.optim.lion import Lion
+
+
+class _Maker(type):
+    """Calls make, ``isinstance`` asks, for the torch optimizers in ``kinds``."""
+
+    kinds: tuple[type, ...] = ()
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, cls.kinds)
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        return cls.make(*args, **kwargs)  # type: ignore[attr-defined]
+
+
+def _adam(
+    params: Any, lr: Any, betas: Sequence[float], eps: float, decay: float, amsgrad: bool, decoupled: bool,
+    bias_correction: bool,
+) -> torch.optim.Optimizer:
+    if not bias_correction:
+        raise ValueError("bias_correction=False is not supported")
+    kind = torch.optim.AdamW if decoupled else torch.optim.Adam
+    return kind(params, lr=lr, betas=tuple(betas), eps=eps, weight_decay=decay, amsgrad=amsgrad)  # type: ignore[arg-type]
+
+
+class FusedAdam(metaclass=_Maker):
+    """Adam, with decoupled weight decay unless ``adam_w_mode`` is False."""
+
+    kinds = (torch.optim.Adam, torch.optim.AdamW)
+
+    @staticmethod
+    def make(
+        params: Any,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: Sequence[float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        adam_w_mode: bool = True,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        set_grad_none: bool = True,
+    ) -> torch.optim.Optimizer:
+        """Raises ValueError for what would be another rule."""
+        return _adam(params, lr, betas, eps, weight_decay, amsgrad, adam_w_mode, bias_correction)
+
+
+class DeepSpeedCPUAdam(metaclass=_Maker):
+    """The same with DeepSpeed's other spelling: ``adamw_mode``."""
+
+    kinds = (torch.optim.Adam, torch.optim.AdamW)
+
+    @staticmethod
+    def make(
+        model_params: Any,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: Sequence[float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        adamw_mode: bool = True,
+        fp32_optimizer_states: bool = True,
+    ) -> torch.optim.Optimizer:
+        """Raises ValueError for what would be another rule."""
+        return _adam(model_params, lr, betas, eps, weight_decay, amsgrad, adamw_mode, bias_correction)
+
+
+class FusedLion(metaclass=_Maker):
+    """Lion."""
+
+    kinds = (Lion,)
+
+    @staticmethod
+    def make(
+        params: Any,
+        lr: float = 1e-3,
+        betas: Sequence[float] = (0.9, 0.999),
+        weight_decay: float = 0.0,
+        **ignored: Any,
+    ) -> torch.optim.Optimizer:
+        """The runtime's."""
+        return Lion(params, lr=lr, betas=tuple(betas), weight_decay=weight_decay)  # type: ignore[arg-type]
+
+
+class DeepSpeedCPULion(FusedLion):
+    """The same."""
+
+
+class DeepSpeedCPUAdagrad(metaclass=_Maker):
+    """Adagrad."""
+
+    kinds = (torch.optim.Adagrad,)
+
+    @staticmethod
+    def make(
+        model_params: Any,
+        lr: float = 1e-2,
+        eps: float = 1e-10,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        fp32_optimizer_states: bool = True,
+    ) -> torch.optim.Optimizer:
+        """torch's."""
+        return torch.optim.Adagrad(model_params, lr=lr, eps=eps, weight_decay=weight_decay)

@@ -1,0 +1,220 @@
+"""Sharded parameters as DeepSpeed scripts see them: empty outside a context, with ``ds_*`` attributes.
+
+:func:`use_deepspeeds_placeholders` is called by whatever may be the first to shard: ``zero.Init`` and ``initialize``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from enum import Enum
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from zlaunch.runtime.config import load
+from zlaunch.runtime.precision import choose_precision
+from zlaunch.runtime.zero import guards
+from zlaunch.runtime.zero.init import GatheredParameters as _GatheredParameters
+from zlaunch.runtime.zero.init import Init as _Init
+from zlaunch.runtime.zero.unit import Unit, UnitState
+
+
+class ZeroParamType(Enum):
+    """How a parameter is kept."""
+
+    NORMAL = 1
+    PARTITIONED = 2
+    REMOTE = 3
+
+
+class ZeroParamStatus(Enum):
+    """Whether a sharded parameter's values are there."""
+
+    AVAILABLE = 1
+    NOT_AVAILABLE = 2
+    INFLIGHT = 3
+
+
+_STATUS = {
+    UnitState.FULL: ZeroParamStatus.AVAILABLE,
+    UnitState.GATHERING: ZeroParamStatus.INFLIGHT,
+    UnitState.SHARDED: ZeroParamStatus.NOT_AVAILABLE,
+}
+
+
+def _unit(parameter: Tensor) -> Unit:
+    """Raises AttributeError, which makes ``hasattr`` say no, for a parameter that stage 3 does not manage."""
+    unit = guards.owner(parameter)
+    if unit is None or not unit.stage3:
+        raise AttributeError("not a parameter of ZeRO stage 3")
+    return unit
+
+
+def _index(parameter: Tensor) -> int:
+    return next(i for i, own in enumerate(_unit(parameter).parameters) if own is parameter)
+
+
+def _shape(parameter: Tensor) -> torch.Size:
+    return _unit(parameter).shapes[_index(parameter)]
+
+
+def _numel(parameter: Tensor) -> int:
+    return _shape(parameter).numel()
+
+
+def _own(parameter: Tensor) -> Tensor:
+    """This rank's part, flat; on disk it has no memory here and is read."""
+    unit = _unit(parameter)
+    slot = unit.layout.slots[_index(parameter)]
+    if not unit.shard_params:
+        return parameter.data.reshape(-1)
+    start, stop = unit.layout.shard_range(unit.comm.rank)
+    low, high = max(start, slot.offset), min(stop, slot.stop)
+    if low >= high:
+        return torch.empty(0, dtype=unit.dtype, device=unit.device)
+    if isinstance(unit.home, Tensor):
+        return unit.home.detach()[low - start : high - start]
+    assert unit.home is not None
+    reading = unit.home.start_read()
+    part = reading.wait()[low - start : high - start].clone()
+    reading.release()
+    return part
+
+
+def _all_gather(parameter: Tensor, param_list: Iterable[Tensor] | None = None, **ignored: Any) -> None:
+    """Bring the values here until ``partition``. Collective."""
+    for each in [parameter] if param_list is None else param_list:
+        unit = _unit(each)
+        unit.ensure_full()
+        if id(unit) not in _held:
+            _held[id(unit)] = unit
+            unit.holds += 1
+
+
+def _partition(parameter: Tensor, param_list: Iterable[Tensor] | None = None, **ignored: Any) -> None:
+    """Free the values that ``all_gather`` has brought."""
+    for each in [parameter] if param_list is None else param_list:
+        unit = _unit(each)
+        if _held.pop(id(unit), None) is not None:
+            unit.holds -= 1
+        unit.free()
+
+
+_held: dict[int, Unit] = {}
+_PROPERTIES: dict[str, Callable[[Tensor], Any]] = {
+    "ds_id": lambda p: (_unit(p), id(p))[1],
+    "ds_shape": _shape,
+    "ds_numel": _numel,
+    "ds_status": lambda p: _STATUS[_unit(p).state],
+    "ds_param_type": lambda p: ZeroParamType.PARTITIONED if _unit(p).shard_params else ZeroParamType.NORMAL,
+    "ds_tensor": _own,
+    "ds_persist": lambda p: not _unit(p).shard_params,
+    "ds_process_group": lambda p: (_unit(p), dist.group.WORLD)[1],
+    "ds_zero_param_process_group": lambda p: (_unit(p), dist.group.WORLD)[1],
+    "ds_active_sub_modules": lambda p: set() if _unit(p).state is UnitState.SHARDED else {0},
+    "partition_numel": lambda p: lambda: -(-_numel(p) // _unit(p).comm.world_size),
+    "all_gather": lambda p: (_unit(p), lambda *args, **kw: _all_gather(p, *args, **kw))[1],
+    "partition": lambda p: (_unit(p), lambda *args, **kw: _partition(p, *args, **kw))[1],
+}
+
+
+def use_deepspeeds_placeholders() -> None:
+    """From now on: freed parameters are empty, as in DeepSpeed, instead of keeping their shape, and ``ds_*``
+    attributes are there.
+    """
+    if guards.settings.empty_placeholders:
+        return
+    guards.settings.empty_placeholders = True
+    for name, get in _PROPERTIES.items():
+        setattr(nn.Parameter, name, property(_unwatched(get)))
+
+
+def _unwatched(get: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+    def read(parameter: Tensor) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return get(parameter)
+
+    return read
+
+
+class Init(_Init):
+    """``deepspeed.zero.Init``: the runtime's; parameters take the config's fp16 or bf16 at once."""
+
+    def __init__(
+        self,
+        module: nn.Module | None = None,
+        data_parallel_group: Any = None,
+        mem_efficient_linear: bool = True,
+        remote_device: str | None = None,
+        pin_memory: bool = False,
+        config_dict_or_path: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+        config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+        enabled: bool = True,
+        dtype: torch.dtype | str | None = None,
+        mpu: Any = None,
+        **ignored: Any,
+    ) -> None:
+        use_deepspeeds_placeholders()
+        source = config if config is not None else config_dict_or_path
+        if dtype is None and source is not None and enabled:
+            dtype = choose_precision(load(source).config).dtype
+        super().__init__(
+            module,
+            data_parallel_group,
+            mem_efficient_linear,
+            remote_device,
+            pin_memory,
+            None,
+            source,
+            enabled,
+            dtype,
+            mpu,
+            **ignored,
+        )
+
+
+@contextmanager
+def GatheredParameters(
+    params: Tensor | nn.Module | Iterable[Tensor],
+    modifier_rank: int | None = None,
+    fwd_module: nn.Module | None = None,
+    enabled: bool = True,
+) -> Iterator[None]:
+    """``deepspeed.zero.GatheredParameters``: the runtime's, for parameters of stage 3 alone."""
+    if isinstance(params, nn.Module):
+        params = list(params.parameters())
+    elif isinstance(params, Tensor):
+        params = [params]
+    mine = [p for p in params if isinstance(p, nn.Parameter) and hasattr(p, "ds_id")] if enabled else []
+    with _GatheredParameters(mine, modifier_rank, fwd_module, enabled):
+        yield
+
+
+def is_zero_param(parameter: Any) -> bool:
+    """Whether stage 3 manages it."""
+    return isinstance(parameter, nn.Parameter) and hasattr(parameter, "ds_id")
+
+
+def register_external_parameter(module: nn.Module, parameter: Any) -> None:
+    """Accepted: a parameter that another module's forward uses is gathered when it is touched. Raises
+    RuntimeError for something that is not a parameter.
+    """
+    if not isinstance(parameter, Tensor):
+        raise RuntimeError("Parameter is not a torch.nn.Parameter")
+
+
+def unregister_external_parameter(module: nn.Module, parameter: Any) -> None:
+    """Nothing to undo."""
+    register_external_parameter(module, parameter)
+
+
+@contextmanager
+def unwrap_model_for_generation(model: Any) -> Iterator[Any]:
+    """The plain module with all of its values, for generation that calls it often. Collective."""
+    module = getattr(model, "module", model)
+    with GatheredParameters(list(module.parameters())):
+        yield module

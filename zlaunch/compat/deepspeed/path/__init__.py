@@ -1,0 +1,1 @@
+"""A folder for ``sys.path``; see ``zlaunch.compat.deepspeed``."""

@@ -1,0 +1,52 @@
+"""zlaunch under the name of DeepSpeed: the same functions and classes over another runtime."""
+
+import os as _os
+import sys as _sys
+from typing import Any as _Any
+
+import zlaunch as _zlaunch
+from zlaunch.compat.deepspeed import VERSION as __version__
+from zlaunch.compat.deepspeed.engine import DeepSpeedEngine, initialize
+from zlaunch.compat.deepspeed.log import log_dist, logger
+from zlaunch.compat.deepspeed.missing import absent as _absent
+from zlaunch.compat.deepspeed.missing import missing_class as _missing_class
+from zlaunch.compat.deepspeed.missing import missing_function as _missing_function
+from zlaunch.compat.deepspeed.optimizer import DeepSpeedOptimizer
+from zlaunch.runtime.api import add_config_arguments
+from zlaunch.runtime.data import EngineLoader as DeepSpeedDataLoader
+
+from . import accelerator, checkpoint, comm, launcher, moe, ops, pipe, runtime, utils
+from .accelerator import get_accelerator
+from .comm import init_distributed
+from .git_version_info import git_branch as __git_branch__
+from .git_version_info import git_hash as __git_hash__
+from .pipe import PipelineModule
+from .runtime import zero
+from .runtime.activation_checkpointing import checkpointing
+from .runtime.config import DeepSpeedConfig, DeepSpeedConfigError
+from .utils import OnDevice
+
+__version_major__, __version_minor__, __version_patch__ = (int(_n) for _n in __version__.split("."))
+version, git_hash, git_branch = __version__, __git_hash__, __git_branch__
+dist = comm
+
+_INFERENCE = "serve an exported model with vLLM, or generate with ZeRO stage 3 and no optimizer"
+PipelineEngine = _missing_class("PipelineEngine", "pipeline parallelism is for Megatron or torch.distributed.pipelining")
+InferenceEngine = _missing_class("InferenceEngine", _INFERENCE)
+DeepSpeedInferenceConfig = _missing_class("DeepSpeedInferenceConfig", _INFERENCE)
+DeepSpeedHybridEngine = _missing_class("DeepSpeedHybridEngine", _INFERENCE)
+DeepSpeedTransformerLayer = _missing_class("DeepSpeedTransformerLayer", "use torch's own layers")
+DeepSpeedTransformerConfig = _missing_class("DeepSpeedTransformerConfig", "use torch's own layers")
+init_inference = _missing_function("init_inference", _INFERENCE)
+default_inference_config = _missing_function("default_inference_config", _INFERENCE)
+tp_model_init = _missing_function("tp_model_init", "tensor parallelism is torch.distributed.tensor.parallel's")
+add_tuning_arguments = _missing_function("add_tuning_arguments", "name the schedule in the config")
+
+__getattr__ = _absent("deepspeed")
+
+if int(_os.environ.get("RANK") or 0) == 0:
+    print(
+        f"zlaunch: `import deepspeed` is zlaunch {_zlaunch.__version__} (--compat none: an installed DeepSpeed)",
+        file=_sys.stderr,
+        flush=True,
+    )

@@ -1,0 +1,10 @@
+"""The device, behind one object."""
+
+from zlaunch.compat.deepspeed.accelerator import Accelerator as DeepSpeedAccelerator
+from zlaunch.compat.deepspeed.accelerator import (
+    get_accelerator,
+    is_current_accelerator_supported,
+    set_accelerator,
+)
+
+__all__ = ["DeepSpeedAccelerator", "get_accelerator", "is_current_accelerator_supported", "set_accelerator"]

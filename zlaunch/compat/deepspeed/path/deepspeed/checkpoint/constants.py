@@ -1,0 +1,13 @@
+"""Keys inside DeepSpeed's checkpoint files, for scripts that read those."""
+
+OPTIMIZER_STATE_DICT = "optimizer_state_dict"
+FP32_GROUPS = "fp32_groups"
+FP32_FLAT_GROUPS = "fp32_flat_groups"
+SINGLE_PARTITION_OF_FP32_GROUPS = "single_partition_of_fp32_groups"
+PARTITION_COUNT = "partition_count"
+ZERO_STAGE = "zero_stage"
+BUFFER_NAMES = "buffer_names"
+PARAM_SHAPES = "param_shapes"
+FROZEN_PARAM_SHAPES = "frozen_param_shapes"
+FROZEN_PARAM_FRAGMENTS = "frozen_param_fragments"
+DS_VERSION = "ds_version"

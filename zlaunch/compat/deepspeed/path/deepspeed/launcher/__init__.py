@@ -1,0 +1,3 @@
+"""The ``deepspeed`` command is ``zlaunch``."""
+
+from . import runner as runner

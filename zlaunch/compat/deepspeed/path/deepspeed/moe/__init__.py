@@ -1,0 +1,3 @@
+"""Mixture of experts is not here."""
+
+from . import layer as layer

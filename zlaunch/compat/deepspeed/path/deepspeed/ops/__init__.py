@@ -1,0 +1,12 @@
+"""Optimizers by DeepSpeed's names, and which of its operations there are."""
+
+from . import adagrad as adagrad
+from . import adam as adam
+from . import aio as aio
+from . import lamb as lamb
+from . import lion as lion
+from . import op_builder as op_builder
+
+__compatible_ops__ = {
+    builder.NAME: builder().is_compatible() for builder in op_builder.BUILDERS
+}

@@ -1,0 +1,5 @@
+"""Asynchronous disk access is the runtime's own."""
+
+from ..op_builder import AsyncIOBuilder
+
+__all__ = ["AsyncIOBuilder"]

@@ -1,0 +1,25 @@
+"""Nothing is built: kernels are compiled by NVRTC when they are first used."""
+
+from zlaunch.compat.deepspeed.builders import (
+    BUILDERS,
+    AsyncIOBuilder,
+    CPUAdagradBuilder,
+    CPUAdamBuilder,
+    CPULionBuilder,
+    FusedAdamBuilder,
+    FusedLambBuilder,
+    FusedLionBuilder,
+    UtilsBuilder,
+)
+
+__all__ = [
+    "BUILDERS",
+    "AsyncIOBuilder",
+    "CPUAdagradBuilder",
+    "CPUAdamBuilder",
+    "CPULionBuilder",
+    "FusedAdamBuilder",
+    "FusedLambBuilder",
+    "FusedLionBuilder",
+    "UtilsBuilder",
+]

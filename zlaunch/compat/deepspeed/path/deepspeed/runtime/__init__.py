@@ -1,0 +1,15 @@
+"""Where DeepSpeed's scripts look for most things."""
+
+from zlaunch.compat.deepspeed.optimizer import DeepSpeedOptimizer, ZeROOptimizer
+
+from . import activation_checkpointing as activation_checkpointing
+from . import base_optimizer as base_optimizer
+from . import config as config
+from . import dataloader as dataloader
+from . import engine as engine
+from . import fp16 as fp16
+from . import lr_schedules as lr_schedules
+from . import utils as utils
+from . import zero as zero
+
+__all__ = ["DeepSpeedOptimizer", "ZeROOptimizer"]

@@ -1,0 +1,3 @@
+"""Recomputing activations."""
+
+from . import checkpointing as checkpointing

@@ -1,0 +1,5 @@
+"""Classes for ``isinstance``."""
+
+from zlaunch.compat.deepspeed.optimizer import DeepSpeedOptimizer, ZeROOptimizer
+
+__all__ = ["DeepSpeedOptimizer", "ZeROOptimizer"]

@@ -1,0 +1,6 @@
+"""Loaders."""
+
+from zlaunch.compat.deepspeed.tools import RepeatingLoader
+from zlaunch.runtime.data import EngineLoader as DeepSpeedDataLoader
+
+__all__ = ["DeepSpeedDataLoader", "RepeatingLoader"]

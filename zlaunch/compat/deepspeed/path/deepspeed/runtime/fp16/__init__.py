@@ -1,0 +1,3 @@
+"""Loss scaling."""
+
+from . import loss_scaler as loss_scaler

@@ -1,0 +1,5 @@
+"""Classes that DeepSpeed's checkpoints hold."""
+
+from zlaunch.compat.deepspeed.pickled import DynamicLossScaler, LossScaler, LossScalerBase
+
+__all__ = ["DynamicLossScaler", "LossScaler", "LossScalerBase"]

@@ -1,0 +1,13 @@
+"""Helpers that scripts call."""
+
+from zlaunch.compat.deepspeed.missing import absent
+from zlaunch.compat.deepspeed.tools import (
+    clip_grad_norm_,
+    move_to_device,
+    required_torch_version,
+    see_memory_usage,
+    set_random_seed,
+)
+
+__getattr__ = absent("deepspeed.runtime.utils")
+__all__ = ["clip_grad_norm_", "move_to_device", "required_torch_version", "see_memory_usage", "set_random_seed"]

@@ -1,0 +1,5 @@
+"""The stages."""
+
+from zlaunch.compat.deepspeed.pickled import ZeroStageEnum
+
+__all__ = ["ZeroStageEnum"]

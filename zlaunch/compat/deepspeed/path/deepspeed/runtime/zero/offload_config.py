@@ -1,0 +1,5 @@
+"""Where things rest."""
+
+from zlaunch.compat.deepspeed.pickled import OffloadDeviceEnum
+
+__all__ = ["OffloadDeviceEnum"]

@@ -1,0 +1,7 @@
+"""Process groups: there is data parallelism alone."""
+
+from zlaunch.compat.deepspeed.groups import *  # noqa: F403
+from zlaunch.compat.deepspeed.groups import __all__ as __all__
+from zlaunch.compat.deepspeed.missing import absent
+
+__getattr__ = absent("deepspeed.utils.groups")

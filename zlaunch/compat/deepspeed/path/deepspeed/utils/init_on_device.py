@@ -1,0 +1,5 @@
+"""``OnDevice``."""
+
+from zlaunch.compat.deepspeed.tools import OnDevice
+
+__all__ = ["OnDevice"]

@@ -1,0 +1,5 @@
+"""``required_torch_version``."""
+
+from zlaunch.compat.deepspeed.tools import required_torch_version
+
+__all__ = ["required_torch_version"]
