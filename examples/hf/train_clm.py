@@ -28,6 +28,7 @@ class Model:
     hidden_size: int = field(default=128)
     num_hidden_layers: int = field(default=4)
     context: int = field(default=128)
+    start: str | None = field(default=None, metadata={"help": "folder of a model to start from"})
 
 
 class Windows(Dataset[dict[str, torch.Tensor]]):
@@ -47,21 +48,23 @@ def main() -> None:
     parser = HfArgumentParser((Model, TrainingArguments))  # type: ignore[arg-type]
     if "--output_dir" not in sys.argv:
         sys.argv += ["--output_dir", "out/hf"]
-    given, training = parser.parse_args_into_dataclasses()
     if not torch.cuda.is_available():
-        training.use_cpu = True
+        sys.argv += ["--use_cpu"]  # otherwise accelerate takes every process for a run of its own
+    given, training = parser.parse_args_into_dataclasses()
     set_seed(training.seed)
-    model = AutoModelForCausalLM.from_config(
-        LlamaConfig(
-            vocab_size=256,
-            hidden_size=given.hidden_size,
-            intermediate_size=2 * given.hidden_size,
-            num_hidden_layers=given.num_hidden_layers,
-            num_attention_heads=4,
-            num_key_value_heads=4,
-            max_position_embeddings=given.context,
-        )
+    size = LlamaConfig(
+        vocab_size=256,
+        hidden_size=given.hidden_size,
+        intermediate_size=2 * given.hidden_size,
+        num_hidden_layers=given.num_hidden_layers,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=given.context,
     )
+    if given.start is not None:
+        model = AutoModelForCausalLM.from_pretrained(given.start)
+    else:
+        model = AutoModelForCausalLM.from_config(size)
     train, validation = load_text()
     trainer = Trainer(
         model=model,

@@ -34,6 +34,10 @@ def _step_elsewhere(self: torch.optim.Optimizer, closure: Any = None) -> None:
     )
 
 
+# torch's schedules ask their optimizer whether they come after its step; the engine sees to that.
+_step_elsewhere._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+
+
 class ShardStep:
     """Turns a torch optimizer on parameters into one on this rank's shards, in place.
 
@@ -82,6 +86,7 @@ class ShardStep:
         self.decides_on_device = on_device and self._fused and self._away is None
         self._real_step = optimizer.step
         optimizer.step = MethodType(_step_elsewhere, optimizer)  # type: ignore[method-assign]
+        optimizer._opt_called = True  # type: ignore[attr-defined]
 
     def _choose_fused(self) -> bool:
         """Use torch's one-pass kernels where the caller did not choose an implementation himself."""

@@ -1,0 +1,36 @@
+"""``python -m zlaunch.compat.deepspeed COMMAND ...``: run a command in which ``import deepspeed`` is zlaunch.
+
+For what zlaunch does not start itself: ``python -m zlaunch.compat.deepspeed accelerate launch train.py``. There, the
+command ``deepspeed`` is ``zlaunch`` too. Without a command: the same as lines for a shell.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from pathlib import Path
+
+from zlaunch.compat.deepspeed import install
+
+_PROGRAMS = Path(__file__).parent / "bin"
+
+
+def main() -> None:
+    """Replaces this process by the command."""
+    install()
+    os.environ["PATH"] = f"{_PROGRAMS}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+    os.environ["ZLAUNCH_COMPAT"] = "deepspeed"
+    if len(sys.argv) == 1:
+        for name in ("PATH", "PYTHONPATH", "ZLAUNCH_COMPAT"):
+            print(f"export {name}={shlex.quote(os.environ[name])}")
+        return
+    try:
+        os.execvp(sys.argv[1], sys.argv[1:])
+    except OSError as error:
+        print(f"zlaunch: cannot run {sys.argv[1]}: {error.strerror}", file=sys.stderr)
+        sys.exit(127)
+
+
+if __name__ == "__main__":
+    main()
