@@ -44,7 +44,7 @@ def engine_of(parameter: Tensor) -> Engine | None:
 
 
 def safe_get_full_fp32_param(param: Tensor) -> Tensor | None:
-    """The master value in the parameter's shape, fp32; None for a tensor that no engine trains. Collective."""
+    """The fp32 master in the parameter's shape; None for a tensor that no engine trains. Collective."""
     return _full(param, VALUE)
 
 
@@ -64,9 +64,7 @@ def safe_get_full_grad(param: Tensor) -> Tensor | None:
         return None
     engine, unit, index = found
     parts = _gradient_parts(engine, unit, index)
-    known = engine._sharded.comm.all_reduce_scalars(
-        torch.tensor([float(bool(parts))], device=engine.device)
-    )
+    known = engine._sharded.comm.all_reduce_scalars(torch.tensor([float(bool(parts))], device=engine.device))
     if not known.item():
         return None
     return _joined(engine, unit, index, [(at, part / _divisor(engine)) for at, part in parts])
@@ -207,9 +205,7 @@ def _full(param: Tensor, kind: str) -> Tensor | None:
         return None
     engine, unit, index = found
     parts = [(at, part.to(engine.device)) for at, part in _own_parts(engine, unit, index, kind)]
-    known = engine._sharded.comm.all_reduce_scalars(
-        torch.tensor([float(bool(parts))], device=engine.device)
-    )
+    known = engine._sharded.comm.all_reduce_scalars(torch.tensor([float(bool(parts))], device=engine.device))
     if not known.item() and not (kind in _ADAM and _is_adam(engine)):
         return None
     return _joined(engine, unit, index, parts)
@@ -292,7 +288,12 @@ def _set_state(engine: Engine, unit: Unit, index: int, key: str, flat: Tensor) -
         runs.append((run, what))
     fused = any(group.get("fused") or group.get("capturable") for group in step.optimizer.param_groups)
     take_state(
-        unit, runs, _filler(unit, index, flat, key), state, engine._offload, fused and engine.device.type != "cpu"
+        unit,
+        runs,
+        _filler(unit, index, flat, key),
+        state,
+        engine._offload,
+        fused and engine.device.type != "cpu",
     )
 
 
@@ -314,7 +315,9 @@ def _gradient(engine: Engine, unit: Unit) -> Tensor | None:
         return unit.grad
     if isinstance(home, HostGradient) and home.delivered:
         return home.grad
-    raise RuntimeError(f"the gradient of {unit.name} is on disk (offload_optimizer nvme): it cannot be reached")
+    raise RuntimeError(
+        f"the gradient of {unit.name} is on disk (offload_optimizer nvme): it cannot be reached"
+    )
 
 
 def _set_gradient(engine: Engine, unit: Unit, index: int, flat: Tensor) -> None:

@@ -21,7 +21,9 @@ def check_agreement(model: nn.Module, config_digest: str, comm: Comm) -> None:
     """Raise RankMismatchError, on every rank alike, naming the first rank and parameter that differ from rank
     0's.
     """
-    mine = [(n, tuple(guards.shape_of(p)), str(p.dtype), p.requires_grad) for n, p in model.named_parameters()]
+    mine = [
+        (n, tuple(guards.shape_of(p)), str(p.dtype), p.requires_grad) for n, p in model.named_parameters()
+    ]
     digest = hashlib.sha256(repr(mine).encode()).hexdigest()
     summaries = comm.exchange((digest, config_digest))
     if all(summary == summaries[0] for summary in summaries):

@@ -33,7 +33,9 @@ def foresee(
     plan does not fit on one of them. Collective.
     """
     parameters = [parameter for block in blocks for _, parameter in block.parameters]
-    trainable = [sum(guards.shape_of(p).numel() for _, p in block.parameters if p.requires_grad) for block in blocks]
+    trainable = [
+        sum(guards.shape_of(p).numel() for _, p in block.parameters if p.requires_grad) for block in blocks
+    ]
     widest = max((p.dtype.itemsize for p in parameters), default=4)
     stage = options.shard_optimizer + options.shard_grads + options.shard_params
     setting = Setting(

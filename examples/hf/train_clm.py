@@ -2,7 +2,7 @@
 
 zlaunch --num_gpus 2 examples/hf/train_clm.py --deepspeed examples/hf/ds_stage2.json
 
-The script is an ordinary Trainer script: without --deepspeed it runs as plain Hugging Face, and under DeepSpeed's own
+An ordinary Trainer script: without --deepspeed it runs as plain Hugging Face, and under DeepSpeed's own
 launcher as it does here.
 """
 
@@ -15,7 +15,14 @@ from typing import Any
 
 import torch
 from torch.utils.data import Dataset
-from transformers import AutoModelForCausalLM, HfArgumentParser, LlamaConfig, Trainer, TrainingArguments, set_seed
+from transformers import (
+    AutoModelForCausalLM,
+    HfArgumentParser,
+    LlamaConfig,
+    Trainer,
+    TrainingArguments,
+    set_seed,
+)
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from gpt import load_text
@@ -76,7 +83,10 @@ def main() -> None:
     trainer.save_model()
     measured: dict[str, Any] = trainer.evaluate()
     if trainer.is_world_process_zero():
-        print(f"training loss {result.training_loss:.4f}, validation loss {measured['eval_loss']:.4f}", flush=True)
+        print(
+            f"training loss {result.training_loss:.4f}, validation loss {measured['eval_loss']:.4f}",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from .unit import Unit
 
 
-
 @dataclass(slots=True)
 class Settings:
     """How sharded parameters look, in this process."""

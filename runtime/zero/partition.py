@@ -91,7 +91,7 @@ def find_modules(root: nn.Module) -> list[tuple[str, nn.Module]]:
             if not _has_parameters(child):
                 continue
             lists = (nn.ModuleList,) if isinstance(parent, _CONTAINERS) else _CONTAINERS
-            if not _is_leaf(child) and isinstance(child, _CONTAINERS) or _holds_blocks(child, lists):
+            if (isinstance(child, _CONTAINERS) and not _is_leaf(child)) or _holds_blocks(child, lists):
                 visit(f"{prefix}{name}.", child)
             else:
                 found.append((prefix + name, child))

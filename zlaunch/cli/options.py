@@ -17,7 +17,9 @@ from zlaunch.launch.plan import Target
 if TYPE_CHECKING:
     from zlaunch.slurm.environment import Allocation
 
-Launcher = Literal["local", "ssh", "slurm", "openmpi", "step"]
+Launcher = Literal["local", "ssh", "slurm", "openmpi", "step", "hand"]
+ALONE = ("local", "step", "hand")
+"""Those that start nothing on other nodes."""
 DEFAULT_HOSTFILE = "/job/hostfile"
 
 
@@ -77,6 +79,8 @@ class Options:
     core_list: tuple[int, ...] | None
     connect_timeout_s: float
     requeue: bool = False
+    node_rank: int | None = None
+    """With --no_ssh: which of the nodes this is."""
     compat: str | None = None
     """What `import deepspeed` is in the workers; None leaves it to their environment."""
 
@@ -98,6 +102,8 @@ class Options:
 
 def choose_launcher(options: Options, allocation: Allocation | None) -> tuple[Launcher, str]:
     """The way to start agents, and why it is this one."""
+    if options.node_rank is not None:
+        return "hand", "--no_ssh"
     inside = allocation is not None and allocation.inside_step
     if options.launcher in ("local", "ssh", "openmpi"):
         chosen: Launcher = options.launcher  # type: ignore[assignment]

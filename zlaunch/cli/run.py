@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from zlaunch import __version__
-from zlaunch.cli.options import Launcher, Options, choose_launcher, python_there, reach_options
+from zlaunch.cli.deepspeed_flags import deepspeed_flags, launcher_name
+from zlaunch.cli.options import ALONE, Launcher, Options, choose_launcher, python_there, reach_options
 
 if TYPE_CHECKING:
     from zlaunch.launch.attempts import Job
@@ -48,7 +49,8 @@ _EPILOG = (
 @click.option("-e", "--exclude", metavar="FILTER", help="Hosts and slots to leave out, in the same form.")
 @click.option(
     "--launcher",
-    type=click.Choice(["local", "ssh", "slurm", "openmpi"]),
+    metavar="[local|ssh|slurm|openmpi]",
+    callback=launcher_name,
     help="How to reach the nodes.  [default: found out, and said]",
 )
 @click.option(
@@ -62,6 +64,9 @@ _EPILOG = (
     "--master_addr", metavar="ADDR", help="Rendezvous address.  [default: one of node 0 that all reach]"
 )
 @reach_options
+@click.option("--no_ssh", is_flag=True, help="The same command is started on each node by hand.")
+@click.option("--node_rank", type=int, metavar="N", help="With --no_ssh: which of the nodes this is.")
+@deepspeed_flags
 @click.option("--env", multiple=True, metavar="KEY[=VAL]", help="Export a variable to the nodes; repeatable.")
 @click.option("--workdir", metavar="DIR", help="Folder to run in on every node.  [default: this one]")
 @click.option(
@@ -103,7 +108,9 @@ _EPILOG = (
 )
 @click.option("--bind_cores_to_rank", is_flag=True, help="Give each worker its share of the node's cores.")
 @click.option("--bind_core_list", metavar="CORES", help="The same, of these cores: 0-7,16-23.")
-@click.option("--run_dir", metavar="DIR", help="Logs, plan, events.  [default: runs/TIME-ID]")
+@click.option(
+    "--run_dir", "--enable_each_rank_log", metavar="DIR", help="Logs, plan, events.  [default: runs/TIME-ID]"
+)
 @click.option(
     "--log_ranks",
     default="0",
@@ -142,6 +149,9 @@ def run(command: tuple[str, ...], **given: Any) -> int:
     """
     if given["as_json"] and not given["dry_run"]:
         raise click.UsageError("--json goes with --dry_run")
+    if given["no_ssh"] != (given["node_rank"] is not None):
+        raise click.UsageError("--no_ssh and --node_rank N go together")
+    given["quiet"] = given["quiet"] or given["log_level"] in ("error", "critical")
     if given["include"] is not None and given["exclude"] is not None:
         raise click.UsageError("--include and --exclude exclude each other")
     from zlaunch.cli import checks
@@ -166,7 +176,7 @@ def run(command: tuple[str, ...], **given: Any) -> int:
                 "--dry_run: the hostfile has hosts without slots=N, so only a launch can tell"
             )
         _print_plan(plan, as_json=given["as_json"])
-        if launcher not in ("local", "step"):
+        if launcher not in ALONE:
             note = "addresses, interfaces, cores and GPUs are filled in when the nodes have answered"
             print(f"zlaunch: {note}", file=sys.stderr)
         return 0
@@ -218,7 +228,7 @@ def _options(
             for name in (
                 *("hostfile", "launcher", "include", "exclude", "num_nodes", "num_gpus", "master_addr"),
                 *("master_port", "iface", "env", "ssh_port", "ssh_config", "ssh_accept_new"),
-                "compat",
+                *("compat", "node_rank"),
             )
         },
     )
@@ -226,17 +236,24 @@ def _options(
 
 _FOR_SSH = ("ssh_port", "ssh_config", "ssh_accept_new")
 _FOR_CLUSTERS = (*_FOR_SSH, "iface", "remote_python", "venv", "min_nodes")
+_NOT_BY_HAND = tuple(name for name in _FOR_CLUSTERS if name != "iface")
 _NOT_IN_STEPS = ("include", "exclude", "num_nodes", "max_restarts")
 
 
 def _refuse_without_effect(launcher: Launcher, allocation: Allocation | None, given: dict[str, Any]) -> None:
     """An option that would do nothing is a mistake."""
-    pointless = {"local": _FOR_CLUSTERS, "step": (*_FOR_CLUSTERS, *_NOT_IN_STEPS)}.get(launcher, ())
+    pointless = {
+        "local": _FOR_CLUSTERS,
+        "step": (*_FOR_CLUSTERS, *_NOT_IN_STEPS),
+        "hand": (*_NOT_BY_HAND, "max_restarts"),
+    }.get(launcher, ())
     for name in pointless if launcher != "slurm" else _FOR_SSH:
         if given[name]:
             why = "it needs a --hostfile or a SLURM job of several nodes"
             if launcher == "step":
                 why = "srun has started this task and decides; start zlaunch by sbatch or salloc for it"
+            elif launcher == "hand":
+                why = "with --no_ssh every node is by itself"
             raise click.UsageError(f"--{name} has no effect here: {why}")
     if given["requeue"] and allocation is None:
         raise click.UsageError("--requeue: this is not inside a SLURM job")
@@ -261,7 +278,7 @@ def _prepare(
     options: Options, launcher: Launcher, allocation: Allocation | None, min_nodes: int | None
 ) -> tuple[Job, Plan | None, str]:
     """The job, its plan as far as it is known before the nodes have answered, and where it runs, in words."""
-    if launcher in ("local", "step"):
+    if launcher in ALONE:
         own, make = _own_plan(options, launcher, allocation)
         from zlaunch.cli.local import local_job
 
@@ -283,6 +300,11 @@ def _own_plan(
 
         assert allocation is not None
         return step_plan(options, allocation), lambda n: step_plan(options, allocation, n)
+    if launcher == "hand":
+        from zlaunch.cli.by_hand import hand_plan
+
+        rank = options.node_rank or 0
+        return hand_plan(options, rank), lambda n: hand_plan(options, rank, n)
     from zlaunch.cli.local import local_node, local_plan
 
     node = local_node(options)
@@ -335,7 +357,7 @@ def _launch(
     limits = Limits(
         max_restarts=given["max_restarts"],
         min_nodes=given["min_nodes"],
-        heartbeat_s=0.0 if launcher in ("local", "step") else given["heartbeat"],
+        heartbeat_s=0.0 if launcher in ALONE else given["heartbeat"],
         hang_timeout_s=given["hang_timeout"],
     )
     outcome = run_job(job, console, limits)

@@ -1,9 +1,9 @@
 """``import deepspeed`` resolved to this runtime.
 
-``path/`` is a folder for ``sys.path``: it holds a package ``deepspeed`` of thin modules over the runtime, and the
-``dist-info`` folder by which ``importlib.metadata`` and everything built on it finds a version. :func:`install`
-puts that folder first, for this process and, by ``PYTHONPATH``, for those that it starts. Nothing is written
-anywhere.
+``path/`` is a folder for ``sys.path``: it holds a package ``deepspeed`` of thin modules over the runtime, and
+the ``dist-info`` folder by which ``importlib.metadata`` and what is built on it find a version.
+:func:`install` puts that folder first, for this process and, by ``PYTHONPATH``, for those that it starts.
+Nothing is written anywhere.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ def install() -> None:
         )
     if sys.path[:1] != [_ENTRY]:
         sys.path[:] = [_ENTRY, *(entry for entry in sys.path if entry != _ENTRY)]
-    others = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry not in ("", _ENTRY)]
+    others = [
+        entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry not in ("", _ENTRY)
+    ]
     os.environ["PYTHONPATH"] = os.pathsep.join([_ENTRY, *others])
     importlib.invalidate_caches()
 
@@ -52,7 +54,9 @@ def install() -> None:
 def uninstall() -> None:
     """Undo :func:`install` for imports to come; modules that are imported stay."""
     sys.path[:] = [entry for entry in sys.path if entry != _ENTRY]
-    others = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry not in ("", _ENTRY)]
+    others = [
+        entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry not in ("", _ENTRY)
+    ]
     if others:
         os.environ["PYTHONPATH"] = os.pathsep.join(others)
     else:

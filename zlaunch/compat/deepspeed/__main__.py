@@ -1,7 +1,7 @@
 """``python -m zlaunch.compat.deepspeed COMMAND ...``: run a command in which ``import deepspeed`` is zlaunch.
 
-For what zlaunch does not start itself: ``python -m zlaunch.compat.deepspeed accelerate launch train.py``. There, the
-command ``deepspeed`` is ``zlaunch`` too. Without a command: the same as lines for a shell.
+For what zlaunch does not start itself: ``python -m zlaunch.compat.deepspeed accelerate launch train.py``.
+There, the command ``deepspeed`` is ``zlaunch`` too. Without a command: the same as lines for a shell.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ def main() -> None:
     os.environ["PATH"] = f"{_PROGRAMS}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
     os.environ["ZLAUNCH_COMPAT"] = "deepspeed"
     if len(sys.argv) == 1:
-        for name in ("PATH", "PYTHONPATH", "ZLAUNCH_COMPAT"):
+        print(f'export PATH={shlex.quote(str(_PROGRAMS))}:"$PATH"')
+        for name in ("PYTHONPATH", "ZLAUNCH_COMPAT"):
             print(f"export {name}={shlex.quote(os.environ[name])}")
         return
     try:

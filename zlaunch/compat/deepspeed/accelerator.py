@@ -14,7 +14,9 @@ _unknown = absent("get_accelerator()")
 
 
 class Accelerator:
-    """The CUDA device of this process, or its CPU. What is not here is looked up in ``torch.cuda`` or ``torch.cpu``."""
+    """The CUDA device of this process, or its CPU. What is not here is looked up in ``torch.cuda``, or in
+    ``torch.cpu``.
+    """
 
     def __init__(self) -> None:
         self._name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -31,7 +33,11 @@ class Accelerator:
 
     def device(self, device_index: int | None = None) -> Any:
         """A context in which that device is the present one."""
-        return torch.device(self.device_name(device_index)) if not self._cuda else torch.cuda.device(device_index)
+        return (
+            torch.device(self.device_name(device_index))
+            if not self._cuda
+            else torch.cuda.device(device_index)
+        )
 
     def current_device(self) -> Any:
         """The index of the present GPU; ``"cpu"``."""
@@ -146,12 +152,12 @@ class Accelerator:
     def range_push(self, message: str) -> None:
         """An NVTX range."""
         if self._cuda:
-            torch.cuda.nvtx.range_push(message)
+            torch.cuda.nvtx.range_push(message)  # type: ignore[no-untyped-call]
 
     def range_pop(self) -> None:
         """The end of one."""
         if self._cuda:
-            torch.cuda.nvtx.range_pop()
+            torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
 
     def lazy_call(self, callback: Any) -> Any:
         """Call it."""

@@ -59,7 +59,7 @@ def init_distributed(
             init_method=init_method,
             rank=rank if rank >= 0 else environment.rank,
             world_size=world_size if world_size > 0 else environment.world_size,
-            **({"timeout": timeout} if timeout is not None else {}),
+            timeout=timeout,
         )
     _init(dist_backend, timeout=timeout)
 
@@ -107,13 +107,17 @@ def destroy_process_group(group: Any = None) -> None:
         close_all()
 
 
-def all_reduce_coalesced(tensors: list[Tensor], op: Any = ReduceOp.SUM, group: Any = None, **extra: Any) -> None:
+def all_reduce_coalesced(
+    tensors: list[Tensor], op: Any = ReduceOp.SUM, group: Any = None, **extra: Any
+) -> None:
     """Each of them."""
     for tensor in tensors:
         dist.all_reduce(tensor, op=op, group=group)
 
 
-def all_gather_coalesced(outputs: list[Tensor], inputs: list[Tensor], group: Any = None, **extra: Any) -> None:
+def all_gather_coalesced(
+    outputs: list[Tensor], inputs: list[Tensor], group: Any = None, **extra: Any
+) -> None:
     """Each of them."""
     for output, tensor in zip(outputs, inputs, strict=True):
         dist.all_gather_into_tensor(output, tensor, group=group)

@@ -25,7 +25,7 @@ from zlaunch.runtime.zero import guards
 
 _ABSENT = {
     "checkpoint_engine": "checkpoints are written by engine.save_checkpoint itself",
-    "monitor": "metrics go to the launcher, and to the sections tensorboard, wandb and csv_monitor of the config",
+    "monitor": "metrics go to the launcher (zlaunch.report)",
     "timers": "use torch.profiler",
     "tput_timer": "use torch.profiler",
     "get_wall_clock_timers": "use torch.profiler",
@@ -165,13 +165,13 @@ class DeepSpeedEngine(ConfigGetters, Engine):
     def set_data_post_process_func(self, post_process_func: Callable[..., Any]) -> None:
         """Refused: change the batches in the script, or in ``collate_fn``."""
         raise NotInZlaunch(
-            "engine.set_data_post_process_func is not in zlaunch: change the batches in the script or in collate_fn"
+            "engine.set_data_post_process_func is not in zlaunch: change the batches in the script"
         )
 
     def clip_fp32_gradients(self) -> None:
         """Clipping is part of :meth:`step`."""
 
-    def compile(  # type: ignore[override]
+    def compile(
         self,
         backend: Any = "inductor",
         compile_kwargs: Mapping[str, Any] | None = None,
@@ -193,7 +193,7 @@ class DeepSpeedEngine(ConfigGetters, Engine):
 
     # -- saving
 
-    def load_checkpoint(
+    def load_checkpoint(  # type: ignore[override]
         self,
         load_dir: str | os.PathLike[str] | None,
         tag: str | None = None,
@@ -202,10 +202,12 @@ class DeepSpeedEngine(ConfigGetters, Engine):
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
         custom_load_fn: Callable[..., Any] | None = None,
-    ) -> tuple[str | None, dict[str, Any] | None]:  # type: ignore[override]
+    ) -> tuple[str | None, dict[str, Any] | None]:
         """The runtime's; ``(None, None)`` where there is no checkpoint."""
         if custom_load_fn is not None:
-            raise NotInZlaunch("load_checkpoint(custom_load_fn=) is not in zlaunch: change the model after loading")
+            raise NotInZlaunch(
+                "load_checkpoint(custom_load_fn=) is not in zlaunch: change the model after loading"
+            )
         path, state = super().load_checkpoint(
             load_dir,
             tag,
@@ -239,7 +241,10 @@ class DeepSpeedEngine(ConfigGetters, Engine):
     _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
 
     def module_state_dict(
-        self, destination: Any = None, prefix: str = "", keep_vars: bool = False,
+        self,
+        destination: Any = None,
+        prefix: str = "",
+        keep_vars: bool = False,
         exclude_frozen_parameters: bool = False,
     ) -> dict[str, Any]:
         """``module.state_dict()``, whole weights. Collective at stage 3."""
@@ -251,7 +256,10 @@ class DeepSpeedEngine(ConfigGetters, Engine):
         return dict(state)
 
     def load_module_state_dict(
-        self, checkpoint: Mapping[str, Any], strict: bool = True, custom_load_fn: Any = None,
+        self,
+        checkpoint: Mapping[str, Any],
+        strict: bool = True,
+        custom_load_fn: Any = None,
         fetch_z3_params: bool = False,
     ) -> None:
         """Weights from ``checkpoint["module"]``, or from a state dict itself."""
@@ -280,7 +288,7 @@ def initialize(
     mesh_param: Any = None,
     config_params: Any = None,
 ) -> tuple[DeepSpeedEngine, Any, EngineLoader | None, Any]:
-    """``deepspeed.initialize``: see ``zlaunch.initialize``. A model that another engine has is taken over from it."""
+    """``zlaunch.initialize`` with DeepSpeed's engine. A model that another engine has is taken from it."""
     chosen = choose_config(args, config, config_params)
     if model is not None:
         _take_over(model)

@@ -1,7 +1,7 @@
-"""DeepSpeed's estimates of memory for a model's states, by its formulas (stage_1_and_2.py, stage3.py of 0.19.8).
+"""DeepSpeed's estimates of memory for a model's states, by its formulas (0.19.8: stage_1_and_2, stage3).
 
-They hold for Adam in mixed precision, without activations. This runtime needs at most as much: it keeps no second
-copy of the gradients.
+They hold for Adam in mixed precision, without activations. This runtime needs at most as much: it keeps no
+second copy of the gradients.
 """
 
 from __future__ import annotations

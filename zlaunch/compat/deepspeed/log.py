@@ -12,7 +12,7 @@ logger = logging.getLogger("DeepSpeed")
 """Warnings and up are shown, on stderr; ``logger.setLevel(logging.INFO)`` shows more."""
 
 
-class _Stream(logging.StreamHandler):  # type: ignore[type-arg]
+class _Stream(logging.StreamHandler):
     """Writes to what ``sys.stderr`` is at that moment."""
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Names of DeepSpeed that zlaunch has no counterpart for: importable, and an error as soon as they are used."""
+"""Names of DeepSpeed that zlaunch has nothing for: they can be imported, and are an error when used."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
 
 
 class ZeROOptimizer(DeepSpeedOptimizer):
-    """The engine's optimizer as DeepSpeed scripts see it: a view of the torch optimizer over this rank's shards.
+    """The engine's optimizer as DeepSpeed scripts see it: a view of the torch optimizer over the shards.
 
     Attributes
         optimizer: that torch optimizer; ``param_groups``, ``state`` and ``defaults`` are its own.
@@ -47,7 +47,7 @@ class ZeROOptimizer(DeepSpeedOptimizer):
         raise TypeError("the optimizer of an engine cannot be pickled: use engine.save_checkpoint")
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+    def param_groups(self) -> list[dict[str, Any]]:
         """Live: schedules write ``lr`` here."""
         return self.optimizer.param_groups
 

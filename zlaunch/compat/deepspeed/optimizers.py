@@ -26,7 +26,13 @@ class _Maker(type):
 
 
 def _adam(
-    params: Any, lr: Any, betas: Sequence[float], eps: float, decay: float, amsgrad: bool, decoupled: bool,
+    params: Any,
+    lr: Any,
+    betas: Sequence[float],
+    eps: float,
+    decay: float,
+    amsgrad: bool,
+    decoupled: bool,
     bias_correction: bool,
 ) -> torch.optim.Optimizer:
     if not bias_correction:

@@ -1,6 +1,6 @@
 """Sharded parameters as DeepSpeed scripts see them: empty outside a context, with ``ds_*`` attributes.
 
-:func:`use_deepspeeds_placeholders` is called by whatever may be the first to shard: ``zero.Init`` and ``initialize``.
+:func:`use_deepspeeds_placeholders` is called by what may shard first: ``zero.Init`` and ``initialize``.
 """
 
 from __future__ import annotations

@@ -46,9 +46,8 @@ def see_memory_usage(message: str, force: bool = False) -> None:
     used = psutil.virtual_memory()
     device = ""
     if torch.cuda.is_available():
-        device = (
-            f"GPU {torch.cuda.memory_allocated() / 2**30:.2f} GB, at most {torch.cuda.max_memory_allocated() / 2**30:.2f} GB, "
-        )
+        now, most = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
+        device = f"GPU {now / 2**30:.2f} GB, at most {most / 2**30:.2f} GB, "
     logger.warning(
         "%s: %sprocess %.2f GB, host %.1f GB (%.0f%%)",
         message,

@@ -2,7 +2,6 @@
 
 import os as _os
 import sys as _sys
-from typing import Any as _Any
 
 import zlaunch as _zlaunch
 from zlaunch.compat.deepspeed import VERSION as __version__
@@ -31,7 +30,9 @@ version, git_hash, git_branch = __version__, __git_hash__, __git_branch__
 dist = comm
 
 _INFERENCE = "serve an exported model with vLLM, or generate with ZeRO stage 3 and no optimizer"
-PipelineEngine = _missing_class("PipelineEngine", "pipeline parallelism is for Megatron or torch.distributed.pipelining")
+PipelineEngine = _missing_class(
+    "PipelineEngine", "pipeline parallelism is for Megatron or torch.distributed.pipelining"
+)
 InferenceEngine = _missing_class("InferenceEngine", _INFERENCE)
 DeepSpeedInferenceConfig = _missing_class("DeepSpeedInferenceConfig", _INFERENCE)
 DeepSpeedHybridEngine = _missing_class("DeepSpeedHybridEngine", _INFERENCE)
@@ -39,14 +40,16 @@ DeepSpeedTransformerLayer = _missing_class("DeepSpeedTransformerLayer", "use tor
 DeepSpeedTransformerConfig = _missing_class("DeepSpeedTransformerConfig", "use torch's own layers")
 init_inference = _missing_function("init_inference", _INFERENCE)
 default_inference_config = _missing_function("default_inference_config", _INFERENCE)
-tp_model_init = _missing_function("tp_model_init", "tensor parallelism is torch.distributed.tensor.parallel's")
+tp_model_init = _missing_function(
+    "tp_model_init", "tensor parallelism is torch.distributed.tensor.parallel's"
+)
 add_tuning_arguments = _missing_function("add_tuning_arguments", "name the schedule in the config")
 
 __getattr__ = _absent("deepspeed")
 
 if int(_os.environ.get("RANK") or 0) == 0:
     print(
-        f"zlaunch: `import deepspeed` is zlaunch {_zlaunch.__version__} (--compat none: an installed DeepSpeed)",
+        f"zlaunch: `import deepspeed` is zlaunch {_zlaunch.__version__} (--compat none: the real one)",
         file=_sys.stderr,
         flush=True,
     )

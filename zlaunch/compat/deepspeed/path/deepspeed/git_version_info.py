@@ -8,5 +8,9 @@ git_hash, git_branch = "zlaunch", "zlaunch"
 installed_ops: dict[str, bool] = {}
 accelerator_name = ""
 torch_info: dict[str, Any] = {
-    "version": "0.0", "bf16_support": False, "cuda_version": "0.0", "nccl_version": "0.0", "hip_version": "0.0"
+    "version": "0.0",
+    "bf16_support": False,
+    "cuda_version": "0.0",
+    "nccl_version": "0.0",
+    "hip_version": "0.0",
 }

@@ -10,4 +10,10 @@ from zlaunch.compat.deepspeed.tools import (
 )
 
 __getattr__ = absent("deepspeed.runtime.utils")
-__all__ = ["clip_grad_norm_", "move_to_device", "required_torch_version", "see_memory_usage", "set_random_seed"]
+__all__ = [
+    "clip_grad_norm_",
+    "move_to_device",
+    "required_torch_version",
+    "see_memory_usage",
+    "set_random_seed",
+]

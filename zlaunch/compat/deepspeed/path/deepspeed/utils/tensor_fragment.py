@@ -1,5 +1,6 @@
 """Access to the fp32 state of single parameters."""
 
+from zlaunch.compat.deepspeed.pickled import fragment_address
 from zlaunch.runtime.access import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
@@ -15,7 +16,6 @@ from zlaunch.runtime.access import (
     safe_set_local_optimizer_state,
     safe_update_full_grad_vectorized,
 )
-from zlaunch.compat.deepspeed.pickled import fragment_address
 
 __all__ = [
     "fragment_address",

@@ -1,13 +1,14 @@
 """Parameters of stage 3.
 
-transformers reads, replaces and restores ``zero_wrapper_for_fp_tensor_constructor`` around each ``zero.Init``;
-no constructor is wrapped here.
+transformers reads, replaces and restores ``zero_wrapper_for_fp_tensor_constructor`` around each
+``zero.Init``; no constructor is wrapped here.
 """
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
+
 from zlaunch.compat.deepspeed.accelerator import get_accelerator
 from zlaunch.compat.deepspeed.missing import absent
 from zlaunch.compat.deepspeed.parameters import (
@@ -25,7 +26,9 @@ _orig_torch_empty, _orig_torch_zeros = torch.empty, torch.zeros
 _orig_torch_ones, _orig_torch_full = torch.ones, torch.full
 
 
-def zero_wrapper_for_fp_tensor_constructor(fn: Callable[..., Any], target_fp_dtype: Any) -> Callable[..., Any]:
+def zero_wrapper_for_fp_tensor_constructor(
+    fn: Callable[..., Any], target_fp_dtype: Any
+) -> Callable[..., Any]:
     """``fn`` itself."""
     return fn
 

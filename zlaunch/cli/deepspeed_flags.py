@@ -1,0 +1,60 @@
+"""Flags of the `deepspeed` command that zlaunch has no use for: each is passed over, or says what to use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+_WITHOUT_EFFECT = ("--no_ssh_check", "--force_multi")
+_INSTEAD = {
+    "--min_elastic_nodes": (True, "use --min_nodes N, with --max_restarts N"),
+    "--max_elastic_nodes": (True, "use --num_nodes N"),
+    "--elastic_training": (False, "use --max_restarts N, and --min_nodes N to go on without dead nodes"),
+    "--launcher_args": (
+        True,
+        "zlaunch makes no command line of pdsh, mpirun or srun that they could go to: use --ssh_config, or "
+        "#SBATCH lines in the batch script",
+    ),
+    "--save_pid": (False, "use zlaunch ps, zlaunch stop"),
+    "--autotuning": (True, "zlaunch does not search for a config: zlaunch config shows what one means"),
+    "--venv_script": (True, "use --venv DIR, the virtual environment on the nodes"),
+    "--detect_nvlink_pairs": (False, "the devices are taken as they are: use --include"),
+}
+"""Flag -> whether it has a value, and the answer."""
+_LEVELS = ("debug", "info", "warning", "error", "critical")
+LAUNCHERS = {"pdsh": "ssh", "openmpi": "openmpi", "slurm": "slurm"}
+_OTHER_LAUNCHERS = ("mpich", "mvapich", "impi")
+
+
+def deepspeed_flags(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate a click command with them, hidden; none reaches the function but `log_level`."""
+    for name in _WITHOUT_EFFECT:
+        command = click.option(name, is_flag=True, hidden=True, expose_value=False)(command)
+    for name, (takes_value, answer) in _INSTEAD.items():
+        kind: dict[str, Any] = {"metavar": "X"} if takes_value else {"is_flag": True}
+        command = click.option(name, hidden=True, expose_value=False, callback=_refuse(name, answer), **kind)(
+            command
+        )
+    return click.option("--log_level", type=click.Choice(_LEVELS), default="info", hidden=True)(command)
+
+
+def _refuse(name: str, answer: str) -> Callable[..., None]:
+    def refuse(context: click.Context, parameter: click.Parameter, value: Any) -> None:
+        if value not in (None, False):
+            raise click.UsageError(f"{name} is DeepSpeed's: {answer}")
+
+    return refuse
+
+
+def launcher_name(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
+    """Our name of a launcher; DeepSpeed's default, pdsh, is ssh."""
+    name = value.lower() if value is not None else None
+    if name in _OTHER_LAUNCHERS:
+        raise click.UsageError(f"--launcher {value}: use ssh, slurm or openmpi, which need no {value}")
+    if name is None or name in ("local", "ssh", "slurm", "openmpi"):
+        return name
+    if name in LAUNCHERS:
+        return LAUNCHERS[name]
+    raise click.UsageError(f"--launcher {value}: expected local, ssh, slurm or openmpi")
