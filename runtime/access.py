@@ -126,8 +126,10 @@ def safe_get_local_grad(param: Tensor) -> Tensor | None:
     found = _find(param)
     if found is None:
         return None
-    parts = _gradient_parts(*found)
-    return torch.cat([part for _, part in parts]) / _divisor(found[0]) if parts else None
+    if _gradient(found[0], found[1]) is None:
+        return None
+    parts = [part for _, part in _gradient_parts(*found)]
+    return torch.cat(parts) / _divisor(found[0]) if parts else torch.zeros(0, device=found[0].device)
 
 
 def safe_set_local_fp32_param(param: Tensor, value: Tensor) -> None:

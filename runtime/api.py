@@ -172,6 +172,8 @@ def make_engine(
     if comm.rank == 0:
         for warning in loaded.warnings:
             print(f"zlaunch: warning: {warning}", flush=True)
+        for line in effective.changed_defaults():
+            print(f"zlaunch: {line}", flush=True)
     check_agreement(model, effective.digest(), comm)
     precision = choose_precision(effective.config)
 

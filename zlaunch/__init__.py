@@ -28,6 +28,7 @@ _LAZY = {
     "CheckpointError": ("zlaunch.runtime.checkpoint.files", "CheckpointError"),
     "ConfigError": ("zlaunch.runtime.config", "ConfigError"),
     "resume_dir": ("zlaunch.runtime.stopping", "resume_dir"),
+    "notebook": ("zlaunch.notebook", "notebook"),
     "report": ("zlaunch.runtime.monitor.report", "report"),
     "zero": ("zlaunch.zero", ""),
 }
@@ -44,6 +45,7 @@ __all__ = [
     "init_distributed",
     "initialize",
     "load_state_dict_from_zero_checkpoint",
+    "notebook",
     "report",
     "resume_dir",
     "zero",
@@ -51,6 +53,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from zlaunch import zero as zero
+    from zlaunch.notebook import notebook as notebook
     from zlaunch.runtime import activation as checkpointing
     from zlaunch.runtime.api import add_config_arguments as add_config_arguments
     from zlaunch.runtime.api import init_distributed as init_distributed

@@ -52,6 +52,16 @@ class Effective:
             os.unlink(temporary)
             raise
 
+    def changed_defaults(self) -> list[str]:
+        """A line for each key in use that is not given and whose default DeepSpeed has changed."""
+        values = dict(_leaves(self.to_dict()))
+        unused = [] if self.config.bf16.enabled else ["bf16.check_grad_overflow"]
+        return [
+            f"{path} is not given: {json.dumps(values[path])}, the default {CHANGED[path]}"
+            for path in CHANGED
+            if path in values and self.sources[path].startswith("default") and path not in unused
+        ]
+
     def table(self) -> list[tuple[str, str, str]]:
         """Return key, value and source of every value."""
         values = dict(_leaves(self.to_dict()))
@@ -95,15 +105,25 @@ def _leaves(value: dict[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
             yield here, item
 
 
+CHANGED = {
+    "gradient_clipping": "since DeepSpeed 0.19.3 (June 2026, #8068); before, gradients were not clipped",
+    "bf16.check_grad_overflow": "of DeepSpeed since June 2026 (#8035); before, false",
+    "zero_optimization.offload_optimizer.pin_memory": "of DeepSpeed since August 2026 (#8207); before, false",
+    "zero_optimization.offload_param.pin_memory": "of DeepSpeed since August 2026 (#8207); before, false",
+}
+"""Keys whose defaults DeepSpeed has changed, so that an old config without them means something else now."""
+
+
 def _source(path: str, loaded: Loaded, notes: dict[str, str]) -> str:
     if path in notes:
         return notes[path]
+    default = f"default {CHANGED[path]}" if path in CHANGED else "default"
     # Inside values that are not checked key by key, the outer key is the one that is listed.
     while path:
         if path in loaded.given:
             return loaded.origin
         path = path.rpartition(".")[0]
-    return "default"
+    return default
 
 
 def _batch(loaded: Loaded, values: dict[str, Any], notes: dict[str, str], world: int) -> list[str]:

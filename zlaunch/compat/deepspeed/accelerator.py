@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import psutil
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from zlaunch.compat.deepspeed.missing import absent
+from zlaunch.runtime.environment import read_environment
 
 _unknown = absent("get_accelerator()")
 
@@ -53,8 +55,11 @@ class Accelerator:
             torch.cuda.set_device(device_index)
 
     def device_count(self) -> int:
-        """GPUs that this process sees; on a CPU 1."""
-        return torch.cuda.device_count() if self._cuda else 1
+        """GPUs that this process sees; on a CPU the workers of this node, or else its cores."""
+        if self._cuda:
+            return torch.cuda.device_count()
+        workers = read_environment().local_world_size
+        return workers if workers > 1 else os.cpu_count() or 1
 
     def is_available(self) -> bool:
         """There is always a CPU."""

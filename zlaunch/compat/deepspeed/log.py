@@ -12,14 +12,14 @@ logger = logging.getLogger("DeepSpeed")
 """Warnings and up are shown, on stderr; ``logger.setLevel(logging.INFO)`` shows more."""
 
 
-class _Stream(logging.StreamHandler):
+class _Stream(logging.StreamHandler):  # type: ignore[type-arg]
     """Writes to what ``sys.stderr`` is at that moment."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
 
     @property
-    def stream(self) -> object:  # type: ignore[override]
+    def stream(self) -> object:
         return sys.stderr
 
 

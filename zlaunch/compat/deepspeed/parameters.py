@@ -70,12 +70,12 @@ def _own(parameter: Tensor) -> Tensor:
     """This rank's part, flat; on disk it has no memory here and is read."""
     unit = _unit(parameter)
     slot = unit.layout.slots[_index(parameter)]
-    if not unit.shard_params:
-        return parameter.data.reshape(-1)
     start, stop = unit.layout.shard_range(unit.comm.rank)
     low, high = max(start, slot.offset), min(stop, slot.stop)
     if low >= high:
         return torch.empty(0, dtype=unit.dtype, device=unit.device)
+    if not unit.shard_params:
+        return parameter.data.reshape(-1)[low - slot.offset : high - slot.offset]
     if isinstance(unit.home, Tensor):
         return unit.home.detach()[low - start : high - start]
     assert unit.home is not None
@@ -95,13 +95,16 @@ def _all_gather(parameter: Tensor, param_list: Iterable[Tensor] | None = None, *
             unit.holds += 1
 
 
-def _partition(parameter: Tensor, param_list: Iterable[Tensor] | None = None, **ignored: Any) -> None:
-    """Free the values that ``all_gather`` has brought."""
+def _partition(
+    parameter: Tensor, param_list: Iterable[Tensor] | None = None, free_data: bool = True, **ignored: Any
+) -> None:
+    """Free the values that ``all_gather`` has brought, unless they are to stay for a while."""
     for each in [parameter] if param_list is None else param_list:
         unit = _unit(each)
         if _held.pop(id(unit), None) is not None:
             unit.holds -= 1
-        unit.free()
+        if free_data:
+            unit.free()
 
 
 _held: dict[int, Unit] = {}
@@ -142,7 +145,9 @@ def _unwatched(get: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
 
 
 class Init(_Init):
-    """``deepspeed.zero.Init``: the runtime's; parameters take the config's fp16 or bf16 at once."""
+    """``deepspeed.zero.Init``: the runtime's; parameters take the config's fp16 or bf16 at once, and without
+    ``dtype`` and config fp16, as in DeepSpeed.
+    """
 
     def __init__(
         self,
@@ -160,8 +165,8 @@ class Init(_Init):
     ) -> None:
         use_deepspeeds_placeholders()
         source = config if config is not None else config_dict_or_path
-        if dtype is None and source is not None and enabled:
-            dtype = choose_precision(load(source).config).dtype
+        if dtype is None and enabled:
+            dtype = choose_precision(load(source).config).dtype if source is not None else torch.float16
         super().__init__(
             module,
             data_parallel_group,

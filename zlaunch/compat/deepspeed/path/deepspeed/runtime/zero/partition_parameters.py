@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from zlaunch.compat.deepspeed.accelerator import get_accelerator
-from zlaunch.compat.deepspeed.missing import absent
+from zlaunch.compat.deepspeed.missing import absent, missing_class
 from zlaunch.compat.deepspeed.parameters import (
     GatheredParameters,
     Init,
@@ -21,6 +21,9 @@ from zlaunch.compat.deepspeed.parameters import (
     unregister_external_parameter,
 )
 
+partitioned_param_data_shape = [0]
+MultipleAllGatherHandles = missing_class("MultipleAllGatherHandles", "gathers are the runtime's own")
+AllGatherHandle = missing_class("AllGatherHandle", "gathers are the runtime's own")
 _orig_torch_arange = torch.arange
 _orig_torch_empty, _orig_torch_zeros = torch.empty, torch.zeros
 _orig_torch_ones, _orig_torch_full = torch.ones, torch.full
