@@ -276,17 +276,21 @@ def _set_state(engine: Engine, unit: Unit, index: int, key: str, flat: Tensor) -
     step = engine._shard_step
     assert step is not None
     state, slot = step.optimizer.state, unit.layout.slots[index]
+    kept = {name for run in step.runs for name, _ in describe(run, state, "").tensors}
+    if key not in kept and not (key in _ADAM and _is_adam(engine)):
+        known = ", ".join(sorted(kept)) or "nothing before its first step"
+        raise KeyError(f"the optimizer keeps no {key!r} for each element: it keeps {known}")
     runs: list[tuple[Run, Description]] = []
     for run in step.runs:
         if run.unit is not unit:
             continue
-        touched = unit.start + run.start < slot.stop and unit.start + run.stop > slot.offset
         what = describe(run, state, "")
-        if touched and key not in dict(what.tensors):
-            if what != Description() or not (key in _ADAM and _is_adam(engine)):
-                known = ", ".join(dict(what.tensors)) or "nothing before its first step"
-                raise KeyError(f"the optimizer keeps no {key!r} for each element: it keeps {known}")
-            what = Description(tuple((name, "master") for name in _ADAM), (("step", ("F32", 0.0)),))
+        touched = unit.start + run.start < slot.stop and unit.start + run.stop > slot.offset
+        if touched and what == Description():  # it has made no step yet
+            adam = _is_adam(engine)
+            names = _ADAM if adam else (key,)
+            counter = (("step", ("F32", 0.0)),) if adam else ()
+            what = Description(tuple((name, "master") for name in names), counter)
         runs.append((run, what))
     fused = any(group.get("fused") or group.get("capturable") for group in step.optimizer.param_groups)
     take_state(

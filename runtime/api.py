@@ -40,18 +40,20 @@ _PINNED_SHARE = 0.8
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add ``--config`` (also ``--deepspeed_config``), ``--deepspeed`` and ``--local_rank`` to a script's
-    parser.
+    parser, those aside that it has already.
     """
     group = parser.add_argument_group("zlaunch")
-    group.add_argument(
-        "--deepspeed", action="store_true", help="accepted for DeepSpeed scripts; has no effect"
-    )
-    group.add_argument(
-        "--config", "--deepspeed_config", dest="deepspeed_config", help="config file (JSON or YAML)"
-    )
-    group.add_argument(
-        "--local_rank", type=int, default=read_environment().local_rank, help="set by the launcher"
-    )
+    taken = parser._option_string_actions
+    names = [name for name in ("--config", "--deepspeed_config") if name not in taken]
+    if names:
+        group.add_argument(*names, dest="deepspeed_config", help="config file (JSON or YAML)")
+    if "--deepspeed" not in taken:
+        group.add_argument(
+            "--deepspeed", action="store_true", help="accepted for DeepSpeed scripts; has no effect"
+        )
+    if "--local_rank" not in taken:
+        rank = read_environment().local_rank
+        group.add_argument("--local_rank", type=int, default=rank, help="set by the launcher")
     return parser
 
 

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -174,6 +175,19 @@ class Engine(Saving, nn.Module):
     def gradient_accumulation_steps(self) -> int:
         """Backward passes of one optimizer step."""
         return int(self._effective.config.gradient_accumulation_steps or 1)
+
+    def set_batch(self, train: int, micro: int, accumulation: int) -> None:
+        """Change the three batch sizes, which fit together, between two optimizer steps. The caller's loader
+        has to give such batches.
+        """
+        sizes = {
+            "train_batch_size": train,
+            "train_micro_batch_size_per_gpu": micro,
+            "gradient_accumulation_steps": accumulation,
+        }
+        config = self._effective.config.model_copy(update=sizes)
+        self._effective = replace(self._effective, config=config)
+        self._prepare_pass()
 
     def zero_optimization_stage(self) -> int:
         """0 to 3."""

@@ -21,13 +21,13 @@ def notebook(
 ) -> list[Any]:
     """Run ``function(*args, **kwargs)`` in fresh workers of this machine and return their results, by rank.
 
-    The function may be one that the notebook itself defines: it is sent by value, with what it refers to, and
-    needs nothing of this process (a GPU that is in use here, threads) to be forked. What rank 0 prints appears
-    here. ``num_gpus`` is the command's ``--num_gpus``, ``options`` are further ones (``["--log_ranks", "all"]``).
+    The function may be one that the notebook itself defines: it is sent by value, with what it refers to, so
+    that this process need not be forked (it may use a GPU already). What rank 0 prints appears here.
+    ``num_gpus`` is the command's ``--num_gpus``, ``options`` are further ones: ``["--log_ranks", "all"]``.
     Interrupting the cell stops the workers. Raises RuntimeError when one has failed; TypeError for something
     that cannot be sent.
     """
-    import cloudpickle
+    import cloudpickle  # type: ignore[import-untyped, unused-ignore]
 
     with tempfile.TemporaryDirectory(prefix="zlaunch-notebook-") as folder:
         Path(folder, "path.json").write_text(json.dumps(sys.path))

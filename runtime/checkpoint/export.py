@@ -219,7 +219,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("-t", "--tag", help='which checkpoint; "auto" for the newest whole one')
     parser.add_argument("--dtype", choices=list(PRECISIONS), default="fp32")
     parser.add_argument("--max_shard_size", default="5GB")
-    parser.add_argument("--format", choices=["safetensors", "bin"], default="safetensors")
+    parser.add_argument("--format", choices=["bin", "safetensors"], default="bin")
     parser.add_argument("--safe_serialization", action="store_true", help="the same as --format safetensors")
     parser.add_argument("--exclude_frozen_parameters", action="store_true")
     parser.add_argument("-d", "--debug", action="store_true", help="accepted")
@@ -230,7 +230,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             args.output_dir,
             dtype=PRECISIONS[args.dtype],
             max_shard_bytes=parse_size(args.max_shard_size),
-            kind=args.format,
+            kind="safetensors" if args.safe_serialization else args.format,
             exclude_frozen=args.exclude_frozen_parameters,
         )
     except (CheckpointError, OSError, ValueError) as error:

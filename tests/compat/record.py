@@ -1,6 +1,6 @@
-"""Write down what ``side_by_side.py`` says under the real DeepSpeed: ``python -m tests.compat.record FOLDER``.
+"""Write down what ``side_by_side.py`` says under the real DeepSpeed.
 
-FOLDER is where ``pip install --target FOLDER deepspeed==0.19.8`` has put it.
+``python -m tests.compat.record FOLDER``, where ``pip install --target FOLDER deepspeed==0.19.8`` has put it.
 """
 
 from __future__ import annotations

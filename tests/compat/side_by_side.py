@@ -1,7 +1,7 @@
-"""A DeepSpeed script: run under both, it must say the same. ``python side_by_side.py OUT.json``, on one or more ranks.
+"""A DeepSpeed script that must say the same under both: ``side_by_side.py OUT.json``, on one or more ranks.
 
-Nothing here knows zlaunch. ``python -m tests.compat.record`` runs it under the real DeepSpeed and writes down what it
-says; the test compares ours with that.
+Nothing here knows zlaunch. ``python -m tests.compat.record`` runs it under the real DeepSpeed and writes
+down what it says; the test compares ours with that.
 """
 
 from __future__ import annotations

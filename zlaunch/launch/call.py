@@ -10,7 +10,7 @@ from pathlib import Path
 
 def main() -> None:
     """Call the function that the folder holds and leave its result there."""
-    import cloudpickle
+    import cloudpickle  # type: ignore[import-untyped, unused-ignore]
 
     folder = Path(sys.argv[1])
     known = json.loads((folder / "path.json").read_text())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -268,6 +269,14 @@ class DeepSpeedEngine(ConfigGetters, Engine):
     def dump_state(self) -> bool:
         """``dump_state`` of the config."""
         return bool(self.effective_config.dump_state)
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """DeepSpeed's arguments; a script has a ``--local_rank`` of its own."""
+    group = parser.add_argument_group("DeepSpeed", "DeepSpeed configurations")
+    group.add_argument("--deepspeed", default=False, action="store_true", help="use DeepSpeed: zlaunch is")
+    group.add_argument("--deepspeed_config", default=None, type=str, help="config file (JSON or YAML)")
+    return parser
 
 
 _live: WeakSet[DeepSpeedEngine] = WeakSet()

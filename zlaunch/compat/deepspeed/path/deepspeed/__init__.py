@@ -5,13 +5,12 @@ import sys as _sys
 
 import zlaunch as _zlaunch
 from zlaunch.compat.deepspeed import VERSION as __version__
-from zlaunch.compat.deepspeed.engine import DeepSpeedEngine, initialize
+from zlaunch.compat.deepspeed.engine import DeepSpeedEngine, add_config_arguments, initialize
 from zlaunch.compat.deepspeed.log import log_dist, logger
 from zlaunch.compat.deepspeed.missing import absent as _absent
 from zlaunch.compat.deepspeed.missing import missing_class as _missing_class
 from zlaunch.compat.deepspeed.missing import missing_function as _missing_function
 from zlaunch.compat.deepspeed.optimizer import DeepSpeedOptimizer
-from zlaunch.runtime.api import add_config_arguments
 from zlaunch.runtime.data import EngineLoader as DeepSpeedDataLoader
 
 from . import accelerator, checkpoint, comm, launcher, moe, ops, pipe, runtime, utils

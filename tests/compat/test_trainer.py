@@ -1,0 +1,136 @@
+"""The Hugging Face Trainer, accelerate and PEFT over the alias, unmodified."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.helpers import ROOT, run
+
+HERE = Path(__file__).parent
+SCENES = {
+    1: ("resume", "precision", "whose_optimizer", "best"),
+    2: ("resume", "generation", "inference", "adapters", "resizing", "evaluation_alone"),
+}
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_scenes(tmp_path: Path, world: int) -> None:
+    script = str(HERE / "trainer_script.py")
+    launch = run(
+        tmp_path,
+        "--num_gpus",
+        str(world),
+        "--no_local_rank",
+        script,
+        str(tmp_path / "results"),
+        *SCENES[world],
+    )
+    ended = [line.split()[1] for line in launch.out.splitlines() if line.startswith("scene ")]
+    assert ended == list(SCENES[world]), launch.err[-3000:]
+
+
+def _example(folder: Path, *options: str, config: str | None = None) -> list[float]:
+    """The example's training losses."""
+    args = [
+        str(ROOT / "examples/hf/train_clm.py"),
+        "--output_dir",
+        str(folder / "trained"),
+        "--logging_steps",
+        "1",
+    ]
+    args += ["--hidden_size", "64", "--num_hidden_layers", "2", "--context", "32", "--report_to", "none"]
+    args += ["--per_device_train_batch_size", "2", "--warmup_steps", "2", "--learning_rate", "1e-3", *options]
+    if config is not None:
+        args += ["--deepspeed", str(ROOT / "examples/hf" / config)]
+    launch = run(folder, "--num_gpus", "2", "--no_local_rank", *args)
+    assert "validation loss" in launch.out, launch.err[-3000:]
+    state = max(
+        (folder / "trained").glob("checkpoint-*/trainer_state.json"), key=lambda path: path.stat().st_mtime
+    )
+    return [entry["loss"] for entry in json.loads(state.read_text())["log_history"] if "loss" in entry]
+
+
+def test_the_example_trains_as_without_deepspeed(tmp_path: Path) -> None:
+    start = tmp_path / "start"
+    make = (
+        "import sys; from transformers import AutoModelForCausalLM as A, LlamaConfig as C; "
+        "A.from_config(C(vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2, "
+        "num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=32))"
+        ".save_pretrained(sys.argv[1])"
+    )
+    subprocess.run([sys.executable, "-c", make, str(start)], check=True, capture_output=True)
+    curves: dict[str, Any] = {}
+    for config in (None, "ds_stage2.json", "ds_stage3.json", "ds_offload.json"):
+        folder = tmp_path / str(config)
+        folder.mkdir()
+        options = ("--start", str(start), "--max_steps", "6", "--save_steps", "3")
+        curves[str(config)] = _example(folder, *options, config=config)
+    plain = curves["None"]
+    assert len(plain) == 6
+    for name, curve in curves.items():
+        assert max(abs(a - b) for a, b in zip(curve, plain, strict=True)) < 1e-4, (name, curve, plain)
+    checkpoint = tmp_path / "ds_stage3.json" / "trained" / "checkpoint-3"
+    resumed = _example(
+        tmp_path / "ds_stage3.json",
+        "--max_steps",
+        "6",
+        "--save_steps",
+        "3",
+        "--start",
+        str(start),
+        "--resume_from_checkpoint",
+        str(checkpoint),
+        config="ds_stage3.json",
+    )
+    assert resumed == curves["ds_stage3.json"]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("-m", "zlaunch", "-q", "--num_gpus", "2", "--no_local_rank"),
+        ("-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=29765"),
+        (
+            *(
+                "-m",
+                "zlaunch.compat.deepspeed",
+                "accelerate",
+                "launch",
+                "--use_deepspeed",
+                "--zero_stage",
+                "2",
+            ),
+            *(
+                "--num_processes",
+                "2",
+                "--num_machines",
+                "1",
+                "--mixed_precision",
+                "no",
+                "--dynamo_backend",
+                "no",
+            ),
+            *("--main_process_port", "29766"),
+        ),
+    ],
+    ids=["zlaunch", "torchrun", "accelerate launch"],
+)
+def test_accelerate(tmp_path: Path, command: tuple[str, ...]) -> None:
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}"
+    result = subprocess.run(
+        [sys.executable, *command, str(HERE / "accelerate_script.py"), str(tmp_path / "saved")],
+        cwd=tmp_path,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert result.stdout.count("ends well") == 3, result.stderr[-3000:]
