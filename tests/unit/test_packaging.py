@@ -69,6 +69,18 @@ def test_wheel_holds_all_packages_under_one_name(wheel: Path) -> None:
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
 
 
+def test_the_deepspeed_alias_comes_with_it(wheel: Path, unpacked: Path, tmp_path: Path) -> None:
+    code = (
+        "import zlaunch.compat.deepspeed as ds; ds.install(); import deepspeed, importlib.metadata\n"
+        "print(importlib.metadata.version('deepspeed'), deepspeed.__file__, sep='|')"
+    )
+    version, file = python(code, tmp_path, unpacked).split("|")
+    assert version == "0.19.8" and Path(file).is_relative_to(unpacked)
+    with zipfile.ZipFile(wheel) as archive:
+        program = archive.getinfo("zlaunch/compat/deepspeed/bin/deepspeed")
+    assert program.external_attr >> 16 & 0o111  # pip keeps it executable
+
+
 def test_users_own_runtime_and_config_stay_theirs(unpacked: Path, tmp_path: Path) -> None:
     for name in ("runtime", "config"):
         (tmp_path / f"{name}.py").write_text(f"mine = 'my {name}'\n")
