@@ -2,7 +2,7 @@
 
 ``path/`` is a folder for ``sys.path``: it holds a package ``deepspeed`` of thin modules over the runtime, and
 the ``dist-info`` folder by which ``importlib.metadata`` and what is built on it find a version.
-:func:`install` puts that folder first, for this process and, by ``PYTHONPATH``, for those that it starts.
+:func:`install` adds that folder, for this process and, by ``PYTHONPATH``, for those that it starts.
 Nothing is written anywhere.
 """
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from collections.abc import Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
 
@@ -34,34 +35,38 @@ def install() -> None:
             f"deepspeed is imported already, from {getattr(loaded, '__file__', None)}: call "
             "zlaunch.compat.deepspeed.install() at the top of the script, before what imports it"
         )
+    real = real_location()
     late = [name for name in ("transformers", "accelerate", "lightning") if name in sys.modules]
-    if late and not is_installed() and real_location() is None:
+    if late and not is_installed() and real is None:
         print(
             f"zlaunch: warning: {', '.join(late)} was imported before zlaunch.compat.deepspeed.install() and "
             "has found no DeepSpeed: call install() first",
             file=sys.stderr,
             flush=True,
         )
-    if sys.path[:1] != [_ENTRY]:
-        sys.path[:] = [_ENTRY, *(entry for entry in sys.path if entry != _ENTRY)]
-    others = [
-        entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry not in ("", _ENTRY)
-    ]
-    os.environ["PYTHONPATH"] = os.pathsep.join([_ENTRY, *others])
+    path, given = _without(sys.path), os.environ.get("PYTHONPATH")
+    variable = _without(given.split(os.pathsep)) if given else []
+    if real is None:
+        at = len(path)
+    else:  # before it; the script's own folder stays first if it can
+        at = 0 if path and Path(real).is_relative_to(path[0] or os.getcwd()) else 1
+    path.insert(at, _ENTRY)
+    variable.insert(len(variable) if real is None else 0, _ENTRY)
+    sys.path[:], os.environ["PYTHONPATH"] = path, os.pathsep.join(variable)
     importlib.invalidate_caches()
 
 
 def uninstall() -> None:
     """Undo :func:`install` for imports to come; modules that are imported stay."""
-    sys.path[:] = [entry for entry in sys.path if entry != _ENTRY]
-    others = [
-        entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry not in ("", _ENTRY)
-    ]
-    if others:
-        os.environ["PYTHONPATH"] = os.pathsep.join(others)
-    else:
-        os.environ.pop("PYTHONPATH", None)
-    importlib.invalidate_caches()
+    variable = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    if _ENTRY in sys.path or _ENTRY in variable:
+        sys.path[:] = _without(sys.path)
+        os.environ["PYTHONPATH"] = os.pathsep.join(_without(variable))
+        importlib.invalidate_caches()
+
+
+def _without(path: Sequence[str]) -> list[str]:
+    return [entry for entry in path if entry != _ENTRY]
 
 
 def is_installed() -> bool:
@@ -74,7 +79,7 @@ def is_installed() -> bool:
 
 def real_location() -> str | None:
     """The file of the real DeepSpeed package, if there is one; nothing is imported."""
-    spec = PathFinder.find_spec("deepspeed", [entry for entry in sys.path if entry != _ENTRY])
+    spec = PathFinder.find_spec("deepspeed", _without(sys.path))
     return spec.origin if spec is not None else None  # a folder without __init__.py has no origin
 
 
