@@ -7,12 +7,16 @@ from typing import Any
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
+_ALONE = ("tests/cluster/", "tests/runtime/")
+"""There is one cluster; and ranks that wait for each other in shared memory should have a core each."""
+
 
 class _Scheduling(LoadScopeScheduling):
-    """Every test by itself, those of the cluster in one process: there is one cluster."""
+    """One process for each of these folders at a time, the other tests file by file."""
 
     def _split_scope(self, nodeid: str) -> str:
-        return "tests/cluster" if nodeid.startswith("tests/cluster/") else nodeid
+        folder = next((name for name in _ALONE if nodeid.startswith(name)), None)
+        return folder or nodeid.partition("::")[0]
 
 
 @pytest.hookimpl

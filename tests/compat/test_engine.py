@@ -92,6 +92,15 @@ def _members() -> str:
     again, *_ = deepspeed.initialize(model=engine.module, config={**GIVEN, "zero_optimization": {"stage": 3}})
     torch.testing.assert_close(loss_of(again, data), loss_of(again.module, data))
     again.backward(loss_of(again, data))
+    offload = again.optimizer.parameter_offload  # what TRL does around a generation
+    with deepspeed.zero.GatheredParameters(again.module.parameters()):
+        for parameter in offload.module.parameters():
+            parameter.ds_active_sub_modules.clear()
+        for hook in [*offload.forward_hooks, *offload.backward_hooks]:
+            hook.remove()
+        again.module(data)
+        offload._register_deepspeed_module(offload.module)
+    assert not hasattr(optimizer, "parameter_offload")
     again.destroy()
     return "done"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from zlaunch.compat.deepspeed.missing import absent
 
@@ -17,6 +17,20 @@ _unknown = absent("engine.optimizer")
 
 class DeepSpeedOptimizer(torch.optim.Optimizer):
     """Base class, for ``isinstance``."""
+
+
+class _Hooks:
+    """A list of hooks to remove, and the way to put them back. It is empty: a parameter that
+    ``GatheredParameters`` holds is not touched by ours.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.forward_hooks: list[Any] = []
+        self.backward_hooks: list[Any] = []
+
+    def _register_deepspeed_module(self, module: nn.Module) -> None:
+        """They have stayed."""
 
 
 class ZeROOptimizer(DeepSpeedOptimizer):
@@ -88,6 +102,13 @@ class ZeROOptimizer(DeepSpeedOptimizer):
         return self._engine.flat_masters()
 
     single_partition_of_fp32_groups = fp32_partitioned_groups_flat
+
+    @property
+    def parameter_offload(self) -> _Hooks:
+        """Stage 3 only: what scripts take the hooks from around a generation, inside GatheredParameters."""
+        if self._engine.zero_optimization_stage() < 3:
+            raise AttributeError("parameter_offload: parameters are sharded at stage 3 alone")
+        return _Hooks(self._engine.module)
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """The engine's step: at the accumulation boundary, the update."""
