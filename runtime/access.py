@@ -99,13 +99,13 @@ def safe_set_full_grad(param: Tensor, value: Tensor) -> None:
 
 
 def safe_update_full_grad_vectorized(
-    params: list[Tensor], update: Callable[[Tensor, Tensor], Tensor]
+    param_list: list[Tensor], update_func: Callable[[Tensor, Tensor], Tensor]
 ) -> None:
-    """Replace each gradient by ``update(gradient, parameter)``; parameters without one are passed over."""
-    for param in params:
+    """Replace each gradient by ``update_func(gradient, parameter)``, where there is one."""
+    for param in param_list:
         grad = safe_get_full_grad(param)
         if grad is not None:
-            safe_set_full_grad(param, update(grad, param))
+            safe_set_full_grad(param, update_func(grad, param))
 
 
 # -- this rank's part
@@ -133,9 +133,16 @@ def safe_get_local_grad(param: Tensor) -> Tensor | None:
 
 
 def safe_set_local_fp32_param(param: Tensor, value: Tensor) -> None:
-    """Replace this rank's part of the master value. Collective: every rank replaces its own."""
+    """Replace this rank's part of the master value. At stages 0 to 2, and for parameters too small to be
+    sharded, collective: every rank replaces its own.
+    """
     engine, unit, index = _needed(param)
-    safe_set_full_fp32_param(param, _spread(engine, unit, index, value))
+    if not unit.shard_params:
+        safe_set_full_fp32_param(param, _spread(engine, unit, index, value))
+        return
+    flat = _padded(unit, index, value)
+    with torch.no_grad():
+        take_values(unit, _filler(unit, index, flat, VALUE), engine._offload)
 
 
 def safe_set_local_optimizer_state(param: Tensor, value: Tensor, optim_state_key: str) -> None:

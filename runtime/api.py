@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..cuda_ops.loader import set_mode
-from . import activation, stopping
+from . import access, activation, stopping
 from .agreement import check_agreement
 from .comm import Comm, close_all
 from .config import Config, ConfigError, Effective, load, resolve
@@ -31,6 +31,7 @@ from .optim.build import build_optimizer, build_scheduler
 from .optim.shard_step import ShardStep, parameter_groups
 from .precision import Precision, choose_precision, dtype_named
 from .zero.grads import GradientOptions, GradientReducer
+from .zero.leaves import mark_leaves
 from .zero.model import ShardedModel
 from .zero.partition import UNIT_NUMEL, Block, ShardingOptions, build_units, plan_blocks
 
@@ -213,6 +214,7 @@ def make_engine(
         undo.pop_all()
     scheduler = _make_scheduler(lr_scheduler, effective, client)
     engine = kind(sharded, reducer, step, scheduler, precision, effective, offload)
+    access.register(engine)
     loader = engine.deepspeed_io(training_data, collate_fn=collate_fn) if training_data is not None else None
     engine.training_dataloader = loader
     _record(effective, comm)
@@ -277,6 +279,8 @@ def _drop_frozen(client: torch.optim.Optimizer, model: nn.Module) -> None:
 def _plan(model: nn.Module, effective: Effective) -> tuple[list[Block], ShardingOptions]:
     """Which parameters go together."""
     zero = effective.config.zero_optimization
+    leaf = zero.leaf_module
+    mark_leaves(model, leaf.classes, leaf.names, leaf.name_suffixes)
     options = ShardingOptions(
         shard_optimizer=zero.stage >= 1,
         shard_grads=zero.stage >= 2,

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import access
 from .checkpoint.folder import absolute
 from .checkpoint.loader import Loader
 from .checkpoint.saver import Saver
@@ -76,6 +75,7 @@ class Engine(Saving, nn.Module):
         self._unsettled = False
         """Whether the last step was skipped has not been looked at: the scheduler waits for that."""
         self._boundary: bool | None = None
+        self._lr_arguments: dict[str, Any] = {}
         self._no_sync = False
         self._in_backward = False
         self._loss: Tensor | None = None
@@ -97,8 +97,9 @@ class Engine(Saving, nn.Module):
             keep_last=section.keep_last,
         )
         self._loader = Loader(sharded, shard_step, reducer, offload, node_local=node_local)
+        self._destroyed = False
+        sharded.engine = self
         self._prepare_pass()
-        access.register(self)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -238,12 +239,17 @@ class Engine(Saving, nn.Module):
             )
             raise torch.OutOfMemoryError(f"{error}\nzlaunch: out of memory in {where}: {advice}") from error
 
+    def _check_alive(self) -> None:
+        if self._destroyed:
+            raise RuntimeError("this engine has been destroyed, or its model was given to another engine")
+
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Back-propagate one micro-batch's loss (mean over its samples); returns the loss.
 
         The division by the number of micro-batches and ranks happens in :meth:`step`. With
         ``scale_wrt_gas=False`` the caller has divided by the number of micro-batches already.
         """
+        self._check_alive()
         if not loss.requires_grad:
             raise RuntimeError("the loss does not depend on any trainable parameter")
         self._prepare_pass()
@@ -298,14 +304,16 @@ class Engine(Saving, nn.Module):
 
     def step(self, lr_kwargs: Any = None) -> None:
         """At the accumulation boundary: average, unscale, clip, update, and step the scheduler; else only
-        count.
+        count. ``lr_kwargs`` go to the scheduler's step.
 
         With ``checkpoint.on_signal`` the first step after SIGUSR1 saves and ends the process. Raises
         CheckpointError when a save in the background has failed; LossScaleFloorError, naming parameters, when
         fp16 gradients overflow at the smallest loss scale.
         """
+        self._check_alive()
         self._in_backward = False
         self._loader.check()
+        self._lr_arguments = dict(lr_kwargs or {})
         before, is_boundary = self._result, self.is_gradient_accumulation_boundary()
         if is_boundary:
             self._optimizer_step()
@@ -377,7 +385,7 @@ class Engine(Saving, nn.Module):
 
     def _advance_schedule(self) -> None:
         if self.lr_scheduler is not None:
-            self.lr_scheduler.step()
+            self.lr_scheduler.step(**self._lr_arguments)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients accumulated so far."""
@@ -417,8 +425,11 @@ class Engine(Saving, nn.Module):
 
     def destroy(self) -> None:
         """Give the model back as a plain module with its present values, and release communicators.
-        Collective.
+        Collective. A second call does nothing.
         """
+        if self._destroyed:
+            return
+        self._destroyed = True
         with ExitStack() as stack:  # all of it, whatever fails
             stack.callback(self._sharded.comm.close)
             if self._offload is not None:

@@ -76,6 +76,10 @@ class ShardedModel:
         self._forward_order, self._backward_order = OrderHint(), OrderHint()
         self._grad_scale: Callable[[], float | Tensor] | None = None
         self._handles: list[Any] = []
+        self.engine: Any = None
+        """Whoever drives it. The module's hooks keep this object, and so its engine, alive as long as the
+        module lives: an engine that only the collector of cycles would end ends at another time on each rank.
+        """
         self._install()
         self._restore = intercept_module(module, self)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from typing import Any
 
@@ -158,12 +159,13 @@ class Mixture(nn.Module):
         return x.square().mean()
 
 
-def _leaves() -> list[Any]:
+def _leaves(by_config: bool) -> list[Any]:
     deepspeed = _deepspeed()
     from deepspeed.utils import get_z3_leaf_modules, set_z3_leaf_modules, unset_z3_leaf_modules
 
     model = Mixture()
-    assert len(set_z3_leaf_modules(model, [Experts])) == 2 == len(get_z3_leaf_modules(model))
+    if not by_config:
+        assert len(set_z3_leaf_modules(model, [Experts])) == 2 == len(get_z3_leaf_modules(model))
     with pytest.raises(ValueError, match="no module"):
         set_z3_leaf_modules(model, [nn.Conv1d])
     given = {
@@ -172,6 +174,8 @@ def _leaves() -> list[Any]:
         "zero_optimization": {"stage": 3},
     }
     given["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+    if by_config:
+        given["zero_optimization"]["leaf_module"] = {"classes": ["Experts"]}
     engine, *_ = deepspeed.initialize(model=model, config=given)
     units = [unit.name for unit in engine._sharded.units]
     losses = []
@@ -186,8 +190,100 @@ def _leaves() -> list[Any]:
     return [units, losses[-1] < losses[0], len(get_z3_leaf_modules(model))]
 
 
-def test_leaf_modules() -> None:
-    assert run_workers(_leaves, 2) == [[["layers.0", "layers.1"], True, 0]] * 2
+@pytest.mark.parametrize("by_config", [False, True])
+def test_leaf_modules(by_config: bool) -> None:
+    assert run_workers(_leaves, 2, by_config) == [[["layers.0", "layers.1"], True, 0]] * 2
+
+
+def _lives() -> str:
+    """Engines that nobody keeps, that are destroyed twice, or whose model has gone to another."""
+    deepspeed = _deepspeed()
+    data, results = batches(1, 2)[0], []
+    for stage in (2, 3):
+        model = net()
+        given = {**GIVEN, "gradient_accumulation_steps": 1, "zero_optimization": {"stage": stage}}
+        given["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+
+        def go(model: Any, given: Any) -> float:
+            engine, *_ = deepspeed.initialize(model=model, config=given)
+            loss = engine.backward(loss_of(engine, data))
+            engine.step()
+            return float(loss)
+
+        first = go(model, given)
+        if deepspeed.comm.get_rank() == 0:
+            gc.collect()
+        results.append(go(model, given) < first + 1)
+        former, *_ = deepspeed.initialize(model=model, config=given)
+        present, *_ = deepspeed.initialize(model=model, config=given)
+        former.destroy()
+        with pytest.raises(RuntimeError, match="given to another engine"):
+            former.step()
+        present.destroy()
+        present.destroy()
+        with pytest.raises(RuntimeError, match="has been destroyed"):
+            present.backward(torch.zeros(1, requires_grad=True).sum())
+    return f"{results}"
+
+
+def test_lives_of_engines() -> None:
+    assert run_workers(_lives, 2) == ["[True, True]"] * 2
+
+
+def _loop() -> str:
+    """What a script's loop may do beside the usual."""
+    deepspeed = _deepspeed()
+    from deepspeed.runtime.constants import ROUTE_EVAL
+
+    given = {key: value for key, value in GIVEN.items() if key != "scheduler"}
+    given["zero_optimization"] = {"stage": 3, "stage3_param_persistence_threshold": 0}
+    engine, optimizer, _, _ = deepspeed.initialize(
+        model=net(),
+        config=given,
+        lr_scheduler=lambda inner: torch.optim.lr_scheduler.ReduceLROnPlateau(inner, patience=0),
+    )
+    data, rank = batches(1, 2)[0], deepspeed.comm.get_rank()
+    rates = []
+    for _ in range(2):
+        for _ in range(2):
+            loss = loss_of(engine, data)
+            torch.testing.assert_close(engine.backward(loss), loss / 2)
+            engine.step(lr_kwargs={"metrics": 1.0})
+        rates.append(engine.get_lr()[0])
+    assert rates[1] == pytest.approx(rates[0] / 10)
+    with pytest.raises(ValueError, match="settled by initialize"):
+        optimizer.add_param_group({"params": []})
+    rows = [torch.tensor([float(i)]) for i in range(8)]
+    first = next(iter(engine.deepspeed_io(rows, batch_size=2, route=ROUTE_EVAL)))
+    assert first.tolist() == [[rank], [rank + 2.0]]
+    loaded = []
+    engine.load_module_state_dict({"module": {}}, custom_load_fn=lambda src, dst: loaded.append(dst))
+    assert loaded == [engine.module]
+
+    weight = engine.module.layers[0].up.weight
+    gathered = deepspeed.zero.GatheredParameters([weight])
+    for _ in range(2):
+        with gathered:
+            assert weight.numel() == weight.ds_numel
+    weight.all_gather()
+    weight.data.fill_(7.0)
+    weight.partition(has_been_updated=True)
+    with gathered:
+        assert weight.eq(7).all()
+    mine = deepspeed.utils.safe_get_local_fp32_param(weight)
+    if rank == 0:  # of its own part alone, without the other
+        deepspeed.utils.safe_set_local_fp32_param(weight, torch.zeros_like(mine))
+    with gathered:
+        zeros = torch.tensor([float(mine.numel()) if rank == 0 else 0.0])
+        deepspeed.comm.all_reduce(zeros)
+        assert int(weight.eq(0).sum()) == int(zeros) > 0
+        assert int(weight.eq(7).sum()) == weight.numel() - int(zeros)
+    engine.destroy()
+    return "done"
+
+
+def test_a_scripts_loop() -> None:
+    assert run_workers(_loop, 2) == ["done"] * 2
 
 
 def _rest() -> str:
@@ -207,6 +303,14 @@ def _rest() -> str:
         tensor.tolist() == [3.0] * 3 and comm.get_world_size() == 2 == groups._get_data_parallel_world_size()
     )
     comm.barrier()
+    both, one = torch.zeros(2), torch.zeros(1)
+    comm.all_gather_into_tensor(both, tensor=torch.ones(1))
+    comm.reduce_scatter_tensor(output_tensor=one, tensor=both.clone())
+    assert both.tolist() == [1.0, 1.0] and one.tolist() == [2.0]
+    comm.all_reduce(one, comm.ReduceOp.SUM, None, False, False, "name")
+    handle = comm.all_reduce_coalesced([one, both], async_op=True)
+    handle.wait()
+    assert one.tolist() == [8.0] and both.tolist() == [2.0, 2.0]
     device = get_accelerator()
     assert device.current_device_name() == "cpu" and device.communication_backend_name() == "gloo"
     assert device.is_available() and device.device_count() == 2 and device.total_memory() > 1 << 30

@@ -149,6 +149,8 @@ def run(command: tuple[str, ...], **given: Any) -> int:
     """
     if given["as_json"] and not given["dry_run"]:
         raise click.UsageError("--json goes with --dry_run")
+    for name in ("hostfile", "run_dir"):  # what accelerate and DeepSpeed's own wrappers pass for nothing
+        given[name] = None if given[name] == "None" else given[name]
     if given["no_ssh"] != (given["node_rank"] is not None):
         raise click.UsageError("--no_ssh and --node_rank N go together")
     given["quiet"] = given["quiet"] or given["log_level"] in ("error", "critical")

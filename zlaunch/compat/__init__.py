@@ -1,1 +1,1 @@
-"""The `deepspeed` import alias and the glue for transformers and accelerate. Not there yet."""
+"""Other projects' names over this runtime."""

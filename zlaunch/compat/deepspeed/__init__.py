@@ -79,8 +79,14 @@ def is_installed() -> bool:
 
 def real_location() -> str | None:
     """The file of the real DeepSpeed package, if there is one; nothing is imported."""
-    spec = PathFinder.find_spec("deepspeed", _without(sys.path))
-    return spec.origin if spec is not None else None  # a folder without __init__.py has no origin
+    for finder in sys.meta_path:  # an editable install has one of its own
+        if finder is PathFinder:
+            spec = PathFinder.find_spec("deepspeed", _without(sys.path))
+        else:
+            spec = finder.find_spec("deepspeed", None)
+        if spec is not None and spec.origin is not None:  # a folder without __init__.py has no origin
+            return spec.origin
+    return None
 
 
 def install_as_asked(choice: str) -> None:

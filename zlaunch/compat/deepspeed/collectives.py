@@ -107,20 +107,91 @@ def destroy_process_group(group: Any = None) -> None:
         close_all()
 
 
+class _All:
+    """Several operations under way."""
+
+    def __init__(self, handles: list[Any]) -> None:
+        self._handles = handles
+
+    def wait(self) -> None:
+        """Until all have ended."""
+        for handle in self._handles:
+            handle.wait()
+
+
+def _finish(handles: list[Any], async_op: bool) -> _All | None:
+    together = _All(handles)
+    if async_op:
+        return together
+    together.wait()
+    return None
+
+
+def all_reduce(
+    tensor: Tensor, op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False, *log: Any, **more: Any
+) -> Any:
+    """``torch.distributed.all_reduce``."""
+    return dist.all_reduce(tensor, op=op, group=group, async_op=async_op)
+
+
+def all_gather_into_tensor(
+    output_tensor: Tensor, tensor: Tensor, group: Any = None, async_op: bool = False, *log: Any, **more: Any
+) -> Any:
+    """``torch.distributed.all_gather_into_tensor``."""
+    return dist.all_gather_into_tensor(output_tensor, tensor, group=group, async_op=async_op)
+
+
+def allgather_fn(
+    output_tensor: Tensor, input_tensor: Tensor, group: Any = None, async_op: bool = False, **more: Any
+) -> Any:
+    """The same."""
+    return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+def reduce_scatter_tensor(
+    output_tensor: Tensor,
+    tensor: Tensor,
+    op: Any = ReduceOp.SUM,
+    group: Any = None,
+    async_op: bool = False,
+    *log: Any,
+    **more: Any,
+) -> Any:
+    """``torch.distributed.reduce_scatter_tensor``."""
+    return dist.reduce_scatter_tensor(output_tensor, tensor, op=op, group=group, async_op=async_op)
+
+
+def all_to_all_single(
+    output: Tensor,
+    tensor: Tensor,
+    output_split_sizes: list[int] | None = None,
+    input_split_sizes: list[int] | None = None,
+    group: Any = None,
+    async_op: bool = False,
+    *log: Any,
+    **more: Any,
+) -> Any:
+    """``torch.distributed.all_to_all_single``."""
+    return dist.all_to_all_single(
+        output, tensor, output_split_sizes, input_split_sizes, group=group, async_op=async_op
+    )
+
+
 def all_reduce_coalesced(
-    tensors: list[Tensor], op: Any = ReduceOp.SUM, group: Any = None, **extra: Any
-) -> None:
+    tensors: list[Tensor], op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False
+) -> _All | None:
     """Each of them."""
-    for tensor in tensors:
-        dist.all_reduce(tensor, op=op, group=group)
+    return _finish([dist.all_reduce(t, op=op, group=group, async_op=True) for t in tensors], async_op)
 
 
 def all_gather_coalesced(
-    outputs: list[Tensor], inputs: list[Tensor], group: Any = None, **extra: Any
-) -> None:
+    output_tensors: list[Tensor], input_tensors: list[Tensor], group: Any = None, async_op: bool = False
+) -> _All | None:
     """Each of them."""
-    for output, tensor in zip(outputs, inputs, strict=True):
-        dist.all_gather_into_tensor(output, tensor, group=group)
+    pairs = zip(output_tensors, input_tensors, strict=True)
+    return _finish(
+        [dist.all_gather_into_tensor(output, t, group=group, async_op=True) for output, t in pairs], async_op
+    )
 
 
 def has_all_gather_into_tensor() -> bool:
@@ -130,11 +201,9 @@ def has_all_gather_into_tensor() -> bool:
 
 has_reduce_scatter_tensor = has_all_reduce_coalesced = has_coalescing_manager = has_all_gather_into_tensor
 all_gather = _plain(dist.all_gather)
-all_gather_into_tensor = allgather_fn = _plain(dist.all_gather_into_tensor)
 all_gather_object = _plain(dist.all_gather_object)
-all_reduce = inference_all_reduce = _plain(dist.all_reduce)
+inference_all_reduce = all_reduce
 all_to_all = _plain(dist.all_to_all)
-all_to_all_single = _plain(dist.all_to_all_single)
 barrier = _plain(dist.barrier)
 broadcast = _plain(dist.broadcast)
 broadcast_object_list = _plain(dist.broadcast_object_list)
@@ -146,7 +215,7 @@ monitored_barrier = _plain(dist.monitored_barrier)
 recv = _plain(dist.recv)
 reduce = _plain(dist.reduce)
 reduce_scatter = _plain(dist.reduce_scatter)
-reduce_scatter_tensor = reduce_scatter_fn = _plain(dist.reduce_scatter_tensor)
+reduce_scatter_fn = reduce_scatter_tensor
 scatter = _plain(dist.scatter)
 send = _plain(dist.send)
 _LOGS = "use torch.profiler"

@@ -74,11 +74,6 @@ class DeepSpeedEngine(ConfigGetters, Engine):
         return float(self.effective_config.fp16.loss_scale)
 
     @property
-    def current_loss_scale(self) -> float:
-        """What losses are multiplied with now."""
-        return self._scaler.scale
-
-    @property
     def local_rank(self) -> int:
         """This rank's number on its node."""
         return read_environment().local_rank
@@ -126,17 +121,6 @@ class DeepSpeedEngine(ConfigGetters, Engine):
     def losses(self) -> float | None:
         """The last loss that went through :meth:`backward`."""
         return float(self._loss) if self._loss is not None else None
-
-    def flat_masters(self) -> list[Tensor]:
-        """This rank's fp32 masters, a flat tensor for each param group (copies)."""
-        optimizer = self.torch_optimizer
-        groups = optimizer.param_groups if optimizer is not None else []
-        return [
-            torch.cat([leaf.detach().reshape(-1) for leaf in group["params"]])
-            if group["params"]
-            else torch.empty(0)
-            for group in groups
-        ]
 
     # -- the loop
 
@@ -256,6 +240,43 @@ class DeepSpeedEngine(ConfigGetters, Engine):
                     state.pop(prefix + name, None)
         return dict(state)
 
+    def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
+        """The runtime's; returns the loss divided by the micro-batches of a step, as DeepSpeed does."""
+        super().backward(loss, retain_graph, scale_wrt_gas)
+        return loss / self.gradient_accumulation_steps() if scale_wrt_gas else loss
+
+    def deepspeed_io(
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        route: str = "train",
+        pin_memory: bool = True,
+        data_sampler: Any = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_local_io_workers: int | None = None,
+    ) -> Any:
+        """A loader of this rank's share; ``route`` "eval" and "predict" keep the order. With a sampler of the
+        caller's, torch's DataLoader over that.
+        """
+        size = batch_size or self.train_micro_batch_size_per_gpu()
+        if data_sampler is not None:
+            return torch.utils.data.DataLoader(
+                dataset,
+                batch_size=size,
+                sampler=data_sampler,
+                collate_fn=collate_fn,
+                drop_last=self.effective_config.dataloader_drop_last,
+            )
+        return EngineLoader(
+            dataset,
+            batch_size=size,
+            rank=self.global_rank,
+            world_size=self.world_size,
+            collate_fn=collate_fn,
+            drop_last=self.effective_config.dataloader_drop_last,
+            shuffle=route == "train",
+        )
+
     def load_module_state_dict(
         self,
         checkpoint: Mapping[str, Any],
@@ -264,6 +285,9 @@ class DeepSpeedEngine(ConfigGetters, Engine):
         fetch_z3_params: bool = False,
     ) -> None:
         """Weights from ``checkpoint["module"]``, or from a state dict itself."""
+        if custom_load_fn is not None:
+            custom_load_fn(src=checkpoint.get("module", checkpoint), dst=self.module)
+            return
         self.module.load_state_dict(checkpoint.get("module", checkpoint), strict=strict)
 
     def dump_state(self) -> bool:
@@ -302,7 +326,7 @@ def initialize(
     if model is not None:
         _take_over(model)
     if isinstance(optimizer, ZeROOptimizer):
-        optimizer = None
+        raise ValueError("initialize was given the optimizer of another engine: give it a new one")
     use_deepspeeds_placeholders()
     engine, _, loader, scheduler = make_engine(
         DeepSpeedEngine,

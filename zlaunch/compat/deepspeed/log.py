@@ -32,9 +32,10 @@ if not logger.handlers:
 
 
 def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
-    """Log on these ranks; None or -1 is all."""
-    rank = read_environment().rank
-    if ranks is None or rank in ranks or -1 in ranks:
+    """Log on these ranks; -1 is all, None is none where there are several."""
+    place = read_environment()
+    rank = place.rank
+    if place.world_size == 1 or rank in (ranks or ()) or -1 in (ranks or ()):
         logger.log(level, "[Rank %d] %s", rank, message)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from zlaunch.compat.deepspeed.missing import absent
 
 if TYPE_CHECKING:
-    from zlaunch.compat.deepspeed.engine import DeepSpeedEngine
+    from zlaunch.runtime.engine import Engine
 
 _unknown = absent("engine.optimizer")
 
@@ -42,7 +42,7 @@ class ZeROOptimizer(DeepSpeedOptimizer):
         loss_scale, cur_scale: what losses are multiplied with.
     """
 
-    def __init__(self, engine: DeepSpeedEngine, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer) -> None:
         """Not torch's: there is one set of groups, the wrapped optimizer's."""
         self._engine, self.optimizer = engine, optimizer
 
@@ -87,19 +87,24 @@ class ZeROOptimizer(DeepSpeedOptimizer):
     @property
     def loss_scale(self) -> float:
         """1 but for fp16."""
-        return self._engine.current_loss_scale
+        return self._engine._scaler.scale
 
     cur_scale = loss_scale
 
     @property
     def dynamic_loss_scale(self) -> bool:
         """fp16 with a scale that adapts."""
-        return self._engine.dynamic_loss_scale()
+        return self._engine._scaler.dynamic
 
     @property
     def fp32_partitioned_groups_flat(self) -> list[Tensor]:
         """This rank's masters, a flat tensor a param group (copies)."""
-        return self._engine.flat_masters()
+        return [
+            torch.cat([leaf.detach().reshape(-1) for leaf in group["params"]])
+            if group["params"]
+            else torch.empty(0)
+            for group in self.param_groups
+        ]
 
     single_partition_of_fp32_groups = fp32_partitioned_groups_flat
 
@@ -115,6 +120,12 @@ class ZeROOptimizer(DeepSpeedOptimizer):
         if closure is not None:
             raise ValueError("a closure would have to run the backward pass: call engine.backward first")
         self._engine.step()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused: parameters are cut into shards by ``initialize``."""
+        raise ValueError(
+            "parameters are settled by initialize: call deepspeed.initialize again with the new ones"
+        )
 
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
         """The engine's."""

@@ -94,14 +94,27 @@ class FusedLion(metaclass=_Maker):
         lr: float = 1e-3,
         betas: Sequence[float] = (0.9, 0.999),
         weight_decay: float = 0.0,
-        **ignored: Any,
+        set_grad_none: bool = True,
     ) -> torch.optim.Optimizer:
         """The runtime's."""
         return Lion(params, lr=lr, betas=tuple(betas), weight_decay=weight_decay)  # type: ignore[arg-type]
 
 
-class DeepSpeedCPULion(FusedLion):
+class DeepSpeedCPULion(metaclass=_Maker):
     """The same."""
+
+    kinds = (Lion,)
+
+    @staticmethod
+    def make(
+        model_params: Any,
+        lr: float = 1e-3,
+        betas: Sequence[float] = (0.9, 0.999),
+        weight_decay: float = 0.0,
+        fp32_optimizer_states: bool = True,
+    ) -> torch.optim.Optimizer:
+        """The runtime's."""
+        return FusedLion.make(model_params, lr, betas, weight_decay)
 
 
 class DeepSpeedCPUAdagrad(metaclass=_Maker):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from enum import Enum
 from typing import Any
 
@@ -96,13 +96,21 @@ def _all_gather(parameter: Tensor, param_list: Iterable[Tensor] | None = None, *
 
 
 def _partition(
-    parameter: Tensor, param_list: Iterable[Tensor] | None = None, free_data: bool = True, **ignored: Any
+    parameter: Tensor,
+    param_list: Iterable[Tensor] | None = None,
+    hierarchy: int = 0,
+    has_been_updated: bool = False,
+    free_data: bool = True,
 ) -> None:
-    """Free the values that ``all_gather`` has brought, unless they are to stay for a while."""
+    """Free the values that ``all_gather`` has brought, unless they are to stay for a while.
+    ``has_been_updated``: they were changed, on all ranks alike, and the change is to be kept.
+    """
     for each in [parameter] if param_list is None else param_list:
         unit = _unit(each)
         if _held.pop(id(unit), None) is not None:
             unit.holds -= 1
+        if has_been_updated and unit.state is UnitState.FULL:
+            unit.store()
         if free_data:
             unit.free()
 
@@ -182,21 +190,33 @@ class Init(_Init):
         )
 
 
-@contextmanager
-def GatheredParameters(
-    params: Tensor | nn.Module | Iterable[Tensor],
-    modifier_rank: int | None = None,
-    fwd_module: nn.Module | None = None,
-    enabled: bool = True,
-) -> Iterator[None]:
-    """``deepspeed.zero.GatheredParameters``: the runtime's, for parameters of stage 3 alone."""
-    if isinstance(params, nn.Module):
-        params = list(params.parameters())
-    elif isinstance(params, Tensor):
-        params = [params]
-    mine = [p for p in params if isinstance(p, nn.Parameter) and hasattr(p, "ds_id")] if enabled else []
-    with _GatheredParameters(mine, modifier_rank, fwd_module, enabled):
-        yield
+class GatheredParameters:
+    """``deepspeed.zero.GatheredParameters``: the runtime's, for parameters of stage 3 alone. It can be
+    entered again and again.
+    """
+
+    def __init__(
+        self,
+        params: Tensor | nn.Module | Iterable[Tensor],
+        modifier_rank: int | None = None,
+        fwd_module: nn.Module | None = None,
+        enabled: bool = True,
+    ) -> None:
+        if isinstance(params, nn.Module):
+            params = params.parameters()
+        elif isinstance(params, Tensor):
+            params = [params]
+        self.enabled, self.src_rank = enabled, modifier_rank
+        self.params = [p for p in params if is_zero_param(p)] if enabled else []
+        self._entered: list[AbstractContextManager[None]] = []
+
+    def __enter__(self) -> None:
+        context = _GatheredParameters(self.params, self.src_rank)
+        context.__enter__()
+        self._entered.append(context)
+
+    def __exit__(self, *error: Any) -> None:
+        self._entered.pop().__exit__(*error)
 
 
 def is_zero_param(parameter: Any) -> bool:

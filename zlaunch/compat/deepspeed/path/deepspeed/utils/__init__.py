@@ -1,15 +1,5 @@
 """Helpers of scripts."""
 
-from zlaunch.compat.deepspeed.leaves import (
-    get_z3_leaf_modules,
-    set_z3_leaf_module,
-    set_z3_leaf_modules,
-    set_z3_leaf_modules_by_name,
-    set_z3_leaf_modules_by_suffix,
-    unset_z3_leaf_modules,
-    z3_leaf_module,
-    z3_leaf_parameter,
-)
 from zlaunch.compat.deepspeed.log import log_dist, log_dist_once, logger, set_log_level_from_string
 from zlaunch.compat.deepspeed.missing import absent
 from zlaunch.compat.deepspeed.tools import OnDevice, RepeatingLoader, instrument_w_nvtx
@@ -27,6 +17,15 @@ from zlaunch.runtime.access import (
     safe_set_local_grad,
     safe_set_local_optimizer_state,
     safe_update_full_grad_vectorized,
+)
+from zlaunch.runtime.zero.leaves import (
+    get_z3_leaf_modules,
+    set_z3_leaf_module,
+    set_z3_leaf_modules,
+    set_z3_leaf_modules_by_name,
+    set_z3_leaf_modules_by_suffix,
+    unset_z3_leaf_modules,
+    z3_leaf_module,
 )
 
 from . import groups, logging, tensor_fragment, torch, zero_to_fp32
@@ -64,6 +63,5 @@ __all__ = [
     "torch",
     "unset_z3_leaf_modules",
     "z3_leaf_module",
-    "z3_leaf_parameter",
     "zero_to_fp32",
 ]

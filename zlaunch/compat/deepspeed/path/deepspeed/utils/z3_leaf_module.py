@@ -1,6 +1,6 @@
 """Modules that are gathered as one."""
 
-from zlaunch.compat.deepspeed.leaves import (
+from zlaunch.runtime.zero.leaves import (
     get_z3_leaf_modules,
     set_z3_leaf_module,
     set_z3_leaf_modules,
@@ -8,7 +8,6 @@ from zlaunch.compat.deepspeed.leaves import (
     set_z3_leaf_modules_by_suffix,
     unset_z3_leaf_modules,
     z3_leaf_module,
-    z3_leaf_parameter,
 )
 
 __all__ = [
@@ -19,5 +18,4 @@ __all__ = [
     "set_z3_leaf_modules_by_suffix",
     "unset_z3_leaf_modules",
     "z3_leaf_module",
-    "z3_leaf_parameter",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from torch import nn
 
@@ -39,21 +39,33 @@ def unset_z3_leaf_modules(
 
 
 def set_z3_leaf_modules_by_name(
-    model: nn.Module, module_names: Iterable[str], raise_if_not_found: bool = True
+    model: nn.Module, module_names: Iterable[str], flag: bool = True, raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """The same by the modules' names in the model."""
+    """The same by the modules' names in the model; ``flag`` False unmarks them."""
     wanted = set(module_names)
     found = [module for name, module in model.named_modules() if name in wanted]
-    return _mark(found, True, raise_if_not_found, sorted(wanted))
+    return _mark(found, flag, raise_if_not_found, sorted(wanted))
 
 
 def set_z3_leaf_modules_by_suffix(
-    model: nn.Module, module_name_suffixes: Iterable[str], raise_if_not_found: bool = True
+    model: nn.Module,
+    module_name_suffixes: Iterable[str],
+    flag: bool = True,
+    raise_if_not_found: bool = True,
 ) -> list[nn.Module]:
     """The same by the ends of those names."""
     wanted = tuple(module_name_suffixes)
     found = [module for name, module in model.named_modules() if name.endswith(wanted)]
-    return _mark(found, True, raise_if_not_found, wanted)
+    return _mark(found, flag, raise_if_not_found, wanted)
+
+
+def mark_leaves(
+    model: nn.Module, classes: Sequence[str], names: Sequence[str], suffixes: Sequence[str]
+) -> None:
+    """What ``zero_optimization.leaf_module`` says; what the model does not have is passed over."""
+    set_z3_leaf_modules(model, classes, raise_if_not_found=False)
+    set_z3_leaf_modules_by_name(model, names, raise_if_not_found=False)
+    set_z3_leaf_modules_by_suffix(model, suffixes, raise_if_not_found=False)
 
 
 def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
@@ -69,11 +81,6 @@ def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
 def z3_leaf_module(model: nn.Module) -> bool:
     """Whether it is marked."""
     return bool(getattr(model, _LEAF, False))
-
-
-def z3_leaf_parameter(parameter: nn.Parameter) -> bool:
-    """Whether it belongs to one: not recorded here, False."""
-    return False
 
 
 def _mark(found: list[nn.Module], flag: bool, must: bool, wanted: object) -> list[nn.Module]:

@@ -1,0 +1,5 @@
+"""The module in which DeepSpeed has it."""
+
+from zlaunch.compat.deepspeed.optimizers import DeepSpeedCPUAdagrad
+
+__all__ = ["DeepSpeedCPUAdagrad"]

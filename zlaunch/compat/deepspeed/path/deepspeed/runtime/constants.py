@@ -1,0 +1,3 @@
+"""Names for loaders."""
+
+ROUTE_TRAIN, ROUTE_EVAL, ROUTE_PREDICT, ROUTE_ENCODE = "train", "eval", "predict", "encode"
