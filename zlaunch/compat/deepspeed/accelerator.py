@@ -78,6 +78,21 @@ class Accelerator:
         """``"nccl"`` or ``"gloo"``."""
         return self._communication_backend_name
 
+    def get_rng_state(self, device_index: int | None = None) -> Tensor:
+        """The state of the device's generator."""
+        return torch.cuda.get_rng_state(device_index or 0) if self._cuda else torch.get_rng_state()
+
+    def set_rng_state(self, new_state: Tensor, device_index: int | None = None) -> None:
+        """Put it back."""
+        if self._cuda:
+            torch.cuda.set_rng_state(new_state, device_index or 0)
+        else:
+            torch.set_rng_state(new_state)
+
+    def default_generator(self, device_index: int) -> torch.Generator:
+        """The device's generator."""
+        return torch.cuda.default_generators[device_index] if self._cuda else torch.default_generator
+
     def random(self) -> Any:
         """``torch.random``."""
         return torch.random
@@ -142,7 +157,7 @@ class Accelerator:
         """Triton is for GPUs."""
         return self._cuda
 
-    def pin_memory(self, tensor: Tensor, align_bytes: int = 1) -> Tensor:
+    def pin_memory(self, tensor: Tensor, align_bytes: int = 1, **options: Any) -> Tensor:
         """Page-locked, where there is a GPU."""
         return tensor.pin_memory() if self._cuda else tensor
 
@@ -150,16 +165,22 @@ class Accelerator:
         """Whether it is page-locked."""
         return tensor.is_pinned() if self._cuda else False
 
+    def use_host_timers(self) -> bool:
+        """Whether the host's clock tells how long something took."""
+        return not self._cuda
+
+    resolves_data_dependency = handles_memory_backpressure = use_host_timers
+
     def on_accelerator(self, tensor: Tensor) -> bool:
         """Whether it is on the device."""
         return tensor.device.type == self._name
 
-    def range_push(self, message: str) -> None:
+    def range_push(self, msg: str, domain: Any = None, category: Any = None) -> None:
         """An NVTX range."""
         if self._cuda:
-            torch.cuda.nvtx.range_push(message)  # type: ignore[no-untyped-call]
+            torch.cuda.nvtx.range_push(msg)  # type: ignore[no-untyped-call]
 
-    def range_pop(self) -> None:
+    def range_pop(self, domain: Any = None) -> None:
         """The end of one."""
         if self._cuda:
             torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]

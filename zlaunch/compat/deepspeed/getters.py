@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 _PATHS = {
+    "aio_config": "aio",
     "bf16_master_weights_and_gradients": "bf16.bf16_master_weights_and_grads",
     "bf16_optimizer_states": "bf16.bf16_optimizer_states",
     "bfloat16_enabled": "bf16.enabled",
@@ -16,6 +17,8 @@ _PATHS = {
     "fp16_master_weights_and_gradients": "fp16.fp16_master_weights_and_grads",
     "gradient_clipping": "gradient_clipping",
     "gradient_predivide_factor": "gradient_predivide_factor",
+    "load_universal_checkpoint": "checkpoint.load_universal",
+    "managed_gradient_accumulation": "managed_gradient_accumulation",
     "memory_breakdown": "memory_breakdown",
     "optimizer_name": "optimizer.type",
     "optimizer_params": "optimizer.params",
@@ -44,6 +47,7 @@ _PATHS = {
     "zero_param_persistence_threshold": "zero_optimization.stage3_param_persistence_threshold",
     "zero_prefetch_bucket_size": "zero_optimization.stage3_prefetch_bucket_size",
     "zero_quantized_gradients": "zero_optimization.zero_quantized_gradients",
+    "zero_quantized_nontrainable_weights": "zero_optimization.zero_quantized_nontrainable_weights",
     "zero_quantized_weights": "zero_optimization.zero_quantized_weights",
     "zero_reduce_bucket_size": "zero_optimization.reduce_bucket_size",
     "zero_reduce_scatter": "zero_optimization.reduce_scatter",
@@ -90,6 +94,16 @@ class ConfigGetters:
         """Whether optimizer state is offloaded."""
         section = self.effective_config.zero_optimization.offload_optimizer
         return section is not None and section.device != "none"
+
+    def zero_nvme_offload_optimizer(self) -> bool:
+        """Whether that is to NVMe."""
+        section = self.effective_config.zero_optimization.offload_optimizer
+        return section is not None and section.device == "nvme"
+
+    def zero_partial_offload(self) -> float:
+        """The share of the optimizer state that is offloaded."""
+        section = self.effective_config.zero_optimization.offload_optimizer
+        return float(section.ratio) if section is not None else 1.0
 
     def zero_use_cpu_optimizer(self) -> bool:
         """The same."""

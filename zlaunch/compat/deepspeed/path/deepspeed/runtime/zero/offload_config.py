@@ -1,5 +1,5 @@
 """Where things rest."""
 
-from zlaunch.compat.deepspeed.pickled import OffloadDeviceEnum
+from zlaunch.compat.deepspeed.pickled import OffloadDeviceEnum, OffloadStateTypeEnum
 
-__all__ = ["OffloadDeviceEnum"]
+__all__ = ["OffloadDeviceEnum", "OffloadStateTypeEnum"]
