@@ -141,6 +141,7 @@ def safe_set_local_fp32_param(param: Tensor, value: Tensor) -> None:
         safe_set_full_fp32_param(param, _spread(engine, unit, index, value))
         return
     flat = _padded(unit, index, value)
+    engine._sharded.comm.settle()  # other ranks may still be reading it
     with torch.no_grad():
         take_values(unit, _filler(unit, index, flat, VALUE), engine._offload)
 

@@ -430,6 +430,7 @@ class Engine(Saving, nn.Module):
         if self._destroyed:
             return
         self._destroyed = True
+        self._sharded.engine = None
         with ExitStack() as stack:  # all of it, whatever fails
             stack.callback(self._sharded.comm.close)
             if self._offload is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 M = TypeVar("M", bound=nn.Module)
+_LOOKS, _LOOK_S = 20, 0.001
 
 
 class Init:
@@ -246,7 +248,7 @@ class _Builder:
         touched = [unit for unit in self._touched.values() if unit.state is UnitState.FULL]
         if not touched:
             return
-        viewed = [float(self._is_open and unit.is_viewed()) for unit in touched]
+        viewed = [float(self._is_open and _stays_viewed(unit)) for unit in touched]
         # a count of references, which need not be the same at one moment on all ranks
         counts = self._comm.all_reduce_scalars(torch.tensor(viewed, device=self._comm.device))
         for unit, count in zip(touched, counts.tolist(), strict=True):
@@ -255,6 +257,15 @@ class _Builder:
                 unit.store()
                 unit.free()
                 del self._touched[id(unit)]
+
+
+def _stays_viewed(unit: Unit) -> bool:
+    """Whether somebody holds a view, and not only a thread of gloo's that is about to let go of it."""
+    for _ in range(_LOOKS):
+        if not unit.is_viewed():
+            return False
+        time.sleep(_LOOK_S)
+    return True
 
 
 def _subclasses(kind: type[Any]) -> Iterator[type[Any]]:
