@@ -59,7 +59,7 @@ class Effective:
         return [
             f"{path} is not given: {json.dumps(values[path])}, the default {CHANGED[path]}"
             for path in CHANGED
-            if path in values and self.sources[path].startswith("default") and path not in unused
+            if path in values and self.sources[path] == f"default {CHANGED[path]}" and path not in unused
         ]
 
     def table(self) -> list[tuple[str, str, str]]:

@@ -1,4 +1,4 @@
-"""Leaf modules: a mixture of experts is gathered as one, whichever of its experts are used."""
+"""Leaf modules are not cut further: a mixture of experts is gathered as one, whichever are used."""
 
 from __future__ import annotations
 

@@ -310,7 +310,7 @@ class ShardedModel:
         live = sum(
             unit.numel for unit in self.units if unit.shard_params and unit.state is not UnitState.SHARDED
         )
-        if live + block.numel <= self._max_live_numel:
+        if live + sum(unit.numel for unit in block.units) <= self._max_live_numel:
             for unit in block.units:
                 if unit.state is UnitState.SHARDED and unit.update_ready:
                     unit.start_gather()

@@ -12,6 +12,7 @@ from ..comm import Comm
 from ..offload.place import TILE_NUMEL, Offload, Place
 from . import guards
 from .layout import make_layout
+from .leaves import z3_leaf_module
 from .unit import Unit
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
@@ -64,13 +65,8 @@ def _has_parameters(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
 
 
-def _is_leaf(module: nn.Module) -> bool:
-    """Whether ``set_z3_leaf_modules`` has marked it: it is not cut further."""
-    return bool(getattr(module, "_z3_leaf", False))
-
-
 def _holds_blocks(module: nn.Module, containers: tuple[type[nn.Module], ...]) -> bool:
-    if _is_leaf(module):
+    if z3_leaf_module(module):
         return False
     if isinstance(module, containers) and sum(_has_parameters(c) for c in module.children()) > 1:
         return True
@@ -91,7 +87,7 @@ def find_modules(root: nn.Module) -> list[tuple[str, nn.Module]]:
             if not _has_parameters(child):
                 continue
             lists = (nn.ModuleList,) if isinstance(parent, _CONTAINERS) else _CONTAINERS
-            if (isinstance(child, _CONTAINERS) and not _is_leaf(child)) or _holds_blocks(child, lists):
+            if (isinstance(child, _CONTAINERS) and not z3_leaf_module(child)) or _holds_blocks(child, lists):
                 visit(f"{prefix}{name}.", child)
             else:
                 found.append((prefix + name, child))
