@@ -22,7 +22,7 @@ from .pipe import PipelineModule
 from .runtime import zero
 from .runtime.activation_checkpointing import checkpointing
 from .runtime.config import DeepSpeedConfig, DeepSpeedConfigError
-from .utils import OnDevice
+from .utils.init_on_device import OnDevice
 
 __version_major__, __version_minor__, __version_patch__ = (int(_n) for _n in __version__.split("."))
 version, git_hash, git_branch = __version__, __git_hash__, __git_branch__
