@@ -15,7 +15,6 @@ from torch import Tensor
 
 from .checkpoint.content import Description, Fill, blocks_of, describe, take_state, take_values
 from .checkpoint.reading import VALUE
-from .offload.gradients import HostGradient
 from .optim.runs import Run
 from .zero import guards
 from .zero.unit import Unit
@@ -166,6 +165,9 @@ def _find(param: Tensor) -> tuple[Engine, Unit, int] | None:
     if engine is None or unit is None or not unit.trainable or engine._shard_step is None:
         return None
     engine._shard_step.wait()
+    if not unit.shard_params:
+        unit.ensure_full()
+        unit.writes.bring()
     return engine, unit, next(i for i, own in enumerate(unit.parameters) if own is param)
 
 
@@ -322,16 +324,7 @@ def _gradient_parts(engine: Engine, unit: Unit, index: int) -> list[tuple[int, T
 
 def _gradient(engine: Engine, unit: Unit) -> Tensor | None:
     """This rank's shard of the summed gradient, if a backward pass has left one."""
-    if not engine._reducer.holds(unit):
-        return None
-    home = unit.gradient_home
-    if home is None:
-        return unit.grad
-    if isinstance(home, HostGradient) and home.delivered:
-        return home.grad
-    raise RuntimeError(
-        f"the gradient of {unit.name} is on disk (offload_optimizer nvme): it cannot be reached"
-    )
+    return unit.reduced_gradient() if engine._reducer.holds(unit) else None
 
 
 def _set_gradient(engine: Engine, unit: Unit, index: int, flat: Tensor) -> None:
@@ -342,5 +335,4 @@ def _set_gradient(engine: Engine, unit: Unit, index: int, flat: Tensor) -> None:
     start = unit.layout.slots[index].offset + low - unit.start
     with torch.no_grad():
         grad[start : start + high - low].copy_(flat[low:high] * _divisor(engine))
-    if isinstance(unit.gradient_home, HostGradient):
-        unit.gradient_home.changed()
+    unit.gradient_was_written()

@@ -8,13 +8,10 @@ from collections.abc import Sequence
 from torch import nn
 
 from .comm import Comm
+from .errors import RankMismatchError
 from .zero import guards
 
 Signature = tuple[str, tuple[int, ...], str, bool]
-
-
-class RankMismatchError(RuntimeError):
-    """The ranks differ in model or config; training would hang or diverge."""
 
 
 def check_agreement(model: nn.Module, config_digest: str, comm: Comm) -> None:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from ..cuda_ops.loader import set_mode
 from . import access, activation, stopping
@@ -24,12 +24,17 @@ from .config import Config, ConfigError, Effective, load, resolve
 from .data import EngineLoader
 from .engine import Engine
 from .environment import read_environment
+from .errors import OptimizerError, ParameterError
 from .foresee import foresee
 from .offload.place import TILE_NUMEL, Offload
 from .offload_options import choose_offload
+from .optim.admission import needs_whole_tensors
 from .optim.build import build_optimizer, build_scheduler
-from .optim.shard_step import ShardStep, parameter_groups
+from .optim.groups import groups_by_parameter, parameter_groups
+from .optim.guarded import ZeroOptimizer, guard
+from .optim.shard_step import ShardStep
 from .precision import Precision, choose_precision, dtype_named
+from .zero.eligible import find_refused, is_shardable
 from .zero.grads import GradientOptions, GradientReducer
 from .zero.leaves import mark_leaves
 from .zero.model import ShardedModel
@@ -177,16 +182,24 @@ def make_engine(
             print(f"zlaunch: warning: {warning}", flush=True)
         for line in effective.changed_defaults():
             print(f"zlaunch: {line}", flush=True)
+    _check_parameters(model, comm)
     check_agreement(model, effective.digest(), comm)
     precision = choose_precision(effective.config)
 
     client = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
     groups = client.param_groups if client is not None else parameter_groups(model_parameters, model)
     if client is not None:
-        _drop_frozen(client, model)
+        _check_groups(client, model)
     activation.apply(model, loaded.config.activation_checkpointing)
     if client is None:
         client = _make_optimizer(optimizer, effective, groups)
+    zero = effective.config.zero_optimization
+    whole = client is not None and needs_whole_tensors(
+        client,
+        whole=zero.stage == 0 or comm.world_size == 1,
+        offloaded=zero.offload_optimizer is not None and zero.offload_optimizer.device != "none",
+        allowed=bool(effective.config.zero_allow_untested_optimizer),
+    )
     settings = choose_offload(effective, client)
     blocks, options = _plan(model, effective)
     accumulation = int(effective.config.gradient_accumulation_steps or 1)
@@ -207,6 +220,7 @@ def make_engine(
                 reducer,
                 comm,
                 sharded=options.shard_optimizer,
+                whole=whole,
                 offload=offload,
                 background=comm.device.type == "cuda",
                 on_device=comm.device.type == "cuda",
@@ -214,6 +228,8 @@ def make_engine(
         undo.pop_all()
     scheduler = _make_scheduler(lr_scheduler, effective, client)
     engine = kind(sharded, reducer, step, scheduler, precision, effective, offload)
+    if client is not None:
+        guard(client, engine, kind.optimizer_class)
     access.register(engine)
     loader = engine.deepspeed_io(training_data, collate_fn=collate_fn) if training_data is not None else None
     engine.training_dataloader = loader
@@ -268,12 +284,20 @@ def find_hidden_size(model: nn.Module) -> tuple[int | None, str]:
     return (max(widths), "the model's widest linear layer") if widths else (None, "")
 
 
-def _drop_frozen(client: torch.optim.Optimizer, model: nn.Module) -> None:
+def _check_groups(client: torch.optim.Optimizer, model: nn.Module) -> None:
+    if isinstance(client, ZeroOptimizer):
+        raise OptimizerError("initialize was given the optimizer of another engine: give it a new one")
     known = {id(p) for p in model.parameters()}
     for group in client.param_groups:
         if any(id(p) not in known for p in group["params"]):
-            raise ValueError("the optimizer holds a tensor that is not a parameter of the model")
-        group["params"] = [p for p in group["params"] if p.requires_grad]
+            raise OptimizerError("the optimizer holds a tensor that is not a parameter of the model")
+
+
+def _check_parameters(model: nn.Module, comm: Comm) -> None:
+    """Raises ParameterError on every rank if a parameter of some rank's model cannot be managed."""
+    for rank, problem in enumerate(comm.exchange(find_refused(model))):
+        if problem is not None:
+            raise ParameterError(problem if rank == comm.rank else f"on rank {rank}, {problem}")
 
 
 def _plan(model: nn.Module, effective: Effective) -> tuple[list[Block], ShardingOptions]:
@@ -306,7 +330,7 @@ def _shard(
 ) -> tuple[ShardedModel, GradientReducer]:
     config = effective.config
     zero = config.zero_optimization
-    group_of = {id(p): index for index, group in enumerate(groups) for p in group["params"]}
+    group_of = groups_by_parameter(groups)
     _place_rest(model, comm, precision)
     build_units(blocks, group_of, precision.dtype, comm, options, offload)
     predivide = 1.0
@@ -342,19 +366,31 @@ def _place_rest(model: nn.Module, comm: Comm, precision: Precision) -> None:
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:
-                dtype = precision.dtype if buffer.is_floating_point() else None
+                dtype = precision.dtype if is_shardable(buffer) else None
                 module._buffers[name] = buffer.to(comm.device, dtype or buffer.dtype)
-                comm.broadcast(module._buffers[name].contiguous())  # type: ignore[union-attr]
+                _share(module._buffers[name], comm)  # type: ignore[arg-type]
     for parameter in model.parameters():
-        if not parameter.is_floating_point():
+        if not is_shardable(parameter):
             parameter.data = parameter.data.to(comm.device)
-            comm.broadcast(parameter.data)
+            _share(parameter.data, comm)
+
+
+def _share(tensor: Tensor, comm: Comm) -> None:
+    """Give a tensor of any dtype rank 0's values, byte for byte. Raises ParameterError for one that is not
+    dense.
+    """
+    if tensor.layout is not torch.strided:
+        raise ParameterError(f"a buffer or parameter has the layout {tensor.layout}, which is not supported")
+    flat = tensor.detach().contiguous().view(-1)
+    if flat.numel():
+        comm.broadcast(flat.view(torch.uint8))
+        tensor.detach().copy_(flat.view(tensor.shape))
 
 
 def _make_optimizer(
     maker: Any, effective: Effective, groups: list[dict[str, Any]]
 ) -> torch.optim.Optimizer | None:
-    if not any(group["params"] for group in groups):
+    if not any(p.requires_grad for group in groups for p in group["params"]):
         return None
     if callable(maker):
         return maker(groups)  # type: ignore[no-any-return]

@@ -17,16 +17,21 @@ from .checkpoint.loader import Loader
 from .checkpoint.saver import Saver
 from .config import Config, Effective
 from .data import EngineLoader
+from .errors import OptimizerError
 from .loss_scaler import DeviceLossScaler, LossScaleFloorError, LossScaler, floor_error
 from .memory import relief
 from .monitor.report import report
 from .offload.place import Offload
+from .optim.groups import groups_by_parameter
+from .optim.guarded import MARK, ZeroOptimizer, check_mark, unguard
 from .optim.shard_step import ShardStep
 from .precision import Precision
 from .saving import Saving
 from .step_result import StepResult
 from .zero.grads import GradientReducer
+from .zero.integrity import GroupIntegrity, Integrity, check_unfrozen
 from .zero.model import ShardedModel
+from .zero.partition import rebuild_units
 
 
 class Engine(Saving, nn.Module):
@@ -34,7 +39,8 @@ class Engine(Saving, nn.Module):
 
     Attributes
         module: the model that was given, its parameters now in flat units.
-        optimizer: the torch optimizer, over this rank's shards; ``param_groups`` are live.
+        optimizer: the optimizer that was given or made; ``param_groups`` are live, with the model's
+            parameters, and its methods lead here.
         lr_scheduler: stepped by :meth:`step`, or None.
         global_steps, skipped_steps, micro_steps, global_samples: counters.
         overflow: whether the last step was skipped because gradients were not finite.
@@ -45,6 +51,9 @@ class Engine(Saving, nn.Module):
     the device until they are asked for, which waits for it; a training loop that does not ask never waits.
     With fp16 the scheduler's step follows at the next of these, or with the next optimizer step.
     """
+
+    optimizer_class: type[ZeroOptimizer] = ZeroOptimizer
+    """The base of the class that the optimizer takes on."""
 
     def __init__(
         self,
@@ -77,14 +86,17 @@ class Engine(Saving, nn.Module):
         self._boundary: bool | None = None
         self._lr_arguments: dict[str, Any] = {}
         self._no_sync = False
-        self._in_backward = False
         self._loss: Tensor | None = None
         self._reported = time.perf_counter(), 0
         self._scaler: LossScaler | DeviceLossScaler = precision.scaler
         if precision.scaler.dynamic and shard_step is not None and shard_step.decides_on_device:
             self._scaler = DeviceLossScaler(precision.scaler, self.device)
         if self._scaler.used:
-            sharded.scale_gradients_with(lambda: 1.0 if self._in_backward else self._scaler.factor)
+            sharded.loss_scale = lambda: self._scaler.factor
+        sharded.micro_share = lambda: 1.0 / self.gradient_accumulation_steps()
+        sharded.before_forward = self._before_forward
+        self._integrity = Integrity(sharded.module, sharded.units)
+        self._groups = GroupIntegrity(shard_step.outer) if shard_step is not None else None
         section = effective.config.checkpoint
         self._save_dir = absolute(section.save_dir) if section.save_dir else None
         node_local = section.use_node_local_storage
@@ -123,12 +135,12 @@ class Engine(Saving, nn.Module):
 
     @property
     def torch_optimizer(self) -> torch.optim.Optimizer | None:
-        """The torch optimizer over this rank's shards."""
-        return self._shard_step.optimizer if self._shard_step is not None else None
+        """The optimizer that was given or made."""
+        return self._shard_step.outer if self._shard_step is not None else None
 
     @property
     def optimizer(self) -> Any:
-        """The same; DeepSpeed's engine shows a view of it."""
+        """The optimizer that was given or made, an instance of its class and a ZeroOptimizer."""
         return self.torch_optimizer
 
     @property
@@ -246,30 +258,34 @@ class Engine(Saving, nn.Module):
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Back-propagate one micro-batch's loss (mean over its samples); returns the loss.
 
-        The division by the number of micro-batches and ranks happens in :meth:`step`. With
-        ``scale_wrt_gas=False`` the caller has divided by the number of micro-batches already.
+        The loss is divided by the number of micro-batches first, so that gradient hooks see a step's mean;
+        with ``scale_wrt_gas=False`` the caller has divided already. The ranks' mean is taken by :meth:`step`.
         """
         self._check_alive()
         if not loss.requires_grad:
             raise RuntimeError("the loss does not depend on any trainable parameter")
         self._prepare_pass()
-        factor = self._scaler.factor if self._scaler.used else 1.0
-        if not scale_wrt_gas:
-            factor = factor * self.gradient_accumulation_steps()
-        self._in_backward = True
+        scaled = self._scaled(loss, scale_wrt_gas)
         try:
             with self._explained("backward"):
-                scaled = loss if isinstance(factor, float) and factor == 1.0 else loss * factor
                 scaled.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
         finally:
-            self._in_backward = False
+            self._sharded.loss_is_scaled = False
         self._loss = loss.detach()
         return loss
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss multiplied by the loss scale, for a plain ``.backward()`` of the caller's own."""
-        self._in_backward = True
-        return loss * self._scaler.factor if self._scaler.used else loss
+        """The loss multiplied by the loss scale and divided by the number of micro-batches, for a plain
+        ``.backward()`` of the caller's own, which has to come next.
+        """
+        return self._scaled(loss, True)
+
+    def _scaled(self, loss: Tensor, divide: bool) -> Tensor:
+        self._sharded.loss_is_scaled = True
+        factor = self._scaler.factor if self._scaler.used else 1.0
+        if divide:
+            factor = factor / self.gradient_accumulation_steps()
+        return loss if isinstance(factor, float) and factor == 1.0 else loss * factor
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the next :meth:`step` applies the gradients."""
@@ -311,7 +327,6 @@ class Engine(Saving, nn.Module):
         fp16 gradients overflow at the smallest loss scale.
         """
         self._check_alive()
-        self._in_backward = False
         self._loader.check()
         self._lr_arguments = dict(lr_kwargs or {})
         before, is_boundary = self._result, self.is_gradient_accumulation_boundary()
@@ -328,6 +343,12 @@ class Engine(Saving, nn.Module):
             raise RuntimeError(
                 "this engine has no optimizer: give initialize one, or an optimizer section in the config"
             )
+        if not self._reducer.passes:
+            raise RuntimeError(
+                "engine.step() at an accumulation boundary without a backward pass since the last step: it "
+                "would train nothing. Call engine.backward(loss) first"
+            )
+        self._check_integrity()
         self._settle()
         if self.global_steps:
             self._saver.prepare()
@@ -363,8 +384,8 @@ class Engine(Saving, nn.Module):
         self._report()
 
     def gradient_divisor(self) -> float | Tensor:
-        """What the summed gradients have to be divided by: ranks, micro-batches, loss scale."""
-        divisor = self._scaler.factor * self.gradient_accumulation_steps()
+        """What the summed gradients have to be divided by: ranks and loss scale."""
+        divisor = self._scaler.factor
         if self._effective.config.gradient_allreduce_op == "mean":
             divisor = divisor * self.world_size
         if self._reducer.options.predivide != 1.0 and self.world_size > 1:
@@ -376,6 +397,8 @@ class Engine(Saving, nn.Module):
         if not self._unsettled or self._result is None:
             return
         self._unsettled = False
+        if self._result.differs:
+            self._sharded.comm.raise_order()
         if not self._result.skipped:
             self._advance_schedule()
             return
@@ -390,6 +413,91 @@ class Engine(Saving, nn.Module):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients accumulated so far."""
         self._reducer.clear()
+
+    # -- the model and the optimizer as the script has them
+
+    def _before_forward(self) -> None:
+        unfrozen = self._integrity.unfrozen()
+        if unfrozen and self._shard_step is not None:
+            groups = groups_by_parameter(self._shard_step.outer.param_groups)
+            check_unfrozen(unfrozen, groups)
+            self._regroup()
+
+    def _check_integrity(self) -> None:
+        """Raises ParameterError if the model or the optimizer's groups are not what the engine trains."""
+        self._integrity.check()
+        if self._groups is not None:
+            self._groups.check()
+
+    def add_param_group(self, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
+        """Train further parameters of the model; what ``optimizer.add_param_group`` does. Collective."""
+        self._check_alive()
+        members = group["params"]
+        group = {**group, "params": [members] if isinstance(members, Tensor) else list(members)}
+        mine = {id(p) for unit in self._sharded.units for p in unit.parameters}
+        for entry in group["params"]:
+            parameter = entry[1] if isinstance(entry, tuple) else entry
+            if id(parameter) not in mine:
+                raise OptimizerError(
+                    "add_param_group was given a tensor that is not a parameter of this engine's model"
+                )
+        optimizer._kind.add_param_group(optimizer, group)  # type: ignore[attr-defined]
+        self._groups = GroupIntegrity(optimizer)
+        self._regroup()
+
+    def _regroup(self) -> None:
+        """Give parameters that have come to be trained units with optimizer state."""
+        step, sharded = self._shard_step, self._sharded
+        assert step is not None
+        step.wait()
+        groups = groups_by_parameter(step.outer.param_groups)
+        sharded.comm.settle()
+        for block in sharded.blocks:
+            units = rebuild_units(
+                block, groups, self._precision.dtype, sharded.comm, sharded.options, self._offload
+            )
+            if units is not None:
+                sharded.replace_units(block, units)
+        trained = [unit for unit in sharded.units if unit.trainable]
+        self._reducer.set_units(trained)
+        step.set_units(trained)
+        self._integrity = Integrity(sharded.module, sharded.units)
+
+    def optimizer_shards(self) -> dict[str, Any]:
+        """This rank's part of the optimizer's state; what ``optimizer.state_dict()`` gives."""
+        step = self._needed_step()
+        step.wait()
+        step.take_hyperparameters()
+        return {**step.optimizer.state_dict(), MARK: self._shard_mark()}
+
+    def load_optimizer_shards(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over what :meth:`optimizer_shards` gave on this rank."""
+        step = self._needed_step()
+        check_mark(state_dict, self._shard_mark())
+        step.wait()
+        step.take_hyperparameters()
+        torch.optim.Optimizer.load_state_dict(
+            step.optimizer, {key: value for key, value in state_dict.items() if key != MARK}
+        )
+        step.show_hyperparameters()
+
+    def _needed_step(self) -> ShardStep:
+        if self._shard_step is None:
+            raise RuntimeError("this engine has no optimizer")
+        if any(run.leaf is None for run in self._shard_step.runs):
+            raise OptimizerError(
+                "the optimizer's state rests on NVMe: use engine.save_checkpoint and load_checkpoint"
+            )
+        return self._shard_step
+
+    def _shard_mark(self) -> dict[str, Any]:
+        assert self._shard_step is not None
+        return {
+            "rank": self.global_rank,
+            "world_size": self.world_size,
+            "stage": self.zero_optimization_stage(),
+            "shards": [[run.start, run.stop, run.group] for run in self._shard_step.runs],
+        }
 
     def get_global_grad_norm(self) -> float | None:
         """L2 norm of the last step's averaged, unscaled gradient before clipping; None before the first."""
@@ -431,6 +539,8 @@ class Engine(Saving, nn.Module):
             return
         self._destroyed = True
         self._sharded.engine = None
+        if self._shard_step is not None:
+            unguard(self._shard_step.outer)
         with ExitStack() as stack:  # all of it, whatever fails
             stack.callback(self._sharded.comm.close)
             if self._offload is not None:

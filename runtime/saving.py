@@ -60,6 +60,8 @@ class Saving:
 
         def _settle(self) -> None: ...
 
+        def _check_integrity(self) -> None: ...
+
         def gradient_accumulation_steps(self) -> int: ...
 
         def zero_optimization_stage(self) -> int: ...
@@ -93,6 +95,11 @@ class Saving:
     ) -> bool:
         self._settle()
         self._loader.check()
+        self._check_integrity()
+        for unit in self._sharded.units:
+            if not unit.shard_params:
+                unit.ensure_full()
+                unit.writes.bring()
         left = self.micro_steps % self.gradient_accumulation_steps()
         if left and self._sharded.comm.rank == 0:
             print(
@@ -121,6 +128,8 @@ class Saving:
     def _facts(self) -> dict[str, Any]:
         from zlaunch import __version__
 
+        if self._shard_step is not None:
+            self._shard_step.take_hyperparameters()
         optimizer = self._shard_step.optimizer if self._shard_step is not None else None
         groups = {"class": type(optimizer).__name__, "groups": groups_of(optimizer)} if optimizer else None
         schedule = None
@@ -234,6 +243,7 @@ class Saving:
         A name that ends in ``.safetensors`` gets that format. The file loads with plain torch; a failure to
         write raises OSError on every rank.
         """
+        self._check_integrity()
         save_weights(self._sharded, save_dir, save_filename, exclude_frozen=exclude_frozen_parameters)
         return True
 

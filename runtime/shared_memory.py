@@ -28,15 +28,25 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from .errors import RankMismatchError, ZlaunchError
+
 CHUNK_BYTES = 1 << 30
 """The arena grows by this much address space at a time; only pages that are written take memory."""
 _PAGE = mmap.PAGESIZE
-_MESSAGE = struct.Struct("<cBQQQ")
-"""Kind, channel, sequence number, chunk, offset in bytes (for CHUNK: its size)."""
+_MESSAGE = struct.Struct("<cBQQQIQ")
+"""Kind, channel, sequence number, chunk, offset in bytes (for CHUNK: its size), label, elements."""
 _READY, _DONE, _CHUNK = b"R", b"D", b"C"
+_LOOK_S = 1.0
+"""How often a rank that waits asks whether it waits in vain."""
 
 
-class PeerLost(RuntimeError):
+Identity = tuple[int, int]
+"""What a collective is about: the number of a label; the elements of a rank's part, times 16, plus the bytes
+of one.
+"""
+
+
+class PeerLost(ZlaunchError):
     """A rank of this machine has ended, or stopped taking part, while this one needs something of it."""
 
 
@@ -72,6 +82,8 @@ class _Peer:
         self.chunks: dict[int, _Chunk] = {}
         self.ready: dict[tuple[int, int], tuple[int, int]] = {}
         """Where this peer's part of a collective (channel, sequence number) is: chunk and offset."""
+        self.identity: dict[tuple[int, int], Identity] = {}
+        """What this peer's part of a collective that is under way here is about."""
         self.gone = False
 
 
@@ -106,6 +118,7 @@ class Transfer:
             where = peer.ready.pop(self.key, None)
             if where is None:
                 return
+            peer.identity.pop(self.key, None)
             self._read(peer, *where)
             self.unread.pop(0)
             self._shared.tell(peer, _DONE, self.key)
@@ -131,7 +144,18 @@ class SharedMemory:
     All ranks must start the collectives of one channel in the same order.
     """
 
-    def __init__(self, rank: int, connections: dict[int, socket.socket], timeout_s: float) -> None:
+    def __init__(
+        self,
+        rank: int,
+        connections: dict[int, socket.socket],
+        timeout_s: float,
+        describe: Callable[[int, Identity], str],
+        check: Callable[[], None],
+    ) -> None:
+        """``describe(channel, identity)`` says what a collective is about; ``check`` is called now and then
+        while this rank waits, and may raise.
+        """
+        self._describe, self._check = describe, check
         self.rank, self.world_size, self._timeout_s = rank, len(connections) + 1, timeout_s
         self._peers = {other: _Peer(other, connections[other]) for other in sorted(connections)}
         self._selector = selectors.DefaultSelector()
@@ -141,7 +165,9 @@ class SharedMemory:
         self._chunks: list[_Chunk] = []
         self._places: dict[int, tuple[int, int]] = {}
         """Address of a tensor's storage in this rank's arena -> chunk and offset."""
-        self._started: dict[int, int] = {}
+        self.started: dict[int, int] = {}
+        """How many collectives of a channel have been started."""
+        self._identities: dict[tuple[int, int], Identity] = {}
         self._transfers: dict[tuple[int, int], Transfer] = {}
 
     # -- memory
@@ -176,14 +202,16 @@ class SharedMemory:
 
     # -- collectives
 
-    def all_gather(self, channel: int, full: Tensor, source: Tensor) -> Transfer:
+    def all_gather(self, channel: int, full: Tensor, source: Tensor, label: int = 0) -> Transfer:
         """Start to fill the other ranks' slices of ``full`` (w * s elements) from their ``source`` (s
         elements, shared, of any floating dtype). This rank's own slice is the caller's to fill; ``source``
         must not change before :meth:`settle`.
         """
-        return self._gather(self._key(channel), full, source, exclusive=False)
+        return self._gather(self._key(channel), full, source, label, exclusive=False)
 
-    def _gather(self, key: tuple[int, int], full: Tensor, source: Tensor, exclusive: bool) -> Transfer:
+    def _gather(
+        self, key: tuple[int, int], full: Tensor, source: Tensor, label: int, exclusive: bool
+    ) -> Transfer:
         numel, dtype = source.numel(), source.dtype
 
         def read(peer: _Peer, chunk: int, offset: int) -> None:
@@ -191,21 +219,22 @@ class SharedMemory:
             full[peer.rank * numel : (peer.rank + 1) * numel].copy_(part)
             peer.chunks[chunk].forget(offset, part.nbytes)
 
-        return self._begin(key, source, read, exclusive)
+        return self._begin(key, source, read, (label, numel << 4 | dtype.itemsize), exclusive)
 
-    def reduce_scatter(self, channel: int, shard: Tensor, bucket: Tensor) -> Transfer:
+    def reduce_scatter(self, channel: int, shard: Tensor, bucket: Tensor, label: int = 0) -> Transfer:
         """Start to fill ``shard`` with this rank's slice of the sum over ranks of ``bucket`` (w * s, shared).
 
         It may be this rank's slice of the bucket itself. The order of summation is fixed: this rank's part
         first, then the others by rank.
         """
-        return self._reduce(self._key(channel), shard, bucket)
+        return self._reduce(self._key(channel), shard, bucket, label)
 
     def _reduce(
         self,
         key: tuple[int, int],
         shard: Tensor,
         bucket: Tensor,
+        label: int,
         then: Callable[[], Transfer] | None = None,
     ) -> Transfer:
         numel, dtype, start = shard.numel(), bucket.dtype, self.rank * shard.numel()
@@ -225,20 +254,22 @@ class SharedMemory:
                 shard.copy_(todo.pop()).add_(part)
             peer.chunks[chunk].forget(offset, part.nbytes)
 
-        return self._begin(key, bucket, read, True, then)
+        return self._begin(key, bucket, read, (label, numel << 4 | dtype.itemsize), True, then)
 
-    def all_reduce(self, channel: int, tensor: Tensor) -> Transfer:
+    def all_reduce(self, channel: int, tensor: Tensor, label: int = 0) -> Transfer:
         """Start to sum ``tensor`` (w * s elements, shared) over the ranks, in place."""
         numel = tensor.numel() // self.world_size
         assert numel * self.world_size == tensor.numel()
         own = tensor[self.rank * numel : (self.rank + 1) * numel]
         key = self._key(channel)
         second = (key[0] | 128, key[1])
-        return self._reduce(key, own, tensor, lambda: self._gather(second, tensor, own, True))
+        return self._reduce(
+            key, own, tensor, label, lambda: self._gather(second, tensor, own, label, exclusive=True)
+        )
 
     def _key(self, channel: int) -> tuple[int, int]:
-        number = self._started.get(channel, 0)
-        self._started[channel] = number + 1
+        number = self.started.get(channel, 0)
+        self.started[channel] = number + 1
         return channel, number
 
     def _begin(
@@ -246,25 +277,46 @@ class SharedMemory:
         key: tuple[int, int],
         source: Tensor,
         read: Callable[[_Peer, int, int], None],
+        identity: Identity,
         exclusive: bool,
         then: Callable[[], Transfer] | None = None,
     ) -> Transfer:
         peers = list(self._peers.values())
         transfer = Transfer(self, key, peers, read, exclusive=exclusive, then=then)
         self._transfers[key] = transfer
+        self._identities[key] = identity
         place = self._place_of(source)
         for peer in self._peers.values():
-            self.tell(peer, _READY, key, *place)
+            self.tell(peer, _READY, key, *place, identity=identity)
+        for peer in self._peers.values():
+            self._compare(peer, key)
         self.progress()
         return transfer
+
+    def _compare(self, peer: _Peer, key: tuple[int, int]) -> None:
+        """Raises RankMismatchError if a peer's part of a collective is about something else."""
+        mine, other = self._identities.get(key), peer.identity.get(key)
+        if mine is not None and other is not None and mine != other:
+            raise RankMismatchError(
+                f"rank {peer.rank} {self._describe(key[0], other)}, while rank {self.rank} "
+                f"{self._describe(key[0], mine)}: all ranks must use the same parts of the model in the same "
+                "order, and call state_dict, evaluation and saving together"
+            )
 
     # -- tokens
 
     def tell(
-        self, peer: _Peer, kind: bytes, key: tuple[int, int], chunk: int = 0, offset: int = 0, fd: int = -1
+        self,
+        peer: _Peer,
+        kind: bytes,
+        key: tuple[int, int],
+        chunk: int = 0,
+        offset: int = 0,
+        fd: int = -1,
+        identity: Identity = (0, 0),
     ) -> None:
         """Send one message; one to a rank that has ended is dropped."""
-        message = _MESSAGE.pack(kind, *key, chunk, offset)
+        message = _MESSAGE.pack(kind, *key, chunk, offset, *identity)
         extra = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))] if fd >= 0 else []
         while not peer.gone:
             try:
@@ -293,9 +345,11 @@ class SharedMemory:
                     if peer.connection.fileno() >= 0:
                         self._selector.unregister(peer.connection)
                     break
-                kind, channel, number, chunk, offset = _MESSAGE.unpack(message)
+                kind, channel, number, chunk, offset, label, numel = _MESSAGE.unpack(message)
                 if kind == _READY:
                     peer.ready[channel, number] = chunk, offset
+                    peer.identity[channel, number] = label, numel
+                    self._compare(peer, (channel, number))
                 elif kind == _DONE:
                     self._transfers[channel, number].readers.discard(peer.rank)
                 else:
@@ -310,7 +364,7 @@ class SharedMemory:
             transfer.advance()
         finished = [key for key, t in self._transfers.items() if not t.unread and not t.readers]
         for key in finished:
-            del self._transfers[key]
+            del self._transfers[key], self._identities[key]
 
     def drive(self, missing: Callable[[], set[int]]) -> None:
         """Progress until ``missing()`` names no rank. Raises PeerLost."""
@@ -326,7 +380,8 @@ class SharedMemory:
                     f"rank {self.rank} has waited {self._timeout_s:.0f} s for rank {min(missing())}, which "
                     "does not take part in the same gather or reduction"
                 )
-            self._selector.select(min(left, 60.0))
+            self._check()
+            self._selector.select(min(left, _LOOK_S))
             self.progress()
 
     def present(self, ranks: set[int]) -> set[int]:
@@ -357,7 +412,13 @@ class SharedMemory:
 
 
 def connect(
-    rank: int, world_size: int, exchange: Callable[[object], list[object]], timeout_s: float, allowed: bool
+    rank: int,
+    world_size: int,
+    exchange: Callable[[object], list[object]],
+    timeout_s: float,
+    allowed: bool,
+    describe: Callable[[int, Identity], str],
+    check: Callable[[], None],
 ) -> SharedMemory | None:
     """Connect all ranks, or return None on every rank where they cannot share memory. Collective.
 
@@ -398,4 +459,4 @@ def connect(
                 connections[pids[pid]] = connection
             else:
                 connection.close()  # somebody else who has seen the name
-    return SharedMemory(rank, connections, timeout_s)
+    return SharedMemory(rank, connections, timeout_s, describe, check)

@@ -9,13 +9,19 @@ from torch import Tensor
 class StepResult:
     """What a step did. On a GPU the numbers are on their way to the host; who asks early waits for them."""
 
-    def __init__(self, norm: float | Tensor, skipped: bool | Tensor, stop: float | Tensor) -> None:
-        self._facts = (norm, skipped, stop)
+    def __init__(
+        self,
+        norm: float | Tensor,
+        skipped: bool | Tensor,
+        stop: float | Tensor,
+        differs: bool | Tensor = False,
+    ) -> None:
+        self._facts = (norm, skipped, stop, differs)
         self._values: tuple[float, ...] | None = None
         self._host: Tensor | None = None
         self._event: torch.cuda.Event | None = None
         if not isinstance(norm, Tensor):
-            self._values = norm, float(skipped), float(stop), 0.0
+            self._values = norm, float(skipped), float(stop), float(differs), 0.0
 
     def send(self, stuck: Tensor | None) -> None:
         """Start to copy the numbers to the host, and with them whether the loss scale cannot shrink."""
@@ -27,7 +33,7 @@ class StepResult:
         if device.type != "cuda":
             self._host = values
             return
-        self._host = torch.empty(4, dtype=torch.float64, pin_memory=True)
+        self._host = torch.empty(5, dtype=torch.float64, pin_memory=True)
         self._host.copy_(values, non_blocking=True)
         self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._event.record()
@@ -58,9 +64,14 @@ class StepResult:
         return self._read()[2] > 0
 
     @property
+    def differs(self) -> bool:
+        """The ranks have used the model in different orders; the step changed nothing."""
+        return self._read()[3] > 0
+
+    @property
     def stuck(self) -> bool:
         """Gradients overflowed at the smallest loss scale."""
-        return self._read()[3] > 0
+        return self._read()[4] > 0
 
     @property
     def skipped_flag(self) -> bool | Tensor:

@@ -25,6 +25,21 @@ _LAZY = {
             "load_state_dict_from_zero_checkpoint",
         )
     },
+    **{
+        name: ("zlaunch.runtime.access", name)
+        for name in (
+            "safe_get_full_fp32_param",
+            "safe_get_full_grad",
+            "safe_get_full_optimizer_state",
+            "safe_set_full_fp32_param",
+            "safe_set_full_grad",
+            "safe_set_full_optimizer_state",
+        )
+    },
+    **{
+        name: ("zlaunch.runtime.errors", name)
+        for name in ("OptimizerError", "ParameterError", "RankMismatchError", "ZlaunchError")
+    },
     "CheckpointError": ("zlaunch.runtime.checkpoint.files", "CheckpointError"),
     "ConfigError": ("zlaunch.runtime.config", "ConfigError"),
     "resume_dir": ("zlaunch.runtime.stopping", "resume_dir"),
@@ -37,6 +52,10 @@ __all__ = [
     "CheckpointError",
     "ConfigError",
     "Engine",
+    "OptimizerError",
+    "ParameterError",
+    "RankMismatchError",
+    "ZlaunchError",
     "__version__",
     "add_config_arguments",
     "checkpointing",
@@ -48,6 +67,12 @@ __all__ = [
     "notebook",
     "report",
     "resume_dir",
+    "safe_get_full_fp32_param",
+    "safe_get_full_grad",
+    "safe_get_full_optimizer_state",
+    "safe_set_full_fp32_param",
+    "safe_set_full_grad",
+    "safe_set_full_optimizer_state",
     "zero",
 ]
 
@@ -55,6 +80,12 @@ if TYPE_CHECKING:
     from zlaunch import zero as zero
     from zlaunch.notebook import notebook as notebook
     from zlaunch.runtime import activation as checkpointing
+    from zlaunch.runtime.access import safe_get_full_fp32_param as safe_get_full_fp32_param
+    from zlaunch.runtime.access import safe_get_full_grad as safe_get_full_grad
+    from zlaunch.runtime.access import safe_get_full_optimizer_state as safe_get_full_optimizer_state
+    from zlaunch.runtime.access import safe_set_full_fp32_param as safe_set_full_fp32_param
+    from zlaunch.runtime.access import safe_set_full_grad as safe_set_full_grad
+    from zlaunch.runtime.access import safe_set_full_optimizer_state as safe_set_full_optimizer_state
     from zlaunch.runtime.api import add_config_arguments as add_config_arguments
     from zlaunch.runtime.api import init_distributed as init_distributed
     from zlaunch.runtime.api import initialize as initialize
@@ -70,6 +101,10 @@ if TYPE_CHECKING:
     from zlaunch.runtime.checkpoint.files import CheckpointError as CheckpointError
     from zlaunch.runtime.config import ConfigError as ConfigError
     from zlaunch.runtime.engine import Engine as Engine
+    from zlaunch.runtime.errors import OptimizerError as OptimizerError
+    from zlaunch.runtime.errors import ParameterError as ParameterError
+    from zlaunch.runtime.errors import RankMismatchError as RankMismatchError
+    from zlaunch.runtime.errors import ZlaunchError as ZlaunchError
     from zlaunch.runtime.monitor.report import report as report
     from zlaunch.runtime.stopping import resume_dir as resume_dir
 

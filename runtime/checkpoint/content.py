@@ -14,6 +14,7 @@ from ..offload.disk_state import DiskState, DiskValues, Record
 from ..offload.place import Offload
 from ..optim.rule import is_elementwise
 from ..optim.runs import KEYS, Run
+from ..zero.eligible import is_shardable
 from ..zero.model import ShardedModel
 from ..zero.unit import Unit
 from .files import DTYPES, NAMES, CheckpointError
@@ -55,7 +56,7 @@ def describe(run: Run, state: State, optimizer: str) -> Description:
             continue
         if run.leaf is not None and is_elementwise(value, run.leaf):
             tensors[key] = AS_MASTER if value.dtype == run.leaf.dtype else NAMES[value.dtype]
-        elif isinstance(value, Tensor) and value.numel() == 1:
+        elif isinstance(value, Tensor) and (value.numel() == 1 or _is_whole(run)):
             scalars[key] = NAMES[value.dtype], value.tolist()  # nested lists keep its shape
         elif value is None or isinstance(value, (bool, int, float, str)):
             scalars[key] = "", value
@@ -68,6 +69,11 @@ def describe(run: Run, state: State, optimizer: str) -> Description:
     return Description(tuple(sorted(tensors.items())), tuple(sorted(scalars.items())))
 
 
+def _is_whole(run: Run) -> bool:
+    """Whether the run is one parameter in its shape, whose state may be of any shape (sums of rows)."""
+    return run.leaf is not None and run.leaf.dim() > 1
+
+
 def persistent(sharded: ShardedModel) -> dict[str, Tensor]:
     """What every rank has whole and belongs to the state: persistent buffers, and parameters of integers."""
     found: dict[str, Tensor] = {}
@@ -76,7 +82,7 @@ def persistent(sharded: ShardedModel) -> dict[str, Tensor]:
             if buffer is not None and name not in module._non_persistent_buffers_set:
                 found[f"{prefix}.{name}" if prefix else name] = buffer
     for name, parameter in sharded.module.named_parameters():
-        if not parameter.is_floating_point():
+        if not is_shardable(parameter):
             found[name] = parameter.data
     return found
 
@@ -201,7 +207,7 @@ def _resident(
                 continue
             if low > at:
                 pieces[key].append(torch.zeros(low - at, dtype=kinds[key]))
-            pieces[key].append(value[low - run.start : high - run.start])
+            pieces[key].append(value.reshape(-1)[low - run.start : high - run.start])
             at = high
         if at < stop:
             pieces[key].append(torch.zeros(stop - at, dtype=kinds[key]))
@@ -295,6 +301,12 @@ def take_state(
         former = state.pop(run.leaf, {})
         if what == Description():
             continue
+        wide = [key for key, (_, value) in what.scalars if isinstance(value, list) and len(value) > 1]
+        if wide and not _is_whole(run):
+            raise CheckpointError(
+                f"the checkpoint has {wide[0]!r} of whole parameters, which flat shards cannot take: load it "
+                "at stage 0 or on one rank, without offload_optimizer, or with load_optimizer_states=False"
+            )
         device = run.leaf.device if on_device else None
         own: dict[str, Any] = {key: _scalar(name, value, device) for key, (name, value) in what.scalars}
         for key, name in what.tensors:
@@ -303,7 +315,7 @@ def take_state(
             if present is None or not is_elementwise(present, run.leaf) or present.dtype != dtype:
                 present = torch.zeros_like(run.leaf, dtype=dtype, requires_grad=False)
             own[key] = present
-            _fill_on(own[key], unit.start + run.start, key, fill)
+            _fill_on(own[key].view(-1), unit.start + run.start, key, fill)
         state[run.leaf] = own
 
 

@@ -143,6 +143,8 @@ class Loader:
         comm.settle()
         for unit in stay:
             unit.ensure_full()
+        for unit in self._sharded.units:
+            unit.changed()
         self._half_loaded = ""
 
     def _rest(self) -> None:
@@ -164,10 +166,12 @@ class Loader:
             if not states or step is None:
                 load_units(checkpoint, units, self._offload)
             else:
+                step.take_hyperparameters()
                 runs = step.split(described(checkpoint))
                 load_units(checkpoint, units, self._offload, step.optimizer, runs)
                 saved = checkpoint.manifest["optimizer"]
                 restore_groups(step.optimizer, _decoded(checkpoint, WHOLE, saved["groups"]))
+                step.show_hyperparameters()
             load_persistent(checkpoint, self._sharded)
         except DiskError as error:
             raise CheckpointError(f"rank {self._comm.rank}: {error}") from None

@@ -20,6 +20,14 @@ def tile_ranges(numel: int, tile_numel: int) -> list[tuple[int, int]]:
     return [(start, min(start + step, numel)) for start in range(0, numel, step)]
 
 
+def take_changed(master: Tensor, values: Tensor) -> None:
+    """Overwrite the elements of ``master`` (flat) that do not round to ``values`` (any dtype, any device);
+    the others keep their further digits.
+    """
+    values = values.to(master.device)
+    master.copy_(torch.where(master.to(values.dtype) != values, values.to(master.dtype), master))
+
+
 def _bytes_of(tensor: Tensor) -> memoryview:
     return memoryview(tensor.numpy())  # type: ignore[arg-type, unused-ignore]
 
@@ -115,6 +123,22 @@ class DiskState:
             ring.give_back(buffer, write)
         ring.drain()
 
+    def take_changes(self, values: Tensor) -> None:
+        """Replace the master values that do not round to ``values`` (flat, any dtype). Raises DiskError."""
+        ring = self._offload.ring
+        ring.drain()
+        for record in self.records:
+            buffer = ring.take()
+            writes: list[Transfer] = []
+            try:
+                view = _bytes_of(buffer)[: record.region_bytes]
+                self._engine.read(self._file, view, record.offset).wait()
+                take_changed(record.region(buffer, 0), values[record.start : record.stop])
+                writes.append(self._engine.write(self._file, view, record.offset))
+            finally:
+                ring.give_back(buffer, *writes)
+        ring.drain()
+
     def deliver(self, shard: Tensor, *, fresh: bool, stays: bool) -> None:
         self.reader.wait()
         self.reader = DONE
@@ -149,6 +173,18 @@ class DiskState:
 
     def squares(self) -> list[Tensor]:
         return self._squares
+
+    @property
+    def grad(self) -> Tensor:
+        if self.resident is None:
+            raise RuntimeError(
+                "this gradient is on disk (offload_optimizer nvme): single parameters' gradients cannot be "
+                "reached; engine.zero_grad() drops all"
+            )
+        return self.resident
+
+    def changed(self) -> None:
+        self._squares = squares_of(self.grad, self._cuts)
 
 
 class DiskValues:

@@ -32,6 +32,13 @@ class GradientHome(Protocol):
     def squares(self) -> list[Tensor]:
         """Sums of squares of the ranges that were asked for, 0-dim float64."""
 
+    @property
+    def grad(self) -> Tensor:
+        """The gradient, flat, in memory. Raises RuntimeError where it is on disk."""
+
+    def changed(self) -> None:
+        """Somebody has written to :attr:`grad`."""
+
 
 def squares_of(grad: Tensor, cuts: Cuts) -> list[Tensor]:
     """Sums of squares, 0-dim float64, of ranges of a flat tensor."""

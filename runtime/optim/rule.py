@@ -155,7 +155,7 @@ class Rule:
         elif isinstance(self.divisor, Tensor) or self.divisor != 1.0:
             gradients = [u.leaf.grad for u in updates if u.leaf.grad is not None]
             torch._foreach_mul_(gradients, 1.0 / self.divisor)
-        type(optimizer).step(shadow)
+        step_once(shadow)
         for update in updates:
             update.leaf.grad = None
         for index, group in groups:
@@ -183,6 +183,14 @@ class Rule:
         return max(counts)
 
 
+def step_once(optimizer: torch.optim.Optimizer) -> None:
+    """Make a step by the class's own code, without hooks."""
+    step: Any = type(optimizer).step
+    if getattr(step, "hooked", False):
+        step = step.__wrapped__
+    step(optimizer)
+
+
 def has_amp_scaling(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the fused step takes ``grad_scale`` and ``found_inf``."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
@@ -204,5 +212,7 @@ def is_decoupled(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> boo
 
 
 def is_elementwise(value: Any, leaf: Tensor) -> bool:
-    """Whether a state entry has one number for each element of its leaf."""
-    return isinstance(value, Tensor) and value.shape == leaf.shape and value.dim() == 1 and value is not leaf
+    """Whether a state entry has one number for each element of its leaf, which is flat or whole."""
+    if not isinstance(value, Tensor) or value is leaf or value.shape != leaf.shape:
+        return False
+    return value.dim() > 0

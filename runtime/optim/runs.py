@@ -19,7 +19,11 @@ KEYS = "\0elementwise"
 
 @dataclass(slots=True, eq=False)
 class Run:
-    """Elements ``start`` to ``stop`` of a unit's shard, all of one optimizer group."""
+    """Elements ``start`` to ``stop`` of a unit's shard, all of one optimizer group.
+
+    The leaf is flat, or, for an optimizer that needs whole tensors, one parameter in its shape (a scalar in
+    the shape (1,)).
+    """
 
     unit: Unit
     start: int
@@ -33,10 +37,15 @@ class Run:
     """Of a run on disk: the state entries that are not tensors of its size."""
 
 
-def make_runs(units: Sequence[Unit]) -> list[Run]:
-    """One for each piece; off the device pieces are cut at the borders of tiles."""
+def make_runs(units: Sequence[Unit], whole: bool) -> list[Run]:
+    """One for each piece, or with ``whole`` for each parameter; off the device pieces are cut at the borders
+    of tiles.
+    """
     runs = []
     for unit in units:
+        if whole:
+            runs += _whole_runs(unit)
+            continue
         for piece in unit.pieces:
             if unit.state_place is Place.DEVICE:
                 ranges = [(piece.start, piece.stop)]
@@ -47,6 +56,16 @@ def make_runs(units: Sequence[Unit]) -> list[Run]:
                 if unit.master is not None:
                     leaf = unit.master[start:stop].detach().requires_grad_()
                 runs.append(Run(unit, start, stop, piece.group, leaf))
+    return runs
+
+
+def _whole_runs(unit: Unit) -> list[Run]:
+    assert unit.master is not None and unit.stop - unit.start == unit.numel
+    runs = []
+    for slot, shape in zip(unit.layout.slots, unit.shapes, strict=True):
+        if slot.group >= 0:
+            leaf = unit.master[slot.offset : slot.stop].view(shape or (1,)).detach().requires_grad_()
+            runs.append(Run(unit, slot.offset, slot.stop, slot.group, leaf))
     return runs
 
 

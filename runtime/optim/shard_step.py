@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from types import MethodType
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...cuda_ops.arguments import Scalar
 from ...cuda_ops.norm import prepare_step
@@ -20,29 +18,17 @@ from ..step_result import StepResult
 from ..zero.grads import GradientReducer
 from ..zero.unit import Unit
 from .away import Away
+from .guarded import Inner, run_hooks
 from .initial_state import give_initial_state, take_initial_state
-from .rule import Rule, Update
+from .rule import Rule, Update, step_once
 from .runs import Label, Run, make_runs, separate_unused, split_runs
-
-_NEEDS_SHAPES = {"Adafactor", "LBFGS", "Muon", "SparseAdam", "Shampoo", "SOAP", "LAMB", "LARS"}
-"""Optimizers whose update of an element depends on the parameter's shape or on other elements."""
-
-
-def _step_elsewhere(self: torch.optim.Optimizer, closure: Any = None) -> None:
-    raise RuntimeError(
-        "this optimizer belongs to a zlaunch engine: call engine.step() instead of optimizer.step()"
-    )
-
-
-# torch's schedules ask their optimizer whether they come after its step; the engine sees to that.
-_step_elsewhere._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
 
 
 class ShardStep:
-    """Turns a torch optimizer on parameters into one on this rank's shards, in place.
+    """Steps this rank's shards by the rule of a torch optimizer over the model's parameters.
 
-    The optimizer object stays the caller's (schedulers keep working, ``param_groups`` stay live); only the
-    tensors in its groups are replaced. Raises ValueError for an optimizer that cannot work on flat shards.
+    That optimizer stays the caller's (schedulers keep working, ``param_groups`` stay live); an inner one of
+    the same class, :attr:`optimizer`, has the shards in its groups.
     """
 
     def __init__(
@@ -53,40 +39,64 @@ class ShardStep:
         comm: Comm,
         *,
         sharded: bool,
+        whole: bool = False,
         offload: Offload | None = None,
         background: bool = False,
         on_device: bool = False,
     ) -> None:
-        """``background``: what is offloaded is updated while the caller goes on. ``on_device``: decisions are
+        """``whole``: the optimizer gets whole tensors, which this rank must have. ``background``: what is
+        offloaded is updated while the caller goes on. ``on_device``: decisions are
         made there where that is possible, so that the host never waits for it.
         """
-        kind = type(optimizer).__name__
-        if kind in _NEEDS_SHAPES:
-            raise ValueError(
-                f"optimizer {kind} needs whole matrices, but ZeRO gives it flat shards: use Adam, AdamW, "
-                "SGD or another optimizer that treats every element by itself"
-            )
-        initial = take_initial_state(optimizer)
-        self.optimizer, self.units, self._reducer, self._comm, self._sharded = (
-            optimizer,
-            units,
-            reducer,
-            comm,
-            sharded,
-        )
-        self._runs = make_runs(units)
-        for index, group in enumerate(optimizer.param_groups):
-            group["params"] = [run.leaf for run in self._runs if run.group == index and run.leaf is not None]
-        give_initial_state(optimizer, initial, self._runs)
+        self._initial = take_initial_state(optimizer)
+        self._inner = Inner(optimizer)
+        self.optimizer = self._inner.optimizer
+        self.units = list(units)
+        self._reducer, self._comm, self._sharded, self._whole = reducer, comm, sharded, whole
+        self._runs: list[Run] = []
+        self._take_units(units)
         self._fused = self._choose_fused()
-        self._rule = Rule(optimizer)
+        self._rule = Rule(self.optimizer)
         self._written: set[int] = set()
         """Units whose values beside the master the last step has written already."""
-        self._away = Away(offload, units, comm, background) if offload is not None else None
+        self._away = Away(offload, self.units, comm, background) if offload is not None else None
         self.decides_on_device = on_device and self._fused and self._away is None
-        self._real_step = optimizer.step
-        optimizer.step = MethodType(_step_elsewhere, optimizer)  # type: ignore[method-assign]
-        optimizer._opt_called = True  # type: ignore[attr-defined]
+
+    @property
+    def outer(self) -> torch.optim.Optimizer:
+        """The optimizer that the script holds."""
+        return self._inner.outer
+
+    def _take_units(self, units: Sequence[Unit]) -> None:
+        """Make the runs of units and put them into the optimizer's groups."""
+        made = make_runs(units, self._whole)
+        self._runs += made
+        for index, group in enumerate(self.optimizer.param_groups):
+            group["params"] += [run.leaf for run in made if run.group == index and run.leaf is not None]
+        give_initial_state(self.optimizer, self._initial, made)
+
+    def set_units(self, units: Sequence[Unit]) -> None:
+        """Step these units from now on: those that stay keep their state, those that are new begin. Those
+        that are gone had no state. Further param groups are taken from the outer optimizer.
+        """
+        self.wait()
+        further = self.outer.param_groups[len(self.optimizer.param_groups) :]
+        self._inner.add_groups(further)
+        self._initial += [self._initial[0] if self._initial else {} for _ in further]
+        new = [unit for unit in units if all(unit is not old for old in self.units)]
+        gone = [old for old in self.units if all(old is not unit for unit in units)]
+        self._runs = [run for run in self._runs if all(run.unit is not unit for unit in gone)]
+        self.units[:] = units
+        self._take_units(new)
+        self._choose_fused()
+
+    def take_hyperparameters(self) -> None:
+        """Let the inner optimizer have what the script has set in the groups."""
+        self._inner.take()
+
+    def show_hyperparameters(self) -> None:
+        """Let the script see what a load has set in the groups."""
+        self._inner.give()
 
     def _choose_fused(self) -> bool:
         """Use torch's one-pass kernels where the caller did not choose an implementation himself."""
@@ -127,6 +137,8 @@ class ShardStep:
             if not unit.shard_params:
                 # nothing touched it since the last step, whose values may still be arriving
                 unit.ensure_full()
+                unit.writes.bring()
+        self._inner.take()
         mine = self._reducer.used()
         agreed = self._agree(mine)
         if self.decides_on_device and all(mine):
@@ -137,7 +149,11 @@ class ShardStep:
         return result
 
     def _step_by_host(self, agreed: Tensor, divisor: float, clip: float, check_finite: bool) -> StepResult:
-        square, stop, *counts = agreed.tolist()
+        facts, marks = self._apart(agreed)
+        if self._comm.world_size > 1 and bool(self._comm.order_differs(marks)):
+            self._comm.raise_order()
+        self._comm.forget_order()
+        square, stop, *counts = facts.tolist()
         norm = math.sqrt(square) / divisor if square >= 0 else math.nan
         skipped = check_finite and not math.isfinite(norm)
         if not skipped:
@@ -151,12 +167,24 @@ class ShardStep:
         return StepResult(norm, skipped, stop)
 
     def _step_on_device(self, agreed: Tensor, divisor: Scalar, clip: float, check_finite: bool) -> StepResult:
-        """The same without a number that the host has to see: every parameter has a gradient."""
-        norm, multiplier, found_inf = prepare_step(agreed[0], divisor=divisor, clip=clip)
+        """Do the same without a number that the host has to see: every parameter has a gradient.
+
+        Where the ranks have used the model in different orders, nothing is changed, and the result says so.
+        """
+        facts, marks = self._apart(agreed)
+        norm, multiplier, found_inf = prepare_step(facts[0], divisor=divisor, clip=clip)
+        differs = self._comm.order_differs(marks).to(found_inf.dtype)
+        skip = torch.maximum(found_inf, differs) if check_finite else differs
         self._comm.settle()
-        self._rule.begin(1.0 / multiplier, found_inf if check_finite else None)
-        self._apply([True] * (agreed.numel() - 2))
-        return StepResult(norm, found_inf if check_finite else torch.zeros_like(found_inf), agreed[1])
+        guarded = check_finite or self._comm.world_size > 1
+        self._rule.begin(1.0 / multiplier, skip if guarded else None)
+        self._apply([True] * (facts.numel() - 2))
+        return StepResult(norm, skip, facts[1], differs)
+
+    def _apart(self, agreed: Tensor) -> tuple[Tensor, Tensor]:
+        """The sums of facts, and those of the order marks behind them."""
+        at = agreed.numel() - len(self._comm.order_marks())
+        return agreed[:at], agreed[at:]
 
     def check(self) -> None:
         """Raises what ended a step half-way: the values are of two steps then, and nothing may go on."""
@@ -174,8 +202,8 @@ class ShardStep:
             self._away.wait()
 
     def _agree(self, used: list[bool]) -> Tensor:
-        """The sum of squares of all gradients, how many ranks want to stop, and for each parameter how many
-        had a gradient: one all-reduce, float64 on the device.
+        """The sum of squares of all gradients, how many ranks want to stop, for each parameter how many had a
+        gradient, and the marks of the order of collectives: one all-reduce, float64 on the device.
         """
         device = self._comm.device
         total = torch.zeros((), dtype=torch.float64, device=device)
@@ -183,7 +211,7 @@ class ShardStep:
             total = torch.stack(squares).sum()
         if not self._sharded:
             total = total / self._comm.world_size  # every rank holds all of it
-        flags = [float(stopping.asked()), *map(float, used)]
+        flags = [float(stopping.asked()), *map(float, used), *self._comm.order_marks()]
         mine = _to_device(torch.tensor(flags, dtype=torch.float64), device)
         return self._comm.all_reduce_scalars(torch.cat([total.reshape(1), mine]))
 
@@ -199,11 +227,12 @@ class ShardStep:
         return squares
 
     def _apply(self, used: list[bool]) -> None:
+        run_hooks(self.outer, before=True)
         self._runs = separate_unused(self._runs, self.units, used, self.optimizer)
         self._apply_here(self._rule.divisor, self._rule.found_inf)
         if self._away is not None:
             self._away.start(self._rule, self._runs)
-        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers look for it
+        self.outer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers look for it
         stay = [unit for unit in self.units if not unit.shard_params]
         for unit in self.units:
             unit.send_home()
@@ -214,6 +243,10 @@ class ShardStep:
             for unit in stay:
                 if self._away is None or not self._away.brings(unit):
                     unit.ensure_full()
+        for unit in self.units:
+            unit.stepped()
+        self._inner.give()
+        run_hooks(self.outer, before=False)
 
     def _apply_here(self, divisor: Scalar, found_inf: Tensor | None) -> None:
         """Update what is on the device: in one pass with the copy in 16 bits where there is such a kernel,
@@ -226,7 +259,7 @@ class ShardStep:
             if run.unit.state_place is not Place.DEVICE or not run.used or run.unit.grad is None:
                 continue
             assert run.leaf is not None
-            grad = run.unit.grad[run.start : run.stop]
+            grad = run.unit.grad[run.start : run.stop].view(run.leaf.shape)
             out = run.unit.values_beside_master
             if out is not None and self._rule.has_kernel(run.group, run.leaf, out):
                 out = out[run.start : run.stop]
@@ -246,7 +279,7 @@ class ShardStep:
             self.optimizer.found_inf = skip  # type: ignore[attr-defined]
         elif isinstance(divisor, Tensor) or divisor != 1.0:
             torch._foreach_mul_([leaf.grad for leaf in rest if leaf.grad is not None], 1.0 / divisor)
-        self._real_step()
+        step_once(self.optimizer)
         for leaf in rest:
             leaf.grad = None
 
@@ -279,27 +312,3 @@ def _filled(value: Scalar, device: torch.device) -> Tensor:
 def _to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """A small tensor's copy that the host does not wait for."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
-
-
-def parameter_groups(parameters: Any, model: nn.Module) -> list[dict[str, Any]]:
-    """``model_parameters`` as optimizer groups: None, an iterable of parameters, or of dicts with "params".
-
-    Frozen parameters are left out. Raises ValueError if one is not a parameter of ``model`` or is listed
-    twice.
-    """
-    listed: list[Any] = list(model.parameters()) if parameters is None else list(parameters)
-    groups: list[dict[str, Any]] = listed if listed and isinstance(listed[0], dict) else [{"params": listed}]
-    known = {id(p) for p in model.parameters()}
-    seen: set[int] = set()
-    result = []
-    for group in groups:
-        members = group["params"]
-        members = [members] if isinstance(members, Tensor) else list(members)
-        for parameter in members:
-            if id(parameter) not in known:
-                raise ValueError("model_parameters holds a tensor that is not a parameter of the model")
-            if id(parameter) in seen:
-                raise ValueError("model_parameters holds a parameter twice")
-            seen.add(id(parameter))
-        result.append({**group, "params": [p for p in members if p.requires_grad]})
-    return result

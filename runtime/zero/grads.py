@@ -125,15 +125,53 @@ class GradientReducer:
         self.comm, self.options = comm, options
         self.sync = True
         """Whether this backward pass reduces. Only persistent buckets may leave it for later."""
-        self._buckets = {id(unit): _Bucket(unit) for unit in units}
-        self._order = list(reversed(self._buckets.values()))
+        self.passes = 0
+        """Backward passes since the last step."""
+        self.is_empty_pass = True
+        """No gradient has arrived since the pass began."""
+        self._buckets: dict[int, _Bucket] = {}
+        self._order: list[_Bucket] = []
         self._finished: list[_Bucket] = []
-        self._agreed = comm.world_size == 1
+        self._agreed = False
         self._ready: set[int] = set()
         self._next = 0
         self._in_flight: deque[_Reduction] = deque()
         self._pool = _BufferPool(comm)
-        self.clear()
+        self.set_units(units)
+
+    def set_units(self, units: Sequence[Unit]) -> None:
+        """Collect for these units from now on; what has been collected for those that stay is kept. Between
+        two passes.
+        """
+        kept = self._buckets
+        self._buckets = {id(unit): kept.get(id(unit)) or _Bucket(unit) for unit in units}
+        self._order = list(reversed(self._buckets.values()))
+        self._agreed = self.comm.world_size == 1
+        for key, bucket in self._buckets.items():
+            if key not in kept:
+                bucket.unit.gradients = self
+                self._clear_bucket(bucket)
+
+    def has(self, unit: Unit, index: int) -> bool:
+        """Whether this rank has taken a gradient of parameter ``index`` since the last step."""
+        bucket = self._buckets.get(id(unit))
+        return bucket is not None and bucket.used[index]
+
+    def forget(self, unit: Unit, index: int) -> None:
+        """Drop the gradient of one parameter. Between two passes. Raises RuntimeError where it is on disk."""
+        bucket = self._buckets[id(unit)]
+        if not bucket.used[index]:
+            return
+        slot = unit.layout.slots[index]
+        if bucket.tensor is not None:
+            bucket.tensor[slot.offset : slot.stop].zero_()
+        for shard in (bucket.carry, unit.reduced_gradient() if not bucket.fresh else None):
+            if shard is not None:
+                low, high = max(slot.offset, unit.start), min(slot.stop, unit.stop)
+                if low < high:
+                    shard[low - unit.start : high - unit.start].zero_()
+        unit.gradient_was_written()
+        bucket.written[index] = bucket.used[index] = False
 
     def clear(self) -> None:
         """Begin a new optimizer step: nothing has been accumulated.
@@ -149,11 +187,16 @@ class GradientReducer:
             if self.options.transient and bucket.tensor is not None:
                 self._pool.give_back(bucket.tensor)
                 bucket.set_tensor(None)
+        self.passes = 0
         for bucket in self._buckets.values():
-            bucket.fresh, bucket.reduced, bucket.carry = True, False, None
-            bucket.written = [False] * len(bucket.unit.parameters)
-            bucket.used = [False] * len(bucket.unit.parameters)
-            bucket.reset_pass()
+            self._clear_bucket(bucket)
+
+    @staticmethod
+    def _clear_bucket(bucket: _Bucket) -> None:
+        bucket.fresh, bucket.reduced, bucket.carry = True, False, None
+        bucket.written = [False] * len(bucket.unit.parameters)
+        bucket.used = [False] * len(bucket.unit.parameters)
+        bucket.reset_pass()
 
     def used(self) -> list[bool]:
         """For each parameter of each unit, in order: did this rank have a gradient for it in this step?"""
@@ -170,6 +213,8 @@ class GradientReducer:
 
     def begin(self) -> None:
         """A backward pass starts."""
+        self.passes += 1
+        self.is_empty_pass = True
         for bucket in self._buckets.values():
             bucket.reset_pass()
         self._ready.clear()
@@ -180,6 +225,7 @@ class GradientReducer:
     def add(self, unit: Unit, index: int, grad: Tensor) -> bool:
         """Take the gradient of a unit's parameter ``index``; True when that completes the unit."""
         bucket = self._buckets[id(unit)]
+        self.is_empty_pass = False
         if bucket.tensor is None:
             self._open(bucket)
         elif bucket.reduced and self.sync:
@@ -269,22 +315,24 @@ class GradientReducer:
             shard = unit.grad
         else:
             shard = torch.empty(numel, dtype=self.comm.reduced_dtype(sent.dtype), device=device)
-        return _Reduction(self.comm.reduce_scatter(shard, sent), bucket, sent, shard, fresh)
+        return _Reduction(self.comm.reduce_scatter(shard, sent, unit.tag), bucket, sent, shard, fresh)
 
     def _reduce_persistent(self, bucket: _Bucket) -> _Reduction:
         unit = bucket.unit
         assert bucket.tensor is not None and unit.grad is not None
         if self.comm.world_size == 1:
             return _Reduction(DONE, bucket, None, unit.grad, True)
-        dtype = self.options.dtype or unit.dtype
+        # the sum of several passes has more digits than one gradient: rounding it would lose them
+        own = unit.dtype if self.passes <= 1 else bucket.tensor.dtype
+        dtype = self.options.dtype or own
         narrow = None
         if bucket.tensor.dtype != dtype:
             narrow = self._pool.lend(dtype, unit.numel).copy_(bucket.tensor)
         send = bucket.tensor if narrow is None else narrow
         if unit.stop - unit.start < unit.numel:
-            pending = self.comm.reduce_scatter(unit.grad, send)
+            pending = self.comm.reduce_scatter(unit.grad, send, unit.tag)
         else:
-            pending = self.comm.all_reduce(send)
+            pending = self.comm.all_reduce(send, unit.tag)
             if narrow is not None:
                 pending = _CopyBack(pending, narrow, bucket.tensor)
         return _Reduction(pending, bucket, narrow, unit.grad, True)

@@ -1,26 +1,32 @@
-"""What a parameter is between its uses: classes that a parameter takes on while its values are not there.
+"""The classes that a parameter takes on while an engine manages it.
 
-torch itself changes a parameter's class in place (``UninitializedParameter.materialize``). While a
-parameter's values are elsewhere or on their way, its class intercepts every operation on it
-(``__torch_function__``), at no cost to anything else, and hands back plain ``nn.Parameter`` as soon as the
-values are there:
+torch itself changes a parameter's class in place (``UninitializedParameter.materialize``). A managed
+parameter is a view of its unit's flat buffer, and what a script does to it has to reach the unit:
 
+- :class:`ManagedParameter`: the values are there. ``grad`` and ``data`` are watched, nothing else costs
+  anything.
 - :class:`PendingParameter`: the all-gather after an optimizer step is under way. The first touch waits for
-it.
-- :class:`ShardedParameter`: freed. Reading gives NaN and writing raises, except inside a forward or backward
-pass of
-  its model, where a use that no module hook announced gathers the unit on demand.
+  it.
+- :class:`ShardedParameter`: freed. Inside a forward or backward pass of its model a use that no module hook
+  announced gathers the unit on demand. Outside, reading gives NaN, while writing, and anything that a
+  gradient would have to flow through, raises (see ``freed.py``).
 """
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
+
+from ..errors import ParameterError
+from .freed import read_freed
 
 if TYPE_CHECKING:
     from .unit import Unit
@@ -28,10 +34,14 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Settings:
-    """How sharded parameters look, in this process."""
+    """How managed parameters look, in this process."""
 
     empty_placeholders: bool = False
     """A freed parameter has no elements, as DeepSpeed's have, instead of its true shape full of NaN."""
+    lenient_grad: bool = False
+    """``grad`` of a parameter whose gradient the engine has taken is None with a warning, as DeepSpeed's is
+    without one, instead of an error.
+    """
 
 
 settings = Settings()
@@ -39,46 +49,24 @@ _owners: WeakValueDictionary[int, Unit] = WeakValueDictionary()
 """id of a parameter -> its unit. Not an attribute of the parameter: that would be pickled with it."""
 
 _T = Tensor
+GRAD: Any = _T.grad
+DATA: Any = _T.data
+_METADATA_GETTERS = (
+    *("shape", "dtype", "device", "requires_grad", "grad", "is_leaf", "grad_fn", "ndim", "layout"),
+    *("is_cuda", "is_sparse", "is_meta", "_version", "grad_dtype", "is_quantized", "is_cpu", "itemsize"),
+    *("nbytes", "names", "_backward_hooks", "retains_grad"),
+)
 _METADATA: frozenset[Any] = frozenset(
     [
-        getattr(_T, name).__get__
-        for name in (
-            *("shape", "dtype", "device", "requires_grad", "grad", "is_leaf", "grad_fn", "ndim", "layout"),
-            *(
-                "is_cuda",
-                "is_sparse",
-                "is_meta",
-                "_version",
-                "grad_dtype",
-                "is_quantized",
-                "is_cpu",
-                "itemsize",
-            ),
-            *("nbytes", "names", "_backward_hooks", "retains_grad"),
-        )
-        if hasattr(_T, name)
-    ]
-    + [_T.grad.__set__, _T.requires_grad.__set__]  # type: ignore[attr-defined,union-attr]
-    + [
-        _T.size,
-        _T.dim,
-        _T.numel,
-        _T.nelement,
-        _T.ndimension,
-        _T.is_floating_point,
-        _T.is_complex,
-        _T.element_size,
-    ]
-    + [_T.requires_grad_, _T.register_hook, _T.register_post_accumulate_grad_hook, _T.__hash__, _T.stride]
-    + [
-        _T.is_contiguous,
-        _T.get_device,
-        _T.storage_offset,
-        torch.is_floating_point,
-        torch.numel,
-        torch.is_complex,
+        *(getattr(_T, name).__get__ for name in _METADATA_GETTERS if hasattr(_T, name)),
+        *(GRAD.__set__, _T.requires_grad.__set__),  # type: ignore[attr-defined]
+        *(_T.size, _T.dim, _T.numel, _T.nelement, _T.ndimension, _T.element_size, _T.stride),
+        *(_T.is_floating_point, _T.is_complex, torch.is_floating_point, torch.is_complex, torch.numel),
+        *(_T.requires_grad_, _T.register_hook, _T.register_post_accumulate_grad_hook, _T.__hash__),
+        *(_T.is_contiguous, _T.get_device, _T.storage_offset),
     ]
 )
+"""What may be asked of a parameter without its values."""
 
 
 def in_backward() -> bool:
@@ -101,23 +89,36 @@ def release(parameter: nn.Parameter) -> None:
 def owner(parameter: Tensor) -> Unit | None:
     """The unit of a parameter, if a live engine manages it."""
     unit = _owners.get(id(parameter))
-    return unit if unit is not None and any(p is parameter for p in unit.parameters) else None
+    return unit if unit is not None and id(parameter) in unit.index_of else None
 
 
 def shape_of(parameter: Tensor) -> torch.Size:
     """The true shape of a parameter, also while it is freed."""
     unit = owner(parameter)
-    if unit is None:
-        return parameter.shape
-    return unit.shapes[next(i for i, own in enumerate(unit.parameters) if own is parameter)]
+    return parameter.shape if unit is None else unit.shapes[unit.index_of[id(parameter)]]
+
+
+def name_of(parameter: Tensor) -> str:
+    """The name of a managed parameter in its model."""
+    unit = owner(parameter)
+    return "a parameter" if unit is None else unit.names[unit.index_of[id(parameter)]]
+
+
+def point(parameter: nn.Parameter, tensor: Tensor, kind: type[nn.Parameter]) -> None:
+    """Give a parameter other memory and the class ``kind``; its version counter stays."""
+    parameter.__class__ = nn.Parameter  # a guarded class would refuse
+    parameter.data = tensor
+    parameter.__class__ = kind
 
 
 def _watched(values: Any, kind: type[Tensor]) -> Iterator[Tensor]:
     for value in values:
-        if type(value) is kind:
+        if isinstance(value, kind):
             yield value
         elif isinstance(value, (list, tuple)):
             yield from _watched(value, kind)
+        elif isinstance(value, dict):
+            yield from _watched(value.values(), kind)
 
 
 def _call(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -125,14 +126,91 @@ def _call(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         return func(*args, **(kwargs or {}))
 
 
-class PendingParameter(nn.Parameter):
+def _asked_by_torch() -> bool:
+    """Whether ``grad`` is read by torch's machinery (a compiler looking at its inputs), not by a script."""
+    return str(sys._getframe(2).f_globals.get("__name__", "")).startswith("torch._")
+
+
+class ManagedParameter(nn.Parameter):
+    """A parameter that is a view of a unit's flat buffer, with its values in place."""
+
+    @property
+    def grad(self) -> Tensor | None:
+        """A gradient that autograd has left here; raises ParameterError when the engine has taken it."""
+        own: Tensor | None = GRAD.__get__(self)
+        if own is None:
+            unit = owner(self)
+            if unit is not None and unit.hides_gradient(self) and not _asked_by_torch():
+                _hidden(name_of(self))
+        return own
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        unit = owner(self)
+        if unit is not None and unit.trainable:
+            if value is not None:
+                raise ParameterError(
+                    f"{name_of(self)}.grad cannot be assigned: gradients belong to the engine. Between "
+                    "engine.backward and engine.step use zlaunch.safe_set_full_grad(parameter, value)"
+                )
+            unit.forget_gradient(self)
+        GRAD.__set__(self, value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
+    @property
+    def data(self) -> Tensor:
+        """The values, outside autograd; what is written to them reaches the master values."""
+        unit = owner(self)
+        if unit is not None:
+            unit.writes.expose()
+        return DATA.__get__(self)  # type: ignore[no-any-return]
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        unit = owner(self)
+        if unit is None:
+            DATA.__set__(self, value)
+            return
+        present = DATA.__get__(self)
+        same = isinstance(value, Tensor) and present.dtype == value.dtype and present.shape == value.shape
+        if not same or present.data_ptr() != value.data_ptr() or present.stride() != value.stride():
+            raise ParameterError(
+                f"{name_of(self)}.data cannot be replaced: the parameter lies in the engine's memory. Write "
+                "into it: `with torch.no_grad(): parameter.copy_(values)`, at stage 3 inside `with "
+                "zlaunch.zero.GatheredParameters([parameter], modifier_rank=0):`. To put the former values "
+                "back later, keep a clone of them"
+            )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self) in memo:
+            return memo[id(self)]
+        values = DATA.__get__(self).clone(memory_format=torch.preserve_format)
+        memo[id(self)] = copied = nn.Parameter(values, self.requires_grad)
+        return copied
+
+
+def _hidden(name: str) -> None:
+    text = (
+        f"{name}.grad is not here: the engine has taken the gradient. To clip, set gradient_clipping in the "
+        "config; the norm is engine.get_global_grad_norm() after the step; to read or change gradients "
+        "before it, zlaunch.safe_get_full_grad(parameter) and zlaunch.safe_set_full_grad(parameter, value)"
+    )
+    if not settings.lenient_grad:
+        raise ParameterError(text)
+    warnings.warn(text, stacklevel=3)
+
+
+class PendingParameter(ManagedParameter):
     """A parameter whose new values are still arriving from the other ranks."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _METADATA:
             return _call(func, args, kwargs)
-        for parameter in _watched((*args, *(kwargs or {}).values()), cls):
+        for parameter in _watched((*args, *(kwargs or {}).values()), PendingParameter):
             unit = owner(parameter)
             if unit is not None:
                 unit.ensure_full()
@@ -144,39 +222,64 @@ class PendingParameter(nn.Parameter):
         unit = owner(self)
         if unit is not None:
             unit.ensure_full()
-        return nn.Parameter.__deepcopy__(self, memo)  # type: ignore[no-untyped-call]
+        return ManagedParameter.__deepcopy__(self, memo)
 
 
-class ShardedParameter(nn.Parameter):
+class ShardedParameter(ManagedParameter):
     """A parameter whose values are spread over the ranks; it keeps its true dtype and device and, unless
     ``settings`` say otherwise, its true shape.
     """
+
+    is_placeholder = True
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _METADATA:
             return _call(func, args, kwargs)
         found = False
-        for parameter in _watched((*args, *(kwargs or {}).values()), cls):
+        touched = list(_watched((*args, *(kwargs or {}).values()), ShardedParameter))
+        for parameter in touched:
             unit = owner(parameter)
             if unit is not None and unit.on_demand is not None:
                 found = unit.on_demand(unit) or found
         if found:
             return func(*args, **(kwargs or {}))
-        return _call(func, args, kwargs)
+        return read_freed(func, args, kwargs or {}, name_of(touched[0]) if touched else "a parameter")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         unit = owner(self)
         if unit is not None and unit.provisional and unit.on_demand is not None and unit.on_demand(unit):
-            return nn.Parameter.__deepcopy__(self, memo)  # type: ignore[no-untyped-call]
-        raise RuntimeError(
+            return ManagedParameter.__deepcopy__(self, memo)
+        raise ParameterError(
             "a model whose parameters are sharded (ZeRO stage 3) cannot be copied: "
             "copy it before zlaunch.initialize, or rebuild it from engine.module.state_dict(), called on "
             "all ranks"
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise RuntimeError(
+        raise ParameterError(
             "a parameter that is sharded (ZeRO stage 3) cannot be pickled: "
             "save engine.module.state_dict(), called on all ranks, or use engine.save_16bit_model(dir)"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Kinds:
+    """The classes of one parameter through its life under an engine."""
+
+    managed: type[nn.Parameter]
+    pending: type[nn.Parameter]
+    sharded: type[nn.Parameter]
+
+
+@cache
+def kinds_for(own: type[nn.Parameter]) -> Kinds:
+    """The guarded classes for a parameter's own class: also for a subclass of ``nn.Parameter``."""
+    if own is nn.Parameter:
+        return Kinds(ManagedParameter, PendingParameter, ShardedParameter)
+    return Kinds(
+        *(
+            type(f"{kind.__name__}Of{own.__name__}", (kind, own), {})
+            for kind in (ManagedParameter, PendingParameter, ShardedParameter)
+        )
+    )

@@ -6,7 +6,7 @@ import functools
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakSet, finalize
@@ -297,16 +297,11 @@ def GatheredParameters(
         params = [params]
     owners = [guards.owner(parameter) for parameter in params] if enabled else []
     units = list({id(unit): unit for unit in owners if unit is not None}.values())
-    for unit in units:
-        unit.ensure_full()
-        unit.holds += 1
-    try:
+    with ExitStack() as stack:
+        for unit in units:
+            stack.enter_context(unit.hold())
         yield
         if modifier_rank is not None:
             for unit in units:
                 unit.comm.broadcast(unit.full, modifier_rank)
                 unit.store()
-    finally:
-        for unit in units:
-            unit.holds -= 1
-            unit.free()

@@ -27,12 +27,13 @@ def _units(module: nn.Module, *, recurse: bool) -> list[Unit]:
 
 
 def intercept_module(root: nn.Module, model: ShardedModel) -> Callable[[], None]:
-    """Guard ``state_dict``, ``load_state_dict`` and ``to``/``half``/``cuda`` of every module; returns the way
-    back.
+    """Guard ``state_dict``, ``load_state_dict``, ``zero_grad`` and ``to``/``half``/``cuda`` of every module;
+    returns the way back.
 
     ``state_dict`` gives the true values (copies, where they are sharded): collective then.
     ``load_state_dict`` expects the same values on every rank and brings them to the master copies.
-    Conversions that change dtype or device raise RuntimeError.
+    ``zero_grad`` drops the gradients that the engine has collected. Conversions that change dtype or device
+    raise RuntimeError.
     """
     handles: list[Any] = []
     stacks: dict[int, list[ExitStack]] = {}
@@ -71,12 +72,14 @@ def intercept_module(root: nn.Module, model: ShardedModel) -> Callable[[], None]
             handles.append(module.register_load_state_dict_pre_hook(Hook(before_load)))  # type: ignore[no-untyped-call]
             handles.append(module.register_load_state_dict_post_hook(Hook(after_load)))  # type: ignore[no-untyped-call]
         module._apply = _CheckedApply(module)  # type: ignore[method-assign]
+        module.zero_grad = _ZeroGrad(module, module is root)  # type: ignore[method-assign]
 
     def restore() -> None:
         for handle in handles:
             handle.remove()
         for module in root.modules():
             module.__dict__.pop("_apply", None)
+            module.__dict__.pop("zero_grad", None)
 
     return restore
 
@@ -103,3 +106,33 @@ class _CheckedApply:
                     "convert it before zlaunch.initialize, or choose fp16/bf16 in the config"
                 )
         return self._module
+
+
+class _ZeroGrad:
+    """Stands for ``Module.zero_grad``: gradients are with the engine. On a copy of the module it is torch's
+    own.
+    """
+
+    def __init__(self, module: nn.Module, is_root: bool) -> None:
+        self._module, self._is_root = module, is_root
+
+    def __call__(self, set_to_none: bool = True) -> None:
+        rest: list[nn.Parameter] = []
+        units: dict[int, Unit] = {}
+        for parameter in self._module.parameters():
+            unit = guards.owner(parameter)
+            if unit is None or not unit.trainable:
+                rest.append(parameter)
+            elif self._is_root:
+                units[id(unit)] = unit
+            else:
+                unit.forget_gradient(parameter)
+        for unit in units.values():
+            if unit.gradients is not None:
+                unit.gradients.clear()
+                break
+        for parameter in rest:
+            if parameter.grad is not None and set_to_none:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                parameter.grad.detach_().zero_()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from .grads import GradientReducer
 from .hook import Hook
 from .intercept import intercept_module
 from .partition import Block, ShardingOptions
+from .saved import SavedTensors
 from .schedule import OrderHint
 from .structure import tensors_in
 from .unit import Unit, UnitState
@@ -33,11 +34,10 @@ class ShardedModel:
     Note [When does what happen]
         forward, before a block: its units become FULL; the block that followed it last time is gathered
         ahead. forward, after a block: its units are freed, but for the last block's, which the backward pass
-        needs at once;
-            each output, and the tensor it is a view of, gets a hook that fires when its gradient is known.
-            That is the only trigger for the backward pass that works for every kind of output (a full
-            backward pre-hook, or a Function wrapped around the output, fails for dataclasses and for outputs
-            modified in place).
+        needs at once. What the graph has saved of them is a place in the unit (``saved.py``), which is
+            filled again when the backward pass gets there: that is what makes it right.
+            Each output that can be found, and the tensor it is a view of, gets a hook that fires when its
+            gradient is known: that is what makes it early enough to overlap.
         backward, at a block's output: its units become FULL, the block before it is gathered ahead. backward,
         at a parameter's gradient: it moves into the unit's bucket; the last one frees the unit and reduces.
         backward, at the end: what is incomplete is reduced, everything is freed. This callback is queued from
@@ -74,8 +74,23 @@ class ShardedModel:
         self._passed: list[Block] = []
         """Blocks with frozen units whose backward has begun; see _free_passed."""
         self._forward_order, self._backward_order = OrderHint(), OrderHint()
-        self._grad_scale: Callable[[], float | Tensor] | None = None
+        self.loss_scale: Callable[[], float | Tensor] | None = None
+        """What a loss is to be multiplied with; None where nothing is."""
+        self.loss_is_scaled = False
+        """The backward pass that is under way, or comes next, is that of a loss multiplied already."""
+        self._scaled_at_root = False
+        self.micro_share: Callable[[], float] = lambda: 1.0
+        """A micro-batch's part of a step, for a backward pass that the caller starts by himself."""
+        self._saved = SavedTensors(self._on_saved)
+        self._saved.watch(self.units)
+        self._unhooked = False
+        """A forward pass could not put hooks on what autograd saves: its units stay until the next one."""
+        self._kept = ExitStack()
+        """Holds units of which the root's output is a parameter."""
+        self.before_forward: Callable[[], None] | None = None
+        """Called before each forward pass of the whole model, outside of any backward pass."""
         self._handles: list[Any] = []
+        self._gradient_handles: dict[int, list[Any]] = {}
         self.engine: Any = None
         """Whoever drives it. The module's hooks keep this object, and so its engine, alive as long as the
         module lives: an engine that only the collector of cycles would end ends at another time on each rank.
@@ -97,22 +112,45 @@ class ShardedModel:
                 if module is self.module:
                     continue
                 add(module.register_forward_pre_hook(_undisturbed(self._before(block)), prepend=True))
-                if sharded and not block.is_root:
-                    add(module.register_forward_hook(_undisturbed(self._after(block))))
+                if sharded:
+                    hook = _undisturbed(self._after(block))
+                    add(module.register_forward_hook(hook, always_call=True))
         for unit in self.units:
-            if unit.shard_params:
-                unit.on_demand = self._on_demand
-            if unit.trainable:
-                for index, parameter in enumerate(unit.parameters):
-                    add(parameter.register_post_accumulate_grad_hook(self._on_gradient(unit, index)))  # type: ignore[no-untyped-call]
+            self._attach(unit)
+
+    def _attach(self, unit: Unit) -> None:
+        if unit.shard_params:
+            unit.on_demand = self._on_demand
+        if unit.trainable:
+            self._gradient_handles[id(unit)] = [
+                parameter.register_post_accumulate_grad_hook(self._on_gradient(unit, index))  # type: ignore[no-untyped-call]
+                for index, parameter in enumerate(unit.parameters)
+            ]
+
+    def replace_units(self, block: Block, units: list[Unit]) -> None:
+        """Give a block other units, made of the same parameters; the former ones have let go of them."""
+        for old in block.units:
+            if all(old is not new for new in units):
+                for handle in self._gradient_handles.pop(id(old), []):
+                    handle.remove()
+                del self._block_of[id(old)]
+        for new in units:
+            if id(new) not in self._block_of:
+                self._block_of[id(new)] = block
+                self._attach(new)
+        block.units = units
+        self.units = [unit for each in self.blocks for unit in each.units]
+        self._saved.watch(self.units)
 
     def close(self) -> None:
         """Make the module a plain one again, with present values. Collective if parameters are sharded.
 
         Raises the first DiskError; parameters whose values cannot be read are left as NaN.
         """
-        for handle in self._handles:
+        for handle in [*self._handles, *(h for own in self._gradient_handles.values() for h in own)]:
             handle.remove()
+        self._kept.close()
+        self._saved.reset()
         self._restore()
         first: DiskError | None = None
         for unit in self.units:
@@ -128,33 +166,59 @@ class ShardedModel:
 
     def _before_root(self, module: nn.Module, args: Any) -> None:
         if guards.in_backward():
+            self._enter(module)
             self._fill(self._root)
             return
         if self._backward:
             self._abandon()
+        if not self._depth:
+            self._kept.close()
+            if self._unhooked:
+                self._unhooked = False
+                self.free_all()
+            if self.before_forward is not None:
+                self.before_forward()
         self._depth += 1
+        self._enter(module)
         self._fill(self._root)
+
+    def _enter(self, module: nn.Module) -> None:
+        if not self._saved.enter(module):
+            self._unhooked = True
 
     def abandon_forward(self) -> None:
         """A forward pass has ended in an exception; for some (KeyboardInterrupt) torch calls no hooks."""
         self._depth = 0
+        self._saved.reset()
 
     def _after_root(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._saved.leave(module)
         if guards.in_backward():
             return
-        self._depth -= 1
+        self._depth = max(0, self._depth - 1)
         if self._depth:
             return
         armed = self._arm(output, self._begin_backward)
         self._forward_order.end()
         if not self.options.shard_params:
             return
+        for tensor in tensors_in(output):
+            unit = guards.owner(tensor)
+            if unit is not None and unit.shard_params:
+                self._kept.enter_context(unit.hold())
+        # where the output does not tell, gradients may come all the same
+        expected = armed or torch.is_grad_enabled()
         for block in self.blocks:
-            if not armed or not (block.is_root or self._forward_order.is_last(block.index)):
-                self._free(block)
+            if not expected or not (block.is_root or self._forward_order.is_last(block.index)):
+                self._free_after_forward(block)
+
+    def _free_after_forward(self, block: Block) -> None:
+        if not self._unhooked:
+            self._free(block)
 
     def _before(self, block: Block) -> Callable[..., None]:
         def before(module: nn.Module, args: Any) -> None:
+            self._enter(module)
             self._fill(block)
             if not block.is_root and self.options.shard_params and not guards.in_backward():
                 self._forward_order.visit(block.index)
@@ -172,11 +236,12 @@ class ShardedModel:
             self._gather_ahead(self._backward_order, block.index)
 
         def after(module: nn.Module, args: Any, output: Any) -> None:
-            if guards.in_backward():
+            self._saved.leave(module)
+            if guards.in_backward() or block.is_root:
                 return
             armed = self._arm(output, at_gradient)
             if not (armed and self._depth and self._forward_order.is_last(block.index)):
-                self._free(block)
+                self._free_after_forward(block)
 
         return after
 
@@ -192,15 +257,16 @@ class ShardedModel:
 
         def root_hook(grad: Tensor) -> Tensor | None:
             handler()
-            scale = self._grad_scale() if self._grad_scale is not None else 1.0
-            if isinstance(scale, Tensor):
-                return grad * scale.to(grad.dtype)
-            return None if scale == 1.0 else grad * scale
+            if self.loss_scale is None or self.loss_is_scaled:
+                return None
+            self._scaled_at_root = True
+            scale = self.loss_scale()
+            return grad * (scale.to(grad.dtype) if isinstance(scale, Tensor) else scale)
 
         chosen = root_hook if handler == self._begin_backward else hook
         hooked: set[int] = set()
         for tensor in tensors_in(output):
-            if not tensor.requires_grad:
+            if not tensor.requires_grad or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
                 continue
             armed = True
             # A view that is modified in place later is rebuilt from its base, and the hook on the view is
@@ -223,35 +289,51 @@ class ShardedModel:
             return
         self._backward = True
         self.reducer.begin()
+        if not self._depth:
+            self._forward_order.end()
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         self._fill(self._root)
 
     def _on_gradient(self, unit: Unit, index: int) -> Callable[[Tensor], None]:
-        block = self._block_of[id(unit)]
-        frozen = any(not other.trainable for other in block.units)
-        plain_names = unit.names[index]
-
         def on_gradient(parameter: Tensor) -> None:
             if not self._backward:
                 self._begin_backward()
-            grad = parameter.grad
+            grad = guards.GRAD.__get__(parameter)
             if grad is None:
                 return
-            parameter.grad = None
+            guards.GRAD.__set__(parameter, None)
             if grad.is_sparse:
                 grad = grad.to_dense()
             if grad.shape != unit.shapes[index]:
                 raise RuntimeError(
-                    f"the gradient of {plain_names} has shape {tuple(grad.shape)}, not the parameter's"
+                    f"the gradient of {unit.names[index]} has shape {tuple(grad.shape)}, not the parameter's"
                 )
+            if not self.loss_is_scaled:
+                grad = self._unscaled_pass(grad)
             complete = self.reducer.add(unit, index, grad)
+            block = self._block_of[id(unit)]
             if complete and unit.shard_params and not block.is_root:
-                if frozen:
+                if any(not other.trainable for other in block.units):
                     self._passed.append(block)
                 else:
                     unit.free()
 
         return on_gradient
+
+    def _unscaled_pass(self, grad: Tensor) -> Tensor:
+        """A parameter's gradient in a pass that ``engine.backward`` has not started."""
+        if self.loss_scale is not None and not self._scaled_at_root:
+            raise RuntimeError(
+                "fp16 needs engine.backward(loss), or engine.scale(loss).backward(): this backward pass does "
+                "not begin at the model's outputs, where the loss scale would be put in"
+            )
+        share = self.micro_share()
+        return grad if share == 1.0 else grad * share
+
+    def _on_saved(self) -> None:
+        """What was saved of a unit is about to be used."""
+        if not self._backward and guards.in_backward():
+            self._begin_backward()
 
     def _free_passed(self, current: Block) -> None:
         """Free blocks with frozen parameters once an earlier block's output has its gradient.
@@ -265,6 +347,9 @@ class ShardedModel:
         self._passed = [block for block in self._passed if block is current]
 
     def _end_backward(self) -> None:
+        if self._depth and self.reducer.is_empty_pass:  # autograd.grad inside the forward pass
+            self._backward = False
+            return
         self.reducer.finish()
         self._reset_backward()
 
@@ -273,7 +358,8 @@ class ShardedModel:
         self._reset_backward()
 
     def _reset_backward(self) -> None:
-        self._backward = False
+        self._backward = self.loss_is_scaled = self._scaled_at_root = False
+        self._kept.close()
         self._backward_order.end()
         self._passed.clear()
         for block in self.blocks:
@@ -328,6 +414,8 @@ class ShardedModel:
         """
         if not self._depth and not guards.in_backward():
             return False
+        if guards.in_backward() and not self._backward:
+            self._begin_backward()
         block = self._block_of[id(unit)]
         if not block.is_root:
             block.units.remove(unit)
@@ -338,26 +426,15 @@ class ShardedModel:
 
     def free_all(self) -> None:
         """Free what may be freed: the master values have changed, or a pass was left half-way."""
+        self._kept.close()
+        self._unhooked = False
         for block in self.blocks:
             self._free(block)
 
     @contextmanager
     def gathered(self, units: Iterable[Unit]) -> Iterator[None]:
         """Keep ``units`` FULL inside the context. Collective; ranks must enter alike."""
-        held = list(units)
-        for unit in held:
-            unit.ensure_full()
-            unit.holds += 1
-        try:
+        with ExitStack() as stack:
+            for unit in units:
+                stack.enter_context(unit.hold())
             yield
-        finally:
-            for unit in held:
-                unit.holds -= 1
-                if not unit.holds:
-                    unit.free()
-
-    def scale_gradients_with(self, scale: Callable[[], float | Tensor]) -> None:
-        """Multiply the gradient that enters the root's outputs by ``scale()``, when the caller's loss is
-        unscaled.
-        """
-        self._grad_scale = scale

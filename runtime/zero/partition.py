@@ -11,6 +11,7 @@ from torch import nn
 from ..comm import Comm
 from ..offload.place import TILE_NUMEL, Offload, Place
 from . import guards
+from .eligible import is_shardable
 from .layout import make_layout
 from .leaves import z3_leaf_module
 from .unit import Unit
@@ -109,7 +110,7 @@ def plan_blocks(root: nn.Module, options: ShardingOptions) -> list[Block]:
     blocks: list[Block] = []
     taken: set[int] = set()
     for name, module in candidates:
-        own = [p for p in module.parameters() if users[id(p)] == 1 and p.is_floating_point()]
+        own = [p for p in module.parameters() if users[id(p)] == 1 and is_shardable(p)]
         block = Block(0, name, [module], [(names[id(p)], p) for p in own])
         if not own or (options.shard_params and block.numel < options.minimum_numel):
             continue
@@ -120,7 +121,7 @@ def plan_blocks(root: nn.Module, options: ShardingOptions) -> list[Block]:
             before.parameters += block.parameters
         else:
             blocks.append(block)
-    rest = [(n, p) for n, p in root.named_parameters() if id(p) not in taken and p.is_floating_point()]
+    rest = [(n, p) for n, p in root.named_parameters() if id(p) not in taken and is_shardable(p)]
     root_block = Block(0, "root", _root_modules(root, rest, options), rest, is_root=True)
     result = [root_block, *blocks]
     for index, block in enumerate(result):
@@ -149,7 +150,7 @@ def build_units(
     options: ShardingOptions,
     offload: Offload | None = None,
 ) -> None:
-    """Fill in every block's units: one for each (dtype, trainable) pair among its parameters.
+    """Fill in every block's units: one for each (dtype, trained or not) pair among its parameters.
 
     ``groups`` maps the id of a parameter to its optimizer group; ``dtype`` is the compute dtype, None to keep
     each parameter's own. Collective: values are rank 0's. Raises DiskError.
@@ -159,31 +160,86 @@ def build_units(
     )
     leaving = round(leaving * offload.options.ratio) if offload is not None else 0
     for block in blocks:
-        kinds: dict[tuple[bool, torch.dtype], list[tuple[str, nn.Parameter]]] = {}
-        for name, parameter in block.parameters:
-            kinds.setdefault((not parameter.requires_grad, parameter.dtype), []).append((name, parameter))
-        for (_, own_dtype), members in sorted(kinds.items(), key=lambda item: (item[0][0], str(item[0][1]))):
-            members.sort(key=lambda member: groups.get(id(member[1]), -1))
-            numels = [guards.shape_of(p).numel() for _, p in members]
-            small = sum(numels) <= options.persistence_numel
+        for members in _by_kind(block.parameters, groups):
             state_place = Place.DEVICE
             if offload is not None and leaving > 0 and members[0][1].requires_grad:
                 state_place = offload.options.optimizer
-                leaving -= sum(numels)
-            block.units.append(
-                Unit(
-                    f"{block.name}{'' if members[0][1].requires_grad else ' (frozen)'}",
-                    [name for name, _ in members],
-                    [p for _, p in members],
-                    make_layout(numels, [groups.get(id(p), -1) for _, p in members], comm.world_size),
-                    comm,
-                    dtype=dtype or own_dtype,
-                    shard_optimizer=options.shard_optimizer,
-                    shard_params=options.shard_params and not small,
-                    offload=offload,
-                    state_place=state_place,
-                    tile_numel=options.tile_numel,
-                    poison=options.poison,
-                    stage3=options.shard_params,
-                )
-            )
+                leaving -= sum(guards.shape_of(p).numel() for _, p in members)
+            block.units.append(_make_unit(block, members, groups, dtype, comm, options, offload, state_place))
+
+
+def rebuild_units(
+    block: Block,
+    groups: dict[int, int],
+    dtype: torch.dtype | None,
+    comm: Comm,
+    options: ShardingOptions,
+    offload: Offload | None = None,
+) -> list[Unit] | None:
+    """Units for a block of which parameters have come to be trained, with their present values: those that
+    stay, and new ones in the place of those that held such parameters. None if there are no such.
+
+    Collective. Raises DiskError.
+    """
+    units: list[Unit] = []
+    rebuilt = False
+    for unit in block.units:
+        members = list(zip(unit.names, unit.parameters, strict=True))
+        trained = unit.trainable and any(slot.group >= 0 for slot in unit.layout.slots)
+        if trained or not any(p.requires_grad and id(p) in groups for p in unit.parameters):
+            units.append(unit)
+            continue
+        rebuilt = True
+        unit.detach()
+        place = offload.options.optimizer if offload is not None else Place.DEVICE
+        for alike in _by_kind(members, groups):
+            own = place if alike[0][1].requires_grad else Place.DEVICE
+            units.append(_make_unit(block, alike, groups, dtype, comm, options, offload, own))
+    return units if rebuilt else None
+
+
+Member = tuple[str, nn.Parameter]
+
+
+def _by_kind(members: Sequence[Member], groups: dict[int, int]) -> list[list[Member]]:
+    """Parameters that can share a unit: alike in dtype, in being trainable, and in having a group or none."""
+    kinds: dict[tuple[bool, bool, str], list[Member]] = {}
+    for name, parameter in members:
+        frozen = not parameter.requires_grad
+        ungrouped = not frozen and bool(groups) and id(parameter) not in groups
+        kinds.setdefault((frozen, ungrouped, str(parameter.dtype)), []).append((name, parameter))
+    found = [alike for _, alike in sorted(kinds.items())]
+    for alike in found:
+        alike.sort(key=lambda member: groups.get(id(member[1]), -1))
+    return found
+
+
+def _make_unit(
+    block: Block,
+    members: Sequence[Member],
+    groups: dict[int, int],
+    dtype: torch.dtype | None,
+    comm: Comm,
+    options: ShardingOptions,
+    offload: Offload | None,
+    state_place: Place,
+) -> Unit:
+    trainable = members[0][1].requires_grad
+    numels = [guards.shape_of(p).numel() for _, p in members]
+    own_groups = [groups.get(id(p), -1) if trainable else -1 for _, p in members]
+    small = sum(numels) <= options.persistence_numel
+    return Unit(
+        f"{block.name}{'' if trainable else ' (frozen)'}",
+        [name for name, _ in members],
+        [p for _, p in members],
+        make_layout(numels, own_groups, comm.world_size),
+        comm,
+        dtype=dtype or members[0][1].dtype,
+        shard_optimizer=options.shard_optimizer,
+        shard_params=options.shard_params and not small,
+        offload=offload,
+        state_place=state_place,
+        tile_numel=options.tile_numel,
+        poison=options.poison,
+        stage3=options.shard_params,
+    )

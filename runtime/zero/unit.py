@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from enum import Enum, auto
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from ..comm import DONE, Comm, Pending
-from ..offload.disk_state import DiskState, DiskValues, Reading, cuts_of
+from ..offload.disk_state import DiskState, DiskValues, cuts_of
 from ..offload.gradients import GradientHome, HostGradient
 from ..offload.place import TILE_NUMEL, Offload, Place
 from . import guards
+from .arrivals import ReadAndGather, UploadAndGather
 from .layout import Layout, Piece
+from .writes import Writes
 
 
 class UnitState(Enum):
@@ -34,9 +38,11 @@ class Unit:
     pass. Those views share the *storage* of ``full``, so a freed unit must come back in that same storage:
     refilling it makes every saved view right again, while another buffer would give silently wrong gradients.
     Therefore ``full`` and the parameters' views of it are made once, freeing is ``resize_(0)`` of the
-    storage, and gathering resizes it back. None of this touches a version counter. Reading a saved view of a
-    freed storage crashes the process on a CPU: with ``poison`` the memory is kept and filled with NaN
-    instead, to find such a bug.
+    storage, and gathering resizes it back. None of this touches a version counter. Reading a view of a freed
+    storage crashes the process on a CPU, so the memory stays while somebody holds a view of it (what the
+    graph saves is no such view, see ``saved.py``): a freed unit is gathered before its next use either way,
+    so the ranks need not agree on it. With ``poison`` the memory is kept and filled with NaN instead, to find
+    such a bug.
 
     Attributes
         full: flat, ``layout.numel`` elements in the compute dtype; storage of size 0 while SHARDED.
@@ -47,6 +53,7 @@ class Unit:
         disk: the optimizer's records, with NVMe offload.
         home: where this rank's slice of a SHARDED unit rests: the master, or a copy in the compute dtype on
             the device, in host memory or on disk; None at stages 0-2.
+        generation: how many times the values have been changed; a graph made before cannot be used after.
         grad: fp32 (or wider), like ``master``: the summed, not averaged, gradient; allocated by the first
             backward. Where the state is offloaded and buckets are transient, it goes to ``gradient_home``.
     """
@@ -75,6 +82,12 @@ class Unit:
         """
         self.name, self.names, self.parameters, self.layout = name, list(names), list(parameters), layout
         self.shapes = [guards.shape_of(p) for p in parameters]
+        self.index_of = {id(p): index for index, p in enumerate(parameters)}
+        self.tag = comm.label(name)
+        self.generation = 0
+        self.writes = Writes(self)
+        self.gradients: GradientBook | None = None
+        """What collects the gradients of its parameters."""
         self.comm, self.dtype, self.device = comm, dtype, comm.device
         self.provisional = provisional
         self.trainable = parameters[0].requires_grad and not provisional
@@ -84,8 +97,7 @@ class Unit:
         self.on_demand: Callable[[Unit], bool] | None = None
         self.on_empty: Callable[[], None] | None = None
         """Called when the last parameter of a provisional unit has been handed over."""
-        self.holds = 0
-        """How many callers need the unit FULL at the moment; it is not freed while there are any."""
+        self._holds = 0
         self._pending: Pending = DONE
         self._offload = offload
         self.updated: Pending = DONE
@@ -102,6 +114,7 @@ class Unit:
         self.grad: Tensor | None = None
         self.gradient_home: GradientHome | None = None
         self._adopt_values(shard_optimizer, offload)
+        self.writes.forget()
         if shard_params:
             self.free()
 
@@ -141,9 +154,11 @@ class Unit:
                 self._make_state(flat[self.start : self.stop], offload)
             if self.shard_params:
                 self._make_home(self.full[self._own], offload)
+        self._own_classes = [_own_class(parameter) for parameter in self.parameters]
+        self._kinds = [guards.kinds_for(kind) for kind in self._own_classes]
         for parameter in self.parameters:
             guards.adopt(parameter, self)
-        self._point(self._views, nn.Parameter)
+        self._point(self._views, [kinds.managed for kinds in self._kinds])
 
     def _make_state(self, own: Tensor, offload: Offload | None) -> None:
         accumulate = torch.promote_types(self.dtype, torch.float32)
@@ -196,20 +211,25 @@ class Unit:
     @property
     def has_gradient(self) -> bool:
         """Whether a backward pass has left a reduced gradient."""
-        if self.gradient_home is not None:
-            return self.gradient_home.delivered
-        return self.grad is not None
+        return self.grad is not None if self.gradient_home is None else self.gradient_home.delivered
 
-    def _point(self, tensors: Sequence[Tensor], kind: type[nn.Parameter]) -> None:
-        """Give every parameter its values and then its class; plain parameters must be plain to be assigned
-        to.
+    def reduced_gradient(self) -> Tensor | None:
+        """This rank's shard of the summed gradient, flat, wherever it is; None if there is none. Raises
+        RuntimeError where it is on disk.
         """
-        for parameter, tensor in zip(self.parameters, tensors, strict=True):
-            if parameter.__class__ is not nn.Parameter and issubclass(parameter.__class__, _GUARDED):
-                parameter.__class__ = nn.Parameter
-            parameter.data = tensor
-            if parameter.__class__ is nn.Parameter:
-                parameter.__class__ = kind
+        if self.gradient_home is None:
+            return self.grad
+        return self.gradient_home.grad if self.gradient_home.delivered else None
+
+    def gradient_was_written(self) -> None:
+        """Take note that somebody has changed what :meth:`reduced_gradient` gave."""
+        if self.gradient_home is not None and self.gradient_home.delivered:
+            self.gradient_home.changed()
+
+    def _point(self, tensors: Sequence[Tensor], kinds: Sequence[type[nn.Parameter]]) -> None:
+        """Give every parameter its memory and its class."""
+        for parameter, tensor, kind in zip(self.parameters, tensors, kinds, strict=True):
+            guards.point(parameter, tensor, kind)
 
     def _move(self, expected: tuple[UnitState, ...], to: UnitState) -> None:
         assert self.state in expected, f"unit {self.name}: {self.state.name} -> {to.name}"
@@ -222,12 +242,12 @@ class Unit:
         updated, self.updated = self.updated, DONE
         updated.wait()
         if isinstance(self.home, DiskValues):
-            self._pending = _ReadAndGather(self, self.home.start_read())
+            self._pending = ReadAndGather(self, self.home.start_read())
             return
         if self._offload is not None and self.home.device != self.device:
             self._refill()
             upload = self._offload.link.upload(self.home, self.full[self._own], self._offload.link.mark())
-            self._pending = _UploadAndGather(self, upload)
+            self._pending = UploadAndGather(self, upload)
             return
         self._pending = self.gather_from(self.home)
 
@@ -244,7 +264,7 @@ class Unit:
         """Bring the storage back and start to fill it from every rank's ``source``."""
         self._refill()
         with torch.no_grad():
-            return self.comm.all_gather(self.full, source)
+            return self.comm.all_gather(self.full, source, self.tag)
 
     @property
     def update_ready(self) -> bool:
@@ -273,7 +293,7 @@ class Unit:
             if self.stop - self.start == self.numel:
                 return
             self._move((UnitState.FULL,), UnitState.GATHERING)
-            self._pending = self.comm.all_gather(self.full, own)
+            self._pending = self.comm.all_gather(self.full, own, self.tag)
         self._guard()
 
     def send_home(self) -> None:
@@ -298,11 +318,8 @@ class Unit:
         self._guard()
 
     def _guard(self) -> None:
-        if all(p.__class__ is nn.Parameter for p in self.parameters):
-            for parameter in self.parameters:
-                parameter.__class__ = guards.PendingParameter
-        else:  # a parameter class of the user's own cannot be guarded
-            self.ensure_full()
+        for parameter, kinds in zip(self.parameters, self._kinds, strict=True):
+            parameter.__class__ = kinds.pending
 
     def ensure_full(self) -> None:
         """Whatever the state, return FULL."""
@@ -312,16 +329,29 @@ class Unit:
             self._pending.wait()
             self._pending = DONE
             self._move((UnitState.GATHERING,), UnitState.FULL)
-            self._point(self._views, nn.Parameter)
+            self._point(self._views, [kinds.managed for kinds in self._kinds])
+
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        """Keep the unit FULL inside the context. Collective, if it is not FULL yet."""
+        self.ensure_full()
+        self._holds += 1
+        try:
+            yield
+        finally:
+            self._holds -= 1
+            self.free()
 
     def free(self) -> None:
         """FULL -> SHARDED, for a unit whose parameters are sharded and which nobody holds; else nothing."""
-        if not self.shard_params or self.holds or self.state is UnitState.SHARDED:
+        if not self.shard_params or self._holds or self.state is UnitState.SHARDED:
             return
         if self.state is UnitState.GATHERING:
             self.ensure_full()
         self._move((UnitState.FULL,), UnitState.SHARDED)
-        self._point(self._placeholders, guards.ShardedParameter)
+        self._point(self._placeholders, [kinds.sharded for kinds in self._kinds])
+        if self.is_viewed():
+            return
         if self.poison:
             self.full.fill_(float("nan"))
         else:
@@ -341,24 +371,68 @@ class Unit:
                 self.home.write(0, self.full[self._own])
             elif self.home is not None and self.home is not self.master:
                 self.home.copy_(self.full[self._own])
+        self.changed()
+
+    def changed(self) -> None:
+        """The values are new ones: a graph that has saved the former ones must not be used any more."""
+        self.stepped()
+        self.writes.forget()
+
+    def stepped(self) -> None:
+        """An optimizer step has changed, or is about to change, the values."""
+        self.generation += 1
+        torch.autograd.graph.increment_version(self.parameters)
+        self.writes.stepped()
 
     def is_viewed(self) -> bool:
-        """Whether somebody outside holds a tensor over the FULL buffer's memory."""
-        count = getattr(torch._C, "_storage_Use_Count", None)
-        own = 2 + 2 * len(self.parameters)  # full, the storage itself, the views, the parameters' data
-        return count is not None and count(self._storage._cdata) > own
+        """Whether somebody outside holds a tensor over the flat buffer's memory."""
+        own = 2 + len(self._views)  # full, the storage itself, the views
+        if self.state is UnitState.FULL:
+            own += len(self.parameters)
+        return self.references() > own
+
+    def references(self) -> int:
+        """How many tensors lie on the flat buffer's memory, the unit's own among them."""
+        return int(torch._C._storage_Use_Count(self._storage._cdata))
+
+    @property
+    def memory(self) -> int:
+        """The identity of the flat buffer's memory, for as long as the unit lives."""
+        return int(self._storage._cdata)
+
+    def is_in_place(self, index: int) -> bool:
+        """Whether parameter ``index`` still is what the unit has made of it: its class and its memory."""
+        parameter, kinds = self.parameters[index], self._kinds[index]
+        if self.state is UnitState.FULL:
+            where = self._views[index].data_ptr()
+            return parameter.__class__ is kinds.managed and parameter.data_ptr() == where
+        if self.state is UnitState.GATHERING:
+            return parameter.__class__ in (kinds.pending, kinds.sharded)
+        return parameter.__class__ is kinds.sharded
+
+    def hides_gradient(self, parameter: Tensor) -> bool:
+        """Whether the engine has taken a gradient of this parameter since the last step."""
+        return self.gradients is not None and self.gradients.has(self, self.index_of[id(parameter)])
+
+    def forget_gradient(self, parameter: Tensor) -> None:
+        """Drop what has been accumulated for this parameter since the last step."""
+        if self.gradients is not None:
+            self.gradients.forget(self, self.index_of[id(parameter)])
 
     def hand_over(self, parameter: nn.Parameter) -> None:
         """Let go of one parameter of a provisional unit, whose values another unit has copied."""
-        index = next(i for i, own in enumerate(self.parameters) if own is parameter)
-        if parameter.__class__ in _GUARDED:
-            parameter.__class__ = nn.Parameter  # type: ignore[assignment]
-        parameter.data = self._placeholders[index]
+        index = self.index_of[id(parameter)]
+        guards.point(parameter, self._placeholders[index], self._own_classes[index])
         guards.release(parameter)
         kept = [i for i in range(len(self.parameters)) if i != index]
         self.parameters = [self.parameters[i] for i in kept]
+        self.index_of = {id(p): i for i, p in enumerate(self.parameters)}
         self._views = [self._views[i] for i in kept]
         self._placeholders = [self._placeholders[i] for i in kept]
+        self._own_classes = [self._own_classes[i] for i in kept]
+        self._kinds = [self._kinds[i] for i in kept]
+        self.shapes = [self.shapes[i] for i in kept]
+        self.names = [self.names[i] for i in kept]
         if kept:
             self.free()
         else:
@@ -372,42 +446,36 @@ class Unit:
 
     def abandon(self) -> None:
         """Let go of the parameters, whose values are lost."""
-        self._point(self._placeholders, nn.Parameter)
-        for parameter in self.parameters:
-            guards.release(parameter)
+        self._let_go(self._placeholders)
 
     def detach(self) -> None:
         """Give the parameters independent values of their own again and let go of them."""
         self.ensure_full()
-        for parameter, view in zip(self.parameters, self._views, strict=True):
-            parameter.data = view.clone()
-            guards.release(parameter)
+        self._let_go([view.clone() for view in self._views])
         self.full = torch.empty(0, dtype=self.dtype, device=self.device)
         self._views, self.master, self.home, self.grad = [], None, None, None
         self.disk = self.gradient_home = None
+        self.generation += 1
+
+    def _let_go(self, values: Sequence[Tensor]) -> None:
+        self._point(values, self._own_classes)
+        for parameter in self.parameters:
+            guards.release(parameter)
 
 
-class _UploadAndGather:
-    """A unit on its way from host memory, on a stream of its own; then as from disk."""
+class GradientBook(Protocol):
+    """Who collects gradients and knows which parameters have had one since the last step."""
 
-    def __init__(self, unit: Unit, upload: Pending) -> None:
-        self._unit, self._upload = unit, upload
+    def has(self, unit: Unit, index: int) -> bool: ...
 
-    def wait(self) -> None:
-        self._upload.wait()
-        self._unit.gather_from(self._unit.own_part).wait()
+    def forget(self, unit: Unit, index: int) -> None: ...
 
-
-class _ReadAndGather:
-    """A unit on its way from disk; the collective starts when somebody needs it, in the blocks' order."""
-
-    def __init__(self, unit: Unit, reading: Reading) -> None:
-        self._unit, self._reading = unit, reading
-
-    def wait(self) -> None:
-        pending = self._unit.gather_from(self._reading.wait())
-        self._reading.release()
-        pending.wait()
+    def clear(self) -> None: ...
 
 
-_GUARDED = (guards.PendingParameter, guards.ShardedParameter)
+def _own_class(parameter: nn.Parameter) -> type[nn.Parameter]:
+    """The class that a parameter had before any engine."""
+    for kind in type(parameter).__mro__:
+        if issubclass(kind, nn.Parameter) and not issubclass(kind, guards.ManagedParameter):
+            return kind
+    return nn.Parameter

@@ -12,7 +12,7 @@ import torch
 import zlaunch
 from tests.runtime.models import batches, config, loss_of, net, relative_error, train_engine
 from tests.runtime.workers import run_workers
-from zlaunch.runtime.agreement import RankMismatchError
+from zlaunch.runtime.errors import ParameterError, RankMismatchError
 
 
 def _sharded_look() -> None:
@@ -22,7 +22,11 @@ def _sharded_look() -> None:
     shape = weight.shape
     zlaunch.initialize(model=model, config=config(3, 2))
     assert weight.shape == shape and weight.requires_grad and isinstance(weight, torch.nn.Parameter)
-    assert torch.isnan(weight).all() and weight.sum().isnan()
+    assert torch.isnan(weight).all() and weight.detach().sum().isnan()
+    with torch.no_grad():
+        assert weight.sum().isnan()
+    with pytest.raises(ParameterError, match=r"layers\.1\.up\.weight is sharded"):
+        weight.sum()
     with pytest.raises(RuntimeError), torch.no_grad():
         weight.add_(1)
     with pytest.raises(RuntimeError), torch.no_grad():

@@ -41,7 +41,7 @@ _ABSENT = {
 class DeepSpeedEngine(ConfigGetters, Engine):
     """The runtime's engine with DeepSpeed's further members."""
 
-    _zero_optimizer: ZeROOptimizer | None = None
+    optimizer_class = ZeROOptimizer
     _is_compiled = False
     loaded_checkpoint_tag: str | None = None
 
@@ -51,16 +51,6 @@ class DeepSpeedEngine(ConfigGetters, Engine):
         return super().__getattr__(name)
 
     # -- what it is made of
-
-    @property
-    def optimizer(self) -> Any:
-        """A view of the torch optimizer over this rank's shards; None for inference."""
-        inner = self.torch_optimizer
-        if inner is None:
-            return None
-        if self._zero_optimizer is None or self._zero_optimizer.optimizer is not inner:
-            self._zero_optimizer = ZeROOptimizer(self, inner)
-        return self._zero_optimizer
 
     @property
     def basic_optimizer(self) -> torch.optim.Optimizer | None:
@@ -325,8 +315,6 @@ def initialize(
     chosen = choose_config(args, config, config_params)
     if model is not None:
         _take_over(model)
-    if isinstance(optimizer, ZeROOptimizer):
-        raise ValueError("initialize was given the optimizer of another engine: give it a new one")
     use_deepspeeds_placeholders()
     engine, _, loader, scheduler = make_engine(
         DeepSpeedEngine,

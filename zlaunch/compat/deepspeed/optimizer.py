@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from zlaunch.compat.deepspeed.missing import absent
-
-if TYPE_CHECKING:
-    from zlaunch.runtime.engine import Engine
+from zlaunch.runtime.optim.guarded import ZeroOptimizer
 
 _unknown = absent("engine.optimizer")
 
@@ -33,51 +31,23 @@ class _Hooks:
         """They have stayed."""
 
 
-class ZeROOptimizer(DeepSpeedOptimizer):
-    """The engine's optimizer as DeepSpeed scripts see it: a view of the torch optimizer over the shards.
+class ZeROOptimizer(ZeroOptimizer, DeepSpeedOptimizer):
+    """The engine's optimizer as DeepSpeed scripts see it, with DeepSpeed's further members.
 
     Attributes
-        optimizer: that torch optimizer; ``param_groups``, ``state`` and ``defaults`` are its own.
         overflow: whether the last step was skipped.
         loss_scale, cur_scale: what losses are multiplied with.
     """
 
-    def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer) -> None:
-        """Not torch's: there is one set of groups, the wrapped optimizer's."""
-        self._engine, self.optimizer = engine, optimizer
-
     def __getattr__(self, name: str) -> Any:
-        if name in ("_engine", "optimizer"):
+        if name.startswith("_"):
             raise AttributeError(name)
-        try:
-            return getattr(self.optimizer, name)
-        except AttributeError:
-            return _unknown(name)
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.optimizer!r})"
-
-    def __getstate__(self) -> dict[str, Any]:
-        raise TypeError("the optimizer of an engine cannot be pickled: use engine.save_checkpoint")
+        return _unknown(name)
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """Live: schedules write ``lr`` here."""
-        return self.optimizer.param_groups
-
-    @param_groups.setter
-    def param_groups(self, value: list[dict[str, Any]]) -> None:
-        self.optimizer.param_groups = value
-
-    @property
-    def state(self) -> Any:  # type: ignore[override]
-        """Of this rank's shards."""
-        return self.optimizer.state
-
-    @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """The wrapped optimizer's."""
-        return self.optimizer.defaults
+    def optimizer(self) -> ZeROOptimizer:
+        """Itself: there is one optimizer, not one inside another."""
+        return self
 
     @property
     def overflow(self) -> bool:
@@ -99,11 +69,13 @@ class ZeROOptimizer(DeepSpeedOptimizer):
     @property
     def fp32_partitioned_groups_flat(self) -> list[Tensor]:
         """This rank's masters, a flat tensor a param group (copies)."""
+        step = self._engine._shard_step
+        assert step is not None
         return [
             torch.cat([leaf.detach().reshape(-1) for leaf in group["params"]])
             if group["params"]
             else torch.empty(0)
-            for group in self.param_groups
+            for group in step.optimizer.param_groups
         ]
 
     single_partition_of_fp32_groups = fp32_partitioned_groups_flat
@@ -115,30 +87,6 @@ class ZeROOptimizer(DeepSpeedOptimizer):
             raise AttributeError("parameter_offload: parameters are sharded at stage 3 alone")
         return _Hooks(self._engine.module)
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """The engine's step: at the accumulation boundary, the update."""
-        if closure is not None:
-            raise ValueError("a closure would have to run the backward pass: call engine.backward first")
-        self._engine.step()
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused: parameters are cut into shards by ``initialize``."""
-        raise ValueError(
-            "parameters are settled by initialize: call deepspeed.initialize again with the new ones"
-        )
-
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
         """The engine's."""
         self._engine.backward(loss, retain_graph=retain_graph)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients accumulated so far."""
-        self._engine.zero_grad()
-
-    def state_dict(self) -> dict[str, Any]:
-        """This rank's shards alone: to save and resume, use ``engine.save_checkpoint``."""
-        return self.optimizer.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """What :meth:`state_dict` gave on this rank."""
-        self.optimizer.load_state_dict(state_dict)

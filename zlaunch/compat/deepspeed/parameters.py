@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from enum import Enum
 from typing import Any
 
@@ -89,10 +89,9 @@ def _all_gather(parameter: Tensor, param_list: Iterable[Tensor] | None = None, *
     """Bring the values here until ``partition``. Collective."""
     for each in [parameter] if param_list is None else param_list:
         unit = _unit(each)
-        unit.ensure_full()
         if id(unit) not in _held:
-            _held[id(unit)] = unit
-            unit.holds += 1
+            _held[id(unit)] = stack = ExitStack()
+            stack.enter_context(unit.hold())
 
 
 def _partition(
@@ -107,15 +106,15 @@ def _partition(
     """
     for each in [parameter] if param_list is None else param_list:
         unit = _unit(each)
-        if _held.pop(id(unit), None) is not None:
-            unit.holds -= 1
         if has_been_updated and unit.state is UnitState.FULL:
             unit.store()
         if free_data:
+            if id(unit) in _held:
+                _held.pop(id(unit)).close()
             unit.free()
 
 
-_held: dict[int, Unit] = {}
+_held: dict[int, ExitStack] = {}
 _PROPERTIES: dict[str, Callable[[Tensor], Any]] = {
     "ds_id": lambda p: (_unit(p), id(p))[1],
     "ds_shape": _shape,
@@ -140,6 +139,7 @@ def use_deepspeeds_placeholders() -> None:
     if guards.settings.empty_placeholders:
         return
     guards.settings.empty_placeholders = True
+    guards.settings.lenient_grad = True
     for name, get in _PROPERTIES.items():
         setattr(nn.Parameter, name, property(_unwatched(get)))
 

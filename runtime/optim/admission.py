@@ -1,0 +1,55 @@
+"""Which optimizers may step flat shards, and which need whole tensors."""
+
+from __future__ import annotations
+
+import torch
+
+from ..errors import OptimizerError
+from .lion import Lion
+
+ELEMENTWISE: frozenset[type[torch.optim.Optimizer]] = frozenset(
+    getattr(torch.optim, name)
+    for name in (
+        *("Adam", "AdamW", "SGD", "Adagrad", "Adadelta", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop"),
+        "Rprop",
+    )
+) | {Lion}
+"""Classes whose update of an element depends on that element's own gradient and state alone."""
+
+_NEVER = {
+    "LBFGS": "runs the model several times within a step",
+    "SparseAdam": "needs sparse gradients, and the engine's are dense",
+}
+_BY_SHAPE = {"Adafactor", "Muon", "Shampoo", "SOAP", "Lamb", "LAMB", "LARS", "Lars"}
+"""Names of optimizers that are known to look at a whole tensor."""
+
+
+def needs_whole_tensors(
+    optimizer: torch.optim.Optimizer, *, whole: bool, offloaded: bool, allowed: bool
+) -> bool:
+    """Whether the optimizer is to be given whole tensors instead of flat pieces.
+
+    ``whole``: every rank updates whole parameters (stage 0, or one rank). ``offloaded``: state leaves the
+    device, and is stepped in tiles. ``allowed``: the config's zero_allow_untested_optimizer. Raises
+    OptimizerError for an optimizer that would compute something else on what it gets.
+    """
+    kind, name = type(optimizer), type(optimizer).__name__
+    if name in _NEVER:
+        raise OptimizerError(f"optimizer {name} is not supported: it {_NEVER[name]}")
+    if kind in ELEMENTWISE:
+        return False
+    if whole and not offloaded:
+        return True
+    place = "offload_optimizer steps it in tiles" if whole else "ZeRO gives it flat shards"
+    if name in _BY_SHAPE:
+        raise OptimizerError(
+            f"optimizer {name} needs whole tensors, but {place}: use stage 0 or one rank, without "
+            "offload_optimizer, or an optimizer that treats every element by itself (Adam, AdamW, SGD, Lion)"
+        )
+    if allowed:
+        return False
+    raise OptimizerError(
+        f"optimizer {name} is not known to treat every element by itself, and {place}: sums over a parameter "
+        "or a group (trust ratios, estimated rates) would be wrong there. If it does, set "
+        '"zero_allow_untested_optimizer": true; if not, use stage 0 or one rank, without offload_optimizer'
+    )

@@ -1,0 +1,238 @@
+"""The optimizer that a script holds: torch's own object, whose methods lead to the engine.
+
+The object that the script has made (or that was made from the config) keeps its identity, its groups of the
+model's parameters and its hyper-parameters; schedulers go on writing into them. Its class is changed in place
+to a subclass in which every method is forwarded to the engine or refused, because the numbers that it would
+work on are elsewhere: an inner optimizer of the original class steps this rank's flat shards.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim.optimizer import (
+    _global_optimizer_post_hooks,
+    _global_optimizer_pre_hooks,
+)
+
+from ..errors import OptimizerError
+
+if TYPE_CHECKING:
+    from ..engine import Engine
+
+MARK = "zlaunch"
+"""In a state dict: whose shards it has."""
+
+
+class _NoState(Mapping[Any, Any]):
+    """Stands for ``optimizer.state``, which has no entry of a whole parameter."""
+
+    def _refuse(self) -> OptimizerError:
+        return OptimizerError(
+            "optimizer.state is spread over the ranks: zlaunch.safe_get_full_optimizer_state(parameter, "
+            '"exp_avg") gives one of a parameter, engine.save_checkpoint saves all'
+        )
+
+    def __getitem__(self, key: Any) -> Any:
+        raise self._refuse()
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        raise self._refuse()
+
+    def __iter__(self) -> Iterator[Any]:
+        raise self._refuse()
+
+    def __len__(self) -> int:
+        raise self._refuse()
+
+    def __contains__(self, key: object) -> bool:
+        raise self._refuse()
+
+    def __repr__(self) -> str:
+        return "<spread over the ranks>"
+
+
+class ZeroOptimizer(torch.optim.Optimizer):
+    """An optimizer under an engine. Also an instance of the class that it was made with.
+
+    Attributes
+        param_groups: live, with the model's parameters; change hyper-parameters here, and the parameters
+            with :meth:`add_param_group` alone.
+    """
+
+    _engine: Engine
+    _kind: type[torch.optim.Optimizer]
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Call ``engine.step()``: at the accumulation boundary, the update. Raises OptimizerError for a
+        closure.
+        """
+        if closure is not None:
+            raise OptimizerError(
+                "optimizer.step(closure) would have to run the model: call engine.backward(loss), then step()"
+            )
+        self._engine.step()
+
+    # torch's schedules ask whether they come after a step; the engine sees to that
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """``engine.zero_grad()``: forget the gradients accumulated so far."""
+        self._engine.zero_grad()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Train further parameters of the model, frozen so far or not given to the optimizer. Collective.
+
+        Raises OptimizerError for a tensor that is not a parameter of the engine's model, ValueError for one
+        that is in a group already.
+        """
+        self._engine.add_param_group(self, param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's shards of the state, for :meth:`load_state_dict` on the same rank of an equal run. To
+        save and resume use ``engine.save_checkpoint``. Raises OptimizerError where state rests on NVMe.
+        """
+        for hook in self._optimizer_state_dict_pre_hooks.values():
+            hook(self)
+        result = self._engine.optimizer_shards()
+        for change in self._optimizer_state_dict_post_hooks.values():
+            changed = change(self, result)
+            result = changed if changed is not None else result
+        return result
+
+    def load_state_dict(self, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        """Take over what :meth:`state_dict` gave on this rank. Raises OptimizerError for anything else."""
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = hook(self, state_dict)
+            state_dict = changed if changed is not None else state_dict
+        self._engine.load_optimizer_shards(state_dict)
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise OptimizerError(
+            "the optimizer of an engine cannot be pickled or copied: use engine.save_checkpoint"
+        )
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self.__getstate__()
+
+
+def _refused(name: str, kind: str) -> Callable[..., Any]:
+    def refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
+        raise OptimizerError(
+            f"{kind}.{name} works on whole parameters and their state, which an engine keeps elsewhere: it "
+            "is not supported under ZeRO"
+        )
+
+    return refuse
+
+
+def guard(
+    optimizer: torch.optim.Optimizer, engine: Engine, base: type[ZeroOptimizer] = ZeroOptimizer
+) -> None:
+    """Make ``optimizer`` lead to ``engine``, by a class derived from ``base`` and its own."""
+    kind = type(optimizer)
+    members: dict[str, Any] = {"__module__": kind.__module__, "__doc__": kind.__doc__}
+    for name in dir(kind):
+        own = not name.startswith("_") and not hasattr(base, name)
+        if own and callable(getattr(kind, name, None)):
+            members[name] = _refused(name, kind.__name__)
+    for name in ("step", "zero_grad", "state_dict", "load_state_dict"):
+        optimizer.__dict__.pop(name, None)  # a scheduler's wrapper, which calls the former class
+    optimizer._engine, optimizer._kind = engine, kind  # type: ignore[attr-defined]
+    optimizer.state = _NoState()  # type: ignore[assignment]
+    optimizer._opt_called = True  # type: ignore[attr-defined]
+    guarded: Any = type(kind.__name__, (base, kind), members)
+    optimizer.__class__ = guarded
+
+
+def unguard(optimizer: torch.optim.Optimizer) -> None:
+    """Make a guarded optimizer a plain one again, without state; others are left alone."""
+    if isinstance(optimizer, ZeroOptimizer):
+        kind: Any = optimizer._kind
+        optimizer.__class__ = kind
+        optimizer.state = defaultdict(dict)
+        del optimizer._engine, optimizer._kind
+
+
+def run_hooks(optimizer: torch.optim.Optimizer, *, before: bool) -> None:
+    """Call the step hooks that were registered on the optimizer, and those for all optimizers."""
+    if before:
+        for hook in chain(_global_optimizer_pre_hooks.values(), optimizer._optimizer_step_pre_hooks.values()):
+            if hook(optimizer, (optimizer,), {}) is not None:
+                raise OptimizerError("a hook before the step cannot change the arguments of engine.step()")
+    else:
+        for after in chain(
+            optimizer._optimizer_step_post_hooks.values(), _global_optimizer_post_hooks.values()
+        ):
+            after(optimizer, (optimizer,), {})
+
+
+class Inner:
+    """The optimizer of the original class that steps this rank's shards, and its groups' way out and in."""
+
+    def __init__(self, outer: torch.optim.Optimizer) -> None:
+        self.outer = outer
+        optimizer: Any = object.__new__(type(outer))
+        optimizer.__dict__.update(outer.__dict__)
+        for name in ("step", "zero_grad"):
+            optimizer.__dict__.pop(name, None)
+        for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+            optimizer.__dict__[name] = {}  # the engine calls them once a step
+        optimizer.state = defaultdict(dict)
+        optimizer.param_groups = []
+        self.optimizer: torch.optim.Optimizer = optimizer
+        self.add_groups(outer.param_groups)
+        self._taken: list[dict[str, Any]] = []
+
+    def add_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Have groups like these, as yet without a shard."""
+        for group in groups:
+            own = {key: value for key, value in group.items() if key != "param_names"}
+            self.optimizer.param_groups.append({**own, "params": []})
+
+    def take(self) -> None:
+        """Take over the hyper-parameters that the script sees."""
+        groups = self.optimizer.param_groups
+        for group, own in zip(self.outer.param_groups, groups, strict=True):
+            own.update(_entries(group))
+        self._taken = [_entries(group) for group in groups]
+
+    def give(self) -> None:
+        """Show the script what a step has changed in the groups (counters, an estimated rate)."""
+        for group, own, before in zip(
+            self.outer.param_groups, self.optimizer.param_groups, self._taken, strict=False
+        ):
+            for key, value in _entries(own).items():
+                if key in group and value is not before.get(key):
+                    group[key] = value
+
+
+_OWN_CHOICE = ("params", "param_names", "fused", "foreach")
+"""Entries that the inner optimizer has for itself."""
+
+
+def _entries(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in _OWN_CHOICE}
+
+
+def check_mark(state_dict: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    """Raises OptimizerError if a state dict has not the shards that ``own`` tells of."""
+    given = state_dict.get(MARK)
+    if given is None:
+        raise OptimizerError(
+            "this state dict is not of an engine's optimizer. To go on from a plain torch optimizer, import "
+            "its checkpoint (zlaunch checkpoint import)"
+        )
+    for key, value in own.items():
+        if given.get(key) != value:
+            raise OptimizerError(
+                f"this state dict has the shards of another {key.replace('_', ' ')} ({given.get(key)}, here "
+                f"{value}): optimizer.state_dict() is each rank's own part. Use engine.save_checkpoint and "
+                "load_checkpoint, which fit any number of ranks and any stage"
+            )

@@ -1,0 +1,34 @@
+"""Units on their way to the device from where they rest."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..comm import Pending
+from ..offload.disk_state import Reading
+
+if TYPE_CHECKING:
+    from .unit import Unit
+
+
+class UploadAndGather:
+    """A unit on its way from host memory, on a stream of its own; then as from disk."""
+
+    def __init__(self, unit: Unit, upload: Pending) -> None:
+        self._unit, self._upload = unit, upload
+
+    def wait(self) -> None:
+        self._upload.wait()
+        self._unit.gather_from(self._unit.own_part).wait()
+
+
+class ReadAndGather:
+    """A unit on its way from disk; the collective starts when somebody needs it, in the blocks' order."""
+
+    def __init__(self, unit: Unit, reading: Reading) -> None:
+        self._unit, self._reading = unit, reading
+
+    def wait(self) -> None:
+        pending = self._unit.gather_from(self._reading.wait())
+        self._reading.release()
+        pending.wait()

@@ -1,0 +1,91 @@
+"""Which parameters an engine can take, and which it refuses by name."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from ..errors import ParameterError
+from . import guards
+
+SHARDED_DTYPES = frozenset([torch.float64, torch.float32, torch.bfloat16, torch.float16])
+"""What lies in units and is trained. Frozen parameters of other dtypes stay whole on every rank."""
+
+
+def is_shardable(parameter: Tensor) -> bool:
+    """Whether a parameter belongs in a unit."""
+    return parameter.dtype in SHARDED_DTYPES
+
+
+def find_refused(model: nn.Module) -> str | None:
+    """What the model has that no engine can train, in words; None if there is nothing."""
+    for name, parameter in model.named_parameters():
+        reason = _refusal(parameter)
+        if reason is not None:
+            return f"parameter {name} {reason}"
+    return _overlap(model.named_parameters())
+
+
+def check_eligible(model: nn.Module) -> None:
+    """Raises ParameterError that names the first parameter that an engine cannot take."""
+    problem = find_refused(model)
+    if problem is not None:
+        raise ParameterError(problem)
+
+
+def _refusal(parameter: nn.Parameter) -> str | None:
+    if nn.parameter.is_lazy(parameter):
+        return "is lazy, it has no shape yet: run one batch through the model before zlaunch.initialize"
+    if guards.owner(parameter) is not None:
+        return None
+    if type(parameter).__name__ == "DTensor" or type(parameter.data).__name__ == "DTensor":
+        return (
+            "is a DTensor, distributed already: give initialize a plain model (parameter.full_tensor()), and "
+            "let the config's zero_optimization distribute it"
+        )
+    if parameter.is_meta:
+        return (
+            "is on the meta device, it has no values: build the model on the CPU, or inside "
+            "zlaunch.zero.Init(), or call model.to_empty(device=...) and initialize it"
+        )
+    if is_traceable_wrapper_subclass(parameter):
+        return f"is a {type(parameter).__name__}, a tensor of tensors, which is not supported"
+    if parameter.layout is not torch.strided or parameter.is_quantized:
+        return f"has the layout {parameter.layout}, which is not supported: use a dense tensor"
+    if parameter.requires_grad and not is_shardable(parameter):
+        return (
+            f"is {str(parameter.dtype).removeprefix('torch.')} and requires grad, which is not supported: "
+            "use float32, float64, bfloat16 or float16 (a complex one as torch.view_as_real)"
+        )
+    kind = type(parameter)
+    try:
+        kinds = guards.kinds_for(kind)
+        parameter.__class__ = kinds.managed
+        parameter.__class__ = kind
+    except TypeError:
+        return f"is a {kind.__name__}, a class that cannot be managed: use torch.nn.Parameter"
+    return None
+
+
+def _overlap(parameters: Iterable[tuple[str, nn.Parameter]]) -> str | None:
+    """Two parameters on the same memory: each would get a copy of its own."""
+    spans = []
+    for name, parameter in parameters:
+        if guards.owner(parameter) is None and parameter.numel() and is_shardable(parameter):
+            first = parameter.data_ptr()
+            extent = sum(
+                (size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True)
+            )
+            spans.append((parameter.device, first, first + (extent + 1) * parameter.element_size(), name))
+    spans.sort(key=lambda span: (str(span[0]), span[1]))
+    for (device, _, stop, name), (device2, start, _, name2) in itertools.pairwise(spans):
+        if device == device2 and start < stop:
+            return (
+                f"parameters {name} and {name2} lie on the same memory, but are two parameters: share one "
+                "nn.Parameter object, or clone one of them"
+            )
+    return None

@@ -1,0 +1,105 @@
+"""What may be done with the values of a freed parameter outside a pass of its model: reading them, as NaN."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..errors import ParameterError
+
+_SETTERS = (torch.Tensor.data.__set__,)  # type: ignore[attr-defined]
+
+
+def _remedy(name: str) -> str:
+    return (
+        f"{name} is sharded (ZeRO stage 3) and its values are not here. Use it inside the model's forward, "
+        "or inside `with zlaunch.zero.GatheredParameters([parameter]):` on all ranks (modifier_rank=0 to "
+        "change it)"
+    )
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _address(tensor: Tensor) -> int:
+    """The identity of a tensor's memory; 0 for one without."""
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):
+        return 0
+
+
+class _ReadOnly(TorchDispatchMode):
+    """Refuses every operation whose schema says that it writes to one of the given storages."""
+
+    def __init__(self, addresses: set[int], name: str) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's own is untyped
+        self._addresses, self._name = addresses, name
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for position, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            value = args[position] if position < len(args) else kwargs.get(argument.name)
+            if any(_address(tensor) in self._addresses for tensor in _tensors(value)):
+                raise ParameterError(f"{func._schema.name} cannot change it: {_remedy(self._name)}")
+        return func(*args, **kwargs)
+
+
+class FreedView(torch.Tensor):
+    """A tensor over the placeholder of a freed parameter, such as ``parameter.data``."""
+
+    is_placeholder = True
+    parameter_name = "a parameter"
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = (*args, *(kwargs or {}).values())
+        named = next((t for t in _tensors(given) if isinstance(t, FreedView)), None)
+        name = cls.parameter_name if named is None else named.parameter_name
+        return read_freed(func, args, kwargs or {}, name)
+
+
+def read_freed(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> Any:
+    """``func`` of tensors over placeholders: NaN in the result, if it needs no gradient and writes nothing.
+
+    Raises ParameterError, which says what to do instead, otherwise.
+    """
+    if func in _SETTERS:
+        raise ParameterError(f"its data cannot be replaced: {_remedy(name)}")
+    given = list(_tensors([*args, *kwargs.values()]))
+    with torch._C.DisableTorchFunctionSubclass():
+        hollow = {_address(t) for t in given if _is_hollow(t)} - {0}
+        with _ReadOnly(hollow, name):
+            result = func(*args, **kwargs)
+        for tensor in _tensors(result):
+            if tensor.requires_grad and not any(tensor is one for one in given):
+                raise ParameterError(f"a gradient cannot flow through it: {_remedy(name)}")
+        return _marked(result, hollow, name)
+
+
+def _is_hollow(tensor: Tensor) -> bool:
+    """Whether a tensor is a freed parameter or a view of one."""
+    return bool(getattr(type(tensor), "is_placeholder", False))
+
+
+def _marked(result: Any, hollow: set[int], name: str) -> Any:
+    """The result, with tensors that share a placeholder's memory made FreedViews."""
+    if isinstance(result, Tensor):
+        if type(result) is Tensor and _address(result) in hollow:
+            result = result.as_subclass(FreedView)
+            result.parameter_name = name
+        return result
+    if type(result) in (list, tuple):
+        return type(result)(_marked(item, hollow, name) for item in result)
+    return result

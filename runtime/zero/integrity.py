@@ -1,0 +1,95 @@
+"""The check at each step that the model still is what the engine was made from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import is_
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import ParameterError
+from . import guards
+from .eligible import is_shardable
+from .unit import Unit
+
+Table = dict[str, Any]
+
+
+class Integrity:
+    """Knows each module's parameters and children, and each unit's parameters, from when it was made.
+
+    The comparisons are of identities and addresses, a fraction of a microsecond for each parameter.
+    """
+
+    def __init__(self, module: nn.Module, units: Sequence[Unit]) -> None:
+        self._module, self._units = module, units
+        self._tables: list[tuple[nn.Module, Table, tuple[Any, ...]]] = []
+        for each in module.modules():
+            for table in (each._parameters, each._modules):
+                if table:
+                    self._tables.append((each, table, tuple(table.values())))
+        self._frozen = [p for unit in units if not unit.trainable for p in unit.parameters]
+
+    def unfrozen(self) -> list[nn.Parameter]:
+        """Parameters that were frozen and require a gradient now."""
+        return [parameter for parameter in self._frozen if parameter.requires_grad]
+
+    def check(self) -> None:
+        """Raises ParameterError, naming the parameter and the remedy, if anything has been replaced."""
+        for module, table, expected in self._tables:
+            if len(table) != len(expected) or not all(map(is_, table.values(), expected)):
+                raise ParameterError(self._explain(module, table, expected))
+        for unit in self._units:
+            for index in range(len(unit.parameters)):
+                if not unit.is_in_place(index):
+                    raise ParameterError(
+                        f"{unit.names[index]} no longer lies in the engine's memory (its data was replaced, "
+                        "or swapped): write into it, `with torch.no_grad(): parameter.copy_(values)`, "
+                        "at stage 3 inside zlaunch.zero.GatheredParameters([parameter], modifier_rank=0)"
+                    )
+
+    def _explain(self, module: nn.Module, table: Table, expected: tuple[Any, ...]) -> str:
+        prefix = next((name for name, each in self._module.named_modules() if each is module), "")
+        known = {id(value) for value in expected}
+        names = [name for name, value in table.items() if id(value) not in known]
+        what = f"{prefix}.{names[0]}" if prefix and names else (names[0] if names else prefix or "the model")
+        done = "was replaced or added" if names else "has lost parameters or modules"
+        return (
+            f"{what} {done} after zlaunch.initialize, so the engine would not train it: change the model "
+            "before initialize, or call engine.destroy() and initialize again"
+        )
+
+
+class GroupIntegrity:
+    """Knows the parameters in an optimizer's groups from when it was made."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._expected = [tuple(group["params"]) for group in optimizer.param_groups]
+
+    def check(self) -> None:
+        """Raises ParameterError if parameters were put in or taken out by hand."""
+        groups = self._optimizer.param_groups
+        for index, expected in enumerate(self._expected):
+            here = groups[index]["params"] if index < len(groups) else ()
+            if len(here) != len(expected) or not all(map(is_, here, expected)):
+                raise ParameterError(
+                    f"param group {index} of the optimizer has other parameters than the engine trains: add "
+                    "some with optimizer.add_param_group, freeze some with parameter.requires_grad_(False)"
+                )
+        if len(groups) != len(self._expected):
+            raise ParameterError(
+                "the optimizer has further param groups: use optimizer.add_param_group to train them"
+            )
+
+
+def check_unfrozen(parameters: Sequence[nn.Parameter], groups: dict[int, int]) -> None:
+    """Raises ParameterError for parameters that require a gradient, but that no optimizer group has."""
+    for parameter in parameters:
+        if id(parameter) not in groups and is_shardable(parameter):
+            raise ParameterError(
+                f"{guards.name_of(parameter)} was frozen at zlaunch.initialize and requires a gradient now, "
+                "but the optimizer does not have it: call optimizer.add_param_group({'params': [...]})"
+            )

@@ -1,0 +1,150 @@
+"""What autograd saves of sharded parameters: the place in their unit, which is filled again at its use.
+
+Without this the graph would hold the unit's memory, or find it freed. The hooks are those of
+``torch.autograd.graph.saved_tensors_hooks``, in force during the forward pass of a module whose unit is
+sharded. They work for whatever a module returns, for a second backward pass, for ``vmap`` and for the
+backward pass of an inner loss alone, because each saved tensor brings its own unit back.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .unit import Unit
+
+_autograd: Any = torch._C._autograd
+
+
+class _Place:
+    """A view of a unit's flat buffer that the graph will need."""
+
+    __slots__ = ("_generation", "_size", "_start", "_stride", "_unit")
+
+    def __init__(self, unit: Unit, tensor: Tensor) -> None:
+        self._unit, self._generation = unit, unit.generation
+        self._size, self._stride = tensor.size(), tensor.stride()
+        self._start = tensor.storage_offset()
+
+    def tensor(self) -> Tensor:
+        unit = self._unit
+        if unit.generation != self._generation:
+            offsets = [slot.offset for slot in unit.layout.slots]
+            name = unit.names[max(0, bisect_right(offsets, self._start) - 1)]
+            raise RuntimeError(
+                f"a backward pass needs the value that {name} had in its forward pass, but it has been "
+                "changed by an optimizer step, by loading, or by engine.destroy() since: call backward first"
+            )
+        unit.ensure_full()
+        return unit.full.as_strided(self._size, self._stride, self._start)
+
+
+class _Kept:
+    """Any other saved tensor, with the check for changes in place that autograd makes without hooks."""
+
+    __slots__ = ("_tensor", "_version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        # a node that saves its own output must not own it
+        self._tensor = tensor if tensor.is_leaf else tensor.detach()
+        self._version = tensor._version
+
+    def tensor(self) -> Tensor:
+        if self._tensor._version != self._version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace "
+                f"operation: a tensor of shape {list(self._tensor.shape)} is at version "
+                f"{self._tensor._version}; expected version {self._version} instead"
+            )
+        return self._tensor
+
+
+class _Foreign:
+    """A tensor that hooks around these have packed."""
+
+    __slots__ = ("_packed", "_unpack")
+
+    def __init__(self, packed: Any, unpack: Callable[[Any], Tensor]) -> None:
+        self._packed, self._unpack = packed, unpack
+
+    def tensor(self) -> Tensor:
+        return self._unpack(self._packed)
+
+
+class SavedTensors:
+    """The hooks of one model, put in force by the outermost of its modules that is called."""
+
+    def __init__(self, on_use: Callable[[], None]) -> None:
+        """``on_use`` is called before a saved place of a unit is filled again."""
+        self._on_use = on_use
+        self._units: dict[int, Unit] = {}
+        self._owner: object = None
+        self._depth = 0
+        self._outer: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None = None
+        self._hooks = (self._pack, self._unpack)
+
+    def watch(self, units: Iterable[Unit]) -> None:
+        """Know these units, instead of the former ones."""
+        self._units = {unit.memory: unit for unit in units if unit.shard_params}
+
+    def enter(self, module: object) -> bool:
+        """Begin a call of ``module``. False where autograd cannot take hooks (inside ``torch.func.grad``):
+        nothing may be freed before the graph's end then.
+
+        Around a region that torch recomputes there must be no other hooks than its own: it counts what is
+        saved, and saves nothing.
+        """
+        if self._owner is not None:
+            self._depth += module is self._owner
+            return True
+        if not torch.is_grad_enabled() or not self._units:
+            return True
+        if not _autograd._saved_tensors_hooks_is_enabled():
+            return False
+        self._outer = _autograd._top_saved_tensors_default_hooks(False)
+        if self._outer is not None and _is_recomputed(self._outer[0]):
+            return True
+        _autograd._push_saved_tensors_default_hooks(*self._hooks)
+        self._owner, self._depth = module, 1
+        return True
+
+    def leave(self, module: object) -> None:
+        """End a call of ``module``."""
+        if module is not self._owner:
+            return
+        self._depth -= 1
+        if self._depth == 0:
+            self.reset()
+
+    def reset(self) -> None:
+        """Take the hooks out of force, if they are."""
+        if self._owner is None:
+            return
+        self._owner, self._depth = None, 0
+        top = _autograd._top_saved_tensors_default_hooks(False)
+        if top is not None and top[0] == self._hooks[0]:
+            _autograd._pop_saved_tensors_default_hooks()
+
+    def _pack(self, tensor: Tensor) -> _Place | _Kept | _Foreign:
+        try:
+            unit = self._units.get(tensor.untyped_storage()._cdata)
+        except (NotImplementedError, RuntimeError):  # sparse, or a wrapper without memory of its own
+            unit = None
+        if unit is not None and tensor.dtype == unit.dtype and not tensor.is_neg():
+            return _Place(unit, tensor)
+        if self._outer is not None:
+            return _Foreign(self._outer[0](tensor), self._outer[1])
+        return _Kept(tensor)
+
+    def _unpack(self, packed: _Place | _Kept | _Foreign) -> Tensor:
+        if type(packed) is _Place:
+            self._on_use()
+        return packed.tensor()
+
+
+def _is_recomputed(pack: Callable[..., Any]) -> bool:
+    return getattr(pack, "__module__", None) == "torch.utils.checkpoint"

@@ -1,0 +1,73 @@
+"""What a script writes into parameters between two steps, brought to the master values.
+
+Where the optimizer's master values are apart from what the model reads (16-bit training, offloaded state), a
+change in place (weight clipping, an averaged model put in) would be undone by the next step. Writing through
+autograd's view of a parameter moves its version counter; ``parameter.data`` does not, so reading that marks
+the unit.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..offload.disk_state import take_changed
+
+if TYPE_CHECKING:
+    from .unit import Unit
+
+_PIECE_NUMEL = 4_000_000
+
+
+class Writes:
+    """Notices that a unit's parameters may have been written to since :meth:`forget`."""
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit = unit
+        self._exposed = False
+        self._versions = self._references = 0
+
+    @property
+    def matter(self) -> bool:
+        """Whether the masters would not follow by themselves."""
+        unit = self._unit
+        if not unit.trainable or unit.shard_params:
+            return False
+        return unit.disk is not None or (
+            unit.master is not None and unit.master.data_ptr() != unit.full[unit.start :].data_ptr()
+        )
+
+    def expose(self) -> None:
+        """``data`` of a parameter has been handed out: later changes of it leave no trace."""
+        self._exposed = True
+
+    def forget(self) -> None:
+        """The masters are what the parameters say."""
+        if self.matter:
+            self._versions = self._count()
+            references = self._unit.references()
+            self._references = self._references or references
+            # who still holds such a tensor may write to it once more
+            self._exposed = self._exposed and references > self._references
+
+    def stepped(self) -> None:
+        """The engine has moved every version counter by one."""
+        self._versions += len(self._unit.parameters)
+
+    def _count(self) -> int:
+        return sum(parameter._version for parameter in self._unit.parameters)
+
+    def bring(self) -> None:
+        """Let the masters have every element that differs from their own rounding. Raises DiskError."""
+        unit = self._unit
+        if not self.matter or not (self._exposed or self._count() != self._versions):
+            return
+        own = unit.full[unit.start : unit.stop]
+        with torch.no_grad():
+            if unit.disk is not None:
+                unit.disk.take_changes(own)
+            elif unit.master is not None:
+                for start in range(0, own.numel(), _PIECE_NUMEL):
+                    take_changed(unit.master[start : start + _PIECE_NUMEL], own[start : start + _PIECE_NUMEL])
+        self.forget()
