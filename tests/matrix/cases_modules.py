@@ -44,7 +44,7 @@ def conv1d() -> nn.Module:
 
 @model("modules", "conv2d", data=images)
 def conv2d() -> nn.Module:
-    return Between(nn.Conv2d(3, 16, 3), nn.Tanh(), nn.Conv2d(16, 32, 3, stride=2), nn.Conv2d(32, 16, 3))
+    return Between(nn.Conv2d(3, 16, 3), nn.Tanh(), nn.Conv2d(16, 32, 3, stride=2), nn.Conv2d(32, 16, 2))
 
 
 @model("modules", "conv2d_in_groups", data=images)

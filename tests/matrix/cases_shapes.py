@@ -150,7 +150,7 @@ def five() -> nn.Module:
             self.w = nn.Parameter(torch.randn(2, 3, 4, 2, 3) * 0.1)
 
         def change(self, x: Tensor) -> Tensor:
-            return x + torch.einsum("bli,abcde->bli", x, self.w) * 0.1 + self.w.sum((0, 1)).reshape(-1)
+            return x * self.w.square().sum() + self.w.sum((0, 1)).reshape(-1)
 
     return Five()
 

@@ -55,12 +55,19 @@ def differences(got: Side, want: Side, tolerance: float) -> str:
     return f"{len(wrong)} of {len(errors)} values differ: {named}"
 
 
+def _report() -> str:
+    """Describe the present exception: what it says, then where it came from."""
+    lines = traceback.format_exc(limit=-8).rstrip().split("\n")
+    return "\n".join([lines[-1], *lines])
+
+
 class Worker:
     """Runs stages of features one after the other, in step with the other ranks."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.rank, self.world = folder, dist.get_rank(), dist.get_world_size()
         self.stacks = (folder / f"stacks.{self.rank}").open("w")
+        faulthandler.enable(self.stacks)
         faulthandler.register(signal.SIGUSR2, file=self.stacks, all_threads=True)
         (folder / f"pid.{self.rank}").write_text(str(os.getpid()))
         self.references: dict[str, Side | str] = {}
@@ -76,7 +83,7 @@ class Worker:
                 side.finish()
                 self.references[key] = side
             except Exception:
-                self.references[key] = "plain torch: " + traceback.format_exc(limit=-6)
+                self.references[key] = "in plain torch: " + _report()
         return self.references[key]
 
     def stage(self, key: str, feature: Feature, stage: int) -> tuple[str, bool]:
@@ -101,7 +108,7 @@ class Worker:
                 side.close_after_error()
                 return "", True
             wanted = f"instead of an error that says {pattern!r}: " if pattern is not None else ""
-            return wanted + traceback.format_exc(limit=-8), False
+            return wanted + _report(), False
         if pattern is not None:
             return f"no error that says {pattern!r}", True
         assert isinstance(want, Side)
