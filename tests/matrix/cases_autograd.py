@@ -47,7 +47,7 @@ def gradient_penalty(side: Side, trainer: Trainer, x: Tensor) -> None:
 def gradient_penalty_alone(side: Side, trainer: Trainer, x: Tensor) -> None:
     x = x.requires_grad_()
     (slope,) = torch.autograd.grad(trainer.call(x).sin().sum(), x, create_graph=True)
-    trainer.backward((slope.square().sum((1, 2)) - 1).square().mean())
+    trainer.backward((slope.square().mean((1, 2)) - 1).square().mean())
 
 
 @each_step("third_derivative")
