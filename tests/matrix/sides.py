@@ -140,7 +140,7 @@ class Side:
             else:
                 listed = groups(model) if groups else list(model.parameters())
                 initialize["optimizer"] = make(listed) if client else make
-            if groups is not None and "optimizer" not in initialize:
+            if groups is not None and not client:
                 initialize["model_parameters"] = groups(model)
             engine, own, _, schedule = zlaunch.initialize(
                 model=model,
