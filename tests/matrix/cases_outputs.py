@@ -78,6 +78,12 @@ class Mapped(collections.UserDict):  # type: ignore[type-arg]
     """Holds a tensor in a dictionary that is none."""
 
 
+def _model_output(y: Tensor) -> Any:
+    from transformers.modeling_outputs import BaseModelOutput
+
+    return BaseModelOutput(last_hidden_state=y)
+
+
 def _deep(y: Tensor, depth: int = 25) -> Any:
     return y if not depth else [_deep(y, depth - 1)]
 
@@ -111,6 +117,7 @@ BOXES: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
     "own_class_with_property": (Private, _field),
     "slots": (Slots, _field),
     "pydantic": (lambda y: Model(y=y), _field),
+    "hugging_face_model_output": (_model_output, lambda v: v.last_hidden_state),
     "closure": (lambda y: lambda: y, lambda v: v()),
     "same_tensor_twice": (lambda y: (y, {"again": y}), lambda v: v[0] * 0.5 + v[1]["again"]),
     "view": (lambda y: y[:], lambda v: v),

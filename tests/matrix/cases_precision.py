@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import zlaunch
 from tests.matrix.parts import Layer, Stack
 from tests.matrix.registry import feature
 from tests.matrix.sides import Side, Trainer
@@ -105,11 +106,11 @@ def bad_batch(side: Side) -> None:
             trainer.backward(loss_in(torch.float16, trainer.call, x))
             trainer.step()
             assert not trainer.call.was_step_applied()
-        _until_applied_at(trainer, step)
+        _one_step(trainer, step, torch.float16)
 
 
-def _until_applied_at(trainer: Trainer, step: int) -> None:
-    run_steps(trainer, range(step, step + 1), loss=functools.partial(loss_in, torch.float16))
+def _one_step(trainer: Trainer, step: int, dtype: torch.dtype) -> None:
+    run_steps(trainer, range(step, step + 1), loss=functools.partial(loss_in, dtype))
 
 
 class Mixed(nn.Module):
@@ -177,3 +178,22 @@ def buffers(side: Side) -> None:
     net = Scaled()
     net.register_buffer("scale", torch.linspace(0.5, 1.5, WIDTH))
     _train(side, BF16, torch.bfloat16, net=net)
+
+
+@feature("precision", "bf16_weights_changed_between_steps", tolerance=LOOSE)
+def changed(side: Side) -> None:
+    trainer = side.start(Stack(), config=BF16, dtype=torch.float32)
+    for step in range(4):
+        _one_step(trainer, step, torch.bfloat16)
+        own = list(trainer.module.parameters())
+        with zlaunch.zero.GatheredParameters(own, modifier_rank=0), torch.no_grad():
+            for parameter in own:
+                parameter.clamp_(-0.1, 0.1)
+
+
+@feature("precision", "bf16_state_dict_loaded", tolerance=LOOSE)
+def loaded(side: Side) -> None:
+    trainer = side.start(Stack(), config=BF16, dtype=torch.float32)
+    _one_step(trainer, 0, torch.bfloat16)
+    trainer.module.load_state_dict({name: value * 0.5 for name, value in trainer.values().items()})
+    _one_step(trainer, 1, torch.bfloat16)

@@ -22,7 +22,7 @@ from tests.matrix.registry import Feature, load_features
 from tests.matrix.sides import Side
 
 SEED = 7
-PATIENCE = 20.0
+PATIENCE = 30.0
 """Seconds that a rank that is through with a stage waits for the others."""
 FLOOR = 1e-3
 """Differences are relative to the largest element of a tensor, but at least to this."""
