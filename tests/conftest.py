@@ -1,24 +1,69 @@
-"""How the tests are spread over the processes of pytest-xdist (``pytest -n 2``)."""
+"""Spread the tests over the processes of pytest-xdist (``pytest -n 2``), and end what each has started."""
 
 from __future__ import annotations
 
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
-_ALONE = ("tests/cluster/", "tests/runtime/")
-"""There is one cluster; and ranks that wait for each other in shared memory should have a core each."""
+from tests.leftovers import ended_afterwards
+
+_GROUPS = {"tests/cluster/": "cluster", "tests/runtime/": "ranks", "tests/matrix/": "ranks"}
+"""Folders whose tests run one after the other: there is one cluster; and ranks that wait for each other in
+shared memory should have a core each.
+"""
+FAILED = pytest.StashKey[bool]()
+"""Whether a test's own code has failed, for fixtures."""
 
 
 class _Scheduling(LoadScopeScheduling):
-    """One process for each of these folders at a time, the other tests file by file."""
+    """One process for each group of folders, the other tests file by file."""
 
     def _split_scope(self, nodeid: str) -> str:
-        folder = next((name for name in _ALONE if nodeid.startswith(name)), None)
-        return folder or nodeid.partition("::")[0]
+        group = next((group for name, group in _GROUPS.items() if nodeid.startswith(name)), None)
+        return group or nodeid.partition("::")[0]
 
 
 @pytest.hookimpl
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> _Scheduling:
     return _Scheduling(config, log)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_stays() -> Iterator[None]:
+    with ended_afterwards():
+        yield
+
+
+# -- a skipped test is a failed one in CI, but for those of tests/gpu
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--no-skips", action="store_true", help="Fail where a test outside tests/gpu is skipped."
+    )
+
+
+def _refuse_skip(report: Any, config: pytest.Config) -> None:
+    expected = report.nodeid.startswith("tests/gpu/") or hasattr(report, "wasxfail")
+    if report.skipped and config.getoption("--no-skips") and not expected:
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
+        report.outcome, report.longrepr = "failed", f"{reason}\n(--no-skips: nothing may be skipped)"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, Any, Any]:
+    report = yield
+    _refuse_skip(report, collector.config)
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, Any]:
+    report = yield
+    if report.when == "call":
+        item.stash[FAILED] = report.failed
+    _refuse_skip(report, item.config)
+    return report

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,13 +10,20 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.testbed import Testbed, missing
+from tests.conftest import FAILED
+from tests.leftovers import ended_afterwards
+from tests.limits import wait_until
 
 
 @pytest.fixture(scope="session")
 def _testbed() -> Iterator[Testbed]:
     if reason := missing():
         pytest.skip(f"no cluster: {reason}")
-    with tempfile.TemporaryDirectory(prefix="ztest-") as folder:
+    with (
+        open(Path(tempfile.gettempdir(), "zlaunch-testbed.lock"), "w") as lock,
+        tempfile.TemporaryDirectory(prefix="ztest-") as folder,
+    ):
+        fcntl.flock(lock, fcntl.LOCK_EX)  # its networks have names that are a machine's
         bed = Testbed(Path(folder) / "bed")
         try:
             bed.up()
@@ -25,11 +33,17 @@ def _testbed() -> Iterator[Testbed]:
 
 
 @pytest.fixture
-def cluster(_testbed: Testbed) -> Iterator[Testbed]:
-    """Three nodes by ssh and SLURM; after each test nothing of it may be alive on any."""
-    yield _testbed
-    left = _testbed.processes()
-    if left:
+def cluster(_testbed: Testbed, request: pytest.FixtureRequest) -> Iterator[Testbed]:
+    """Three nodes by ssh and SLURM: a test that passes has left nothing there, after others all is ended."""
+    with ended_afterwards():
+        yield _testbed
+        passed = not request.node.stash.get(FAILED, True)
+        if passed:
+            wait_until(lambda: not _testbed.processes(), lambda: f"nodes empty, not {_testbed.processes()}")
+    try:
+        _testbed.cancel_jobs()
+        _testbed.kill_processes()
+    except AssertionError:
         _testbed.down()
         _testbed.up()
-    assert not left, f"left on the nodes: {left}"
+        raise

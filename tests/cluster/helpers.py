@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.cluster.testbed import Testbed
-from tests.e2e.helpers import Launch, wait_until
+from tests.e2e.helpers import Launch
+from tests.limits import wait_until
 
 SILENT = """
     import os, time
@@ -46,7 +47,7 @@ def await_ready(launch: Launch, ranks: int = 6) -> None:
         except OSError:
             return False
 
-    wait_until(ready, "all ranks ready", 60)
+    wait_until(ready, "all ranks ready")
 
 
 def pid_of(launch: Launch, rank: int) -> tuple[str, int]:

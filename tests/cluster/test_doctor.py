@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.helpers import ROOT
+from tests.limits import LIMIT_S
 from zlaunch.cli.doctor import _meet
 from zlaunch.launch.agent import agent_argv
 from zlaunch.launch.fleet import Link, close_all, connect
@@ -29,7 +30,7 @@ def doctor(cluster: Any, folder: Path, *arguments: str | Path) -> subprocess.Com
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=LIMIT_S,
     )
 
 

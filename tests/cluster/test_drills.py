@@ -1,10 +1,12 @@
-"""Whatever is killed, cut or rebooted: the run ends in time, says why, and leaves nothing on any node."""
+"""Whatever is killed, cut or rebooted: the run ends, says why, and leaves nothing on any node.
+
+Where a node answers, the heartbeat must not be needed: it is longer than a test waits.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,14 +15,15 @@ import pytest
 
 from tests.cluster.helpers import BUSY, SILENT, agent_of, await_ready, pid_of, start
 from tests.cluster.testbed import Testbed
-from tests.e2e.helpers import Launch, alive, wait_until
+from tests.e2e.helpers import Launch, alive
+from tests.limits import FOR_EVER_S, wait_until
 
-LIMIT_S = 5.0
-HEARTBEAT_S = 3.0
+HEARTBEAT_S = 5.0
+PATIENT = f"--heartbeat={FOR_EVER_S}"
 
 
-def _gone(cluster: Testbed, within_s: float) -> None:
-    wait_until(lambda: not cluster.processes(), f"nodes empty, not {cluster.processes()}", within_s)
+def _gone(cluster: Testbed) -> None:
+    wait_until(lambda: not cluster.processes(), lambda: f"nodes empty, not {cluster.processes()}")
 
 
 def _kill_on(cluster: Testbed, host: str, pid: int) -> None:
@@ -30,28 +33,24 @@ def _kill_on(cluster: Testbed, host: str, pid: int) -> None:
 @pytest.mark.parametrize("by", ["ssh", "slurm"])
 @pytest.mark.parametrize("script", [SILENT, BUSY], ids=["silent", "busy"])
 def test_a_worker_is_killed(cluster: Testbed, tmp_path: Path, script: str, by: str) -> None:
-    launch = start(cluster, tmp_path, by=by, script=script)
+    launch = start(cluster, tmp_path, PATIENT, by=by, script=script)
     await_ready(launch)
     host, pid = pid_of(launch, 3)
     assert host == "n2"
-    started = time.monotonic()
     _kill_on(cluster, host, pid)
-    assert launch.wait(LIMIT_S + 3) == 137, launch.err
-    assert time.monotonic() - started < LIMIT_S
+    assert launch.wait() == 137, launch.err
     assert "rank 3 on n2 failed first: it was killed by SIGKILL" in launch.err
-    _gone(cluster, 1.0)
+    _gone(cluster)
 
 
 @pytest.mark.parametrize("by", ["ssh", "slurm"])
 def test_an_agent_is_killed(cluster: Testbed, tmp_path: Path, by: str) -> None:
-    launch = start(cluster, tmp_path, by=by, script=SILENT)
+    launch = start(cluster, tmp_path, PATIENT, by=by, script=SILENT)
     await_ready(launch)
-    started = time.monotonic()
     _kill_on(cluster, "n2", agent_of(launch, "n2"))
-    assert launch.wait(LIMIT_S + 3) != 0
-    assert time.monotonic() - started < LIMIT_S
+    assert launch.wait() != 0
     assert "agent on n2 died" in launch.err
-    _gone(cluster, 2.0)
+    _gone(cluster)
 
 
 def _kill_launcher(launch: Launch) -> None:
@@ -87,27 +86,24 @@ def _kill_zlaunch_in_job(launch: Launch) -> None:
 def test_the_launcher_is_killed(
     cluster: Testbed, tmp_path: Path, by: str, act: Callable[[Launch], None]
 ) -> None:
-    launch = start(cluster, tmp_path, by=by, script=SILENT)
+    launch = start(cluster, tmp_path, PATIENT, by=by, script=SILENT)
     await_ready(launch)
     run_id = launch.run_id
     act(launch)
-    _gone(cluster, LIMIT_S + (15 if by == "slurm" else 0))
-    wait_until(lambda: not alive(run_id), "nothing of the run anywhere", 5)
-    launch.wait(20)
-    subprocess.run(["scancel", "--user=root"], env=cluster.env(), check=False, capture_output=True)
+    _gone(cluster)
+    wait_until(lambda: not alive(run_id), "nothing of the run anywhere")
+    launch.wait()
 
 
 @pytest.mark.parametrize("script", [SILENT, BUSY], ids=["silent", "busy"])
 def test_a_node_is_cut_off(cluster: Testbed, tmp_path: Path, script: str) -> None:
     launch = start(cluster, tmp_path, f"--heartbeat={HEARTBEAT_S}", script=script)
     await_ready(launch)
-    started = time.monotonic()
     cluster.cut("n3")
     try:
-        assert launch.wait(30) == 1, launch.err
-        assert time.monotonic() - started < HEARTBEAT_S * 1.5 + LIMIT_S + 8
+        assert launch.wait() == 1, launch.err
         assert "n3 fell silent" in launch.err, launch.err
-        _gone(cluster, HEARTBEAT_S + LIMIT_S)  # also on n3, which nobody can reach
+        _gone(cluster)  # also on n3, which nobody can reach
     finally:
         cluster.heal("n3")
 
@@ -119,43 +115,53 @@ def test_a_node_is_rebooted(cluster: Testbed, tmp_path: Path, script: str, hard:
     await_ready(launch)
     cluster.reboot("n2", hard=hard)
     try:
-        assert launch.wait(30) != 0
+        assert launch.wait() != 0
         assert "n2" in launch.err and ("died" in launch.err or "silent" in launch.err), launch.err
-        _gone(cluster, 2.0)
+        _gone(cluster)
     finally:
         cluster.await_nodes()
 
 
 def test_ctrl_c_while_running(cluster: Testbed, tmp_path: Path) -> None:
-    launch = start(cluster, tmp_path, script=SILENT)
+    launch = start(cluster, tmp_path, PATIENT, script=SILENT)
     await_ready(launch)
     launch.process.send_signal(signal.SIGINT)
-    assert launch.wait(LIMIT_S + 3) == 130
+    assert launch.wait() == 130
     assert "stopped by SIGINT" in launch.err
-    _gone(cluster, 1.0)
+    _gone(cluster)
 
 
 @pytest.mark.parametrize("delay_s", [0.0, 0.1, 0.2, 0.4])
 def test_ctrl_c_during_start(cluster: Testbed, tmp_path: Path, delay_s: float) -> None:
-    launch = start(cluster, tmp_path, script=SILENT)
+    launch = start(cluster, tmp_path, PATIENT, script=SILENT)
     wait_until(launch.run_dir.exists, "the launch has come to its nodes")
     time.sleep(delay_s)
     launch.process.send_signal(signal.SIGINT)
-    assert launch.wait(LIMIT_S + 5) in (130, -2), launch.err
+    assert launch.wait() in (130, -2), launch.err
     assert "Traceback" not in launch.err
-    _gone(cluster, 3.0)
+    _gone(cluster)
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.2])
+def test_ctrl_c_during_a_start_behind_an_ampersand(cluster: Testbed, tmp_path: Path, delay_s: float) -> None:
+    """A shell script starts what stands before an `&` with SIGINT ignored."""
+    prefix = ("sh", "-c", 'trap "" INT; exec "$@"', "sh")
+    launch = start(cluster, tmp_path, PATIENT, script=SILENT, prefix=prefix)
+    wait_until(launch.run_dir.exists, "the launch has come to its nodes")
+    time.sleep(delay_s)
+    launch.process.send_signal(signal.SIGINT)
+    assert launch.wait() == 130, launch.err
+    _gone(cluster)
 
 
 def test_fifty_milliseconds_of_latency(cluster: Testbed, tmp_path: Path) -> None:
     with cluster.latency("n2", 25):
-        launch = start(cluster, tmp_path, "--heartbeat=3", script=SILENT)
+        launch = start(cluster, tmp_path, f"--heartbeat={HEARTBEAT_S}", script=SILENT)
         await_ready(launch)
-        time.sleep(4)  # longer than the heartbeat
+        time.sleep(HEARTBEAT_S + 1)
         assert launch.process.poll() is None
-        started = time.monotonic()
         _kill_on(cluster, "n2", pid_of(launch, 3)[1])
-        assert launch.wait(LIMIT_S + 3) == 137, launch.err
-        assert time.monotonic() - started < LIMIT_S
+        assert launch.wait() == 137, launch.err
         assert "rank 3 on n2 failed first" in launch.err
 
 
@@ -174,10 +180,10 @@ def test_two_jobs_at_once(cluster: Testbed, tmp_path: Path) -> None:
     await_ready(first)
     await_ready(second)
     first.process.kill()
-    wait_until(lambda: not alive(first.run_id), "the first one gone", LIMIT_S)
+    wait_until(lambda: not alive(first.run_id), "the first one gone")
     assert len({e["pid"] for e in second.events("spawn")}) and second.process.poll() is None
     (folders[1] / "go").touch()
-    assert second.wait(LIMIT_S) == 0, second.err
+    assert second.wait() == 0, second.err
 
 
 def test_thirty_launches_leave_nothing(cluster: Testbed, tmp_path: Path) -> None:
@@ -189,5 +195,5 @@ def test_thirty_launches_leave_nothing(cluster: Testbed, tmp_path: Path) -> None
         folder = tmp_path / str(number)
         folder.mkdir()
         launch = start(cluster, folder, "--quiet", script="print('hello')")
-        assert launch.wait(30) == 0, launch.err
-    wait_until(lambda: counted() == before, f"as before, {before}, not {counted()}", 3)
+        assert launch.wait() == 0, launch.err
+    wait_until(lambda: counted() == before, lambda: f"as before, {before}, not {counted()}")

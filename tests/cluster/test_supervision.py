@@ -13,17 +13,18 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.helpers import await_ready, start
-from tests.cluster.testbed import Testbed, wait_for
-from tests.e2e.helpers import ROOT, wait_until
+from tests.cluster.testbed import Testbed
+from tests.e2e.helpers import ROOT
+from tests.limits import wait_until
 
 TRAIN = """
     import json, os, sys, torch, zlaunch
-    from examples.gpt import GPT, Size, loss_of
+    from examples.gpt import GPT, Size
 
     torch.manual_seed(0)
     device = zlaunch.init_distributed()
     world, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
-    model = GPT(Size(layers=2, width=32, heads=2, context=16))
+    model = GPT(Size(layers=2, width=32, heads=2, context=16)).double()
     stage = int(sys.argv[1])
     engine, *_ = zlaunch.initialize(model=model, config={
         "train_micro_batch_size_per_gpu": 12 // world, "gradient_accumulation_steps": 1,
@@ -34,7 +35,8 @@ TRAIN = """
     losses = []
     for step in range(8):
         batch = torch.randint(0, 8, (12, 17), generator=generator).chunk(world)[rank]
-        loss = loss_of(engine, batch)
+        logits = engine(batch[:, :-1])
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
         engine.backward(loss)
         engine.step()
         total = loss.detach().clone()
@@ -60,11 +62,11 @@ def test_training_over_three_nodes_equals_one_process(cluster: Testbed, tmp_path
         else:
             more = {} if by == "slurm" else {"env": env}
             launch = start(cluster, tmp_path / folder, by=by, script=TRAIN, args=(str(stage),), **more)
-        assert launch.wait(120) == 0, launch.err
+        assert launch.wait() == 0, launch.err
         results.append(json.loads(launch.log(0).splitlines()[-1]))
     one, many = results
     assert len(one) == 8 and one[-1] < one[0]
-    assert many == pytest.approx(one, rel=1e-5)
+    assert many == pytest.approx(one, rel=1e-9)
 
 
 def test_restarts(cluster: Testbed, tmp_path: Path) -> None:
@@ -74,10 +76,10 @@ def test_restarts(cluster: Testbed, tmp_path: Path) -> None:
         if os.environ["ZLAUNCH_RESTART_COUNT"] != "2" and os.environ["RANK"] == "4":
             raise ValueError("not yet")
         if os.environ["ZLAUNCH_RESTART_COUNT"] != "2":
-            time.sleep(60)
+            time.sleep(600)
     """
     launch = start(cluster, tmp_path, "--max_restarts=2", script=script)
-    assert launch.wait(40) == 0, launch.err
+    assert launch.wait() == 0, launch.err
     lines = launch.log(4).splitlines()
     assert [line.split()[:2] for line in lines if line.startswith("attempt")] == [
         ["attempt", str(i)] for i in range(3)
@@ -86,7 +88,7 @@ def test_restarts(cluster: Testbed, tmp_path: Path) -> None:
 
     (tmp_path / "again").mkdir()
     launch = start(cluster, tmp_path / "again", "--max_restarts=1", script="raise SystemExit(2)")
-    assert launch.wait(40) == 2  # an exit code like any other
+    assert launch.wait() == 2  # an exit code like any other
     assert "restart 1 of 1" in launch.err
 
 
@@ -97,16 +99,16 @@ def test_going_on_without_a_dead_node(cluster: Testbed, tmp_path: Path) -> None:
         if os.environ["WORLD_SIZE"] == "6":
             time.sleep(600)
     """
-    launch = start(cluster, tmp_path, "--heartbeat=3", "--min_nodes=2", "--connect_timeout=10", script=script)
+    launch = start(cluster, tmp_path, "--heartbeat=5", "--min_nodes=2", "--connect_timeout=20", script=script)
     await_ready(launch)
     cluster.cut("n1")
     try:
-        assert launch.wait(60) == 0, launch.err
+        assert launch.wait() == 0, launch.err
     finally:
         cluster.heal("n1")
     assert "n1 fell silent" in launch.err and "going on with 2 of 3 nodes, without n1" in launch.err
     assert "ready 4" in launch.log(3)
-    wait_until(lambda: not cluster.processes(), "nothing left", 10)
+    wait_until(lambda: not cluster.processes(), "nothing left")
 
 
 def test_a_hang_shows_the_stacks_of_all_ranks(cluster: Testbed, tmp_path: Path) -> None:
@@ -117,9 +119,9 @@ def test_a_hang_shows_the_stacks_of_all_ranks(cluster: Testbed, tmp_path: Path) 
         print("ready", flush=True)
         waits_for_ever()
     """
-    launch = start(cluster, tmp_path, "--hang_timeout=2", script=script)
-    assert launch.wait(30) == 1
-    assert "hang: no rank has written anything for 2 s" in launch.err
+    launch = start(cluster, tmp_path, "--hang_timeout=10", script=script)
+    assert launch.wait() == 1
+    assert "hang: no rank has written anything for 10 s" in launch.err
     stacks = [line for line in launch.err.splitlines() if line.startswith("    | ")]
     assert sum("waits_for_ever" in line for line in stacks) == 6
 
@@ -144,7 +146,7 @@ def test_save_and_stop_reaches_every_rank_at_the_same_step(cluster: Testbed, tmp
     await_ready(launch)
     record = json.loads((launch.run_dir / "launcher.json").read_text())
     os.kill(record["pid"], signal.SIGUSR1)
-    assert launch.wait(30) == 0, launch.err
+    assert launch.wait() == 0, launch.err
     last = {launch.log(rank).splitlines()[-1] for rank in range(6)}
     assert len(last) == 1 and next(iter(last)).startswith("saved at")
 
@@ -178,7 +180,7 @@ def test_preemption_saves_requeues_and_goes_on(cluster: Testbed, tmp_path: Path)
         return sum("ready" in log.read_text() for log in logs if log.exists())
 
     try:
-        wait_for(lambda: count() == 1, "the first start", 60)
+        wait_until(lambda: count() == 1, "the first start")
         subprocess.run(["scancel", "--batch", "--signal=USR1", job], env=cluster.env(), check=True)
 
         def pending() -> bool:
@@ -188,13 +190,13 @@ def test_preemption_saves_requeues_and_goes_on(cluster: Testbed, tmp_path: Path)
                 == "PENDING"
             )
 
-        wait_for(pending, "the job in the queue again", 60)
+        wait_until(pending, "the job in the queue again")
         # SLURM lets a requeued job wait for two minutes, of which a few seconds are needed: it does not
         # take credentials from before the requeue.
         time.sleep(5)
         command = ["scontrol", "update", f"JobId={job}", "StartTime=now"]
         subprocess.run(command, env=cluster.env(), check=True, capture_output=True)
-        wait_for(lambda: count() == 2, "the start after the requeue", 200)
+        wait_until(lambda: count() == 2, "the start after the requeue")
         (steps,) = [path.name for path in (tmp_path / "saved").glob("global_step*")]
         for rank in range(6):
             assert "ready at 0" in (tmp_path / "run." / "logs" / f"rank_{rank:05d}.log").read_text()
@@ -202,5 +204,4 @@ def test_preemption_saves_requeues_and_goes_on(cluster: Testbed, tmp_path: Path)
         assert f"ready at {steps.removeprefix('global_step')}\n" in text
         assert f"job {job} is put back into the queue" in (tmp_path / f"out.{job}").read_text()
     finally:
-        subprocess.run(["scancel", job], env=cluster.env(), check=False)
-        wait_for(lambda: not cluster.processes(), "the job gone", 30)
+        cluster.cancel_jobs()

@@ -13,10 +13,12 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from tests.leftovers import unmarked
+from tests.limits import wait_until
 
 PROGRAMS = {
     "sshd": "openssh-server",
@@ -79,15 +81,6 @@ def sh(*command: str | Path, check: bool = True, **more: object) -> subprocess.C
     return result
 
 
-def wait_for(condition: Callable[[], object], what: str, timeout_s: float = 20.0) -> None:
-    """Poll until the condition holds."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > deadline:
-            raise RuntimeError(f"not within {timeout_s:g} s: {what}")
-        time.sleep(0.05)
-
-
 class Testbed:
     """`count` nodes called n1, n2, ...; `slots` in the hostfile and GPUs in SLURM's eyes for each."""
 
@@ -127,9 +120,9 @@ class Testbed:
     def await_nodes(self) -> None:
         """Every node's sshd listens and SLURM has it idle."""
         for node in self.hosts:
-            wait_for(lambda node=node: self._listens(node), f"sshd on {node}")  # type: ignore[misc]
+            wait_until(lambda node=node: self._listens(node), f"sshd on {node}")  # type: ignore[misc]
         if self.slurm:
-            wait_for(self._all_idle, "all nodes idle in SLURM", 40)
+            wait_until(self._all_idle, "all nodes idle in SLURM")
 
     def _listens(self, node: str) -> bool:
         with socket.socket() as probe:
@@ -143,6 +136,9 @@ class Testbed:
     def env(self) -> dict[str, str]:
         """The environment for SLURM's commands."""
         return {**os.environ, "SLURM_CONF": str(self.slurm_conf)}
+
+    def _daemon_env(self) -> dict[str, str]:
+        return {**unmarked(), "SLURM_CONF": str(self.slurm_conf)}
 
     def down(self) -> None:
         """End every process and remove every trace, also those of an earlier testbed."""
@@ -183,7 +179,7 @@ class Testbed:
             "".join(config)
             + f"Host *\n  User {getpass.getuser()}\n  IdentityFile {f}/key\n  IdentitiesOnly yes\n"
             f"  UserKnownHostsFile {self.known_hosts}\n  GlobalKnownHostsFile /dev/null\n"
-            "  StrictHostKeyChecking yes\n  ConnectTimeout 5\n"
+            "  StrictHostKeyChecking yes\n  ConnectTimeout 60\n"
         )
 
     def trust_all(self) -> None:
@@ -213,7 +209,7 @@ class Testbed:
             f"SlurmdSpoolDir={f}/%n/spool\nSlurmdPidFile={f}/%n/slurmd.pid\nSlurmdLogFile={f}/%n/slurmd.log\n"
             "SlurmdParameters=config_overrides\nSelectType=select/cons_tres\nSelectTypeParameters=CR_CPU\n"
             "ProctrackType=proctrack/linuxproc\nTaskPlugin=task/none\nMpiDefault=none\nGresTypes=gpu\n"
-            "ReturnToService=2\nSlurmdTimeout=30\nKillWait=10\nJobRequeue=1\n"
+            "ReturnToService=2\nSlurmdTimeout=600\nKillWait=10\nJobRequeue=1\n"
             f"{nodes}PartitionName=all Nodes=ALL Default=YES State=UP PreemptMode=REQUEUE\n"
         )
         (f / "gres.conf").write_text(f"Name=gpu File={f}/gpu[0-{self.slots - 1}] Flags=nvidia_gpu_env\n")
@@ -221,9 +217,10 @@ class Testbed:
         sh(
             "munged", "--force", "--socket", f / "munge.socket", "--key-file", f / "munge.key",
             "--pid-file", f / "munged.pid", "--log-file", f / "munged.log", "--seed-file", f / "munged.seed",
+            env=self._daemon_env(),
         )  # fmt: skip
         self._daemons.append("munged")
-        sh("slurmctld", "-f", self.slurm_conf)
+        sh("slurmctld", "-f", self.slurm_conf, env=self._daemon_env())
         self._daemons.append("slurmctld")
 
     # -- nodes
@@ -248,19 +245,21 @@ class Testbed:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
-                env=self.env(),
+                env=self._daemon_env(),
             )
 
         def children() -> str:
             return Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().strip()
 
-        wait_for(children, f"{node} booting")
+        wait_until(children, f"{node} booting")
         self.pids[node] = int(children().split()[0])
 
     def _halt(self, namespace: str) -> None:
         for pid in sh("ip", "netns", "pids", namespace, check=False).stdout.split():
             _kill(int(pid))
-        wait_for(lambda: not sh("ip", "netns", "pids", namespace, check=False).stdout.split(), "node halted")
+        wait_until(
+            lambda: not sh("ip", "netns", "pids", namespace, check=False).stdout.split(), "node halted"
+        )
         sh("ip", "link", "del", namespace, check=False)
         sh("ip", "netns", "del", namespace, check=False)
 
@@ -294,7 +293,7 @@ class Testbed:
             [sys.executable, str(Path(__file__).with_name("relay.py")), veth, far, str(ms)]
         )
         try:
-            wait_for(lambda: self._listens(node), f"{node} through the relay")
+            wait_until(lambda: self._listens(node), f"{node} through the relay")
             yield
         finally:
             relay.kill()
@@ -306,6 +305,29 @@ class Testbed:
         """Run a program on the node without ssh, also while it is cut off."""
         flags = ("--net", "--pid", "--uts", "--mount", "--ipc")
         return sh("nsenter", f"--target={self.pids[node]}", *flags, "--", *command, check=False)
+
+    def cancel_jobs(self) -> None:
+        """End all jobs and wait until SLURM has cleaned up after them."""
+        if not self.slurm:
+            return
+        for job in self._jobs():
+            sh("scancel", job, env=self.env(), check=False)
+            sh("scancel", "--signal=KILL", "--full", job, env=self.env(), check=False)
+        wait_until(lambda: not self._jobs(), "no job left")
+        wait_until(self._all_idle, "all nodes idle in SLURM")
+
+    def _jobs(self) -> list[str]:
+        return sh("squeue", "-h", "-o", "%i", env=self.env(), check=False).stdout.split()
+
+    def kill_processes(self) -> None:
+        """Kill what `processes` finds."""
+
+        def kill_all() -> bool:
+            for pid in (found := self.processes()):
+                _kill(pid)
+            return not found
+
+        wait_until(kill_all, "nodes empty")
 
     def processes(self, *nodes: str) -> dict[int, str]:
         """The processes of a run that live on the nodes (default: all): zlaunch's own, and workers."""

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.helpers import ROOT, run
+from tests.limits import LIMIT_S
 
 ASK = """
 import importlib.metadata, importlib.util
@@ -28,7 +29,7 @@ def python(code: str, folder: Path, *path: Path, env: dict[str, str] | None = No
         env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (ROOT, *path))), **(env or {})},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=LIMIT_S,
     )
     assert result.returncode == 0, result.stderr
     return result.stdout.strip() + ("\n" + result.stderr.strip() if result.stderr.strip() else "")

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tests.limits import LIMIT_S
 from tests.runtime.workers import run_workers
 
 BASE = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "Adam", "params": {"lr": 0.001}}}
@@ -233,6 +234,6 @@ def test_notebook_without_a_launcher(tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": root},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=LIMIT_S,
     )
     assert "loss True" in result.stdout, result.stderr[-2000:]

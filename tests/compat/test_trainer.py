@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.helpers import ROOT, run
+from tests.limits import LIMIT_S
 
 HERE = Path(__file__).parent
 SCENES = {
@@ -131,6 +132,6 @@ def test_accelerate(tmp_path: Path, command: tuple[str, ...]) -> None:
         env=env,
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=LIMIT_S,
     )
     assert result.stdout.count("ends well") == 3, result.stderr[-3000:]

@@ -8,25 +8,17 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tests.limits import LIMIT_S, wait_until
+
 ROOT = Path(__file__).resolve().parents[2]
-START_TIMEOUT_S = 30.0
-# Tests that are run under nohup would hand an ignored SIGHUP on to every run.
+# Tests that are run under nohup, or behind an `&` of a script, would hand ignored signals on to every run.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
-
-
-def wait_until(condition: Callable[[], Any], what: str, timeout_s: float = START_TIMEOUT_S) -> Any:
-    """Poll until the condition gives something true, and return that."""
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        if result := condition():
-            return result
-        time.sleep(0.02)
-    raise AssertionError(f"not within {timeout_s:g} s: {what}")
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def alive(run_id: str) -> dict[int, str]:
@@ -81,13 +73,9 @@ class Launch:
                 start_new_session=True,
             )
 
-    def wait(self, timeout_s: float = 60.0) -> int:
-        """The launcher's exit code; it is killed when it takes too long."""
-        try:
-            return self.process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            self.process.send_signal(signal.SIGKILL)
-            raise
+    def wait(self) -> int:
+        """The launcher's exit code."""
+        return self.process.wait(LIMIT_S)
 
     @property
     def out(self) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.helpers import ROOT, Launch
+from tests.limits import LIMIT_S
 
 EXAMPLE = str(ROOT / "examples" / "train_gpt.py")
 STEPS = 12
@@ -20,7 +21,7 @@ def demo(folder: Path, config: Path, *args: str) -> Launch:
     """A short run of the example with two workers, always on the CPU, that has ended."""
     script = (EXAMPLE, "--config", str(config), "--steps", str(STEPS), "--every", "4", *args)
     launch = Launch(folder, "--num_gpus", "2", *script, env={"CUDA_VISIBLE_DEVICES": ""})
-    launch.wait(240)
+    launch.wait()
     return launch
 
 
@@ -62,7 +63,7 @@ def test_the_example_trains(tmp_path: Path, stage: int) -> None:
         ],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=LIMIT_S,
     )
     assert sample.returncode == 0, sample.stderr
     assert sample.stdout.startswith("def ") and len(sample.stdout) > 15

@@ -1,4 +1,4 @@
-"""Whatever is killed: no process of the run is left after 5 seconds, and the exit code tells why."""
+"""Whatever is killed: no process of the run is left, and the exit code tells why."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.helpers import Launch, alive, exists, run, wait_until
-
-LIMIT_S = 5.0
+from tests.e2e.helpers import Launch, alive, exists, run
+from tests.limits import FOR_EVER_S, LIMIT_S, wait_until
 
 STUBBORN = """
     import os, signal, sys, time
@@ -104,10 +103,9 @@ def test_stubborn_workers_and_their_grandchildren_are_gone(tmp_path: Path, drill
     everyone = {agent, *map(int, children), *alive(run_id)}
     assert len(alive(run_id)) == 10
 
-    deadline = time.monotonic() + LIMIT_S
     act(launch)
     assert launch.wait() == code, launch.err
-    wait_until(lambda: not alive(run_id), "all processes of the run gone", deadline - time.monotonic())
+    wait_until(lambda: not alive(run_id), "all processes of the run gone")
     wait_until(lambda: not any(map(exists, everyone)), "agent and guard gone")
     if drill == "worker":
         assert "rank 1 on localhost failed first" in launch.err and "SIGKILL" in launch.err
@@ -155,21 +153,21 @@ def test_helpers_left_by_finished_workers_are_swept(tmp_path: Path, code: int) -
 def test_ctrl_c_in_a_terminal_reaches_the_group_and_ends_at_once(tmp_path: Path) -> None:
     """The terminal signals the whole group; polite workers end without the grace period."""
     script = "import time; print('up', flush=True); time.sleep(600)"
-    launch = Launch(tmp_path, "--grace=60", "--num_gpus=2", script=script)
+    launch = Launch(tmp_path, f"--grace={FOR_EVER_S}", "--num_gpus=2", script=script)
     wait_until(lambda: "up" in launch.out, "workers up")
     os.killpg(launch.process.pid, signal.SIGINT)
-    assert launch.wait(20) == 130
+    assert launch.wait() == 130
     assert not alive(launch.run_id) and "stopped by SIGINT" in launch.err
 
 
 def test_a_second_ctrl_c_does_not_wait(tmp_path: Path) -> None:
-    launch = Launch(tmp_path, "--grace=60", "--num_gpus=2", script=STUBBORN)
+    launch = Launch(tmp_path, f"--grace={FOR_EVER_S}", "--num_gpus=2", script=STUBBORN)
     wait_until(lambda: len(list(tmp_path.glob("ready.*"))) == 2, "workers ready")
     launch.process.send_signal(signal.SIGINT)
     wait_until(lambda: launch.events("stopping"), "stop begun")
     time.sleep(0.5)  # closer together they would count as one
     launch.process.send_signal(signal.SIGINT)
-    assert launch.wait(20) == 130
+    assert launch.wait() == 130
     wait_until(lambda: not alive(launch.run_id), "all gone")
 
 
@@ -187,7 +185,7 @@ def test_workers_may_save_in_the_grace_period(tmp_path: Path) -> None:
     launch = Launch(tmp_path, script=script)
     wait_until(lambda: "up" in launch.out, "worker up")
     launch.process.terminate()
-    assert launch.wait(20) == 143
+    assert launch.wait() == 143
     assert (tmp_path / "saved").exists()
 
 
@@ -196,7 +194,7 @@ def test_a_stopped_worker_is_ended_too(tmp_path: Path) -> None:
     wait_until(lambda: "up" in launch.out, "worker up")
     os.kill(launch.worker_pid(0), signal.SIGSTOP)
     launch.process.terminate()
-    assert launch.wait(20) == 143
+    assert launch.wait() == 143
     assert not alive(launch.run_id)
 
 
@@ -204,7 +202,7 @@ def test_an_agent_that_is_asked_to_end_stops_the_run(tmp_path: Path) -> None:
     launch = Launch(tmp_path, script="import time; print('up', flush=True); time.sleep(600)")
     wait_until(lambda: "up" in launch.out, "worker up")
     terminate_agent(launch)
-    assert launch.wait(20) == 143
+    assert launch.wait() == 143
     assert "the agent got SIGTERM" in launch.err and not alive(launch.run_id)
 
 
@@ -223,6 +221,6 @@ def test_a_noisy_run_ends_though_nobody_reads(tmp_path: Path) -> None:
     wait_until(lambda: launch.events("spawn"), "worker started")
     run_id = launch.run_id
     process.terminate()
-    wait_until(lambda: not alive(run_id), "workers gone", LIMIT_S)
+    wait_until(lambda: not alive(run_id), "workers gone")
     os.close(reader)
-    assert process.wait(20) == 143
+    assert process.wait(LIMIT_S) == 143

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import signal
 import socket
 import subprocess
@@ -14,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.helpers import ROOT, Launch, alive, run, wait_until
+from tests.e2e.helpers import ROOT, Launch, alive, run
+from tests.limits import LIMIT_S, wait_until
 
 DUMP = """
     import json, os, sys
@@ -129,7 +129,7 @@ def test_first_failure_is_told_and_gives_the_exit_code(
     tmp_path: Path, body: str, code: int, words: str
 ) -> None:
     indented = body if body.startswith("def") else f"if os.environ['RANK'] == '1': {body}"
-    script = f"import os, sys, time\nprint('last words', flush=True)\n{indented}\ntime.sleep(60)\n"
+    script = f"import os, sys, time\nprint('last words', flush=True)\n{indented}\ntime.sleep(600)\n"
     (tmp_path / "w.py").write_text(script)
     launch = run(tmp_path, "--num_gpus=2", "w.py")
     assert launch.process.returncode == code, launch.err
@@ -159,7 +159,7 @@ def test_a_lost_connection_is_not_the_cause(tmp_path: Path) -> None:
 
 
 def test_interrupt_of_a_worker_is_a_failure(tmp_path: Path) -> None:
-    launch = Launch(tmp_path, script="import time; print('up', flush=True); time.sleep(60)")
+    launch = Launch(tmp_path, script="import time; print('up', flush=True); time.sleep(600)")
     wait_until(lambda: "up" in launch.out, "worker up")
     os.kill(launch.worker_pid(0), signal.SIGINT)
     assert launch.wait() == 130
@@ -167,7 +167,7 @@ def test_interrupt_of_a_worker_is_a_failure(tmp_path: Path) -> None:
 
 
 def test_stacks_on_sigusr2(tmp_path: Path) -> None:
-    script = "import time\ndef waiting_here():\n    print('up', flush=True); time.sleep(60)\nwaiting_here()"
+    script = "import time\ndef waiting_here():\n    print('up', flush=True); time.sleep(600)\nwaiting_here()"
     launch = Launch(tmp_path, script=script)
     wait_until(lambda: "up" in launch.out, "worker up")
     os.kill(launch.worker_pid(0), signal.SIGUSR2)
@@ -209,7 +209,7 @@ def test_standard_library_names_in_the_working_folder_do_no_harm(tmp_path: Path)
     entry = "import sys; sys.path[0] = sys.argv.pop(1); from zlaunch.cli.main import main; sys.exit(main())"
     command = [sys.executable, "-c", entry, str(ROOT), "-q", "sub/train.py"]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=LIMIT_S)
     assert (done.returncode, done.stdout.strip()) == (0, str(tmp_path / "sub")), done.stderr
 
 
@@ -304,17 +304,16 @@ def test_the_scripts_own_config_is_its_own_business(tmp_path: Path) -> None:
         assert run(tmp_path, script="pass", args=args).process.returncode == 0
 
 
-def test_help_takes_little_cpu(tmp_path: Path) -> None:
-    """A contract: under 0.25 s. The best of five, because the machine may be busy."""
-    costs = []
-    for _ in range(5):
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        command = [sys.executable, "-m", "zlaunch", "--help"]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        costs.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-        assert done.returncode == 0 and "--num_gpus" in done.stdout
-    assert min(costs) < 0.25
+def test_help_loads_little() -> None:
+    """What makes a start slow is what is imported: click, and nothing else that is not Python's own."""
+    program = (
+        "import sys; from zlaunch.cli.main import main; main(['--help']); "
+        "print(*sorted({name.partition('.')[0] for name in sys.modules} - sys.stdlib_module_names))"
+    )
+    command = [sys.executable, "-S", "-c", f"import sys; sys.path[:] = {sys.path!r}; {program}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and "--num_gpus" in done.stdout, done.stderr
+    assert set(done.stdout.splitlines()[-1].split()) <= {"__main__", "click", "zlaunch"}
 
 
 def test_a_rendezvous_port_that_was_taken_is_tried_once_more(tmp_path: Path) -> None:
@@ -359,11 +358,9 @@ def test_a_worker_that_prints_100_mb_disturbs_nobody(tmp_path: Path) -> None:
             for _ in range(100):
                 sys.stdout.write("x" * 999_999 + "\\n")
         else:
-            started = time.time()
             for i in range(20):
                 print(i, flush=True)
                 time.sleep(0.02)
-            print("took", time.time() - started)
     """
     launch = Launch(tmp_path, "--num_gpus=2", "--log_ranks=1", script=script)
     peak_kb = 0
@@ -374,9 +371,9 @@ def test_a_worker_that_prints_100_mb_disturbs_nobody(tmp_path: Path) -> None:
         except (OSError, TypeError, ValueError):
             break
         time.sleep(0.02)
-    assert launch.wait(60) == 0, launch.err
+    assert launch.wait() == 0, launch.err
     assert len(launch.log_bytes(0)) == 100_000_000
-    assert float(launch.log(1).split()[-1]) < 5
+    assert launch.log(1).split() == [str(i) for i in range(20)]
     assert 0 < peak_kb < 150_000
     assert json.loads((launch.run_dir / "launcher.json").read_text())["exit_code"] == 0
 
@@ -409,15 +406,14 @@ def test_two_signals_at_once_leave_the_workers_their_grace(tmp_path: Path) -> No
     launch = Launch(tmp_path, "--num_gpus=2", script=script)
     wait_until(lambda: launch.run_dir.exists() and "ready" in launch.out, "ready")
     wait_until(lambda: "ready" in launch.log(1), "ready")
-    launch.process.send_signal(signal.SIGTERM)
-    time.sleep(0.001)
-    launch.process.send_signal(signal.SIGTERM)
-    assert launch.wait(10) == 143
+    for signum in (signal.SIGSTOP, signal.SIGTERM, signal.SIGINT, signal.SIGCONT):
+        launch.process.send_signal(signum)  # the two in the middle arrive together
+    assert launch.wait() in (130, 143)
     assert "saved" in launch.log(0) and "saved" in launch.log(1)
 
 
 def test_a_folder_with_a_living_run_is_refused(tmp_path: Path) -> None:
-    launch = Launch(tmp_path, script="import time\nprint('up', flush=True)\ntime.sleep(60)")
+    launch = Launch(tmp_path, script="import time\nprint('up', flush=True)\ntime.sleep(600)")
     wait_until(lambda: "up" in launch.out, "worker up")
     second = subprocess.run(
         [sys.executable, "-m", "zlaunch", f"--run_dir={launch.run_dir}", "worker.py"],
@@ -425,4 +421,4 @@ def test_a_folder_with_a_living_run_is_refused(tmp_path: Path) -> None:
     )  # fmt: skip
     assert second.returncode == 2 and "a run is going on there" in second.stderr
     launch.process.terminate()
-    assert launch.wait(10) == 143
+    assert launch.wait() == 143

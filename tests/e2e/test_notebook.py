@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from tests.e2e.helpers import ROOT
+from tests.limits import LIMIT_S
 
 PROGRAM = """
 import os, sys, threading
@@ -59,7 +60,7 @@ def test_functions_of_the_program(tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=LIMIT_S,
     )
     assert result.returncode == 0, result.stderr
     lines = result.stdout.splitlines()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.helpers import Launch, alive, run, wait_until
+from tests.e2e.helpers import Launch, alive, run
+from tests.limits import wait_until
 
 SHOW = """
     import json, os, sys
@@ -91,8 +91,6 @@ def test_a_stop_while_it_imports_leaves_nothing(tmp_path: Path, stop: str) -> No
     wait_until(lambda: (tmp_path / "importing").exists(), "the import has begun")
     run_id = launch.run_id
     assert alive(run_id)
-    started = time.monotonic()
     getattr(launch.process, stop)()
-    assert launch.wait(8) == (143 if stop == "terminate" else -9)
-    wait_until(lambda: not alive(run_id), "nothing left", 5)
-    assert time.monotonic() - started < 6
+    assert launch.wait() == (143 if stop == "terminate" else -9)
+    wait_until(lambda: not alive(run_id), "nothing left")

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.e2e.helpers import Launch, wait_until
+from tests.e2e.helpers import Launch
+from tests.limits import wait_until
 from zlaunch.cli.main import main
 from zlaunch.launch.failure import SAVED_CODE
 from zlaunch.runtime.stopping import REQUEUE_EXIT_CODE
@@ -29,7 +30,7 @@ TRAIN = """
             return self.layers(torch.nn.functional.dropout(x, 0.1))
 
     stage, folder, die_at = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-    last, pause = 20, float(sys.argv[4])
+    last, load, hold = 20, sys.argv[4] == "True", sys.argv[5] == "True"
     torch.manual_seed(0)
     x = torch.randn(60, 4)
     config = {
@@ -42,22 +43,30 @@ TRAIN = """
     engine, _, loader, _ = zlaunch.initialize(
         model=Noisy(), config=config, training_data=torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True)))
     torch.manual_seed(engine.global_rank)
-    engine.load_checkpoint(zlaunch.resume_dir(folder if pause else None))
+    engine.load_checkpoint(zlaunch.resume_dir(folder if load else None))
     print("begins at", engine.global_steps, flush=True)
+    answer = signal.getsignal(signal.SIGUSR1)
+    def note(*args):
+        open(f"signalled.{engine.global_rank}", "w").close()
+        answer(*args)
+    if hold:
+        signal.signal(signal.SIGUSR1, note)
     while engine.global_steps < last:
         for a, b in loader:
             loss = (engine(a) - b).square().mean()
             engine.backward(loss)
             engine.step()
             print("step", engine.global_steps, loss.item(), flush=True)
-            time.sleep(pause)
+            if hold and engine.global_steps == 12:
+                while not os.path.exists(f"signalled.{engine.global_rank}"):
+                    time.sleep(0.01)
             if engine.global_steps % 5 == 0:
                 engine.save_checkpoint(folder)
             if engine.global_steps == die_at and os.environ["ZLAUNCH_RESTART_COUNT"] == "0":
                 engine.wait_for_checkpoint()
                 if engine.global_rank == 1:
                     os.kill(os.getpid(), signal.SIGKILL)
-                time.sleep(60)
+                time.sleep(600)
             if engine.global_steps == last:
                 break
 """
@@ -69,9 +78,15 @@ def losses(launch: Launch, rank: int) -> dict[int, float]:
 
 
 def train(
-    folder: Path, *options: str, stage: int, die_at: int = 0, pause: float = 0.0, saved: str = "a"
+    folder: Path,
+    *options: str,
+    stage: int,
+    die_at: int = 0,
+    load: bool = False,
+    hold: bool = False,
+    saved: str = "a",
 ) -> Launch:
-    args = (str(stage), str(folder.parent / saved), str(die_at), str(pause))
+    args = (str(stage), str(folder.parent / saved), str(die_at), str(load), str(hold))
     folder.mkdir()
     return Launch(
         folder,
@@ -101,7 +116,7 @@ def test_a_run_that_was_killed_goes_on_exactly(tmp_path: Path, stage: int) -> No
 def test_a_signal_saves_and_asks_for_a_restart(tmp_path: Path) -> None:
     straight = train(tmp_path / "straight", stage=3, saved="b")
     assert straight.wait() == 0, straight.err
-    asked = train(tmp_path / "asked", stage=3, pause=0.1)
+    asked = train(tmp_path / "asked", stage=3, hold=True)  # which stops at step 12 until the signal has come
     wait_until(
         lambda: (asked.run_dir / "logs" / "rank_00001.log").exists() and "step 7 " in asked.log(1),
         "some steps",
@@ -113,7 +128,7 @@ def test_a_signal_saves_and_asks_for_a_restart(tmp_path: Path) -> None:
     last = max(losses(asked, 0))
     assert max(losses(asked, 1)) == last >= 7
     saved = last + 1  # the step that saved did not return to the script
-    again = train(tmp_path / "again", stage=3, pause=0.001)  # the same script, started by hand
+    again = train(tmp_path / "again", stage=3, load=True)  # the same script, started by hand
     assert again.wait() == 0, again.err
     for rank in (0, 1):
         assert f"begins at {saved}" in again.log(rank)

@@ -13,13 +13,14 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.helpers import ROOT, Launch, alive, run, wait_until
+from tests.e2e.helpers import ROOT, Launch, alive, run
+from tests.limits import LIMIT_S, wait_until
 
 SCRIPT = """
     import time
     def deep_in_the_users_code():
         print("up", flush=True)
-        time.sleep(60)
+        time.sleep(600)
     deep_in_the_users_code()
 """
 
@@ -33,7 +34,7 @@ def zlaunch(folder: Path, *arguments: str | Path) -> subprocess.CompletedProcess
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=LIMIT_S,
     )
 
 
@@ -152,7 +153,7 @@ def test_how_ranks_end(tmp_path: Path) -> None:
 
 
 def test_programs_that_are_not_python_have_no_stacks(tmp_path: Path) -> None:
-    launch = Launch(tmp_path, "--no_python", "sleep", "60")
+    launch = Launch(tmp_path, "--no_python", "sleep", "600")
     launch.worker_pid(0)
     done = zlaunch(tmp_path, "stacks", "run")
     assert done.returncode == 2 and "--no_python" in done.stderr

@@ -1,4 +1,7 @@
-"""Values, gradients and states of single parameters, read and changed, beside plain torch."""
+"""Values, gradients and states of single parameters, read and changed, beside plain torch.
+
+In double precision, so that the comparison can be sharp on any machine.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +21,15 @@ _PLACES: dict[str, dict[str, Any]] = {
     "cpu": {"offload_optimizer": {"device": "cpu"}},
     "nvme": {"offload_optimizer": {"device": "nvme"}, "offload_param": {"device": "cpu"}},
 }
+CLOSE = {"rtol": 1e-9, "atol": 1e-12}
+ROUNDED = {"rtol": 1e-6, "atol": 1e-9}
+"""Gradients are handed out in fp32."""
 _NAMES = ("embedding.weight", "layers.1.up.weight", "norm.bias")
 
 
 def _plain(world: int, steps: int) -> tuple[Any, torch.optim.Optimizer, dict[str, torch.Tensor]]:
     """A model after ``steps`` steps on all samples, and the gradients of the step after that."""
-    model = net()
+    model = net().double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.0)
     for step, data in enumerate(batches(steps + 1, 2 * world)):
         optimizer.zero_grad()
@@ -38,7 +44,7 @@ def _engine(stage: int, place: str, folder: str) -> Any:
     for name, section in _PLACES[place].items():
         path = {"nvme_path": folder} if section["device"] == "nvme" else {}
         given["zero_optimization"][name] = {**section, **path}
-    return zlaunch.initialize(model=net(), config=given)[0]
+    return zlaunch.initialize(model=net().double(), config=given)[0]
 
 
 def _read_and_change(stage: int, place: str, folder: str) -> str:
@@ -57,17 +63,17 @@ def _read_and_change(stage: int, place: str, folder: str) -> str:
         mine = parameters[name]
         value = access.safe_get_full_fp32_param(mine)
         assert value is not None and value.shape == plain.shape
-        torch.testing.assert_close(value, plain.detach(), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(value, plain.detach(), **CLOSE)
         for key in ("exp_avg", "exp_avg_sq"):
             state = access.safe_get_full_optimizer_state(mine, key)
-            torch.testing.assert_close(state, optimizer.state[plain][key], rtol=1e-3, atol=1e-6)
-        parts = [torch.zeros(0)] * world
+            torch.testing.assert_close(state, optimizer.state[plain][key], **CLOSE)
+        parts = [torch.zeros(0, dtype=torch.float64)] * world
         torch.distributed.all_gather_object(parts, access.safe_get_local_fp32_param(mine))
         joined = parts[0] if stage == 0 else torch.cat(parts)
         assert torch.equal(joined, value.reshape(-1))
         if place != "nvme":
             grad = access.safe_get_full_grad(mine)
-            torch.testing.assert_close(grad, gradients[name], rtol=1e-3, atol=1e-5)
+            torch.testing.assert_close(grad, gradients[name], **ROUNDED)
     assert access.safe_get_full_fp32_param(torch.nn.Parameter(torch.zeros(3))) is None
     assert access.safe_get_full_optimizer_state(parameters[_NAMES[0]], "nothing") is None
     with pytest.raises(KeyError, match="exp_avg"):
@@ -82,7 +88,7 @@ def _read_and_change(stage: int, place: str, folder: str) -> str:
     for name in _NAMES:
         mine, plain = parameters[name], dict(model.named_parameters())[name]
         new = {
-            key: torch.rand(plain.shape, generator=chance)
+            key: torch.rand(plain.shape, generator=chance, dtype=torch.float64)
             for key in ("value", "exp_avg", "exp_avg_sq", "grad")
         }
         access.safe_set_full_fp32_param(mine, new["value"])
@@ -99,9 +105,9 @@ def _read_and_change(stage: int, place: str, folder: str) -> str:
     optimizer.step()
     for name, plain in model.named_parameters():
         value = access.safe_get_full_fp32_param(parameters[name])
-        torch.testing.assert_close(value, plain.detach(), rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(value, plain.detach(), **CLOSE)
     data = batches(1, 2)[0]
-    torch.testing.assert_close(loss_of(engine, data), loss_of(model, data), rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(loss_of(engine, data), loss_of(model, data), **CLOSE)
     engine.destroy()
     return "done"
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import zlaunch
+from tests.limits import LIMIT_S
 from tests.runtime.models import Net, batches, config, loss_of, net, train_engine
 from tests.runtime.test_offload import _engine, in_background
 from tests.runtime.workers import run_workers
@@ -199,6 +200,6 @@ os.kill(os.getpid(), signal.SIGTERM)
 
 def test_sigterm_removes_the_folder(tmp_path: Path) -> None:
     root = Path(__file__).resolve().parents[2]
-    run = subprocess.run([sys.executable, "-c", TERMINATED, str(tmp_path), str(root)], timeout=120)
+    run = subprocess.run([sys.executable, "-c", TERMINATED, str(tmp_path), str(root)], timeout=LIMIT_S)
     assert run.returncode == -15
     assert list(tmp_path.iterdir()) == []

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 import zlaunch
+from tests.limits import LIMIT_S
 from tests.runtime.models import batches, config, net, train_engine
 from tests.runtime.test_checkpoint import differences
 from tests.runtime.workers import run_workers
@@ -337,7 +338,7 @@ def test_a_process_ends_and_says_so(tmp_path: Path, mode: str, code: int) -> Non
         [sys.executable, str(script), mode, str(tmp_path / "saved")],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=LIMIT_S,
     )
     assert done.returncode in (code, -2), done.stderr
     assert list((tmp_path / "saved").iterdir()) == []

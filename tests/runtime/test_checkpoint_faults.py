@@ -20,6 +20,7 @@ import pytest
 import torch
 
 import zlaunch
+from tests.limits import LIMIT_S
 from tests.runtime.models import batches, config, net, train_engine
 from tests.runtime.test_checkpoint import content, differences, engine_of, rich, settings
 from tests.runtime.workers import WorkerError, _context, run_workers
@@ -53,6 +54,7 @@ def _save_for_ever(folder: str, port: int, rank: int, world: int, asynchronous: 
     while True:
         train_engine(engine, data)
         engine.save_checkpoint(folder, client_state={"digest": _digest(engine)})
+        ready.put(engine.global_steps)
 
 
 def _free_port() -> int:
@@ -63,12 +65,13 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def test_a_hundred_kills_at_random_instants(tmp_path: Path) -> None:
+@pytest.mark.parametrize("count", [10, pytest.param(100, marks=pytest.mark.exhaustive)])
+def test_kills_at_random_instants(tmp_path: Path, count: int) -> None:
     """Every time the newest whole checkpoint verifies, loads, and is what was saved; nothing goes back."""
     chance = random.Random(1)
-    reached, kills, pointed = 0, 0, False
-    while kills < 100:
-        world, asynchronous = (2 if kills % 10 == 9 else 1), kills % 2 == 1
+    reached, saves, pointed = 0, 0, False
+    for number in range(count):
+        world, asynchronous = (2 if number % 10 == 9 else 1), number % 2 == 1
         port, ready = _free_port(), _context.Queue()
         jobs = [
             _context.Process(  # type: ignore[attr-defined]
@@ -76,20 +79,25 @@ def test_a_hundred_kills_at_random_instants(tmp_path: Path) -> None:
             )
             for rank in range(world)
         ]
-        for job in jobs:
-            job.start()
-        begun = [ready.get(timeout=60) for _ in jobs]
-        assert min(begun) >= reached
-        time.sleep(chance.uniform(0, 0.12))
-        chance.shuffle(jobs)
-        for job in jobs:
-            with suppress(ProcessLookupError):  # the other rank may have noticed and ended
-                os.kill(job.pid, signal.SIGKILL)
-            time.sleep(chance.choice([0, 0, 0.02]))
+        try:
+            for job in jobs:
+                job.start()
+            assert min(ready.get(timeout=LIMIT_S) for _ in jobs) >= reached
+            wanted = chance.choice([0, 1, 2])  # a busy machine has less done in a given time
+            for _ in range(wanted):
+                ready.get(timeout=LIMIT_S)
+            time.sleep(chance.uniform(0, 0.03))
+        finally:
+            chance.shuffle(jobs)
+            for job in jobs:
+                with suppress(ProcessLookupError):  # the other rank may have noticed and ended
+                    os.kill(job.pid, signal.SIGKILL)
+                time.sleep(chance.choice([0, 0, 0.02]))
         for job in jobs:
             job.join()
             # not 17: what it began with was right; 1: the other rank had gone before
             assert job.exitcode in ((-signal.SIGKILL, 1) if world > 1 else (-signal.SIGKILL,))
+        saves += wanted if world == 1 and not asynchronous else 0
         path, problems = newest_whole(tmp_path)
         assert problems == []
         if path is not None:
@@ -99,11 +107,14 @@ def test_a_hundred_kills_at_random_instants(tmp_path: Path) -> None:
             named = find(tmp_path)
             pointed = pointed or named is not None  # the very first may be killed before it is named
             assert (named is not None) == pointed and (named is None or Checkpoint(named).verify() > 0)
-        kills += 1
-    assert reached > 20
+    assert reached >= saves > 0
     left = [p.name for p in tmp_path.iterdir() if p.is_dir() and not p.name.startswith(".")]
     assert 3 <= len(left) <= 5
-    assert len(list(tmp_path.glob(".*.tmp"))) < 60  # what the dead have left is removed after a while
+    for dead in tmp_path.glob(".*.tmp"):  # the next save removes what the dead have left, after a while
+        for entry in (*dead.iterdir(), dead):
+            os.utime(entry, (1, 1))
+        folders._remove_left(dead)
+        assert not dead.exists()
 
 
 def test_between_putting_the_old_one_aside_and_the_new_one_in_its_place(tmp_path: Path) -> None:
@@ -336,7 +347,7 @@ def _background(folder: str, scratch: str, name: str) -> list[Any]:
     wait, real = threading.Event(), saving.Save._finish
 
     def slow(self: Any) -> Any:
-        wait.wait(30)
+        wait.wait(LIMIT_S)
         return real(self)
 
     saving.Save._finish = slow  # type: ignore[method-assign]
@@ -367,11 +378,12 @@ def _fails_later(folder: str) -> list[Any]:
     given = {**settings("stage2", 2, ""), "checkpoint": {"asynchronous": True}}
     engine, *_ = zlaunch.initialize(model=rich(), config=given)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    stepped = threading.Event()
     if engine.global_rank == 1:
         real = saving.Save._finish
 
         def fails(self: Any) -> Any:
-            time.sleep(0.1)
+            stepped.wait(LIMIT_S)
             raise OSError(28, "No space left on device", "rank 1's disk")
 
         saving.Save._finish = fails  # type: ignore[method-assign]
@@ -381,6 +393,7 @@ def _fails_later(folder: str) -> list[Any]:
         while steps < 2000:
             train_engine(engine, batches(1, 12))
             steps += 1
+            stepped.set()
     if engine.global_rank == 1:
         saving.Save._finish = real  # type: ignore[method-assign]
     # told once; training may go on
@@ -407,7 +420,7 @@ def test_a_script_that_ends_at_once_still_has_its_checkpoint(tmp_path: Path) -> 
         "engine.save_checkpoint(sys.argv[1])\n"
     )
     folder = tmp_path / "saved"
-    subprocess.run([sys.executable, str(script), str(folder)], check=True, timeout=100)
+    subprocess.run([sys.executable, str(script), str(folder)], check=True, timeout=LIMIT_S)
     path = find(folder)
     assert path is not None
     assert Checkpoint(path).verify() > 2 * CHUNK_BYTES

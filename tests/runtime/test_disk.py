@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.limits import LIMIT_S
 from zlaunch.runtime.offload.disk import ALIGN_BYTES, DiskEngine, DiskError, File, aligned, aligned_buffer
 
 
@@ -114,16 +115,16 @@ def test_a_full_disk_is_said_before_and_during(tmp_path: Path) -> None:
 
 def test_bench_io(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "zlaunch", "bench", "io", str(tmp_path), "--size=0.01"]
-    done = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert len(found["measured"]) == 12 and all(row["read"] > 0 < row["write"] for row in found["measured"])
     assert found["aio"]["block_size"] in {row["block_size"] for row in found["measured"]}
     done = subprocess.run(
-        [*command, "--params=7e9", "--world_size=8"], capture_output=True, text=True, timeout=60
+        [*command, "--params=7e9", "--world_size=8"], capture_output=True, text=True, timeout=LIMIT_S
     )
     assert '"aio": {"block_size"' in done.stdout and "s a step" in done.stdout
     assert list(tmp_path.iterdir()) == []
     command[5] = str(tmp_path / "nowhere")
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 2 and "no such folder" in done.stderr

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import zlaunch
+from tests.limits import LIMIT_S
 from tests.runtime.models import batches, config, loss_of, net, train_engine
 from tests.runtime.workers import run_workers
 from zlaunch.runtime.memory import MemoryPlanError
@@ -429,7 +430,7 @@ train_engine(engine, batches(1, 12))
 
 def test_kill_in_the_middle_of_a_step_and_restart(tmp_path: Path) -> None:
     root = Path(__file__).resolve().parents[2]
-    run = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path), str(root)], timeout=120)
+    run = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path), str(root)], timeout=LIMIT_S)
     assert run.returncode == -signal.SIGKILL
     (left,) = tmp_path.iterdir()
     assert (left / "optimizer.bin").stat().st_size > 0
@@ -460,7 +461,7 @@ def test_memory_with_everything_on_disk_is_that_of_the_buffers(tmp_path: Path) -
     root = Path(__file__).resolve().parents[2]
     command = [sys.executable, "-m", "benchmarks.offload", "--worker", "--path", str(tmp_path)]
     command += ["--layers", "100", "--tile", str(1 << 18), "--rounds", "0"]
-    run = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=240, check=True)
+    run = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=LIMIT_S, check=True)
     found = json.loads(run.stdout.splitlines()[-1])
     bound = found["buffers_bytes"] + 200e6
     assert 12 * found["numel"] > 5 * bound

@@ -15,6 +15,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from tests.limits import LIMIT_S, MATRIX_LIMIT_S
+
 # One process imports torch; every worker is a fork of it, which saves seconds on each test.
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["torch", "torch._dynamo", "zlaunch.runtime.api", "pytest"])
@@ -44,7 +46,6 @@ def run_workers(
     function: Callable[..., Any],
     world_size: int,
     *args: Any,
-    timeout: float = 240,
     env: Mapping[str, str] | None = None,
 ) -> list[Any]:
     """``function(*args)`` in ``world_size`` processes joined by gloo; results in rank order.
@@ -57,7 +58,7 @@ def run_workers(
         port = probe.getsockname()[1]
     common = {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size), **(env or {})}
     common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
-    deadline = time.monotonic() + timeout
+    deadline = time.monotonic() + MATRIX_LIMIT_S
     with tempfile.TemporaryDirectory() as folder:
         workers = []
         for rank in range(world_size):
@@ -72,7 +73,7 @@ def run_workers(
         ):
             multiprocessing.connection.wait([p.sentinel for p in waiting], deadline - time.monotonic())
             if any(process.exitcode for process, _ in workers):
-                deadline = min(deadline, time.monotonic() + 10)  # the others may wait for it for ever
+                deadline = min(deadline, time.monotonic() + LIMIT_S)  # the others may wait for it for ever
         late = [rank for rank, (process, _) in enumerate(workers) if process.is_alive()]
         for process, _ in workers:
             process.kill()

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.limits import LIMIT_S
 from zlaunch.hostfiles.hostlist import MAX_HOSTS, HostListError, compress, expand, expand_pattern
 
 
@@ -143,7 +144,7 @@ def test_any_text_gives_hosts_or_our_error(text: str) -> None:
 
 def show_hostnames(scontrol: str, text: str, environ: dict[str, str]) -> list[str] | None:
     result = subprocess.run(
-        [scontrol, "show", "hostnames", text], env=environ, capture_output=True, text=True, timeout=30
+        [scontrol, "show", "hostnames", text], env=environ, capture_output=True, text=True, timeout=LIMIT_S
     )
     return result.stdout.split() if result.returncode == 0 else None
 

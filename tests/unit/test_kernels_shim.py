@@ -20,6 +20,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.limits import LIMIT_S
 from zlaunch.cuda_ops import loader
 
 THREADS = 64  # fewer than on the device, so that grids have to stride
@@ -175,7 +176,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     (folder / "all.cpp").write_text(translation_unit())
     options = ["-std=c++17", "-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-w", f"-DTHREADS={THREADS}"]
     command = [compiler, *options, "-shared", "-fPIC", "all.cpp", "-o", "all.so"]
-    result = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
+    result = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=LIMIT_S)
     if "_Float16" in result.stderr:
         pytest.skip("this g++ has no _Float16")
     assert result.returncode == 0, result.stderr[-4000:]

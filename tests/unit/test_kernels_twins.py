@@ -18,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.limits import LIMIT_S
 from zlaunch.cuda_ops import host, loader
 from zlaunch.cuda_ops.compress import dequantize_int8, pack_signs, quantize_int8, unpack_signs
 from zlaunch.cuda_ops.convert import scaled_cast
@@ -240,7 +241,7 @@ def test_a_forked_child_makes_a_pool_of_its_own() -> None:
     """
     root = Path(__file__).resolve().parents[2]
     command = [sys.executable, "-W", "ignore", "-c", code]
-    result = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=100)
+    result = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=LIMIT_S)
     assert result.stdout == "7\n", result.stderr
 
 
@@ -366,7 +367,7 @@ def test_importing_loads_neither_cupy_nor_numba() -> None:
     root = Path(__file__).resolve().parents[2]
     environment = {**os.environ, "PYTHONPATH": str(root)}
     command = [sys.executable, "-c", code]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
     assert result.stdout == "set()\n", result.stderr
 
 

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.limits import LIMIT_S
+
 ROOT = Path(__file__).resolve().parents[2]
 LINKED = ("runtime", "cuda_ops", "hostfiles", "slurm")
 """Top-level folders that are packages inside zlaunch, by links."""
@@ -25,7 +27,7 @@ def python(code: str, folder: Path, *path: Path) -> str:
         env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path))},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=LIMIT_S,
     )
     assert result.returncode == 0, result.stderr
     return result.stdout.strip()
@@ -42,7 +44,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=ignore)
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
     command += ["--no-input", "--disable-pip-version-check", "--wheel-dir", str(out), str(source)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
     assert result.returncode == 0, result.stdout + result.stderr
     (built,) = out.glob("*.whl")
     return built

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.limits import LIMIT_S
 from zlaunch.cli.main import main
 from zlaunch.slurm import commands as queue
 from zlaunch.slurm.environment import SlurmError
@@ -100,7 +101,7 @@ def programs(folder: Path, **texts: str) -> Path:
 
 
 def check_syntax(text: str) -> None:
-    result = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True, timeout=30)
+    result = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True, timeout=LIMIT_S)
     assert (result.returncode, result.stderr) == (0, "")
 
 
@@ -229,7 +230,7 @@ def test_arguments_survive_bash(stand_in: Path, args: list[str]) -> None:
         ["bash", "-c", render(batch)],
         env={"PATH": f"{stand_in}:/usr/bin:/bin", "SLURM_STEP_ID": "0"},
         capture_output=True,
-        timeout=30,
+        timeout=LIMIT_S,
     )
     assert result.stderr == b""
     assert json.loads(result.stdout) == ["--run_dir", "$x 'y'", "a b.py", *args]
@@ -254,7 +255,7 @@ def test_a_whole_file_runs(stand_in: Path, tmp_path: Path) -> None:
         "SLURM_CPU_BIND_LIST": "0x1",
         "SLURM_JOB_ID": "7",
     }
-    result = subprocess.run(["bash", path], env=environ, capture_output=True, text=True, timeout=30)
+    result = subprocess.run(["bash", path], env=environ, capture_output=True, text=True, timeout=LIMIT_S)
     assert result.stderr == ""
     seen = json.loads(result.stdout)
     assert (tmp_path / "loaded").read_text() == "load cuda/12 a b\n"

@@ -25,7 +25,7 @@ SUBCOMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code; every user error is one line and code 2."""
-    if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:
+    if signal.getsignal(signal.SIGINT) in (signal.SIG_DFL, signal.SIG_IGN):  # ignored behind a script's `&`
         signal.signal(signal.SIGINT, signal.default_int_handler)
     args = list(sys.argv[1:] if argv is None else argv)
     name = "zlaunch"

@@ -1,0 +1,53 @@
+"""End the processes that a test has started, by a mark in their environment."""
+
+from __future__ import annotations
+
+import os
+import signal
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tests.limits import wait_until
+
+MARK = "ZLAUNCH_TEST_MARK"
+_KEPT = (b"multiprocessing.forkserver", b"multiprocessing.resource_tracker")
+"""Servers that later tests use as well."""
+
+
+@contextmanager
+def ended_afterwards() -> Iterator[None]:
+    """End everything that is started inside, directly or not, when the block is left."""
+    mark, outer = uuid.uuid4().hex, os.environ.get(MARK)
+    os.environ[MARK] = mark
+    try:
+        yield
+    finally:
+        if outer is None:
+            del os.environ[MARK]
+        else:
+            os.environ[MARK] = outer
+        wait_until(lambda: not _kill(mark), "processes of the test killed")
+
+
+def unmarked() -> dict[str, str]:
+    """The environment for what is to outlive the test."""
+    return {key: value for key, value in os.environ.items() if key != MARK}
+
+
+def _kill(mark: str) -> list[int]:
+    """Kill all living processes with the mark; their numbers."""
+    found = []
+    entry = f"{MARK}={mark}".encode()
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            if entry not in Path("/proc", name, "environ").read_bytes().split(b"\0"):
+                continue
+            if any(word in Path("/proc", name, "cmdline").read_bytes() for word in _KEPT):
+                continue
+            os.kill(int(name), signal.SIGKILL)
+        except OSError:
+            continue
+        found.append(int(name))
+    return found
