@@ -6,13 +6,15 @@ all-gather or reduce-scatter of a buffer of n elements counts n, an all-reduce 2
 
 from __future__ import annotations
 
+import gc
 import itertools
 import pickle
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, Protocol
-from weakref import WeakSet
+from weakref import WeakSet, finalize
 
 import torch
 import torch.distributed as dist
@@ -58,9 +60,12 @@ def _await(work: Any, key: Key, what: str) -> None:
                 work.wait(_LOOK)
                 return
             except RuntimeError as error:
-                if work.is_completed() or "imed out" not in str(error):
+                if "imed out" not in str(error):
                     raise
                 watch.check()
+                if work.is_completed():  # since then, or because the group's own limit is over
+                    work.wait()
+                    return
 
 
 class _Work:
@@ -140,9 +145,37 @@ _CHANNEL_TIMEOUT = timedelta(hours=12)
 """One rank may write to a slow disk for long while the others wait for it."""
 
 _open: WeakSet[Comm] = WeakSet()
+_dropped: dict[int, tuple[SharedMemory | None, list[Any]]] = {}
+"""What communicators have left that nobody closed, by their numbers."""
 _numbers = itertools.count()
 _MASK = (1 << _HASH_BITS) - 1
 _PRIME = 16_777_213  # below 2 ** (2 * _HASH_BITS)
+
+
+def _say(labels: Sequence[str], channel: int, identity: Identity) -> str:
+    label, size = identity
+    known = label < len(labels)
+    name = labels[label] if known else "a part of the model that this rank does not have"
+    return f"{_VERBS[channel & 127]} {name} ({size >> 4} elements of {size & 15} bytes)"
+
+
+def _drop(number: int, shared: SharedMemory | None, groups: list[Any]) -> None:
+    _dropped[number] = shared, groups
+
+
+def _close_dropped(exchange: Exchange) -> None:
+    """Release what dropped engines have left, once all ranks have dropped them: the collector of cycles finds
+    them at another time on each rank. Collective.
+    """
+    if _open:
+        gc.collect()
+    everyone = exchange(sorted(_dropped))
+    for number in sorted(set.intersection(*map(set, everyone))):
+        shared, groups = _dropped.pop(number)
+        if shared is not None:
+            shared.close()
+        for group in groups:
+            dist.destroy_process_group(group)
 
 
 def close_all() -> None:
@@ -232,6 +265,7 @@ class Comm:
         self._channels: list[Any] = []
         if self.world_size > 1:
             watch.start(self.rank, self.world_size, self.exchange)
+            _close_dropped(self.exchange)
         self._shared: SharedMemory | None = None
         if self.world_size > 1 and device.type == "cpu":
             allowed = share and read_environment().shared_memory
@@ -241,21 +275,18 @@ class Comm:
                 self.exchange,
                 _TIMEOUT_S,
                 allowed,
-                describe=lambda channel, identity: self._say(channel & 127, identity),
+                describe=partial(_say, self._labels),
                 check=watch.check,
             )
         _open.add(self)
+        held = [self._reduce_group] if self.world_size > 1 else []
+        self._forsaken = finalize(self, _drop, self.number, self._shared, held)
+        self._forsaken.atexit = False
 
     def label(self, name: str) -> int:
         """A number for the tensors of one unit, the same on all ranks that make the same units."""
         self._labels.append(name)
         return len(self._labels) - 1
-
-    def _say(self, channel: int, identity: Identity) -> str:
-        label, size = identity
-        known = label < len(self._labels)
-        name = self._labels[label] if known else "a part of the model that this rank does not have"
-        return f"{_VERBS[channel]} {name} ({size >> 4} elements of {size & 15} bytes)"
 
     def _begin(self, channel: int, label: int) -> tuple[Key, str]:
         """Note the start of a collective about a labelled tensor."""
@@ -443,6 +474,7 @@ class Comm:
 
     def close(self) -> None:
         """Release the process groups; the object is of no use afterwards."""
+        self._forsaken.detach()
         if self._shared is not None:
             self._shared.close()
         if self._reduce_group not in (None, self._gather_group) and dist.is_initialized():

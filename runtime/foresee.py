@@ -57,7 +57,9 @@ def foresee(
     in_host, on_device = _present(parameters, comm)
     free = replace(free, host=free.host + in_host, device=free.device + on_device)
     if comm.rank == 0:
-        print(f"zlaunch: {describe(setting, free)}", flush=True)
+        on_cpu = comm.device.type == "cpu"
+        present = Amounts(device=in_host if on_cpu else on_device, host=0 if on_cpu else in_host)
+        print(f"zlaunch: {describe(setting, free, present)}", flush=True)
     problem = None
     try:
         check(setting, free, other_drive_bytes(offload, local))

@@ -92,6 +92,25 @@ def plan(s: Setting) -> Plan:
     return Plan(_parameters(s), _gradients(s, here, away), _optimizer(s, here, away), _snapshot(s, away))
 
 
+def peak(s: Setting, present: Amounts) -> Amounts:
+    """The most that a rank holds at one time, activations aside: between steps, or while ``initialize`` takes
+    over a model that takes ``present`` now.
+
+    It goes unit by unit: what is there shrinks as what is made grows, with one unit in two widths besides.
+    """
+    found = plan(s)
+    shards = s.world_size if s.stage >= 1 else 1
+    own = -(-s.trainable // shards) if s.trains else 0
+    away = round(own * s.offload.ratio) if s.offload.optimizer is not Place.DEVICE else 0
+    alias = s.dtype_bytes == _ACCUMULATE_BYTES and s.stage < 3
+    masters = 0 if alias else (own - away) * _ACCUMULATE_BYTES
+    made = found.parameters.device + masters
+    largest = max([*s.blocks, s.frozen if not s.trainable else 0], default=0)
+    start = max(present.device, made) + largest * (_ACCUMULATE_BYTES + s.dtype_bytes)
+    total = found.total
+    return replace(total, device=max(total.device, start), host=max(total.host, present.host))
+
+
 def _snapshot(s: Setting, away: int) -> Amounts:
     """A copy of what a rank writes and that is not on disk: its part of masters and state."""
     if not s.snapshots:
@@ -238,8 +257,8 @@ def check(s: Setting, free: Amounts, parameters_disk: int | None = None) -> None
     raise MemoryPlanError(f"the model does not fit: {' and '.join(missing)} for each rank. {advice}")
 
 
-def describe(s: Setting, free: Amounts) -> str:
-    """The plan in one line."""
+def describe(s: Setting, free: Amounts, present: Amounts) -> str:
+    """Say the plan in one line. ``present`` is what the model takes before it is taken over."""
     found = plan(s)
     parts = ", ".join(
         f"{name} {_gib(amounts.device)}"
@@ -260,6 +279,10 @@ def describe(s: Setting, free: Amounts) -> str:
         line += f", for asynchronous checkpoints {_gib(found.snapshot.host)} of host memory"
     if total.disk:
         line += f", on disk {_gib(total.disk)}"
+    most = peak(s, present)
+    line += f"; at the peak, while the model is taken over, {device} {_gib(most.device)}"
+    if most.host > total.host:
+        line += f", host {_gib(most.host)}"
     left = free.host - total.device - total.host if s.device_is_host else free.device - total.device
     return f"{line}; {_gib(max(0, left))} are left for activations"
 

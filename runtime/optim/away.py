@@ -27,14 +27,18 @@ class Away:
     """
 
     def __init__(self, offload: Offload, units: Sequence[Unit], comm: Comm, background: bool) -> None:
-        self._offload, self._comm = offload, comm
-        self._units = [unit for unit in units if unit.state_place is not Place.DEVICE]
+        """``units`` may come to hold others."""
+        self._offload, self._comm, self._all_units = offload, comm, units
         gathers = any(not unit.shard_params and unit.stop - unit.start < unit.numel for unit in self._units)
         self._background = background and not gathers
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._told = False
         self._arrivals: list[_Arrival] = []
+
+    @property
+    def _units(self) -> list[Unit]:
+        return [unit for unit in self._all_units if unit.state_place is not Place.DEVICE]
 
     def brings(self, unit: Unit) -> bool:
         """Whether the new values of ``unit`` come without a refresh by the caller."""

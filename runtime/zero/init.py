@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from ..comm import Comm
 from ..config import Config, load
 from ..offload.place import Offload, OffloadOptions, Place
-from ..precision import dtype_named
+from ..precision import choose_precision, dtype_named
 from . import guards
+from .eligible import is_shardable
 from .layout import make_layout
 from .unit import Unit, UnitState
 
@@ -56,7 +57,8 @@ class Init:
         **ignored: Any,
     ) -> None:
         """DeepSpeed's arguments. ``module`` is sharded at once; ``remote_device`` is ``"cpu"``, ``"nvme"`` or
-        None for what the config's ``offload_param`` says; with ``dtype`` parameters are converted to it.
+        None for what the config's ``offload_param`` says; parameters are converted to ``dtype``, by default
+        the config's.
 
         With a config of a lower stage than 3 nothing is done. Raises ConfigError, DiskError.
         """
@@ -64,6 +66,8 @@ class Init:
         settings = load(source).config if source is not None else None
         self.enabled = enabled and (settings is None or settings.zero_optimization.stage == 3)
         self._dtype = dtype_named(dtype) if isinstance(dtype, str) else dtype
+        if dtype is None and settings is not None:
+            self._dtype = choose_precision(settings).dtype
         self._options = _options(settings, remote_device, pin_memory)
         self._builder: _Builder | None = None
         if module is not None and self.enabled:
@@ -118,6 +122,8 @@ class _Builder:
         self._modules: WeakSet[nn.Module] = WeakSet()
         self._restore: list[Callable[[], None]] = []
         self._is_open = False
+        self._largest = 0
+        """Bytes of the largest module while it was whole."""
 
     # -- while the context is open
 
@@ -151,12 +157,27 @@ class _Builder:
         self._restore.clear()
         if whole:
             self.settle()
+            self._say()
         self._is_open = False
         used = {id(p) for module in self._modules for p in module._parameters.values() if p is not None}
         for unit in list(self._alive):  # parameters that were replaced, as tied weights are
             for parameter in list(unit.parameters):
                 if id(parameter) not in used:
                     unit.hand_over(parameter)
+
+    def _say(self) -> None:
+        """Print what the ranks keep, since no plan has been made yet."""
+        if self._comm.rank or not self._alive:
+            return
+        numel = sum(unit.numel for unit in self._alive)
+        nbytes = sum(unit.layout.shard_numel * unit.dtype.itemsize for unit in self._alive)
+        places = {"disk" if not isinstance(u.home, Tensor) else u.home.device.type for u in self._alive}
+        dtypes = ", ".join(sorted({str(unit.dtype) for unit in self._alive}))
+        print(
+            f"zlaunch: zero.Init: {numel:,} elements in {dtypes}, {nbytes / 2**20:,.1f} MiB on each rank "
+            f"({', '.join(sorted(places))}), and {self._largest / 2**20:,.1f} MiB for one module at the peak",
+            flush=True,
+        )
 
     def _wrap(self, kind: type[nn.Module]) -> None:
         original = kind.__dict__["__init__"]
@@ -197,11 +218,13 @@ class _Builder:
         self._modules.add(module)
         kinds: dict[torch.dtype, list[tuple[str, nn.Parameter]]] = {}
         for name, parameter in module._parameters.items():
-            if parameter is None or parameter.is_meta or not parameter.is_floating_point():
+            if parameter is None or parameter.is_meta or not is_shardable(parameter):
                 continue
             if guards.owner(parameter) is None and not nn.parameter.is_lazy(parameter):
                 kinds.setdefault(parameter.dtype, []).append((name, parameter))
         for dtype, members in kinds.items():
+            nbytes = sum(p.numel() for _, p in members) * (dtype.itemsize + (self._dtype or dtype).itemsize)
+            self._largest = max(self._largest, nbytes)
             layout = make_layout([p.numel() for _, p in members], [0] * len(members), self._comm.world_size)
             unit = Unit(
                 type(module).__name__,

@@ -26,10 +26,16 @@ class Integrity:
     def __init__(self, module: nn.Module, units: Sequence[Unit]) -> None:
         self._module, self._units = module, units
         self._tables: list[tuple[nn.Module, Table, tuple[Any, ...]]] = []
+        self._empty: list[Table] = []
+        self._owners: list[nn.Module] = []
+        """Of the empty tables."""
         for each in module.modules():
             for table in (each._parameters, each._modules):
                 if table:
                     self._tables.append((each, table, tuple(table.values())))
+                else:
+                    self._empty.append(table)
+                    self._owners.append(each)
         self._frozen = [p for unit in units if not unit.trainable for p in unit.parameters]
 
     def unfrozen(self) -> list[nn.Parameter]:
@@ -41,6 +47,9 @@ class Integrity:
         for module, table, expected in self._tables:
             if len(table) != len(expected) or not all(map(is_, table.values(), expected)):
                 raise ParameterError(self._explain(module, table, expected))
+        if any(map(len, self._empty)):
+            module, table = next(pair for pair in zip(self._owners, self._empty, strict=True) if pair[1])
+            raise ParameterError(self._explain(module, table, ()))
         for unit in self._units:
             for index in range(len(unit.parameters)):
                 if not unit.is_in_place(index):
@@ -77,7 +86,7 @@ class GroupIntegrity:
             if len(here) != len(expected) or not all(map(is_, here, expected)):
                 raise ParameterError(
                     f"param group {index} of the optimizer has other parameters than the engine trains: add "
-                    "some with optimizer.add_param_group, freeze some with parameter.requires_grad_(False)"
+                    "them with optimizer.add_param_group, freeze them with parameter.requires_grad_(False)"
                 )
         if len(groups) != len(self._expected):
             raise ParameterError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -295,30 +296,38 @@ class ShardedModel:
         self._fill(self._root)
 
     def _on_gradient(self, unit: Unit, index: int) -> Callable[[Tensor], None]:
+        # weak: torch keeps such a hook where the collector of cycles does not see it
+        model, its_unit = weakref.ref(self), weakref.ref(unit)
+
         def on_gradient(parameter: Tensor) -> None:
-            if not self._backward:
-                self._begin_backward()
-            grad = guards.GRAD.__get__(parameter)
-            if grad is None:
-                return
-            guards.GRAD.__set__(parameter, None)
-            if grad.is_sparse:
-                grad = grad.to_dense()
-            if grad.shape != unit.shapes[index]:
-                raise RuntimeError(
-                    f"the gradient of {unit.names[index]} has shape {tuple(grad.shape)}, not the parameter's"
-                )
-            if not self.loss_is_scaled:
-                grad = self._unscaled_pass(grad)
-            complete = self.reducer.add(unit, index, grad)
-            block = self._block_of[id(unit)]
-            if complete and unit.shard_params and not block.is_root:
-                if any(not other.trainable for other in block.units):
-                    self._passed.append(block)
-                else:
-                    unit.free()
+            alive, own = model(), its_unit()
+            if alive is not None and own is not None:
+                alive._take_gradient(own, index, parameter)
 
         return on_gradient
+
+    def _take_gradient(self, unit: Unit, index: int, parameter: Tensor) -> None:
+        if not self._backward:
+            self._begin_backward()
+        grad = guards.GRAD.__get__(parameter)
+        if grad is None:
+            return
+        guards.GRAD.__set__(parameter, None)
+        if grad.is_sparse:
+            grad = grad.to_dense()
+        if grad.shape != unit.shapes[index]:
+            raise RuntimeError(
+                f"the gradient of {unit.names[index]} has shape {tuple(grad.shape)}, not the parameter's"
+            )
+        if not self.loss_is_scaled:
+            grad = self._unscaled_pass(grad)
+        complete = self.reducer.add(unit, index, grad)
+        block = self._block_of[id(unit)]
+        if complete and unit.shard_params and not block.is_root:
+            if any(not other.trainable for other in block.units):
+                self._passed.append(block)
+            else:
+                unit.free()
 
     def _unscaled_pass(self, grad: Tensor) -> Tensor:
         """A parameter's gradient in a pass that ``engine.backward`` has not started."""

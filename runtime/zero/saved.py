@@ -23,24 +23,25 @@ _autograd: Any = torch._C._autograd
 class _Place:
     """A view of a unit's flat buffer that the graph will need."""
 
-    __slots__ = ("_generation", "_size", "_start", "_stride", "_unit")
+    __slots__ = ("_generation", "_parameter", "_size", "_start", "_stride", "_unit")
 
     def __init__(self, unit: Unit, tensor: Tensor) -> None:
         self._unit, self._generation = unit, unit.generation
         self._size, self._stride = tensor.size(), tensor.stride()
         self._start = tensor.storage_offset()
+        self._parameter = max(0, bisect_right(unit.offsets, self._start) - 1)
 
     def tensor(self) -> Tensor:
         unit = self._unit
         if unit.generation != self._generation:
-            offsets = [slot.offset for slot in unit.layout.slots]
-            name = unit.names[max(0, bisect_right(offsets, self._start) - 1)]
             raise RuntimeError(
-                f"a backward pass needs the value that {name} had in its forward pass, but it has been "
+                f"a backward pass needs the value that {unit.names[self._parameter]} had in its forward pass, but it has been "
                 "changed by an optimizer step, by loading, or by engine.destroy() since: call backward first"
             )
         unit.ensure_full()
-        return unit.full.as_strided(self._size, self._stride, self._start)
+        # by way of the parameter, whose version counter a step moves and a gather does not
+        own = unit.parameters[self._parameter].detach()
+        return own.as_strided(self._size, self._stride, self._start)
 
 
 class _Kept:

@@ -84,6 +84,7 @@ class Unit:
         self.shapes = [guards.shape_of(p) for p in parameters]
         self.index_of = {id(p): index for index, p in enumerate(parameters)}
         self.tag = comm.label(name)
+        self.offsets = [slot.offset for slot in layout.slots]
         self.generation = 0
         self.writes = Writes(self)
         self.gradients: GradientBook | None = None

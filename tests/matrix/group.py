@@ -12,8 +12,6 @@ from tests.matrix.worker import work
 from tests.runtime.workers import WorkerError, run_workers
 
 WORLD = 2
-TIMEOUT = 300.0
-"""Seconds for one set of processes that hang where no deadline of a feature sees it."""
 
 Results = dict[str, dict[int, str]]
 """Feature -> stage -> what is wrong there, empty for nothing."""
@@ -27,7 +25,7 @@ def run_group(features: Sequence[tuple[str, Feature]]) -> Results:
         with tempfile.TemporaryDirectory(prefix="zlaunch-matrix-") as name:
             folder, trouble = Path(name), ""
             try:
-                run_workers(work, WORLD, todo, name, timeout=TIMEOUT)
+                run_workers(work, WORLD, todo, name)
             except WorkerError as error:
                 trouble = str(error)
             _collect(folder, todo, results, trouble)

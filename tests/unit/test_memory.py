@@ -127,7 +127,9 @@ def test_alternatives_come_in_the_order_of_their_cost_and_differ() -> None:
 
 
 def test_the_line() -> None:
-    line = describe(setting(2, 8, optimizer=Place.HOST), Amounts(device=24 * GIB, host=64 * GIB))
+    line = describe(
+        setting(2, 8, optimizer=Place.HOST), Amounts(device=24 * GIB, host=64 * GIB), Amounts(device=GIB)
+    )
     assert "GPU 2.0 GiB (parameters 1.9 GiB, gradients 172 MiB, optimizer 0 KiB)" in line
     assert "offloaded to the host 1.6 GiB" in line and "are left for activations" in line
 
@@ -187,6 +189,6 @@ def test_asynchronous_checkpoints_take_a_copy_of_what_a_rank_writes() -> None:
     on_disk = replace(setting(2, world=4, optimizer=Place.DISK, optimizer_path="/x"), snapshots=True)
     assert plan(on_disk).snapshot.host == 0
     whole = replace(setting(1), snapshots=True)
-    assert "for asynchronous checkpoints 11.2 GiB of host memory" in describe(whole, PLENTY)
+    assert "for asynchronous checkpoints 11.2 GiB of host memory" in describe(whole, PLENTY, Amounts())
     with pytest.raises(MemoryPlanError, match=r'This would fit: "checkpoint": {"asynchronous": false}'):
         check(whole, replace(PLENTY, host=10 * GIB))
