@@ -58,7 +58,15 @@ def _example(folder: Path, *options: str, config: str | None = None) -> list[flo
     return [entry["loss"] for entry in json.loads(state.read_text())["log_history"] if "loss" in entry]
 
 
-def test_the_example_trains_as_without_deepspeed(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "configs",
+    [
+        ("ds_stage3.json",),
+        pytest.param(("ds_stage2.json", "ds_stage3.json", "ds_offload.json"), marks=pytest.mark.exhaustive),
+    ],
+    ids=["one", "all"],
+)
+def test_the_example_trains_as_without_deepspeed(tmp_path: Path, configs: tuple[str, ...]) -> None:
     start = tmp_path / "start"
     make = (
         "import sys; from transformers import AutoModelForCausalLM as A, LlamaConfig as C; "
@@ -68,7 +76,7 @@ def test_the_example_trains_as_without_deepspeed(tmp_path: Path) -> None:
     )
     subprocess.run([sys.executable, "-c", make, str(start)], check=True, capture_output=True)
     curves: dict[str, Any] = {}
-    for config in (None, "ds_stage2.json", "ds_stage3.json", "ds_offload.json"):
+    for config in (None, *configs):
         folder = tmp_path / str(config)
         folder.mkdir()
         options = ("--start", str(start), "--max_steps", "6", "--save_steps", "3")
@@ -76,7 +84,9 @@ def test_the_example_trains_as_without_deepspeed(tmp_path: Path) -> None:
     plain = curves["None"]
     assert len(plain) == 6
     for name, curve in curves.items():
-        assert max(abs(a - b) for a, b in zip(curve, plain, strict=True)) < 1e-4, (name, curve, plain)
+        assert max(abs(a - b) for a, b in zip(curve, plain, strict=True)) < 1e-3, (name, curve, plain)
+    if len(configs) == 1:
+        return
     checkpoint = tmp_path / "ds_stage3.json" / "trained" / "checkpoint-3"
     resumed = _example(
         tmp_path / "ds_stage3.json",
@@ -97,7 +107,10 @@ def test_the_example_trains_as_without_deepspeed(tmp_path: Path) -> None:
     "command",
     [
         ("-m", "zlaunch", "-q", "--num_gpus", "2", "--no_local_rank"),
-        ("-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=29765"),
+        pytest.param(
+            ("-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=29765"),
+            marks=pytest.mark.exhaustive,
+        ),
         (
             *(
                 "-m",
