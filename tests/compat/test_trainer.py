@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -108,7 +109,7 @@ def test_the_example_trains_as_without_deepspeed(tmp_path: Path, configs: tuple[
     [
         ("-m", "zlaunch", "-q", "--num_gpus", "2", "--no_local_rank"),
         pytest.param(
-            ("-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=29765"),
+            ("-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port={port}"),
             marks=pytest.mark.exhaustive,
         ),
         (
@@ -131,16 +132,24 @@ def test_the_example_trains_as_without_deepspeed(tmp_path: Path, configs: tuple[
                 "--dynamo_backend",
                 "no",
             ),
-            *("--main_process_port", "29766"),
+            *("--main_process_port", "{port}"),
         ),
     ],
     ids=["zlaunch", "torchrun", "accelerate launch"],
 )
 def test_accelerate(tmp_path: Path, command: tuple[str, ...]) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}"
     result = subprocess.run(
-        [sys.executable, *command, str(HERE / "accelerate_script.py"), str(tmp_path / "saved")],
+        [
+            sys.executable,
+            *(word.format(port=port) for word in command),
+            str(HERE / "accelerate_script.py"),
+            str(tmp_path / "saved"),
+        ],
         cwd=tmp_path,
         env=env,
         capture_output=True,
