@@ -1,4 +1,5 @@
-# make demo: train a small GPT on two workers.   make test: all tests.   More: lint, bench, clean.
+# make demo: train a small GPT on two workers.   make test: the tests, without the exhaustive ones.
+# make test-all: all of them.   More: lint, bench, clean.
 PYTHON ?= python3
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -7,7 +8,7 @@ PY := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 export PYTHONUNBUFFERED := 1
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test test-all lint bench clean
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -26,8 +27,12 @@ demo: $(INSTALLED)
 	echo; echo "Now with the parameters sharded too (ZeRO stage 3):"; \
 	echo "  $$run --config examples/ds_stage3.json"
 
+# FLAGS: more options for pytest.
 test: $(INSTALLED)
-	$(PY) -m pytest -n 2
+	$(PY) -m pytest -n 2 -m "not exhaustive" $(FLAGS)
+
+test-all: $(INSTALLED)
+	$(PY) -m pytest -n 2 $(FLAGS)
 
 lint: $(INSTALLED)
 	$(PY) -m ruff check .

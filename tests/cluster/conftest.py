@@ -20,7 +20,7 @@ def _testbed() -> Iterator[Testbed]:
     if reason := missing():
         pytest.skip(f"no cluster: {reason}")
     with (
-        open(Path(tempfile.gettempdir(), "zlaunch-testbed.lock"), "w") as lock,
+        open(Path(tempfile.gettempdir(), "ztest-bed.lock"), "w") as lock,
         tempfile.TemporaryDirectory(prefix="ztest-") as folder,
     ):
         fcntl.flock(lock, fcntl.LOCK_EX)  # its networks have names that are a machine's

@@ -20,6 +20,9 @@ from tests.limits import FOR_EVER_S, wait_until
 
 HEARTBEAT_S = 5.0
 PATIENT = f"--heartbeat={FOR_EVER_S}"
+SCRIPTS = pytest.mark.parametrize(
+    "script", [SILENT, pytest.param(BUSY, marks=pytest.mark.exhaustive)], ids=["silent", "busy"]
+)
 
 
 def _gone(cluster: Testbed) -> None:
@@ -31,7 +34,7 @@ def _kill_on(cluster: Testbed, host: str, pid: int) -> None:
 
 
 @pytest.mark.parametrize("by", ["ssh", "slurm"])
-@pytest.mark.parametrize("script", [SILENT, BUSY], ids=["silent", "busy"])
+@SCRIPTS
 def test_a_worker_is_killed(cluster: Testbed, tmp_path: Path, script: str, by: str) -> None:
     launch = start(cluster, tmp_path, PATIENT, by=by, script=script)
     await_ready(launch)
@@ -95,7 +98,7 @@ def test_the_launcher_is_killed(
     launch.wait()
 
 
-@pytest.mark.parametrize("script", [SILENT, BUSY], ids=["silent", "busy"])
+@SCRIPTS
 def test_a_node_is_cut_off(cluster: Testbed, tmp_path: Path, script: str) -> None:
     launch = start(cluster, tmp_path, f"--heartbeat={HEARTBEAT_S}", script=script)
     await_ready(launch)
@@ -109,7 +112,7 @@ def test_a_node_is_cut_off(cluster: Testbed, tmp_path: Path, script: str) -> Non
 
 
 @pytest.mark.parametrize("hard", [False, True], ids=["soft", "hard"])
-@pytest.mark.parametrize("script", [SILENT, BUSY], ids=["silent", "busy"])
+@SCRIPTS
 def test_a_node_is_rebooted(cluster: Testbed, tmp_path: Path, script: str, hard: bool) -> None:
     launch = start(cluster, tmp_path, f"--heartbeat={HEARTBEAT_S}", script=script)
     await_ready(launch)
@@ -186,12 +189,13 @@ def test_two_jobs_at_once(cluster: Testbed, tmp_path: Path) -> None:
     assert second.wait() == 0, second.err
 
 
-def test_thirty_launches_leave_nothing(cluster: Testbed, tmp_path: Path) -> None:
+@pytest.mark.parametrize("count", [3, pytest.param(30, marks=pytest.mark.exhaustive)])
+def test_launches_leave_nothing(cluster: Testbed, tmp_path: Path, count: int) -> None:
     def counted() -> tuple[int, int]:
         return len(cluster.processes()), len(list(Path("/tmp").glob("zlaunch*")))
 
     before = counted()
-    for number in range(30):
+    for number in range(count):
         folder = tmp_path / str(number)
         folder.mkdir()
         launch = start(cluster, folder, "--quiet", script="print('hello')")

@@ -47,7 +47,7 @@ TRAIN = """
 """
 
 
-@pytest.mark.parametrize("by", ["ssh", "slurm"])
+@pytest.mark.parametrize("by", ["ssh", pytest.param("slurm", marks=pytest.mark.exhaustive)])
 def test_training_over_three_nodes_equals_one_process(cluster: Testbed, tmp_path: Path, by: str) -> None:
     results = []
     for folder, launcher, stage in (("one", None, 0), ("many", by, 3 if by == "ssh" else 2)):
@@ -140,7 +140,7 @@ STOPS = """
 """
 
 
-@pytest.mark.parametrize("by", ["ssh", "slurm"])
+@pytest.mark.parametrize("by", [pytest.param("ssh", marks=pytest.mark.exhaustive), "slurm"])
 def test_save_and_stop_reaches_every_rank_at_the_same_step(cluster: Testbed, tmp_path: Path, by: str) -> None:
     launch = start(cluster, tmp_path, by=by, script=STOPS)
     await_ready(launch)

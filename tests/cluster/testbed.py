@@ -310,10 +310,15 @@ class Testbed:
         """End all jobs and wait until SLURM has cleaned up after them."""
         if not self.slurm:
             return
-        for job in self._jobs():
-            sh("scancel", job, env=self.env(), check=False)
-            sh("scancel", "--signal=KILL", "--full", job, env=self.env(), check=False)
-        wait_until(lambda: not self._jobs(), "no job left")
+
+        def cancel() -> bool:
+            """Again and again: a job that requeues itself when it is told to end comes back once."""
+            for job in (jobs := self._jobs()):
+                sh("scancel", job, env=self.env(), check=False)
+                sh("scancel", "--signal=KILL", "--full", job, env=self.env(), check=False)
+            return not jobs
+
+        wait_until(cancel, "no job left")
         wait_until(self._all_idle, "all nodes idle in SLURM")
 
     def _jobs(self) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -58,7 +59,15 @@ def _example(folder: Path, *options: str, config: str | None = None) -> list[flo
     return [entry["loss"] for entry in json.loads(state.read_text())["log_history"] if "loss" in entry]
 
 
-def test_the_example_trains_as_without_deepspeed(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "configs",
+    [
+        ("ds_stage3.json",),
+        pytest.param(("ds_stage2.json", "ds_stage3.json", "ds_offload.json"), marks=pytest.mark.exhaustive),
+    ],
+    ids=["one", "all"],
+)
+def test_the_example_trains_as_without_deepspeed(tmp_path: Path, configs: tuple[str, ...]) -> None:
     start = tmp_path / "start"
     make = (
         "import sys; from transformers import AutoModelForCausalLM as A, LlamaConfig as C; "
@@ -68,7 +77,7 @@ def test_the_example_trains_as_without_deepspeed(tmp_path: Path) -> None:
     )
     subprocess.run([sys.executable, "-c", make, str(start)], check=True, capture_output=True)
     curves: dict[str, Any] = {}
-    for config in (None, "ds_stage2.json", "ds_stage3.json", "ds_offload.json"):
+    for config in (None, *configs):
         folder = tmp_path / str(config)
         folder.mkdir()
         options = ("--start", str(start), "--max_steps", "6", "--save_steps", "3")
@@ -76,7 +85,9 @@ def test_the_example_trains_as_without_deepspeed(tmp_path: Path) -> None:
     plain = curves["None"]
     assert len(plain) == 6
     for name, curve in curves.items():
-        assert max(abs(a - b) for a, b in zip(curve, plain, strict=True)) < 1e-4, (name, curve, plain)
+        assert max(abs(a - b) for a, b in zip(curve, plain, strict=True)) < 1e-3, (name, curve, plain)
+    if len(configs) == 1:
+        return
     checkpoint = tmp_path / "ds_stage3.json" / "trained" / "checkpoint-3"
     resumed = _example(
         tmp_path / "ds_stage3.json",
@@ -97,7 +108,10 @@ def test_the_example_trains_as_without_deepspeed(tmp_path: Path) -> None:
     "command",
     [
         ("-m", "zlaunch", "-q", "--num_gpus", "2", "--no_local_rank"),
-        ("-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=29765"),
+        pytest.param(
+            ("-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port={port}"),
+            marks=pytest.mark.exhaustive,
+        ),
         (
             *(
                 "-m",
@@ -118,16 +132,24 @@ def test_the_example_trains_as_without_deepspeed(tmp_path: Path) -> None:
                 "--dynamo_backend",
                 "no",
             ),
-            *("--main_process_port", "29766"),
+            *("--main_process_port", "{port}"),
         ),
     ],
     ids=["zlaunch", "torchrun", "accelerate launch"],
 )
 def test_accelerate(tmp_path: Path, command: tuple[str, ...]) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}"
     result = subprocess.run(
-        [sys.executable, *command, str(HERE / "accelerate_script.py"), str(tmp_path / "saved")],
+        [
+            sys.executable,
+            *(word.format(port=port) for word in command),
+            str(HERE / "accelerate_script.py"),
+            str(tmp_path / "saved"),
+        ],
         cwd=tmp_path,
         env=env,
         capture_output=True,

@@ -115,7 +115,7 @@ def whose_optimizer() -> None:
             trainer.train()
             curves.append(losses(trainer))
         assert curves[0] == curves[2]
-        assert max(abs(a - b) for a, b in zip(curves[1], curves[2], strict=True)) < 1e-5
+        assert max(abs(a - b) for a, b in zip(curves[1], curves[2], strict=True)) < 1e-4
     make("whose", config(2, optimizer=False), gradient_accumulation_steps=2, max_steps=2).train()
 
 

@@ -63,7 +63,7 @@ THEORY = {
 }
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_memory_is_what_theory_says(world_size: int) -> None:
     for results in run_workers(_all_model_states, world_size):
         for (stage, theory), (measured, block, numel) in zip(THEORY.items(), results, strict=True):

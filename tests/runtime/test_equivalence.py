@@ -47,7 +47,11 @@ def _all_stages() -> dict[str, float]:
 
 @pytest.mark.parametrize(
     ("world_size", "env"),
-    [(1, {}), (2, {}), (3, {}), (4, {}), (3, GLOO)],
+    [
+        *((1, {}), (2, {}), (3, {})),
+        pytest.param(4, {}, marks=pytest.mark.exhaustive),
+        pytest.param(3, GLOO, marks=pytest.mark.exhaustive),
+    ],
     ids=["1", "2", "3", "4", "3 over gloo"],
 )
 def test_training_equals_plain_torch(world_size: int, env: dict[str, str]) -> None:

@@ -89,7 +89,11 @@ def _equal(folder: str) -> dict[str, bool]:
 
 @pytest.mark.parametrize(
     ("world", "env"),
-    [(1, {}), (2, {}), (4, {}), (2, {"ZLAUNCH_SHARED_MEMORY": "0"})],
+    [
+        *((1, {}), (2, {})),
+        pytest.param(4, {}, marks=pytest.mark.exhaustive),
+        pytest.param(2, {"ZLAUNCH_SHARED_MEMORY": "0"}, marks=pytest.mark.exhaustive),
+    ],
     ids=["1", "2", "4", "2 over gloo"],
 )
 def test_fp32_is_bit_for_bit_what_it_is_without_offload(
@@ -114,7 +118,7 @@ def _narrow(folder: str) -> dict[str, bool]:
     return results
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
 def test_16_bit_training(tmp_path: Path, world: int) -> None:
     """The 16-bit results are rounded from masters that agree within 1e-6 (test_kernels): one step of bf16."""
     for results in run_workers(_narrow, world, str(tmp_path)):

@@ -244,7 +244,10 @@ def _errors(case: str) -> dict[str, float]:
     return worst
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(c, marks=pytest.mark.exhaustive) if c == "compiled_blocks" else c for c in CASES],
+)
 def test_trains_like_plain_torch(case: str) -> None:
     for worst in run_workers(_errors, 2, case):
         assert {name: error for name, error in worst.items() if not error <= TOLERANCE} == {}
