@@ -45,8 +45,8 @@ def _compiled(side: Side, backend: str, what: str) -> None:
 
 for _backend, _whats in {
     "eager": ("blocks", "wrapped blocks", "model", "forward", "step", "engine's module"),
-    "aot_eager": ("blocks", "model", "forward", "step"),
-    "inductor": ("blocks", "model"),
+    "aot_eager": ("blocks", "model"),
+    "inductor": ("blocks",),
 }.items():
     for _what in _whats:
         feature("compile", f"{_what} {_backend}".replace(" ", "_").replace("'s", ""), seconds=240)(

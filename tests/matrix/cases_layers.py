@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -115,7 +116,7 @@ GIVES: dict[str, tuple[Callable[[nn.Parameter, int], Any], Callable[[Any], Tenso
     "detached": (lambda p, n: p.detach(), lambda v: v[:, :5]),
     "data": (lambda p, n: p.data[:, :n], lambda v: v),
     "slice_in_a_tuple": (lambda p, n: (n, p[:, :n]), lambda v: v[1]),
-    "slice_in_an_object": (lambda p, n: lambda: p[:, :n], lambda v: v()),
+    "slice_in_an_object": (lambda p, n: SimpleNamespace(y=p[:, :n]), lambda v: v.y),
     "parameter_itself": (lambda p, n: p, lambda v: v[:, :5]),
     "parameter_itself_in_a_dict": (lambda p, n: {"p": p}, lambda v: v["p"][:, :5]),
     "transposed": (lambda p, n: p.transpose(1, 2), lambda v: v.transpose(1, 2)[:, :5]),
