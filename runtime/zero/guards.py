@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -109,6 +109,15 @@ def point(parameter: nn.Parameter, tensor: Tensor, kind: type[nn.Parameter]) -> 
     parameter.__class__ = nn.Parameter  # a guarded class would refuse
     parameter.data = tensor
     parameter.__class__ = kind
+
+
+def move_versions(parameters: Sequence[Tensor]) -> None:
+    """Tell autograd that parameters have been changed in place."""
+    try:
+        torch.autograd.graph.increment_version(parameters)
+    except TypeError:  # torch 2.6 takes one tensor at a time
+        for parameter in parameters:
+            torch.autograd.graph.increment_version(parameter)
 
 
 def _watched(values: Any, kind: type[Tensor]) -> Iterator[Tensor]:

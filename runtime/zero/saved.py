@@ -34,8 +34,9 @@ class _Place:
     def tensor(self) -> Tensor:
         unit = self._unit
         if unit.generation != self._generation:
+            name = unit.names[self._parameter]
             raise RuntimeError(
-                f"a backward pass needs the value that {unit.names[self._parameter]} had in its forward pass, but it has been "
+                f"a backward pass needs the value that {name} had in its forward pass, but it has been "
                 "changed by an optimizer step, by loading, or by engine.destroy() since: call backward first"
             )
         unit.ensure_full()

@@ -382,7 +382,7 @@ class Unit:
     def stepped(self) -> None:
         """An optimizer step has changed, or is about to change, the values."""
         self.generation += 1
-        torch.autograd.graph.increment_version(self.parameters)
+        guards.move_versions(self.parameters)
         self.writes.stepped()
 
     def is_viewed(self) -> bool:

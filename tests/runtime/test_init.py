@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import io
 import weakref
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ import torch
 from torch import nn
 
 import zlaunch
-from tests.runtime.models import Net, batches, config, train_engine
+from tests.runtime.models import Net, batches, config, net, train_engine
 from tests.runtime.workers import run_workers
 from zlaunch.runtime.zero import guards
 
@@ -208,3 +210,23 @@ def test_nvme_needs_a_path() -> None:
         zlaunch.zero.Init(remote_device="nvme")
     with pytest.raises(ValueError, match="remote_device"):
         zlaunch.zero.Init(remote_device="disk")
+
+
+def _dtype_of_the_config() -> list[str]:
+    zlaunch.init_distributed()
+    lines: list[str] = []
+    given = {**config(3, 12), "bf16": {"enabled": True}}
+    with contextlib.redirect_stdout(io.StringIO()) as printed, zlaunch.zero.Init(config=given):
+        model = net()
+    lines += [line for line in printed.getvalue().splitlines() if "zero.Init" in line]
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    engine, *_ = zlaunch.initialize(model=model, config=given)
+    train_engine(engine, batches(1, 12))
+    return lines
+
+
+def test_init_takes_the_dtype_of_the_config_and_says_what_it_keeps() -> None:
+    ((line,),) = run_workers(_dtype_of_the_config, 1)
+    numel = sum(p.numel() for p in net().parameters())
+    assert "torch.bfloat16" in line and "MiB on each rank" in line and "for one module at the peak" in line
+    assert numel <= int(line.split()[2].replace(",", "")) <= numel + 16 * len(list(net().parameters()))

@@ -228,3 +228,31 @@ def _hooks(stage: int) -> list[float]:
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_gradient_hooks_see_the_mean_over_micro_batches(stage: int) -> None:
     assert max(run_workers(_hooks, 1, stage)[0]) <= 1e-9
+
+
+def _wide_sums(stage: int) -> float:
+    """The sum of several bf16 gradients is not rounded to bf16 before it is sent."""
+    rank = zlaunch.init_distributed() and torch.distributed.get_rank()
+    model = net()
+    wanted = torch.zeros(31, 24, dtype=torch.float64)
+
+    def collect(grad: Tensor) -> None:
+        wanted.add_(grad.double())
+
+    model.head.weight.register_hook(collect)
+    engine, *_ = zlaunch.initialize(
+        model=model, config=options(stage, accumulation=4, bf16={"enabled": True})
+    )
+    for index, micro in enumerate(batches(1, 16)[0].chunk(8)[rank * 4 : rank * 4 + 4]):
+        engine.backward(loss_of(engine, micro))
+        if index == 3:
+            torch.distributed.all_reduce(wanted)
+            found = zlaunch.safe_get_full_grad(model.head.weight)
+            return relative_error(found, wanted / 2)
+        engine.step()
+    raise AssertionError
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_sums_of_16_bit_gradients_are_sent_in_32(stage: int) -> None:
+    assert max(run_workers(_wide_sums, 2, stage)) <= 1e-6

@@ -20,6 +20,7 @@ from zlaunch.runtime.memory import (
     alternatives,
     check,
     describe,
+    peak,
     plan,
     relief,
     shortages,
@@ -132,6 +133,16 @@ def test_the_line() -> None:
     )
     assert "GPU 2.0 GiB (parameters 1.9 GiB, gradients 172 MiB, optimizer 0 KiB)" in line
     assert "offloaded to the host 1.6 GiB" in line and "are left for activations" in line
+    assert "at the peak, while the model is taken over, GPU 2.0 GiB" in line
+
+
+def test_the_peak_is_the_model_as_it_comes_where_that_is_more() -> None:
+    sharded = setting(3, 8)
+    whole = Amounts(device=4 * sum(sharded.blocks))
+    largest = max(sharded.blocks) * (4 + sharded.dtype_bytes)
+    assert peak(sharded, whole).device == whole.device + largest
+    assert peak(sharded, Amounts()).device == plan(sharded).total.device
+    assert peak(sharded, Amounts(host=7 * GIB)).host == 7 * GIB
 
 
 def test_free_memory_is_what_the_kernel_and_the_groups_say(
