@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from ..cuda_ops.loader import set_mode
 from . import access, activation, stopping
@@ -34,11 +34,12 @@ from .optim.groups import groups_by_parameter, parameter_groups
 from .optim.guarded import ZeroOptimizer, guard
 from .optim.shard_step import ShardStep
 from .precision import Precision, choose_precision, dtype_named
-from .zero.eligible import find_refused, is_shardable
+from .zero.eligible import find_refused
 from .zero.grads import GradientOptions, GradientReducer
 from .zero.leaves import mark_leaves
 from .zero.model import ShardedModel
 from .zero.partition import UNIT_NUMEL, Block, ShardingOptions, build_units, plan_blocks
+from .zero.rest import place_rest
 
 _PINNED_SHARE = 0.8
 """Of the free host memory: page-locked memory is lost to everybody else."""
@@ -331,7 +332,7 @@ def _shard(
     config = effective.config
     zero = config.zero_optimization
     group_of = groups_by_parameter(groups)
-    _place_rest(model, comm, precision)
+    place_rest(model, comm, precision.dtype)
     build_units(blocks, group_of, precision.dtype, comm, options, offload)
     predivide = 1.0
     if config.prescale_gradients:
@@ -357,34 +358,6 @@ def _shard(
         max_live_numel=int(zero.stage3_max_live_parameters),
     )
     return sharded, reducer
-
-
-def _place_rest(model: nn.Module, comm: Comm, precision: Precision) -> None:
-    """Buffers and integer parameters stay whole: to the device, floating ones to the compute dtype, rank 0's
-    values.
-    """
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                dtype = precision.dtype if is_shardable(buffer) else None
-                module._buffers[name] = buffer.to(comm.device, dtype or buffer.dtype)
-                _share(module._buffers[name], comm)  # type: ignore[arg-type]
-    for parameter in model.parameters():
-        if not is_shardable(parameter):
-            parameter.data = parameter.data.to(comm.device)
-            _share(parameter.data, comm)
-
-
-def _share(tensor: Tensor, comm: Comm) -> None:
-    """Give a tensor of any dtype rank 0's values, byte for byte. Raises ParameterError for one that is not
-    dense.
-    """
-    if tensor.layout is not torch.strided:
-        raise ParameterError(f"a buffer or parameter has the layout {tensor.layout}, which is not supported")
-    flat = tensor.detach().contiguous().view(-1)
-    if flat.numel():
-        comm.broadcast(flat.view(torch.uint8))
-        tensor.detach().copy_(flat.view(tensor.shape))
 
 
 def _make_optimizer(

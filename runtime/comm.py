@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import gc
 import itertools
-import pickle
-from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakSet, finalize
 
 import torch
@@ -23,113 +22,24 @@ from torch import Tensor
 from .deadlock import Key, watch
 from .environment import read_environment
 from .errors import RankMismatchError
-from .shared_memory import Identity, SharedMemory, connect
-
-
-class Pending(Protocol):
-    """Something under way; ``wait`` returns when its result may be used (on the current stream for NCCL)."""
-
-    def wait(self) -> None: ...
-
-
-Exchange = Callable[[object], "list[Any]"]
-"""Gives every rank's picklable value, in rank order. Collective."""
-
-
-class _Done:
-    def wait(self) -> None:
-        return None
-
-
-DONE: Pending = _Done()
+from .order import Order
+from .pending import (
+    DONE,
+    Exchange,
+    HostChannel,
+    Noted,
+    Pending,
+    SummedPieces,
+    Work,
+    await_work,
+    exchange_objects,
+)
+from .shared_connect import connect
+from .shared_memory import Identity, SharedMemory
 
 # torch 2.13 renamed these two; the old names warn there, the new ones do not exist before.
 _all_gather_flat: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_flat: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-def _await(work: Any, key: Key, what: str) -> None:
-    """Wait for a torch Work; where that blocks the host, say so and look whether it is in vain."""
-    if work is None or work.is_completed():
-        if work is not None:
-            work.wait()
-        return
-    with watch.waiting(key, what):
-        while True:
-            try:
-                work.wait(_LOOK)
-                return
-            except RuntimeError as error:
-                if "imed out" not in str(error):
-                    raise
-                watch.check()
-                if work.is_completed():  # since then, or because the group's own limit is over
-                    work.wait()
-                    return
-
-
-class _Work:
-    """Waits for a torch Work and keeps its tensors alive until then."""
-
-    __slots__ = ("_keep", "_key", "_what", "_work")
-
-    def __init__(self, work: Any, key: Key, what: str, *keep: Tensor) -> None:
-        self._work, self._key, self._what, self._keep = work, key, what, keep
-
-    def wait(self) -> None:
-        if self._work is None:
-            return
-        if self._keep and self._keep[0].device.type != "cpu":
-            self._work.wait()  # the stream waits, not the host
-        else:
-            _await(self._work, self._key, self._what)
-        self._work, self._keep = None, ()
-
-
-class _Noted:
-    """A transfer through shared memory, whose wait is noted for the watch."""
-
-    __slots__ = ("_key", "_transfer", "_what")
-
-    def __init__(self, transfer: Pending, key: Key, what: str) -> None:
-        self._transfer, self._key, self._what = transfer, key, what
-
-    def wait(self) -> None:
-        with watch.waiting(self._key, self._what):
-            self._transfer.wait()
-
-
-class _Sum:
-    """A reduce-scatter under way: received pieces are summed into the shard when it is waited for."""
-
-    __slots__ = ("_bucket", "_first", "_pieces", "_shard", "_work")
-
-    def __init__(self, work: _Work, shard: Tensor, pieces: Tensor, bucket: Tensor, first: int = 0) -> None:
-        self._work, self._shard, self._pieces, self._bucket = work, shard, pieces, bucket
-        self._first = first
-
-    def wait(self) -> None:
-        if self._work is None:
-            return
-        self._work.wait()
-        sum_pieces(self._shard, self._pieces, self._first)
-        self._work = self._pieces = self._bucket = None  # type: ignore[assignment]
-
-
-def sum_pieces(shard: Tensor, pieces: Tensor, first: int) -> None:
-    """``shard`` (s elements, any dtype) becomes the sum over axis 0 of ``pieces`` (n, s).
-
-    Row ``first`` comes before the others: the order that sums in shared memory have, too.
-    """
-    rows = [pieces[first], *(pieces[i] for i in range(pieces.shape[0]) if i != first)]
-    if len(rows) >= 2 and pieces.dtype == shard.dtype:
-        torch.add(rows[0], rows[1], out=shard)
-        rest = rows[2:]
-    else:
-        shard.copy_(rows[0])
-        rest = rows[1:]
-    for row in rest:
-        shard.add_(row)
 
 
 _GATHER, _REDUCE = 0, 1
@@ -137,10 +47,6 @@ _GATHER, _REDUCE = 0, 1
 _CHANNELS = ("gather", "reduce")
 _VERBS = {_GATHER: "gathers", _REDUCE: "reduces the gradients of"}
 _TIMEOUT_S = 1800.0
-_LOOK = timedelta(seconds=1)
-_REMEMBERED = 4096
-"""Collectives whose order is kept, to name the first that differs between the ranks."""
-_HASH_BITS = 12
 _CHANNEL_TIMEOUT = timedelta(hours=12)
 """One rank may write to a slow disk for long while the others wait for it."""
 
@@ -148,8 +54,6 @@ _open: WeakSet[Comm] = WeakSet()
 _dropped: dict[int, tuple[SharedMemory | None, list[Any]]] = {}
 """What communicators have left that nobody closed, by their numbers."""
 _numbers = itertools.count()
-_MASK = (1 << _HASH_BITS) - 1
-_PRIME = 16_777_213  # below 2 ** (2 * _HASH_BITS)
 
 
 def _say(labels: Sequence[str], channel: int, identity: Identity) -> str:
@@ -190,53 +94,6 @@ def close_all() -> None:
         dist.destroy_process_group()
 
 
-def _exchange(
-    value: object, world_size: int, group: Any, key: Key, what: str, *, over_gloo: bool
-) -> list[Any]:
-    """Every rank's picklable ``value``, in rank order."""
-    if world_size == 1:
-        return [value]
-    if not over_gloo:
-        values: list[Any] = [None] * world_size
-        with watch.waiting(key, what):
-            dist.all_gather_object(values, value, group=group)
-        return values
-    own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(world_size)]
-    mine = torch.tensor([own.numel()], dtype=torch.int64)
-    _await(dist.all_gather(sizes, mine, group=group, async_op=True), key, what)
-    largest = max(int(size) for size in sizes)
-    padded = torch.zeros(largest, dtype=torch.uint8)
-    padded[: own.numel()] = own
-    parts = [torch.empty_like(padded) for _ in range(world_size)]
-    _await(dist.all_gather(parts, padded, group=group, async_op=True), key, what)
-    return [
-        pickle.loads(part[: int(size)].numpy().tobytes()) for part, size in zip(parts, sizes, strict=True)
-    ]
-
-
-class HostChannel:
-    """Small collectives between the hosts, over gloo whatever the device is."""
-
-    def __init__(self, group: Any, world_size: int, number: int) -> None:
-        self._group, self._world_size, self._number = group, world_size, number
-
-    def exchange(self, value: object) -> list[Any]:
-        """Every rank's picklable ``value``, in rank order."""
-        key = watch.next_key(self._number, "host")
-        return _exchange(
-            value, self._world_size, self._group, key, "agrees in the background", over_gloo=True
-        )
-
-    def any(self, *flags: bool) -> list[bool]:
-        """For each flag, whether any rank has it."""
-        if self._world_size == 1:
-            return list(flags)
-        tensor = torch.tensor(flags, dtype=torch.int32)
-        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._group)
-        return [bool(value) for value in tensor.tolist()]
-
-
 class Comm:
     """The collectives of one engine over the default process group (and a second one for reductions).
 
@@ -251,9 +108,8 @@ class Comm:
         self.device = device
         self.number = next(_numbers)
         self._labels = ["a tensor"]
-        self._recent: tuple[deque[int], ...] = tuple(deque(maxlen=_REMEMBERED) for _ in _CHANNELS)
-        self._hashes = [0 for _ in _CHANNELS]
         self.world_size = dist.get_world_size()
+        self.order = Order(self.world_size, len(_CHANNELS))
         self.rank = dist.get_rank()
         self.moved: Counter[str] = Counter()
         self.calls: Counter[str] = Counter()
@@ -290,8 +146,7 @@ class Comm:
 
     def _begin(self, channel: int, label: int) -> tuple[Key, str]:
         """Note the start of a collective about a labelled tensor."""
-        self._recent[channel].append(label)
-        self._hashes[channel] = (self._hashes[channel] * 31 + label + 1) % _PRIME
+        self.order.add(channel, label)
         return (
             watch.next_key(self.number, _CHANNELS[channel]),
             f"{_VERBS[channel]} {self._labels[label]}",
@@ -300,48 +155,17 @@ class Comm:
     def _control(self, what: str) -> tuple[Key, str]:
         return watch.next_key(self.number, "control"), what
 
-    def order_marks(self) -> list[float]:
-        """Numbers of the order of gathers and reductions so far, to be summed over the ranks and given to
-        :meth:`order_differs`.
-        """
-        marks: list[float] = []
-        for value in self._hashes:
-            for part in (value & _MASK, value >> _HASH_BITS & _MASK):
-                marks += [float(part), float(part * part)]
-        return marks
-
-    def order_differs(self, sums: Tensor) -> Tensor:
-        """Whether ranks have used the model in different orders, 0-dim bool, from the sums of the marks.
-
-        Numbers are alike on all of n ranks if n times the sum of their squares is the square of their sum;
-        they are small enough for float64 to be exact.
-        """
-        pairs = sums.view(-1, 2)
-        return (pairs[:, 1] * self.world_size != pairs[:, 0].square()).any()
-
-    def forget_order(self) -> None:
-        """The orders are known to be the same so far."""
-        for recent in self._recent:
-            recent.clear()
-
     def raise_order(self) -> None:
-        """Raises RankMismatchError that names where the orders part. Collective."""
-        everyone = self.exchange([list(recent) for recent in self._recent])
-        for channel, _ in enumerate(_CHANNELS):
-            for rank, lists in enumerate(everyone):
-                mine, other = everyone[0][channel], lists[channel]
-                for a, b in itertools.zip_longest(mine, other):
-                    if a != b:
-                        said = [
-                            "does not" if label is None else f"{_VERBS[channel]} {self._labels[label]}"
-                            for label in (b, a)
-                        ]
-                        raise RankMismatchError(
-                            f"rank {rank} {said[0]}, while rank 0 {said[1]}: all ranks must use the same "
-                            "parts of the model in the same order (mixtures of experts: "
-                            "zero_optimization.leaf_module)"
-                        )
-        raise RankMismatchError("the ranks have used the model in different orders")
+        """Raises RankMismatchError that names where the ranks' orders part. Collective."""
+        channel, rank, other, mine = self.order.first_difference(self.exchange(self.order.recent()))
+        said = [
+            "does nothing more" if label is None else f"{_VERBS[channel]} {self._labels[label]}"
+            for label in (other, mine)
+        ]
+        raise RankMismatchError(
+            f"rank {rank} {said[0]}, while rank 0 {said[1]}: all ranks must use the same parts of the model "
+            "in the same order (mixtures of experts: zero_optimization.leaf_module)"
+        )
 
     def _count(self, name: str, numel: int) -> None:
         if self.world_size > 1:
@@ -379,8 +203,8 @@ class Comm:
         self._count("all_gather", full.numel())
         noted = self._begin(_GATHER, label)
         if self._shared is not None:
-            return _Noted(self._shared.all_gather(_GATHER, full, source, label), *noted)
-        return _Work(_all_gather_flat(full, own, group=self._gather_group, async_op=True), *noted, full)
+            return Noted(self._shared.all_gather(_GATHER, full, source, label), *noted)
+        return Work(_all_gather_flat(full, own, group=self._gather_group, async_op=True), *noted, full)
 
     def settle(self) -> bool:
         """Finish what cannot go on without this rank's help; True if all gathers have arrived by then.
@@ -407,16 +231,16 @@ class Comm:
         self._count("reduce_scatter", bucket.numel())
         noted = self._begin(_REDUCE, label)
         if self._shared is not None:
-            return _Noted(self._shared.reduce_scatter(_REDUCE, shard, bucket, label), *noted)
+            return Noted(self._shared.reduce_scatter(_REDUCE, shard, bucket, label), *noted)
         if self._native_reduce_scatter:
             direct = shard.dtype == bucket.dtype
             pieces = shard if direct else torch.empty_like(shard, dtype=bucket.dtype)
             sent = _reduce_scatter_flat(pieces, bucket, group=self._reduce_group, async_op=True)
-            work = _Work(sent, *noted, bucket)
-            return work if direct else _Sum(work, shard, pieces.view(1, -1), bucket)
+            work = Work(sent, *noted, bucket)
+            return work if direct else SummedPieces(work, shard, pieces.view(1, -1), bucket)
         pieces = torch.empty_like(bucket)
         sent = dist.all_to_all_single(pieces, bucket, group=self._reduce_group, async_op=True)
-        return _Sum(_Work(sent, *noted, bucket), shard, pieces.view(w, -1), bucket, self.rank)
+        return SummedPieces(Work(sent, *noted, bucket), shard, pieces.view(w, -1), bucket, self.rank)
 
     def reduced_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The narrowest dtype that holds a reduced shard of a ``dtype`` bucket without a further rounding."""
@@ -431,15 +255,15 @@ class Comm:
         self._count("all_reduce", 2 * tensor.numel())
         noted = self._begin(_REDUCE, label)
         if self._shared is not None:
-            return _Noted(self._shared.all_reduce(_REDUCE, tensor, label), *noted)
-        return _Work(dist.all_reduce(tensor, group=self._reduce_group, async_op=True), *noted, tensor)
+            return Noted(self._shared.all_reduce(_REDUCE, tensor, label), *noted)
+        return Work(dist.all_reduce(tensor, group=self._reduce_group, async_op=True), *noted, tensor)
 
     def all_reduce_scalars(self, tensor: Tensor, what: str = "sums up a step's numbers") -> Tensor:
         """Sum a handful of numbers over the ranks and return them; not counted as volume."""
         if self.world_size > 1:
             self.calls["scalars"] += 1
             work = dist.all_reduce(tensor, group=self._reduce_group, async_op=True)
-            _Work(work, *self._control(what), tensor).wait()
+            Work(work, *self._control(what), tensor).wait()
         return tensor
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
@@ -447,12 +271,12 @@ class Comm:
         if self.world_size > 1 and tensor.numel():
             self._count("broadcast", tensor.numel())
             work = dist.broadcast(tensor, source, group=self._gather_group, async_op=True)
-            _Work(work, *self._control("shares values of rank 0"), tensor).wait()
+            Work(work, *self._control("shares values of rank 0"), tensor).wait()
 
     def exchange(self, value: object, what: str = "agrees with the other ranks") -> list[Any]:
         """Every rank's picklable ``value``, in rank order."""
         over_gloo = self.device.type == "cpu"
-        return _exchange(
+        return exchange_objects(
             value, self.world_size, self._gather_group, *self._control(what), over_gloo=over_gloo
         )
 
@@ -470,7 +294,7 @@ class Comm:
         """Wait for all ranks."""
         if self.world_size > 1:
             work = dist.barrier(group=self._gather_group, async_op=True)
-            _await(work, *self._control("waits at a barrier"))
+            await_work(work, *self._control("waits at a barrier"))
 
     def close(self) -> None:
         """Release the process groups; the object is of no use afterwards."""

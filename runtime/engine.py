@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,25 +15,22 @@ from .checkpoint.folder import absolute
 from .checkpoint.loader import Loader
 from .checkpoint.saver import Saver
 from .config import Config, Effective
-from .data import EngineLoader
-from .errors import OptimizerError
+from .data import Batches, EngineLoader
+from .handles import Handles
 from .loss_scaler import DeviceLossScaler, LossScaleFloorError, LossScaler, floor_error
 from .memory import relief
 from .monitor.report import report
 from .offload.place import Offload
-from .optim.groups import groups_by_parameter
-from .optim.guarded import MARK, ZeroOptimizer, check_mark, unguard
+from .optim.guarded import ZeroOptimizer, unguard
 from .optim.shard_step import ShardStep
 from .precision import Precision
 from .saving import Saving
 from .step_result import StepResult
 from .zero.grads import GradientReducer
-from .zero.integrity import GroupIntegrity, Integrity, check_unfrozen
 from .zero.model import ShardedModel
-from .zero.partition import rebuild_units
 
 
-class Engine(Saving, nn.Module):
+class Engine(Batches, Saving, nn.Module):
     """What :func:`zlaunch.initialize` returns first. Unknown attributes are looked up on the model.
 
     Attributes
@@ -94,9 +90,8 @@ class Engine(Saving, nn.Module):
         if self._scaler.used:
             sharded.loss_scale = lambda: self._scaler.factor
         sharded.micro_share = lambda: 1.0 / self.gradient_accumulation_steps()
-        sharded.before_forward = self._before_forward
-        self._integrity = Integrity(sharded.module, sharded.units)
-        self._groups = GroupIntegrity(shard_step.outer) if shard_step is not None else None
+        self.handles = Handles(sharded, reducer, shard_step, precision.dtype, offload)
+        sharded.before_forward = self.handles.take_unfrozen
         section = effective.config.checkpoint
         self._save_dir = absolute(section.save_dir) if section.save_dir else None
         node_local = section.use_node_local_storage
@@ -177,47 +172,9 @@ class Engine(Saving, nn.Module):
         """The run has been asked to save and stop; known after a step, the same on all ranks."""
         return self._result is not None and self._result.stop
 
-    def train_batch_size(self) -> int:
-        """Samples of one optimizer step over all ranks."""
-        return int(self._effective.config.train_batch_size or 0)
-
-    def train_micro_batch_size_per_gpu(self) -> int:
-        """Samples of one forward pass of one rank."""
-        return int(self._effective.config.train_micro_batch_size_per_gpu or 0)
-
-    def gradient_accumulation_steps(self) -> int:
-        """Backward passes of one optimizer step."""
-        return int(self._effective.config.gradient_accumulation_steps or 1)
-
-    def set_batch(self, train: int, micro: int, accumulation: int) -> None:
-        """Change the three batch sizes, which fit together, between two optimizer steps. The caller's loader
-        has to give such batches.
-        """
-        sizes = {
-            "train_batch_size": train,
-            "train_micro_batch_size_per_gpu": micro,
-            "gradient_accumulation_steps": accumulation,
-        }
-        config = self._effective.config.model_copy(update=sizes)
-        self._effective = replace(self._effective, config=config)
-        self._prepare_pass()
-
     def zero_optimization_stage(self) -> int:
         """0 to 3."""
         return int(self._effective.config.zero_optimization.stage)
-
-    def deepspeed_io(
-        self, dataset: Any, *, collate_fn: Callable[[list[Any]], Any] | None = None
-    ) -> EngineLoader:
-        """A loader of micro-batches over this rank's share of ``dataset``."""
-        return EngineLoader(
-            dataset,
-            batch_size=self.train_micro_batch_size_per_gpu(),
-            rank=self.global_rank,
-            world_size=self.world_size,
-            collate_fn=collate_fn,
-            drop_last=self._effective.config.dataloader_drop_last,
-        )
 
     # -- the loop
 
@@ -348,7 +305,7 @@ class Engine(Saving, nn.Module):
                 "engine.step() at an accumulation boundary without a backward pass since the last step: it "
                 "would train nothing. Call engine.backward(loss) first"
             )
-        self._check_integrity()
+        self.handles.check()
         self._settle()
         if self.global_steps:
             self._saver.prepare()
@@ -413,91 +370,6 @@ class Engine(Saving, nn.Module):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients accumulated so far."""
         self._reducer.clear()
-
-    # -- the model and the optimizer as the script has them
-
-    def _before_forward(self) -> None:
-        unfrozen = self._integrity.unfrozen()
-        if unfrozen and self._shard_step is not None:
-            groups = groups_by_parameter(self._shard_step.outer.param_groups)
-            check_unfrozen(unfrozen, groups)
-            self._regroup()
-
-    def _check_integrity(self) -> None:
-        """Raises ParameterError if the model or the optimizer's groups are not what the engine trains."""
-        self._integrity.check()
-        if self._groups is not None:
-            self._groups.check()
-
-    def add_param_group(self, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
-        """Train further parameters of the model; what ``optimizer.add_param_group`` does. Collective."""
-        self._check_alive()
-        members = group["params"]
-        group = {**group, "params": [members] if isinstance(members, Tensor) else list(members)}
-        mine = {id(p) for unit in self._sharded.units for p in unit.parameters}
-        for entry in group["params"]:
-            parameter = entry[1] if isinstance(entry, tuple) else entry
-            if id(parameter) not in mine:
-                raise OptimizerError(
-                    "add_param_group was given a tensor that is not a parameter of this engine's model"
-                )
-        optimizer._kind.add_param_group(optimizer, group)  # type: ignore[attr-defined]
-        self._groups = GroupIntegrity(optimizer)
-        self._regroup()
-
-    def _regroup(self) -> None:
-        """Give parameters that have come to be trained units with optimizer state."""
-        step, sharded = self._shard_step, self._sharded
-        assert step is not None
-        step.wait()
-        groups = groups_by_parameter(step.outer.param_groups)
-        sharded.comm.settle()
-        for block in sharded.blocks:
-            units = rebuild_units(
-                block, groups, self._precision.dtype, sharded.comm, sharded.options, self._offload
-            )
-            if units is not None:
-                sharded.replace_units(block, units)
-        trained = [unit for unit in sharded.units if unit.trainable]
-        self._reducer.set_units(trained)
-        step.set_units(trained)
-        self._integrity = Integrity(sharded.module, sharded.units)
-
-    def optimizer_shards(self) -> dict[str, Any]:
-        """This rank's part of the optimizer's state; what ``optimizer.state_dict()`` gives."""
-        step = self._needed_step()
-        step.wait()
-        step.take_hyperparameters()
-        return {**step.optimizer.state_dict(), MARK: self._shard_mark()}
-
-    def load_optimizer_shards(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over what :meth:`optimizer_shards` gave on this rank."""
-        step = self._needed_step()
-        check_mark(state_dict, self._shard_mark())
-        step.wait()
-        step.take_hyperparameters()
-        torch.optim.Optimizer.load_state_dict(
-            step.optimizer, {key: value for key, value in state_dict.items() if key != MARK}
-        )
-        step.show_hyperparameters()
-
-    def _needed_step(self) -> ShardStep:
-        if self._shard_step is None:
-            raise RuntimeError("this engine has no optimizer")
-        if any(run.leaf is None for run in self._shard_step.runs):
-            raise OptimizerError(
-                "the optimizer's state rests on NVMe: use engine.save_checkpoint and load_checkpoint"
-            )
-        return self._shard_step
-
-    def _shard_mark(self) -> dict[str, Any]:
-        assert self._shard_step is not None
-        return {
-            "rank": self.global_rank,
-            "world_size": self.world_size,
-            "stage": self.zero_optimization_stage(),
-            "shards": [[run.start, run.stop, run.group] for run in self._shard_step.runs],
-        }
 
     def get_global_grad_norm(self) -> float | None:
         """L2 norm of the last step's averaged, unscaled gradient before clipping; None before the first."""

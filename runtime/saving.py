@@ -20,6 +20,7 @@ from .checkpoint.weights import save_weights
 from .config import Effective
 from .data import EngineLoader
 from .environment import read_environment
+from .handles import Handles
 from .loss_scaler import DeviceLossScaler, LossScaler
 from .monitor.report import announce
 from .optim.shard_step import ShardStep
@@ -46,6 +47,7 @@ class Saving:
     _scaler: LossScaler | DeviceLossScaler
     _result: StepResult | None
     _skipped_steps: int
+    handles: Handles
     _saver: Saver
     _loader: Loader
     lr_scheduler: Any
@@ -59,8 +61,6 @@ class Saving:
     if TYPE_CHECKING:  # the engine's
 
         def _settle(self) -> None: ...
-
-        def _check_integrity(self) -> None: ...
 
         def gradient_accumulation_steps(self) -> int: ...
 
@@ -95,11 +95,8 @@ class Saving:
     ) -> bool:
         self._settle()
         self._loader.check()
-        self._check_integrity()
-        for unit in self._sharded.units:
-            if not unit.shard_params:
-                unit.ensure_full()
-                unit.writes.bring()
+        self.handles.check()
+        self.handles.bring_writes()
         left = self.micro_steps % self.gradient_accumulation_steps()
         if left and self._sharded.comm.rank == 0:
             print(
@@ -243,7 +240,7 @@ class Saving:
         A name that ends in ``.safetensors`` gets that format. The file loads with plain torch; a failure to
         write raises OSError on every rank.
         """
-        self._check_integrity()
+        self.handles.check()
         save_weights(self._sharded, save_dir, save_filename, exclude_frozen=exclude_frozen_parameters)
         return True
 

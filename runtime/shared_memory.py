@@ -21,9 +21,7 @@ import selectors
 import socket
 import struct
 import time
-import uuid
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -48,12 +46,6 @@ of one.
 
 class PeerLost(ZlaunchError):
     """A rank of this machine has ended, or stopped taking part, while this one needs something of it."""
-
-
-def _place() -> tuple[object, ...]:
-    """Equal in two processes that can share memory and sockets."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return boot, os.stat("/proc/self/ns/net").st_ino, os.stat("/proc/self/ns/pid").st_ino, os.getuid()
 
 
 class _Chunk:
@@ -409,54 +401,3 @@ class SharedMemory:
         for peer in self._peers.values():
             peer.connection.close()
             peer.gone = True
-
-
-def connect(
-    rank: int,
-    world_size: int,
-    exchange: Callable[[object], list[object]],
-    timeout_s: float,
-    allowed: bool,
-    describe: Callable[[int, Identity], str],
-    check: Callable[[], None],
-) -> SharedMemory | None:
-    """Connect all ranks, or return None on every rank where they cannot share memory. Collective.
-
-    ``exchange`` returns every rank's value, in rank order.
-    """
-    listener = None
-    offer: object = None
-    if allowed and hasattr(os, "memfd_create"):
-        try:
-            os.close(os.memfd_create("zlaunch", os.MFD_CLOEXEC))
-            listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            name = f"zlaunch-{uuid.uuid4().hex}"
-            listener.bind("\0" + name)  # an abstract name: it vanishes with the socket
-            listener.listen(world_size)
-            offer = (_place(), name, os.getpid())
-        except OSError:
-            offer = None
-    offers = exchange(offer)
-    if any(other is None or other[0] != offers[0][0] for other in offers):  # type: ignore[index]
-        if listener is not None:
-            listener.close()
-        return None
-    assert listener is not None
-    pids = {other[2]: position for position, other in enumerate(offers)}  # type: ignore[index]
-    connections: dict[int, socket.socket] = {}
-    with listener:
-        for other in range(rank):
-            connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            connection.connect("\0" + offers[other][1])  # type: ignore[index]
-            connections[other] = connection
-        listener.settimeout(timeout_s)
-        while len(connections) < world_size - 1:
-            connection, _ = listener.accept()
-            pid, _, _ = struct.unpack(
-                "3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-            )
-            if pids.get(pid, -1) > rank:
-                connections[pids[pid]] = connection
-            else:
-                connection.close()  # somebody else who has seen the name
-    return SharedMemory(rank, connections, timeout_s, describe, check)

@@ -6,7 +6,7 @@ import errno
 from collections.abc import Callable
 from typing import Any
 
-from ..comm import Exchange
+from ..pending import Exchange
 from .files import CheckpointError
 
 

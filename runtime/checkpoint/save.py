@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..comm import Exchange
 from ..offload.place import Offload
 from ..optim.runs import Run
+from ..pending import Exchange
 from ..zero.model import ShardedModel
 from ..zero.unit import Unit
 from .agree import agree

@@ -18,10 +18,10 @@ from weakref import WeakSet
 
 import torch
 
-from ..comm import HostChannel
 from ..environment import read_environment
 from ..offload.place import Offload
 from ..optim.shard_step import ShardStep
+from ..pending import HostChannel
 from ..zero.model import ShardedModel
 from . import random_state
 from .agree import agree

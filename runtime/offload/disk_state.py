@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..comm import DONE, Pending
+from ..pending import DONE, Pending
 from .disk import File, Transfer, aligned
 from .gradients import Cuts, squares_of
 from .place import TILE_ALIGN, Offload

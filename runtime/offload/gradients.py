@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...cuda_ops.norm import sum_of_squares
-from ..comm import DONE, Pending
+from ..pending import DONE, Pending
 from .link import HostLink
 
 Cuts = Sequence[tuple[int, int]]

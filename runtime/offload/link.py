@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...cuda_ops.pinned import PinnedPool
-from ..comm import DONE, Pending
+from ..pending import DONE, Pending
 
 
 class HostLink:

@@ -8,9 +8,10 @@ from itertools import chain
 
 import torch
 
-from ..comm import Comm, Pending
+from ..comm import Comm
 from ..offload.link import settled
 from ..offload.place import Offload, Place
+from ..pending import Pending
 from ..zero.unit import Unit
 from .lanes import Stepped, step_in_host, step_on_disk
 from .rule import Rule

@@ -90,7 +90,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Raises OptimizerError for a tensor that is not a parameter of the engine's model, ValueError for one
         that is in a group already.
         """
-        self._engine.add_param_group(self, param_group)
+        self._engine.handles.add_param_group(self, param_group)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's shards of the state, for :meth:`load_state_dict` on the same rank of an equal run. To
@@ -98,7 +98,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
-        result = self._engine.optimizer_shards()
+        result = self._engine.handles.state_dict()
         for change in self._optimizer_state_dict_post_hooks.values():
             changed = change(self, result)
             result = changed if changed is not None else result
@@ -109,7 +109,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = hook(self, state_dict)
             state_dict = changed if changed is not None else state_dict
-        self._engine.load_optimizer_shards(state_dict)
+        self._engine.handles.load_state_dict(state_dict)
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 

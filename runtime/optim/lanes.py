@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..comm import Pending
 from ..offload.disk import Transfer
 from ..offload.disk_state import DiskState, DiskValues, Record, tile_ranges
 from ..offload.gradients import HostGradient
 from ..offload.link import settled
 from ..offload.place import Offload, Place
+from ..pending import Pending
 from ..zero.unit import Unit
 from .rule import Rule, State, Update, is_elementwise
 from .runs import KEYS, Run

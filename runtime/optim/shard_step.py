@@ -150,9 +150,9 @@ class ShardStep:
 
     def _step_by_host(self, agreed: Tensor, divisor: float, clip: float, check_finite: bool) -> StepResult:
         facts, marks = self._apart(agreed)
-        if self._comm.world_size > 1 and bool(self._comm.order_differs(marks)):
+        if self._comm.world_size > 1 and bool(self._comm.order.differs(marks)):
             self._comm.raise_order()
-        self._comm.forget_order()
+        self._comm.order.forget()
         square, stop, *counts = facts.tolist()
         norm = math.sqrt(square) / divisor if square >= 0 else math.nan
         skipped = check_finite and not math.isfinite(norm)
@@ -173,7 +173,7 @@ class ShardStep:
         """
         facts, marks = self._apart(agreed)
         norm, multiplier, found_inf = prepare_step(facts[0], divisor=divisor, clip=clip)
-        differs = self._comm.order_differs(marks).to(found_inf.dtype)
+        differs = self._comm.order.differs(marks).to(found_inf.dtype)
         skip = torch.maximum(found_inf, differs) if check_finite else differs
         self._comm.settle()
         guarded = check_finite or self._comm.world_size > 1
@@ -183,7 +183,7 @@ class ShardStep:
 
     def _apart(self, agreed: Tensor) -> tuple[Tensor, Tensor]:
         """The sums of facts, and those of the order marks behind them."""
-        at = agreed.numel() - len(self._comm.order_marks())
+        at = agreed.numel() - len(self._comm.order.marks())
         return agreed[:at], agreed[at:]
 
     def check(self) -> None:
@@ -211,7 +211,7 @@ class ShardStep:
             total = torch.stack(squares).sum()
         if not self._sharded:
             total = total / self._comm.world_size  # every rank holds all of it
-        flags = [float(stopping.asked()), *map(float, used), *self._comm.order_marks()]
+        flags = [float(stopping.asked()), *map(float, used), *self._comm.order.marks()]
         mine = _to_device(torch.tensor(flags, dtype=torch.float64), device)
         return self._comm.all_reduce_scalars(torch.cat([total.reshape(1), mine]))
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..comm import Pending
 from ..offload.disk_state import Reading
+from ..pending import Pending
 
 if TYPE_CHECKING:
     from .unit import Unit

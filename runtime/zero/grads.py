@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..comm import DONE, Comm, Pending
+from ..comm import Comm
+from ..pending import DONE, Pending
 from .unit import Unit
 
 MAX_IN_FLIGHT = 2

@@ -19,6 +19,7 @@ from ..config import Config, load
 from ..offload.place import Offload, OffloadOptions, Place
 from ..precision import choose_precision, dtype_named
 from . import guards
+from .adopt import hand_over
 from .eligible import is_shardable
 from .layout import make_layout
 from .unit import Unit, UnitState
@@ -163,7 +164,7 @@ class _Builder:
         for unit in list(self._alive):  # parameters that were replaced, as tied weights are
             for parameter in list(unit.parameters):
                 if id(parameter) not in used:
-                    unit.hand_over(parameter)
+                    hand_over(unit, parameter)
 
     def _say(self) -> None:
         """Print what the ranks keep, since no plan has been made yet."""

@@ -12,14 +12,14 @@ from torch import Tensor, nn
 
 from ..comm import Comm
 from ..offload.disk import DiskError
-from ..offload.disk_state import DiskValues
 from . import guards
+from .adopt import abandon, detach
 from .grads import GradientReducer
 from .hook import Hook
 from .intercept import intercept_module
 from .partition import Block, ShardingOptions
+from .prefetch import OrderHint, Prefetch
 from .saved import SavedTensors
-from .schedule import OrderHint
 from .structure import tensors_in
 from .unit import Unit, UnitState
 
@@ -67,7 +67,7 @@ class ShardedModel:
             options,
         )
         self.units = [unit for block in blocks for unit in block.units]
-        self._prefetch_numel, self._max_live_numel = prefetch_numel, max_live_numel
+        self._prefetch = Prefetch(blocks, comm, enabled=prefetch_numel > 0, max_live_numel=max_live_numel)
         self._root = blocks[0]
         self._block_of = {id(unit): block for block in blocks for unit in block.units}
         self._depth = 0
@@ -156,10 +156,10 @@ class ShardedModel:
         first: DiskError | None = None
         for unit in self.units:
             try:
-                unit.detach()
+                detach(unit)
             except DiskError as error:
                 first = first or error
-                unit.abandon()
+                abandon(unit)
         if first is not None:
             raise first
 
@@ -223,7 +223,7 @@ class ShardedModel:
             self._fill(block)
             if not block.is_root and self.options.shard_params and not guards.in_backward():
                 self._forward_order.visit(block.index)
-                self._gather_ahead(self._forward_order, block.index)
+                self._prefetch.after(self._forward_order, block.index)
 
         return before
 
@@ -234,7 +234,7 @@ class ShardedModel:
             self._free_passed(block)
             self._fill(block)
             self._backward_order.visit(block.index)
-            self._gather_ahead(self._backward_order, block.index)
+            self._prefetch.after(self._backward_order, block.index)
 
         def after(module: nn.Module, args: Any, output: Any) -> None:
             self._saved.leave(module)
@@ -382,33 +382,6 @@ class ShardedModel:
                 unit.start_gather()
         for unit in block.units:
             unit.ensure_full()
-
-    def _gather_ahead(self, order: OrderHint, index: int) -> None:
-        """Start to gather the block that comes next; of those that have to be read from disk, two."""
-        if self._prefetch_numel <= 0:
-            return
-        following: int | None = index
-        for _ in range(2):
-            following = order.after(following) if following is not None else None
-            if following is None:
-                return
-            block = self.blocks[following]
-            if any(unit.state is UnitState.SHARDED for unit in block.units):
-                self._start_gather(block)
-            if not any(isinstance(unit.home, DiskValues) for unit in block.units):
-                return
-
-    def _start_gather(self, block: Block) -> None:
-        alone = self.comm.world_size == 1
-        if alone and not any(unit.rests_elsewhere for unit in block.units):
-            return  # a copy that takes as long now as later
-        live = sum(
-            unit.numel for unit in self.units if unit.shard_params and unit.state is not UnitState.SHARDED
-        )
-        if live + sum(unit.numel for unit in block.units) <= self._max_live_numel:
-            for unit in block.units:
-                if unit.state is UnitState.SHARDED and unit.update_ready:
-                    unit.start_gather()
 
     def _free(self, block: Block) -> None:
         for unit in block.units:

@@ -11,6 +11,7 @@ from torch import nn
 from ..comm import Comm
 from ..offload.place import TILE_NUMEL, Offload, Place
 from . import guards
+from .adopt import detach
 from .eligible import is_shardable
 from .layout import make_layout
 from .leaves import z3_leaf_module
@@ -190,7 +191,7 @@ def rebuild_units(
             units.append(unit)
             continue
         rebuilt = True
-        unit.detach()
+        detach(unit)
         place = offload.options.optimizer if offload is not None else Place.DEVICE
         for alike in _by_kind(members, groups):
             own = place if alike[0][1].requires_grad else Place.DEVICE

@@ -10,11 +10,13 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from ..comm import DONE, Comm, Pending
+from ..comm import Comm
 from ..offload.disk_state import DiskState, DiskValues, cuts_of
-from ..offload.gradients import GradientHome, HostGradient
+from ..offload.gradients import GradientHome
 from ..offload.place import TILE_NUMEL, Offload, Place
+from ..pending import DONE, Pending
 from . import guards
+from .adopt import hand_over, make_home, make_state, own_class
 from .arrivals import ReadAndGather, UploadAndGather
 from .layout import Layout, Piece
 from .writes import Writes
@@ -137,7 +139,7 @@ class Unit:
                 flat[slot.offset : slot.stop].copy_(parameter.detach().reshape(-1))
             for parameter, unit in zip(self.parameters, former, strict=True):
                 if unit is not None and unit.provisional:
-                    unit.hand_over(parameter)
+                    hand_over(unit, parameter)
             self.comm.broadcast(flat)
             self.full = flat if wide == self.dtype else flat.to(self.dtype)
             if shard_optimizer and not self.shard_params:
@@ -152,45 +154,14 @@ class Unit:
             empty = guards.settings.empty_placeholders
             self._placeholders = [nan.expand(0 if empty else shape) for shape in self.shapes]
             if self.trainable:
-                self._make_state(flat[self.start : self.stop], offload)
+                make_state(self, flat[self.start : self.stop], offload)
             if self.shard_params:
-                self._make_home(self.full[self._own], offload)
-        self._own_classes = [_own_class(parameter) for parameter in self.parameters]
+                make_home(self, self.own_part, offload)
+        self._own_classes = [own_class(parameter) for parameter in self.parameters]
         self._kinds = [guards.kinds_for(kind) for kind in self._own_classes]
         for parameter in self.parameters:
             guards.adopt(parameter, self)
         self._point(self._views, [kinds.managed for kinds in self._kinds])
-
-    def _make_state(self, own: Tensor, offload: Offload | None) -> None:
-        accumulate = torch.promote_types(self.dtype, torch.float32)
-        if self.state_place is Place.DISK:
-            assert offload is not None
-            self.disk = DiskState(offload, own.to(accumulate), self.cuts)
-            self.gradient_home = self.disk
-        elif self.state_place is Place.HOST:
-            assert offload is not None
-            self.master = offload.empty(own.numel(), accumulate).copy_(own)
-            self.gradient_home = HostGradient(offload.link, self.cuts)
-        elif self.full.dtype == accumulate and not self.shard_params:
-            self.master = self.full[self.start : self.stop]
-        elif self.shard_params:
-            self.master = self.comm.empty(own.numel(), accumulate).copy_(own)
-        else:
-            self.master = own.to(accumulate, copy=True)
-
-    def _make_home(self, own: Tensor, offload: Offload | None) -> None:
-        place = offload.place_values(own.numel()) if offload is not None else Place.DEVICE
-        at_home = self.master is not None and self.state_place is place
-        if at_home and (place is Place.DEVICE or self.master.dtype == self.dtype):  # type: ignore[union-attr]
-            self.home = self.master
-        elif place is Place.DISK:
-            assert offload is not None
-            self.home = DiskValues(offload, own)
-        elif place is Place.HOST:
-            assert offload is not None
-            self.home = offload.empty(own.numel(), self.dtype).copy_(own)
-        else:
-            self.home = self.comm.empty(own.numel(), self.dtype).copy_(own)
 
     @property
     def target(self) -> Tensor | DiskValues | None:
@@ -420,49 +391,6 @@ class Unit:
         if self.gradients is not None:
             self.gradients.forget(self, self.index_of[id(parameter)])
 
-    def hand_over(self, parameter: nn.Parameter) -> None:
-        """Let go of one parameter of a provisional unit, whose values another unit has copied."""
-        index = self.index_of[id(parameter)]
-        guards.point(parameter, self._placeholders[index], self._own_classes[index])
-        guards.release(parameter)
-        kept = [i for i in range(len(self.parameters)) if i != index]
-        self.parameters = [self.parameters[i] for i in kept]
-        self.index_of = {id(p): i for i, p in enumerate(self.parameters)}
-        self._views = [self._views[i] for i in kept]
-        self._placeholders = [self._placeholders[i] for i in kept]
-        self._own_classes = [self._own_classes[i] for i in kept]
-        self._kinds = [self._kinds[i] for i in kept]
-        self.shapes = [self.shapes[i] for i in kept]
-        self.names = [self.names[i] for i in kept]
-        if kept:
-            self.free()
-        else:
-            self.full = torch.empty(0, dtype=self.dtype, device=self.device)
-            self._storage = self.full.untyped_storage()
-            if self._offload is not None and isinstance(self.home, Tensor):
-                self._offload.link.release(self.home)
-            self.home = None
-            if self.on_empty is not None:
-                self.on_empty()
-
-    def abandon(self) -> None:
-        """Let go of the parameters, whose values are lost."""
-        self._let_go(self._placeholders)
-
-    def detach(self) -> None:
-        """Give the parameters independent values of their own again and let go of them."""
-        self.ensure_full()
-        self._let_go([view.clone() for view in self._views])
-        self.full = torch.empty(0, dtype=self.dtype, device=self.device)
-        self._views, self.master, self.home, self.grad = [], None, None, None
-        self.disk = self.gradient_home = None
-        self.generation += 1
-
-    def _let_go(self, values: Sequence[Tensor]) -> None:
-        self._point(values, self._own_classes)
-        for parameter in self.parameters:
-            guards.release(parameter)
-
 
 class GradientBook(Protocol):
     """Who collects gradients and knows which parameters have had one since the last step."""
@@ -472,11 +400,3 @@ class GradientBook(Protocol):
     def forget(self, unit: Unit, index: int) -> None: ...
 
     def clear(self) -> None: ...
-
-
-def _own_class(parameter: nn.Parameter) -> type[nn.Parameter]:
-    """The class that a parameter had before any engine."""
-    for kind in type(parameter).__mro__:
-        if issubclass(kind, nn.Parameter) and not issubclass(kind, guards.ManagedParameter):
-            return kind
-    return nn.Parameter

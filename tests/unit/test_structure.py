@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zlaunch.runtime.agreement import Signature, first_difference
-from zlaunch.runtime.zero.schedule import OrderHint
+from zlaunch.runtime.zero.prefetch import OrderHint
 from zlaunch.runtime.zero.structure import tensors_in
 
 A, B, C = torch.zeros(1), torch.ones(2), torch.ones(3)

@@ -1,0 +1,126 @@
+"""The model and the optimizer as the script holds them: checked at each step, and followed in changes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .errors import OptimizerError
+from .offload.place import Offload
+from .optim.groups import groups_by_parameter
+from .optim.guarded import MARK, check_mark
+from .optim.shard_step import ShardStep
+from .zero.grads import GradientReducer
+from .zero.integrity import GroupIntegrity, Integrity, check_unfrozen
+from .zero.model import ShardedModel
+from .zero.partition import rebuild_units
+
+
+class Handles:
+    """What a script may do with the parameters and the optimizer of one engine between its calls."""
+
+    def __init__(
+        self,
+        sharded: ShardedModel,
+        reducer: GradientReducer,
+        step: ShardStep | None,
+        dtype: torch.dtype | None,
+        offload: Offload | None,
+    ) -> None:
+        """``dtype``: what parameters compute in, None for their own."""
+        self._sharded, self._reducer, self._step = sharded, reducer, step
+        self._dtype, self._offload = dtype, offload
+        self._integrity = Integrity(sharded.module, sharded.units)
+        self._groups = GroupIntegrity(step.outer) if step is not None else None
+
+    def take_unfrozen(self) -> None:
+        """Give parameters that were frozen and require a gradient now what training needs. Collective, where
+        there are any. Raises ParameterError for those that the optimizer does not have.
+        """
+        unfrozen = self._integrity.unfrozen()
+        if unfrozen and self._step is not None:
+            check_unfrozen(unfrozen, groups_by_parameter(self._step.outer.param_groups))
+            self._regroup()
+
+    def check(self) -> None:
+        """Raises ParameterError if the model or the optimizer's groups are not what the engine trains."""
+        self._integrity.check()
+        if self._groups is not None:
+            self._groups.check()
+
+    def bring_writes(self) -> None:
+        """Let the masters have what the script has written into parameters. Raises DiskError."""
+        for unit in self._sharded.units:
+            if not unit.shard_params:
+                unit.ensure_full()
+                unit.writes.bring()
+
+    def add_param_group(self, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
+        """Train further parameters of the model; what ``optimizer.add_param_group`` does. Collective."""
+        members = group["params"]
+        group = {**group, "params": [members] if isinstance(members, Tensor) else list(members)}
+        mine = {id(p) for unit in self._sharded.units for p in unit.parameters}
+        for entry in group["params"]:
+            parameter = entry[1] if isinstance(entry, tuple) else entry
+            if id(parameter) not in mine:
+                raise OptimizerError(
+                    "add_param_group was given a tensor that is not a parameter of this engine's model"
+                )
+        optimizer._kind.add_param_group(optimizer, group)  # type: ignore[attr-defined]
+        self._groups = GroupIntegrity(optimizer)
+        self._regroup()
+
+    def _regroup(self) -> None:
+        """Give parameters that have come to be trained units with optimizer state."""
+        step, sharded = self._step, self._sharded
+        assert step is not None
+        step.wait()
+        groups = groups_by_parameter(step.outer.param_groups)
+        sharded.comm.settle()
+        for block in sharded.blocks:
+            units = rebuild_units(block, groups, self._dtype, sharded.comm, sharded.options, self._offload)
+            if units is not None:
+                sharded.replace_units(block, units)
+        trained = [unit for unit in sharded.units if unit.trainable]
+        self._reducer.set_units(trained)
+        step.set_units(trained)
+        self._integrity = Integrity(sharded.module, sharded.units)
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's part of the optimizer's state; what ``optimizer.state_dict()`` gives."""
+        step = self._needed_step()
+        step.wait()
+        step.take_hyperparameters()
+        return {**step.optimizer.state_dict(), MARK: self._shard_mark()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over what :meth:`state_dict` gave on this rank."""
+        step = self._needed_step()
+        check_mark(state_dict, self._shard_mark())
+        step.wait()
+        step.take_hyperparameters()
+        torch.optim.Optimizer.load_state_dict(
+            step.optimizer, {key: value for key, value in state_dict.items() if key != MARK}
+        )
+        step.show_hyperparameters()
+
+    def _needed_step(self) -> ShardStep:
+        assert self._step is not None
+        if any(run.leaf is None for run in self._step.runs):
+            raise OptimizerError(
+                "the optimizer's state rests on NVMe: use engine.save_checkpoint and load_checkpoint"
+            )
+        return self._step
+
+    def _shard_mark(self) -> dict[str, Any]:
+        assert self._step is not None
+        options, comm = self._sharded.options, self._sharded.comm
+        return {
+            "rank": comm.rank,
+            "world_size": comm.world_size,
+            "stage": options.shard_optimizer + options.shard_grads + options.shard_params,
+            "shards": [[run.start, run.stop, run.group] for run in self._step.runs],
+        }

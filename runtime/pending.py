@@ -1,0 +1,165 @@
+"""Collectives that are under way, and waiting for them under the eyes of the watch."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .deadlock import Key, watch
+
+_LOOK = timedelta(seconds=1)
+
+
+class Pending(Protocol):
+    """Something under way; ``wait`` returns when its result may be used (on the current stream for NCCL)."""
+
+    def wait(self) -> None: ...
+
+
+Exchange = Callable[[object], "list[Any]"]
+"""Gives every rank's picklable value, in rank order. Collective."""
+
+
+class _Done:
+    def wait(self) -> None:
+        return None
+
+
+DONE: Pending = _Done()
+
+
+def await_work(work: Any, key: Key, what: str) -> None:
+    """Wait for a torch Work; where that blocks the host, say so and look whether it is in vain."""
+    if work is None or work.is_completed():
+        if work is not None:
+            work.wait()
+        return
+    with watch.waiting(key, what):
+        while True:
+            try:
+                work.wait(_LOOK)
+                return
+            except RuntimeError as error:
+                if "imed out" not in str(error):
+                    raise
+                watch.check()
+                if work.is_completed():  # since then, or because the group's own limit is over
+                    work.wait()
+                    return
+
+
+class Work:
+    """Waits for a torch Work and keeps its tensors alive until then."""
+
+    __slots__ = ("_keep", "_key", "_what", "_work")
+
+    def __init__(self, work: Any, key: Key, what: str, *keep: Tensor) -> None:
+        self._work, self._key, self._what, self._keep = work, key, what, keep
+
+    def wait(self) -> None:
+        if self._work is None:
+            return
+        if self._keep and self._keep[0].device.type != "cpu":
+            self._work.wait()  # the stream waits, not the host
+        else:
+            await_work(self._work, self._key, self._what)
+        self._work, self._keep = None, ()
+
+
+class Noted:
+    """A transfer through shared memory, whose wait is noted for the watch."""
+
+    __slots__ = ("_key", "_transfer", "_what")
+
+    def __init__(self, transfer: Pending, key: Key, what: str) -> None:
+        self._transfer, self._key, self._what = transfer, key, what
+
+    def wait(self) -> None:
+        with watch.waiting(self._key, self._what):
+            self._transfer.wait()
+
+
+class SummedPieces:
+    """A reduce-scatter under way: received pieces are summed into the shard when it is waited for."""
+
+    __slots__ = ("_bucket", "_first", "_pieces", "_shard", "_work")
+
+    def __init__(self, work: Work, shard: Tensor, pieces: Tensor, bucket: Tensor, first: int = 0) -> None:
+        self._work, self._shard, self._pieces, self._bucket = work, shard, pieces, bucket
+        self._first = first
+
+    def wait(self) -> None:
+        if self._work is None:
+            return
+        self._work.wait()
+        sum_pieces(self._shard, self._pieces, self._first)
+        self._work = self._pieces = self._bucket = None  # type: ignore[assignment]
+
+
+def sum_pieces(shard: Tensor, pieces: Tensor, first: int) -> None:
+    """``shard`` (s elements, any dtype) becomes the sum over axis 0 of ``pieces`` (n, s).
+
+    Row ``first`` comes before the others: the order that sums in shared memory have, too.
+    """
+    rows = [pieces[first], *(pieces[i] for i in range(pieces.shape[0]) if i != first)]
+    if len(rows) >= 2 and pieces.dtype == shard.dtype:
+        torch.add(rows[0], rows[1], out=shard)
+        rest = rows[2:]
+    else:
+        shard.copy_(rows[0])
+        rest = rows[1:]
+    for row in rest:
+        shard.add_(row)
+
+
+def exchange_objects(
+    value: object, world_size: int, group: Any, key: Key, what: str, *, over_gloo: bool
+) -> list[Any]:
+    """Every rank's picklable ``value``, in rank order."""
+    if world_size == 1:
+        return [value]
+    if not over_gloo:
+        values: list[Any] = [None] * world_size
+        with watch.waiting(key, what):
+            dist.all_gather_object(values, value, group=group)
+        return values
+    own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(world_size)]
+    mine = torch.tensor([own.numel()], dtype=torch.int64)
+    await_work(dist.all_gather(sizes, mine, group=group, async_op=True), key, what)
+    largest = max(int(size) for size in sizes)
+    padded = torch.zeros(largest, dtype=torch.uint8)
+    padded[: own.numel()] = own
+    parts = [torch.empty_like(padded) for _ in range(world_size)]
+    await_work(dist.all_gather(parts, padded, group=group, async_op=True), key, what)
+    return [
+        pickle.loads(part[: int(size)].numpy().tobytes()) for part, size in zip(parts, sizes, strict=True)
+    ]
+
+
+class HostChannel:
+    """Small collectives between the hosts, over gloo whatever the device is."""
+
+    def __init__(self, group: Any, world_size: int, number: int) -> None:
+        self._group, self._world_size, self._number = group, world_size, number
+
+    def exchange(self, value: object) -> list[Any]:
+        """Every rank's picklable ``value``, in rank order."""
+        key = watch.next_key(self._number, "host")
+        return exchange_objects(
+            value, self._world_size, self._group, key, "agrees in the background", over_gloo=True
+        )
+
+    def any(self, *flags: bool) -> list[bool]:
+        """For each flag, whether any rank has it."""
+        if self._world_size == 1:
+            return list(flags)
+        tensor = torch.tensor(flags, dtype=torch.int32)
+        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._group)
+        return [bool(value) for value in tensor.tolist()]

@@ -1,0 +1,79 @@
+"""Gathering ahead what was used next last time: a hint, never a requirement."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..comm import Comm
+from ..offload.disk_state import DiskValues
+from .partition import Block
+from .unit import UnitState
+
+
+class OrderHint:
+    """Remembers which block followed which in the last complete pass."""
+
+    def __init__(self) -> None:
+        self._now: list[int] = []
+        self._after: dict[int, int] = {}
+        self._last: int | None = None
+
+    def visit(self, block: int) -> None:
+        """Take note that ``block`` is used now."""
+        if not self._now or self._now[-1] != block:
+            self._now.append(block)
+
+    def after(self, block: int) -> int | None:
+        """The block that followed ``block`` last time, or None."""
+        return self._after.get(block)
+
+    def is_last(self, block: int) -> bool:
+        """Whether the last pass ended with ``block``."""
+        return self._last == block
+
+    def end(self) -> None:
+        """The pass is over: it becomes the hint."""
+        if self._now:
+            self._after = {}
+            for current, following in zip(self._now, self._now[1:], strict=False):
+                self._after.setdefault(current, following)
+            self._last = self._now[-1]
+        self._now = []
+
+
+class Prefetch:
+    """Starts gathers before their block is called."""
+
+    def __init__(self, blocks: Sequence[Block], comm: Comm, *, enabled: bool, max_live_numel: int) -> None:
+        """``max_live_numel``: elements of sharded units that may be whole at one time for that."""
+        self._blocks, self._comm, self._enabled, self._max_live_numel = blocks, comm, enabled, max_live_numel
+
+    def after(self, order: OrderHint, index: int) -> None:
+        """Start to gather the block that comes next; of those that have to be read from disk, two."""
+        if not self._enabled:
+            return
+        following: int | None = index
+        for _ in range(2):
+            following = order.after(following) if following is not None else None
+            if following is None:
+                return
+            block = self._blocks[following]
+            if any(unit.state is UnitState.SHARDED for unit in block.units):
+                self._start(block)
+            if not any(isinstance(unit.home, DiskValues) for unit in block.units):
+                return
+
+    def _start(self, block: Block) -> None:
+        alone = self._comm.world_size == 1
+        if alone and not any(unit.rests_elsewhere for unit in block.units):
+            return  # a copy that takes as long now as later
+        live = sum(
+            unit.numel
+            for other in self._blocks
+            for unit in other.units
+            if unit.shard_params and unit.state is not UnitState.SHARDED
+        )
+        if live + sum(unit.numel for unit in block.units) <= self._max_live_numel:
+            for unit in block.units:
+                if unit.state is UnitState.SHARDED and unit.update_ready:
+                    unit.start_gather()
