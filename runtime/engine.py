@@ -28,6 +28,7 @@ from .saving import Saving
 from .step_result import StepResult
 from .zero.grads import GradientReducer
 from .zero.model import ShardedModel
+from .zero.saved import explained
 
 
 class Engine(Batches, Saving, nn.Module):
@@ -188,6 +189,9 @@ class Engine(Batches, Saving, nn.Module):
         try:
             with self._explained("forward"):
                 return self.module(*args, **kwargs)
+        except RuntimeError as error:
+            self._sharded.abandon_forward()
+            raise explained(error) or error from None
         except BaseException:
             self._sharded.abandon_forward()
             raise

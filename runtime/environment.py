@@ -26,6 +26,8 @@ class Environment:
     """``ZLAUNCH_RESUME_DIR``: where the run that this one continues has saved."""
     shared_memory: bool
     """``ZLAUNCH_SHARED_MEMORY=0``: CPU ranks of one machine talk over gloo alone."""
+    saved_tensor_hooks: bool
+    """``ZLAUNCH_SAVED_TENSOR_HOOKS=0``: no hooks on what autograd saves; see ``zero.saved``."""
     kernels: str
     """``ZLAUNCH_KERNELS``: ``auto``, ``cupy`` or ``torch``; see ``cuda_ops.loader.set_mode``."""
     debug_free: str
@@ -56,6 +58,7 @@ def read_environment() -> Environment:
         term_saves=os.environ.get("ZLAUNCH_TERM_SAVES") == "1",
         resume_dir=os.environ.get("ZLAUNCH_RESUME_DIR") or None,
         shared_memory=os.environ.get("ZLAUNCH_SHARED_MEMORY", "1") != "0",
+        saved_tensor_hooks=os.environ.get("ZLAUNCH_SAVED_TENSOR_HOOKS", "1") != "0",
         kernels=os.environ.get("ZLAUNCH_KERNELS") or "auto",
         debug_free=os.environ.get("ZLAUNCH_DEBUG_FREE", ""),
     )

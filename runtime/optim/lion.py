@@ -11,7 +11,7 @@ from ...cuda_ops.step import lion_step
 
 
 class Lion(torch.optim.Optimizer):
-    """ "Symbolic Discovery of Optimization Algorithms" (Chen et al., 2023), Algorithm 2; fp32 parameters.
+    """ "Symbolic Discovery of Optimization Algorithms" (Chen et al., 2023), Algorithm 2.
 
     ``lr`` wants to be three to ten times smaller than AdamW's, ``weight_decay`` larger by as much.
     """
@@ -41,6 +41,9 @@ class Lion(torch.optim.Optimizer):
                 state = self.state[parameter]
                 if not state:
                     state["exp_avg"] = torch.zeros_like(parameter)
+                if parameter.dtype != torch.float32:
+                    _step_wide(parameter, state["exp_avg"], group)
+                    continue
                 lion_step(
                     parameter.detach().view(-1),
                     state["exp_avg"].view(-1),
@@ -54,3 +57,11 @@ class Lion(torch.optim.Optimizer):
                     found_inf=None,
                 )
         return result
+
+
+def _step_wide(parameter: torch.Tensor, average: torch.Tensor, group: dict[str, Any]) -> None:
+    """Step a parameter of another dtype than the kernel's by torch's operations."""
+    lr, (beta1, beta2) = group["lr"], group["betas"]
+    direction = (average * beta1 + parameter.grad * (1 - beta1)).sign_()
+    parameter.mul_(1 - lr * group["weight_decay"]).add_(direction, alpha=-float(lr))
+    average.mul_(beta2).add_(parameter.grad, alpha=1 - beta2)  # type: ignore[arg-type]  # it has one

@@ -19,7 +19,7 @@ from .hook import Hook
 from .intercept import intercept_module
 from .partition import Block, ShardingOptions
 from .prefetch import OrderHint, Prefetch
-from .saved import SavedTensors
+from .saved import SavedTensors, outside_transforms
 from .structure import tensors_in
 from .unit import Unit, UnitState
 
@@ -377,6 +377,10 @@ class ShardedModel:
     # -- gathering
 
     def _fill(self, block: Block) -> None:
+        with outside_transforms():
+            self._gather(block)
+
+    def _gather(self, block: Block) -> None:
         for unit in block.units:
             if unit.state is UnitState.SHARDED:
                 unit.start_gather()
@@ -384,9 +388,10 @@ class ShardedModel:
             unit.ensure_full()
 
     def _free(self, block: Block) -> None:
-        for unit in block.units:
-            if unit.shard_params:
-                unit.free()
+        with outside_transforms():
+            for unit in block.units:
+                if unit.shard_params:
+                    unit.free()
 
     def _on_demand(self, unit: Unit) -> bool:
         """A freed parameter is used where no module hook announced it. Inside a pass of this model, serve it.
@@ -403,7 +408,8 @@ class ShardedModel:
             block.units.remove(unit)
             self._root.units.append(unit)
             self._block_of[id(unit)] = self._root
-        unit.ensure_full()
+        with outside_transforms():
+            unit.ensure_full()
         return True
 
     def free_all(self) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from ..comm import Comm
 from ..offload.disk_state import DiskValues
 from .partition import Block
+from .saved import outside_transforms
 from .unit import UnitState
 
 
@@ -74,6 +75,7 @@ class Prefetch:
             if unit.shard_params and unit.state is not UnitState.SHARDED
         )
         if live + sum(unit.numel for unit in block.units) <= self._max_live_numel:
-            for unit in block.units:
-                if unit.state is UnitState.SHARDED and unit.update_ready:
-                    unit.start_gather()
+            with outside_transforms():
+                for unit in block.units:
+                    if unit.state is UnitState.SHARDED and unit.update_ready:
+                        unit.start_gather()

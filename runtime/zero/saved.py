@@ -4,17 +4,25 @@ Without this the graph would hold the unit's memory, or find it freed. The hooks
 ``torch.autograd.graph.saved_tensors_hooks``, in force during the forward pass of a module whose unit is
 sharded. They work for whatever a module returns, for a second backward pass, for ``vmap`` and for the
 backward pass of an inner loss alone, because each saved tensor brings its own unit back.
+
+``torch.func.grad`` and its kin refuse to be called while such hooks are in force. A model that calls them in
+its forward pass needs ``ZLAUNCH_SAVED_TENSOR_HOOKS=0``: its units then stay whole from their first use to the
+end of the backward pass.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
+from ..environment import read_environment
+from ..errors import ZlaunchError
 from .unit import Unit
 
 _autograd: Any = torch._C._autograd
@@ -88,6 +96,7 @@ class SavedTensors:
         self._depth = 0
         self._outer: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None = None
         self._hooks = (self._pack, self._unpack)
+        self._enabled = read_environment().saved_tensor_hooks
 
     def watch(self, units: Iterable[Unit]) -> None:
         """Know these units, instead of the former ones."""
@@ -105,7 +114,7 @@ class SavedTensors:
             return True
         if not torch.is_grad_enabled() or not self._units:
             return True
-        if not _autograd._saved_tensors_hooks_is_enabled():
+        if not self._enabled or not _autograd._saved_tensors_hooks_is_enabled():
             return False
         self._outer = _autograd._top_saved_tensors_default_hooks(False)
         if self._outer is not None and _is_recomputed(self._outer[0]):
@@ -146,6 +155,27 @@ class SavedTensors:
         if type(packed) is _Place:
             self._on_use()
         return packed.tensor()
+
+
+@contextmanager
+def outside_transforms() -> Iterator[None]:
+    """Work on real tensors inside the context, also within ``torch.func`` transforms."""
+    if torch._C._functorch.peek_interpreter_stack() is None:
+        yield
+        return
+    with temporarily_clear_interpreter_stack():
+        yield
+
+
+def explained(error: RuntimeError) -> RuntimeError | None:
+    """An error that says what to do where torch refuses to be called under the hooks; None for others."""
+    if "support saved tensor hooks" not in str(error):
+        return None
+    return ZlaunchError(
+        "torch.func transforms (grad, vjp, jacrev, hessian) inside the forward pass of a stage 3 model need "
+        "the environment variable ZLAUNCH_SAVED_TENSOR_HOOKS=0, with which sharded parameters stay whole from "
+        "their first use to the end of the backward pass"
+    )
 
 
 def _is_recomputed(pack: Callable[..., Any]) -> bool:

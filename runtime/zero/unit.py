@@ -322,7 +322,7 @@ class Unit:
             self.ensure_full()
         self._move((UnitState.FULL,), UnitState.SHARDED)
         self._point(self._placeholders, [kinds.sharded for kinds in self._kinds])
-        if self.is_viewed():
+        if self.is_viewed() or not self._storage.resizable():  # NumPy may have been given it
             return
         if self.poison:
             self.full.fill_(float("nan"))

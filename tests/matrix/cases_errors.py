@@ -120,12 +120,6 @@ def step_after_zero_grad(trainer: Trainer) -> None:
     trainer.call.step()
 
 
-@_mistake("optimizer_step", r"engine\.step")
-def optimizer_step(trainer: Trainer) -> None:
-    trainer.backward(squared(trainer.call(trainer.side.share(floats(7)[0]))))
-    trainer.optimizer.step()
-
-
 @_mistake("loss_without_a_graph", "does not depend|does not require grad|trainable")
 def loss_without_a_graph(trainer: Trainer) -> None:
     with torch.no_grad():

@@ -13,6 +13,9 @@ from tests.matrix.registry import feature, model
 from tests.matrix.sides import Side
 from tests.matrix.train import WIDTH, floats, squared, train
 
+INSIDE = "ZLAUNCH_SAVED_TENSOR_HOOKS=0"
+"""Transforms within a forward pass at stage 3 say what they need; test_lifetimes has them with it."""
+
 
 @model("functional", "vmap_over_a_block")
 def vmap() -> nn.Module:
@@ -24,7 +27,7 @@ def vmap_model(side: Side) -> None:
     train(side, Stack(), loss=lambda call, x: squared(torch.func.vmap(call)(x)))
 
 
-@model("functional", "grad_with_respect_to_inputs")
+@model("functional", "grad_with_respect_to_inputs", may_refuse=INSIDE)
 def grad() -> nn.Module:
     def around(layer: nn.Module, x: Tensor) -> Tensor:
         return x + torch.func.grad(lambda y: layer(y).square().mean((1, 2)).sum())(x)
@@ -41,7 +44,7 @@ def jvp() -> nn.Module:
     return Stack(around=around)
 
 
-@model("functional", "vjp_with_respect_to_inputs")
+@model("functional", "vjp_with_respect_to_inputs", may_refuse=INSIDE)
 def vjp() -> nn.Module:
     def around(layer: nn.Module, x: Tensor) -> Tensor:
         value, back = torch.func.vjp(layer, x)
@@ -123,7 +126,7 @@ def ensemble() -> nn.Module:
     return Ensemble()
 
 
-@model("functional", "gradients_per_sample")
+@model("functional", "gradients_per_sample", may_refuse=INSIDE)
 def per_sample() -> nn.Module:
     """Use each sample's gradient of a block's parameters as a feature."""
 
@@ -142,7 +145,7 @@ def per_sample() -> nn.Module:
     return PerSample()
 
 
-@model("functional", "jacobian_of_a_block")
+@model("functional", "jacobian_of_a_block", may_refuse=INSIDE)
 def jacobian() -> nn.Module:
     def around(layer: nn.Module, x: Tensor) -> Tensor:
         slopes = torch.func.vmap(torch.func.jacrev(lambda y: layer(y).sum(-1)))(x[:, :2])

@@ -97,7 +97,11 @@ def _halve(parameter: Tensor) -> None:
     parameter.grad.mul_(0.5)
 
 
-REFUSAL = "register_post_accumulate_grad_hook|post-accumulate|(after|before) zlaunch.initialize"
+REFUSAL = (
+    r"\.grad is not here|register_post_accumulate_grad_hook|"
+    r"post-accumulate|(after|before) zlaunch.initialize"
+)
+)
 
 
 @feature("hooks", "parameter_after_initialize")

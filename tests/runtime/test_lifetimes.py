@@ -301,3 +301,56 @@ def _memory() -> None:
 
 def test_memory_is_given_back() -> None:
     run_workers(_memory, 1)
+
+
+def _transforms() -> dict[str, float]:
+    """torch.func inside a forward pass, with units that stay whole until the backward pass is over."""
+    rank = zlaunch.init_distributed() and torch.distributed.get_rank()
+
+    class Inside(nn.Module):
+        def __init__(self, kind: str) -> None:
+            super().__init__()
+            self.kind = kind
+            self.layers = nn.ModuleList(Layer(WIDTH).double() for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                if self.kind == "grad":
+                    x = x + torch.func.grad(lambda y, layer=layer: layer(y).square().sum())(x)
+                elif self.kind == "vjp":
+                    value, back = torch.func.vjp(layer, x)
+                    x = value + back(torch.ones_like(value))[0]
+                elif self.kind == "jvp":
+                    value, slope = torch.func.jvp(layer, (x,), (torch.ones_like(x),))
+                    x = value + slope
+                else:
+                    jacobian = torch.func.vmap(torch.func.jacrev(lambda y, layer=layer: layer(y).sum(-1)))
+                    x = layer(x) + jacobian(x).square().mean()
+            return x
+
+    found = {}
+    for kind in ("grad", "vjp", "jvp", "jacrev"):
+        torch.manual_seed(1)
+        plain, model = Inside(kind), Inside(kind)
+        model.load_state_dict(plain.state_dict())
+        optimizer = torch.optim.SGD(plain.parameters(), lr=1e-4)
+        settings = {k: v for k, v in options().items() if k != "optimizer"}
+        engine, *_ = zlaunch.initialize(
+            model=model, config=settings, optimizer=lambda p: torch.optim.SGD(p, lr=1e-4)
+        )
+        for _ in range(3):
+            x = torch.randn(4, 3, WIDTH, dtype=torch.float64)
+            torch.stack([plain(half).square().mean() for half in x.chunk(2)]).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            engine.backward(engine(x.chunk(2)[rank]).square().mean())
+            engine.step()
+        state, wanted = model.state_dict(), plain.state_dict()
+        found[kind] = max(relative_error(state[n], wanted[n]) for n in wanted)
+        engine.destroy()
+    return found
+
+
+def test_transforms_inside_a_forward_pass() -> None:
+    for found in run_workers(_transforms, 2, env={"ZLAUNCH_SAVED_TENSOR_HOOKS": "0"}):
+        assert {kind: error for kind, error in found.items() if not error <= TOLERANCE} == {}
