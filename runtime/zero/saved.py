@@ -173,8 +173,8 @@ def explained(error: RuntimeError) -> RuntimeError | None:
         return None
     return ZlaunchError(
         "torch.func transforms (grad, vjp, jacrev, hessian) inside the forward pass of a stage 3 model need "
-        "the environment variable ZLAUNCH_SAVED_TENSOR_HOOKS=0, with which sharded parameters stay whole from "
-        "their first use to the end of the backward pass"
+        "the environment variable ZLAUNCH_SAVED_TENSOR_HOOKS=0, with which sharded parameters stay whole "
+        "from their first use to the end of the backward pass"
     )
 
 
