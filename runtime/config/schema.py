@@ -71,7 +71,9 @@ class Config(Section):
     disable_allgather: Bool = speed(False)
     """Broadcast updated parameters instead of gathering them."""
     zero_allow_untested_optimizer: Bool = ok(False)
-    """Allow any optimizer with ZeRO."""
+    """Give flat shards to an optimizer that is not known to treat every element by itself; without it such an
+    optimizer is refused, but at stage 0 and on one rank.
+    """
     zero_force_ds_cpu_optimizer: Bool = ok(True)
     """Refuse other optimizers with CPU offload."""
     graph_harvesting: Bool = speed(False)
