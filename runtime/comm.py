@@ -120,7 +120,7 @@ class Comm:
         self._native_reduce_scatter = device.type != "cpu"
         self._channels: list[Any] = []
         if self.world_size > 1:
-            watch.start(self.rank, self.world_size, self.exchange)
+            watch.start(self.rank, self.world_size)
             _close_dropped(self.exchange)
         self._shared: SharedMemory | None = None
         if self.world_size > 1 and device.type == "cpu":

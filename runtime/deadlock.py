@@ -15,14 +15,13 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import TCPStore
+from torch._C._distributed_c10d import PrefixStore
 
 from .errors import RankMismatchError
 
@@ -30,7 +29,6 @@ PERIOD_S = 2.0
 """How often the thread looks; a wait shorter than that is never seen."""
 _GRACE_S = 10.0
 """A main thread that cannot raise the verdict itself (it is inside a library) is ended after this time."""
-_STORE_TIMEOUT = timedelta(seconds=60)
 
 Key = tuple[int, str, int]
 """A collective: number of the communicator, channel, and its number there."""
@@ -106,20 +104,12 @@ class Watch:
 
     # -- the thread
 
-    def start(self, rank: int, world_size: int, exchange: Callable[[object], list[Any]]) -> None:
-        """Begin to look, once in a process. Collective."""
+    def start(self, rank: int, world_size: int) -> None:
+        """Begin to look, once in a process. The store is the one that the ranks have met in."""
         if self._thread is not None or world_size == 1:
             return
         self._rank, self._world_size, self._main = rank, world_size, threading.get_ident()
-        host = os.environ.get("MASTER_ADDR", "127.0.0.1")
-        options: dict[str, Any] = {"timeout": _STORE_TIMEOUT, "wait_for_workers": False}
-        port = 0
-        if rank == 0:
-            self._store = TCPStore(host, 0, None, True, **options)
-            port = self._store.port
-        port = exchange(port)[0]
-        if rank:
-            self._store = TCPStore(host, port, None, False, **options)
+        self._store = PrefixStore("zlaunch-watch", dist.distributed_c10d._get_default_store())
         self._ended.clear()
         self._thread = threading.Thread(target=self._look, name="zlaunch-watch", daemon=True)
         self._thread.start()
