@@ -214,7 +214,7 @@ def _collective_of(frame: Any) -> str | None:
     return f"calls torch.distributed.{public[-1]}" if public else None
 
 
-_LIBRARIES = ("torch.", "zlaunch.", "threading", "contextlib", "importlib")
+_LIBRARIES = ("torch.", "zlaunch.", "threading", "contextlib", "importlib", "selectors")
 _HERE = os.path.dirname(os.path.abspath(__file__))
 
 

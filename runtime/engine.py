@@ -191,7 +191,10 @@ class Engine(Batches, Saving, nn.Module):
                 return self.module(*args, **kwargs)
         except RuntimeError as error:
             self._sharded.abandon_forward()
-            raise explained(error) or error from None
+            better = explained(error)
+            if better is not None:
+                raise better from error
+            raise
         except BaseException:
             self._sharded.abandon_forward()
             raise
@@ -302,7 +305,8 @@ class Engine(Batches, Saving, nn.Module):
     def _optimizer_step(self) -> None:
         if self._shard_step is None:
             raise RuntimeError(
-                "this engine has no optimizer: give initialize one, or an optimizer section in the config"
+                "this engine has no optimizer: give initialize one, or an optimizer section in the config. "
+                "None is made where no parameter requires a gradient at that time"
             )
         if not self._reducer.passes:
             raise RuntimeError(
@@ -373,7 +377,7 @@ class Engine(Batches, Saving, nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients accumulated so far."""
-        self._reducer.clear()
+        self.module.zero_grad(set_to_none)
 
     def get_global_grad_norm(self) -> float | None:
         """L2 norm of the last step's averaged, unscaled gradient before clipping; None before the first."""

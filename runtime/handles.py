@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .errors import OptimizerError
+from .errors import OptimizerError, ParameterError
 from .offload.place import Offload
 from .optim.groups import groups_by_parameter
 from .optim.guarded import MARK, check_mark
 from .optim.shard_step import ShardStep
+from .zero import guards
 from .zero.grads import GradientReducer
 from .zero.integrity import GroupIntegrity, Integrity, check_unfrozen
 from .zero.model import ShardedModel
@@ -42,14 +43,26 @@ class Handles:
         """
         unfrozen = self._integrity.unfrozen()
         if unfrozen and self._step is not None:
+            self.check(but_unfrozen=True)
             check_unfrozen(unfrozen, groups_by_parameter(self._step.outer.param_groups))
             self._regroup()
 
-    def check(self) -> None:
-        """Raises ParameterError if the model or the optimizer's groups are not what the engine trains."""
+    def check(self, *, but_unfrozen: bool = False) -> None:
+        """Raises ParameterError if the model or the optimizer's groups are not what the engine trains.
+
+        Parameters that have been unfrozen since the last forward pass are an error, too, unless
+        ``but_unfrozen``: their gradients did not come here.
+        """
         self._integrity.check()
         if self._groups is not None:
             self._groups.check()
+        unfrozen = [] if but_unfrozen or self._step is None else self._integrity.unfrozen()
+        if unfrozen:
+            raise ParameterError(
+                f"{guards.name_of(unfrozen[0])} was unfrozen after the model had been called, so its "
+                "gradient did not reach the engine: unfreeze before the forward pass, and drop this gradient "
+                "with zero_grad()"
+            )
 
     def bring_writes(self) -> None:
         """Let the masters have what the script has written into parameters. Raises DiskError."""
@@ -69,6 +82,13 @@ class Handles:
                 raise OptimizerError(
                     "add_param_group was given a tensor that is not a parameter of this engine's model"
                 )
+            unit = guards.owner(parameter)
+            if unit is not None and unit.trainable and unit.hides_gradient(parameter):
+                raise OptimizerError(
+                    f"{guards.name_of(parameter)} has gradients of this step already: call add_param_group "
+                    "after engine.step(), or drop them with optimizer.zero_grad()"
+                )
+        self.check(but_unfrozen=True)
         optimizer._kind.add_param_group(optimizer, group)  # type: ignore[attr-defined]
         self._groups = GroupIntegrity(optimizer)
         self._regroup()
@@ -79,6 +99,12 @@ class Handles:
         assert step is not None
         step.wait()
         groups = groups_by_parameter(step.outer.param_groups)
+        stale = [p for p in self._integrity.unfrozen() if guards.GRAD.__get__(p) is not None]
+        if stale:
+            raise ParameterError(
+                f"{guards.name_of(stale[0])} has a gradient from before the engine trains it: call "
+                "zero_grad() after unfreezing, or unfreeze before the forward pass"
+            )
         sharded.comm.settle()
         for block in sharded.blocks:
             units = rebuild_units(block, groups, self._dtype, sharded.comm, sharded.options, self._offload)

@@ -62,6 +62,8 @@ class Saving:
 
         def _settle(self) -> None: ...
 
+        def _check_alive(self) -> None: ...
+
         def gradient_accumulation_steps(self) -> int: ...
 
         def zero_optimization_stage(self) -> int: ...
@@ -93,6 +95,7 @@ class Saving:
         exclude_frozen: bool = False,
         at_once: bool = False,
     ) -> bool:
+        self._check_alive()
         self._settle()
         self._loader.check()
         self.handles.check()
@@ -177,6 +180,8 @@ class Saving:
         """
         if load_dir is None:
             return None, {}
+        self._check_alive()
+        self.handles.take_unfrozen()
         self._settle()
         self._saver.wait()
         checkpoint = self._loader.open(load_dir, str(tag) if tag is not None else None)
@@ -240,6 +245,7 @@ class Saving:
         A name that ends in ``.safetensors`` gets that format. The file loads with plain torch; a failure to
         write raises OSError on every rank.
         """
+        self._check_alive()
         self.handles.check()
         save_weights(self._sharded, save_dir, save_filename, exclude_frozen=exclude_frozen_parameters)
         return True

@@ -60,6 +60,7 @@ class ShardStep:
         self._written: set[int] = set()
         """Units whose values beside the master the last step has written already."""
         self._away = Away(offload, self.units, comm, background) if offload is not None else None
+        self._on_device = on_device
         self.decides_on_device = on_device and self._fused and self._away is None
 
     @property
@@ -88,7 +89,8 @@ class ShardStep:
         self._runs = [run for run in self._runs if all(run.unit is not unit for unit in gone)]
         self.units[:] = units
         self._take_units(new)
-        self._choose_fused()
+        self._fused = self._choose_fused()
+        self.decides_on_device = self._on_device and self._fused and self._away is None
 
     def take_hyperparameters(self) -> None:
         """Let the inner optimizer have what the script has set in the groups."""
@@ -108,8 +110,9 @@ class ShardStep:
             if not chosen and not group.get("differentiable") and not group.get("capturable"):
                 group["fused"] = True
         fused = all(group.get("fused") for group in self.optimizer.param_groups)
-        if fused:
-            self.optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
+        self.optimizer._step_supports_amp_scaling = fused  # type: ignore[attr-defined]
+        if not fused:
+            self.optimizer.grad_scale = self.optimizer.found_inf = None  # type: ignore[attr-defined]
         return fused
 
     @property

@@ -89,6 +89,7 @@ def detach(unit: Unit) -> None:
     unit._views, unit.master, unit.home, unit.grad = [], None, None, None
     unit.disk = unit.gradient_home = None
     unit.generation += 1
+    unit.shard_params = False  # it never frees them again
 
 
 def _let_go(unit: Unit, values: Sequence[Tensor]) -> None:

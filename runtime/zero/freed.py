@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -85,6 +86,10 @@ def read_freed(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
         for tensor in _tensors(result):
             if tensor.requires_grad and not any(tensor is one for one in given):
                 raise ParameterError(f"a gradient cannot flow through it: {_remedy(name)}")
+            if not tensor.is_floating_point() and tensor.dtype is not torch.bool:
+                raise ParameterError(f"there is no {tensor.dtype} that says so: {_remedy(name)}")
+        if isinstance(result, numpy.ndarray):
+            return result.copy()
         return _marked(result, hollow, name)
 
 

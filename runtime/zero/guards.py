@@ -38,9 +38,9 @@ class Settings:
 
     empty_placeholders: bool = False
     """A freed parameter has no elements, as DeepSpeed's have, instead of its true shape full of NaN."""
-    lenient_grad: bool = False
-    """``grad`` of a parameter whose gradient the engine has taken is None with a warning, as DeepSpeed's is
-    without one, instead of an error.
+    lenient: bool = False
+    """``grad`` of a parameter whose gradient the engine has taken is None, and a change of a gathered
+    parameter is lost, each with a warning instead of an error; DeepSpeed says nothing.
     """
 
 
@@ -207,7 +207,18 @@ def _hidden(name: str) -> None:
         "config; the norm is engine.get_global_grad_norm() after the step; to read or change gradients "
         "before it, zlaunch.safe_get_full_grad(parameter) and zlaunch.safe_set_full_grad(parameter, value)"
     )
-    if not settings.lenient_grad:
+    if not settings.lenient:
+        raise ParameterError(text)
+    warnings.warn(text, stacklevel=3)
+
+
+def complain(name: str) -> None:
+    """Raises ParameterError because a change of a gathered parameter is lost; under the alias a warning."""
+    text = (
+        f"{name} was changed in place while it was gathered (ZeRO stage 3), and the change is lost: use "
+        "`with zlaunch.zero.GatheredParameters([parameter], modifier_rank=0):` outside of the forward pass"
+    )
+    if not settings.lenient:
         raise ParameterError(text)
     warnings.warn(text, stacklevel=3)
 

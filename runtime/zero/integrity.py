@@ -50,6 +50,10 @@ class Integrity:
         if any(map(len, self._empty)):
             module, table = next(pair for pair in zip(self._owners, self._empty, strict=True) if pair[1])
             raise ParameterError(self._explain(module, table, ()))
+        with torch._C.DisableTorchFunctionSubclass():
+            self._check_places()
+
+    def _check_places(self) -> None:
         for unit in self._units:
             for index in range(len(unit.parameters)):
                 if not unit.is_in_place(index):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
@@ -71,6 +73,8 @@ class ShardedModel:
         self._root = blocks[0]
         self._block_of = {id(unit): block for block in blocks for unit in block.units}
         self._depth = 0
+        self._caller: FrameType | None = None
+        """Of the forward pass that is going on."""
         self._backward = False
         self._passed: list[Block] = []
         """Blocks with frozen units whose backward has begun; see _free_passed."""
@@ -107,7 +111,8 @@ class ShardedModel:
         add(self.module.register_forward_pre_hook(_undisturbed(self._before_root), prepend=True))
         add(self.module.register_forward_hook(_undisturbed(self._after_root), always_call=True))
         for block in self.blocks:
-            if not self.options.shard_optimizer or not block.units:
+            idle = not self.options.shard_optimizer and all(unit.trainable for unit in block.units)
+            if idle or not block.units:  # nothing is gathered, nothing can come to be trained
                 continue
             for module in block.modules:
                 if module is self.module:
@@ -172,6 +177,7 @@ class ShardedModel:
             return
         if self._backward:
             self._abandon()
+        self._check_thread()
         if not self._depth:
             self._kept.close()
             if self._unhooked:
@@ -179,9 +185,26 @@ class ShardedModel:
                 self.free_all()
             if self.before_forward is not None:
                 self.before_forward()
+            self._caller = _module_call(sys._getframe())
         self._depth += 1
         self._enter(module)
         self._fill(self._root)
+
+    def _check_thread(self) -> None:
+        """Notice a pass that an exception has ended without a hook being called; refuse a second thread."""
+        if not self._depth or self._caller is None:
+            return
+        frame, mine = sys._getframe(), sys._current_frames()
+        if _is_above(self._caller, frame):
+            return
+        running = any(_is_above(self._caller, other) for other in mine.values())
+        if running and self.options.shard_params:
+            raise RuntimeError(
+                "this model is being called by another thread: at stage 3, where parameters come and go, "
+                "only one thread at a time can use it"
+            )
+        if not running:
+            self.abandon_forward()
 
     def _enter(self, module: nn.Module) -> None:
         if not self._saved.enter(module):
@@ -189,7 +212,7 @@ class ShardedModel:
 
     def abandon_forward(self) -> None:
         """A forward pass has ended in an exception; for some (KeyboardInterrupt) torch calls no hooks."""
-        self._depth = 0
+        self._depth, self._caller = 0, None
         self._saved.reset()
 
     def _after_root(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -199,6 +222,7 @@ class ShardedModel:
         self._depth = max(0, self._depth - 1)
         if self._depth:
             return
+        self._caller = None
         armed = self._arm(output, self._begin_backward)
         self._forward_order.end()
         if not self.options.shard_params:
@@ -219,6 +243,8 @@ class ShardedModel:
 
     def _before(self, block: Block) -> Callable[..., None]:
         def before(module: nn.Module, args: Any) -> None:
+            if not self._depth and self.before_forward is not None and not guards.in_backward():
+                self.before_forward()
             self._enter(module)
             self._fill(block)
             if not block.is_root and self.options.shard_params and not guards.in_backward():
@@ -414,6 +440,7 @@ class ShardedModel:
 
     def free_all(self) -> None:
         """Free what may be freed: the master values have changed, or a pass was left half-way."""
+        self._check_thread()
         self._kept.close()
         self._unhooked = False
         for block in self.blocks:
@@ -426,3 +453,19 @@ class ShardedModel:
             for unit in units:
                 stack.enter_context(unit.hold())
             yield
+
+
+def _module_call(frame: FrameType | None) -> FrameType | None:
+    """The call of a module that a hook is part of: its frame lives as long as the pass."""
+    while frame is not None and frame.f_globals.get("__name__") != "torch.nn.modules.module":
+        frame = frame.f_back
+    return frame
+
+
+def _is_above(wanted: FrameType | None, frame: FrameType | None) -> bool:
+    """Whether ``wanted`` is on the stack that ends with ``frame``."""
+    while frame is not None:
+        if frame is wanted:
+            return True
+        frame = frame.f_back
+    return False

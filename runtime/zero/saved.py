@@ -116,8 +116,12 @@ class SavedTensors:
             return True
         if not self._enabled or not _autograd._saved_tensors_hooks_is_enabled():
             return False
-        self._outer = _autograd._top_saved_tensors_default_hooks(False)
-        if self._outer is not None and _is_recomputed(self._outer[0]):
+        outer = _autograd._top_saved_tensors_default_hooks(False)
+        if outer is not None and outer[0] == self._hooks[0]:  # somebody's hooks were above ours at the end
+            _autograd._pop_saved_tensors_default_hooks()
+            outer = _autograd._top_saved_tensors_default_hooks(False)
+        self._outer = outer
+        if outer is not None and _is_recomputed(outer[0]):
             return True
         _autograd._push_saved_tensors_default_hooks(*self._hooks)
         self._owner, self._depth = module, 1

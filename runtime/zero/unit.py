@@ -150,9 +150,13 @@ class Unit:
                 self.full[slot.offset : slot.stop].view(shape)
                 for slot, shape in zip(self.layout.slots, self.shapes, strict=True)
             ]
-            nan = torch.full((), float("nan"), dtype=self.dtype, device=self.device)
+            # each at an address of its own
+            nans = torch.full((len(self.shapes), 1), float("nan"), dtype=self.dtype, device=self.device)
             empty = guards.settings.empty_placeholders
-            self._placeholders = [nan.expand(0 if empty else shape) for shape in self.shapes]
+            self._placeholders = [
+                nan.view(()).expand(0 if empty else shape)
+                for nan, shape in zip(nans, self.shapes, strict=True)
+            ]
             if self.trainable:
                 make_state(self, flat[self.start : self.stop], offload)
             if self.shard_params:
@@ -302,6 +306,7 @@ class Unit:
             self._pending = DONE
             self._move((UnitState.GATHERING,), UnitState.FULL)
             self._point(self._views, [kinds.managed for kinds in self._kinds])
+            self.writes.arrive()
 
     @contextmanager
     def hold(self) -> Iterator[None]:
@@ -310,6 +315,9 @@ class Unit:
         self._holds += 1
         try:
             yield
+        except BaseException:
+            self.writes.arrive()  # this error counts, not what was written before it
+            raise
         finally:
             self._holds -= 1
             self.free()
@@ -320,14 +328,17 @@ class Unit:
             return
         if self.state is UnitState.GATHERING:
             self.ensure_full()
+        lost = self.writes.find_lost()
         self._move((UnitState.FULL,), UnitState.SHARDED)
         self._point(self._placeholders, [kinds.sharded for kinds in self._kinds])
         if self.is_viewed() or not self._storage.resizable():  # NumPy may have been given it
-            return
-        if self.poison:
+            pass
+        elif self.poison:
             self.full.fill_(float("nan"))
         else:
             self._storage.resize_(0)
+        if lost is not None:
+            guards.complain(lost)
 
     def store(self) -> None:
         """Take over values that somebody wrote into the FULL parameters (the same on every rank)."""
@@ -375,12 +386,12 @@ class Unit:
     def is_in_place(self, index: int) -> bool:
         """Whether parameter ``index`` still is what the unit has made of it: its class and its memory."""
         parameter, kinds = self.parameters[index], self._kinds[index]
-        if self.state is UnitState.FULL:
-            where = self._views[index].data_ptr()
-            return parameter.__class__ is kinds.managed and parameter.data_ptr() == where
         if self.state is UnitState.GATHERING:
             return parameter.__class__ in (kinds.pending, kinds.sharded)
-        return parameter.__class__ is kinds.sharded
+        full = self.state is UnitState.FULL
+        where = (self._views if full else self._placeholders)[index].data_ptr()
+        kind = kinds.managed if full else kinds.sharded
+        return parameter.__class__ is kind and parameter.data_ptr() == where
 
     def hides_gradient(self, parameter: Tensor) -> bool:
         """Whether the engine has taken a gradient of this parameter since the last step."""

@@ -27,6 +27,8 @@ class Writes:
         self._unit = unit
         self._exposed = False
         self._versions = self._references = 0
+        self._each: list[int] = []
+        """Each parameter's version when a sharded unit was gathered."""
 
     @property
     def matter(self) -> bool:
@@ -44,16 +46,38 @@ class Writes:
 
     def forget(self) -> None:
         """The masters are what the parameters say."""
-        if self.matter:
+        if self._unit.shard_params:
+            self.arrive()
+        elif self.matter:
             self._versions = self._count()
             references = self._unit.references()
             self._references = self._references or references
             # who still holds such a tensor may write to it once more
             self._exposed = self._exposed and references > self._references
 
+    def arrive(self) -> None:
+        """The unit has been gathered: what is written from now on is lost when it is freed."""
+        if self._unit.shard_params:
+            self._exposed = False
+            self._each = [parameter._version for parameter in self._unit.parameters]
+
+    def find_lost(self) -> str | None:
+        """Say what is lost if the unit is freed now; None if nothing was written."""
+        unit = self._unit
+        if unit.provisional:
+            return None
+        for parameter, name, before in zip(unit.parameters, unit.names, self._each, strict=False):
+            if parameter._version != before:
+                return name
+        own = unit.own_part
+        if not self._exposed or not isinstance(unit.home, torch.Tensor):
+            return None
+        return None if torch.equal(unit.home.to(own.device, own.dtype), own) else unit.name
+
     def stepped(self) -> None:
         """The engine has moved every version counter by one."""
         self._versions += len(self._unit.parameters)
+        self._each = [version + 1 for version in self._each]
 
     def _count(self) -> int:
         return sum(parameter._version for parameter in self._unit.parameters)

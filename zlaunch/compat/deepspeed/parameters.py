@@ -139,7 +139,7 @@ def use_deepspeeds_placeholders() -> None:
     if guards.settings.empty_placeholders:
         return
     guards.settings.empty_placeholders = True
-    guards.settings.lenient_grad = True
+    guards.settings.lenient = True
     for name, get in _PROPERTIES.items():
         setattr(nn.Parameter, name, property(_unwatched(get)))
 
