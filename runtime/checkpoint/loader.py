@@ -24,6 +24,7 @@ from .load import (
     load_persistent,
     load_units,
     restore_groups,
+    source_name,
 )
 from .reading import WHOLE, Checkpoint, advice, candidates, find, verified
 from .save import rank_file
@@ -128,6 +129,8 @@ class Loader:
                 check_optimizer(checkpoint, optimizer, self._sharded.units)
 
         agree(comm.exchange, comm.rank, check)
+        if states:
+            self._say_unused(checkpoint)
         self._rest()
         self._half_loaded = "another rank ended"
         try:
@@ -146,6 +149,22 @@ class Loader:
         for unit in self._sharded.units:
             unit.changed()
         self._half_loaded = ""
+
+    def _say_unused(self, checkpoint: Checkpoint) -> None:
+        """Print the parameters whose optimizer state is not taken, because they are frozen now."""
+        frozen = [name for unit in self._sharded.units if not unit.trainable for name in unit.names]
+        saved = [
+            name
+            for name in frozen
+            if checkpoint.parameters.get(source_name(checkpoint, name), {}).get("state", {}).get("tensors")
+        ]
+        if saved and self._comm.rank == 0:
+            names = ", ".join(saved[:3]) + (" ..." if len(saved) > 3 else "")
+            print(
+                f"zlaunch: warning: {checkpoint.folder} has optimizer state of {len(saved)} parameters that "
+                f"are frozen now ({names}); it is not loaded: unfreeze them before load_checkpoint",
+                flush=True,
+            )
 
     def _rest(self) -> None:
         """Bring everything to a stop: no step, gather or gradient is under way."""

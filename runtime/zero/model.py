@@ -6,7 +6,6 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from types import FrameType
 from typing import Any
 
 import torch
@@ -20,9 +19,10 @@ from .grads import GradientReducer
 from .hook import Hook
 from .intercept import intercept_module
 from .partition import Block, ShardingOptions
+from .passes import Pass
 from .prefetch import OrderHint, Prefetch
 from .saved import SavedTensors, outside_transforms
-from .structure import tensors_in
+from .structure import arm, tensors_in
 from .unit import Unit, UnitState
 
 
@@ -72,9 +72,7 @@ class ShardedModel:
         self._prefetch = Prefetch(blocks, comm, enabled=prefetch_numel > 0, max_live_numel=max_live_numel)
         self._root = blocks[0]
         self._block_of = {id(unit): block for block in blocks for unit in block.units}
-        self._depth = 0
-        self._caller: FrameType | None = None
-        """Of the forward pass that is going on."""
+        self._pass = Pass(one_thread=options.shard_params)
         self._backward = False
         self._passed: list[Block] = []
         """Blocks with frozen units whose backward has begun; see _free_passed."""
@@ -177,34 +175,18 @@ class ShardedModel:
             return
         if self._backward:
             self._abandon()
-        self._check_thread()
-        if not self._depth:
+        if self._pass.was_cut_off():
+            self.abandon_forward()
+        if not self._pass.depth:
             self._kept.close()
             if self._unhooked:
                 self._unhooked = False
                 self.free_all()
             if self.before_forward is not None:
                 self.before_forward()
-            self._caller = _module_call(sys._getframe())
-        self._depth += 1
+        self._pass.begin(sys._getframe())
         self._enter(module)
         self._fill(self._root)
-
-    def _check_thread(self) -> None:
-        """Notice a pass that an exception has ended without a hook being called; refuse a second thread."""
-        if not self._depth or self._caller is None:
-            return
-        frame, mine = sys._getframe(), sys._current_frames()
-        if _is_above(self._caller, frame):
-            return
-        running = any(_is_above(self._caller, other) for other in mine.values())
-        if running and self.options.shard_params:
-            raise RuntimeError(
-                "this model is being called by another thread: at stage 3, where parameters come and go, "
-                "only one thread at a time can use it"
-            )
-        if not running:
-            self.abandon_forward()
 
     def _enter(self, module: nn.Module) -> None:
         if not self._saved.enter(module):
@@ -212,18 +194,17 @@ class ShardedModel:
 
     def abandon_forward(self) -> None:
         """A forward pass has ended in an exception; for some (KeyboardInterrupt) torch calls no hooks."""
-        self._depth, self._caller = 0, None
+        self._pass.reset()
         self._saved.reset()
 
     def _after_root(self, module: nn.Module, args: Any, output: Any) -> None:
         self._saved.leave(module)
         if guards.in_backward():
             return
-        self._depth = max(0, self._depth - 1)
-        if self._depth:
+        self._pass.end()
+        if self._pass.depth:
             return
-        self._caller = None
-        armed = self._arm(output, self._begin_backward)
+        armed = arm(output, self._begin_backward, self._at_output)
         self._forward_order.end()
         if not self.options.shard_params:
             return
@@ -243,7 +224,7 @@ class ShardedModel:
 
     def _before(self, block: Block) -> Callable[..., None]:
         def before(module: nn.Module, args: Any) -> None:
-            if not self._depth and self.before_forward is not None and not guards.in_backward():
+            if not self._pass.depth and self.before_forward is not None and not guards.in_backward():
                 self.before_forward()
             self._enter(module)
             self._fill(block)
@@ -266,48 +247,20 @@ class ShardedModel:
             self._saved.leave(module)
             if guards.in_backward() or block.is_root:
                 return
-            armed = self._arm(output, at_gradient)
-            if not (armed and self._depth and self._forward_order.is_last(block.index)):
+            armed = arm(output, at_gradient)
+            if not (armed and self._pass.depth and self._forward_order.is_last(block.index)):
                 self._free_after_forward(block)
 
         return after
 
-    def _arm(self, output: Any, handler: Callable[[], None]) -> bool:
-        """Call ``handler`` when the gradient of any tensor in ``output`` is known; True if there is any to
-        come.
-        """
-        armed = False
-
-        def hook(grad: Tensor) -> Tensor | None:
-            handler()
+    def _at_output(self, grad: Tensor) -> Tensor | None:
+        """A gradient arrives at an output of the root: the loss scale is put in here, unless it is there."""
+        self._begin_backward()
+        if self.loss_scale is None or self.loss_is_scaled:
             return None
-
-        def root_hook(grad: Tensor) -> Tensor | None:
-            handler()
-            if self.loss_scale is None or self.loss_is_scaled:
-                return None
-            self._scaled_at_root = True
-            scale = self.loss_scale()
-            return grad * (scale.to(grad.dtype) if isinstance(scale, Tensor) else scale)
-
-        chosen = root_hook if handler == self._begin_backward else hook
-        hooked: set[int] = set()
-        for tensor in tensors_in(output):
-            if not tensor.requires_grad or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-                continue
-            armed = True
-            # A view that is modified in place later is rebuilt from its base, and the hook on the view is
-            # lost.
-            for target, function in ((tensor, chosen), (tensor._base, hook)):
-                if (
-                    target is not None
-                    and target.requires_grad
-                    and not target.is_leaf
-                    and id(target) not in hooked
-                ):
-                    hooked.add(id(target))
-                    target.register_hook(function)  # type: ignore[no-untyped-call]
-        return armed
+        self._scaled_at_root = True
+        scale = self.loss_scale()
+        return grad * (scale.to(grad.dtype) if isinstance(scale, Tensor) else scale)
 
     # -- backward
 
@@ -316,7 +269,7 @@ class ShardedModel:
             return
         self._backward = True
         self.reducer.begin()
-        if not self._depth:
+        if not self._pass.depth:
             self._forward_order.end()
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         self._fill(self._root)
@@ -382,7 +335,7 @@ class ShardedModel:
         self._passed = [block for block in self._passed if block is current]
 
     def _end_backward(self) -> None:
-        if self._depth and self.reducer.is_empty_pass:  # autograd.grad inside the forward pass
+        if self._pass.depth and self.reducer.is_empty_pass:  # autograd.grad inside the forward pass
             self._backward = False
             return
         self.reducer.finish()
@@ -425,7 +378,7 @@ class ShardedModel:
         From then on its unit is treated as the root's: gathered through the whole pass, since nothing tells
         when the backward pass needs it.
         """
-        if not self._depth and not guards.in_backward():
+        if not self._pass.depth and not guards.in_backward():
             return False
         if guards.in_backward() and not self._backward:
             self._begin_backward()
@@ -440,7 +393,8 @@ class ShardedModel:
 
     def free_all(self) -> None:
         """Free what may be freed: the master values have changed, or a pass was left half-way."""
-        self._check_thread()
+        if self._pass.was_cut_off():
+            self.abandon_forward()
         self._kept.close()
         self._unhooked = False
         for block in self.blocks:
@@ -453,19 +407,3 @@ class ShardedModel:
             for unit in units:
                 stack.enter_context(unit.hold())
             yield
-
-
-def _module_call(frame: FrameType | None) -> FrameType | None:
-    """The call of a module that a hook is part of: its frame lives as long as the pass."""
-    while frame is not None and frame.f_globals.get("__name__") != "torch.nn.modules.module":
-        frame = frame.f_back
-    return frame
-
-
-def _is_above(wanted: FrameType | None, frame: FrameType | None) -> bool:
-    """Whether ``wanted`` is on the stack that ends with ``frame``."""
-    while frame is not None:
-        if frame is wanted:
-            return True
-        frame = frame.f_back
-    return False

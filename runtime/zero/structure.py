@@ -1,11 +1,12 @@
-"""Finding the tensors inside whatever a module returns."""
+"""The tensors inside whatever a module returns, and hooks for their gradients."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -24,3 +25,32 @@ def tensors_in(value: Any, depth: int = 0) -> Iterator[Tensor]:
     elif is_dataclass(value) and not isinstance(value, type):
         for field in fields(value):
             yield from tensors_in(getattr(value, field.name, None), depth + 1)
+
+
+def arm(
+    output: Any,
+    handler: Callable[[], None],
+    at_output: Callable[[Tensor], Tensor | None] | None = None,
+) -> bool:
+    """Call ``handler`` when the gradient of any tensor in ``output`` is known; True if there is any to come.
+
+    ``at_output`` is called instead for the tensors themselves, and may return another gradient.
+    """
+
+    def hook(grad: Tensor) -> Tensor | None:
+        handler()
+        return None
+
+    armed = False
+    hooked: set[int] = set()
+    for tensor in tensors_in(output):
+        if not tensor.requires_grad or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            continue
+        armed = True
+        # a view that is modified in place later is rebuilt from its base, and the hook on the view is lost
+        for target, function in ((tensor, at_output or hook), (tensor._base, hook)):
+            if target is None or not target.requires_grad or target.is_leaf or id(target) in hooked:
+                continue
+            hooked.add(id(target))
+            target.register_hook(function)  # type: ignore[no-untyped-call]  # torch's own is untyped
+    return armed

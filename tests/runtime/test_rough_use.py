@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import threading
 from pathlib import Path
 from typing import Any
@@ -53,7 +55,7 @@ class Encoder(nn.Module):
 
 
 def _unfrozen_late() -> None:
-    """Unfrozen parameters in a pass by another method, and unfrozen between a forward and its backward pass."""
+    """Unfreeze parameters before a pass by another method, and between a forward and its backward pass."""
     zlaunch.init_distributed()
     for stage in (0, 3):
         torch.manual_seed(1)
@@ -123,6 +125,26 @@ def _resumed(folder: str) -> float:
                 engine.save_checkpoint(folder)
         models.append(engine.module.state_dict())
     return max(relative_error(models[1][name], models[0][name]) for name in models[0])
+
+
+def _warned(folder: str) -> str:
+    """Loaded before unfreezing: what is not loaded is said."""
+    zlaunch.init_distributed()
+    engine, *_ = zlaunch.initialize(model=net(), config=_with_adam(1))
+    engine.backward(loss_of(engine, batches(1, 2)[0]))
+    engine.step()
+    engine.save_checkpoint(folder)
+    model = net()
+    model.layers[0].requires_grad_(False)
+    engine, *_ = zlaunch.initialize(model=model, config=_with_adam(1))
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        engine.load_checkpoint(folder)
+    return printed.getvalue()
+
+
+def test_state_of_frozen_parameters_that_is_not_loaded_is_said(tmp_path: Path) -> None:
+    (text,) = run_workers(_warned, 1, str(tmp_path))
+    assert "has optimizer state of 6 parameters that are frozen now (layers.0." in text
 
 
 def test_unfrozen_parameters_get_their_state_back(tmp_path: Path) -> None:
@@ -237,7 +259,7 @@ def _interrupted() -> None:
     handle.remove()
     engine.backward(loss_of(engine, tokens))
     engine.step()
-    assert engine._sharded._depth == 0
+    assert engine._sharded._pass.depth == 0
     assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
 
     errors: list[str] = []
