@@ -46,12 +46,14 @@ def measure(stage: int, size: Size, rounds: int, *, bf16: bool) -> dict[str, flo
     }
     with contextlib.redirect_stdout(io.StringIO()):
         engine, *_ = zlaunch.initialize(model=GPT(size), config=config)
-    tokens = torch.randint(0, 256, (1, size.context + 1))
+    tokens = torch.randint(0, 256, (1, size.context + 1), device=engine.device)
 
     def step() -> None:
         logits = engine(tokens[:, :-1]).float()
         engine.backward(torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()))
         engine.step()
+        if engine.device.type == "cuda":
+            torch.cuda.synchronize()
 
     def checks() -> None:
         engine.handles.take_unfrozen()

@@ -3,7 +3,7 @@ checkpoints.
 
     python -m benchmarks.gpu [--out benchmarks/results/NAME.json]
 
-Needs no launcher (nor its dependencies) and stays under nine minutes. Exits with 1 if a test failed.
+Needs no launcher (nor its dependencies) and stays under ten minutes. Exits with 1 if a test failed.
 """
 
 from __future__ import annotations
@@ -50,6 +50,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "benchmarks.checkpoint", "--path", folder, "--rounds", "3"]
         saving = subprocess.run(command, cwd=ROOT, env=env, timeout=50, stdout=subprocess.PIPE, text=True)
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "checks.json"
+        command = [sys.executable, "-m", "benchmarks.checks", "--rounds", "3", "--out", str(out)]
+        subprocess.run(command, cwd=ROOT, env=env, timeout=30)
+        checks = json.loads(out.read_text()) if out.exists() else "failed"
     device = torch.cuda.get_device_properties(0)
     result = {
         "gpu": device.name,
@@ -60,6 +65,7 @@ def main() -> None:
         "train_100m_fp32_world_1": measured,
         "kernels_128m": json.loads(kernels.stdout) if kernels.returncode == 0 else "failed, CuPy missing?",
         "checkpoint_64m": json.loads(saving.stdout) if saving.returncode == 0 else "failed",
+        "checks_of_a_step_100_layers": checks,
         "gpt2_1500m_bf16_offload_under_24_gb": json.loads(large.stdout) if large.stdout else "failed",
     }
     text = json.dumps(result, indent=1)
