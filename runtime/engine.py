@@ -310,8 +310,9 @@ class Engine(Batches, Saving, nn.Module):
             )
         if not self._reducer.passes:
             raise RuntimeError(
-                "engine.step() at an accumulation boundary without a backward pass since the last step: it "
-                "would train nothing. Call engine.backward(loss) first"
+                "engine.step() at an accumulation boundary without a backward pass since the last step or "
+                "zero_grad(): it would train nothing. Call engine.backward(loss) first; optimizer.step() is "
+                "this step already"
             )
         self.handles.check()
         self._settle()

@@ -80,7 +80,8 @@ class Handles:
             parameter = entry[1] if isinstance(entry, tuple) else entry
             if id(parameter) not in mine:
                 raise OptimizerError(
-                    "add_param_group was given a tensor that is not a parameter of this engine's model"
+                    "add_param_group was given a tensor that is not a parameter of this engine's model: "
+                    "make it one before zlaunch.initialize, or train it with an optimizer of its own"
                 )
             unit = guards.owner(parameter)
             if unit is not None and unit.trainable and unit.hides_gradient(parameter):

@@ -226,8 +226,8 @@ def check_mark(state_dict: Mapping[str, Any], own: Mapping[str, Any]) -> None:
     given = state_dict.get(MARK)
     if given is None:
         raise OptimizerError(
-            "this state dict is not of an engine's optimizer. To go on from a plain torch optimizer, import "
-            "its checkpoint (zlaunch checkpoint import)"
+            "this state dict is not of an engine's optimizer: state of a plain torch optimizer cannot be "
+            "taken over; a new engine begins with fresh state"
         )
     for key, value in own.items():
         if given.get(key) != value:
