@@ -6,7 +6,7 @@ import errno
 import socket
 import time
 
-_CONNECT_TIMEOUT_S = 3.0
+_CONNECT_TIMEOUT_S = 6.0  # a lost first packet is sent again after 1 s, and after 3 s
 """For one address. Longer than a lost packet's first repetition."""
 
 
