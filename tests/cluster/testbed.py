@@ -276,8 +276,17 @@ class Testbed:
         sh("ip", "link", "set", _PREFIX + node, "down")
 
     def heal(self, node: str) -> None:
-        """Plug it in again."""
+        """Plug it in again; returns when every node can be reached from it."""
         sh("ip", "link", "set", _PREFIX + node, "up")
+        probe = "import socket, sys; socket.create_connection((sys.argv[1], 22), 1).close()"
+        for other in self.hosts:
+            if other != node:
+                address = self.address(other)
+                command = ("ip", "netns", "exec", _PREFIX + node, sys.executable, "-c", probe, address)
+                wait_until(
+                    lambda c=command: sh(*c, check=False).returncode == 0,
+                    f"{node} reaches {other} again",
+                )
 
     @contextmanager
     def latency(self, node: str, ms: float) -> Iterator[None]:
