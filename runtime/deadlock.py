@@ -26,7 +26,7 @@ from torch._C._distributed_c10d import PrefixStore
 from .errors import RankMismatchError
 
 PERIOD_S = 2.0
-"""How often the thread looks; a wait shorter than that is never seen."""
+"""Sets how often the thread looks; a wait shorter than that is never seen."""
 _GRACE_S = 10.0
 """A main thread that cannot raise the verdict itself (it is inside a library) is ended after this time."""
 
@@ -45,7 +45,7 @@ class Blocked:
     what: str
     where: str
     started: Mapping[str, int] = field(default_factory=dict)
-    """How many collectives of a channel ("communicator/channel") the rank has started."""
+    """Counts the collectives of a channel ("communicator/channel") that the rank has started."""
     beat: int = 0
     """Grows while the thread looks."""
 
@@ -54,7 +54,7 @@ class Blocked:
 
 
 def in_vain(mine: Blocked, other: Blocked) -> bool:
-    """Whether the two ranks, blocked at one moment, keep each other from going on."""
+    """Decide whether the two ranks, blocked at one moment, keep each other from going on."""
     if mine.key == other.key or (mine.key is None and other.key is None):
         return False
     needs_me = other.key is None or not mine.has_started(other.key)
@@ -138,11 +138,11 @@ class Watch:
                 before = now
                 self._publish(now)
                 published = True
-                found = self._judge(now, others)
+                verdict = self._told(now) or self._judge(now, others)
             except Exception:  # the store went with rank 0, or the process is ending: nothing left to watch
                 return
-            if found is not None:
-                self._end(now, found)
+            if verdict is not None:
+                self._end(now, verdict)
                 return
 
     def _blocked(self, before: Blocked | None) -> Blocked | None:
@@ -163,7 +163,16 @@ class Watch:
         text = "" if value is None else json.dumps([getattr(value, n) for n in Blocked.__slots__])
         self._store.set(f"blocked/{self._rank}", text)
 
-    def _judge(self, mine: Blocked, others: dict[int, tuple[Blocked, int]]) -> tuple[int, Blocked] | None:
+    def _told(self, mine: Blocked) -> str | None:
+        """Read what a rank that has found out first has left for this one, about this very wait."""
+        name = f"verdict/{self._rank}"
+        if not self._store.check([name]):
+            return None
+        wait, verdict = json.loads(self._store.get(name).decode())
+        return str(verdict) if wait == mine.wait else None
+
+    def _judge(self, mine: Blocked, others: dict[int, tuple[Blocked, int]]) -> str | None:
+        """Find a rank that this one keeps from going on, and that keeps this one; tell it, too."""
         for rank in range(self._world_size):
             name = f"blocked/{rank}"
             if rank == self._rank or not self._store.check([name]):
@@ -178,16 +187,19 @@ class Watch:
             if first is None or first[0].wait != other.wait or not in_vain(mine, other):
                 others[rank] = (other, other.beat)
             elif other.beat >= first[1] + 2:  # it was there after this rank had begun to look
-                return rank, other
+                verdict = (
+                    f"rank {self._rank} waits in vain: it {mine.what}{mine.where}, while rank {rank} "
+                    f"{other.what}{other.where}. All ranks must make the same calls: state_dict, evaluation "
+                    "and GatheredParameters at stage 3, save_checkpoint and load_checkpoint at every stage"
+                )
+                # Its own search ends in vain once this rank stops publishing.
+                self._store.set(f"verdict/{rank}", json.dumps([other.wait, verdict]))
+                return verdict
         return None
 
-    def _end(self, mine: Blocked, found: tuple[int, Blocked]) -> None:
-        rank, other = found
-        self._verdict = (
-            f"rank {self._rank} waits in vain: it {mine.what}{mine.where}, while rank {rank} "
-            f"{other.what}{other.where}. All ranks must make the same calls: state_dict, evaluation and "
-            "GatheredParameters at stage 3, save_checkpoint and load_checkpoint at every stage"
-        )
+    def _end(self, mine: Blocked, verdict: str) -> None:
+        """Let the main thread raise the verdict, or end the process where it cannot."""
+        self._verdict = verdict
         deadline = time.monotonic() + _GRACE_S
         while time.monotonic() < deadline:
             if self._ended.wait(0.2):
