@@ -118,7 +118,7 @@ def test_dry_run_prints_the_plan_and_starts_nothing(tmp_path: Path) -> None:
         ("raise SystemExit(3)", 3, "exited with code 3"),
         ("sys.exit('bad data')", 1, "| bad data"),
         ("os._exit(7)", 7, "exited with code 7"),
-        ("raise ValueError('boom')", 1, "exception: ValueError: boom"),
+        ("raise ValueError('boom')", 1, "| ValueError: boom"),
         ("os.kill(os.getpid(), 11)", 139, "SIGSEGV"),
         ("os.kill(os.getpid(), 9)", 137, "SIGKILL"),
         ("import argparse; argparse.ArgumentParser().parse_args()", 2, "zlaunch --no_local_rank"),

@@ -5,7 +5,8 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
-from zlaunch.launch.failure import Failure, choose, likely_reason, oom_counters, oom_rose, report
+from zlaunch.launch.failure import Failure, choose, likely_reason, report
+from zlaunch.launch.oom import oom_counters, oom_rose
 
 LOST_PEER = "RuntimeError: [gloo/transport/tcp/pair.cc] Connection closed by peer"
 
@@ -37,10 +38,11 @@ def test_exit_codes() -> None:
 
 
 def test_reasons() -> None:
-    assert "out of host memory" in likely_reason(signal.SIGKILL, oom_killed=True)
-    assert "from outside" in likely_reason(signal.SIGKILL, oom_killed=False)
-    assert "/dev/shm" in likely_reason(signal.SIGBUS, oom_killed=False)
-    assert likely_reason(60, oom_killed=False) == ""
+    assert likely_reason(signal.SIGKILL, oom_killed="run").startswith("out of host memory")
+    assert likely_reason(signal.SIGKILL, oom_killed="host").startswith("killed from outside")
+    assert "memory" not in likely_reason(signal.SIGKILL, oom_killed=None)
+    assert "/dev/shm" in likely_reason(signal.SIGBUS, oom_killed=None)
+    assert likely_reason(60, oom_killed=None) == ""
 
 
 def test_oom_counters_of_both_cgroup_versions(tmp_path: Path) -> None:
@@ -54,11 +56,29 @@ def test_oom_counters_of_both_cgroup_versions(tmp_path: Path) -> None:
     write("sys/fs/cgroup/slice/run/memory.events", "oom 1\noom_kill 1\noom_group_kill 0\n")
     write("sys/fs/cgroup/memory/job/memory.oom_control", "under_oom 0\noom_kill 3\n")
     before = oom_counters(tmp_path)
-    assert sorted(before.values()) == [1, 2, 3]
-    assert not oom_rose(before, oom_counters(tmp_path))
+    assert before == {"run": 4, "host": 2}
+    assert oom_rose(before, oom_counters(tmp_path)) is None
     write("sys/fs/cgroup/memory/job/memory.oom_control", "under_oom 0\noom_kill 4\n")
-    assert oom_rose(before, oom_counters(tmp_path))
+    assert oom_rose(before, oom_counters(tmp_path)) == "run"
     assert oom_counters(tmp_path / "nothing") == {}
+
+
+def test_an_oom_kill_elsewhere_on_the_machine_is_not_blamed(tmp_path: Path) -> None:
+    for name, text in {
+        "proc/vmstat": "oom_kill 2\n",
+        "proc/self/cgroup": "0::/slice/run\n",
+        "sys/fs/cgroup/slice/memory.events": "oom_kill 7\n",
+        "sys/fs/cgroup/slice/run/memory.events": "oom_kill 0\n",
+    }.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    before = oom_counters(tmp_path)
+    (tmp_path / "proc/vmstat").write_text("oom_kill 3\n")
+    (tmp_path / "sys/fs/cgroup/slice/memory.events").write_text("oom_kill 8\n")
+    assert oom_rose(before, oom_counters(tmp_path)) is None
+    (tmp_path / "proc/self/cgroup").unlink()  # a kernel without control groups says it of the machine only
+    assert oom_rose({"host": 2}, oom_counters(tmp_path)) == "host"
 
 
 def test_report_names_all_there_is_to_know() -> None:
@@ -72,3 +92,16 @@ def test_report_names_all_there_is_to_know() -> None:
 def test_report_hints_at_no_local_rank() -> None:
     tail = ["usage: t.py [-h]", "t.py: error: unrecognized arguments: --local_rank=0"]
     assert "--no_local_rank" in report(Failure(0, "h", 0, "exit", 2), tail, "log")
+
+
+def test_the_cause_stands_in_the_report_once() -> None:
+    traceback = "Traceback (most recent call last):\n  File 'x.py'\nValueError: bad shape\n"
+    failure = Failure(1, "h", 0, "exception", 1, exception="ValueError: bad shape", traceback=traceback)
+    for tail, shown in (
+        (traceback.splitlines(), False),  # in its output, which nobody has seen
+        (["step 1"], False),  # only told as an event
+        (traceback.splitlines(), True),
+        ([], False),
+    ):
+        text = report(failure, tail, "log", shown=shown)
+        assert text.count("ValueError: bad shape") == 1, text

@@ -336,7 +336,7 @@ def _check_command(
 
 def _print_plan(plan: Plan, *, as_json: bool) -> None:
     if as_json:
-        print(plan.to_json(indent=2))
+        print(plan.shown())
         return
     from rich.console import Console
 

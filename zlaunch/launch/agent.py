@@ -2,13 +2,18 @@
 
 The first line on stdin is the plan (with this node alone), later ones are commands; events leave as JSON
 lines on stdout. One thread, one loop, no blocking call: whatever a worker or the launcher does, the agent can
-still stop the run. It ends the run by itself on the first failure, on a command, on SIGTERM, and when the
-launcher is gone.
+still stop the run. It reports what happens to its workers, and the launcher alone decides what that means. By
+itself it ends the run only on SIGTERM and when the launcher is gone.
+
+How long it stays in a state: without a plan, as long as the launcher said (`hello`); with workers, as long as
+the launcher lives and, where it is on another machine, is heard; stopping, the grace period; handing over the
+last output, as long as the launcher takes some of it.
 """
 
 from __future__ import annotations
 
 import os
+import select
 import selectors
 import signal
 import socket
@@ -19,25 +24,23 @@ from functools import partial
 
 from zlaunch.launch.events import WORKER_EVENTS, Event, LineBuffer
 from zlaunch.launch.failure import (
-    SAVED_CODE,
-    SETTLE_S,
-    is_communication,
     likely_reason,
-    oom_counters,
-    oom_rose,
     signal_name,
 )
 from zlaunch.launch.greeting import Greeter
-from zlaunch.launch.guard import Guard
+from zlaunch.launch.guard import fork_under_guard
+from zlaunch.launch.oom import oom_counters, oom_rose
 from zlaunch.launch.outbox import Outbox
 from zlaunch.launch.plan import Plan
 from zlaunch.launch.processes import (
+    PASSED_SIGNALS,
     adopt_orphans,
     kill,
     open_pidfd,
     python_module_argv,
     run_processes,
     signal_groups,
+    start_ticks,
     sweep,
 )
 from zlaunch.launch.worker import CHUNK_BYTES, Batch, Worker, read_chunk, spawn
@@ -47,12 +50,18 @@ _DRAIN_LIMIT_BYTES = 4 << 20
 _SCAN_INTERVAL_S = 0.1
 _LEFTOVER_S = 0.5
 """How long helpers of a finished worker (trackers, uploaders) may take to end by themselves."""
+_IDLE_S = 300.0
+"""How long an agent waits for its plan when the launcher has not said how long that may take."""
+_PAUSE_S = 86400.0
+"""How long a launcher that has been stopped in its terminal (Ctrl-Z) may be silent."""
+_GOODBYE_S = 5.0
+"""How long a launcher that has hung up may take nothing of the last output."""
 
 
 class Agent:
     """The loop and its state. Times are monotonic seconds."""
 
-    def __init__(self, guard: Guard, stdin: int = 0, stdout: int = 1) -> None:
+    def __init__(self, guard: int, stdin: int = 0, stdout: int = 1) -> None:
         self.guard = guard
         self.stdin = stdin
         self.outbox = Outbox(stdout)
@@ -69,8 +78,10 @@ class Agent:
         """Workers that are being forked."""
         self.oom_before = oom_counters()
         self.stopping = False
-        self.stop_at: float | None = None
-        """A failure has been seen; until then a better cause may show up."""
+        self.idle_s = _IDLE_S
+        self.paused = False
+        """The launcher has been stopped in its terminal and says nothing for that reason."""
+        self.user_input = _user_input()
         self.kill_at: float | None = None
         """Set once the run is ending; then whatever is left is killed."""
         self.scan_at = 0.0
@@ -89,7 +100,8 @@ class Agent:
         # Handlers, not SIG_IGN: an ignored signal would stay ignored in every worker.
         signal.signal(signal.SIGTERM, self._on_signal)
         signal.signal(signal.SIGHUP, self._on_signal)
-        signal.signal(signal.SIGINT, lambda *_: None)
+        for signum in (signal.SIGINT, *PASSED_SIGNALS):
+            signal.signal(signum, lambda *_: None)
         self._watch(wake_reader, lambda: os.read(wake_reader, 512))
         self._watch(self.stdin, self._on_stdin)
         while not self.ended:
@@ -99,9 +111,30 @@ class Agent:
                     key.data()
             self._reap()
             self._tick()
-        self.guard.tell("ok")
-        self.outbox.flush_all()
+        self._hand_over()
         return 0
+
+    def _hand_over(self) -> None:
+        """Write all that is left, for as long as the launcher takes some of it or is heard.
+
+        A launcher on this machine may take its time (its terminal may be halted): its end shows in the pipe.
+        """
+        limit_s = (self.plan.heartbeat_s if self.plan is not None else 0.0) or _PAUSE_S
+        moved_at, listening = time.monotonic(), True
+        while self.outbox.pending:
+            left = moved_at + (_PAUSE_S if self.paused else limit_s) - time.monotonic()
+            if left <= 0:
+                return
+            before = self.outbox.pending
+            readable, _, _ = select.select([self.stdin] if listening else [], [self.outbox.fd], [], left)
+            self.outbox.flush()
+            chunk = read_chunk(self.stdin) if readable else None
+            if chunk or self.outbox.pending < before:
+                moved_at = time.monotonic()
+            if chunk:
+                self.paused = any(m.get("cmd") == "pause" for m in self.commands.feed(chunk))
+            elif chunk is not None:
+                listening, limit_s, self.paused = False, _GOODBYE_S, False
 
     def _choose_descriptors(self) -> None:
         """Wait for room to write only when there is something to write, and hold noisy workers back."""
@@ -140,6 +173,7 @@ class Agent:
             self.stop("the launcher is gone")
             return
         self.heard_at = time.monotonic()
+        self.paused = False
         for message in self.commands.feed(chunk):
             self._on_message(message)
 
@@ -150,6 +184,8 @@ class Agent:
                 self._start(Plan.from_dict(message))
         elif command == "ping":
             self.send({"type": "pong", "host": self._host(), "time": time.time()})
+        elif command == "pause":
+            self.paused = True
         elif command == "stop":
             self.stop("the launcher asked for it", message.get("grace_s"))
         elif command == "kill":
@@ -160,6 +196,7 @@ class Agent:
                 if worker.returncode is None:
                     self._signal(worker.pid, int(message["signum"]))
         elif self.plan is None:
+            self.idle_s = float(message.get("idle_s", self.idle_s))
             self.greeter.handle(message)
 
     def _signal(self, pid: int, signum: int) -> None:
@@ -187,9 +224,6 @@ class Agent:
             if event.get("type") not in WORKER_EVENTS:
                 continue
             self.send({**event, "rank": worker.plan.rank, "host": self._host()})
-            if event["type"] == "exception" and worker.exception is None:
-                worker.exception = str(event.get("exception"))
-                self._settle_until(time.monotonic() + SETTLE_S)
         if chunk == b"":
             self._unwatch(worker.event_fd)
         return bool(chunk)
@@ -204,28 +238,31 @@ class Agent:
         listener = self.greeter.close()
         if listener is not None:
             self._unwatch(listener)
-        self.guard.tell("run", plan.run_id)
         self.send({"type": "agent", "host": self._host(), "pid": os.getpid(), "time": time.time()})
         if plan.preload:
             try:
-                self.batch = Batch(plan.nodes[0].workers, plan.preload, plan.cwd)
+                self.batch = Batch(plan.nodes[0].workers, plan.preload, plan.cwd, self.user_input)
             except OSError:
                 pass  # one by one then, which says what is wrong
             else:
-                self.guard.tell("session", self.batch.preloader.pid)
                 self._watch(self.batch.preloader.connection.fileno(), self._on_batch)
+                self._wake_at_end_of(self.batch.preloader.pid)
                 return
         self._spawn_each()
 
     def _on_batch(self) -> None:
         """The preloader has forked the workers, or has failed; then they are started one by one."""
         assert self.batch is not None
-        self._unwatch(self.batch.preloader.connection.fileno())
-        workers = self.batch.workers()
-        self.batch = None
+        batch, self.batch = self.batch, None
+        self._unwatch(batch.preloader.connection.fileno())
         if self.stopping:
-            return  # it is being swept away, and what it forked with it
+            batch.close()
+            return
+        workers = batch.workers()
         if workers is None:
+            what = " and ".join(name.partition(".")[0] for name in self.plan.preload) if self.plan else ""
+            text = f"{self._host()}: the process that imports {what} for all workers has failed: "
+            self.send({"type": "notice", "message": text + "each starts by itself"})
             self._spawn_each()
         for worker in workers or ():
             self._watch_worker(worker)
@@ -234,7 +271,7 @@ class Agent:
         assert self.plan is not None
         for worker in self.plan.nodes[0].workers:
             try:
-                self._watch_worker(spawn(worker, self.plan.cwd))
+                self._watch_worker(spawn(worker, self.plan.cwd, self.user_input))
             except OSError as error:
                 text = f"cannot start rank {worker.rank} on {self._host()}: {error}"
                 self.send({"type": "error", "message": text, "time": time.time()})
@@ -243,18 +280,11 @@ class Agent:
 
     def _watch_worker(self, worker: Worker) -> None:
         plan = worker.plan
-        # Before anything else: from here on the worker can be found by its session too.
-        self.guard.tell("session", worker.pid)
         self.workers[worker.pid] = worker
         for fd in worker.streams:
             self._watch(fd, partial(self._on_output, worker, fd))
         self._watch(worker.event_fd, partial(self._on_worker_event, worker))
-        pidfd = open_pidfd(worker.pid)
-        if pidfd is None:
-            self.poll_s = 0.05
-        else:
-            # Readable is all it says; the loop reaps after every round.
-            self._watch(pidfd, partial(self._unwatch, pidfd))
+        self._wake_at_end_of(worker.pid)
         self.send(
             {
                 "type": "spawn",
@@ -262,9 +292,18 @@ class Agent:
                 "local_rank": plan.local_rank,
                 "host": self._host(),
                 "pid": worker.pid,
+                "start_ticks": start_ticks(worker.pid) or 0,
                 "time": time.time(),
             }
         )
+
+    def _wake_at_end_of(self, pid: int) -> None:
+        pidfd = open_pidfd(pid)
+        if pidfd is None:
+            self.poll_s = 0.05
+        else:
+            # Readable is all it says; the loop reaps after every round.
+            self._watch(pidfd, partial(self._unwatch, pidfd))
 
     def _reap(self) -> None:
         """Take the status of all children that ended: workers, and orphans that were adopted."""
@@ -276,8 +315,10 @@ class Agent:
             if pid == 0:
                 return
             worker = self.workers.get(pid)
-            if worker is not None:
+            if worker is not None and worker.returncode is None:
                 self._on_exit(worker, os.waitstatus_to_exitcode(status))
+            elif self.batch is not None and pid == self.batch.preloader.pid:
+                self._on_batch()  # what it forked keeps the connection open
 
     def _on_exit(self, worker: Worker, code: int) -> None:
         self._drain(worker)
@@ -297,13 +338,6 @@ class Agent:
                 "time": time.time(),
             }
         )
-        saved = code == SAVED_CODE and self.plan is not None and self.plan.python
-        if self.stopping or saved or (code == 0 and worker.exception is None):
-            return
-        # A failed collective says that somebody else failed: wait for who it was. Anything else is a cause
-        # itself.
-        if worker.exception is None or not is_communication(worker.exception):
-            self._settle_until(time.monotonic())
 
     def _drain(self, worker: Worker) -> None:
         """Take what a dead worker left in its pipes; their end may never come, grandchildren hold them."""
@@ -316,9 +350,6 @@ class Agent:
 
     # -- ending --------------------------------------------------------------------------------
 
-    def _settle_until(self, moment: float) -> None:
-        self.stop_at = moment if self.stop_at is None else min(self.stop_at, moment)
-
     def stop(self, why: str, grace_s: float | None = None) -> None:
         """SIGTERM to every worker's process group; whoever is left after the grace period is killed."""
         if self.plan is None:
@@ -329,19 +360,35 @@ class Agent:
         self.stopping = True
         grace_s = self.plan.grace_s if grace_s is None else grace_s
         self.kill_at = time.monotonic() + grace_s
-        signal_groups(self.workers, signal.SIGTERM)
+        signal_groups(self._living(), signal.SIGTERM)
         # SIGCONT: a worker that was stopped (SIGSTOP) could not act on the SIGTERM.
-        signal_groups(self.workers, signal.SIGCONT)
+        signal_groups(self._living(), signal.SIGCONT)
         self.send(
             {"type": "stopping", "host": self._host(), "why": why, "grace_s": grace_s, "time": time.time()}
         )
 
     def _timeout(self) -> float:
         now = time.monotonic()
-        moments = [self.stop_at if not self.stopping else None, self.kill_at]
+        moments = [] if self.kill_at is None else [self.kill_at]
         if self.kill_at is not None and self._all_exited():
             moments.append(self.scan_at)
-        return max(0.0, min([self.poll_s, *(moment - now for moment in moments if moment is not None)]))
+        return max(0.0, min([self.poll_s, *(moment - now for moment in moments)]))
+
+    def _living(self) -> list[int]:
+        """List the workers whose status has not been taken: no other process can have their ids."""
+        return [worker.pid for worker in self.workers.values() if worker.returncode is None]
+
+    def _check_silence(self, now: float) -> None:
+        """Stop when the launcher has said nothing for as long as this state allows."""
+        silent_s = now - self.heard_at
+        if self.plan is None:
+            if silent_s > self.idle_s:
+                self.stop("no plan has come")
+        elif self.paused:
+            if silent_s > _PAUSE_S:
+                self.stop(f"the launcher has been stopped for {_PAUSE_S / 3600:g} hours")
+        elif self.plan.heartbeat_s and silent_s > self.plan.heartbeat_s:
+            self.stop(f"the launcher has been silent for {self.plan.heartbeat_s:g} s")
 
     def _all_exited(self) -> bool:
         forking = self.batch is not None and not self.stopping
@@ -352,16 +399,14 @@ class Agent:
         if self.outbox.lost:
             self.stop("the launcher is gone")
         if self.asked_by_signal:
-            self.stop(f"the agent got {self.asked_by_signal}")
+            alone = os.getppid() != self.guard
+            self.stop("the agent's guard was killed" if alone else f"the agent got {self.asked_by_signal}")
+        now = time.monotonic()
+        self._check_silence(now)
         if self.plan is None or self.ended:
             return
-        now = time.monotonic()
-        if self.plan.heartbeat_s and now - self.heard_at > self.plan.heartbeat_s:
-            self.stop(f"the launcher has been silent for {self.plan.heartbeat_s:g} s")
         all_exited = self._all_exited()
-        if not self.stopping and self.stop_at is not None and (all_exited or now >= self.stop_at):
-            self.stop("a worker failed")
-        elif self.kill_at is None and all_exited:
+        if self.kill_at is None and all_exited:
             self.kill_at = now + _LEFTOVER_S
         if self.kill_at is None:
             return
@@ -373,7 +418,7 @@ class Agent:
 
     def _await_leftovers(self, run_id: str) -> None:
         """The workers are gone; what they started gets the rest of the time, and in a stop one SIGTERM."""
-        found = run_processes(run_id, self.workers.keys(), ancestor=os.getpid(), spare=(self.guard.pid,))
+        found = run_processes(run_id, ancestor=os.getpid())
         if not found:
             self._end()
         elif self.stopping and not self.leftovers_asked:
@@ -384,24 +429,26 @@ class Agent:
     def _end(self) -> None:
         """Kill all that is left, hand over the last output, say so."""
         assert self.plan is not None
-        living = [worker.pid for worker in self.workers.values() if worker.returncode is None]
-        signal_groups(living, signal.SIGKILL)
-        swept = sweep(
-            self.plan.run_id,
-            self.workers.keys(),
-            ancestor=os.getpid(),
-            spare=(self.guard.pid,),
-            reap=self._reap,
-        )
+        signal_groups(self._living(), signal.SIGKILL)
+        swept = sweep(self.plan.run_id, ancestor=os.getpid(), reap=self._reap)
         for worker in self.workers.values():
             self._drain(worker)
         self.send({"type": "done", "host": self._host(), "swept": swept, "time": time.time()})
         self.ended = True
 
 
+def _user_input() -> int | None:
+    """Return the descriptor of the user's own input, which rank 0 gets, if the launcher has handed it on."""
+    fd = int(os.environ.pop("ZLAUNCH_STDIN_FD", "-1"))
+    if fd < 0:
+        return None
+    os.set_inheritable(fd, False)
+    return fd
+
+
 def main() -> int:
-    """Entry point; the guard is forked before anything else exists."""
-    guard = Guard()
+    """Run the agent under its guard."""
+    guard = fork_under_guard()
     adopt_orphans()
     return Agent(guard).run()
 

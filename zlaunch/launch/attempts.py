@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from zlaunch.launch import record
-from zlaunch.launch.controller import Controller, Outcome
+from zlaunch.launch.controller import Controller
 from zlaunch.launch.fleet import Node, NodeError, Rendezvous, close_all, find_rendezvous
 from zlaunch.launch.plan import Plan
+from zlaunch.launch.verdict import Outcome
 from zlaunch.view.console import Console
 
 

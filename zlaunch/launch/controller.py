@@ -1,6 +1,7 @@
 """Runs a plan on agents that are there: follows their events, stops them, and says how it ended.
 
-Reader threads (one a node) fill a queue, the main thread empties it. Every wait has an end.
+Reader threads (one a node) fill a queue, the main thread empties it. Every wait has an end, and a signal
+handler that shortens one puts something into the queue, so that it ends at once.
 """
 
 from __future__ import annotations
@@ -8,51 +9,35 @@ from __future__ import annotations
 import os
 import queue
 import signal
-import sys
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
-from typing import Literal
 
-from zlaunch.launch import failure as failures
 from zlaunch.launch import record
 from zlaunch.launch.events import Event, encode
-from zlaunch.launch.failure import Failure
+from zlaunch.launch.failure import signal_name
 from zlaunch.launch.fleet import Link
 from zlaunch.launch.monitor import HangWatch, Heartbeat
 from zlaunch.launch.plan import Plan
-from zlaunch.launch.processes import PASSED_SIGNALS, sweep
+from zlaunch.launch.processes import PASSED_SIGNALS, Process, sweep
+from zlaunch.launch.verdict import Outcome, Verdict
 from zlaunch.view.console import Console
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _OUTPUT_IN_FLIGHT = 256
 """Chunks of output between reader threads and the main thread; more wait in the agent and the pipes."""
-_TAIL_BYTES = 1 << 14
 _PATIENCE_S = 0.3
 """A second signal within this time is taken for the first one."""
 _MARGIN_S = 6.0
 """Beyond the grace period: settling, sweeping, a slow machine."""
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """How a run ended."""
-
-    code: int
-    """The launcher's exit code."""
-    signum: int = 0
-    """The signal that the launcher was stopped by."""
-    lost: frozenset[str] = frozenset()
-    """Nodes that are gone."""
-    port_taken: bool = False
-    """Nothing was wrong but the rendezvous port."""
-    save_asked: bool = False
-    """The workers were asked to save and stop."""
-    refused: bool = False
-    """Nothing was started: the nodes cannot run this, and trying again would not help."""
+_SLOW_START_S = 5.0
+"""How long nothing may be said of a start that is going on."""
+_LONGEST_WAIT_S = 60.0
+_PAUSE_SENT_S = 0.3
+"""For the threads of ssh connections to send the word before the process stands still."""
+_WAKE: Event = {"type": "wake"}
 
 
 class Controller:
@@ -77,16 +62,15 @@ class Controller:
         self.heartbeat = Heartbeat(links, heartbeat_s, self.queue)
         self.hang = HangWatch(hang_timeout_s)
         self.open_nodes = set(range(len(links)))
-        self.lost: set[str] = set()
-        self.sessions: set[int] = set()
-        self.failures: dict[int, Failure] = {}
-        self.tails: dict[int, bytes] = {}
-        self.errors: list[str] = []
-        self.agent_code: int | None = None
+        self.verdict = Verdict(plan, console)
+        self.sessions: dict[int, Process] = {}
+        """By rank, the workers of this machine that have not ended."""
+        self.starting = {worker.rank for node in plan.nodes for worker in node.workers}
+        self.started_at = self.said_at = time.monotonic()
+        self.unwritten: set[Path] = set()
         self.signum = 0
         self.signalled_at = 0.0
         self.save_asked = False
-        self.saved = False
         self.deadline = float("inf")
         self.run_dir = Path(plan.run_dir)
 
@@ -94,17 +78,19 @@ class Controller:
         """Hand out the plan, follow, end."""
         logs = self.run_dir / "logs"
         logs.mkdir(parents=True, exist_ok=True)
-        (self.run_dir / "plan.json").write_text(self.plan.to_json(indent=1) + "\n")
+        self.plan.write(self.run_dir / "plan.json")
         ranks = [worker.rank for node in self.plan.nodes for worker in node.workers]
         mode = "ab" if self.attempt else "wb"
-        self.logs = {rank: self.log_path(rank).open(mode, buffering=0) for rank in ranks}
+        self.logs = {rank: self.verdict.log_path(rank).open(mode, buffering=0) for rank in ranks}
         self.event_log = (self.run_dir / "events.jsonl").open(mode, buffering=0)
-        handlers = {signum: signal.getsignal(signum) for signum in (*_STOP_SIGNALS, *PASSED_SIGNALS)}
+        taken = (*_STOP_SIGNALS, *PASSED_SIGNALS, signal.SIGTSTP)
+        handlers = {signum: signal.getsignal(signum) for signum in taken}
         for signum in _STOP_SIGNALS:
             if signum != signal.SIGHUP or handlers[signum] is not signal.SIG_IGN:  # nohup stays nohup
                 signal.signal(signum, self._on_signal)
         for signum in PASSED_SIGNALS:
             signal.signal(signum, self._pass_on)
+        signal.signal(signal.SIGTSTP, self._on_suspend)
         record.started(self.plan, self.attempt)
         try:
             self._hand_out()
@@ -117,11 +103,7 @@ class Controller:
             for file in (*self.logs.values(), self.event_log):
                 file.close()
             self.console.close()
-        return self._verdict()
-
-    def log_path(self, rank: int) -> Path:
-        """Where a rank's output goes."""
-        return self.run_dir / "logs" / f"rank_{rank:05d}.log"
+        return self.verdict.outcome(self.signum, save_asked=self.save_asked)
 
     # -- the run -------------------------------------------------------------------------------
 
@@ -151,8 +133,7 @@ class Controller:
 
     def _follow(self) -> None:
         while self.open_nodes:
-            left = self.deadline - time.monotonic()
-            if left <= 0:
+            if self.deadline <= time.monotonic():
                 for index in self.open_nodes:
                     self._lose(
                         index,
@@ -160,39 +141,75 @@ class Controller:
                     )
                 return
             try:
-                index, event = self.queue.get(timeout=min(left, self.hang.next_s(), 60.0))
+                index, event = self.queue.get(timeout=self._wait_s())
             except queue.Empty:
                 self._on_quiet()
-                continue
-            self._on_event(index, event)
+            else:
+                self._on_event(index, event)
+            stop_at = self.verdict.stop_at
+            if stop_at is not None and self.deadline == float("inf") and time.monotonic() >= stop_at:
+                self._stop_after_failure()
+
+    def _wait_s(self) -> float:
+        """Return how long nothing can become due. A signal that comes now wakes the wait."""
+        moments = [self.deadline]
+        if self.verdict.stop_at is not None and self.deadline == float("inf"):
+            moments.append(self.verdict.stop_at)
+        if self.starting:
+            moments.append(self.said_at + _SLOW_START_S)
+        left = min(moments) - time.monotonic()
+        return max(0.0, min(left, self.hang.next_s(), _LONGEST_WAIT_S))
 
     def _on_quiet(self) -> None:
-        """Nothing has happened for a while."""
+        """Do what is due when nothing has happened for a while."""
+        now = time.monotonic()
+        if self.starting and now >= self.said_at + _SLOW_START_S:
+            self.said_at = now
+            self.console.message(f"{self._still_starting()} ({now - self.started_at:.0f} s)")
         if self.hang.due():
             self._pass_on(signal.SIGUSR2, None)
         elif self.hang.over() and self.deadline == float("inf"):
-            self.errors.append(
+            self.verdict.errors.append(
                 f"hang: no rank has written anything for {self.hang.timeout_s:g} s; what each was doing:\n"
                 + self.hang.stacks()
             )
             self._stop()
 
+    def _still_starting(self) -> str:
+        hosts = [n.host for n in self.plan.nodes if any(w.rank in self.starting for w in n.workers)]
+        where = hosts[0] if len(hosts) == 1 else f"{hosts[0]} and {len(hosts) - 1} more"
+        what = self.plan.preload[0] if self.plan.preload else "the workers' start"
+        return f"waiting for {what} on {where}"
+
+    def _stop_after_failure(self) -> None:
+        if len(self.sessions) or len(self.plan.nodes) > 1:
+            self.console.message(f"a worker failed; stopping the others (up to {self.plan.grace_s:g} s)")
+        self._stop()
+
     def _lose(self, index: int, how: str) -> None:
         """A node is of no more use; its agent, if it lives, stops its workers when it hears nothing."""
         link = self.links[index]
-        self.errors.append(f"{link.host} {how}")
-        self.lost.add(link.host)
+        self.verdict.errors.append(f"{link.host} {how}")
+        self.verdict.lost.add(link.host)
         self._log({"type": "lost", "host": link.host, "why": how})
         link.transport.kill()
 
     def _log(self, event: Event) -> None:
         try:
             self.event_log.write(encode({**event, "time": event.get("time", time.time())}))
-        except OSError as error:  # a full disk must not end the training
-            self.console.message(f"cannot write {self.run_dir / 'events.jsonl'}: {error.strerror}")
+        except OSError as error:
+            self._not_written(self.run_dir / "events.jsonl", error)
+
+    def _not_written(self, path: Path, error: OSError) -> None:
+        """Say once for each file that it is not whole: a full disk must not end the training."""
+        if path not in self.unwritten:
+            self.unwritten.add(path)
+            self.console.error(f"cannot write {path}: {error.strerror}; the run goes on, the file has gaps")
 
     def _on_event(self, index: int, event: Event) -> None:
         kind = event.get("type")
+        if kind == "wake":
+            return
         if kind == "output":
             self.room.release()
             self._on_output(event)
@@ -214,8 +231,11 @@ class Controller:
             return
         self._log(event)
         if kind == "spawn":
+            self.starting.discard(event["rank"])
             if self.links[index].transport.local:
-                self.sessions.add(event["pid"])
+                self.sessions[event["rank"]] = Process(event["pid"], event["start_ticks"])
+        elif kind == "notice":
+            self.console.message(event["message"])
         elif kind == "metrics":
             self.hang.activity()
             self.console.metrics(event)
@@ -223,24 +243,26 @@ class Controller:
             self.hang.activity()
             record.saved(self.plan, event)
             self.console.message(f"checkpoint {event.get('tag')} is in {event.get('folder')}")
-        elif kind in ("exception", "exit"):
-            self._on_worker_end(event)
+        elif kind == "exception":
+            self.verdict.exception(event)
+        elif kind == "exit":
+            self.sessions.pop(event["rank"], None)  # the agent ends what it has left; its id is free now
+            self.verdict.exit(event)
         elif kind == "error":
-            self.errors.append(event["message"])
+            self.verdict.errors.append(event["message"])
         elif kind == "stopping":
             if self.deadline == float("inf"):
                 self._on_stop_by_agent(event)
             self._bound(event["grace_s"])
         elif kind == "done":
+            self.starting -= {worker.rank for worker in self.plan.nodes[index].workers}
             self.open_nodes.discard(index)
 
     def _on_stop_by_agent(self, event: Event) -> None:
         """An agent ends the run without having been told to; the other nodes follow."""
-        if self.failures:
-            self.console.message(f"a worker failed; stopping the others (up to {event['grace_s']:g} s)")
-        elif not self.errors:
-            self.errors.append(f"the run on {event['host']} was stopped: {event['why']}")
-            self.agent_code = 128 + signal.SIGTERM
+        if not self.verdict.failures and not self.verdict.errors:
+            self.verdict.errors.append(f"the run on {event['host']} was stopped: {event['why']}")
+            self.verdict.agent_code = 128 + signal.SIGTERM
         if len(self.open_nodes) > 1:
             self._stop()
 
@@ -250,31 +272,10 @@ class Controller:
         data = event["text"].encode("utf-8", "surrogateescape")
         try:
             self.logs[rank].write(data)
-        except OSError as error:  # a full disk must not end the training
-            self.console.message(f"cannot write {self.log_path(rank)}: {error.strerror}")
-        self.tails[rank] = (self.tails.get(rank, b"") + data)[-_TAIL_BYTES:]
+        except OSError as error:
+            self._not_written(self.verdict.log_path(rank), error)
+        self.verdict.output(rank, data)
         self.console.output(rank, event["stream"], data)
-
-    def _on_worker_end(self, event: Event) -> None:
-        rank, known = event["rank"], self.failures.get(event["rank"])
-        if event["type"] == "exception":
-            text = str(event.get("exception", ""))
-            when = float(event.get("time", time.time()))
-            self.failures.setdefault(rank, Failure(rank, event["host"], when, "exception", exception=text))
-            return
-        code = event["returncode"]
-        if event["after_stop"]:
-            return  # our own doing
-        if code == failures.SAVED_CODE and self.plan.python and known is None:
-            self.saved = True
-            return
-        if known is not None:
-            self.failures[rank] = replace(known, returncode=code or None, reason=event["reason"])
-        elif code != 0:
-            kind: Literal["signal", "exit"] = "signal" if code < 0 else "exit"
-            self.failures[rank] = Failure(
-                rank, event["host"], event["time"], kind, returncode=code, reason=event["reason"]
-            )
 
     def _on_eof(self, index: int) -> None:
         """An agent is gone. Without its "done" it died, and its workers with it."""
@@ -284,21 +285,16 @@ class Controller:
         transport = self.links[index].transport
         code = transport.close(timeout_s=2.0)
         if transport.local:
-            how = (
-                "is stuck"
-                if code is None
-                else failures.signal_name(-code)
-                if code < 0
-                else f"exit code {code}"
-            )
+            how = "is stuck" if code is None else signal_name(-code) if code < 0 else f"exit code {code}"
         else:
             how = f"exit code {code}" if code is not None and code >= 0 else "killed, or the node went down"
-            self.lost.add(transport.host)
+            self.verdict.lost.add(transport.host)
         text = f"agent on {transport.host} died ({how})"
         if said := transport.diagnostics():
             text += "\n  it said: " + said.replace("\n", "\n  ")
-        self.errors.append(text)
-        self.agent_code = 128 - code if transport.local and code is not None and code < 0 else 1
+        self.verdict.errors.append(text)
+        died = transport.local and code is not None and code < 0
+        self.verdict.agent_code = 128 - code if died and code is not None else 1
         self._stop()
 
     # -- ending --------------------------------------------------------------------------------
@@ -310,6 +306,17 @@ class Controller:
         for link in self.links:
             link.transport.send({"cmd": "stop", "grace_s": self.plan.grace_s})
         self._bound(self.plan.grace_s)
+        self.queue.put((-1, _WAKE))
+
+    def _on_suspend(self, _signum: int, _frame: FrameType | None) -> None:
+        """Stop this process as Ctrl-Z is to; the nodes are told, so that they do not take it for its end."""
+        for link in self.links:
+            link.transport.send({"cmd": "pause"})
+        time.sleep(_PAUSE_SENT_S if self.heartbeat.watches else 0.0)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        self.heartbeat.forgive()
+        for link in self.links:
+            link.transport.send({"cmd": "ping"})
 
     def _on_signal(self, signum: int, _frame: FrameType | None) -> None:
         """Stop from here, not from the loop: the main thread may be stuck writing to a halted terminal."""
@@ -334,7 +341,7 @@ class Controller:
     def _sweep(self) -> None:
         """Leave no process of the run on this machine, if there were any."""
         if any(link.transport.local for link in self.links):
-            sweep(self.plan.run_id, self.sessions)
+            sweep(self.plan.run_id, tuple(self.sessions.values()))
 
     def _finish(self) -> None:
         """Leave no agent and no process of the run on this machine, whatever happened before."""
@@ -362,31 +369,6 @@ class Controller:
                 return
             if event.get("type") in ("output", "exit", "exception"):
                 self._on_event(index, event)
-
-    def _verdict(self) -> Outcome:
-        """Say what went wrong, if anything."""
-        lost = frozenset(self.lost)
-        if self.signum:
-            self.console.message(f"stopped by {failures.signal_name(self.signum)}")
-            return Outcome(128 + self.signum, self.signum, lost, save_asked=self.save_asked)
-        for error in self.errors:
-            self.console.error(error)
-        code = self.agent_code or (1 if self.errors else 0)
-        port_taken = False
-        if self.failures:
-            first = failures.choose(self.failures.values())
-            path = self.log_path(first.rank)
-            print(failures.report(first, self._tail(first.rank), str(path)), file=sys.stderr)
-            code = first.exit_code
-            port_taken = failures.is_port_taken(first.exception)
-        elif self.saved and not code:
-            self.console.message("the run has saved, as it was asked to, and wants to be started again")
-            return Outcome(failures.SAVED_CODE, 0, lost, save_asked=True)
-        return Outcome(code, 0, lost, port_taken, self.save_asked)
-
-    def _tail(self, rank: int) -> Sequence[str]:
-        text = self.tails.get(rank, b"").decode("utf-8", "replace")
-        return text.splitlines()[-failures.TAIL_LINES :]
 
 
 def _as_event(plan: Plan) -> Event:

@@ -1,12 +1,13 @@
-"""Which failure came first, why, and how to tell the user. Pure but for the kernel's oom-kill counters."""
+"""Which failure came first, why, and how to tell the user. Pure."""
 
 from __future__ import annotations
 
 import signal
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
+
+from zlaunch.launch.oom import OomScope
 
 SETTLE_S = 1.0
 """Failures this close together are one event: the cause may be seen after its consequences."""
@@ -36,11 +37,13 @@ class Failure:
     rank: int
     host: str
     time: float
+    """When the launcher was told, in seconds by its own clock."""
     kind: Literal["signal", "exit", "exception"]
     returncode: int | None = None
     """As subprocess has it: negative for a signal; None when it had not ended by itself."""
     exception: str = ""
     reason: str = ""
+    traceback: str = ""
 
     @property
     def exit_code(self) -> int:
@@ -85,10 +88,17 @@ def signal_name(signum: int) -> str:
         return f"signal {signum}"
 
 
-def likely_reason(signum: int, *, oom_killed: bool) -> str:
-    """What usually lies behind a death by this signal."""
-    if signum == signal.SIGKILL and oom_killed:
-        return "out of host memory: the kernel's oom-kill counter rose while this run was alive"
+def likely_reason(signum: int, *, oom_killed: OomScope | None) -> str:
+    """Return what usually lies behind a death by this signal; `oom_killed` is what the counters say."""
+    if signum == signal.SIGKILL and oom_killed == "run":
+        return (
+            "out of host memory: the kernel has killed for lack of it among this run's processes (oom-kill)"
+        )
+    if signum == signal.SIGKILL and oom_killed == "host":
+        return (
+            "killed from outside (kill -9, the batch system), or out of host memory: the kernel has meanwhile "
+            "killed some process of this machine for lack of it"
+        )
     reasons: dict[int, str] = {
         signal.SIGKILL: "killed from outside (kill -9, the batch system, a container limit); "
         "no oom-kill was counted on this host",
@@ -107,39 +117,12 @@ def likely_reason(signum: int, *, oom_killed: bool) -> str:
     return reasons.get(signum, "")
 
 
-def oom_counters(root: Path = Path("/")) -> dict[str, int]:
-    """The oom-kill counters that concern this process: its cgroup's, their parents', the machine's."""
-    files = [root / "proc/vmstat"]
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        lines = []
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        group = Path(path.lstrip("/"))
-        for folder in (group, *group.parents):
-            if not controllers:
-                files.append(root / "sys/fs/cgroup" / folder / "memory.events")
-            elif "memory" in controllers.split(","):
-                files.append(root / "sys/fs/cgroup/memory" / folder / "memory.oom_control")
-    counters: dict[str, int] = {}
-    for file in files:
-        try:
-            for line in file.read_text().splitlines():
-                if line.startswith("oom_kill "):
-                    counters[str(file)] = int(line.split()[1])
-        except (OSError, ValueError):
-            continue
-    return counters
+def report(failure: Failure, tail: Sequence[str], log_path: str, *, shown: bool = False) -> str:
+    """Return the one text that ends a failed run.
 
-
-def oom_rose(before: dict[str, int], after: dict[str, int]) -> bool:
-    """Whether anything was killed for memory in between."""
-    return any(count > before.get(name, count) for name, count in after.items())
-
-
-def report(failure: Failure, tail: Sequence[str], log_path: str) -> str:
-    """The one text that ends a failed run."""
+    `tail` are the last lines of the rank's output; they are left out where the console has `shown` them. The
+    cause stands there once: a traceback that the output has is not told again.
+    """
     code = failure.returncode
     if code is None:
         how = "raised an exception"
@@ -150,13 +133,19 @@ def report(failure: Failure, tail: Sequence[str], log_path: str) -> str:
     text = [f"zlaunch: rank {failure.rank} on {failure.host} failed first: it {how}"]
     if failure.reason:
         text.append(f"  likely reason: {failure.reason}")
-    if failure.exception:
+    last = failure.exception.rpartition("\n")[2].strip()
+    told = bool(last) and any(last in line for line in tail)
+    traceback = failure.traceback.rstrip("\n").splitlines()
+    lines = [] if shown else list(tail)
+    if failure.exception and not told and traceback:
+        lines += traceback[-TAIL_LINES:]
+    elif failure.exception and not lines:
         text.append("  exception: " + failure.exception.replace("\n", "\n    "))
     if hint := _hint(tail):
         text.append(f"  hint: {hint}")
-    if tail:
+    if lines:
         text.append(f"  last lines of rank {failure.rank}:")
-        text += [f"    | {line}" for line in tail]
+        text += [f"    | {line}" for line in lines]
     text.append(f"  full log: {log_path}")
     return "\n".join(text)
 

@@ -1,57 +1,79 @@
-"""The guard: a tiny process beside each agent that cleans up when the agent itself is killed with SIGKILL.
+"""The guard: the tiny parent of each agent, which cleans up when the agent itself is killed with SIGKILL.
 
-PDEATHSIG takes the workers down then, but not what they forked. The guard only reads a pipe whose other end
-the agent alone holds; the end of file without an "ok" is the agent's death.
+PDEATHSIG takes the workers down then, but not what they forked. The guard adopts what becomes an orphan, so
+that nothing of the run, whatever its environment and session, gets out of its sight. When the guard itself
+is killed, the agent gets SIGTERM and ends the run.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+from types import FrameType
 from typing import NoReturn
 
-from zlaunch.launch.processes import sweep
+from zlaunch.launch.processes import Process, adopt_orphans, die_with_parent, kill, start_ticks, sweep
+
+_PASSED = (signal.SIGTERM, signal.SIGHUP)
+_IGNORED = (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 
 
-class Guard:
-    """The agent's side. Fork it before threads, workers, or other descriptors exist."""
+def fork_under_guard() -> int:
+    """Fork, and return the guard's process id in the child; the parent stays behind as its guard.
 
-    def __init__(self) -> None:
-        reader, self._writer = os.pipe()
-        self.pid = os.fork()
-        if self.pid == 0:
-            os.close(self._writer)
-            _guard(reader)
-        os.close(reader)
-
-    def tell(self, word: str, value: str | int = "") -> None:
-        """`run ID` and `session N` say what to clean; `ok` says that there is nothing to do."""
-        try:
-            os.write(self._writer, f"{word} {value}\n".encode("utf-8", "surrogateescape"))
-        except OSError:  # somebody killed the guard; the run goes on without
-            pass
+    Call it before threads, workers, or other descriptors exist.
+    """
+    adopt_orphans()
+    guard = os.getpid()
+    child = os.fork()
+    if child:
+        _guard(child)
+    # Signals to the guard's process group are not meant for the agent too: the guard passes them on.
+    os.setsid()
+    die_with_parent(guard, signal.SIGTERM)
+    return guard
 
 
-def _guard(reader: int) -> NoReturn:
-    """The guard's whole life."""
+def _guard(child: int) -> NoReturn:
+    """Wait for the agent, end what it has left, and end as it did."""
+    status = 1 << 8
     try:
-        os.setsid()
-        for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        agent = Process(child, start_ticks(child) or 0)
+
+        def pass_on(signum: int, _frame: FrameType | None) -> None:
+            kill(agent, signum)
+
+        for signum in _PASSED:
+            signal.signal(signum, pass_on)
+        for signum in _IGNORED:
             signal.signal(signum, signal.SIG_IGN)
         null = os.open(os.devnull, os.O_RDWR)
         for stdio in (0, 1, 2):
             os.dup2(null, stdio)
         _disguise()
-        text = b""
-        while chunk := os.read(reader, 65536):
-            text += chunk
-        words = [line.partition(" ") for line in text.decode("utf-8", "surrogateescape").splitlines()]
-        values = {word: value for word, _, value in words}
-        sessions = {int(value) for word, _, value in words if word == "session"}
-        if "ok" not in values and "run" in values:
-            sweep(values["run"], sessions)
+        pid = 0
+        while pid != child:
+            pid, status = os.waitpid(-1, 0)
+        if not _reap():
+            sweep(ancestor=os.getpid(), reap=_reap)
     finally:
-        os._exit(0)
+        code = os.waitstatus_to_exitcode(status)
+        if code < 0:
+            signal.pthread_sigmask(signal.SIG_SETMASK, ())
+            if -code != signal.SIGKILL:
+                signal.signal(-code, signal.SIG_DFL)
+            os.kill(os.getpid(), -code)
+        os._exit(code if code >= 0 else 1)
+
+
+def _reap() -> bool:
+    """Take the status of adopted children that have ended; True when there is no child left."""
+    try:
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    except ChildProcessError:
+        return True
+    return False
 
 
 def _disguise() -> None:

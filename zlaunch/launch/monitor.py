@@ -43,8 +43,17 @@ class Heartbeat:
         """End the thread."""
         self._end.set()
 
+    @property
+    def watches(self) -> bool:
+        """Whether there is anything to watch."""
+        return self._period_s > 0
+
+    def forgive(self) -> None:
+        """Begin to count anew: this process stood still, and so the nodes were not heard."""
+        self._heard = [time.monotonic()] * len(self._links)
+
     def heard(self, index: int) -> None:
-        """A node has said something."""
+        """Take note that a node has said something."""
         self._heard[index] = time.monotonic()
 
     @contextmanager
@@ -71,7 +80,13 @@ class Heartbeat:
 
     def _run(self) -> None:
         reported: set[int] = set()
-        while not self._end.wait(self._period_s / _PINGS_PER_PERIOD):
+        pause_s = self._period_s / _PINGS_PER_PERIOD
+        looked_at = time.monotonic()
+        while not self._end.wait(pause_s):
+            now = time.monotonic()
+            if now - looked_at > 2 * pause_s:
+                self.forgive()
+            looked_at = now
             for index, link in enumerate(self._links):
                 link.transport.send({"cmd": "ping"})
                 silence_s = self.silence_s(index)

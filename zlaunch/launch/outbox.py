@@ -19,9 +19,9 @@ class Outbox:
         os.set_blocking(fd, False)
 
     @property
-    def pending(self) -> bool:
-        """Something waits for room in the pipe."""
-        return bool(self._pending)
+    def pending(self) -> int:
+        """Bytes that wait for room in the pipe."""
+        return len(self._pending)
 
     @property
     def full(self) -> bool:
@@ -46,8 +46,3 @@ class Outbox:
         except OSError:
             self.lost = True
             self._pending.clear()
-
-    def flush_all(self) -> None:
-        """Block until all is written: the last thing an agent does. A dead launcher ends it too."""
-        os.set_blocking(self.fd, True)
-        self.flush()

@@ -6,11 +6,20 @@ Transports and agents only carry it out; `--dry_run` prints it; tests compare it
 from __future__ import annotations
 
 import json
+import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal
 
 from zlaunch.launch.devices import visible_for_workers
+
+_SECRET = re.compile(
+    r"TOKEN(?!IZER)|SECRET|PASSW|CREDENTIAL|(API|ACCESS|PRIVATE|AUTH|WANDB|COMET)_?KEY|AUTH(?!OR)|COOKIE",
+    re.IGNORECASE,
+)
+"""Names of variables whose values are nobody else's business."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +106,23 @@ class Plan:
     def to_json(self, indent: int | None = None) -> str:
         """ASCII JSON: arguments that are not valid UTF-8 survive as lone surrogates."""
         return json.dumps(asdict(self), indent=indent)
+
+    def shown(self) -> str:
+        """Return it as JSON to be read: values of variables that hold secrets are left out."""
+        data = asdict(self)
+        for node in data["nodes"]:
+            for worker in node["workers"]:
+                worker["env"] = {
+                    key: "(not shown)" if _SECRET.search(key) else value
+                    for key, value in worker["env"].items()
+                }
+        return json.dumps(data, indent=2)
+
+    def write(self, path: Path) -> None:
+        """Write what :meth:`shown` says, for this user alone."""
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+            os.fchmod(file.fileno(), 0o600)
+            file.write(self.shown() + "\n")
 
     @staticmethod
     def from_json(text: str | bytes) -> Plan:

@@ -3,7 +3,8 @@
 Importing torch takes a second of CPU and reads hundreds of files; on a cluster's shared file system that is
 most of a start. The process is started by the agent, forks every worker before any thread or CUDA call of the
 user's, says their process ids, and ends, so that the workers become children of the agent (which adopts
-orphans). Its arguments are the workers' own: they are what `ps` shows.
+orphans). No worker begins before the agent knows all of them: when a fork fails, those that were forked end,
+so that nothing runs twice. Its arguments are the workers' own: they are what `ps` shows.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from typing import Any, NoReturn
 from zlaunch.launch.plan import WorkerPlan
 from zlaunch.launch.processes import die_with_parent
 
-_STREAMS = 3
+_GO = b"go"
+_MAX_FDS = 4
+"""stdout, stderr, events, and rank 0's stdin."""
 _POLL_S = 0.001
 
 
@@ -35,11 +38,17 @@ class Preloader:
         self.connection = connection
         process.returncode = 0  # the agent waits for all its children itself; Popen must not
 
-    def pids(self) -> list[int] | None:
-        """The workers' process ids, in the order they were asked for; None when it failed."""
+    def release(self) -> list[int] | None:
+        """Take the workers' process ids, in the order they were asked for, and let them begin.
+
+        None when it failed: what it has forked ends then.
+        """
         try:
-            data = self.connection.recv(1 << 20)
-            return [int(pid) for pid in json.loads(data)] if data else None
+            data = self.connection.recv(1 << 20, socket.MSG_DONTWAIT)
+            pids = [int(pid) for pid in json.loads(data)] if data else None
+            for _ in pids or ():
+                self.connection.send(_GO)
+            return pids
         except (OSError, ValueError):
             return None
         finally:
@@ -51,8 +60,11 @@ def start(
     plans: Sequence[WorkerPlan],
     pipes: Sequence[Sequence[int]],
     cwd: str,
+    user_input: int | None = None,
 ) -> Preloader:
-    """Start it for these workers, whose (stdout, stderr, events) write ends are `pipes`. Raises OSError."""
+    """Start it for these workers, whose (stdout, stderr, events) write ends are `pipes`; rank 0 reads from
+    `user_input`. Raises OSError.
+    """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     common = {
         key: value for key, value in plans[0].env.items() if all(plan.env.get(key) == value for plan in plans)
@@ -77,7 +89,8 @@ def start(
     for plan, fds in zip(plans, pipes, strict=True):
         own = {key: value for key, value in plan.env.items() if key not in common}
         message = json.dumps({"argv": plan.argv[position + 1 :], "env": own}).encode()
-        ours.sendmsg([message], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))])
+        own_fds = [*fds, *([user_input] if user_input is not None and plan.rank == 0 else [])]
+        ours.sendmsg([message], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", own_fds))])
     return preloader
 
 
@@ -96,26 +109,39 @@ def main() -> None:
     for job, fds in jobs:
         pid = os.fork()
         if pid == 0:
-            connection.close()
-            _become(job, fds, [fd for _, others in jobs for fd in others if fd not in fds], own, agent)
+            others = [fd for _, theirs in jobs for fd in theirs if fd not in fds]
+            _become(connection, job, fds, others, own, agent)
         pids.append(pid)
     connection.sendall(json.dumps(pids).encode())
     os._exit(0)
 
 
 def _receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    data, extra, _, _ = connection.recvmsg(1 << 20, socket.CMSG_SPACE(_STREAMS * array.array("i").itemsize))
+    data, extra, _, _ = connection.recvmsg(1 << 20, socket.CMSG_SPACE(_MAX_FDS * array.array("i").itemsize))
     fds = array.array("i")
     fds.frombytes(extra[0][2])
     return json.loads(data), list(fds)
 
 
-def _become(job: dict[str, Any], fds: list[int], others: list[int], preloader: int, agent: int) -> NoReturn:
-    """The forked process turns into a worker as if it had been started by itself."""
+def _become(
+    connection: socket.socket,
+    job: dict[str, Any],
+    fds: list[int],
+    others: list[int],
+    preloader: int,
+    agent: int,
+) -> NoReturn:
+    """Turn this forked process into a worker as if it had been started by itself."""
     os.setsid()
     for fd in others:
         os.close(fd)
-    out, err, events = fds
+    if connection.recv(len(_GO)) != _GO:
+        os._exit(1)  # the agent does not know of it, and starts the workers in another way
+    connection.close()
+    out, err, events, *user_input = fds
+    if user_input:
+        os.dup2(user_input[0], 0)
+        os.close(user_input[0])
     os.dup2(out, 1)
     os.dup2(err, 2)
     os.close(out)

@@ -1,8 +1,8 @@
 """Find, watch and end the processes of one run, with /proc and a few system calls alone.
 
-A process belongs to a run when its environment says so, when it sits in a worker's session, or when it
-descends from the agent (which adopts orphans). Each mark alone can be shed by a daemon; the three together
-hold.
+A process belongs to a run when its environment says so, when it sits in the session of a worker that still
+is that worker, or when it descends from the agent or its guard (which adopt orphans). A process id alone is
+never enough: it may belong to somebody else by now.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ def _prctl(option: int, value: int) -> None:
     ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
-def die_with_parent(parent_pid: int) -> None:
-    """Have the kernel kill this process when its parent dies, also when it is dead already."""
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+def die_with_parent(parent_pid: int, signum: int = signal.SIGKILL) -> None:
+    """Have the kernel signal this process when its parent dies, also when it is dead already."""
+    _prctl(_PR_SET_PDEATHSIG, signum)
     if os.getppid() != parent_pid:
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), signum)
 
 
 def adopt_orphans() -> None:
@@ -81,13 +81,22 @@ def start_ticks(pid: int) -> int | None:
 
 
 def run_processes(
-    run_id: str, sessions: Collection[int] = (), *, ancestor: int | None = None, spare: Collection[int] = ()
+    run_id: str | None = None,
+    sessions: Collection[Process] = (),
+    *,
+    ancestor: int | None = None,
+    spare: Collection[int] = (),
 ) -> list[Process]:
-    """Every living process of the run, except this one and those to spare."""
-    marker = b"\0ZLAUNCH_RUN_ID=" + os.fsencode(run_id) + b"\0"
+    """List every living process of the run, except this one and those to spare.
+
+    `run_id` is looked for in environments, `sessions` are leaders of sessions, `ancestor` is a process whose
+    descendants count. A session whose leader's id belongs to a later process is not the run's any more.
+    """
+    marker = b"\0ZLAUNCH_RUN_ID=" + os.fsencode(run_id) + b"\0" if run_id is not None else None
     spared = {os.getpid(), *spare}
     start: dict[int, int] = {}
     children: dict[int, list[int]] = {}
+    members: dict[int, list[int]] = {leader.pid: [] for leader in sessions}
     found: set[int] = set()
     for name in os.listdir("/proc"):
         if not name.isdigit():
@@ -99,14 +108,18 @@ def run_processes(
                 continue
             start[pid] = int(fields[19])
             children.setdefault(int(fields[1]), []).append(pid)
-            if int(fields[3]) in sessions:
-                found.add(pid)
+            if int(fields[3]) in members:
+                members[int(fields[3])].append(pid)
+            if marker is None:
                 continue
             with open(f"/proc/{pid}/environ", "rb") as file:
                 if marker in b"\0" + file.read() + b"\0":
                     found.add(pid)
         except (OSError, IndexError):  # it has just ended, or is another user's
             continue
+    for leader in sessions:
+        if start.get(leader.pid, leader.start_ticks) == leader.start_ticks:
+            found.update(members[leader.pid])
     todo = [] if ancestor is None else list(children.get(ancestor, ()))
     while todo:
         pid = todo.pop()
@@ -142,8 +155,8 @@ def signal_groups(group_ids: Iterable[int], signum: int) -> None:
 
 
 def sweep(
-    run_id: str,
-    sessions: Collection[int] = (),
+    run_id: str | None = None,
+    sessions: Collection[Process] = (),
     *,
     ancestor: int | None = None,
     spare: Collection[int] = (),

@@ -42,14 +42,16 @@ def _pipes() -> tuple[list[int], list[int]]:
 class Batch:
     """The workers of a node that one preloader forks."""
 
-    def __init__(self, plans: Sequence[WorkerPlan], modules: Sequence[str], cwd: str) -> None:
-        """Start the preloader. Raises OSError."""
+    def __init__(
+        self, plans: Sequence[WorkerPlan], modules: Sequence[str], cwd: str, user_input: int | None
+    ) -> None:
+        """Start the preloader; rank 0 is to read from `user_input`. Raises OSError."""
         self.plans = plans
         ends = [_pipes() for _ in plans]
         self._readers = [readers for readers, _ in ends]
         before = signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_SIGNALS)
         try:
-            self.preloader = preload.start(modules, plans, [writers for _, writers in ends], cwd)
+            self.preloader = preload.start(modules, plans, [writers for _, writers in ends], cwd, user_input)
         except OSError:
             self._close()
             raise
@@ -59,14 +61,19 @@ class Batch:
                 for fd in writers:
                     os.close(fd)
 
+    def close(self) -> None:
+        """Give up: what was forked ends."""
+        self.preloader.connection.close()
+        self._close()
+
     def _close(self) -> None:
         for readers in self._readers:
             for fd in readers:
                 os.close(fd)
 
     def workers(self) -> list[Worker] | None:
-        """The forked workers, once the preloader's connection can be read; None when it failed."""
-        pids = self.preloader.pids()
+        """Let the forked workers go, once the preloader's connection can be read; None when it failed."""
+        pids = self.preloader.release()
         if pids is None:
             self._close()
             return None
@@ -76,8 +83,11 @@ class Batch:
         ]
 
 
-def spawn(plan: WorkerPlan, cwd: str) -> Worker:
-    """Start a worker in a session of its own, with pipes that never block the agent. Raises OSError."""
+def spawn(plan: WorkerPlan, cwd: str, user_input: int | None = None) -> Worker:
+    """Start a worker in a session of its own, with pipes that never block the agent.
+
+    Rank 0 reads from `user_input`, a descriptor. Raises OSError.
+    """
     readers, writers = _pipes()
     out_end, err_end, events_end = writers
     own = {"ZLAUNCH_EVENT_FD": str(events_end), "ZLAUNCH_AGENT_PID": str(os.getpid())}
@@ -88,7 +98,7 @@ def spawn(plan: WorkerPlan, cwd: str) -> Worker:
             plan.argv,
             env={**os.environ, **plan.env, **own},
             cwd=cwd,
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.DEVNULL if user_input is None or plan.rank else user_input,
             stdout=out_end,
             stderr=err_end,
             pass_fds=(events_end,),

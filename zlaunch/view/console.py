@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import os
+import select
 import shutil
 import sys
+import time
 from collections.abc import Collection, Mapping
 from typing import Any, BinaryIO
 
 _PARTIAL_LINE_BYTES = 1 << 16
+_BAR_S = 1.0
+"""How often a line that overwrites itself (a progress bar) is shown where several ranks are."""
+_KEEP_S = 10.0
+"""How often the status line is left standing, so that a look back shows how the numbers went."""
 
 
 class Console:
     """Passes bytes through untouched for one rank, prefixes whole lines for several.
 
-    In a terminal the metrics are one status line below the output; elsewhere each report is a line.
+    In a terminal the metrics are one status line below the output; elsewhere each report is a line. Whatever
+    happens to the terminal or the file behind it, the run goes on: its logs have everything.
     """
 
     def __init__(
@@ -30,16 +37,28 @@ class Console:
         """None: all of them."""
         self._prefixed = ranks is None or len(ranks) > 1
         self._quiet = quiet
-        self._streams = {"stdout": out or sys.stdout.buffer, "stderr": err or sys.stderr.buffer}
-        self._terminal = self._streams["stdout"].isatty() if terminal is None else terminal
+        given = {"stdout": (out, sys.stdout), "stderr": (err, sys.stderr)}
+        # Python has no object for a descriptor that was closed when it started.
+        self._streams: dict[str, BinaryIO] = {
+            name: binary or text.buffer for name, (binary, text) in given.items() if binary or text
+        }
+        shown = self._streams.get("stdout")
+        self._terminal = (shown is not None and shown.isatty()) if terminal is None else terminal
+        self._failed: set[str] = set()
+        self._bar_at: dict[tuple[int, str], float] = {}
+        self._kept_at = time.monotonic()
         self._partial: dict[tuple[int, str], bytes] = {}
         self._memory_gb: dict[int, float] = {}
         self._status = ""
         self._at_line_start = True
 
+    def shows(self, rank: int) -> bool:
+        """Tell whether this rank's output was asked for."""
+        return self._ranks is None or rank in self._ranks
+
     def output(self, rank: int, stream: str, data: bytes) -> None:
         """Show a piece of a rank's output, if the rank was asked for."""
-        if self._ranks is not None and rank not in self._ranks:
+        if not self.shows(rank):
             return
         if self._prefixed:
             data = self._prefix_lines(rank, stream, data)
@@ -55,6 +74,10 @@ class Console:
         """Something that the user has to know, on stderr, also when it is to be quiet."""
         self._write("stderr", f"zlaunch: error: {text}\n".encode("utf-8", "surrogateescape"))
 
+    def text(self, text: str) -> None:
+        """Show lines as they are, on stderr, also when it is to be quiet."""
+        self._write("stderr", f"{text}\n".encode("utf-8", "surrogateescape"))
+
     def metrics(self, event: Mapping[str, Any]) -> None:
         """Rank 0's metrics make a line; the other ranks only add their memory to it."""
         values = event.get("values")
@@ -67,7 +90,12 @@ class Console:
             return
         text = metrics_line(values, [self._memory_gb[rank] for rank in sorted(self._memory_gb)])
         if self._terminal:
-            self._hide_status()
+            now = time.monotonic()
+            if self._status and self._at_line_start and now - self._kept_at >= _KEEP_S:
+                self._kept_at = now
+                self._put("stdout", b"\n")
+            else:
+                self._hide_status()
             self._status = text
             self._show_status()
         else:
@@ -84,10 +112,18 @@ class Console:
         self._status = ""
 
     def _prefix_lines(self, rank: int, stream: str, data: bytes) -> bytes:
-        *lines, rest = (self._partial.get((rank, stream), b"") + data).split(b"\n")
+        key = rank, stream
+        *lines, rest = (self._partial.get(key, b"") + data).split(b"\n")
+        lines = [_last_state(line) for line in lines]
+        if b"\r" in rest:
+            now = time.monotonic()
+            states, rest = rest.rpartition(b"\r")[::2]
+            if now - self._bar_at.get(key, -_BAR_S) >= _BAR_S and (state := _last_state(states)):
+                self._bar_at[key] = now
+                lines.append(state)
         if len(rest) > _PARTIAL_LINE_BYTES:
             lines, rest = [*lines, rest], b""
-        self._partial[rank, stream] = rest
+        self._partial[key] = rest
         return b"".join(b"[rank %d] %s\n" % (rank, line) for line in lines)
 
     def _write(self, stream: str, data: bytes) -> None:
@@ -107,17 +143,41 @@ class Console:
             self._put("stdout", self._status[:width].encode())
 
     def _put(self, stream: str, data: bytes) -> None:
-        """Write and flush; a reader that has gone away (`| head`) does not end the training."""
+        """Write all of it; a reader that has gone (`| head`), a full disk, a lost terminal end nothing."""
         file = self._streams.get(stream)
         if file is None:
             return
         try:
-            file.write(data)
-            file.flush()
+            _write_all(file, data)
         except BrokenPipeError:
             del self._streams[stream]
             # What is left in Python's own buffer would raise again at exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())
+        except (OSError, ValueError) as error:
+            if stream not in self._failed:
+                self._failed.add(stream)
+                self.error(f"cannot write to {stream}: {error}; the run goes on, its logs have the output")
+
+
+def _write_all(file: BinaryIO, data: bytes) -> None:
+    """Write through to the descriptor, if there is one, also where somebody has made it non-blocking."""
+    file.flush()
+    try:
+        fd = file.fileno()
+    except OSError:  # a buffer in memory
+        file.write(data)
+        return
+    rest = memoryview(data)
+    while rest:
+        try:
+            rest = rest[os.write(fd, rest) :]
+        except BlockingIOError:
+            select.select([], [fd], [])
+
+
+def _last_state(line: bytes) -> bytes:
+    """Return what a terminal would show of a line that overwrites itself."""
+    return line.rstrip(b"\r").rpartition(b"\r")[2]
 
 
 def metrics_line(values: Mapping[str, Any], memory_gb: Collection[float]) -> str:

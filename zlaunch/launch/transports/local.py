@@ -8,19 +8,25 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from zlaunch.launch.events import Event, decode, encode
+from zlaunch.launch.processes import sweep
 
 _DIAGNOSTICS_BYTES = 4096
-_NOT_INHERITED = ("ZLAUNCH_RUN_ID", "ZLAUNCH_RESUME_DIR")
+_NOT_INHERITED = ("ZLAUNCH_RUN_ID", "ZLAUNCH_RESUME_DIR", "ZLAUNCH_STDIN_FD")
+_KILL_S = 2.0
 
 
 class LocalTransport:
     """Starts the agent in a session of its own, so that Ctrl-C in the terminal reaches the launcher alone."""
 
     def __init__(self, host: str, argv: Sequence[str], stderr_path: Path, *, local: bool = True) -> None:
+        """Start it. `local`: the process is the agent's guard itself, and not a starter such as srun."""
         self.host, self.local = host, local
         self._stderr_path = stderr_path
+        user_input = _user_input() if local else None
         # An agent inside another run is the inner run's: the outer one reaches it through its launcher.
         env = {key: value for key, value in os.environ.items() if key not in _NOT_INHERITED}
+        if user_input is not None:
+            env["ZLAUNCH_STDIN_FD"] = str(user_input)
         with open(stderr_path, "wb") as stderr:
             self._process = subprocess.Popen(
                 argv,
@@ -29,7 +35,10 @@ class LocalTransport:
                 stderr=stderr,
                 start_new_session=True,
                 env=env,
+                pass_fds=() if user_input is None else (user_input,),
             )
+        if user_input is not None:
+            os.close(user_input)
         assert self._process.stdin is not None and self._process.stdout is not None
         self._stdin, self._stdout = self._process.stdin, self._process.stdout
 
@@ -64,7 +73,9 @@ class LocalTransport:
         return code
 
     def kill(self) -> None:
-        """SIGKILL; the agent's guard then cleans up behind it."""
+        """SIGKILL for the agent, all that it has started, and its guard, in whatever state they are."""
+        if self.local and self._process.poll() is None:
+            sweep(ancestor=self._process.pid, timeout_s=_KILL_S)
         self._process.kill()
 
     def diagnostics(self) -> str:
@@ -73,3 +84,18 @@ class LocalTransport:
             return self._stderr_path.read_bytes()[-_DIAGNOSTICS_BYTES:].decode("utf-8", "replace").strip()
         except OSError:
             return ""
+
+
+def _user_input() -> int | None:
+    """Return a copy of this process's stdin, for rank 0; None where there is none.
+
+    A launcher in the background of its terminal keeps it from rank 0, which would take what is typed there.
+    """
+    try:
+        if os.isatty(0) and os.tcgetpgrp(0) != os.getpgrp():
+            return None
+        fd = os.dup(0)
+    except OSError:
+        return None
+    os.set_inheritable(fd, True)
+    return fd

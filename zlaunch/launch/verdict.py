@@ -1,0 +1,132 @@
+"""Judges the events of an attempt: when it is to be stopped, which failure is told, what its exit code is.
+
+Agents only report. All is judged here, by the order and the time in which the reports arrive at the launcher:
+the clocks of hosts may differ.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from zlaunch.launch import failure as failures
+from zlaunch.launch.events import Event
+from zlaunch.launch.failure import Failure
+from zlaunch.launch.plan import Plan
+from zlaunch.view.console import Console
+
+_TAIL_BYTES = 1 << 14
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a run ended."""
+
+    code: int
+    """The launcher's exit code."""
+    signum: int = 0
+    """The signal that the launcher was stopped by."""
+    lost: frozenset[str] = frozenset()
+    """Nodes that are gone."""
+    port_taken: bool = False
+    """Nothing was wrong but the rendezvous port."""
+    save_asked: bool = False
+    """The workers were asked to save and stop."""
+    refused: bool = False
+    """Nothing was started: the nodes cannot run this, and trying again would not help."""
+
+
+class Verdict:
+    """The failures of one attempt and what follows from them."""
+
+    def __init__(self, plan: Plan, console: Console) -> None:
+        self._plan, self._console = plan, console
+        self.failures: dict[int, Failure] = {}
+        self.errors: list[str] = []
+        self.agent_code: int | None = None
+        """The exit code where an agent, and no worker, ended the run."""
+        self.lost: set[str] = set()
+        self.stop_at: float | None = None
+        """When the other workers are to be stopped (monotonic seconds): a failure has been seen, and a better
+        cause may show up until then.
+        """
+        self._saved = False
+        self._tails: dict[int, bytes] = {}
+
+    def log_path(self, rank: int) -> Path:
+        """Return where a rank's output goes."""
+        return Path(self._plan.run_dir, "logs", f"rank_{rank:05d}.log")
+
+    def output(self, rank: int, data: bytes) -> None:
+        """Keep the end of a rank's output for the report."""
+        self._tails[rank] = (self._tails.get(rank, b"") + data)[-_TAIL_BYTES:]
+
+    def exception(self, event: Event) -> None:
+        """Take note of an uncaught exception: the exit code will follow."""
+        now, rank = time.monotonic(), event["rank"]
+        found = Failure(
+            rank,
+            event["host"],
+            now,
+            "exception",
+            exception=str(event.get("exception", "")),
+            traceback=str(event.get("traceback", "")),
+        )
+        self.failures.setdefault(rank, found)
+        self._stop_by(now + failures.SETTLE_S)
+
+    def exit(self, event: Event) -> None:
+        """Take note of a worker's end."""
+        now, rank, code = time.monotonic(), event["rank"], event["returncode"]
+        known = self.failures.get(rank)
+        if event["after_stop"]:
+            return  # our own doing
+        if code == failures.SAVED_CODE and self._plan.python and known is None:
+            self._saved = True
+            return
+        if known is not None:
+            known = replace(known, returncode=code or None, reason=event["reason"])
+        elif code != 0:
+            kind: Literal["signal", "exit"] = "signal" if code < 0 else "exit"
+            known = Failure(rank, event["host"], now, kind, returncode=code, reason=event["reason"])
+        else:
+            return
+        self.failures[rank] = known
+        # A failed collective says that somebody else failed: wait for who it was. Anything else is a cause.
+        if not failures.is_communication(known.exception):
+            self._stop_by(now)
+
+    def _stop_by(self, moment: float) -> None:
+        self.stop_at = moment if self.stop_at is None else min(self.stop_at, moment)
+
+    def outcome(self, signum: int, *, save_asked: bool) -> Outcome:
+        """Say what went wrong, if anything, and return how the attempt ended."""
+        lost = frozenset(self.lost)
+        if signum:
+            self._console.message(f"stopped by {failures.signal_name(signum)}")
+            return Outcome(128 + signum, signum, lost, save_asked=save_asked)
+        for error in self.errors:
+            self._console.error(error)
+        code = self.agent_code or (1 if self.errors else 0)
+        port_taken = False
+        if self.failures:
+            first = failures.choose(self.failures.values())
+            shown = self._console.shows(first.rank)
+            self._console.text(
+                failures.report(first, self._tail(first.rank), str(self.log_path(first.rank)), shown=shown)
+            )
+            code = first.exit_code
+            port_taken = failures.is_port_taken(first.exception)
+        elif self._saved and not code:
+            self._console.message("the run has saved, as it was asked to, and wants to be started again")
+            return Outcome(failures.SAVED_CODE, 0, lost, save_asked=True)
+        return Outcome(code, 0, lost, port_taken, save_asked)
+
+    def _tail(self, rank: int) -> Sequence[str]:
+        """Return the last lines, each as a terminal would show it: what a bar has overwritten is gone."""
+        text = self._tails.get(rank, b"").decode("utf-8", "replace").replace("\r\n", "\n")
+        lines = [line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n")]
+        return [line for line in lines if line.strip()][-failures.TAIL_LINES :]
