@@ -193,6 +193,12 @@ def requeue(environ: Mapping[str, str], say: Callable[[str], None]) -> None:
     if not job or shutil.which("scontrol") is None:
         say("--requeue: not inside a SLURM job; nothing to requeue")
         return
+    try:
+        if state(job) == "CANCELLED":
+            say(f"job {job} was cancelled: it is not put back into the queue")
+            return
+    except SlurmError as error:
+        say(f"--requeue: {error}")
     say(f"job {job} is put back into the queue")
     result = _run(["scontrol", "requeue", job], _QUERY_TIMEOUT_S, environ)
     if result.returncode:

@@ -58,6 +58,8 @@ class Allocation:
     """Index in ``nodes`` of the node this process runs on."""
     restart_count: int = 0
     """How often the job was requeued."""
+    het_size: int = 1
+    """Components of a heterogeneous job; the nodes are those of one of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +74,12 @@ class StepPlace:
     """one_per_node: a single task on every node. one_per_gpu: on this node as many tasks as GPUs."""
 
 
-def read(environ: Mapping[str, str]) -> Allocation | None:
-    """The allocation that this environment describes; None outside SLURM."""
+def read(environ: Mapping[str, str], *, has_terminal: bool = False) -> Allocation | None:
+    """Return the allocation that this environment describes; None outside SLURM.
+
+    `has_terminal` says that this process has a controlling terminal. In a step that `srun --pty` has made it
+    is then a shell's child, and not one of several tasks alike.
+    """
     job = _number(environ, "SLURM_JOB_ID", "SLURM_JOBID")
     if job is None:
         return None
@@ -88,6 +94,7 @@ def read(environ: Mapping[str, str]) -> Allocation | None:
         step_id is not None
         and step_id < _LAST_STEP_ID
         and procid is not None
+        and not (has_terminal and environ.get("SLURM_PTY_PORT"))
         # sbatch hands on its whole environment: a step of other nodes is that of the shell it was called in.
         and set(step_hosts) <= set(job_hosts)
     )
@@ -112,6 +119,7 @@ def read(environ: Mapping[str, str]) -> Allocation | None:
         localid=_number(environ, "SLURM_LOCALID") if inside else None,
         nodeid=nodeid if inside else None,
         restart_count=_number(environ, "SLURM_RESTART_COUNT") or 0,
+        het_size=_number(environ, "SLURM_HET_SIZE", "SLURM_PACK_SIZE") or 1,
     )
 
 

@@ -1,4 +1,4 @@
-"""`--no_ssh --node_rank N`: the user, or accelerate, starts the same command on every node by hand."""
+"""`--no_ssh --node_rank N`: the user, accelerate or Kubernetes starts the same command on every node."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import click
 
 from zlaunch.cli.cluster import cluster
 from zlaunch.cli.options import Options, bound_cores
+from zlaunch.launch.devices import discover
 from zlaunch.launch.plan import NodeSpec, Plan, make_plan
 from zlaunch.launch.processes import python_module_argv
 from zlaunch.launch.record import resume_folder
@@ -20,7 +21,6 @@ def hand_plan(options: Options, node_rank: int, attempt: int = 0) -> Plan:
     """This node's part; every node comes to the same numbers from the same command line. Raises
     click.UsageError.
     """
-    from zlaunch.launch.devices import discover
     from zlaunch.launch.facts import cores_by_numa
 
     slots = _slots(options)
@@ -67,11 +67,11 @@ def hand_plan(options: Options, node_rank: int, attempt: int = 0) -> Plan:
 def _slots(options: Options) -> list[tuple[str, tuple[int, ...]]]:
     """Every node's slots, in order."""
     if options.hostfile is None:
-        if options.num_nodes is None or options.num_gpus is None or options.master_addr is None:
-            raise click.UsageError(
-                "--no_ssh needs a --hostfile with slots, or --num_nodes, --num_gpus and --master_addr"
-            )
-        return [(f"node{index}", tuple(range(options.num_gpus))) for index in range(options.num_nodes)]
+        if options.num_nodes is None or options.master_addr is None:
+            raise click.UsageError("--no_ssh needs a --hostfile with slots, or --num_nodes and --master_addr")
+        # Every node has as many as this one: with other numbers the ranks would not fit together.
+        count = options.num_gpus or len(discover(os.environ).tokens) or 1
+        return [(f"node{index}", tuple(range(count))) for index in range(options.num_nodes)]
     chosen = cluster(options, "ssh", None).chosen
     if chosen is None:
         raise click.UsageError(f"--no_ssh: {options.hostfile} must say slots=N for every host")

@@ -23,7 +23,9 @@ _DISTINCTIVE_KEYS = {"zero_optimization", "train_micro_batch_size_per_gpu"}
 def check_script(name: str) -> None:
     """The script is there, or something by a similar name is."""
     path = Path(name)
-    if path.is_file() or (path / "__main__.py").is_file():
+    if path.is_file():
+        return _check_is_python(path)
+    if (path / "__main__.py").is_file():
         return
     if path.is_dir():
         raise click.UsageError(f"{name!r} is a folder without a __main__.py")
@@ -34,6 +36,18 @@ def check_script(name: str) -> None:
     near = difflib.get_close_matches(path.name, beside, n=1)
     hint = f", did you mean {str(path.parent / near[0])!r}?" if near else ""
     raise click.UsageError(f"no script {name!r}{hint}")
+
+
+def _check_is_python(path: Path) -> None:
+    """Refuse what is a program of another kind. Python itself tells the rest."""
+    try:
+        with open(path, "rb") as file:
+            start = file.read(256)
+    except OSError as error:
+        raise click.UsageError(f"cannot read the script {str(path)!r}: {error.strerror}") from None
+    first = start.split(b"\n", 1)[0]
+    if start.startswith(b"\x7fELF") or (first.startswith(b"#!") and b"python" not in first):
+        raise click.UsageError(f"{str(path)!r} is not a Python script; to run a program give --no_python")
 
 
 def check_module(name: str) -> None:

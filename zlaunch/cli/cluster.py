@@ -21,7 +21,7 @@ from zlaunch.launch.record import resume_folder
 if TYPE_CHECKING:
     from zlaunch.hostfiles.grammar import HostEntry
     from zlaunch.launch.attempts import Job
-    from zlaunch.launch.fleet import Link, Node, NodeError, Rendezvous
+    from zlaunch.launch.fleet import Link, Node, NodeError, Rendezvous, Say
     from zlaunch.slurm.environment import Allocation
 
 
@@ -101,18 +101,44 @@ class Cluster:
             return Link(open_command(host, prefix, argv, Path(o.run_dir, "logs", f"agent_{host}.log")))
         if host in own_names() and entry.user is None and entry.port is None:
             return open_local(o, host)
-        from zlaunch.launch.transports.ssh import open_ssh
+        from zlaunch.launch.transports.ssh import AuthenticationRefused, open_ssh
         from zlaunch.launch.transports.ssh_config import resolve
 
         port = entry.port if entry.port is not None else o.ssh_port
         settings = resolve(host, user=entry.user, port=port, config=o.ssh_config)
-        return Link(open_ssh(settings, o.python, accept_new=o.ssh_accept_new))
+        if self.launcher == "openssh" or settings.needs_openssh:
+            return self._open_by_program(entry, port, settings.timeout_s)
+        try:
+            return Link(open_ssh(settings, o.python, accept_new=o.ssh_accept_new))
+        except AuthenticationRefused:
+            if not settings.gssapi:
+                raise
+            return self._open_by_program(entry, port, settings.timeout_s)
 
-    def connect(self, hosts: Sequence[str]) -> tuple[list[Node], list[NodeError]]:
+    def _open_by_program(self, entry: HostEntry, port: int | None, timeout_s: float) -> Link:
+        from zlaunch.launch.fleet import Link
+        from zlaunch.launch.transports.openssh import open_openssh
+        from zlaunch.launch.transports.ssh import remote_command
+
+        o = self.options
+        return Link(
+            open_openssh(
+                entry.host,
+                remote_command(o.python),
+                Path(o.run_dir, "logs", f"agent_{entry.host}.log"),
+                user=entry.user,
+                port=port,
+                config=o.ssh_config,
+                accept_new=o.ssh_accept_new,
+                timeout_s=timeout_s,
+            )
+        )
+
+    def connect(self, hosts: Sequence[str], say: Say) -> tuple[list[Node], list[NodeError]]:
         """Start agents, ask for what is not known yet, and let go of nodes that the filters leave out."""
         from zlaunch.launch.fleet import close_all, connect
 
-        nodes, errors = connect(hosts, self.open_link, self.options.connect_timeout_s)
+        nodes, errors = connect(hosts, self.open_link, self.options.connect_timeout_s, say)
         if self.chosen is None:
             found = {node.host: len(node.facts.devices) or 1 for node in nodes}
             self.settle({**dict.fromkeys((error.host for error in errors), 0), **found})
@@ -159,7 +185,11 @@ class Cluster:
         versions = [tuple(map(int, node.facts.python.split(".")[:2])) for node in nodes]
         self.safe_path = all(version >= (3, 11) for version in versions)
         specs = [self.spec(node, interface) for node, interface in zip(nodes, interfaces, strict=True)]
-        address, port = ("127.0.0.1", 0) if meet is None else (meet.address, meet.port)
+        o = self.options
+        if meet is None:  # a single node, which may be one of a larger run that somebody else puts together
+            address, port = o.master_addr or "127.0.0.1", o.master_port
+        else:
+            address, port = meet.address, meet.port
         return self.make(specs, address, port, attempt)
 
     def known_plan(self) -> Plan:
@@ -171,7 +201,8 @@ class Cluster:
             )
             for host, slots in self.chosen.items()
         ]
-        return self.make(specs, self.options.master_addr or specs[0].host, self.options.master_port)
+        alone = "127.0.0.1" if len(specs) == 1 else specs[0].host
+        return self.make(specs, self.options.master_addr or alone, self.options.master_port)
 
     def make(self, specs: Sequence[NodeSpec], address: str, port: int, attempt: int = 0) -> Plan:
         """A plan from what is known."""

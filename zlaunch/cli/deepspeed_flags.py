@@ -53,8 +53,8 @@ def launcher_name(context: click.Context, parameter: click.Parameter, value: str
     name = value.lower() if value is not None else None
     if name in _OTHER_LAUNCHERS:
         raise click.UsageError(f"--launcher {value}: use ssh, slurm or openmpi, which need no {value}")
-    if name is None or name in ("local", "ssh", "slurm", "openmpi"):
+    if name is None or name in ("local", "ssh", "openssh", "slurm", "openmpi"):
         return name
     if name in LAUNCHERS:
         return LAUNCHERS[name]
-    raise click.UsageError(f"--launcher {value}: expected local, ssh, slurm or openmpi")
+    raise click.UsageError(f"--launcher {value}: expected local, ssh, openssh, slurm or openmpi")

@@ -108,9 +108,9 @@ def local_job(options: Options, make: Callable[[int], Plan]) -> Job:
     """A job on this machine; `make` gives the plan of an attempt."""
     from zlaunch.launch.attempts import Job
     from zlaunch.launch.facts import own_facts
-    from zlaunch.launch.fleet import Node, NodeError
+    from zlaunch.launch.fleet import Node, NodeError, Say
 
-    def connect(hosts: Sequence[str]) -> tuple[list[Node], list[NodeError]]:
+    def connect(hosts: Sequence[str], say: Say) -> tuple[list[Node], list[NodeError]]:
         try:
             return [Node(open_local(options, "localhost"), own_facts(with_network=False))], []
         except NodeError as error:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
+import resource
 import signal
 import sys
 from collections.abc import Sequence
@@ -30,6 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = list(sys.argv[1:] if argv is None else argv)
     name = "zlaunch"
     try:
+        _check_folder()
         if args and args[0] in SUBCOMMANDS:
             name = f"zlaunch {args[0]}"
             module, _, attribute = SUBCOMMANDS[args.pop(0)].partition(":")
@@ -47,13 +50,33 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = 130
     except BrokenPipeError:
         code = 141
+    except OSError as error:
+        if error.errno not in (errno.EMFILE, errno.ENFILE):
+            raise
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        print(f"{name}: error: too many open files: the limit is {limit}; ulimit -n 4096", file=sys.stderr)
+        code = 2
     return _flushed(code)
+
+
+def _check_folder() -> None:
+    try:
+        os.getcwd()
+    except OSError as error:
+        text = (
+            f"the current folder cannot be used ({error.strerror}): it may have been deleted; cd to another"
+        )
+        raise click.ClickException(text) from None
 
 
 def _flushed(code: int) -> int:
     """Flush here, where a reader that has gone (`zlaunch ... | head`) can be passed over in silence."""
     try:
-        sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except (OSError, ValueError) as error:
+        if not isinstance(error, BrokenPipeError):
+            print(f"zlaunch: error: cannot write to stdout: {error}", file=sys.stderr)
+            code = code or 1
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     return code

@@ -17,7 +17,7 @@ from zlaunch.launch.plan import Target
 if TYPE_CHECKING:
     from zlaunch.slurm.environment import Allocation
 
-Launcher = Literal["local", "ssh", "slurm", "openmpi", "step", "hand"]
+Launcher = Literal["local", "ssh", "openssh", "slurm", "openmpi", "step", "hand"]
 ALONE = ("local", "step", "hand")
 """Those that start nothing on other nodes."""
 DEFAULT_HOSTFILE = "/job/hostfile"
@@ -81,6 +81,8 @@ class Options:
     requeue: bool = False
     node_rank: int | None = None
     """With --no_ssh: which of the nodes this is."""
+    pod: bool = False
+    """The variables of a pod have said so."""
     compat: str | None = None
     """What `import deepspeed` is in the workers; None leaves it to their environment."""
 
@@ -103,9 +105,16 @@ class Options:
 def choose_launcher(options: Options, allocation: Allocation | None) -> tuple[Launcher, str]:
     """The way to start agents, and why it is this one."""
     if options.node_rank is not None:
-        return "hand", "--no_ssh"
+        why = f"the environment says that this is node {options.node_rank} of {options.num_nodes}"
+        return "hand", why if options.pod else "--no_ssh"
     inside = allocation is not None and allocation.inside_step
-    if options.launcher in ("local", "ssh", "openmpi"):
+    by_slurm = options.launcher == "slurm" or (options.launcher is None and options.hostfile is None)
+    if allocation is not None and allocation.het_size > 1 and by_slurm:
+        raise click.UsageError(
+            f"job {allocation.job_id} is heterogeneous ({allocation.het_size} components), which is not "
+            "supported: give a --hostfile with the hosts of all, or --launcher local"
+        )
+    if options.launcher in ("local", "ssh", "openssh", "openmpi"):
         chosen: Launcher = options.launcher  # type: ignore[assignment]
         return chosen, f"--launcher {chosen}"
     if options.launcher == "slurm":
@@ -157,3 +166,12 @@ def bound_cores(
 def quiet_port(seed: str) -> int:
     """A port that all who know the seed agree on, below those that systems hand out by themselves."""
     return 20000 + zlib.crc32(seed.encode()) % 12000
+
+
+def has_terminal() -> bool:
+    """Tell whether this process has a controlling terminal."""
+    try:
+        os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True

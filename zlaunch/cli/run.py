@@ -16,7 +16,15 @@ import click
 
 from zlaunch import __version__
 from zlaunch.cli.deepspeed_flags import deepspeed_flags, launcher_name
-from zlaunch.cli.options import ALONE, Launcher, Options, choose_launcher, python_there, reach_options
+from zlaunch.cli.options import (
+    ALONE,
+    Launcher,
+    Options,
+    choose_launcher,
+    has_terminal,
+    python_there,
+    reach_options,
+)
 
 if TYPE_CHECKING:
     from zlaunch.launch.attempts import Job
@@ -49,9 +57,9 @@ _EPILOG = (
 @click.option("-e", "--exclude", metavar="FILTER", help="Hosts and slots to leave out, in the same form.")
 @click.option(
     "--launcher",
-    metavar="[local|ssh|slurm|openmpi]",
+    metavar="[local|ssh|openssh|slurm|openmpi]",
     callback=launcher_name,
-    help="How to reach the nodes.  [default: found out, and said]",
+    help="How to reach the nodes; openssh is the ssh program.  [default: found out, and said]",
 )
 @click.option(
     "--master_port",
@@ -157,11 +165,13 @@ def run(command: tuple[str, ...], **given: Any) -> int:
     if given["include"] is not None and given["exclude"] is not None:
         raise click.UsageError("--include and --exclude exclude each other")
     from zlaunch.cli import checks
+    from zlaunch.cli.pods import take_pod
 
     mode = _check_command(
         command, module=given["module"], no_python=given["no_python"], folder=given["workdir"]
     )
     allocation = _allocation()
+    take_pod(given, allocation)
     options = _options(command, mode, given)
     for warning in checks.check_configs(command[1:]):
         print(f"zlaunch: warning: {warning}", file=sys.stderr)
@@ -230,7 +240,7 @@ def _options(
             for name in (
                 *("hostfile", "launcher", "include", "exclude", "num_nodes", "num_gpus", "master_addr"),
                 *("master_port", "iface", "env", "ssh_port", "ssh_config", "ssh_accept_new"),
-                *("compat", "node_rank"),
+                *("compat", "node_rank", "pod"),
             )
         },
     )
@@ -268,7 +278,7 @@ def _allocation() -> Allocation | None:
     from zlaunch.slurm.environment import SlurmError, read, with_gpus
 
     try:
-        allocation = read(os.environ)
+        allocation = read(os.environ, has_terminal=has_terminal())
         if allocation is None or all(node.gpus is not None for node in allocation.nodes):
             return allocation
         return with_gpus(allocation, granted_gpus(allocation.job_id))

@@ -76,6 +76,7 @@ def step_plan(options: Options, allocation: Allocation, attempt: int = 0) -> Pla
         world_size=world,
         first_node=place.rank_of_node,
         node_count=place.nodes,
+        in_step=True,
         restart_count=attempt,
         resume_dir=resume_folder(options.run_dir, options.run_id, attempt, options.target, os.environ),
     )

@@ -12,8 +12,9 @@ last output, as long as the launcher takes some of it.
 
 from __future__ import annotations
 
+import errno
 import os
-import select
+import resource
 import selectors
 import signal
 import socket
@@ -22,7 +23,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from zlaunch.launch.events import WORKER_EVENTS, Event, LineBuffer
+from zlaunch.launch.events import WORKER_EVENTS, Event
 from zlaunch.launch.failure import (
     likely_reason,
     signal_name,
@@ -30,7 +31,6 @@ from zlaunch.launch.failure import (
 from zlaunch.launch.greeting import Greeter
 from zlaunch.launch.guard import fork_under_guard
 from zlaunch.launch.oom import oom_counters, oom_rose
-from zlaunch.launch.outbox import Outbox
 from zlaunch.launch.plan import Plan
 from zlaunch.launch.processes import (
     PASSED_SIGNALS,
@@ -43,6 +43,7 @@ from zlaunch.launch.processes import (
     start_ticks,
     sweep,
 )
+from zlaunch.launch.uplink import Uplink, take_user_input
 from zlaunch.launch.worker import CHUNK_BYTES, Batch, Worker, read_chunk, spawn
 
 _DRAIN_LIMIT_BYTES = 4 << 20
@@ -50,12 +51,6 @@ _DRAIN_LIMIT_BYTES = 4 << 20
 _SCAN_INTERVAL_S = 0.1
 _LEFTOVER_S = 0.5
 """How long helpers of a finished worker (trackers, uploaders) may take to end by themselves."""
-_IDLE_S = 300.0
-"""How long an agent waits for its plan when the launcher has not said how long that may take."""
-_PAUSE_S = 86400.0
-"""How long a launcher that has been stopped in its terminal (Ctrl-Z) may be silent."""
-_GOODBYE_S = 5.0
-"""How long a launcher that has hung up may take nothing of the last output."""
 
 
 class Agent:
@@ -63,25 +58,19 @@ class Agent:
 
     def __init__(self, guard: int, stdin: int = 0, stdout: int = 1) -> None:
         self.guard = guard
-        self.stdin = stdin
-        self.outbox = Outbox(stdout)
+        self.uplink = Uplink(stdin, stdout)
+        self.outbox = self.uplink.outbox
         self.send = self.outbox.put
         self.reading_output = True
-        self.commands = LineBuffer()
         self.selector = selectors.DefaultSelector()
         self.plan: Plan | None = None
         self.greeter = Greeter(self.send, self._watch)
-        self.heard_at = time.monotonic()
-        """When the launcher last said anything."""
         self.workers: dict[int, Worker] = {}
         self.batch: Batch | None = None
         """Workers that are being forked."""
         self.oom_before = oom_counters()
         self.stopping = False
-        self.idle_s = _IDLE_S
-        self.paused = False
-        """The launcher has been stopped in its terminal and says nothing for that reason."""
-        self.user_input = _user_input()
+        self.user_input = take_user_input()
         self.kill_at: float | None = None
         """Set once the run is ending; then whatever is left is killed."""
         self.scan_at = 0.0
@@ -95,7 +84,6 @@ class Agent:
         wake_reader, wake_writer = os.pipe()
         os.set_blocking(wake_reader, False)
         os.set_blocking(wake_writer, False)
-        os.set_blocking(self.stdin, False)
         signal.set_wakeup_fd(wake_writer)
         # Handlers, not SIG_IGN: an ignored signal would stay ignored in every worker.
         signal.signal(signal.SIGTERM, self._on_signal)
@@ -103,7 +91,7 @@ class Agent:
         for signum in (signal.SIGINT, *PASSED_SIGNALS):
             signal.signal(signum, lambda *_: None)
         self._watch(wake_reader, lambda: os.read(wake_reader, 512))
-        self._watch(self.stdin, self._on_stdin)
+        self._watch(self.uplink.stdin, self._on_stdin)
         while not self.ended:
             self._choose_descriptors()
             for key, _ in self.selector.select(self._timeout()):
@@ -111,30 +99,8 @@ class Agent:
                     key.data()
             self._reap()
             self._tick()
-        self._hand_over()
+        self.uplink.hand_over()
         return 0
-
-    def _hand_over(self) -> None:
-        """Write all that is left, for as long as the launcher takes some of it or is heard.
-
-        A launcher on this machine may take its time (its terminal may be halted): its end shows in the pipe.
-        """
-        limit_s = (self.plan.heartbeat_s if self.plan is not None else 0.0) or _PAUSE_S
-        moved_at, listening = time.monotonic(), True
-        while self.outbox.pending:
-            left = moved_at + (_PAUSE_S if self.paused else limit_s) - time.monotonic()
-            if left <= 0:
-                return
-            before = self.outbox.pending
-            readable, _, _ = select.select([self.stdin] if listening else [], [self.outbox.fd], [], left)
-            self.outbox.flush()
-            chunk = read_chunk(self.stdin) if readable else None
-            if chunk or self.outbox.pending < before:
-                moved_at = time.monotonic()
-            if chunk:
-                self.paused = any(m.get("cmd") == "pause" for m in self.commands.feed(chunk))
-            elif chunk is not None:
-                listening, limit_s, self.paused = False, _GOODBYE_S, False
 
     def _choose_descriptors(self) -> None:
         """Wait for room to write only when there is something to write, and hold noisy workers back."""
@@ -165,17 +131,25 @@ class Agent:
         self.asked_by_signal = signal_name(signum)
 
     def _on_stdin(self) -> None:
-        chunk = read_chunk(self.stdin)
-        if chunk is None:
-            return
-        if not chunk:
-            self._unwatch(self.stdin)
-            self.stop("the launcher is gone")
-            return
-        self.heard_at = time.monotonic()
-        self.paused = False
-        for message in self.commands.feed(chunk):
+        messages = self.uplink.read()
+        if messages is None:
+            self._unwatch(self.uplink.stdin)
+            self._on_orphaned()
+        for message in messages or ():
             self._on_message(message)
+
+    def _on_orphaned(self) -> None:
+        """Stop, and let the other launchers of a SLURM step know: theirs would wait for this one's ranks."""
+        others = self.plan is not None and self.plan.in_step and not self.stopping and not self._all_exited()
+        self.stop("the launcher is gone")
+        if others:
+            from zlaunch.slurm.commands import cancel_step
+            from zlaunch.slurm.environment import SlurmError
+
+            try:
+                cancel_step(os.environ)
+            except SlurmError:
+                pass  # nobody is left to be told
 
     def _on_message(self, message: Event) -> None:
         command = message.get("cmd")
@@ -184,8 +158,6 @@ class Agent:
                 self._start(Plan.from_dict(message))
         elif command == "ping":
             self.send({"type": "pong", "host": self._host(), "time": time.time()})
-        elif command == "pause":
-            self.paused = True
         elif command == "stop":
             self.stop("the launcher asked for it", message.get("grace_s"))
         elif command == "kill":
@@ -196,7 +168,6 @@ class Agent:
                 if worker.returncode is None:
                     self._signal(worker.pid, int(message["signum"]))
         elif self.plan is None:
-            self.idle_s = float(message.get("idle_s", self.idle_s))
             self.greeter.handle(message)
 
     def _signal(self, pid: int, signum: int) -> None:
@@ -235,6 +206,7 @@ class Agent:
 
     def _start(self, plan: Plan) -> None:
         self.plan = plan
+        self.uplink.heartbeat_s = plan.heartbeat_s
         listener = self.greeter.close()
         if listener is not None:
             self._unwatch(listener)
@@ -274,6 +246,8 @@ class Agent:
                 self._watch_worker(spawn(worker, self.plan.cwd, self.user_input))
             except OSError as error:
                 text = f"cannot start rank {worker.rank} on {self._host()}: {error}"
+                if os.strerror(errno.EMFILE) in text:
+                    text += f" (the limit, ulimit -n, is {resource.getrlimit(resource.RLIMIT_NOFILE)[0]})"
                 self.send({"type": "error", "message": text, "time": time.time()})
                 self.stop("a worker could not be started")
                 return
@@ -285,17 +259,9 @@ class Agent:
             self._watch(fd, partial(self._on_output, worker, fd))
         self._watch(worker.event_fd, partial(self._on_worker_event, worker))
         self._wake_at_end_of(worker.pid)
-        self.send(
-            {
-                "type": "spawn",
-                "rank": plan.rank,
-                "local_rank": plan.local_rank,
-                "host": self._host(),
-                "pid": worker.pid,
-                "start_ticks": start_ticks(worker.pid) or 0,
-                "time": time.time(),
-            }
-        )
+        place = {"rank": plan.rank, "local_rank": plan.local_rank, "host": self._host()}
+        process = {"pid": worker.pid, "start_ticks": start_ticks(worker.pid) or 0}
+        self.send({"type": "spawn", **place, **process, "time": time.time()})
 
     def _wake_at_end_of(self, pid: int) -> None:
         pidfd = open_pidfd(pid)
@@ -378,18 +344,6 @@ class Agent:
         """List the workers whose status has not been taken: no other process can have their ids."""
         return [worker.pid for worker in self.workers.values() if worker.returncode is None]
 
-    def _check_silence(self, now: float) -> None:
-        """Stop when the launcher has said nothing for as long as this state allows."""
-        silent_s = now - self.heard_at
-        if self.plan is None:
-            if silent_s > self.idle_s:
-                self.stop("no plan has come")
-        elif self.paused:
-            if silent_s > _PAUSE_S:
-                self.stop(f"the launcher has been stopped for {_PAUSE_S / 3600:g} hours")
-        elif self.plan.heartbeat_s and silent_s > self.plan.heartbeat_s:
-            self.stop(f"the launcher has been silent for {self.plan.heartbeat_s:g} s")
-
     def _all_exited(self) -> bool:
         forking = self.batch is not None and not self.stopping
         return not forking and all(worker.returncode is not None for worker in self.workers.values())
@@ -397,12 +351,13 @@ class Agent:
     def _tick(self) -> None:
         """Whatever is due by the clock or by the state."""
         if self.outbox.lost:
-            self.stop("the launcher is gone")
+            self._on_orphaned()
         if self.asked_by_signal:
             alone = os.getppid() != self.guard
             self.stop("the agent's guard was killed" if alone else f"the agent got {self.asked_by_signal}")
+        if silence := self.uplink.too_silent():
+            self.stop(silence)
         now = time.monotonic()
-        self._check_silence(now)
         if self.plan is None or self.ended:
             return
         all_exited = self._all_exited()
@@ -435,15 +390,6 @@ class Agent:
             self._drain(worker)
         self.send({"type": "done", "host": self._host(), "swept": swept, "time": time.time()})
         self.ended = True
-
-
-def _user_input() -> int | None:
-    """Return the descriptor of the user's own input, which rank 0 gets, if the launcher has handed it on."""
-    fd = int(os.environ.pop("ZLAUNCH_STDIN_FD", "-1"))
-    if fd < 0:
-        return None
-    os.set_inheritable(fd, False)
-    return fd
 
 
 def main() -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from zlaunch.launch import record
 from zlaunch.launch.controller import Controller
-from zlaunch.launch.fleet import Node, NodeError, Rendezvous, close_all, find_rendezvous
+from zlaunch.launch.fleet import Node, NodeError, Rendezvous, Say, close_all, find_rendezvous
 from zlaunch.launch.plan import Plan
 from zlaunch.launch.verdict import Outcome
 from zlaunch.view.console import Console
@@ -19,8 +19,8 @@ class Job:
 
     run_dir: str
     hosts: tuple[str, ...]
-    connect: Callable[[Sequence[str]], tuple[list[Node], list[NodeError]]]
-    """Starts an agent on each host."""
+    connect: Callable[[Sequence[str], Say], tuple[list[Node], list[NodeError]]]
+    """Starts an agent on each host, and says what it waits for."""
     plan: Callable[[Sequence[Node], Rendezvous | None, int], Plan]
     """The plan for the nodes that answered; the rendezvous is None for one node; the last is the attempt's
     number. Raises NodeError.
@@ -74,7 +74,7 @@ def _run(job: Job, console: Console, limits: Limits) -> Outcome:
 def _attempt(
     job: Job, hosts: Sequence[str], needed: int, console: Console, limits: Limits, attempt: int
 ) -> Outcome:
-    nodes, errors = job.connect(hosts)
+    nodes, errors = job.connect(hosts, console.message)
     try:
         for error in errors:
             console.error(f"{error.host}: {error.text}")

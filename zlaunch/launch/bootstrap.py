@@ -10,6 +10,7 @@ from __future__ import annotations
 import faulthandler
 import fcntl
 import os
+import resource
 import runpy
 import signal
 import sys
@@ -87,7 +88,9 @@ def _own_event_fd() -> int:
     given = int(os.environ.get("ZLAUNCH_EVENT_FD", "-1"))
     if given < 0:
         return -1
-    own = fcntl.fcntl(given, fcntl.F_DUPFD_CLOEXEC, _EVENT_FD_FLOOR)
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    floor = _EVENT_FD_FLOOR if limit < 0 else min(_EVENT_FD_FLOOR, limit // 2)
+    own = fcntl.fcntl(given, fcntl.F_DUPFD_CLOEXEC, floor)
     os.close(given)
     os.environ["ZLAUNCH_EVENT_FD"] = str(own)
     return own
@@ -149,13 +152,25 @@ def _run_script(args: list[str]) -> None:
 
 
 def _print(error: BaseException) -> str:
-    """Show the exception as Python itself would, without our frames; returns the traceback's text."""
+    """Show the exception as Python itself would, without our frames; returns the traceback's text.
+
+    That another rank has gone is one line: the cause is told by that rank, and must not scroll away.
+    """
     stripped: TracebackType | None = error.__traceback__
     while stripped is not None and stripped.tb_frame.f_code.co_filename in _OUR_FILES:
         stripped = stripped.tb_next
     error.__traceback__ = stripped
+    text = "".join(traceback.format_exception(type(error), error, stripped))
+    short = "".join(traceback.format_exception_only(type(error), error)).strip()
+    if sys.excepthook is sys.__excepthook__ and "RANK" in os.environ:
+        from zlaunch.launch.failure import is_lost_peer
+
+        if is_lost_peer(short):
+            first = short.splitlines()[0]
+            print(f"zlaunch: rank {os.environ['RANK']} has lost another rank: {first}", file=sys.stderr)
+            return text
     sys.excepthook(type(error), error, stripped)
-    return "".join(traceback.format_exception(type(error), error, stripped))
+    return text
 
 
 def _send_exception(event_fd: int, error: BaseException, text: str) -> None:

@@ -18,7 +18,7 @@ from types import FrameType
 from zlaunch.launch import record
 from zlaunch.launch.events import Event, encode
 from zlaunch.launch.failure import signal_name
-from zlaunch.launch.fleet import Link
+from zlaunch.launch.fleet import SLOW_S, Link
 from zlaunch.launch.monitor import HangWatch, Heartbeat
 from zlaunch.launch.plan import Plan
 from zlaunch.launch.processes import PASSED_SIGNALS, Process, sweep
@@ -32,8 +32,6 @@ _PATIENCE_S = 0.3
 """A second signal within this time is taken for the first one."""
 _MARGIN_S = 6.0
 """Beyond the grace period: settling, sweeping, a slow machine."""
-_SLOW_START_S = 5.0
-"""How long nothing may be said of a start that is going on."""
 _LONGEST_WAIT_S = 60.0
 _PAUSE_SENT_S = 0.3
 """For the threads of ssh connections to send the word before the process stands still."""
@@ -156,14 +154,14 @@ class Controller:
         if self.verdict.stop_at is not None and self.deadline == float("inf"):
             moments.append(self.verdict.stop_at)
         if self.starting:
-            moments.append(self.said_at + _SLOW_START_S)
+            moments.append(self.said_at + SLOW_S)
         left = min(moments) - time.monotonic()
         return max(0.0, min(left, self.hang.next_s(), _LONGEST_WAIT_S))
 
     def _on_quiet(self) -> None:
         """Do what is due when nothing has happened for a while."""
         now = time.monotonic()
-        if self.starting and now >= self.said_at + _SLOW_START_S:
+        if self.starting and now >= self.said_at + SLOW_S:
             self.said_at = now
             self.console.message(f"{self._still_starting()} ({now - self.started_at:.0f} s)")
         if self.hang.due():

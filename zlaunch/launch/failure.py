@@ -58,6 +58,11 @@ def is_communication(text: str) -> bool:
     return any(word in text for word in _COMMUNICATION)
 
 
+def is_lost_peer(text: str) -> bool:
+    """Tell whether an exception says no more than that another rank has gone."""
+    return any(word in text for word in ("PeerLost", "Connection closed by peer", "Connection reset by peer"))
+
+
 def is_port_taken(text: str) -> bool:
     """An exception that says that somebody else has the rendezvous port."""
     return any(word in text for word in ("EADDRINUSE", "address already in use", "Address already in use"))
@@ -96,8 +101,8 @@ def likely_reason(signum: int, *, oom_killed: OomScope | None) -> str:
         )
     if signum == signal.SIGKILL and oom_killed == "host":
         return (
-            "killed from outside (kill -9, the batch system), or out of host memory: the kernel has meanwhile "
-            "killed some process of this machine for lack of it"
+            "killed from outside (kill -9, the batch system), or out of host memory: meanwhile the kernel "
+            "has killed some process of this machine for lack of it"
         )
     reasons: dict[int, str] = {
         signal.SIGKILL: "killed from outside (kill -9, the batch system, a container limit); "
@@ -134,7 +139,7 @@ def report(failure: Failure, tail: Sequence[str], log_path: str, *, shown: bool 
     if failure.reason:
         text.append(f"  likely reason: {failure.reason}")
     last = failure.exception.rpartition("\n")[2].strip()
-    told = bool(last) and any(last in line for line in tail)
+    told = bool(last) and any(line.strip() == last for line in tail)
     traceback = failure.traceback.rstrip("\n").splitlines()
     lines = [] if shown else list(tail)
     if failure.exception and not told and traceback:

@@ -16,8 +16,15 @@ from zlaunch.launch.transports import Transport
 
 PARALLEL = 64
 """Nodes that are connected to at the same time."""
+SLOW_S = 5.0
+"""How long nothing may be said of a start that is going on."""
 _ANSWER_TIMEOUT_S = 15.0
 _TIMEOUT_PER_ADDRESS_S = 4.0
+_MEET_LIMIT_S = 600.0
+"""More than finding the rendezvous can take."""
+
+
+_SSH_FAILED = 255
 
 
 class NodeError(Exception):
@@ -57,6 +64,8 @@ def _why_no_agent(code: int | None, said: str) -> str:
             f"{said.splitlines()[-1]}: install zlaunch into that Python, or name another one with "
             "--remote_python or --venv"
         )
+    if code == _SSH_FAILED and said:
+        return f"ssh: {said}"
     how = "without an exit code" if code is None or code == -1 else f"with exit code {code}"
     return f"the agent ended {how}" + (f": {said}" if said else "")
 
@@ -74,24 +83,38 @@ class Node:
         return self.link.host
 
 
+Say = Callable[[str], None]
+"""Tells the user what a start is waiting for."""
+
+
 def connect(
-    hosts: Sequence[str], open_link: Callable[[str], Link], timeout_s: float
+    hosts: Sequence[str], open_link: Callable[[str], Link], timeout_s: float, say: Say = lambda text: None
 ) -> tuple[list[Node], list[NodeError]]:
     """Start an agent on every host at once; the nodes that answered, in order, and the others' errors.
 
-    `open_link` may raise NodeError. An agent that has not answered within `timeout_s` is given up.
+    `open_link` may raise NodeError. A host that has not answered within `timeout_s` is given up, whatever it
+    hangs in: `open_link` need not return then.
     """
     links: dict[str, Link] = {}
+    given_up: set[str] = set()
+    # Agents that have answered wait for those that have not, and for the rendezvous.
+    waves = -(-len(hosts) // PARALLEL)
+    idle_s = waves * timeout_s + _MEET_LIMIT_S
 
     def greet(host: str) -> Node:
         link = links[host] = open_link(host)
-        return Node(link, Facts.from_event(link.ask({"cmd": "hello"}, "hello")))
+        if host in given_up:
+            link.transport.kill()
+        return Node(link, Facts.from_event(link.ask({"cmd": "hello", "idle_s": idle_s}, "hello")))
 
-    def give_up(host: str) -> None:
-        if host in links:
-            links[host].transport.kill()
+    def give_up(host: str) -> str:
+        given_up.add(host)
+        if host not in links:
+            return "the login, or the start of the agent there, hangs"
+        links[host].transport.kill()
+        return "the agent there does not answer"
 
-    results = _all(hosts, greet, give_up, timeout_s)
+    results = _all(hosts, greet, give_up, timeout_s, say)
     nodes = [result for result in results if isinstance(result, Node)]
     return nodes, [result for result in results if isinstance(result, NodeError)]
 
@@ -99,42 +122,47 @@ def connect(
 def _all(
     hosts: Sequence[str],
     work: Callable[[str], Node | Event],
-    give_up: Callable[[str], None],
+    give_up: Callable[[str], str],
     timeout_s: float,
+    say: Say = lambda text: None,
 ) -> list[Node | Event | NodeError]:
-    """`work(host)` for every host in threads; a host that takes too long is given up."""
+    """`work(host)` for every host in threads. A host that takes too long is given up: its thread is left
+    alone with what it hangs in, and `give_up` says what that is.
+    """
+    waiting = list(reversed(hosts))
+    deadlines: dict[str, float] = {}
     outcomes: dict[str, Node | Event | NodeError] = {}
-    waiting: queue.SimpleQueue[str] = queue.SimpleQueue()
-    for host in hosts:
-        waiting.put(host)
+    ended: queue.SimpleQueue[tuple[str, Node | Event | NodeError]] = queue.SimpleQueue()
 
-    def worker() -> None:
-        while True:
-            try:
-                host = waiting.get_nowait()
-            except queue.Empty:
-                return
-            timer = threading.Timer(timeout_s, give_up, [host])
-            timer.daemon = True
-            timer.start()
-            started = time.monotonic()
-            try:
-                outcome: Node | Event | NodeError = work(host)
-            except NodeError as error:
-                outcome = error
-                if time.monotonic() - started >= timeout_s:
-                    outcome = NodeError(host, f"no answer within {timeout_s:g} s")
-            except Exception as error:
-                outcome = NodeError(host, f"{type(error).__name__}: {error}")
-            finally:
-                timer.cancel()
-            outcomes[host] = outcome
+    def run(host: str) -> None:
+        try:
+            ended.put((host, work(host)))
+        except NodeError as error:
+            ended.put((host, error))
+        except Exception as error:
+            ended.put((host, NodeError(host, f"{type(error).__name__}: {error}")))
 
-    threads = [threading.Thread(target=worker, daemon=True) for _ in range(min(PARALLEL, len(hosts)))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    started = said_at = time.monotonic()
+    while len(outcomes) < len(hosts):
+        while waiting and len(deadlines) < PARALLEL:
+            host = waiting.pop()
+            deadlines[host] = time.monotonic() + timeout_s
+            threading.Thread(target=run, args=(host,), daemon=True).start()
+        moment = min(*deadlines.values(), said_at + SLOW_S)
+        try:
+            host, outcome = ended.get(timeout=max(0.0, moment - time.monotonic()))
+            if deadlines.pop(host, None) is not None:
+                outcomes[host] = outcome
+        except queue.Empty:
+            now = time.monotonic()
+            for host in [host for host, deadline in deadlines.items() if deadline <= now]:
+                del deadlines[host]
+                outcomes[host] = NodeError(host, f"no answer within {timeout_s:g} s: {give_up(host)}")
+            if deadlines and now >= said_at + SLOW_S:
+                said_at = now
+                first, more = next(iter(deadlines)), len(hosts) - len(outcomes) - 1
+                others = f" and {more} more" if more else ""
+                say(f"waiting for {first}{others} ({now - started:.0f} s)")
     return [outcomes[host] for host in hosts]
 
 
@@ -172,8 +200,9 @@ def find_rendezvous(
     token = os.urandom(16).hex()
     by_host = {node.host: node for node in nodes}
 
-    def give_up(host: str) -> None:
+    def give_up(host: str) -> str:
         by_host[host].link.transport.kill()
+        return "the agent there does not answer"
 
     def ask(hosts: Sequence[Node], message: Event, answer: str) -> list[Event]:
         outcomes = _all(

@@ -91,6 +91,8 @@ class Plan:
     """
     preload: tuple[str, ...] = ()
     """Modules that one process on each node imports before it forks the workers; none: each by itself."""
+    in_step: bool = False
+    """Other launchers of the same SLURM step run the other nodes, and are told when this one is gone."""
     python: bool = True
     """The workers are Python programs under our bootstrap, which knows what SIGUSR1 and SIGUSR2 mean."""
 
@@ -161,6 +163,7 @@ def make_plan(
     node_count: int | None = None,
     restart_count: int = 0,
     resume_dir: str | None = None,
+    in_step: bool = False,
 ) -> Plan:
     """Number the workers in order of the nodes and write down the environment and argv of each.
 
@@ -223,6 +226,7 @@ def make_plan(
         grace_s=grace_s,
         heartbeat_s=heartbeat_s,
         preload=target.preload,
+        in_step=in_step,
         python=target.mode != "exec",
     )
 

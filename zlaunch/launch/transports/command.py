@@ -9,6 +9,12 @@ from pathlib import Path
 from zlaunch.launch.fleet import NodeError
 from zlaunch.launch.transports.local import LocalTransport
 
+_PER_TASK = (
+    *("SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_NTASKS_PER_GPU", "SLURM_GPU_BIND"),
+    *("SLURM_GPUS_PER_SOCKET", "SLURM_TRES_BIND"),
+)
+"""What the job asked for each of its tasks; `srun` would take it for the agent, which is to have all."""
+
 
 def srun_prefix(host: str, cpus: int | None) -> tuple[str, ...]:
     """Start one task on one node of this allocation, beside whatever runs there, unbound."""
@@ -37,6 +43,6 @@ def open_command(host: str, prefix: Sequence[str], argv: Sequence[str], stderr_p
     if shutil.which(prefix[0]) is None:
         raise NodeError(host, f"there is no {prefix[0]} on PATH")
     try:
-        return LocalTransport(host, (*prefix, *argv), stderr_path, local=False)
+        return LocalTransport(host, (*prefix, *argv), stderr_path, local=False, without=_PER_TASK)
     except OSError as error:
         raise NodeError(host, f"cannot start {prefix[0]}: {error.strerror}") from None

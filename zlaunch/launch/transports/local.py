@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 from zlaunch.launch.events import Event, decode, encode
@@ -18,13 +18,23 @@ _KILL_S = 2.0
 class LocalTransport:
     """Starts the agent in a session of its own, so that Ctrl-C in the terminal reaches the launcher alone."""
 
-    def __init__(self, host: str, argv: Sequence[str], stderr_path: Path, *, local: bool = True) -> None:
-        """Start it. `local`: the process is the agent's guard itself, and not a starter such as srun."""
+    def __init__(
+        self,
+        host: str,
+        argv: Sequence[str],
+        stderr_path: Path,
+        *,
+        local: bool = True,
+        without: Collection[str] = (),
+    ) -> None:
+        """Start it, without these variables. `local`: the process is the agent's guard itself, and not a
+        starter such as srun.
+        """
         self.host, self.local = host, local
         self._stderr_path = stderr_path
         user_input = _user_input() if local else None
         # An agent inside another run is the inner run's: the outer one reaches it through its launcher.
-        env = {key: value for key, value in os.environ.items() if key not in _NOT_INHERITED}
+        env = {key: value for key, value in os.environ.items() if key not in (*_NOT_INHERITED, *without)}
         if user_input is not None:
             env["ZLAUNCH_STDIN_FD"] = str(user_input)
         with open(stderr_path, "wb") as stderr:

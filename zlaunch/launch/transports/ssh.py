@@ -40,20 +40,30 @@ def remote_command(python: str) -> str:
     return f"exec {shlex.quote(python)} -c '{code}'"
 
 
+class AuthenticationRefused(NodeError):
+    """A host that answers, and takes none of our keys."""
+
+
 class SshTransport:
     """One connection with one channel. A writer thread sends, so that `send` is safe in a signal handler."""
 
     local = False
 
     def __init__(
-        self, host: str, client: paramiko.SSHClient, jumps: list[paramiko.SSHClient], python: str
+        self,
+        host: str,
+        client: paramiko.SSHClient,
+        jumps: list[paramiko.SSHClient],
+        python: str,
+        timeout_s: float,
     ) -> None:
         self.host = host
         self._client, self._jumps = client, jumps
         transport = client.get_transport()
         assert transport is not None
         transport.set_keepalive(_KEEPALIVE_S)
-        self._channel = transport.open_session()
+        transport.channel_timeout = timeout_s
+        self._channel = transport.open_session(timeout=timeout_s)
         self._channel.exec_command(remote_command(python))
         self._stderr: collections.deque[int] = collections.deque(maxlen=_DIAGNOSTICS_BYTES)
         self._outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
@@ -120,7 +130,7 @@ def open_ssh(settings: HostSettings, python: str, *, accept_new: bool) -> SshTra
         jumps: list[paramiko.SSHClient] = []
         try:
             client = _connect(settings, jumps, accept_new)
-            return SshTransport(settings.alias, client, jumps, python)
+            return SshTransport(settings.alias, client, jumps, python, settings.timeout_s)
         except NodeError:
             _close(jumps)
             raise
@@ -128,7 +138,8 @@ def open_ssh(settings: HostSettings, python: str, *, accept_new: bool) -> SshTra
             _close(jumps)
             busy = "banner" in str(error) or isinstance(error, (ConnectionResetError, EOFError))
             if not busy or attempt == _ATTEMPTS - 1:
-                raise NodeError(settings.alias, _explain(settings, error)) from None
+                refused = AuthenticationRefused if _is_refusal(error) else NodeError
+                raise refused(settings.alias, _explain(settings, error)) from None
             time.sleep(random.uniform(0.2, 0.6) * (attempt + 1))
     raise AssertionError
 
@@ -157,8 +168,6 @@ def _connect(settings: HostSettings, jumps: list[paramiko.SSHClient], accept_new
         sock = transport.open_channel(
             "direct-tcpip", (settings.hostname, settings.port), ("", 0), timeout=settings.timeout_s
         )
-    elif settings.proxy_command:
-        sock = paramiko.ProxyCommand(settings.proxy_command)
     try:
         client.connect(
             settings.hostname,
@@ -200,6 +209,11 @@ class _UnknownKey(paramiko.MissingHostKeyPolicy):
         )
 
 
+def _is_refusal(error: BaseException) -> bool:
+    refused = isinstance(error, paramiko.AuthenticationException)
+    return refused or "authentication methods" in str(error)
+
+
 _NO_WAY = (errno.EHOSTUNREACH, errno.ENETUNREACH)
 _known_hosts_lock = threading.Lock()
 
@@ -215,7 +229,7 @@ def _explain(s: HostSettings, error: BaseException) -> str:
         )
     if isinstance(error, paramiko.PasswordRequiredException):
         return f"the key for {target} has a passphrase: load it with ssh-add"
-    if isinstance(error, (paramiko.AuthenticationException,)) or "authentication methods" in str(error):
+    if _is_refusal(error):
         tried = ", ".join(s.identity_files) or "the agent's keys and ~/.ssh"
         return f"{target} refused our keys (tried {tried}): ssh-copy-id -p {s.port} {s.user}@{s.hostname}"
     if isinstance(error, socket.gaierror):

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zlaunch.launch.fleet import NodeError
+from zlaunch.launch.transports.openssh import reason_for_openssh
 
 _CONNECT_TIMEOUT_S = 15.0
 
@@ -33,8 +34,11 @@ class HostSettings:
     """The first one is written to."""
     accept_new: bool
     timeout_s: float
-    proxy_command: str | None = None
     jump: HostSettings | None = None
+    needs_openssh: str = ""
+    """The option, of this host or of one on the way, that only the `ssh` program can honour."""
+    gssapi: bool = False
+    """The `ssh` program would also try Kerberos."""
 
 
 def resolve(
@@ -61,7 +65,6 @@ def _resolve(host: str, user: str | None, port: int | None, config: str | None, 
             )
             jump = settings if jump is None else _through(settings, jump)
     timeout = options.get("connecttimeout", ["none"])[0]
-    proxy_command = options.get("proxycommand", ["none"])[0]
     known = [
         os.path.expanduser(p) for p in options.get("userknownhostsfile", ["~/.ssh/known_hosts"])[0].split()
     ]
@@ -80,15 +83,16 @@ def _resolve(host: str, user: str | None, port: int | None, config: str | None, 
         known_hosts=tuple(known),
         accept_new=options.get("stricthostkeychecking", ["ask"])[0] in ("accept-new", "no", "off", "false"),
         timeout_s=float(timeout) if timeout.isdigit() and int(timeout) else _CONNECT_TIMEOUT_S,
-        proxy_command=None if proxy_command == "none" else proxy_command,
         jump=jump,
+        needs_openssh=reason_for_openssh(options) or (jump.needs_openssh if jump is not None else ""),
+        gssapi=options.get("gssapiauthentication", ["no"])[0] == "yes",
     )
 
 
 def _through(settings: HostSettings, jump: HostSettings) -> HostSettings:
     from dataclasses import replace
 
-    return replace(settings, jump=jump)
+    return replace(settings, jump=jump, needs_openssh=settings.needs_openssh or jump.needs_openssh)
 
 
 def _ask_openssh(host: str, user: str | None, port: int | None, config: str | None) -> dict[str, list[str]]:

@@ -1,0 +1,124 @@
+"""Pods and containers that somebody else starts, one a node: what their environment says of the whole.
+
+Kubeflow's PyTorchJob (and all that imitate it) sets MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE, counting
+pods, and torchrun's own variables PET_NNODES, PET_NODE_RANK, PET_NPROC_PER_NODE, PET_MASTER_ADDR, which win.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from zlaunch.slurm.environment import Allocation
+
+_INSIDE = ("ZLAUNCH_RUN_ID", "LOCAL_RANK")
+"""A worker has them: the rest is about its own run."""
+_NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR")
+
+
+@dataclass(frozen=True, slots=True)
+class Pod:
+    """This node's place among several."""
+
+    node_rank: int
+    nodes: int
+    workers: int | None
+    """On each node; None: as many as it has GPUs."""
+    master_addr: str
+    master_port: int
+    """0 where it is not said."""
+
+
+def read_pod(environ: Mapping[str, str]) -> Pod | None:
+    """Return this pod's place; None outside of several pods. Raises click.UsageError."""
+    if any(name in environ for name in _INSIDE):
+        return None
+    nodes = _nodes(environ)
+    if nodes is None:
+        if _number(environ, "WORLD_SIZE", 1) < 2 or not all(environ.get(name) for name in _NEEDED):
+            return None
+        nodes, rank = _number(environ, "WORLD_SIZE", 1), _number(environ, "RANK", 0)
+    elif nodes == 1:
+        return None
+    else:
+        rank = _number(environ, "PET_NODE_RANK" if environ.get("PET_NODE_RANK") else "RANK", -1)
+        if rank < 0:
+            raise click.UsageError(f"PET_NNODES={nodes} is set, but PET_NODE_RANK is not")
+    host, _, port = environ.get("PET_RDZV_ENDPOINT", "").rpartition(":")
+    address = environ.get("PET_MASTER_ADDR") or host or environ.get("MASTER_ADDR")
+    if not address:
+        raise click.UsageError(f"PET_NNODES={nodes} is set, but neither PET_MASTER_ADDR nor MASTER_ADDR is")
+    if not 0 <= rank < nodes:
+        raise click.UsageError(f"this pod is said to be node {rank} of {nodes}: they are counted from 0")
+    ports = {**environ, **({"PET_RDZV_PORT": port} if host else {})}
+    named = [name for name in ("PET_MASTER_PORT", "PET_RDZV_PORT", "MASTER_PORT") if ports.get(name)]
+    return Pod(rank, nodes, _workers(environ), address, _number(ports, named[0], 0) if named else 0)
+
+
+def take_pod(given: dict[str, Any], allocation: Allocation | None) -> None:
+    """Fill in what the variables of a pod say, where no option says otherwise."""
+    given["pod"] = False
+    if allocation is not None or any(
+        given[name] is not None for name in ("hostfile", "launcher", "node_rank")
+    ):
+        return
+    if given["num_nodes"] is not None or given["include"] is not None or given["exclude"] is not None:
+        return
+    for warning in half_said(os.environ):
+        print(f"zlaunch: warning: {warning}", file=sys.stderr)
+    pod = read_pod(os.environ)
+    if pod is not None:
+        given.update(pod=True, no_ssh=True, node_rank=pod.node_rank, num_nodes=pod.nodes)
+        given["num_gpus"] = given["num_gpus"] or pod.workers
+        given["master_addr"] = given["master_addr"] or pod.master_addr
+        given["master_port"] = given["master_port"] or pod.master_port
+
+
+def half_said(environ: Mapping[str, str]) -> Iterator[str]:
+    """Yield a warning where the variables are there in part, so that this node would train alone."""
+    if any(name in environ for name in _INSIDE) or read_pod(environ) is not None:
+        return
+    if environ.get("WORLD_SIZE", "1").strip() not in ("", "1"):
+        missing = [name for name in _NEEDED if not environ.get(name)]
+        if missing:
+            yield (
+                f"WORLD_SIZE={environ['WORLD_SIZE']} is set, but not {' and '.join(missing)}: "
+                "this machine trains alone"
+            )
+
+
+def _nodes(environ: Mapping[str, str]) -> int | None:
+    text = environ.get("PET_NNODES", "").strip()
+    low, colon, high = text.partition(":")
+    if colon and low != high:
+        raise click.UsageError(
+            f"PET_NNODES={text}: an elastic number of nodes is not supported; set one number, "
+            "and --max_restarts N to start anew after a failure"
+        )
+    return _number({"PET_NNODES": low}, "PET_NNODES", 1) if text else None
+
+
+def _workers(environ: Mapping[str, str]) -> int | None:
+    text = environ.get("PET_NPROC_PER_NODE", "").strip().lower()
+    return (
+        None
+        if text in ("", "auto", "gpu")
+        else 1
+        if text == "cpu"
+        else _number(environ, "PET_NPROC_PER_NODE", 1)
+    )
+
+
+def _number(environ: Mapping[str, str], name: str, default: int) -> int:
+    text = environ.get(name, "").strip()
+    if not text:
+        return default
+    if not text.isascii() or not text.isdigit():
+        raise click.UsageError(f"{name}={text}: not a number")
+    return int(text)
