@@ -6,8 +6,9 @@ stays light.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
 
 __version__ = "0.1.0"
 
@@ -114,6 +115,8 @@ def __getattr__(name: str) -> Any:
         module, attribute = _LAZY[name]
     except KeyError:
         raise AttributeError(f"module 'zlaunch' has no attribute {name!r}") from None
+    from importlib import import_module
+
     value = getattr(import_module(module), attribute) if attribute else import_module(module)
     globals()[name] = value
     return value

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import sys
+import threading
 from io import BytesIO
 from typing import Any
 
+import pytest
+
+from tests.limits import LIMIT_S
 from zlaunch.view.console import Console
 
 VALUES = {
@@ -74,3 +80,58 @@ def test_quiet_leaves_only_the_workers() -> None:
     shown.message("hello")
     shown.output(0, "stdout", b"x")
     assert (out.getvalue(), err.getvalue()) == (b"x", b"")
+
+
+def test_progress_bars_of_several_ranks_are_shown_now_and_then() -> None:
+    shown, out, _ = console(0, 3)
+    for percent in range(100):
+        shown.output(3, "stdout", b"\r%d%%" % percent)
+    assert out.getvalue().startswith(b"[rank 3] ") and out.getvalue().count(b"\n") == 1, "seen, no flood"
+    shown.output(3, "stdout", b"\r100%\r\n")
+    assert out.getvalue().endswith(b"[rank 3] 100%\n"), "what a terminal would show in the end"
+
+
+def test_the_status_line_leaves_a_trail(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr("zlaunch.view.console.time.monotonic", lambda: clock[0])
+    shown, out, _ = console(0, terminal=True)
+    for step in range(5):
+        clock[0] += 6.0
+        shown.metrics({"rank": 0, "values": {"step": step}})
+    standing = out.getvalue().replace(b"\r\x1b[K", b"<").split(b"\n")
+    assert [line.rpartition(b"<")[2] for line in standing] == [b"step 0", b"step 2", b"step 4"]
+
+
+def test_a_full_disk_behind_the_console_is_told_once(capfd: pytest.CaptureFixture[str]) -> None:
+    with open("/dev/full", "wb") as full:
+        shown = Console([0], out=full, terminal=False)
+        for _ in range(3):
+            shown.output(0, "stdout", b"lost\n")
+        shown.close()
+    assert capfd.readouterr().err.count("cannot write to stdout") == 1
+
+
+def test_output_that_is_not_taken_at_once_is_whole() -> None:
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    data = b"x" * (1 << 20)
+    taken = bytearray()
+
+    def take() -> None:
+        while chunk := os.read(reader, 1 << 16):
+            taken.extend(chunk)
+
+    thread = threading.Thread(target=take)
+    thread.start()
+    with open(writer, "wb") as out:
+        Console([0], out=out, terminal=False).output(0, "stdout", data)
+    thread.join(LIMIT_S)
+    os.close(reader)
+    assert taken == data
+
+
+def test_closed_descriptors_are_nobody_to_write_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    shown = Console([0])
+    shown.output(0, "stdout", b"x")
+    shown.close()

@@ -162,7 +162,8 @@ def _print(error: BaseException) -> str:
     error.__traceback__ = stripped
     text = "".join(traceback.format_exception(type(error), error, stripped))
     short = "".join(traceback.format_exception_only(type(error), error)).strip()
-    if sys.excepthook is sys.__excepthook__ and "RANK" in os.environ:
+    plain = sys.excepthook is sys.__excepthook__ or sys.excepthook.__module__.startswith("torch.distributed")
+    if plain and "RANK" in os.environ:
         from zlaunch.launch.failure import is_lost_peer
 
         if is_lost_peer(short):

@@ -139,7 +139,10 @@ def report(failure: Failure, tail: Sequence[str], log_path: str, *, shown: bool 
     if failure.reason:
         text.append(f"  likely reason: {failure.reason}")
     last = failure.exception.rpartition("\n")[2].strip()
-    told = bool(last) and any(line.strip() == last for line in tail)
+    # torch.distributed puts the rank before each line; our own words about a lost rank are no traceback.
+    told = bool(last) and any(
+        line.strip().endswith(last) and not line.startswith("zlaunch: ") for line in tail
+    )
     traceback = failure.traceback.rstrip("\n").splitlines()
     lines = [] if shown else list(tail)
     if failure.exception and not told and traceback:

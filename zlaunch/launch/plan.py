@@ -22,6 +22,12 @@ _SECRET = re.compile(
 """Names of variables whose values are nobody else's business."""
 
 
+def without_secret(argument: str) -> str:
+    """Return an argument such as `--env=HF_TOKEN=VALUE` or `--api_key=VALUE` without its value."""
+    name, equals, value = argument.rpartition("=")
+    return f"{name}=(not shown)" if equals and value and _SECRET.search(name) else argument
+
+
 @dataclass(frozen=True, slots=True)
 class Target:
     """What every worker runs."""
@@ -114,6 +120,7 @@ class Plan:
         data = asdict(self)
         for node in data["nodes"]:
             for worker in node["workers"]:
+                worker["argv"] = [without_secret(argument) for argument in worker["argv"]]
                 worker["env"] = {
                     key: "(not shown)" if _SECRET.search(key) else value
                     for key, value in worker["env"].items()

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from zlaunch.launch.plan import Plan, Target
+from zlaunch.launch.plan import Plan, Target, without_secret
 from zlaunch.launch.processes import start_ticks
 
 
@@ -64,7 +64,7 @@ def started(plan: Plan, attempt: int) -> None:
         start_ticks=start_ticks(os.getpid()) or 0,
         hosts=tuple(node.host for node in plan.nodes),
         world_size=plan.world_size,
-        command=tuple(sys.argv[1:]),
+        command=tuple(map(without_secret, sys.argv[1:])),
         started=time.time(),
         attempt=attempt,
     )
