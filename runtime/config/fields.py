@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, WithJsonSchema
 
-Level = Literal["supported", "speed", "results"]
+Level = Literal["supported", "speed", "results", "always"]
 MAX = sys.maxsize
 
 
@@ -52,9 +52,26 @@ def speed(default: Any, *aliases: str) -> Any:
     return _field("speed", default, aliases)
 
 
-def results(default: Any, *aliases: str) -> Any:
-    """Return a known but unsupported field that changes results or memory (error)."""
-    return _field("results", default, aliases)
+def results(default: Any, *aliases: str, feature: str = "", off: tuple[Any, ...] = ()) -> Any:
+    """Return a known but unsupported field that changes results or memory (error).
+
+    ``feature`` names what is missing; the values of ``off`` do not ask for it, just like the default.
+    """
+    info = _field("results", default, aliases)
+    info.json_schema_extra |= {key: value for key, value in (("feature", feature), ("off", off)) if value}
+    return info
+
+
+def always(default: Any, why: str, *aliases: str, holds: Any = None) -> Any:
+    """Return a field that needs no reading, and say why: its effect is always there, or never needed.
+
+    ``holds`` is the value that always holds: a file that sets another is told so; None if any will do.
+    """
+    info = _field("always", default, aliases)
+    info.json_schema_extra["why"] = why
+    if holds is not None:
+        info.json_schema_extra["holds"] = holds
+    return info
 
 
 def section(model: type[Section], *aliases: str) -> Any:

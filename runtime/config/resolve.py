@@ -81,7 +81,7 @@ def resolve(
         if number is not None and number < 1:
             raise ConfigError([f"{name}: {number} is not allowed, expected 1 or more"])
     values = loaded.config.model_dump(mode="json")
-    notes: dict[str, str] = {}
+    notes: dict[str, str] = dict(loaded.dropped)
     problems = [
         *_batch(loaded, values, notes, world_size),
         *_sizes(loaded, values, notes, hidden_size, hidden_size_from),

@@ -43,7 +43,7 @@ class FP16(Section):
     """Refill the hysteresis after every good step."""
     min_loss_scale: Positive = ok(1.0)
     """The dynamic scale never falls below this."""
-    fp16_master_weights_and_grads: Bool = results(False)
+    fp16_master_weights_and_grads: Bool = results(False, feature="fp16 master weights")
     """Keep master weights and gradients in fp16."""
 
 
@@ -56,9 +56,9 @@ class BF16(Section):
     """Add gradients to the fp32 buffer as soon as they are produced."""
     check_grad_overflow: Bool = ok(True, "check_overflow")
     """Skip a step whose gradients are not finite."""
-    bf16_master_weights_and_grads: Bool = results(False)
+    bf16_master_weights_and_grads: Bool = results(False, feature="bf16 master weights")
     """Keep master weights and gradients in bf16."""
-    bf16_optimizer_states: Bool = results(False)
+    bf16_optimizer_states: Bool = results(False, feature="bf16 optimizer state")
     """Keep optimizer state in bf16."""
 
 
@@ -69,7 +69,7 @@ class DataTypes(Section):
     """Type in which gradients are summed; only fp32 now, which null means too."""
     param_dtype: Dtype | None = ok(None)
     """Type of the parameters; must agree with fp16 and bf16."""
-    buffer_dtype: Dtype | None = results(None)
+    buffer_dtype: Dtype | None = results(None, feature="buffers of another type")
     """Type of the buffers."""
 
 
@@ -152,7 +152,7 @@ class Checkpoint(Section):
     """Each node keeps what its ranks save on its own disk."""
     tag_validation: Literal["Warn", "Ignore", "Fail"] = ok("Warn")
     """Accepted: ranks that save under different tags always get an error."""
-    load_universal: Bool = results(False)
+    load_universal: Bool = results(False, feature="DeepSpeed's universal checkpoints")
     """Load DeepSpeed's universal format."""
     parallel_write: ParallelWrite = section(ParallelWrite)
     """Parallel writing."""
@@ -225,8 +225,8 @@ class TensorParallel(OpenSection):
     level: ClassVar[Level] = "results"
     gate: ClassVar[str] = "autotp_size"
 
-    autotp_size: Whole = ok(0)
-    """Tensor-parallel ranks; 0 is off."""
+    autotp_size: Whole = results(0, off=(1,))
+    """Tensor-parallel ranks; 0 and 1 are off."""
 
 
 class Pipeline(Section):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, WithJsonSchema
 
 from .fields import (
     MAX,
@@ -18,12 +20,22 @@ from .fields import (
     Stage,
     Whole,
     ok,
+    real,
     results,
     section,
     speed,
 )
 
 Device = Literal["none", "cpu", "nvme"]
+_TILE = 1_000_000_000
+
+
+def _tile(value: Any) -> Any:
+    """Return the size of a tile; shipped configs write 0 where they mean the default."""
+    return _TILE if real(value) == 0 else value
+
+
+Tile = Annotated[Bucket, BeforeValidator(_tile), WithJsonSchema({"type": "number", "minimum": 0})]
 
 
 class OffloadParam(Section):
@@ -148,14 +160,15 @@ class Zero(Section):
     """Parameter offload."""
     offload_optimizer: OffloadOptimizer | None = ok(None)
     """Optimizer offload."""
-    zenflow: ZenFlow | None = results(None)
+    zenflow: ZenFlow | None = results(None, feature="ZenFlow")
     """ZenFlow; being present switches it on."""
-    sub_group_size: Bucket = ok(1_000_000_000)
-    """Elements of a rank's shard in one tile of an offloaded optimizer step; at most 4194304."""
-    cpu_offload: Bool | None = results(None)
-    """Old spelling of offload_optimizer."""
-    cpu_offload_param: Bool | None = results(None)
-    """Old spelling of offload_param."""
+    sub_group_size: Tile = ok(_TILE)
+    """Elements of a rank's shard in one tile of an offloaded optimizer step; at most 4194304. 0 is the
+    default."""
+    cpu_offload: Bool | None = ok(None)
+    """Old spelling: true is offload_optimizer with device cpu."""
+    cpu_offload_param: Bool | None = ok(None)
+    """Old spelling: true is offload_param with device cpu."""
     cpu_offload_use_pin_memory: Bool | None = speed(None)
     """Old spelling of pin_memory."""
     stage3_prefetch_bucket_size: Size = ok(50_000_000, "prefetch_bucket_size")
@@ -183,23 +196,25 @@ class Zero(Section):
     """Gather parameters one by one."""
     ignore_unused_parameters: Bool = ok(True)
     """Do not fail when a parameter gets no gradient."""
-    legacy_stage1: Bool = results(False)
+    legacy_stage1: Bool = results(False, feature="the old stage 1")
     """The old stage 1; never available here."""
     round_robin_gradients: Bool = ok(False)
     """Spread gradients over the ranks in turn (stages 1 and 2)."""
-    zero_hpz_partition_size: Count = results(1)
+    zero_hpz_partition_size: Count = results(1, feature="a copy of the parameters on each node (ZeRO++ hpZ)")
     """Ranks that hold a second copy of the parameters (ZeRO++ hpZ)."""
-    zero_quantized_weights: Bool = results(False)
+    zero_quantized_weights: Bool = results(False, feature="quantized weights (ZeRO++ qwZ)")
     """Gather quantized weights (ZeRO++ qwZ)."""
-    zero_quantized_nontrainable_weights: Bool = results(False)
+    zero_quantized_nontrainable_weights: Bool = results(
+        False, feature="quantized frozen weights (ZeRO++ qwZ)"
+    )
     """Gather quantized frozen weights."""
-    zero_quantized_gradients: Bool = results(False)
+    zero_quantized_gradients: Bool = results(False, feature="quantized gradients (ZeRO++ qgZ)")
     """Reduce quantized gradients (ZeRO++ qgZ)."""
-    zeropp_loco_param: LoCo | None = results(None)
+    zeropp_loco_param: LoCo | None = results(None, feature="quantized gradients (ZeRO++ qgZ)")
     """Error feedback for quantized gradients; being present switches it on."""
-    mics_shard_size: Integer = results(-1)
-    """Ranks that share one copy of the model (MiCS); -1 is off."""
-    mics_hierarchical_params_gather: Bool = results(False)
+    mics_shard_size: Integer = results(-1, feature="MiCS", off=(0,))
+    """Ranks that share one copy of the model (MiCS); -1 and 0 are off."""
+    mics_hierarchical_params_gather: Bool = results(False, feature="MiCS")
     """Gather parameters in two steps (MiCS)."""
     memory_efficient_linear: Bool = ok(True)
     """Do not keep gathered weights for the backward of linear layers."""
