@@ -198,6 +198,16 @@ def _dtype(value: Any) -> str:
     return _DTYPES[name]
 
 
+_LEVELS = ("debug", "info", "warning", "error", "critical")
+
+
+def _log_level(value: Any) -> str:
+    name = value.lower() if isinstance(value, str) else ""
+    if name not in _LEVELS:
+        raise ValueError(f"one of {', '.join(_LEVELS)}")
+    return name
+
+
 def _auto_int(value: Any) -> int | str:
     if value == "auto":
         return "auto"
@@ -226,6 +236,7 @@ Betas = Annotated[
 ]
 Stage = Annotated[Literal[0, 1, 2, 3], BeforeValidator(_stage)]
 Dtype = Annotated[Literal["fp16", "bf16", "fp32"], BeforeValidator(_dtype)]
+LogLevel = Annotated[Literal["debug", "info", "warning", "error", "critical"], BeforeValidator(_log_level)]
 AutoInt = Annotated[
     Literal["auto"] | int,
     BeforeValidator(_auto_int),

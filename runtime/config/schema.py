@@ -4,7 +4,21 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from .fields import Bool, Count, Dtype, NonNegative, Positive, Section, Steps, ok, results, section, speed
+from .fields import (
+    Bool,
+    Count,
+    Dtype,
+    LogLevel,
+    NonNegative,
+    Positive,
+    Section,
+    Steps,
+    always,
+    ok,
+    results,
+    section,
+    speed,
+)
 from .optim import OPTIMIZER_PARAMS, SCHEDULER_PARAMS, Optimizer, Scheduler
 from .sections import (
     AIO,
@@ -77,7 +91,7 @@ class Config(Section):
     """Give flat shards to an optimizer that is not known to treat every element by itself; without it such an
     optimizer is refused, but at stage 0 and on one rank.
     """
-    zero_force_ds_cpu_optimizer: Bool = ok(True)
+    zero_force_ds_cpu_optimizer: Bool = always(True, "any optimizer that ZeRO takes can be offloaded")
     """Refuse other optimizers with CPU offload."""
     graph_harvesting: Bool = speed(False)
     """Record the optimizer step in a CUDA graph."""
@@ -87,8 +101,9 @@ class Config(Section):
     """Print memory use."""
     dataloader_drop_last: Bool = ok(False)
     """Drop the last batch when it is not full."""
-    log_level: str | None = ok(None)
-    """Level of the logger."""
+    log_level: LogLevel | None = ok(None)
+    """Least level of the messages shown (debug, info, warning, error, critical), zlaunch's own and those of
+    the DeepSpeed logger."""
     sequence_parallel_size: Count = results(1, feature="sequence parallelism")
     """Ranks that share one sequence."""
     data_parallel_size: Count | None = results(None, feature="a mesh of ranks", off=(1,))
