@@ -91,7 +91,7 @@ class Config(Section):
     """Give flat shards to an optimizer that is not known to treat every element by itself; without it such an
     optimizer is refused, but at stage 0 and on one rank.
     """
-    zero_force_ds_cpu_optimizer: Bool = always(True, "any optimizer that ZeRO takes can be offloaded")
+    zero_force_ds_cpu_optimizer: Bool = always(True, "what cannot be offloaded is refused in any case")
     """Refuse other optimizers with CPU offload."""
     graph_harvesting: Bool = speed(False)
     """Record the optimizer step in a CUDA graph."""

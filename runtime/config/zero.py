@@ -188,15 +188,14 @@ class Zero(Section):
         "max_reuse_distance",
     )
     """Keep a parameter gathered if it is used again within this many elements."""
-    stage3_gather_16bit_weights_on_model_save: Bool = always(
+    stage3_gather_16bit_weights_on_model_save: Bool = ok(
         False,
-        "save_16bit_model writes whole weights at every stage",
         "gather_16bit_weights_on_model_save",
         "stage3_gather_fp16_weights_on_model_save",
         "gather_fp16_weights_on_model_save",
-        holds=True,
     )
-    """Gather whole 16-bit weights for save_16bit_model."""
+    """Stage 3: accelerate and the Trainer save whole 16-bit weights only with this; save_16bit_model always
+    does."""
     stage3_module_granularity_threshold: Size = ok(0, "module_granularity_threshold")
     """Blocks smaller than this, and all smaller than 4096 elements, are fetched with the root, for a whole
     step."""

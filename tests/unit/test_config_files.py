@@ -28,7 +28,6 @@ REFUSED = {
 }
 """Name of the file, the key that is refused and what of the message names the feature."""
 WARNED = {
-    "accelerate_plugin": ["no effect: stage3_gather_16bit_weights_on_model_save"],
     "accelerate_plugin_zero2_offload": ["zero_optimization.offload_param"],
     "deepspeed_chat_eval": ["zero_optimization.offload_param", "no effect: memory_efficient_linear"],
     "deepspeed_chat_zero2": ["no effect: memory_efficient_linear"],

@@ -77,6 +77,7 @@ def test_the_opposite_of_what_holds_is_said_in_one_line():
             "overlap_comm": False,
             "contiguous_gradients": False,
             "reduce_scatter": True,
+            "memory_efficient_linear": False,
             "gather_16bit_weights_on_model_save": False,
             "round_robin_gradients": True,
             "stage3_max_reuse_distance": 7,
@@ -88,7 +89,7 @@ def test_the_opposite_of_what_holds_is_said_in_one_line():
         "<dict>: zero_forced: unknown key, ignored",
         "<dict>: no effect, docs/config.md says what holds instead: zero_optimization.contiguous_gradients "
         "false, zero_optimization.overlap_comm false, zero_optimization.offload_optimizer.fast_init false, "
-        "zero_optimization.stage3_gather_16bit_weights_on_model_save false, "
+        "zero_optimization.memory_efficient_linear false, "
         'checkpoint.tag_validation "Ignore"',
     )
     assert load({"zero_optimization": {"stage": 2}}).warnings == ()
