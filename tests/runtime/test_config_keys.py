@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import logging
 from typing import Any
 
 import pytest
@@ -131,3 +132,17 @@ def _open() -> str:
 def test_an_open_gradient_clipping_is_refused() -> None:
     (message,) = run_workers(_open, 1)
     assert message.startswith('<dict>: gradient_clipping: "auto"') and "give a number" in message
+
+
+def _logger_level() -> tuple[int, int]:
+    from zlaunch.compat.deepspeed.engine import initialize
+    from zlaunch.compat.deepspeed.log import logger
+
+    zlaunch.init_distributed()
+    before = logger.level
+    initialize(model=net(), config={**config(1, 1), "log_level": "error"})
+    return before, logger.level
+
+
+def test_log_level_is_also_the_deepspeed_logger_s() -> None:
+    assert run_workers(_logger_level, 1) == [(logging.WARNING, logging.ERROR)]
