@@ -46,9 +46,9 @@ def cross(config: Config, report: Report) -> Config:
 
 def _offload(config: Config, report: Report) -> Config:
     zero = config.zero_optimization
-    if "zero_optimization.stage" in report.auto:  # initialize refuses it, unless it is filled in until then
-        return config
-    if zero.offload_param is not None and zero.stage != 3:
+    # initialize refuses an open stage; what depends on the stage is not judged until it is filled in
+    is_open = "zero_optimization.stage" in report.auto
+    if zero.offload_param is not None and zero.stage != 3 and not is_open:
         if zero.offload_param.device != "none":
             here, why = "zero_optimization.offload_param", "ignored: only stage 3 shards parameters"
             report.warnings.append((here, f"{why}, and this is stage {zero.stage}"))
@@ -60,11 +60,11 @@ def _offload(config: Config, report: Report) -> Config:
         if part is None or part.device == "none":
             continue
         here = f"zero_optimization.{name}"
-        if zero.stage == 0:
+        if zero.stage == 0 and not is_open:
             report.problems.append(
                 (f"{here}.device", f"{show(part.device)} needs stage 1, 2 or 3, not {zero.stage}")
             )
-        if part.device == "nvme" and not part.nvme_path:
+        if part.device == "nvme" and not part.nvme_path and not (is_open and name == "offload_param"):
             report.problems.append(
                 (f"{here}.nvme_path", 'is required for device "nvme": a folder on that drive')
             )

@@ -101,6 +101,11 @@ def test_a_stage_that_is_still_open_is_not_judged():
     }
     loaded = load(source)
     assert loaded.warnings == () and loaded.config.zero_optimization.offload_param.device == "cpu"
+    source["zero_optimization"]["offload_param"]["device"] = "nvme"
+    assert load(source).warnings == ()
+    source["zero_optimization"]["offload_optimizer"]["device"] = "nvme"
+    (line,) = problems(source)
+    assert line.startswith("zero_optimization.offload_optimizer.nvme_path: is required")
 
 
 @pytest.mark.parametrize(
