@@ -26,6 +26,7 @@ from . import parking
 from .config import load
 from .config.sections import ActivationCheckpointing
 from .environment import read_environment
+from .messages import warn
 from .parking import Kept, Place, Segment, group_getter
 from .zero.partition import find_modules
 
@@ -86,11 +87,11 @@ def configure(
 
 
 def _configure_from(section: ActivationCheckpointing) -> None:
-    given = {name: getattr(section, name) for name in section.model_fields_set}
+    given = section.model_fields_set
     configure(
         None,
-        partition_activations=given.get("partition_activations"),
-        checkpoint_in_cpu=given.get("cpu_checkpointing"),
+        partition_activations=section.partition_activations if "partition_activations" in given else None,
+        checkpoint_in_cpu=section.cpu_checkpointing if "cpu_checkpointing" in given else None,
     )
 
 
@@ -119,7 +120,7 @@ def reset() -> None:
 
 def _warn(message: str) -> None:
     if read_environment().rank == 0:
-        print(f"zlaunch: warning: {message}", flush=True)
+        warn(message)
 
 
 # -- a call

@@ -20,13 +20,14 @@ from ..cuda_ops.loader import set_mode
 from . import access, activation, stopping
 from .agreement import check_agreement
 from .comm import Comm, close_all
-from .config import Config, ConfigError, Effective, load, resolve
+from .config import Config, ConfigError, Effective, load, refuse_open, resolve
 from .data import EngineLoader
 from .engine import Engine
 from .environment import read_environment
 from .errors import OptimizerError, ParameterError
 from .foresee import foresee
-from .offload.place import TILE_NUMEL, Offload
+from .messages import say, set_level, warn
+from .offload.place import Offload
 from .offload_options import choose_offload
 from .optim.admission import needs_whole_tensors
 from .optim.build import build_optimizer, build_scheduler
@@ -34,11 +35,12 @@ from .optim.groups import groups_by_parameter, parameter_groups
 from .optim.guarded import ZeroOptimizer, guard
 from .optim.shard_step import ShardStep
 from .precision import Precision, choose_precision, dtype_named
+from .sharding_options import sharding_options
 from .zero.eligible import find_refused
 from .zero.grads import GradientOptions, GradientReducer
 from .zero.leaves import mark_leaves
 from .zero.model import ShardedModel
-from .zero.partition import UNIT_NUMEL, Block, ShardingOptions, build_units, plan_blocks
+from .zero.partition import Block, ShardingOptions, build_units, plan_blocks
 from .zero.rest import place_rest
 
 _PINNED_SHARE = 0.8
@@ -172,6 +174,8 @@ def make_engine(
     if mpu is not None or mesh_param is not None:
         raise ValueError("model parallelism (mpu, mesh_param) is not supported")
     loaded = load(config)
+    refuse_open(loaded)
+    set_level(loaded.config.log_level)
     _choose_kernels()
     device = init_distributed()
     comm = Comm(device, share=not _on_disk(loaded.config))
@@ -180,9 +184,9 @@ def make_engine(
     effective = resolve(loaded, world_size=comm.world_size, hidden_size=hidden, hidden_size_from=hidden_from)
     if comm.rank == 0:
         for warning in loaded.warnings:
-            print(f"zlaunch: warning: {warning}", flush=True)
-        for line in effective.changed_defaults():
-            print(f"zlaunch: {line}", flush=True)
+            warn(warning)
+        for line in (*effective.settled(), *effective.changed_defaults()):
+            say(line)
     _check_parameters(model, comm)
     check_agreement(model, effective.digest(), comm)
     precision = choose_precision(effective.config)
@@ -303,19 +307,9 @@ def _check_parameters(model: nn.Module, comm: Comm) -> None:
 
 def _plan(model: nn.Module, effective: Effective) -> tuple[list[Block], ShardingOptions]:
     """Which parameters go together."""
-    zero = effective.config.zero_optimization
-    leaf = zero.leaf_module
+    leaf = effective.config.zero_optimization.leaf_module
     mark_leaves(model, leaf.classes, leaf.names, leaf.name_suffixes)
-    options = ShardingOptions(
-        shard_optimizer=zero.stage >= 1,
-        shard_grads=zero.stage >= 2,
-        shard_params=zero.stage >= 3,
-        bucket_numel=max(1, min(int(zero.reduce_bucket_size), UNIT_NUMEL)),
-        minimum_numel=max(4096, int(zero.stage3_module_granularity_threshold)),
-        persistence_numel=int(zero.stage3_param_persistence_threshold),
-        tile_numel=min(int(zero.sub_group_size), TILE_NUMEL),
-        poison=read_environment().debug_free == "poison",
-    )
+    options = sharding_options(effective.config, poison=read_environment().debug_free == "poison")
     return plan_blocks(model, options), options
 
 

@@ -26,6 +26,7 @@ from .optim.shard_step import ShardStep
 from .precision import Precision
 from .saving import Saving
 from .step_result import StepResult
+from .unused import refuse_unused
 from .zero.grads import GradientReducer
 from .zero.model import ShardedModel
 from .zero.saved import explained
@@ -315,6 +316,8 @@ class Engine(Batches, Saving, nn.Module):
                 "this step already"
             )
         self.handles.check()
+        if not self._effective.config.zero_optimization.ignore_unused_parameters:
+            refuse_unused(self._shard_step.units, self._reducer, self._sharded.comm)
         self._settle()
         if self.global_steps:
             self._saver.prepare()

@@ -12,6 +12,7 @@ from .available import available, other_drive_bytes
 from .comm import Comm
 from .environment import read_environment
 from .memory import Amounts, MemoryPlanError, Setting, check, describe
+from .messages import say
 from .offload.place import OffloadOptions
 from .precision import Precision
 from .zero import guards
@@ -59,7 +60,7 @@ def foresee(
     if comm.rank == 0:
         on_cpu = comm.device.type == "cpu"
         present = Amounts(device=in_host if on_cpu else on_device, host=0 if on_cpu else in_host)
-        print(f"zlaunch: {describe(setting, free, present)}", flush=True)
+        say(describe(setting, free, present))
     problem = None
     try:
         check(setting, free, other_drive_bytes(offload, local))

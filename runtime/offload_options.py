@@ -18,12 +18,13 @@ def offload_options(config: Config, state_count: int) -> OffloadOptions:
     """What the config asks for; ``state_count`` is how many tensors the optimizer keeps an element."""
     zero, aio = config.zero_optimization, config.aio
     optimizer, parameters = zero.offload_optimizer, zero.offload_param
+    sections = [part for part in (optimizer, parameters) if part is not None and part.device != "none"]
     return OffloadOptions(
         optimizer=Place(optimizer.device) if optimizer else Place.DEVICE,
         parameters=Place(parameters.device) if parameters else Place.DEVICE,
         optimizer_path=optimizer.nvme_path if optimizer else None,
         parameters_path=parameters.nvme_path if parameters else None,
-        pin=all(section.pin_memory for section in (optimizer, parameters) if section is not None),
+        pin=all(section.pin_memory for section in sections),
         ratio=float(optimizer.ratio) if optimizer else 1.0,
         max_in_cpu_numel=int(parameters.max_in_cpu) if parameters else 0,
         buffer_count=int(optimizer.buffer_count) if optimizer else 4,

@@ -22,6 +22,7 @@ from .data import EngineLoader
 from .environment import read_environment
 from .handles import Handles
 from .loss_scaler import DeviceLossScaler, LossScaler
+from .messages import say, warn
 from .monitor.report import announce
 from .optim.shard_step import ShardStep
 from .step_result import StepResult
@@ -102,10 +103,9 @@ class Saving:
         self.handles.bring_writes()
         left = self.micro_steps % self.gradient_accumulation_steps()
         if left and self._sharded.comm.rank == 0:
-            print(
-                f"zlaunch: warning: saving between two optimizer steps: the gradients of the last {left} "
-                "micro-batches are not in the checkpoint",
-                flush=True,
+            warn(
+                f"saving between two optimizer steps: the gradients of the last {left} micro-batches are not "
+                "in the checkpoint"
             )
         steps, rank = self.global_steps, self._sharded.comm.rank
 
@@ -199,10 +199,9 @@ class Saving:
                     self._saver.folder = checkpoint.folder.parent
             if self._sharded.comm.rank == 0:
                 saved = checkpoint.manifest
-                print(
-                    f"zlaunch: loaded {checkpoint.folder} (step {facts['engine']['global_steps']}, saved by "
-                    f"{saved['world_size']} ranks at stage {saved['stage']})",
-                    flush=True,
+                say(
+                    f"loaded {checkpoint.folder} (step {facts['engine']['global_steps']}, saved by "
+                    f"{saved['world_size']} ranks at stage {saved['stage']})"
                 )
             return str(checkpoint.folder), facts["client_state"]
         finally:
@@ -268,11 +267,11 @@ class Saving:
         folder = self._save_dir or self._saver.folder or read_environment().resume_dir or _FALLBACK_FOLDER
         rank = self._sharded.comm.rank
         if rank == 0:
-            print(f"zlaunch: asked to stop: saving to {folder}", flush=True)
+            say(f"asked to stop: saving to {folder}")
         try:
             self._saver.wait()
         except Exception as error:  # an earlier save's; this one may succeed
-            print(f"zlaunch: warning: {error}", flush=True)
+            warn(str(error))
         state, problem = None, None
         if self.client_state is not None:
             try:
@@ -287,7 +286,7 @@ class Saving:
             problems = [str(error)]
         if problems:
             if rank == 0:
-                print(f"zlaunch: warning: once more without client_state: {problems[0]}", flush=True)
+                warn(f"once more without client_state: {problems[0]}")
             try:
                 self._save(folder, None, None, at_once=True)
             except CheckpointError as error:

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ..messages import warn
 from ..offload.disk import DiskError
 from ..offload.place import Offload
 from ..optim.shard_step import ShardStep
@@ -99,7 +100,7 @@ class Loader:
             except CheckpointError as error:
                 first = first or str(error)
                 if comm.rank == 0:
-                    print(f"zlaunch: warning: {error}", flush=True)
+                    warn(str(error))
                 continue
             if not self._node_local or all(save == saves[0] for save in saves):
                 return folder / str(name)
@@ -160,10 +161,9 @@ class Loader:
         ]
         if saved and self._comm.rank == 0:
             names = ", ".join(saved[:3]) + (" ..." if len(saved) > 3 else "")
-            print(
-                f"zlaunch: warning: {checkpoint.folder} has optimizer state of {len(saved)} parameters that "
-                f"are frozen now ({names}); it is not loaded: unfreeze them before load_checkpoint",
-                flush=True,
+            warn(
+                f"{checkpoint.folder} has optimizer state of {len(saved)} parameters that "
+                f"are frozen now ({names}); it is not loaded: unfreeze them before load_checkpoint"
             )
 
     def _rest(self) -> None:

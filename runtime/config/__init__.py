@@ -1,7 +1,18 @@
 """Reading DeepSpeed's config files: load, check, settle. Imports no torch."""
 
-from .load import ConfigError, Loaded, load
-from .resolve import Effective, resolve
+from .load import ConfigError, ConfigFileError, Loaded, load
+from .resolve import Effective, check_batch, refuse_open, resolve
 from .schema import Config, json_schema
 
-__all__ = ["Config", "ConfigError", "Effective", "Loaded", "json_schema", "load", "resolve"]
+__all__ = [
+    "Config",
+    "ConfigError",
+    "ConfigFileError",
+    "Effective",
+    "Loaded",
+    "check_batch",
+    "json_schema",
+    "load",
+    "refuse_open",
+    "resolve",
+]

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import difflib
-import json
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any, TypeVar, get_args
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from . import optim
-from .fields import Level, Section, real
+from .cross import LATER, cross, show
+from .fields import Section, real
+from .keys import extra, join, names, section_of, unknown
 from .schema import Config
+from .spellings import modern
 
 S = TypeVar("S", bound=Section)
-_LATER: dict[Level, str] = {
-    "speed": "not supported yet, ignored (it changes only speed or diagnostics)",
-    "results": "is not supported yet, and ignoring it would change results or memory use; remove it",
-}
+_IGNORED = "not supported yet, ignored (it changes only speed or diagnostics)"
 _EXPECTED = {
     "bool_type": "true or false",
     "string_type": "a string",
@@ -34,84 +32,34 @@ _EXPECTED = {
 class Report:
     """What was found; every list keeps the order of the file."""
 
-    strict: bool = True
+    strict: bool | None = None
+    """True: every unknown key is a problem; False: none is; None: what could be a mistake is."""
     problems: list[tuple[str, str]] = field(default_factory=list)
     warnings: list[tuple[str, str]] = field(default_factory=list)
     given: set[str] = field(default_factory=set)
     auto: set[str] = field(default_factory=set)
+    dropped: dict[str, str] = field(default_factory=dict)
+    """What was given and is ignored, and why."""
+    without_effect: list[str] = field(default_factory=list)
+    """Keys, with their values, that ask for the opposite of what always holds."""
 
 
 def check(data: dict[str, Any]) -> tuple[Config | None, Report]:
     """Validate `data`; the config is None only if there are problems."""
-    report = Report(strict=data.get("strict") is not False)
+    strict = data.get("strict")
+    report = Report(strict=strict if isinstance(strict, bool) else None)
+    data, report.problems = modern(data)
     clean = _walk(data, Config, "", report)
     _named(clean, "optimizer", report)
     _named(clean, "scheduler", report)
     config = _validate(Config, clean, "", report)
     if config is not None:
         _support(config, "", report)
-        _cross(config, report)
+        config = cross(config, report)
+    if report.without_effect:
+        keys = ", ".join(report.without_effect)
+        report.warnings.append(("", f"no effect, docs/config.md says what holds instead: {keys}"))
     return config, report
-
-
-def show(value: Any) -> str:
-    """Return `value` as short JSON."""
-    try:
-        text = json.dumps(value)
-    except (TypeError, ValueError, RecursionError):
-        text = f"this {type(value).__name__}"
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
-def join(path: str, key: object) -> str:
-    return f"{path}.{key}" if path else str(key)
-
-
-def extra(info: FieldInfo) -> dict[str, Any]:
-    return info.json_schema_extra if isinstance(info.json_schema_extra, dict) else {}
-
-
-def section_of(info: FieldInfo) -> type[Section] | None:
-    """Return the model of a sub-section, or None for a plain value."""
-    for kind in (info.annotation, *get_args(info.annotation)):
-        if isinstance(kind, type) and issubclass(kind, Section):
-            return kind
-    return None
-
-
-@cache
-def names(model: type[Section]) -> dict[str, str]:
-    """Map every accepted spelling to the field's name."""
-    spelled = {
-        alias: name for name, info in model.model_fields.items() for alias in extra(info).get("aliases", ())
-    }
-    return {**{name: name for name in model.model_fields}, **spelled}
-
-
-@cache
-def _homes() -> dict[str, str]:
-    """Map each key to the section it lives in, to help with a key in the wrong place."""
-    homes: dict[str, str] = {}
-
-    def visit(model: type[Section], path: str) -> None:
-        for spelling in names(model):
-            homes[spelling] = "" if spelling in homes else path  # an ambiguous key gets no advice
-        for name, info in model.model_fields.items():
-            if inner := section_of(info):
-                visit(inner, join(path, name))
-
-    visit(Config, "")
-    return homes
-
-
-def _unknown(key: str, path: str, known: list[str]) -> str:
-    if close := difflib.get_close_matches(key, known, 1):
-        return f"unknown key, did you mean {close[0]}?"
-    if (home := _homes().get(key)) and home != path:
-        return f"unknown key here, it belongs in {home}"
-    if path == "" or len(known) > 12:
-        return "unknown key"
-    return f"unknown key, expected one of {', '.join(known)}"
 
 
 def _takes_auto(info: FieldInfo) -> bool:
@@ -137,11 +85,11 @@ def _walk(data: dict[str, Any], model: type[Section], path: str, report: Report)
             report.given.add(here)
             continue
         if name is None:
-            advice = _unknown(key, path, list(spellings))
-            if report.strict:
+            advice, mistake = unknown(key, path, spellings)
+            if report.strict or (mistake and report.strict is None):
                 report.problems.append((here, advice))
             else:
-                report.warnings.append((here, advice + " (ignored)"))
+                report.warnings.append((here, f"{advice}, ignored"))
             continue
         if name in seen:
             report.problems.append((here, f"given twice, as {seen[name]} and as {key}"))
@@ -257,11 +205,14 @@ def _drop(data: dict[str, Any], loc: tuple[int | str, ...]) -> None:
     parent.pop(str(name), None)
 
 
-def _support(part: Section, path: str, report: Report) -> None:
-    """Report keys that are known but not supported yet and set to something else than their default."""
+def _support(part: Section, path: str, report: Report, feature: str = "") -> None:
+    """Report keys that are set to something else than their default and are not used as they say.
+
+    ``feature``: what the section is, if a key that switches it on is to be refused by that name.
+    """
     fields = type(part).model_fields
     if part.gate:
-        if getattr(part, part.gate) == fields[part.gate].default:
+        if _is_off(getattr(part, part.gate), fields[part.gate]):
             return
         fields = {part.gate: fields[part.gate]}
     for name, info in fields.items():
@@ -269,55 +220,30 @@ def _support(part: Section, path: str, report: Report) -> None:
         level = extra(info).get("support")
         here = join(path, name)
         if isinstance(value, Section) and level is None:
-            _support(value, here, report)
+            _support(value, here, report, (info.description or "").rstrip("."))
             continue
         level = level or part.level
-        off = value == info.default or (info.default is None and not value)
-        if level == "supported" or (isinstance(value, Section) and info.default_factory) or off:
+        if level == "always":
+            holds = extra(info).get("holds", value)
+            if here in report.given and value != holds:
+                report.without_effect.append(f"{here} {show(value)}")
+            continue
+        if level == "supported" or (isinstance(value, Section) and info.default_factory):
+            continue
+        if _is_off(value, info):
             continue
         if level == "speed":
-            report.warnings.append((here, _LATER["speed"]))
-        else:
-            default = "" if info.default is None else f" or set it to {show(info.default)}"
-            given = "" if isinstance(value, (dict, Section)) else show(value) + " "
-            report.problems.append((here, f"{given}{_LATER['results']}{default}"))
-
-
-def _cross(config: Config, report: Report) -> None:
-    """Check what depends on several keys."""
-    problems = report.problems
-    if config.fp16.enabled and config.bf16.enabled:
-        problems.append(("bf16.enabled", "fp16 and bf16 are both enabled, enable only one"))
-    if config.gradient_allreduce_op == "sum" and config.zero_optimization.stage == 3:
-        problems.append(("gradient_allreduce_op", '"sum" is not allowed with ZeRO stage 3, expected "mean"'))
-    _offload(config, problems)
-    grad = config.data_types.grad_accum_dtype
-    if grad not in (None, "fp32"):
-        problems.append(
-            ("data_types.grad_accum_dtype", f'{show(grad)} {_LATER["results"]} or set it to "fp32"')
-        )
-    mode = "fp16" if config.fp16.enabled else "bf16" if config.bf16.enabled else "fp32"
-    param = config.data_types.param_dtype
-    unsettled = report.auto & {"fp16.enabled", "bf16.enabled"}
-    if param not in (None, mode) and not unsettled:
-        problems.append(
-            ("data_types.param_dtype", f"{show(param)} does not agree with the training type {mode}")
-        )
-
-
-def _offload(config: Config, problems: list[tuple[str, str]]) -> None:
-    zero = config.zero_optimization
-    if config.aio.block_size % 4096:
-        problems.append(("aio.block_size", f"{config.aio.block_size} is not a multiple of 4096"))
-    for name, part, stages in (
-        ("offload_optimizer", zero.offload_optimizer, (1, 2, 3)),
-        ("offload_param", zero.offload_param, (3,)),
-    ):
-        if part is None or part.device == "none":
+            report.warnings.append((here, _IGNORED))
             continue
-        here = f"zero_optimization.{name}"
-        if zero.stage not in stages:
-            wanted = "stage 1, 2 or 3" if len(stages) > 1 else "stage 3"
-            problems.append((f"{here}.device", f"{show(part.device)} needs {wanted}, not {zero.stage}"))
-        if part.device == "nvme" and not part.nvme_path:
-            problems.append((f"{here}.nvme_path", 'is required for device "nvme": a folder on that drive'))
+        missing = extra(info).get("feature") or (feature if name == part.gate else "")
+        default = "" if info.default is None else f" or set it to {show(info.default)}"
+        given = "" if isinstance(value, (dict, Section)) else f"{show(value)} "
+        asks = f"{given}asks for {missing}, which " if missing else given
+        report.problems.append((here, f"{asks}{LATER}{default}"))
+
+
+def _is_off(value: Any, info: FieldInfo) -> bool:
+    """Tell whether the field asks for nothing."""
+    return (
+        value == info.default or value in extra(info).get("off", ()) or (info.default is None and not value)
+    )

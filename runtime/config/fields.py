@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, WithJsonSchema
 
-Level = Literal["supported", "speed", "results"]
+Level = Literal["supported", "speed", "results", "always"]
 MAX = sys.maxsize
 
 
@@ -52,9 +52,26 @@ def speed(default: Any, *aliases: str) -> Any:
     return _field("speed", default, aliases)
 
 
-def results(default: Any, *aliases: str) -> Any:
-    """Return a known but unsupported field that changes results or memory (error)."""
-    return _field("results", default, aliases)
+def results(default: Any, *aliases: str, feature: str = "", off: tuple[Any, ...] = ()) -> Any:
+    """Return a known but unsupported field that changes results or memory (error).
+
+    ``feature`` names what is missing; the values of ``off`` do not ask for it, just like the default.
+    """
+    info = _field("results", default, aliases)
+    info.json_schema_extra |= {key: value for key, value in (("feature", feature), ("off", off)) if value}
+    return info
+
+
+def always(default: Any, why: str, *aliases: str, holds: Any = None) -> Any:
+    """Return a field that needs no reading, and say why: its effect is always there, or never needed.
+
+    ``holds`` is the value that always holds: a file that sets another is told so; None if any will do.
+    """
+    info = _field("always", default, aliases)
+    info.json_schema_extra["why"] = why
+    if holds is not None:
+        info.json_schema_extra["holds"] = holds
+    return info
 
 
 def section(model: type[Section], *aliases: str) -> Any:
@@ -181,6 +198,16 @@ def _dtype(value: Any) -> str:
     return _DTYPES[name]
 
 
+_LEVELS = ("debug", "info", "warning", "error", "critical")
+
+
+def _log_level(value: Any) -> str:
+    name = value.lower() if isinstance(value, str) else ""
+    if name not in _LEVELS:
+        raise ValueError(f"one of {', '.join(_LEVELS)}")
+    return name
+
+
 def _auto_int(value: Any) -> int | str:
     if value == "auto":
         return "auto"
@@ -209,6 +236,7 @@ Betas = Annotated[
 ]
 Stage = Annotated[Literal[0, 1, 2, 3], BeforeValidator(_stage)]
 Dtype = Annotated[Literal["fp16", "bf16", "fp32"], BeforeValidator(_dtype)]
+LogLevel = Annotated[Literal["debug", "info", "warning", "error", "critical"], BeforeValidator(_log_level)]
 AutoInt = Annotated[
     Literal["auto"] | int,
     BeforeValidator(_auto_int),

@@ -13,8 +13,9 @@ from typing import Any, NoReturn
 
 import yaml
 
-from .check import check, join
+from .check import check
 from .jsonc import MAX_DEPTH, SyntaxProblem, parse
+from .keys import join
 from .schema import Config
 
 _YAML = (".yaml", ".yml")
@@ -28,6 +29,10 @@ class ConfigError(ValueError):
     def __init__(self, problems: list[str]) -> None:
         self.problems = tuple(problems)
         super().__init__("\n".join(problems))
+
+
+class ConfigFileError(ConfigError):
+    """A source that cannot be read as a config at all: missing, empty or broken; one line."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +51,8 @@ class Loaded:
     """Dotted paths set to "auto"."""
     warnings: tuple[str, ...]
     """One line each."""
+    dropped: Mapping[str, str]
+    """Dotted paths that the source sets and that are ignored as a whole, and why."""
 
 
 def load(source: str | os.PathLike[str] | Mapping[str, Any]) -> Loaded:
@@ -66,7 +73,9 @@ def load(source: str | os.PathLike[str] | Mapping[str, Any]) -> Loaded:
     if problems or config is None:
         raise ConfigError([_line(origin, *problem) for problem in dict.fromkeys(problems)])
     warnings = tuple(_line(origin, *warning) for warning in report.warnings)
-    return Loaded(config, raw, origin, frozenset(report.given), frozenset(report.auto), warnings)
+    return Loaded(
+        config, raw, origin, frozenset(report.given), frozenset(report.auto), warnings, report.dropped
+    )
 
 
 def _line(origin: str, path: str, message: str) -> str:
@@ -74,7 +83,7 @@ def _line(origin: str, path: str, message: str) -> str:
 
 
 def _fail(origin: str, message: str) -> NoReturn:
-    raise ConfigError([f"{origin}: {message}"])
+    raise ConfigFileError([f"{origin}: {message}"])
 
 
 def _read(source: object) -> tuple[str, Any, list[tuple[str, str]]]:
@@ -89,7 +98,9 @@ def _read(source: object) -> tuple[str, Any, list[tuple[str, str]]]:
     if "\0" in path or not os.path.lexists(path):
         if isinstance(source, str) and (text := _from_base64(source)) is not None:
             return "<base64>", *_parse_json(text, "<base64>")
-        _fail(path if len(path) <= 200 else path[:197] + "...", "no such file (and not base64 JSON)")
+        named = path.lower().endswith((".json", *_YAML))
+        shown = path if len(path) <= 200 else path[:197] + "..."
+        _fail(shown, "no such file" if named else "no such file (and not base64 JSON)")
     try:
         with open(path, encoding="utf-8-sig") as file:
             text = file.read()
@@ -97,6 +108,8 @@ def _read(source: object) -> tuple[str, Any, list[tuple[str, str]]]:
         _fail(path, f"not UTF-8 text (byte {error.start})")
     except OSError as error:
         _fail(path, f"cannot be read: {error.strerror or error}")
+    if not text.strip():
+        _fail(path, "the file is empty")
     read = _parse_yaml if path.lower().endswith(_YAML) else _parse_json
     return os.path.basename(path), *read(text, path)
 

@@ -15,6 +15,7 @@ from .fields import (
     Positive,
     Section,
     Size,
+    always,
     ok,
     results,
     speed,
@@ -60,13 +61,13 @@ class AdamParams(Params):
     """Added to the denominator."""
     weight_decay: NonNegative = ok(0.0)
     """Weight decay."""
-    bias_correction: Bool = ok(True)
+    bias_correction: Bool = results(True, feature="Adam without bias correction")
     """Correct the bias of the moments."""
     amsgrad: Bool = ok(False)
     """Use the maximum of past second moments."""
     adam_w_mode: Bool = ok(True)
     """Decoupled weight decay, also for type Adam."""
-    torch_adam: Bool = ok(False)
+    torch_adam: Bool = always(False, "there is one implementation")
     """Use torch's implementation."""
     fused: Bool | None = ok(None)
     """Use one kernel for all parameters."""
@@ -74,7 +75,7 @@ class AdamParams(Params):
     """Use multi-tensor operations."""
     capturable: Bool = speed(False)
     """Allow capture in a CUDA graph."""
-    set_grad_none: Bool = ok(True)
+    set_grad_none: Bool = always(True, "a gradient's memory is used again at once")
     """Set gradients to None after a step."""
     fp32_optimizer_states: Bool = results(True)
     """Keep the moments in fp32."""

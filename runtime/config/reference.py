@@ -5,21 +5,29 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 
-from .check import extra, join, section_of
 from .fields import MAX, Section
+from .keys import extra, join, section_of
 from .optim import SCHEDULER_PARAMS, AdamParams, SGDParams
 from .schema import Config
 
-_SUPPORT = {"supported": "yes", "speed": "ignored with a warning", "results": "refused"}
+_SUPPORT = {
+    "supported": "yes",
+    "speed": "ignored with a warning",
+    "results": "refused",
+    "always": "always so",
+}
 _INTRO = """\
 # Config reference
 
 Made from the models by `python -m zlaunch.runtime.config.reference`; do not edit.
 
 zlaunch reads DeepSpeed's config files: JSON with comments, YAML, a dict, or url-safe base64 JSON. Keys and
-defaults are DeepSpeed's. Unknown keys are errors unless `strict` is false. A plain value may be `"auto"`.
-"Ignored with a warning" and "refused" hold for keys set to something else than their default, and in a
-section with a switch only once the switch is on.
+defaults are DeepSpeed's. An unknown key is an error inside a section, and at the top level where it is close
+to a known one or belongs elsewhere; another one there is a warning. `strict` makes all of them errors, or
+none. A plain value may be `"auto"`.
+"Always so" is a key that nothing reads, because its effect is always there or never needed; a file that sets
+the opposite is told at the start. "Ignored with a warning" and "refused" hold for keys set to something else
+than their default, and in a section with a switch only once the switch is on.
 """
 
 
@@ -55,7 +63,9 @@ def _section(model: type[Section], path: str, title: str) -> Iterator[str]:
         else:
             value = info.get_default(call_default_factory=True)
             default = "no limit" if value == MAX and type(value) is int else f"`{json.dumps(value)}`"
-        text = info.description or ""
+        text = " ".join((info.description or "").split())
+        if why := extra(info).get("why"):
+            text += f" Always: {why}."
         if aliases := extra(info).get("aliases"):
             text += f" Also `{'`, `'.join(aliases)}`."
         yield f"| `{name}` | {default} | {support} | {text} |"

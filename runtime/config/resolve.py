@@ -52,6 +52,15 @@ class Effective:
             os.unlink(temporary)
             raise
 
+    def settled(self) -> list[str]:
+        """Return a line with the value that each "auto" has become, or none."""
+        values = dict(_leaves(self.to_dict()))
+        found = [
+            f"{path} {json.dumps(values[path])}" if path in values else f"{path} left out"
+            for path in sorted(self.loaded.auto)
+        ]
+        return [f'{self.loaded.origin}: "auto" is settled as {", ".join(found)}'] if found else []
+
     def changed_defaults(self) -> list[str]:
         """A line for each key in use that is not given and whose default DeepSpeed has changed."""
         values = dict(_leaves(self.to_dict()))
@@ -81,7 +90,7 @@ def resolve(
         if number is not None and number < 1:
             raise ConfigError([f"{name}: {number} is not allowed, expected 1 or more"])
     values = loaded.config.model_dump(mode="json")
-    notes: dict[str, str] = {}
+    notes: dict[str, str] = dict(loaded.dropped)
     problems = [
         *_batch(loaded, values, notes, world_size),
         *_sizes(loaded, values, notes, hidden_size, hidden_size_from),
@@ -94,6 +103,36 @@ def resolve(
     config = Config.model_validate(values)
     sources = {path: _source(path, loaded, notes) for path, _ in _leaves(config.model_dump(mode="json"))}
     return Effective(config, sources, loaded)
+
+
+_MUST_BE_FILLED = {
+    "gradient_clipping": "a number, the largest norm of the gradients (0 is off)",
+    "zero_optimization.stage": "0, 1, 2 or 3",
+}
+
+
+def refuse_open(loaded: Loaded) -> None:
+    """Check that no "auto" is left of which there is no right value but the script's own.
+
+    For when training begins: the Trainer and accelerate have filled in theirs by then. Raises ConfigError.
+    """
+    problems = [
+        f'{loaded.origin}: {path}: "auto" is for the Hugging Face Trainer and accelerate, which fill it in; '
+        f"without them give {value}"
+        for path, value in _MUST_BE_FILLED.items()
+        if path in loaded.auto
+    ]
+    if problems:
+        raise ConfigError(problems)
+
+
+def check_batch(loaded: Loaded, world_size: int) -> None:
+    """Check a given train_batch_size against the other batch keys and the ranks. Raises ConfigError."""
+    values = loaded.config.model_dump(mode="json", include={TRAIN, MICRO, GAS})
+    if values[TRAIN] is None:
+        return
+    if problems := _batch(loaded, values, {}, world_size):
+        raise ConfigError([f"{loaded.origin}: {problem}" for problem in problems])
 
 
 def _leaves(value: dict[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
@@ -129,6 +168,8 @@ def _source(path: str, loaded: Loaded, notes: dict[str, str]) -> str:
 def _batch(loaded: Loaded, values: dict[str, Any], notes: dict[str, str], world: int) -> list[str]:
     """Complete train = micro * accumulation * ranks, by DeepSpeed's rules."""
     train, micro, gas = (values[key] for key in (TRAIN, MICRO, GAS))
+    if train is not None and (problem := _mistake(train, micro, gas, world)):
+        return [problem]
     if train is None and micro is None:
         if not loaded.auto & {TRAIN, MICRO, GAS}:
             return [f"batch size is not known, give {TRAIN} or {MICRO}"]
@@ -149,13 +190,31 @@ def _batch(loaded: Loaded, values: dict[str, Any], notes: dict[str, str], world:
     elif gas is None:
         gas = train // (micro * world)
         notes[GAS] = f"derived: {TRAIN} {train} / ({MICRO} {micro} * world size {world})"
-    if min(train, micro, gas) < 1 or train != micro * gas * world:
-        return [
-            f"{TRAIN}: {train} is not {MICRO} {micro} * {GAS} {gas} * world size {world}; "
-            f"change one of them so that the product is exact"
-        ]
     values |= {TRAIN: train, MICRO: micro, GAS: gas}
     return []
+
+
+def _mistake(train: int, micro: int | None, gas: int | None, world: int) -> str:
+    """Return what is wrong with a given batch size, and what would be right; "" if nothing is."""
+    given = {key: value for key, value in ((MICRO, micro), (GAS, gas)) if value is not None}
+    one = world * (micro or 1) * (gas or 1)
+    factors = " * ".join([*(f"{key} {value}" for key, value in given.items()), f"world size {world}"])
+    product = f"{factors} = {one}" if given else factors
+    if train % one == 0 and (train == one or len(given) < 2):
+        return ""
+    if len(given) == 2:
+        return f"{TRAIN}: {train} is not {product}; set it to {one}, or leave out one of the three keys"
+    below = train // one * one
+    wrong, right = ("is less than", f"{one} or a multiple of it")
+    if below:
+        wrong, right = ("is not a multiple of", f"{below} or {below + one}")
+    least = "one sample" if micro is None else "one micro batch"
+    other = " or ".join((*given, "the number of ranks"))
+    instead = "" if given else f", or leave it out and give {MICRO}"
+    return (
+        f"{TRAIN}: {train} {wrong} {product} (a step takes {least} on every rank, or more); set it to "
+        f"{right}, or change {other}{instead}"
+    )
 
 
 def _sizes(

@@ -4,7 +4,21 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from .fields import Bool, Count, Dtype, NonNegative, Positive, Section, Steps, ok, results, section, speed
+from .fields import (
+    Bool,
+    Count,
+    Dtype,
+    LogLevel,
+    NonNegative,
+    Positive,
+    Section,
+    Steps,
+    always,
+    ok,
+    results,
+    section,
+    speed,
+)
 from .optim import OPTIMIZER_PARAMS, SCHEDULER_PARAMS, Optimizer, Scheduler
 from .sections import (
     AIO,
@@ -40,15 +54,18 @@ Json = dict[str, Any]
 class Config(Section):
     """A DeepSpeed config file as zlaunch reads it."""
 
-    strict: Bool = ok(True)
-    """False turns unknown keys into warnings (zlaunch's own key)."""
+    strict: Bool | None = ok(None)
+    """Unknown keys: true refuses all, false none (warnings); null refuses those inside sections, and at the
+    top level those that are close to a key or belong elsewhere (zlaunch's own key)."""
     train_batch_size: Count | None = ok(None)
     """Samples of one optimizer step: micro batch * accumulation steps * ranks."""
     train_micro_batch_size_per_gpu: Count | None = ok(None)
     """Samples of one forward pass on one rank."""
     gradient_accumulation_steps: Count | None = ok(None)
     """Forward and backward passes of one optimizer step."""
-    managed_gradient_accumulation: Bool = results(True)
+    managed_gradient_accumulation: Bool = results(
+        True, feature="gradient accumulation by the script's own count"
+    )
     """The engine counts micro batches; false leaves that to the script."""
     steps_per_print: Steps | None = ok(None)
     """Steps between two progress lines; null and inf print none."""
@@ -74,7 +91,7 @@ class Config(Section):
     """Give flat shards to an optimizer that is not known to treat every element by itself; without it such an
     optimizer is refused, but at stage 0 and on one rank.
     """
-    zero_force_ds_cpu_optimizer: Bool = ok(True)
+    zero_force_ds_cpu_optimizer: Bool = always(True, "what cannot be offloaded is refused in any case")
     """Refuse other optimizers with CPU offload."""
     graph_harvesting: Bool = speed(False)
     """Record the optimizer step in a CUDA graph."""
@@ -84,15 +101,16 @@ class Config(Section):
     """Print memory use."""
     dataloader_drop_last: Bool = ok(False)
     """Drop the last batch when it is not full."""
-    log_level: str | None = ok(None)
-    """Level of the logger."""
-    sequence_parallel_size: Count = results(1)
+    log_level: LogLevel | None = ok(None)
+    """Least level of the messages shown (debug, info, warning, error, critical), zlaunch's own and those of
+    the DeepSpeed logger."""
+    sequence_parallel_size: Count = results(1, feature="sequence parallelism")
     """Ranks that share one sequence."""
-    data_parallel_size: Count | None = results(None)
+    data_parallel_size: Count | None = results(None, feature="a mesh of ranks", off=(1,))
     """Data-parallel ranks of a mesh."""
     vocabulary_size: Count | None = speed(None)
     """Vocabulary size, a hint for alignment."""
-    use_data_before_expert_parallelism: Bool = results(False)
+    use_data_before_expert_parallelism: Bool = results(False, feature="expert parallelism")
     """Order of the ranks in expert groups."""
 
     optimizer: Optimizer | None = ok(None)
@@ -158,13 +176,13 @@ class Config(Section):
     """Tensor parallelism."""
     pipeline: Pipeline = section(Pipeline)
     """Pipeline parallelism."""
-    sparse_attention: Json | None = results(None)
+    sparse_attention: Json | None = results(None, feature="sparse attention")
     """Sparse attention."""
-    compression_training: Json | None = results(None)
+    compression_training: Json | None = results(None, feature="compression")
     """Compression."""
-    quantize_training: Json | None = results(None)
+    quantize_training: Json | None = results(None, feature="quantization-aware training")
     """Quantization-aware training."""
-    weight_quantization: Json | None = results(None)
+    weight_quantization: Json | None = results(None, feature="weight quantization")
     """Weight quantization."""
     datastates_ckpt: Json | None = speed(None)
     """DataStates checkpoints."""
@@ -180,6 +198,8 @@ def json_schema() -> Json:
         properties = part["properties"]
         for key, prop in list(properties.items()):
             aliases = prop.pop("aliases", [])
+            for ours in ("feature", "off", "why", "holds"):
+                prop.pop(ours, None)
             properties[key] = _with_auto(prop)
             properties |= dict.fromkeys(aliases, properties[key])
     for name, by_type in (("Optimizer", OPTIMIZER_PARAMS), ("Scheduler", SCHEDULER_PARAMS)):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator
 
 from .fields import (
     Bool,
@@ -17,6 +19,7 @@ from .fields import (
     Power,
     Section,
     Whole,
+    always,
     ok,
     results,
     section,
@@ -43,7 +46,7 @@ class FP16(Section):
     """Refill the hysteresis after every good step."""
     min_loss_scale: Positive = ok(1.0)
     """The dynamic scale never falls below this."""
-    fp16_master_weights_and_grads: Bool = results(False)
+    fp16_master_weights_and_grads: Bool = results(False, feature="fp16 master weights")
     """Keep master weights and gradients in fp16."""
 
 
@@ -52,13 +55,13 @@ class BF16(Section):
 
     enabled: Bool = ok(False)
     """Train in bf16."""
-    immediate_grad_update: Bool = ok(False)
+    immediate_grad_update: Bool = always(False, "gradients move at once", holds=True)
     """Add gradients to the fp32 buffer as soon as they are produced."""
     check_grad_overflow: Bool = ok(True, "check_overflow")
     """Skip a step whose gradients are not finite."""
-    bf16_master_weights_and_grads: Bool = results(False)
+    bf16_master_weights_and_grads: Bool = results(False, feature="bf16 master weights")
     """Keep master weights and gradients in bf16."""
-    bf16_optimizer_states: Bool = results(False)
+    bf16_optimizer_states: Bool = results(False, feature="bf16 optimizer state")
     """Keep optimizer state in bf16."""
 
 
@@ -69,7 +72,7 @@ class DataTypes(Section):
     """Type in which gradients are summed; only fp32 now, which null means too."""
     param_dtype: Dtype | None = ok(None)
     """Type of the parameters; must agree with fp16 and bf16."""
-    buffer_dtype: Dtype | None = results(None)
+    buffer_dtype: Dtype | None = results(None, feature="buffers of another type")
     """Type of the buffers."""
 
 
@@ -81,11 +84,11 @@ class AIO(Section):
     queue_depth: Count = ok(8)
     """Requests under way at once, each in a thread of its own."""
     intra_op_parallelism: Count = ok(1, "thread_count")
-    """Accepted: the larger of this and queue_depth is used."""
-    single_submit: Bool = ok(False)
-    """Accepted; has no meaning here."""
-    overlap_events: Bool = ok(True)
-    """Accepted; always done."""
+    """Threads; the larger of this and queue_depth is used."""
+    single_submit: Bool = always(False, "each thread submits its own request")
+    """Submit requests one by one."""
+    overlap_events: Bool = always(True, "requests are waited for while others are submitted", holds=True)
+    """Submit and wait at once."""
     use_gds: Bool = speed(False)
     """Use GPUDirect Storage."""
 
@@ -137,6 +140,13 @@ class Writer(Section):
     """Files for one rank."""
 
 
+def _capital(value: Any) -> Any:
+    return value.capitalize() if isinstance(value, str) else value
+
+
+Validation = Annotated[Literal["Warn", "Ignore", "Fail"], BeforeValidator(_capital)]
+
+
 class Checkpoint(Section):
     """Saving and loading."""
 
@@ -150,14 +160,14 @@ class Checkpoint(Section):
     """Where on_signal saves; null: where was last saved or loaded, or ./checkpoints (zlaunch's own key)."""
     use_node_local_storage: Bool = ok(False)
     """Each node keeps what its ranks save on its own disk."""
-    tag_validation: Literal["Warn", "Ignore", "Fail"] = ok("Warn")
-    """Accepted: ranks that save under different tags always get an error."""
-    load_universal: Bool = results(False)
+    tag_validation: Validation = always("Warn", "different tags are an error", holds="Fail")
+    """What happens when ranks save under different tags: Ignore, Warn or Fail."""
+    load_universal: Bool = results(False, feature="DeepSpeed's universal checkpoints")
     """Load DeepSpeed's universal format."""
     parallel_write: ParallelWrite = section(ParallelWrite)
     """Parallel writing."""
-    checkpoint_serialization: Bool = ok(True)
-    """Accepted; has no meaning here: nothing is pickled."""
+    checkpoint_serialization: Bool = always(True, "nothing is pickled")
+    """Pickle a checkpoint as torch does."""
     writer: Writer | None = ok(None)
     """The checkpoint writer; with decoupled, as asynchronous."""
 
@@ -225,8 +235,8 @@ class TensorParallel(OpenSection):
     level: ClassVar[Level] = "results"
     gate: ClassVar[str] = "autotp_size"
 
-    autotp_size: Whole = ok(0)
-    """Tensor-parallel ranks; 0 is off."""
+    autotp_size: Whole = results(0, off=(1,))
+    """Tensor-parallel ranks; 0 and 1 are off."""
 
 
 class Pipeline(Section):

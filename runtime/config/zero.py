@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, WithJsonSchema
 
 from .fields import (
     MAX,
@@ -17,13 +19,24 @@ from .fields import (
     Size,
     Stage,
     Whole,
+    always,
     ok,
+    real,
     results,
     section,
     speed,
 )
 
 Device = Literal["none", "cpu", "nvme"]
+_TILE = 1_000_000_000
+
+
+def _tile(value: Any) -> Any:
+    """Return the size of a tile; shipped configs write 0 where they mean the default."""
+    return _TILE if real(value) == 0 else value
+
+
+Tile = Annotated[Bucket, BeforeValidator(_tile), WithJsonSchema({"type": "number", "minimum": 0})]
 
 
 class OffloadParam(Section):
@@ -33,10 +46,10 @@ class OffloadParam(Section):
     """Where sharded parameters live: none (on the GPU), cpu or nvme."""
     nvme_path: str | None = ok(None)
     """Folder on the NVMe drive."""
-    buffer_count: Count = ok(5)
-    """Accepted; buffers for NVMe transfers are made as they are needed."""
-    buffer_size: Bucket = ok(100_000_000)
-    """Accepted; a buffer has the size of what it holds, so no parameter is too large."""
+    buffer_count: Count = always(5, "buffers are made as they are needed")
+    """Buffers for NVMe transfers."""
+    buffer_size: Bucket = always(100_000_000, "a buffer has the size of what it holds: none is too small")
+    """Elements of such a buffer."""
     max_in_cpu: Size = ok(1_000_000_000)
     """Parameter elements kept in CPU memory when the device is nvme."""
     pin_memory: Bool = ok(True)
@@ -54,12 +67,12 @@ class OffloadOptimizer(Section):
     """Tiles in host memory at once while NVMe state is updated."""
     pin_memory: Bool = ok(True)
     """Use page-locked CPU memory."""
-    pipeline_read: Bool = ok(False)
-    """Read the next tile while the present one steps: always done."""
-    pipeline_write: Bool = ok(False)
-    """Write the last tile while the present one steps: always done."""
-    fast_init: Bool = ok(False)
-    """Initialise NVMe state without an extra pass: always done."""
+    pipeline_read: Bool = always(False, "reading goes on during a step", holds=True)
+    """Read the next tile while the present one steps."""
+    pipeline_write: Bool = always(False, "writing goes on during a step", holds=True)
+    """Write the last tile while the present one steps."""
+    fast_init: Bool = always(False, "there is no extra pass", holds=True)
+    """Initialise NVMe state without an extra pass."""
     ratio: Fraction = ok(1.0)
     """Share of the optimizer state that is offloaded."""
     super_offload: Bool = speed(False)
@@ -126,36 +139,39 @@ class Zero(Section):
 
     stage: Stage = ok(0)
     """0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters."""
-    contiguous_gradients: Bool = ok(True)
+    contiguous_gradients: Bool = always(True, "gradients have no other place", holds=True)
     """Copy gradients into one bucket as they are produced."""
-    reduce_scatter: Bool = ok(True)
+    reduce_scatter: Bool = always(True, "from stage 1 on no rank gets what it does not own", holds=True)
     """Reduce each gradient only to its owner instead of to all ranks."""
     reduce_bucket_size: Bucket = ok(500_000_000)
-    """Elements reduced at once; "auto" is hidden_size squared."""
-    use_multi_rank_bucket_allreduce: Bool = ok(True)
+    """Stages 0 to 2: neighbouring blocks are reduced together up to this many elements (2 million at most);
+    stage 3 reduces block by block. "auto" is hidden_size squared."""
+    use_multi_rank_bucket_allreduce: Bool = always(True, "a bucket is reduced in one call", holds=True)
     """Reduce a bucket in one call although it has several owners."""
-    allgather_partitions: Bool = ok(True)
+    allgather_partitions: Bool = always(True, "there is no other way", holds=True)
     """Gather updated parameters with all-gather."""
     allgather_bucket_size: Bucket = ok(500_000_000)
-    """Elements gathered at once after a step."""
-    overlap_comm: Bool | None = ok(None)
-    """Reduce on a side stream; null means true for stage 3 only."""
-    load_from_fp32_weights: Bool = ok(True)
+    """Stages 1 and 2: neighbouring blocks are gathered together up to this many elements (2 million at most).
+    """
+    overlap_comm: Bool | None = always(None, "reductions run beside the backward pass", holds=True)
+    """Reduce on a side stream."""
+    load_from_fp32_weights: Bool = results(True, feature="loading the 16-bit weights of a checkpoint")
     """Load the fp32 master weights from a checkpoint, not the 16-bit ones."""
-    elastic_checkpoint: Bool = ok(False)
+    elastic_checkpoint: Bool = always(False, "any number of ranks loads any checkpoint", holds=True)
     """Allow loading on another number of ranks."""
     offload_param: OffloadParam | None = ok(None)
     """Parameter offload."""
     offload_optimizer: OffloadOptimizer | None = ok(None)
     """Optimizer offload."""
-    zenflow: ZenFlow | None = results(None)
+    zenflow: ZenFlow | None = results(None, feature="ZenFlow")
     """ZenFlow; being present switches it on."""
-    sub_group_size: Bucket = ok(1_000_000_000)
-    """Elements of a rank's shard in one tile of an offloaded optimizer step; at most 4194304."""
-    cpu_offload: Bool | None = results(None)
-    """Old spelling of offload_optimizer."""
-    cpu_offload_param: Bool | None = results(None)
-    """Old spelling of offload_param."""
+    sub_group_size: Tile = ok(_TILE)
+    """Elements of a rank's shard in one tile of an offloaded optimizer step; at most 4194304. 0 is the
+    default."""
+    cpu_offload: Bool | None = ok(None)
+    """Old spelling: true is offload_optimizer with device cpu."""
+    cpu_offload_param: Bool | None = ok(None)
+    """Old spelling: true is offload_param with device cpu."""
     cpu_offload_use_pin_memory: Bool | None = speed(None)
     """Old spelling of pin_memory."""
     stage3_prefetch_bucket_size: Size = ok(50_000_000, "prefetch_bucket_size")
@@ -163,10 +179,14 @@ class Zero(Section):
     stage3_param_persistence_threshold: Size = ok(100_000, "param_persistence_threshold")
     """Parameters up to this size are never sharded; "auto" is 10 * hidden_size."""
     stage3_model_persistence_threshold: Size = ok(MAX, "model_persistence_threshold")
-    """Upper bound of all never-sharded parameters together."""
+    """Upper bound of all never-sharded parameters together; a block that would exceed it is sharded."""
     stage3_max_live_parameters: Size = ok(1_000_000_000, "max_live_parameters")
     """Gathered elements alive at once."""
-    stage3_max_reuse_distance: Size = ok(1_000_000_000, "max_reuse_distance")
+    stage3_max_reuse_distance: Size = always(
+        1_000_000_000,
+        "a block is freed after each use, but for the last of the forward pass",
+        "max_reuse_distance",
+    )
     """Keep a parameter gathered if it is used again within this many elements."""
     stage3_gather_16bit_weights_on_model_save: Bool = ok(
         False,
@@ -174,38 +194,42 @@ class Zero(Section):
         "stage3_gather_fp16_weights_on_model_save",
         "gather_fp16_weights_on_model_save",
     )
-    """Gather whole 16-bit weights for save_16bit_model."""
-    stage3_module_granularity_threshold: Size = speed(0, "module_granularity_threshold")
-    """Fetch modules smaller than this as one unit."""
+    """Stage 3: accelerate and the Trainer save whole 16-bit weights only with this; save_16bit_model always
+    does."""
+    stage3_module_granularity_threshold: Size = ok(0, "module_granularity_threshold")
+    """Blocks smaller than this, and all smaller than 4096 elements, are fetched with the root, for a whole
+    step."""
     stage3_use_all_reduce_for_fetch_params: Bool = speed(False, "use_all_reduce_for_fetch_params")
     """Fetch with all-reduce instead of all-gather."""
     stage3_allgather_sequential: Bool = speed(False, "allgather_sequential")
     """Gather parameters one by one."""
     ignore_unused_parameters: Bool = ok(True)
-    """Do not fail when a parameter gets no gradient."""
-    legacy_stage1: Bool = results(False)
+    """False: a step fails, naming them, when parameters have got no gradient on some rank."""
+    legacy_stage1: Bool = results(False, feature="the old stage 1")
     """The old stage 1; never available here."""
-    round_robin_gradients: Bool = ok(False)
+    round_robin_gradients: Bool = always(False, "every rank has an equal slice of every bucket")
     """Spread gradients over the ranks in turn (stages 1 and 2)."""
-    zero_hpz_partition_size: Count = results(1)
+    zero_hpz_partition_size: Count = results(1, feature="a copy of the parameters on each node (ZeRO++ hpZ)")
     """Ranks that hold a second copy of the parameters (ZeRO++ hpZ)."""
-    zero_quantized_weights: Bool = results(False)
+    zero_quantized_weights: Bool = results(False, feature="quantized weights (ZeRO++ qwZ)")
     """Gather quantized weights (ZeRO++ qwZ)."""
-    zero_quantized_nontrainable_weights: Bool = results(False)
+    zero_quantized_nontrainable_weights: Bool = results(
+        False, feature="quantized frozen weights (ZeRO++ qwZ)"
+    )
     """Gather quantized frozen weights."""
-    zero_quantized_gradients: Bool = results(False)
+    zero_quantized_gradients: Bool = results(False, feature="quantized gradients (ZeRO++ qgZ)")
     """Reduce quantized gradients (ZeRO++ qgZ)."""
-    zeropp_loco_param: LoCo | None = results(None)
+    zeropp_loco_param: LoCo | None = results(None, feature="quantized gradients (ZeRO++ qgZ)")
     """Error feedback for quantized gradients; being present switches it on."""
-    mics_shard_size: Integer = results(-1)
-    """Ranks that share one copy of the model (MiCS); -1 is off."""
-    mics_hierarchical_params_gather: Bool = results(False)
+    mics_shard_size: Integer = results(-1, feature="MiCS", off=(0,))
+    """Ranks that share one copy of the model (MiCS); -1 and 0 are off."""
+    mics_hierarchical_params_gather: Bool = results(False, feature="MiCS")
     """Gather parameters in two steps (MiCS)."""
-    memory_efficient_linear: Bool = ok(True)
+    memory_efficient_linear: Bool = always(True, "no layer keeps them", holds=True)
     """Do not keep gathered weights for the backward of linear layers."""
     pipeline_loading_checkpoint: Bool = speed(False)
     """Load a checkpoint in a pipelined way."""
-    override_module_apply: Bool = ok(True)
+    override_module_apply: Bool = always(True, "zero.Init does it", holds=True)
     """Gather parameters inside nn.Module.apply."""
     log_trace_cache_warnings: Bool = speed(False)
     """Log when the order of modules changes."""

@@ -17,6 +17,8 @@ _IGNORED = {
     "fp32_optimizer_states",
     "legacy_fusion",
     "freeze_step",
+    "set_grad_none",
+    "capturable",
 }
 """Choices among DeepSpeed's implementations; here there is one. The values that would change results are
 refused.

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ..comm import Comm
 from ..config import Config, load
+from ..messages import say, set_level
 from ..offload.place import Offload, OffloadOptions, Place
 from ..precision import choose_precision, dtype_named
 from . import guards
@@ -65,6 +66,7 @@ class Init:
         """
         source = config if config is not None else config_dict_or_path
         settings = load(source).config if source is not None else None
+        set_level(settings.log_level if settings is not None else None)
         self.enabled = enabled and (settings is None or settings.zero_optimization.stage == 3)
         self._dtype = dtype_named(dtype) if isinstance(dtype, str) else dtype
         if dtype is None and settings is not None:
@@ -174,10 +176,9 @@ class _Builder:
         nbytes = sum(unit.layout.shard_numel * unit.dtype.itemsize for unit in self._alive)
         places = {"disk" if not isinstance(u.home, Tensor) else u.home.device.type for u in self._alive}
         dtypes = ", ".join(sorted({str(unit.dtype) for unit in self._alive}))
-        print(
-            f"zlaunch: zero.Init: {numel:,} elements in {dtypes}, {nbytes / 2**20:,.1f} MiB on each rank "
-            f"({', '.join(sorted(places))}), and {self._largest / 2**20:,.1f} MiB for one module at the peak",
-            flush=True,
+        say(
+            f"zero.Init: {numel:,} elements in {dtypes}, {nbytes / 2**20:,.1f} MiB on each rank "
+            f"({', '.join(sorted(places))}), and {self._largest / 2**20:,.1f} MiB for one module at the peak"
         )
 
     def _wrap(self, kind: type[nn.Module]) -> None:

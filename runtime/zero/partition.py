@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -42,6 +43,8 @@ class ShardingOptions:
     """Stage 3: a block below this size joins the root unit, which stays gathered through a whole step."""
     persistence_numel: int = 0
     """Stage 3: a unit of at most this size is not sharded."""
+    all_persistent_numel: int = sys.maxsize
+    """Stage 3: nor are there more elements than this in such units together; the first ones are kept."""
     tile_numel: int = TILE_NUMEL
     """Shards are cut in tiles of this size for norms and offloaded steps."""
     poison: bool = False
@@ -160,13 +163,18 @@ def build_units(
         guards.shape_of(p).numel() for block in blocks for _, p in block.parameters if p.requires_grad
     )
     leaving = round(leaving * offload.options.ratio) if offload is not None else 0
+    persistent = 0
     for block in blocks:
         for members in _by_kind(block.parameters, groups):
             state_place = Place.DEVICE
+            numel = sum(guards.shape_of(p).numel() for _, p in members)
+            small = numel <= options.persistence_numel and persistent + numel <= options.all_persistent_numel
+            persistent += numel if small else 0
             if offload is not None and leaving > 0 and members[0][1].requires_grad:
                 state_place = offload.options.optimizer
-                leaving -= sum(guards.shape_of(p).numel() for _, p in members)
-            block.units.append(_make_unit(block, members, groups, dtype, comm, options, offload, state_place))
+                leaving -= numel
+            unit = _make_unit(block, members, groups, dtype, comm, options, offload, state_place, small=small)
+            block.units.append(unit)
 
 
 def rebuild_units(
@@ -190,12 +198,14 @@ def rebuild_units(
         if trained or not any(p.requires_grad and id(p) in groups for p in unit.parameters):
             units.append(unit)
             continue
-        rebuilt = True
+        rebuilt, was_sharded = True, unit.shard_params
         detach(unit)
         place = offload.options.optimizer if offload is not None else Place.DEVICE
         for alike in _by_kind(members, groups):
             own = place if alike[0][1].requires_grad else Place.DEVICE
-            units.append(_make_unit(block, alike, groups, dtype, comm, options, offload, own))
+            # not sharded only where the former was not: all of those together may not become more
+            small = not was_sharded
+            units.append(_make_unit(block, alike, groups, dtype, comm, options, offload, own, small=small))
     return units if rebuilt else None
 
 
@@ -224,11 +234,12 @@ def _make_unit(
     options: ShardingOptions,
     offload: Offload | None,
     state_place: Place,
+    *,
+    small: bool,
 ) -> Unit:
     trainable = members[0][1].requires_grad
     numels = [guards.shape_of(p).numel() for _, p in members]
     own_groups = [groups.get(id(p), -1) if trainable else -1 for _, p in members]
-    small = sum(numels) <= options.persistence_numel
     return Unit(
         f"{block.name}{'' if trainable else ' (frozen)'}",
         [name for name, _ in members],

@@ -29,7 +29,7 @@ zero = part(
     reduce_scatter=booleans,
     reduce_bucket_size=sizes,
     allgather_bucket_size=sizes,
-    sub_group_size=sizes,
+    sub_group_size=st.one_of(sizes, st.just(0)),
     prefetch_bucket_size=sizes,
     stage3_param_persistence_threshold=sizes,
     max_live_parameters=sizes,
@@ -119,7 +119,7 @@ BREAK = [
     (None, "gradient_allreduce_op", ["max", 1, None]),
     (None, "optimizer", [{"type": "Nope"}, {}, 1, {"type": "Adam", "params": {"max_grad_norm": 1}}]),
     (None, "scheduler", [{"type": "OneCycle"}, {"type": 3}]),
-    (None, "no_such_key", [1]),
+    (None, "gradient_cliping", [1]),
 ]
 
 

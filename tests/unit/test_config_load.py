@@ -99,7 +99,8 @@ def test_defaults_are_deepspeeds():
     [
         ('{\n  "a": tru\n}', "line 2, column 8"),
         ('{"a": 1', 'line 1, column 8: expected "," or "}"'),
-        ("", "line 1, column 1"),
+        ("", "the file is empty"),
+        (" \n", "the file is empty"),
         ('{"a": 01}', "line 1, column 7"),
         ("{a: 1}", "key in double quotes"),
         ('{"a": "x\n"}', "line 1"),
@@ -119,7 +120,8 @@ def test_yaml_syntax_and_types(tmp_path):
     assert "bad.yaml: line 2, column" in problems(write(tmp_path, "bad.yaml", "a: [1\nb: }"))
     message = problems(write(tmp_path, "b.yml", "fp16:\n  enabled: yes\n"))
     assert message == 'b.yml: fp16.enabled: "yes" is not allowed, expected true or false'
-    assert "at the top" in problems(write(tmp_path, "c.yaml", ""))
+    assert "the file is empty" in problems(write(tmp_path, "c.yaml", ""))
+    assert "at the top" in problems(write(tmp_path, "c.yaml", "# only a comment"))
     assert "nested too deeply" in problems(write(tmp_path, "d.yaml", "amp: &a\n  x: *a\n"))
     bomb = "a0: &a0 [1,1,1,1,1,1,1,1]\n" + "".join(
         f"a{i}: &a{i} [{','.join([f'*a{i - 1}'] * 8)}]\n" for i in range(1, 30)

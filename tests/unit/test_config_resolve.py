@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zlaunch.runtime.config import ConfigError, load, resolve
+from zlaunch.runtime.config import ConfigError, check_batch, load, refuse_open, resolve
 
 TRAIN, MICRO, GAS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 
@@ -48,6 +48,69 @@ def test_batch_mistakes(given):
     assert TRAIN in message and MICRO in message
     if TRAIN in given:
         assert str(given[TRAIN]) in message and "world size 4" in message
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (
+            {TRAIN: 8, MICRO: 4},
+            f"8 is less than {MICRO} 4 * world size 4 = 16 (a step takes one micro batch on every rank, or "
+            f"more); set it to 16 or a multiple of it, or change {MICRO} or the number of ranks",
+        ),
+        (
+            {TRAIN: 2},
+            "2 is less than world size 4 (a step takes one sample on every rank, or more); set it to 4 or a "
+            f"multiple of it, or change the number of ranks, or leave it out and give {MICRO}",
+        ),
+        (
+            {TRAIN: 30, MICRO: 4, GAS: "auto"},
+            f"30 is not a multiple of {MICRO} 4 * world size 4 = 16 (a step takes one micro batch on every "
+            f"rank, or more); set it to 16 or 32, or change {MICRO} or the number of ranks",
+        ),
+        (
+            {TRAIN: 32, MICRO: 4, GAS: 3},
+            f"32 is not {MICRO} 4 * {GAS} 3 * world size 4 = 48; set it to 48, or leave out one of the three "
+            "keys",
+        ),
+    ],
+)
+def test_batch_mistakes_say_what_would_be_right(given, expected):
+    for check in (lambda: resolve(load(given), world_size=4), lambda: check_batch(load(given), 4)):
+        with pytest.raises(ConfigError) as caught:
+            check()
+        assert str(caught.value) == f"<dict>: {TRAIN}: {expected}"
+
+
+def test_only_a_given_batch_size_is_checked_beforehand():
+    for source in ({}, {GAS: 2}, {MICRO: 3}, {TRAIN: "auto", MICRO: 3}, {TRAIN: 12, MICRO: "auto"}):
+        check_batch(load(source), 4)
+
+
+@pytest.mark.parametrize("path", ["gradient_clipping", "zero_optimization.stage"])
+def test_what_only_the_script_knows_may_not_stay_open(path):
+    section, _, key = path.rpartition(".")
+    given = {section: {key: "auto"}} if section else {key: "auto"}
+    with pytest.raises(ConfigError) as caught:
+        refuse_open(load(given))
+    (line,) = caught.value.problems
+    assert line.startswith(f'<dict>: {path}: "auto" is for the Hugging Face Trainer') and "give" in line
+    refuse_open(load({"gradient_clipping": 1.0, "fp16": {"enabled": "auto"}}))
+
+
+def test_settled_values_are_said_in_one_line():
+    source = {
+        "train_batch_size": "auto",
+        "fp16": {"enabled": "auto"},
+        "optimizer": {"type": "RMSprop", "params": {"lr": "auto", "foo": "auto"}},
+        "zero_optimization": {"reduce_bucket_size": "auto"},
+    }
+    (line,) = resolve(load(source), world_size=3, hidden_size=8).settled()
+    assert line == (
+        '<dict>: "auto" is settled as fp16.enabled false, optimizer.params.foo left out, optimizer.params.lr '
+        "0.01, train_batch_size 3, zero_optimization.reduce_bucket_size 64"
+    )
+    assert resolve(load({"train_batch_size": 3}), world_size=3).settled() == []
 
 
 @given(

@@ -17,6 +17,7 @@ import click
 
 _CONFIG_SUFFIXES = (".json", ".yaml", ".yml")
 _TORCH_USERS = {"torch", "zlaunch", "deepspeed", "transformers", "accelerate", "lightning", "torchvision"}
+_CONFIG_USERS = {"zlaunch", "deepspeed", "transformers", "accelerate"}
 _DISTINCTIVE_KEYS = {"zero_optimization", "train_micro_batch_size_per_gpu"}
 
 
@@ -33,9 +34,12 @@ def check_script(name: str) -> None:
         beside = os.listdir(path.parent)
     except OSError:
         raise click.UsageError(f"no script {name!r}: there is no folder {str(path.parent)!r}") from None
+    raise click.UsageError(f"no script {name!r}{_near(path, beside)}")
+
+
+def _near(path: Path, beside: Sequence[str]) -> str:
     near = difflib.get_close_matches(path.name, beside, n=1)
-    hint = f", did you mean {str(path.parent / near[0])!r}?" if near else ""
-    raise click.UsageError(f"no script {name!r}{hint}")
+    return f", did you mean {str(path.parent / near[0])!r}?" if near else ""
 
 
 def _check_is_python(path: Path) -> None:
@@ -69,15 +73,20 @@ def shared_imports(name: str, *, module: bool) -> tuple[str, ...]:
 
     Judged by its own source, without running it: a wrong guess costs no more than the time of an import.
     """
+    named = _imported(name, module=module)
+    found = ("torch",) if named & _TORCH_USERS else ()
+    return (*found, "zlaunch.runtime.api") if named & {"zlaunch", "deepspeed"} else found
+
+
+def _imported(name: str, *, module: bool) -> set[str]:
+    """Return the top-level packages that the source of a Python target names in its imports."""
     try:
         text = _source_of(name, module=module).read_text(encoding="utf-8", errors="replace")
     except (OSError, ImportError, ValueError):
-        return ()
+        return set()
     lines = re.findall(r"^[ \t]*(?:from[ \t]+(\w+)|import[ \t]+([\w., \t]+))", text, re.MULTILINE)
     named = {word.strip().partition(".")[0] for one, many in lines for word in (one, *many.split(","))}
-    named = {word.partition(" ")[0] for word in named}
-    found = ("torch",) if named & _TORCH_USERS else ()
-    return (*found, "zlaunch.runtime.api") if named & {"zlaunch", "deepspeed"} else found
+    return {word.partition(" ")[0] for word in named}
 
 
 def _source_of(name: str, *, module: bool) -> Path:
@@ -155,30 +164,83 @@ def parse_ranks(text: str, world_size: int | None) -> list[int] | None:
     return sorted(ranks)
 
 
-def check_configs(args: Sequence[str]) -> Iterator[str]:
-    """Load every DeepSpeed config among the script's arguments; yields warnings."""
-    for path, surely_ours in _config_arguments(args):
-        if not surely_ours and not os.path.isfile(path):
-            continue  # how the script finds it is the script's business
-        from zlaunch.runtime.config import ConfigError, load
+def check_configs(
+    command: Sequence[str], *, module: bool = False, folder: str | None = None, world_size: int | None = None
+) -> list[str]:
+    """Check every DeepSpeed config among the script's arguments and return warnings.
 
-        try:
-            yield from load(path).warnings
-        except ConfigError as error:
-            if surely_ours or _looks_like_ours(path):
-                raise click.UsageError(f"{path} is not a good config:\n{error}") from None
+    ``folder`` is where the script will run, None for this one. Of ``--config`` it is not sure whose it is: a
+    script that imports none of those who read such files may mean any file, or a name of its own.
+    """
+    if folder is not None and not os.path.isdir(folder):
+        return []  # only the nodes have it
+    found: list[str] = []
+    for option, name, surely_ours in _config_arguments(command[1:]):
+        script = command[0] if module else os.path.join(folder or "", command[0])
+        is_used = surely_ours or bool(_imported(script, module=module) & _CONFIG_USERS)
+        path = os.path.join(folder or "", name)
+        if is_used or os.path.isfile(path):
+            found += _check_config(option, path, surely_ours, world_size if is_used else None, is_used)
+    return found
 
 
-def _config_arguments(args: Sequence[str]) -> Iterator[tuple[str, bool]]:
+def _check_config(
+    option: str, path: str, surely_ours: bool, world_size: int | None, is_used: bool
+) -> tuple[str, ...]:
+    from zlaunch.runtime.config import ConfigError, ConfigFileError, check_batch, load
+
+    ours = surely_ours or _looks_like_ours(path)
+    try:
+        loaded = load(path)
+        if ours and world_size is not None:
+            check_batch(loaded, world_size)
+    except ConfigFileError as error:
+        if ours or (is_used and _is_broken(path)):
+            raise click.UsageError(f"{option}: {error}{_config_near(path)}") from None
+    except ConfigError as error:
+        if ours:
+            raise click.UsageError(f"{path} is not a good config:\n{error}") from None
+    else:
+        return loaded.warnings if ours else ()
+    return ()
+
+
+def _config_near(path: str) -> str:
+    """Return ", did you mean" one that is there, for a config that is not."""
+    if os.path.lexists(path):
+        return ""
+    try:
+        beside = [name for name in os.listdir(Path(path).parent) if name.endswith(_CONFIG_SUFFIXES)]
+    except OSError:
+        return ""
+    return _near(Path(path), beside)
+
+
+def _config_arguments(args: Sequence[str]) -> Iterator[tuple[str, str, bool]]:
     for index, arg in enumerate(args):
         option, equals, value = arg.partition("=")
-        option = option.replace("-", "_")
-        if option not in ("__config", "__deepspeed_config", "__deepspeed"):
+        name = option.replace("-", "_")
+        if name not in ("__config", "__deepspeed_config", "__deepspeed"):
             continue
         if not equals:
             value = args[index + 1] if index + 1 < len(args) else ""
         if value.endswith(_CONFIG_SUFFIXES):
-            yield value, option != "__config"
+            yield option, value, name != "__config"
+
+
+def _is_broken(path: str) -> bool:
+    """Tell whether no reader could make anything of a file: it is empty, or not well-formed even as YAML with
+    any tags.
+    """
+    import yaml
+
+    try:
+        text = Path(path).read_text(encoding="utf-8-sig")
+        for _ in yaml.parse(text):
+            pass
+    except (OSError, ValueError, yaml.YAMLError):
+        return True
+    return not text.strip()
 
 
 def _looks_like_ours(path: str) -> bool:
@@ -191,10 +253,14 @@ def _looks_like_ours(path: str) -> bool:
 
     from zlaunch.runtime.config import Config
 
-    text = Path(path).read_text(encoding="utf-8", errors="replace")
+    try:
+        text = Path(path).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
     try:
         data: Any = yaml.safe_load(text)
-    except yaml.YAMLError:  # also JSON with comments, or broken: go by the words
+    except (yaml.YAMLError, ValueError, RecursionError):
+        # also JSON with comments, or broken: go by the words
         data = dict.fromkeys(re.findall(r"""^\s*["']?(\w+)["']?\s*:""", text, re.MULTILINE))
     if not isinstance(data, Mapping):
         return False

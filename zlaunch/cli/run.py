@@ -173,8 +173,6 @@ def run(command: tuple[str, ...], **given: Any) -> int:
     allocation = _allocation()
     take_pod(given, allocation)
     options = _options(command, mode, given)
-    for warning in checks.check_configs(command[1:]):
-        print(f"zlaunch: warning: {warning}", file=sys.stderr)
     launcher, why = choose_launcher(options, allocation)
     _refuse_without_effect(launcher, allocation, given)
     if launcher == "step" and given["run_dir"] is None:
@@ -182,6 +180,10 @@ def run(command: tuple[str, ...], **given: Any) -> int:
         folder = f"slurm-{allocation.job_id}.{allocation.step_id}/task_{allocation.procid:05d}"
         options = replace(options, run_dir=str(Path("runs", folder).absolute()))
     job, plan, where = _prepare(options, launcher, allocation, given["min_nodes"])
+    world = plan.world_size if plan is not None else None
+    warnings = checks.check_configs(
+        command, module=mode == "module", folder=given["workdir"], world_size=world
+    )
     if given["dry_run"]:
         if plan is None:
             raise click.UsageError(
@@ -191,9 +193,10 @@ def run(command: tuple[str, ...], **given: Any) -> int:
         if launcher not in ALONE:
             note = "addresses, interfaces, cores and GPUs are filled in when the nodes have answered"
             print(f"zlaunch: {note}", file=sys.stderr)
+        for warning in warnings:  # in a run rank 0 says them
+            print(f"zlaunch: warning: {warning}", file=sys.stderr)
         return 0
     checks.make_run_dir(Path(options.run_dir))
-    world = plan.world_size if plan is not None else None
     ranks = checks.parse_ranks(given["log_ranks"], world)
     return _launch(job, launcher, why, where, ranks, given)
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from zlaunch.compat.deepspeed.getters import ConfigGetters
-from zlaunch.compat.deepspeed.log import logger
+from zlaunch.compat.deepspeed.log import logger, set_log_level_from_string
 from zlaunch.compat.deepspeed.missing import NotInZlaunch
 from zlaunch.compat.deepspeed.optimizer import ZeROOptimizer
 from zlaunch.compat.deepspeed.parameters import use_deepspeeds_placeholders
@@ -328,6 +328,8 @@ def initialize(
         config=chosen,
         mesh_param=mesh_param,
     )
+    if engine.effective_config.log_level is not None:
+        set_log_level_from_string(engine.effective_config.log_level)
     _live.add(engine)
     logger.info("DeepSpeed info: version=0.19.8 (zlaunch), ZeRO stage %d", engine.zero_optimization_stage())
     return engine, engine.optimizer, loader, scheduler

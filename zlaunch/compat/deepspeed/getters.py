@@ -109,6 +109,10 @@ class ConfigGetters:
         """The same."""
         return self.zero_cpu_offload()
 
+    def zero_gather_16bit_weights_on_model_save(self) -> bool:
+        """Whether accelerate and the Trainer save whole weights at stage 3."""
+        return bool(self.effective_config.zero_optimization.stage3_gather_16bit_weights_on_model_save)
+
     def postscale_gradients(self) -> bool:
         """Whether gradients are divided after the reduction."""
         return not self.effective_config.prescale_gradients

@@ -1,0 +1,71 @@
+"""Checks of what depends on several keys."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from .schema import Config
+
+if TYPE_CHECKING:
+    from .check import Report
+
+LATER = "is not supported yet, and ignoring it would change results or memory use; remove it"
+
+
+def show(value: Any) -> str:
+    """Return `value` as short JSON."""
+    try:
+        text = json.dumps(value)
+    except (TypeError, ValueError, RecursionError):
+        text = f"this {type(value).__name__}"
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def cross(config: Config, report: Report) -> Config:
+    """Report keys that do not go together; return the config without what has no meaning in it."""
+    problems = report.problems
+    if config.fp16.enabled and config.bf16.enabled:
+        problems.append(("bf16.enabled", "fp16 and bf16 are both enabled, enable only one"))
+    if config.gradient_allreduce_op == "sum" and config.zero_optimization.stage == 3:
+        problems.append(("gradient_allreduce_op", '"sum" is not allowed with ZeRO stage 3, expected "mean"'))
+    grad = config.data_types.grad_accum_dtype
+    if grad not in (None, "fp32"):
+        problems.append(("data_types.grad_accum_dtype", f'{show(grad)} {LATER} or set it to "fp32"'))
+    mode = "fp16" if config.fp16.enabled else "bf16" if config.bf16.enabled else "fp32"
+    param = config.data_types.param_dtype
+    unsettled = report.auto & {"fp16.enabled", "bf16.enabled"}
+    if param not in (None, mode) and not unsettled:
+        problems.append(
+            ("data_types.param_dtype", f"{show(param)} does not agree with the training type {mode}")
+        )
+    if config.aio.block_size % 4096:
+        problems.append(("aio.block_size", f"{config.aio.block_size} is not a multiple of 4096"))
+    return _offload(config, report)
+
+
+def _offload(config: Config, report: Report) -> Config:
+    zero = config.zero_optimization
+    # initialize refuses an open stage; what depends on the stage is not judged until it is filled in
+    is_open = "zero_optimization.stage" in report.auto
+    if zero.offload_param is not None and zero.stage != 3 and not is_open:
+        if zero.offload_param.device != "none":
+            here, why = "zero_optimization.offload_param", "ignored: only stage 3 shards parameters"
+            report.warnings.append((here, f"{why}, and this is stage {zero.stage}"))
+            report.dropped[here] = why
+        # gone, so that nothing that reads it later has to think of the stage
+        zero = zero.model_copy(update={"offload_param": None})
+        config = config.model_copy(update={"zero_optimization": zero})
+    for name, part in (("offload_optimizer", zero.offload_optimizer), ("offload_param", zero.offload_param)):
+        if part is None or part.device == "none":
+            continue
+        here = f"zero_optimization.{name}"
+        if zero.stage == 0 and not is_open:
+            report.problems.append(
+                (f"{here}.device", f"{show(part.device)} needs stage 1, 2 or 3, not {zero.stage}")
+            )
+        if part.device == "nvme" and not part.nvme_path and not (is_open and name == "offload_param"):
+            report.problems.append(
+                (f"{here}.nvme_path", 'is required for device "nvme": a folder on that drive')
+            )
+    return config
