@@ -185,3 +185,57 @@ def _throughput() -> str:
 
 def test_throughput_timer() -> None:
     assert run_workers(_throughput, 2) == ["done"] * 2
+
+
+def _sleep_mode(stage: int, sleeps: bool) -> list[float]:
+    """What OpenRLHF does around a generation, in its words."""
+    deepspeed = _deepspeed()
+    from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
+
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
+    given = {**GIVEN, "gradient_accumulation_steps": 1, "bf16": {"enabled": True}, "zero_optimization": zero}
+    model, *_ = deepspeed.initialize(model=net(), config=given)
+
+    def sleep() -> None:
+        offload_state_types = [
+            OffloadStateTypeEnum.optim_states,
+            OffloadStateTypeEnum.contiguous_grad_buffer,
+            OffloadStateTypeEnum.hp_params,
+        ]
+        offload_state_types += [OffloadStateTypeEnum.lp_grads]
+        model.optimizer.offload_states(
+            include=offload_state_types, device=OffloadDeviceEnum.cpu, pin_memory=True, non_blocking=True
+        )
+        model.empty_partition_cache()
+        with torch.no_grad():  # and the weights are copied to the engine that generates
+            loss_of(model, data)
+        with deepspeed.zero.GatheredParameters(list(model.module.parameters())):
+            assert all(bool(p.isfinite().all()) for p in model.module.parameters())
+        with pytest.raises(RuntimeError, match=r"call engine\.reload_states\(\)"):
+            model.step()
+        model.reload_states(non_blocking=True)
+
+    def sleep_deeply() -> None:
+        model.offload_states()
+        if stage == 3:
+            with pytest.raises(RuntimeError, match=r"call engine\.reload_states\(\)"):
+                model.module.embedding.weight.ds_tensor.sum()
+        with pytest.raises(RuntimeError, match=r"call engine\.reload_states\(\)"):
+            model.optimizer.fp32_partitioned_groups_flat  # noqa: B018
+        model.optimizer.reload_states()
+
+    losses = []
+    for data in batches(4, 2):
+        if sleeps:
+            sleep()
+            sleep_deeply()
+        loss = loss_of(model, data)
+        model.backward(loss)
+        model.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_sleep_mode(stage: int) -> None:
+    assert run_workers(_sleep_mode, 2, stage, True) == run_workers(_sleep_mode, 2, stage, False)

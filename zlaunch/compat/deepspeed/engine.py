@@ -32,8 +32,6 @@ _ABSENT = {
     "monitor": MONITORS,
     "timers": "use engine.tput_timer for samples per second, torch.profiler for the rest",
     "get_wall_clock_timers": "use torch.profiler",
-    "offload_states": "use the section offload_optimizer",
-    "reload_states": "use the section offload_optimizer",
     "set_custom_curriculum_learning_schedule": "choose the data in the script",
     "flops_profiler": FLOPS,
 }
