@@ -107,6 +107,7 @@ class Engine(Batches, Saving, Moving, nn.Module):
             asynchronous=section.is_asynchronous,
             node_local=node_local,
             keep_last=section.keep_last,
+            tag_validation=section.tag_validation,
         )
         self._loader = Loader(sharded, shard_step, reducer, offload, node_local=node_local)
         self._destroyed = False

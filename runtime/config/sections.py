@@ -151,7 +151,7 @@ class Checkpoint(Section):
     use_node_local_storage: Bool = ok(False)
     """Each node keeps what its ranks save on its own disk."""
     tag_validation: Literal["Warn", "Ignore", "Fail"] = ok("Warn")
-    """Accepted: ranks that save under different tags always get an error."""
+    """Where ranks save under different tags: Fail is an error; Warn and Ignore save all under rank 0's."""
     load_universal: Bool = results(False)
     """Load DeepSpeed's universal format."""
     parallel_write: ParallelWrite = section(ParallelWrite)
