@@ -17,6 +17,7 @@ from .checkpoint.content import Description, Fill, blocks_of, describe, take_sta
 from .checkpoint.reading import VALUE
 from .optim.runs import Run
 from .zero import guards
+from .zero.away import STATES
 from .zero.unit import Unit
 
 if TYPE_CHECKING:
@@ -164,6 +165,7 @@ def _find(param: Tensor) -> tuple[Engine, Unit, int] | None:
     engine, unit = engine_of(param), guards.owner(param)
     if engine is None or unit is None or not unit.trainable or engine._shard_step is None:
         return None
+    unit.check_here(*STATES)
     engine._shard_step.wait()
     if not unit.shard_params:
         unit.ensure_full()

@@ -188,6 +188,12 @@ class Comm:
             return self._shared.empty(numel, dtype)
         return torch.empty(numel, dtype=dtype, device=self.device)
 
+    def release(self, storage: torch.UntypedStorage) -> bool:
+        """Give the memory of a storage from ``empty`` back until it is written again; False for any other,
+        which can be resized.
+        """
+        return self._shared is not None and self._shared.release(storage)
+
     def all_gather(self, full: Tensor, source: Tensor, label: int = 0) -> Pending:
         """Start to fill ``full`` (w * s elements) from every rank's ``source`` (s).
 

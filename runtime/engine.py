@@ -20,19 +20,22 @@ from .handles import Handles
 from .loss_scaler import DeviceLossScaler, LossScaleFloorError, LossScaler, floor_error
 from .memory import relief
 from .monitor.report import report
+from .moving import Moving
 from .offload.place import Offload
+from .offload.states import States
 from .optim.guarded import ZeroOptimizer, unguard
 from .optim.shard_step import ShardStep
 from .precision import Precision
 from .saving import Saving
 from .step_result import StepResult
 from .unused import refuse_unused
+from .zero.away import GRADIENTS, VALUES
 from .zero.grads import GradientReducer
 from .zero.model import ShardedModel
 from .zero.saved import explained
 
 
-class Engine(Batches, Saving, nn.Module):
+class Engine(Batches, Saving, Moving, nn.Module):
     """What :func:`zlaunch.initialize` returns first. Unknown attributes are looked up on the model.
 
     Attributes
@@ -93,7 +96,8 @@ class Engine(Batches, Saving, nn.Module):
             sharded.loss_scale = lambda: self._scaler.factor
         sharded.micro_share = lambda: 1.0 / self.gradient_accumulation_steps()
         self.handles = Handles(sharded, reducer, shard_step, precision.dtype, offload)
-        sharded.before_forward = self.handles.take_unfrozen
+        self._states = States(sharded, reducer, shard_step)
+        sharded.before_forward = self._before_forward
         section = effective.config.checkpoint
         self._save_dir = absolute(section.save_dir) if section.save_dir else None
         node_local = section.use_node_local_storage
@@ -104,6 +108,7 @@ class Engine(Batches, Saving, nn.Module):
             asynchronous=section.is_asynchronous,
             node_local=node_local,
             keep_last=section.keep_last,
+            tag_validation=section.tag_validation,
         )
         self._loader = Loader(sharded, shard_step, reducer, offload, node_local=node_local)
         self._destroyed = False
@@ -182,6 +187,7 @@ class Engine(Batches, Saving, nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model."""
+        self._states.check("a forward pass", VALUES)
         if self._precision.cast_inputs and self._precision.dtype is not None:
             args, kwargs = _cast((args, kwargs), self._precision.dtype)
         if self._shard_step is not None:
@@ -216,6 +222,10 @@ class Engine(Batches, Saving, nn.Module):
             )
             raise torch.OutOfMemoryError(f"{error}\nzlaunch: out of memory in {where}: {advice}") from error
 
+    def _before_forward(self) -> None:
+        self._states.check("a forward pass", VALUES)
+        self.handles.take_unfrozen()
+
     def _check_alive(self) -> None:
         if self._destroyed:
             raise RuntimeError("this engine has been destroyed, or its model was given to another engine")
@@ -227,6 +237,7 @@ class Engine(Batches, Saving, nn.Module):
         with ``scale_wrt_gas=False`` the caller has divided already. The ranks' mean is taken by :meth:`step`.
         """
         self._check_alive()
+        self._states.check("engine.backward()", VALUES, GRADIENTS)
         if not loss.requires_grad:
             raise RuntimeError("the loss does not depend on any trainable parameter")
         self._prepare_pass()
@@ -292,6 +303,7 @@ class Engine(Batches, Saving, nn.Module):
         fp16 gradients overflow at the smallest loss scale.
         """
         self._check_alive()
+        self._states.check("engine.step()")
         self._loader.check()
         self._lr_arguments = dict(lr_kwargs or {})
         before, is_boundary = self._result, self.is_gradient_accumulation_boundary()
@@ -433,6 +445,8 @@ class Engine(Batches, Saving, nn.Module):
             if self._shard_step is not None:
                 stack.callback(self._shard_step.finish)
             stack.callback(self._saver.close)
+            stack.callback(self._states.close)
+            stack.callback(self._states.reload, non_blocking=False)
 
 
 def _advised(error: LossScaleFloorError, names: str) -> LossScaleFloorError:

@@ -17,3 +17,7 @@ class ParameterError(ZlaunchError):
 
 class OptimizerError(ZlaunchError, ValueError):
     """The optimizer was given, or asked for, something that an engine cannot do."""
+
+
+class OffloadedError(ZlaunchError):
+    """A state was needed that ``engine.offload_states`` has moved to host memory, or that it cannot move."""

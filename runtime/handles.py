@@ -14,6 +14,7 @@ from .optim.groups import groups_by_parameter
 from .optim.guarded import MARK, check_mark
 from .optim.shard_step import ShardStep
 from .zero import guards
+from .zero.away import STATES
 from .zero.grads import GradientReducer
 from .zero.integrity import GroupIntegrity, Integrity, check_unfrozen
 from .zero.model import ShardedModel
@@ -98,6 +99,7 @@ class Handles:
         """Give parameters that have come to be trained units with optimizer state."""
         step, sharded = self._step, self._sharded
         assert step is not None
+        self._check_here()
         step.wait()
         groups = groups_by_parameter(step.outer.param_groups)
         stale = [p for p in self._integrity.unfrozen() if guards.GRAD.__get__(p) is not None]
@@ -136,11 +138,17 @@ class Handles:
 
     def _needed_step(self) -> ShardStep:
         assert self._step is not None
+        self._check_here()
         if any(run.leaf is None for run in self._step.runs):
             raise OptimizerError(
                 "the optimizer's state rests on NVMe: use engine.save_checkpoint and load_checkpoint"
             )
         return self._step
+
+    def _check_here(self) -> None:
+        """Raise OffloadedError if a state is in host memory for a while."""
+        for unit in self._sharded.units:
+            unit.check_here(*STATES)
 
     def _shard_mark(self) -> dict[str, Any]:
         assert self._step is not None

@@ -24,9 +24,11 @@ from .handles import Handles
 from .loss_scaler import DeviceLossScaler, LossScaler
 from .messages import say, warn
 from .monitor.report import announce
+from .offload.states import States
 from .optim.shard_step import ShardStep
 from .step_result import StepResult
 from .stopping import REQUEUE_EXIT_CODE
+from .zero.away import VALUES
 from .zero.grads import GradientReducer
 from .zero.model import ShardedModel
 
@@ -50,6 +52,7 @@ class Saving:
     _skipped_steps: int
     handles: Handles
     _saver: Saver
+    _states: States
     _loader: Loader
     lr_scheduler: Any
     training_dataloader: EngineLoader | None
@@ -97,6 +100,7 @@ class Saving:
         at_once: bool = False,
     ) -> bool:
         self._check_alive()
+        self._states.check("engine.save_checkpoint()")
         self._settle()
         self._loader.check()
         self.handles.check()
@@ -181,6 +185,7 @@ class Saving:
         if load_dir is None:
             return None, {}
         self._check_alive()
+        self._states.check("engine.load_checkpoint()")
         self.handles.take_unfrozen()
         self._settle()
         self._saver.wait()
@@ -245,6 +250,7 @@ class Saving:
         write raises OSError on every rank.
         """
         self._check_alive()
+        self._states.check("engine.save_16bit_model()", VALUES)
         self.handles.check()
         save_weights(self._sharded, save_dir, save_filename, exclude_frozen=exclude_frozen_parameters)
         return True

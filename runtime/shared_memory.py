@@ -177,6 +177,17 @@ class SharedMemory:
         chunk.used += nbytes
         return tensor
 
+    def release(self, storage: torch.UntypedStorage) -> bool:
+        """Give the pages under a tensor from :meth:`empty` back to the system: it reads as zeros until it is
+        written again. False for other memory. No rank may be reading it.
+        """
+        place = self._places.get(storage.data_ptr())
+        if place is None:
+            return False
+        nbytes = -(-storage.nbytes() // _PAGE) * _PAGE
+        self._chunks[place[0]].memory.madvise(mmap.MADV_REMOVE, place[1], nbytes)
+        return True
+
     def _grow(self, nbytes: int) -> None:
         fd = os.memfd_create("zlaunch", os.MFD_CLOEXEC)
         try:

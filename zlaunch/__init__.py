@@ -39,7 +39,13 @@ _LAZY = {
     },
     **{
         name: ("zlaunch.runtime.errors", name)
-        for name in ("OptimizerError", "ParameterError", "RankMismatchError", "ZlaunchError")
+        for name in (
+            "OffloadedError",
+            "OptimizerError",
+            "ParameterError",
+            "RankMismatchError",
+            "ZlaunchError",
+        )
     },
     "CheckpointError": ("zlaunch.runtime.checkpoint.files", "CheckpointError"),
     "ConfigError": ("zlaunch.runtime.config", "ConfigError"),
@@ -53,6 +59,7 @@ __all__ = [
     "CheckpointError",
     "ConfigError",
     "Engine",
+    "OffloadedError",
     "OptimizerError",
     "ParameterError",
     "RankMismatchError",
@@ -102,6 +109,7 @@ if TYPE_CHECKING:
     from zlaunch.runtime.checkpoint.files import CheckpointError as CheckpointError
     from zlaunch.runtime.config import ConfigError as ConfigError
     from zlaunch.runtime.engine import Engine as Engine
+    from zlaunch.runtime.errors import OffloadedError as OffloadedError
     from zlaunch.runtime.errors import OptimizerError as OptimizerError
     from zlaunch.runtime.errors import ParameterError as ParameterError
     from zlaunch.runtime.errors import RankMismatchError as RankMismatchError

@@ -56,8 +56,13 @@ class Saver:
         asynchronous: bool,
         node_local: bool,
         keep_last: int | None,
+        tag_validation: str = "Warn",
     ) -> None:
+        """``tag_validation``: of tags that differ between ranks, "Warn" and "Ignore" take rank 0's; "Fail" is
+        an error.
+        """
         self._sharded, self._shard_step = sharded, shard_step
+        self._tag_validation = tag_validation
         self._offload, self._comm = offload, sharded.comm
         self._asynchronous, self._node_local, self._keep_last = asynchronous, node_local, keep_last
         self._snapshot: Snapshot | None = None
@@ -108,14 +113,14 @@ class Saver:
         at_once: bool = False,
         then: Any = None,
     ) -> None:
-        """Save under ``folder/tag``; in the background where that is configured, unless ``at_once``. ``then``
-        is called with the checkpoint's path when it is there. Collective. Raises CheckpointError, the same on
-        every rank.
+        """Save under ``folder/tag``, with rank 0's tag; in the background where that is configured, unless
+        ``at_once``. ``then`` is called with the checkpoint's path when it is there. Collective. Raises
+        CheckpointError, the same on every rank.
         """
         self.wait()
         folder = absolute(folder)
         comm = self._comm
-        owner = self._check_places(folder, tag)
+        owner, tag = self._check_places(folder, tag)
         source, target = agree(
             comm.exchange,
             comm.rank,
@@ -151,22 +156,32 @@ class Saver:
             if self._comm.rank == 0:
                 print(f"zlaunch: the checkpoint was not saved: {error}", flush=True)
 
-    def _check_places(self, folder: Path, tag: str) -> str:
-        """Raises CheckpointError if the ranks do not mean the same; returns who rank 0 is."""
+    def _check_places(self, folder: Path, tag: str) -> tuple[str, str]:
+        """Return who rank 0 is, and its tag. Raises CheckpointError if the ranks do not mean the same."""
         places = self._comm.exchange((str(folder), tag, new_owner()))
-        for rank, (other, other_tag, _) in enumerate(places):
-            if other_tag != places[0][1]:
-                raise CheckpointError(
-                    f"rank {rank} saves under the tag {other_tag!r} and rank 0 under {places[0][1]!r}: every "
-                    "rank has to give the same"
-                )
+        for rank, (other, _, _) in enumerate(places):
             if other != places[0][0] and not self._node_local:
                 raise CheckpointError(
                     f"rank {rank} saves to {other} and rank 0 to {places[0][0]}: every rank has to give the "
                     'same folder, which all see (or set "use_node_local_storage")'
                 )
+        tag = places[0][1]
+        self._check_tags([str(given) for _, given, _ in places])
         check_tag(tag)
-        return str(places[0][2])
+        return str(places[0][2]), tag
+
+    def _check_tags(self, tags: list[str]) -> None:
+        """Warn of different tags, or raise CheckpointError, as ``tag_validation`` says."""
+        others = [rank for rank, tag in enumerate(tags) if tag != tags[0]]
+        if not others or self._tag_validation == "Ignore":
+            return
+        said = ", ".join(f"rank {rank} under the tag {tags[rank]!r}" for rank in [0, *others[:3]])
+        more = f" and {len(others) - 3} more" if len(others) > 3 else ""
+        text = f"save_checkpoint: {said}{more}: every rank has to give the same"
+        if self._tag_validation == "Fail":
+            raise CheckpointError(f'{text} (checkpoint.tag_validation is "Fail")')
+        if self._comm.rank == 0:
+            print(f"zlaunch: warning: {text}; all are saved under {tags[0]!r}, rank 0's", flush=True)
 
     def _describe(
         self,

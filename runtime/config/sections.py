@@ -160,8 +160,8 @@ class Checkpoint(Section):
     """Where on_signal saves; null: where was last saved or loaded, or ./checkpoints (zlaunch's own key)."""
     use_node_local_storage: Bool = ok(False)
     """Each node keeps what its ranks save on its own disk."""
-    tag_validation: Validation = always("Warn", "different tags are an error", holds="Fail")
-    """What happens when ranks save under different tags: Ignore, Warn or Fail."""
+    tag_validation: Validation = ok("Warn")
+    """Where ranks save under different tags: Fail is an error; Warn and Ignore save all under rank 0's."""
     load_universal: Bool = results(False, feature="DeepSpeed's universal checkpoints")
     """Load DeepSpeed's universal format."""
     parallel_write: ParallelWrite = section(ParallelWrite)

@@ -84,6 +84,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """``engine.zero_grad()``: forget the gradients accumulated so far."""
         self._engine.zero_grad()
 
+    def offload_states(self, *args: Any, **kwargs: Any) -> None:
+        """``engine.offload_states()``: move states to host memory. Collective."""
+        self._engine.offload_states(*args, **kwargs)
+
+    def reload_states(self, *args: Any, **kwargs: Any) -> None:
+        """``engine.reload_states()``: bring them back."""
+        self._engine.reload_states(*args, **kwargs)
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Train further parameters of the model, frozen so far or not given to the optimizer. Collective.
 

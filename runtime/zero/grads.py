@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..comm import Comm
 from ..pending import DONE, Pending
+from .away import GRADIENTS, VALUES
 from .unit import Unit
 
 MAX_IN_FLIGHT = 2
@@ -214,10 +215,11 @@ class GradientReducer:
 
     def begin(self) -> None:
         """A backward pass starts."""
+        for bucket in self._buckets.values():
+            bucket.unit.check_here(VALUES, GRADIENTS)
+            bucket.reset_pass()
         self.passes += 1
         self.is_empty_pass = True
-        for bucket in self._buckets.values():
-            bucket.reset_pass()
         self._ready.clear()
         self._next = 0
         for position, bucket in enumerate(self._order):

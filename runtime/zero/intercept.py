@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from . import guards
+from .away import MASTERS, VALUES
 from .hook import Hook
 
 if TYPE_CHECKING:
@@ -58,6 +59,8 @@ def intercept_module(root: nn.Module, model: ShardedModel) -> Callable[[], None]
         let_go(module)
 
     def before_load(module: nn.Module, *args: Any) -> None:
+        for unit in _units(module, recurse=False):
+            unit.check_here(MASTERS, VALUES)
         hold(module)
 
     def after_load(module: nn.Module, incompatible: Any) -> None:

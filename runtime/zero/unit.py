@@ -18,6 +18,7 @@ from ..pending import DONE, Pending
 from . import guards
 from .adopt import hand_over, make_home, make_state, own_class
 from .arrivals import ReadAndGather, UploadAndGather
+from .away import GRADIENTS, MASTERS, VALUES, check_here
 from .layout import Layout, Piece
 from .writes import Writes
 
@@ -31,6 +32,8 @@ class UnitState(Enum):
     """A collective is filling the flat buffer."""
     SHARDED = auto()
     """Only each rank's own slice exists; the parameters are placeholders."""
+    AWAY = auto()
+    """Of a unit that is not sharded: the values are in host memory, the parameters are placeholders."""
 
 
 class Unit:
@@ -100,6 +103,8 @@ class Unit:
         self.on_demand: Callable[[Unit], bool] | None = None
         self.on_empty: Callable[[], None] | None = None
         """Called when the last parameter of a provisional unit has been handed over."""
+        self.away: frozenset[str] = frozenset()
+        """States that ``engine.offload_states()`` has moved to host memory."""
         self._holds = 0
         self._pending: Pending = DONE
         self._offload = offload
@@ -207,12 +212,18 @@ class Unit:
         for parameter, tensor, kind in zip(self.parameters, tensors, kinds, strict=True):
             guards.point(parameter, tensor, kind)
 
+    def check_here(self, *states: str) -> None:
+        """Raise OffloadedError if one of these states has been moved to host memory."""
+        if self.away:
+            check_here(self.away, states, f"using {self.names[0]}")
+
     def _move(self, expected: tuple[UnitState, ...], to: UnitState) -> None:
         assert self.state in expected, f"unit {self.name}: {self.state.name} -> {to.name}"
         self.state = to
 
     def start_gather(self) -> None:
         """SHARDED -> GATHERING: bring the storage back and ask the other ranks for their slices."""
+        self.check_here(VALUES)
         self._move((UnitState.SHARDED,), UnitState.GATHERING)
         assert self.home is not None
         updated, self.updated = self.updated, DONE
@@ -298,7 +309,8 @@ class Unit:
             parameter.__class__ = kinds.pending
 
     def ensure_full(self) -> None:
-        """Whatever the state, return FULL."""
+        """Whatever the state, return FULL. Raises OffloadedError."""
+        self.check_here(VALUES)
         if self.state is UnitState.SHARDED:
             self.start_gather()
         if self.state is UnitState.GATHERING:
@@ -342,6 +354,7 @@ class Unit:
 
     def store(self) -> None:
         """Take over values that somebody wrote into the FULL parameters (the same on every rank)."""
+        self.check_here(MASTERS, VALUES)
         assert self.state is UnitState.FULL
         self.comm.settle()
         with torch.no_grad():
@@ -399,7 +412,8 @@ class Unit:
 
     def forget_gradient(self, parameter: Tensor) -> None:
         """Drop what has been accumulated for this parameter since the last step."""
-        if self.gradients is not None:
+        if self.gradients is not None and self.hides_gradient(parameter):
+            self.check_here(GRADIENTS)
             self.gradients.forget(self, self.index_of[id(parameter)])
 
 

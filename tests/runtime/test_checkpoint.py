@@ -373,7 +373,6 @@ def _mistakes(folder: str) -> dict[str, str]:
     catch("object", lambda: engine.save_checkpoint(folder, client_state={"a": [1, {"b": Thing()}]}))
     catch("one rank", lambda: engine.save_checkpoint(folder, client_state={"a": Thing() if rank else 1}))
     catch("no dict", lambda: engine.save_checkpoint(folder, client_state=[1]))
-    catch("tags", lambda: engine.save_checkpoint(folder, tag=f"of{rank}"))
     catch("folders", lambda: engine.save_checkpoint(f"{folder}/{rank}"))
     catch("slash", lambda: engine.save_checkpoint(folder, tag="a/b"))
     catch("file", lambda: engine.save_checkpoint(__file__))
@@ -418,7 +417,6 @@ def test_mistakes_have_one_clear_message_on_every_rank(tmp_path: Path) -> None:
         "object": "client_state['a'][1]['b'] is a tests.runtime.test_checkpoint._mistakes.<locals>.Thing",
         "one rank": "client_state['a'] is a",
         "no dict": "client_state is a list: it has to be a dict",
-        "tags": "rank 1 saves under the tag 'of1' and rank 0 under 'of0'",
         "folders": f"rank 1 saves to {folder}/1 and rank 0 to {folder}/0",
         "slash": "tag 'a/b': must be a plain name",
         "file": "test_checkpoint.py: File exists",

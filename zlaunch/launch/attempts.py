@@ -9,6 +9,7 @@ from zlaunch.launch import record
 from zlaunch.launch.controller import Controller
 from zlaunch.launch.fleet import Node, NodeError, Rendezvous, Say, close_all, find_rendezvous
 from zlaunch.launch.plan import Plan
+from zlaunch.launch.processes import adopt_orphans
 from zlaunch.launch.verdict import Outcome
 from zlaunch.view.console import Console
 
@@ -42,7 +43,11 @@ class Limits:
 
 
 def run_job(job: Job, console: Console, limits: Limits) -> Outcome:
-    """Run until it ends well, or no restart is left."""
+    """Run until it ends well, or no restart is left.
+
+    This process adopts what becomes an orphan when an agent and its guard are killed together.
+    """
+    adopt_orphans()
     outcome = _run(job, console, limits)
     record.ended(job.run_dir, outcome.code)
     return outcome

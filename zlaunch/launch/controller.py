@@ -339,7 +339,7 @@ class Controller:
     def _sweep(self) -> None:
         """Leave no process of the run on this machine, if there were any."""
         if any(link.transport.local for link in self.links):
-            sweep(self.plan.run_id, tuple(self.sessions.values()))
+            sweep(self.plan.run_id, tuple(self.sessions.values()), ancestor=os.getpid())
 
     def _finish(self) -> None:
         """Leave no agent and no process of the run on this machine, whatever happened before."""

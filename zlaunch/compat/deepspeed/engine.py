@@ -6,17 +6,20 @@ import argparse
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 
+from zlaunch.compat.deepspeed.experts import refuse_experts
 from zlaunch.compat.deepspeed.getters import ConfigGetters
 from zlaunch.compat.deepspeed.log import logger, set_log_level_from_string
-from zlaunch.compat.deepspeed.missing import NotInZlaunch
+from zlaunch.compat.deepspeed.missing import FLOPS, MONITORS, NotInZlaunch
 from zlaunch.compat.deepspeed.optimizer import ZeROOptimizer
 from zlaunch.compat.deepspeed.parameters import use_deepspeeds_placeholders
+from zlaunch.compat.deepspeed.timer import ThroughputTimer
 from zlaunch.runtime.api import choose_config, make_engine
 from zlaunch.runtime.checkpoint.weights import consolidated_state_dict
 from zlaunch.runtime.data import EngineLoader
@@ -26,14 +29,11 @@ from zlaunch.runtime.zero import guards
 
 _ABSENT = {
     "checkpoint_engine": "checkpoints are written by engine.save_checkpoint itself",
-    "monitor": "metrics go to the launcher (zlaunch.report)",
-    "timers": "use torch.profiler",
-    "tput_timer": "use torch.profiler",
+    "monitor": MONITORS,
+    "timers": "use engine.tput_timer for samples per second, torch.profiler for the rest",
     "get_wall_clock_timers": "use torch.profiler",
-    "offload_states": "use the section offload_optimizer",
-    "reload_states": "use the section offload_optimizer",
     "set_custom_curriculum_learning_schedule": "choose the data in the script",
-    "flops_profiler": "use torch.utils.flop_counter",
+    "flops_profiler": FLOPS,
 }
 """Members of DeepSpeed's engine that are not here, and what to do instead."""
 
@@ -113,6 +113,23 @@ class DeepSpeedEngine(ConfigGetters, Engine):
         return float(self._loss) if self._loss is not None else None
 
     # -- the loop
+
+    @cached_property
+    def tput_timer(self) -> ThroughputTimer:
+        """Measures samples per second, from a forward pass in training mode to the end of :meth:`step`."""
+        return ThroughputTimer(self.device, self.train_batch_size)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model."""
+        if self.module.training:
+            self.tput_timer.start()
+        return super().forward(*args, **kwargs)
+
+    def step(self, lr_kwargs: Any = None) -> None:
+        """The runtime's."""
+        is_boundary = self.is_gradient_accumulation_boundary()
+        super().step(lr_kwargs)
+        self.tput_timer.stop(global_step=is_boundary)
 
     def allreduce_gradients(self, bucket_size: int | None = None) -> None:
         """Nothing is left to do: :meth:`backward` reduces."""
@@ -314,6 +331,7 @@ def initialize(
     """``zlaunch.initialize`` with DeepSpeed's engine. A model that another engine has is taken from it."""
     chosen = choose_config(args, config, config_params)
     if model is not None:
+        refuse_experts(model.parameters())
         _take_over(model)
     use_deepspeeds_placeholders()
     engine, _, loader, scheduler = make_engine(

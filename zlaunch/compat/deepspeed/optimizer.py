@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from zlaunch.compat.deepspeed.missing import absent
 from zlaunch.runtime.optim.guarded import ZeroOptimizer
+from zlaunch.runtime.zero.away import MASTERS
 
 _unknown = absent("engine.optimizer")
 
@@ -71,6 +72,7 @@ class ZeROOptimizer(ZeroOptimizer, DeepSpeedOptimizer):
         """This rank's masters, a flat tensor a param group (copies)."""
         step = self._engine._shard_step
         assert step is not None
+        self._engine._states.check("fp32_partitioned_groups_flat", MASTERS)
         return [
             torch.cat([leaf.detach().reshape(-1) for leaf in group["params"]])
             if group["params"]

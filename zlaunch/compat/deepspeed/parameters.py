@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from zlaunch.runtime.config import load
 from zlaunch.runtime.precision import choose_precision
 from zlaunch.runtime.zero import guards
+from zlaunch.runtime.zero.away import VALUES
 from zlaunch.runtime.zero.init import GatheredParameters as _GatheredParameters
 from zlaunch.runtime.zero.init import Init as _Init
 from zlaunch.runtime.zero.unit import Unit, UnitState
@@ -43,6 +44,7 @@ _STATUS = {
     UnitState.FULL: ZeroParamStatus.AVAILABLE,
     UnitState.GATHERING: ZeroParamStatus.INFLIGHT,
     UnitState.SHARDED: ZeroParamStatus.NOT_AVAILABLE,
+    UnitState.AWAY: ZeroParamStatus.NOT_AVAILABLE,
 }
 
 
@@ -69,6 +71,7 @@ def _numel(parameter: Tensor) -> int:
 def _own(parameter: Tensor) -> Tensor:
     """This rank's part, flat; on disk it has no memory here and is read."""
     unit = _unit(parameter)
+    unit.check_here(VALUES)
     slot = unit.layout.slots[_index(parameter)]
     start, stop = unit.layout.shard_range(unit.comm.rank)
     low, high = max(start, slot.offset), min(stop, slot.stop)
@@ -125,7 +128,9 @@ _PROPERTIES: dict[str, Callable[[Tensor], Any]] = {
     "ds_persist": lambda p: not _unit(p).shard_params,
     "ds_process_group": lambda p: (_unit(p), dist.group.WORLD)[1],
     "ds_zero_param_process_group": lambda p: (_unit(p), dist.group.WORLD)[1],
-    "ds_active_sub_modules": lambda p: set() if _unit(p).state is UnitState.SHARDED else {0},
+    "ds_active_sub_modules": lambda p: (
+        set() if _unit(p).state in (UnitState.SHARDED, UnitState.AWAY) else {0}
+    ),
     "partition_numel": lambda p: lambda: -(-_numel(p) // _unit(p).comm.world_size),
     "all_gather": lambda p: (_unit(p), lambda *args, **kw: _all_gather(p, *args, **kw))[1],
     "partition": lambda p: (_unit(p), lambda *args, **kw: _partition(p, *args, **kw))[1],

@@ -7,13 +7,30 @@ import zlaunch as _zlaunch
 from zlaunch.compat.deepspeed import VERSION as __version__
 from zlaunch.compat.deepspeed.engine import DeepSpeedEngine, add_config_arguments, initialize
 from zlaunch.compat.deepspeed.log import log_dist, logger
+from zlaunch.compat.deepspeed.missing import INFERENCE as _INFERENCE
+from zlaunch.compat.deepspeed.missing import PIPELINE as _PIPELINE
+from zlaunch.compat.deepspeed.missing import TENSOR_PARALLEL as _TENSOR_PARALLEL
 from zlaunch.compat.deepspeed.missing import absent as _absent
 from zlaunch.compat.deepspeed.missing import missing_class as _missing_class
 from zlaunch.compat.deepspeed.missing import missing_function as _missing_function
+from zlaunch.compat.deepspeed.missing import name_missing_modules as _name_missing_modules
 from zlaunch.compat.deepspeed.optimizer import DeepSpeedOptimizer
 from zlaunch.runtime.data import EngineLoader as DeepSpeedDataLoader
 
-from . import accelerator, checkpoint, comm, launcher, moe, ops, pipe, runtime, utils
+from . import (
+    accelerator,
+    checkpoint,
+    comm,
+    elasticity,
+    launcher,
+    moe,
+    monitor,
+    ops,
+    pipe,
+    profiling,
+    runtime,
+    utils,
+)
 from .accelerator import get_accelerator
 from .comm import init_distributed
 from .git_version_info import git_branch as __git_branch__
@@ -28,10 +45,7 @@ __version_major__, __version_minor__, __version_patch__ = (int(_n) for _n in __v
 version, git_hash, git_branch = __version__, __git_hash__, __git_branch__
 dist = comm
 
-_INFERENCE = "serve an exported model with vLLM, or generate with ZeRO stage 3 and no optimizer"
-PipelineEngine = _missing_class(
-    "PipelineEngine", "pipeline parallelism is for Megatron or torch.distributed.pipelining"
-)
+PipelineEngine = _missing_class("PipelineEngine", _PIPELINE)
 InferenceEngine = _missing_class("InferenceEngine", _INFERENCE)
 DeepSpeedInferenceConfig = _missing_class("DeepSpeedInferenceConfig", _INFERENCE)
 DeepSpeedHybridEngine = _missing_class("DeepSpeedHybridEngine", _INFERENCE)
@@ -39,12 +53,11 @@ DeepSpeedTransformerLayer = _missing_class("DeepSpeedTransformerLayer", "use tor
 DeepSpeedTransformerConfig = _missing_class("DeepSpeedTransformerConfig", "use torch's own layers")
 init_inference = _missing_function("init_inference", _INFERENCE)
 default_inference_config = _missing_function("default_inference_config", _INFERENCE)
-tp_model_init = _missing_function(
-    "tp_model_init", "tensor parallelism is torch.distributed.tensor.parallel's"
-)
+tp_model_init = _missing_function("tp_model_init", _TENSOR_PARALLEL)
 add_tuning_arguments = _missing_function("add_tuning_arguments", "name the schedule in the config")
 
 __getattr__ = _absent("deepspeed")
+_name_missing_modules()
 
 if int(_os.environ.get("RANK") or 0) == 0:
     print(

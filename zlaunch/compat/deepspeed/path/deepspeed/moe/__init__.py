@@ -1,3 +1,4 @@
 """Mixture of experts is not here."""
 
 from . import layer as layer
+from . import utils as utils

@@ -1,5 +1,5 @@
 """Mixture of experts is not here."""
 
-from zlaunch.compat.deepspeed.missing import missing_class
+from zlaunch.compat.deepspeed.missing import EXPERTS, missing_class
 
-MoE = missing_class("moe.layer.MoE", "use the model's own experts; ZeRO shards them as any other parameters")
+MoE = missing_class("moe.layer.MoE", EXPERTS)

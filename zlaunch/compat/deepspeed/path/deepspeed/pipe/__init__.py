@@ -1,8 +1,9 @@
 """Pipeline parallelism is not here."""
 
-from zlaunch.compat.deepspeed.missing import missing_class
+from zlaunch.compat.deepspeed.missing import PIPELINE, absent, missing_class
 
-_INSTEAD = "pipeline parallelism is for Megatron or torch.distributed.pipelining"
-PipelineModule = missing_class("pipe.PipelineModule", _INSTEAD)
-LayerSpec = missing_class("pipe.LayerSpec", _INSTEAD)
-TiedLayerSpec = missing_class("pipe.TiedLayerSpec", _INSTEAD)
+PipelineModule = missing_class("pipe.PipelineModule", PIPELINE)
+LayerSpec = missing_class("pipe.LayerSpec", PIPELINE)
+TiedLayerSpec = missing_class("pipe.TiedLayerSpec", PIPELINE)
+
+__getattr__ = absent("deepspeed.pipe")

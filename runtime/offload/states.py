@@ -1,0 +1,316 @@
+"""Moving an engine's states to host memory for a while, so that something else has the device."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..available import host_bytes
+from ..environment import read_environment
+from ..errors import OffloadedError
+from ..optim.shard_step import ShardStep
+from ..pending import Pending
+from ..zero.away import (
+    BUFFERS,
+    GRADIENTS,
+    MASTERS,
+    OPTIMIZER,
+    STATES,
+    VALUES,
+    check_here,
+    gradient_tensors,
+    hide,
+    is_in_pass,
+    release_buffers,
+    show,
+    value_tensors,
+)
+from ..zero.grads import GradientReducer
+from ..zero.model import ShardedModel
+from ..zero.unit import UnitState
+from .link import HostLink, settled
+
+_PINNED_SHARE = 0.8
+"""Of the free host memory: page-locked memory is lost to everybody else."""
+_LET_GO_S = 0.2
+
+
+@dataclass(slots=True, eq=False)
+class _Piece:
+    """A storage, the engine's own tensors on it, and the states that they are."""
+
+    storage: torch.UntypedStorage
+    names: set[str] = field(default_factory=set)
+    tensors: dict[int, Tensor] = field(default_factory=dict)
+
+    @property
+    def is_viewed(self) -> bool:
+        """Whether somebody else holds a tensor over it, too."""
+        own = 1 + len(self.tensors)  # the storage object itself
+        return int(torch._C._storage_Use_Count(self.storage._cdata)) > own
+
+
+@dataclass(slots=True, eq=False)
+class _Moved:
+    """A storage without memory, and its content."""
+
+    storage: torch.UntypedStorage
+    nbytes: int
+    link: HostLink
+    buffer: Tensor | None
+    """In host memory; None where the content does not matter."""
+    copied: Pending | None = None
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
+    """Return a tensor over the whole storage, with a version counter of its own."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+class States:
+    """Moves the states of one engine to host memory and back.
+
+    The tensors stay the objects that they are: their storages give up their memory, as those of freed units
+    do, and get it back. So every view, and every parameter of the optimizer, is right again after a reload.
+
+    Note [Shared memory]. A storage that the other ranks can read is not resized: the system takes its pages
+    back, and gives new ones when it is written again.
+    """
+
+    def __init__(self, sharded: ShardedModel, reducer: GradientReducer, step: ShardStep | None) -> None:
+        self._sharded, self._reducer, self._step = sharded, reducer, step
+        self._device = sharded.comm.device
+        self.away: set[str] = set()
+        """Names of the states that are not here."""
+        self._moved: dict[int, _Moved] = {}
+        self._links: dict[bool, HostLink] = {}
+
+    def check(self, what: str, *needed: str) -> None:
+        """Raise OffloadedError if a state that ``what`` needs (any, where none is named) is away."""
+        if self.away:
+            check_here(self.away, needed or STATES, what)
+
+    def offload(self, names: set[str], *, pin: bool, non_blocking: bool) -> None:
+        """Move the named states, those that are away already aside. Collective."""
+        names = names - self.away
+        if not names:
+            return
+        self._end_passes()
+        away, link = self.away | names, self._link(pin)
+        chosen = [
+            piece
+            for key, piece in self._pieces().items()
+            if key not in self._moved and piece.storage.nbytes() and piece.names <= away
+        ]
+        kept = _still_viewed(chosen)
+        leaving = [piece for piece in chosen if piece not in kept]
+        moved = self._copy_out(leaving, link)
+        for unit in self._sharded.units:
+            unit.away = frozenset(away)
+            if VALUES in names and not unit.shard_params:
+                hide(unit)
+        self.away = away
+        if not non_blocking:
+            for each in moved:
+                _await(each)
+        for each in moved:
+            self._release(each)
+        if BUFFERS in names:
+            release_buffers(self._reducer)
+        if kept:
+            _complain(kept)
+        if self._device.type == "cuda" and not non_blocking:
+            torch.cuda.empty_cache()
+
+    def reload(self, *, non_blocking: bool) -> None:
+        """Bring everything back; without something away do nothing.
+
+        Raises torch.OutOfMemoryError where the device has not room enough; what has come back stays, and a
+        further call brings the rest.
+        """
+        if not self.away:
+            return
+        coming: list[tuple[_Moved, Pending]] = []
+        try:
+            for key, moved in list(self._moved.items()):
+                _await(moved)
+                if moved.storage.nbytes() != moved.nbytes:
+                    moved.storage.resize_(moved.nbytes)
+                target = _bytes_of(moved.storage)
+                del self._moved[key]
+                if moved.buffer is None:
+                    target.zero_()
+                else:
+                    mark = moved.link.mark()
+                    coming.append((moved, moved.link.upload(moved.buffer[: moved.nbytes], target, mark)))
+        except torch.OutOfMemoryError as error:
+            raise torch.OutOfMemoryError(
+                f"{error}\nzlaunch: out of memory in reload_states: free what has taken the device's memory "
+                "meanwhile, and call reload_states() again"
+            ) from error
+        finally:
+            for moved, arrival in coming:
+                arrival.wait()
+                if not non_blocking:
+                    settled(arrival)
+                if moved.buffer is not None:
+                    moved.link.give_back(moved.buffer)
+        self.away = set()
+        for unit in self._sharded.units:
+            unit.away = frozenset()
+            if unit.state is UnitState.AWAY:
+                show(unit)
+        if self._device.type == "cpu":  # nothing is gained by keeping it
+            for link in self._links.values():
+                link.pool.trim()
+
+    def close(self) -> None:
+        """Give the host memory back. Everything has to be here."""
+        for link in self._links.values():
+            link.close()
+        self._links.clear()
+
+    # -- how
+
+    def _end_passes(self) -> None:
+        """Let everything rest: nothing is gathered, reduced or stepped afterwards. Collective.
+
+        Raises OffloadedError inside a pass of the model and where a parameter is being held.
+        """
+        sharded = self._sharded
+        if is_in_pass(sharded):
+            raise OffloadedError(
+                "engine.offload_states() was called inside a forward or backward pass, or after one that an "
+                "exception has ended: call it between two passes (engine.zero_grad() ends a broken one)"
+            )
+        if self._step is not None:
+            self._step.wait()
+        sharded.free_all()
+        for unit in sharded.units:
+            if unit.state is UnitState.AWAY:
+                continue
+            if not unit.shard_params:
+                unit.ensure_full()
+            elif unit.state is not UnitState.SHARDED:
+                raise OffloadedError(
+                    f"engine.offload_states() was called while {unit.names[0]} is gathered: leave "
+                    "GatheredParameters first"
+                )
+        sharded.comm.settle()
+
+    def _link(self, pin: bool) -> HostLink:
+        if pin not in self._links:
+            ranks = max(1, read_environment().local_world_size)
+            budget = int(_PINNED_SHARE * host_bytes()) // ranks
+            self._links[pin] = HostLink(self._device, pin=pin, budget_bytes=budget)
+        return self._links[pin]
+
+    def _pieces(self) -> dict[int, _Piece]:
+        """Return every storage with states, by its identity."""
+        found: dict[int, _Piece] = {}
+        for name, tensor in self._tensors():
+            if tensor.device == self._device:
+                storage = tensor.untyped_storage()
+                piece = found.setdefault(storage._cdata, _Piece(storage))
+                piece.names.add(name)
+                piece.tensors[id(tensor)] = tensor
+        return found
+
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield every tensor of the engine's that lies on a state's memory."""
+        for unit in self._sharded.units:
+            if not unit.shard_params:
+                yield from ((VALUES, tensor) for tensor in value_tensors(unit))
+            if isinstance(unit.home, Tensor):
+                yield VALUES, unit.home
+            if unit.master is not None:
+                yield MASTERS, unit.master
+        yield from ((GRADIENTS, tensor) for tensor in gradient_tensors(self._reducer))
+        if self._step is None:
+            return
+        for run in self._step.runs:
+            if run.leaf is not None:
+                yield MASTERS, run.leaf
+        for value in self._step.optimizer.state.values():
+            yield from ((OPTIMIZER, tensor) for tensor in _inside(value))
+
+    def _copy_out(self, pieces: list[_Piece], link: HostLink) -> list[_Moved]:
+        """Start to copy storages to host memory; all of them, or none."""
+        moved: list[_Moved] = []
+        try:
+            for piece in pieces:
+                nbytes = piece.storage.nbytes()
+                matters = piece.names != {GRADIENTS} or self._reducer.passes > 0
+                buffer = link.take(nbytes) if matters else None
+                moved.append(each := _Moved(piece.storage, nbytes, link, buffer))
+                if buffer is not None:
+                    each.copied = link.download(_bytes_of(piece.storage), buffer[:nbytes])
+        except BaseException:
+            for each in moved:
+                _await(each)
+                if each.buffer is not None:
+                    link.give_back(each.buffer)
+            raise
+        return moved
+
+    def _release(self, moved: _Moved) -> None:
+        """Give a storage's memory up. On a CPU one that NumPy has been given keeps it: no such storage can be
+        resized.
+        """
+        if not self._sharded.comm.release(moved.storage) and moved.storage.resizable():
+            moved.storage.resize_(0)
+        self._moved[moved.storage._cdata] = moved
+
+
+def _still_viewed(pieces: list[_Piece]) -> list[_Piece]:
+    """Return those that somebody else holds a tensor over, and goes on holding: a thread of gloo's lets go of
+    what it has sent a moment after that has arrived.
+    """
+    viewed = [piece for piece in pieces if piece.is_viewed]
+    deadline = time.monotonic() + _LET_GO_S
+    while viewed and time.monotonic() < deadline:
+        time.sleep(0.001)
+        viewed = [piece for piece in viewed if piece.is_viewed]
+    return viewed
+
+
+def _complain(kept: list[_Piece]) -> None:
+    nbytes = sum(piece.storage.nbytes() for piece in kept)
+    names = ", ".join(sorted(set().union(*(piece.names for piece in kept))))
+    warnings.warn(
+        f"offload_states: {nbytes} bytes of {names} stay on the device, because the script holds tensors "
+        "over them (parameter.data, a detached parameter): drop those first",
+        stacklevel=4,
+    )
+
+
+def _await(moved: _Moved) -> None:
+    if moved.copied is not None:
+        moved.copied.wait()
+        moved.copied = None
+
+
+def _inside(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors of an optimizer's state entry that are worth moving.
+
+    Raises OffloadedError for a class of tensors whose memory is not its own.
+    """
+    if isinstance(value, dict):
+        for each in value.values():
+            yield from _inside(each)
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _inside(each)
+    elif isinstance(value, Tensor) and value.dim() and value.numel():
+        if type(value) is not Tensor or value.layout is not torch.strided:
+            raise OffloadedError(
+                f"the optimizer's state has a tensor of class {type(value).__name__}, layout {value.layout}, "
+                'which engine.offload_states() cannot move: leave "optim_states" out of include'
+            )
+        yield value

@@ -1,0 +1,241 @@
+"""Modules and names of DeepSpeed's that scripts import, and what becomes of those that are not here."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zlaunch.compat.deepspeed
+from tests.compat.test_engine import GIVEN, _deepspeed
+from tests.runtime.models import batches, loss_of, net
+from tests.runtime.workers import run_workers
+
+
+@pytest.fixture(scope="module")
+def deepspeed() -> Iterator[Any]:
+    yield _deepspeed()
+    zlaunch.compat.deepspeed.uninstall()
+    for name in [name for name in sys.modules if name.partition(".")[0] == "deepspeed"]:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("deepspeed.inference", "vLLM"),
+        ("deepspeed.inference.v2.engine_v2", "vLLM"),
+        ("deepspeed.compression.compress", "torchao"),
+        ("deepspeed.autotuning", "batch sizes"),
+        ("deepspeed.sequence.layer", "context_parallel"),
+        ("deepspeed.launcher.launch", "zlaunch"),
+        ("deepspeed.module_inject", "vLLM"),
+        ("deepspeed.linear", "PEFT"),
+        ("deepspeed.model_implementations.transformers", "vLLM"),
+        ("deepspeed.runtime.pipe.topology", "Megatron"),
+        ("deepspeed.pipe.module", "Megatron"),
+        ("deepspeed.moe.sharded_moe", "experts"),
+        ("deepspeed.utils.timer", "tput_timer"),
+        ("deepspeed.no_such_module", "docs/from-deepspeed.md"),
+    ],
+)
+def test_modules_that_are_not_here(deepspeed: Any, name: str, advice: str) -> None:
+    with pytest.raises(ModuleNotFoundError, match=r"^No module named 'deepspeed\.") as caught:
+        importlib.import_module(name)
+    assert "not in zlaunch" in str(caught.value) and advice in str(caught.value)
+    assert caught.value.name is not None and name.startswith(caught.value.name)
+    parent, _, last = name.rpartition(".")
+    if parent == "deepspeed":
+        assert importlib.util.find_spec(name) is None
+        with pytest.raises(AttributeError, match=advice):
+            getattr(deepspeed, last)
+    with pytest.raises(pytest.skip.Exception):
+        pytest.importorskip(name)
+
+
+def test_names_that_are_not_here(deepspeed: Any) -> None:
+    from deepspeed.elasticity import compute_elastic_config, elasticity_enabled
+    from deepspeed.moe.layer import MoE
+    from deepspeed.monitor.monitor import MonitorMaster
+    from deepspeed.pipe import PipelineModule
+    from deepspeed.profiling.flops_profiler import FlopsProfiler, get_model_profile
+
+    refused = [
+        (FlopsProfiler, "FlopCounterMode"),
+        (get_model_profile, "FlopCounterMode"),
+        (deepspeed.monitor.monitor.MonitorMaster, r"zlaunch\.report"),
+        (deepspeed.monitor.config.get_monitor_config, r"zlaunch\.report"),
+        (compute_elastic_config, "any number of ranks"),
+        (MoE, "own experts"),
+    ]
+    for what, advice in refused:
+        with pytest.raises(NotImplementedError, match=rf"not in zlaunch: .*{advice}"):
+            what({})
+    with pytest.raises(AttributeError, match=r"MonitorMaster\.enabled is not in zlaunch: .*zlaunch\.report"):
+        MonitorMaster.enabled  # noqa: B018
+    with pytest.raises(AttributeError, match=r"PipelineModule\.from_layers is not in zlaunch: .*Megatron"):
+        PipelineModule.from_layers  # noqa: B018
+    assert not hasattr(MoE, "num_experts") and not isinstance(nn.Linear(1, 1), MoE)
+
+    class Layer(MoE, nn.Module):
+        own = 3
+
+    assert Layer.own == 3 and issubclass(Layer, MoE)
+    assert elasticity_enabled({"elasticity": {"enabled": True}}) and not elasticity_enabled({})
+
+
+def test_groups_of_a_model_without_experts(deepspeed: Any) -> None:
+    from deepspeed.moe import utils
+
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+    everything = list(model.parameters())
+    group = {"params": everything, "lr": 0.1, "name": "all"}
+    for given in (group, [group], (group,)):
+        assert utils.split_params_into_different_moe_groups_for_optimizer(given) == [group]
+    with pytest.raises(ValueError, match="param group"):
+        utils.split_params_into_different_moe_groups_for_optimizer(everything[0])
+    assert utils.configure_moe_param_groups(everything)[0]["params"] == everything
+    assert utils.configure_moe_param_groups([group]) == [group]
+    with pytest.raises(TypeError, match="list of parameters"):
+        utils.configure_moe_param_groups(iter(everything))
+    assert utils.has_moe_layers(model) == (False, 0) and not utils.is_moe_param_group(group)
+    assert not any(utils.is_moe_param(p) for p in everything)
+    assert utils.split_params_into_shared_and_expert_params(everything) == (everything, [])
+    everything[0].grad = torch.ones(3, 2)
+    shared, own = utils.split_params_grads_into_shared_and_expert_params(everything)
+    assert torch.equal(shared[0], torch.ones(3, 2)) and len(shared) == 1 and own == []
+
+    everything[1].allreduce = False  # as Megatron and Tutel mark what each rank has by itself
+    assert utils.is_moe_param(everything[1])
+    for use in (
+        lambda: utils.split_params_into_different_moe_groups_for_optimizer(group),
+        lambda: deepspeed.initialize(model=model, config=GIVEN),
+    ):
+        with pytest.raises(NotImplementedError, match="expert parallelism is not in zlaunch"):
+            use()
+
+
+def test_sections_as_objects(deepspeed: Any) -> None:
+    from deepspeed.runtime.zero import config, offload_config
+
+    offload = offload_config.DeepSpeedZeroOffloadParamConfig(device="nvme", nvme_path="/d", max_in_cpu=1e6)
+    assert offload.device is offload_config.OffloadDeviceEnum.nvme and offload.max_in_cpu == 10**6
+    assert offload.pin_memory is True and offload.model_dump()["nvme_path"] == "/d"
+    other = offload_config.DeepSpeedZeroOffloadOptimizerConfig(device="cpu", ratio=0.5)
+    assert other.device == "cpu" and other.ratio == 0.5 and other.pipeline_read is False
+    zero = config.DeepSpeedZeroConfig(
+        stage=3,
+        stage3_prefetch_bucket_size=5e7,
+        param_persistence_threshold="auto",
+        offload_param=offload,
+        offload_optimizer={"device": "cpu"},
+    )
+    assert zero.stage is config.ZeroStageEnum.weights and zero.stage == 3
+    assert zero.prefetch_bucket_size == zero.stage3_prefetch_bucket_size == 50_000_000
+    assert zero.param_persistence_threshold == 100_000 and zero.offload_param == offload
+    assert zero.offload_optimizer.device == "cpu" and config.DeepSpeedZeroConfig().offload_param is None
+    assert config.get_zero_config({"zero_optimization": {"stage": 1}}).stage == 1
+    assert config.get_zero_config({}).stage is config.ZeroStageEnum.disabled
+    whole = deepspeed.DeepSpeedConfig({"train_batch_size": 4, "zero_optimization": {"stage": 2}})
+    assert isinstance(whole.zero_config, config.DeepSpeedZeroConfig) and whole.zero_config.stage == 2
+    with pytest.raises(deepspeed.DeepSpeedConfigError, match=r"stage: 4 is not allowed"):
+        config.DeepSpeedZeroConfig(stage=4)
+    with pytest.raises(deepspeed.DeepSpeedConfigError, match=r"pin_memry: unknown key, did you mean"):
+        offload_config.DeepSpeedZeroOffloadParamConfig(pin_memry=True)
+    with pytest.raises(AttributeError, match=r"DeepSpeedZeroConfig\.nothing is not in zlaunch"):
+        zero.nothing  # noqa: B018
+
+
+def _throughput() -> str:
+    deepspeed = _deepspeed()
+    engine, *_ = deepspeed.initialize(model=net(), config=GIVEN)
+    timer, data = engine.tput_timer, batches(1, 2)[0]
+    assert timer.avg_samples_per_sec() == float("-inf")
+    begin = time.perf_counter()
+    for _ in range(10):
+        engine.backward(loss_of(engine, data))
+        engine.step()
+    wall = time.perf_counter() - begin
+    assert (timer.global_step_count, timer.micro_step_count, timer.started) == (5, 10, False)
+    assert 0 < timer.total_elapsed_time <= wall
+    counted = 3 * engine.train_batch_size()  # all but the first two
+    assert timer.avg_samples_per_sec() == pytest.approx(counted / timer.total_elapsed_time)
+    engine.eval()
+    loss_of(engine, data)
+    assert not timer.started
+
+    before = timer.total_elapsed_time
+    timer.stop(global_step=True)
+    assert timer.total_elapsed_time == before and timer.global_step_count == 5
+    timer.start()
+    begin = time.perf_counter()
+    while time.perf_counter() == begin:
+        pass
+    timer.stop(global_step=True)
+    assert timer.total_elapsed_time > before and timer.global_step_count == 6
+    return "done"
+
+
+def test_throughput_timer() -> None:
+    assert run_workers(_throughput, 2) == ["done"] * 2
+
+
+def _sleep_mode(stage: int, sleeps: bool) -> list[float]:
+    """What OpenRLHF does around a generation, in its words."""
+    deepspeed = _deepspeed()
+    from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
+
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
+    given = {**GIVEN, "gradient_accumulation_steps": 1, "bf16": {"enabled": True}, "zero_optimization": zero}
+    model, *_ = deepspeed.initialize(model=net(), config=given)
+
+    def sleep() -> None:
+        offload_state_types = [
+            OffloadStateTypeEnum.optim_states,
+            OffloadStateTypeEnum.contiguous_grad_buffer,
+            OffloadStateTypeEnum.hp_params,
+        ]
+        offload_state_types += [OffloadStateTypeEnum.lp_grads]
+        model.optimizer.offload_states(
+            include=offload_state_types, device=OffloadDeviceEnum.cpu, pin_memory=True, non_blocking=True
+        )
+        model.empty_partition_cache()
+        with torch.no_grad():  # and the weights are copied to the engine that generates
+            loss_of(model, data)
+        with deepspeed.zero.GatheredParameters(list(model.module.parameters())):
+            assert all(bool(p.isfinite().all()) for p in model.module.parameters())
+        with pytest.raises(RuntimeError, match=r"call engine\.reload_states\(\)"):
+            model.step()
+        model.reload_states(non_blocking=True)
+
+    def sleep_deeply() -> None:
+        model.offload_states()
+        if stage == 3:
+            with pytest.raises(RuntimeError, match=r"call engine\.reload_states\(\)"):
+                model.module.embedding.weight.ds_tensor.sum()
+        with pytest.raises(RuntimeError, match=r"call engine\.reload_states\(\)"):
+            model.optimizer.fp32_partitioned_groups_flat  # noqa: B018
+        model.optimizer.reload_states()
+
+    losses = []
+    for data in batches(4, 2):
+        if sleeps:
+            sleep()
+            sleep_deeply()
+        loss = loss_of(model, data)
+        model.backward(loss)
+        model.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_sleep_mode(stage: int) -> None:
+    assert run_workers(_sleep_mode, 2, stage, True) == run_workers(_sleep_mode, 2, stage, False)

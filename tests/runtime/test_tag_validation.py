@@ -1,0 +1,56 @@
+"""``checkpoint.tag_validation``: what becomes of a save for which the ranks give different tags."""
+
+from __future__ import annotations
+
+import io
+import os
+from contextlib import redirect_stdout
+from pathlib import Path
+
+import pytest
+import torch
+
+import zlaunch
+from tests.runtime.models import batches, config, net, train_engine
+from tests.runtime.workers import run_workers
+from zlaunch.runtime.checkpoint.files import CheckpointError
+
+
+def _save(folder: str, how: str | None, asynchronous: bool) -> tuple[str, str, list[str]]:
+    """What was raised, what was printed, and what is there."""
+    zlaunch.init_distributed()
+    checkpoint = {"asynchronous": asynchronous} | ({"tag_validation": how} if how else {})
+    engine, *_ = zlaunch.initialize(model=net(), config=config(2, 2, checkpoint=checkpoint))
+    train_engine(engine, batches(1, 4 * engine.world_size))
+    said, problem = io.StringIO(), ""
+    with redirect_stdout(said):
+        try:
+            engine.save_checkpoint(folder, tag=f"of{engine.global_rank}")
+            engine.wait_for_checkpoint()
+        except CheckpointError as error:
+            problem = str(error)
+    saved = {name: value.clone() for name, value in engine.module.state_dict().items()}
+    there = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
+    if not problem:
+        train_engine(engine, batches(1, 4 * engine.world_size))
+        engine.load_checkpoint(folder)
+        assert all(torch.equal(value, saved[name]) for name, value in engine.module.state_dict().items())
+    engine.save_checkpoint(folder, tag="same")  # nothing is left half-way
+    engine.wait_for_checkpoint()
+    engine.destroy()
+    return problem, said.getvalue(), there
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("how", [None, "Warn", "Ignore", "Fail"])
+def test_different_tags(tmp_path: Path, how: str | None, asynchronous: bool) -> None:
+    first, second, third = run_workers(_save, 3, str(tmp_path / "saved"), how, asynchronous)
+    tags = "rank 0 under the tag 'of0', rank 1 under the tag 'of1', rank 2 under the tag 'of2'"
+    if how == "Fail":
+        assert first[0] == second[0] == third[0] and first[2] == []
+        assert tags in first[0] and 'tag_validation is "Fail"' in first[0]
+        return
+    assert first[0] == second[0] == third[0] == ""
+    assert "of0" in first[2] and "of1" not in first[2] and "of2" not in first[2]
+    assert (tags in first[1]) == (how != "Ignore") and ("saved under 'of0'" in first[1]) == (how != "Ignore")
+    assert "tag" not in second[1] + third[1]

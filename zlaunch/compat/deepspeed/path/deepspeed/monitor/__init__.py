@@ -1,0 +1,4 @@
+"""Trackers are the script's."""
+
+from . import config as config
+from . import monitor as monitor

@@ -1,0 +1,3 @@
+"""Profiles are torch's."""
+
+from . import flops_profiler as flops_profiler
