@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from zlaunch.cli.commands import SETTINGS
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -22,7 +24,7 @@ _TAG = click.option(
 )
 
 
-@click.group()
+@click.group(context_settings=SETTINGS, short_help="Look at, check, export and import checkpoints.")
 def checkpoint() -> None:
     """Look at checkpoints, check them, export and import weights."""
 
@@ -222,7 +224,13 @@ def verify(folder: str, tag: str | None, everything: bool) -> int:
 @click.argument("folder")
 @click.argument("out")
 @_TAG
-@click.option("--dtype", type=click.Choice(["fp32", "bf16", "fp16"]), default="fp32", show_default=True)
+@click.option(
+    "--dtype",
+    type=click.Choice(["fp32", "bf16", "fp16"]),
+    default="fp32",
+    show_default=True,
+    help="Of floating tensors.",
+)
 @click.option("--max_shard_size", default="5GB", show_default=True, metavar="SIZE", help="Of one file.")
 @click.option(
     "--format",

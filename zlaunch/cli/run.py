@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from zlaunch import __version__
+from zlaunch.cli.commands import SETTINGS, WithSubcommands
 from zlaunch.cli.deepspeed_flags import deepspeed_flags, launcher_name
 from zlaunch.cli.options import ALONE, Launcher, Options, choose_launcher, python_there, reach_options
 
@@ -23,19 +24,11 @@ if TYPE_CHECKING:
     from zlaunch.launch.plan import Plan
     from zlaunch.slurm.environment import Allocation
 
-_SETTINGS = {
-    "allow_interspersed_args": False,
-    "token_normalize_func": lambda token: token.replace("-", "_"),
-    "help_option_names": ["-h", "--help"],
-    "max_content_width": 100,
-}
-_EPILOG = (
-    "Other commands: zlaunch bench, config, doctor, ps, slurm, stacks, stop; each has --help. "
-    "A script of such a name: zlaunch ./ps"
-)
+_SETTINGS = {**SETTINGS, "allow_interspersed_args": False}
+_EPILOG = "A script with the name of a command: zlaunch ./ps"
 
 
-@click.command(context_settings=_SETTINGS, epilog=_EPILOG)
+@click.command(cls=WithSubcommands, context_settings=_SETTINGS, epilog=_EPILOG)
 @click.option(
     "--num_gpus",
     "--num_accelerators",

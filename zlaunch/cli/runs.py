@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from zlaunch.cli.commands import SETTINGS
 from zlaunch.launch import record
 from zlaunch.launch.events import decode
 from zlaunch.launch.failure import signal_name
@@ -25,11 +26,6 @@ from zlaunch.launch.processes import Process, kill, start_ticks
 if TYPE_CHECKING:
     from zlaunch.launch.record import Record
 
-_SETTINGS = {
-    "token_normalize_func": lambda token: token.replace("-", "_"),
-    "help_option_names": ["-h", "--help"],
-    "max_content_width": 100,
-}
 _DEFAULT_FOLDER = "runs"
 _POLL_S = 0.05
 _QUIET_S = 0.5
@@ -169,7 +165,7 @@ def _alive(ranks: Iterable[Rank], host: str | None = None) -> list[Rank]:
 # -- ps ----------------------------------------------------------------------------------------
 
 
-@click.command(context_settings=_SETTINGS)
+@click.command(context_settings=SETTINGS, short_help="Show the runs of a folder, or the ranks of one.")
 @click.argument("folder", metavar="[DIR]", default=_DEFAULT_FOLDER)
 @click.option("-a", "--all", "show_all", is_flag=True, help="Also the runs that have ended.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON; times are seconds since the epoch.")
@@ -258,7 +254,7 @@ def _duration(seconds: float) -> str:
 # -- stop --------------------------------------------------------------------------------------
 
 
-@click.command(context_settings=_SETTINGS)
+@click.command(context_settings=SETTINGS, short_help="Stop a run and wait for its end.")
 @click.argument("run", metavar="RUN")
 @click.option(
     "--signal",
@@ -309,7 +305,7 @@ def _not_ended(run: str, name: str, timeout_s: float) -> str:
 # -- stacks ------------------------------------------------------------------------------------
 
 
-@click.command(context_settings=_SETTINGS)
+@click.command(context_settings=SETTINGS, short_help="Show where every rank of a run is.")
 @click.argument("run", metavar="RUN")
 @click.option("--rank", "chosen", metavar="RANKS", help="Such as 0,3-4.  [default: all that are running]")
 def stacks(run: str, chosen: str | None) -> int:
