@@ -1,4 +1,4 @@
-"""The subcommands of `zlaunch`, each imported only when it is called or listed, and what all have in common."""
+"""The subcommands of `zlaunch`, each imported only when it is called or listed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SETTINGS: dict[str, Any] = {
     "help_option_names": ["-h", "--help"],
     "max_content_width": 100,
 }
-"""For every command; groups hand them on to theirs."""
+"""Of every command; groups hand them on to theirs."""
 
 
 def load(name: str) -> click.Command:

@@ -18,6 +18,7 @@ from zlaunch import __version__
 from zlaunch.cli.commands import SETTINGS, WithSubcommands
 from zlaunch.cli.deepspeed_flags import deepspeed_flags, launcher_name
 from zlaunch.cli.options import ALONE, Launcher, Options, choose_launcher, python_there, reach_options
+from zlaunch.cli.torchrun_flags import settle, torchrun_flags
 
 if TYPE_CHECKING:
     from zlaunch.launch.attempts import Job
@@ -58,8 +59,11 @@ _EPILOG = "A script with the name of a command: zlaunch ./ps"
 )
 @reach_options
 @click.option("--no_ssh", is_flag=True, help="The same command is started on each node by hand.")
-@click.option("--node_rank", type=int, metavar="N", help="With --no_ssh: which of the nodes this is.")
+@click.option(
+    "--node_rank", type=int, metavar="N", help="Which of the nodes this is, of those started by hand."
+)
 @deepspeed_flags
+@torchrun_flags
 @click.option("--env", multiple=True, metavar="KEY[=VAL]", help="Export a variable to the nodes; repeatable.")
 @click.option("--workdir", metavar="DIR", help="Folder to run in on every node.  [default: this one]")
 @click.option(
@@ -106,12 +110,10 @@ _EPILOG = "A script with the name of a command: zlaunch ./ps"
 )
 @click.option(
     "--log_ranks",
-    default="0",
-    show_default=True,
     metavar="RANKS",
-    help="Ranks shown on the console: 0,2-3 or all; the logs have every rank.",
+    help="Ranks shown on the console: 0,2-3 or all; the logs have every rank.  [default: 0]",
 )
-@click.option("--module", is_flag=True, help="The script is a module name, as in python -m.")
+@click.option("-m", "--module", is_flag=True, help="The script is a module name, as in python -m.")
 @click.option(
     "--no_python", is_flag=True, help="The script is a program of any kind; it gets no --local_rank."
 )
@@ -144,7 +146,10 @@ def run(command: tuple[str, ...], **given: Any) -> int:
         raise click.UsageError("--json goes with --dry_run")
     for name in ("hostfile", "run_dir"):  # what accelerate and DeepSpeed's own wrappers pass for nothing
         given[name] = None if given[name] == "None" else given[name]
-    if given["no_ssh"] != (given["node_rank"] is not None):
+    given = settle(given)
+    for note in given["notes"] if not given["quiet"] else ():
+        print(f"zlaunch: {note}", file=sys.stderr)
+    if given["no_ssh"] and given["node_rank"] is None:
         raise click.UsageError("--no_ssh and --node_rank N go together")
     given["quiet"] = given["quiet"] or given["log_level"] in ("error", "critical")
     if given["include"] is not None and given["exclude"] is not None:
@@ -156,7 +161,7 @@ def run(command: tuple[str, ...], **given: Any) -> int:
     )
     allocation = _allocation()
     options = _options(command, mode, given)
-    for warning in checks.check_configs(command[1:]):
+    for warning in checks.check_configs((*given["configs"], *command[1:])):
         print(f"zlaunch: warning: {warning}", file=sys.stderr)
     launcher, why = choose_launcher(options, allocation)
     _refuse_without_effect(launcher, allocation, given)
