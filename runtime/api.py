@@ -26,6 +26,7 @@ from .engine import Engine
 from .environment import read_environment
 from .errors import OptimizerError, ParameterError
 from .foresee import foresee
+from .log import say
 from .offload.place import TILE_NUMEL, Offload
 from .offload_options import choose_offload
 from .optim.admission import needs_whole_tensors
@@ -181,8 +182,9 @@ def make_engine(
     if comm.rank == 0:
         for warning in loaded.warnings:
             print(f"zlaunch: warning: {warning}", flush=True)
-        for line in effective.changed_defaults():
-            print(f"zlaunch: {line}", flush=True)
+        # Scripts of DeepSpeed's, whose configs have meant something else, have an engine of their own.
+        for line in effective.changed_defaults() if kind is not Engine else ():
+            say(line)
     _check_parameters(model, comm)
     check_agreement(model, effective.digest(), comm)
     precision = choose_precision(effective.config)

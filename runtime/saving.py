@@ -21,6 +21,7 @@ from .config import Effective
 from .data import EngineLoader
 from .environment import read_environment
 from .handles import Handles
+from .log import say
 from .loss_scaler import DeviceLossScaler, LossScaler
 from .monitor.report import announce
 from .optim.shard_step import ShardStep
@@ -199,10 +200,9 @@ class Saving:
                     self._saver.folder = checkpoint.folder.parent
             if self._sharded.comm.rank == 0:
                 saved = checkpoint.manifest
-                print(
-                    f"zlaunch: loaded {checkpoint.folder} (step {facts['engine']['global_steps']}, saved by "
-                    f"{saved['world_size']} ranks at stage {saved['stage']})",
-                    flush=True,
+                say(
+                    f"loaded {checkpoint.folder} (step {facts['engine']['global_steps']}, saved by "
+                    f"{saved['world_size']} ranks at stage {saved['stage']})"
                 )
             return str(checkpoint.folder), facts["client_state"]
         finally:
@@ -268,7 +268,7 @@ class Saving:
         folder = self._save_dir or self._saver.folder or read_environment().resume_dir or _FALLBACK_FOLDER
         rank = self._sharded.comm.rank
         if rank == 0:
-            print(f"zlaunch: asked to stop: saving to {folder}", flush=True)
+            say(f"asked to stop: saving to {folder}")
         try:
             self._saver.wait()
         except Exception as error:  # an earlier save's; this one may succeed

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ..comm import Comm
 from ..config import Config, load
+from ..log import say
 from ..offload.place import Offload, OffloadOptions, Place
 from ..precision import choose_precision, dtype_named
 from . import guards
@@ -174,10 +175,9 @@ class _Builder:
         nbytes = sum(unit.layout.shard_numel * unit.dtype.itemsize for unit in self._alive)
         places = {"disk" if not isinstance(u.home, Tensor) else u.home.device.type for u in self._alive}
         dtypes = ", ".join(sorted({str(unit.dtype) for unit in self._alive}))
-        print(
-            f"zlaunch: zero.Init: {numel:,} elements in {dtypes}, {nbytes / 2**20:,.1f} MiB on each rank "
-            f"({', '.join(sorted(places))}), and {self._largest / 2**20:,.1f} MiB for one module at the peak",
-            flush=True,
+        say(
+            f"zero.Init: {numel:,} elements in {dtypes}, {nbytes / 2**20:,.1f} MiB on each rank "
+            f"({', '.join(sorted(places))}), and {self._largest / 2**20:,.1f} MiB for one module at the peak"
         )
 
     def _wrap(self, kind: type[nn.Module]) -> None:

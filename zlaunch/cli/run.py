@@ -223,6 +223,7 @@ def _options(
         core_list=cores,
         connect_timeout_s=given["connect_timeout"],
         requeue=given["requeue"],
+        quiet=given["quiet"],
         **{
             name: given[name]
             for name in (

@@ -12,6 +12,7 @@ from zlaunch.compat.deepspeed.missing import missing_class as _missing_class
 from zlaunch.compat.deepspeed.missing import missing_function as _missing_function
 from zlaunch.compat.deepspeed.optimizer import DeepSpeedOptimizer
 from zlaunch.runtime.data import EngineLoader as DeepSpeedDataLoader
+from zlaunch.runtime.log import say as _say
 
 from . import accelerator, checkpoint, comm, launcher, moe, ops, pipe, runtime, utils
 from .accelerator import get_accelerator
@@ -47,8 +48,4 @@ add_tuning_arguments = _missing_function("add_tuning_arguments", "name the sched
 __getattr__ = _absent("deepspeed")
 
 if int(_os.environ.get("RANK") or 0) == 0:
-    print(
-        f"zlaunch: `import deepspeed` is zlaunch {_zlaunch.__version__} (--compat none: the real one)",
-        file=_sys.stderr,
-        flush=True,
-    )
+    _say(f"`import deepspeed` is zlaunch {_zlaunch.__version__} (--compat none: the real one)", _sys.stderr)
