@@ -105,7 +105,8 @@ def _homes() -> dict[str, str]:
 
 
 def _unknown(key: str, path: str, known: list[str]) -> str:
-    if close := difflib.get_close_matches(key, known, 1):
+    ours = optim.OTHER_NAMES.get(key, "")
+    if close := [ours] if ours in known else difflib.get_close_matches(key, known, 1):
         return f"unknown key, did you mean {close[0]}?"
     if (home := _homes().get(key)) and home != path:
         return f"unknown key here, it belongs in {home}"
@@ -209,6 +210,8 @@ def _free_params(params: dict[str, Any], path: str, report: Report) -> dict[str,
     """Take arguments of a torch class as they are; YAML's numeric strings become numbers."""
     clean: dict[str, Any] = {}
     for name, value in params.items():
+        if name in optim.OTHER_NAMES:
+            report.problems.append((f"{path}.{name}", _unknown(name, path, [optim.OTHER_NAMES[name]])))
         if value == "auto":
             report.auto.add(f"{path}.{name}")
             continue
