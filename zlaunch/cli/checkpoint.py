@@ -241,10 +241,17 @@ def verify(folder: str, tag: str | None, everything: bool) -> int:
     help="bin is torch.save's.",
 )
 @click.option("--exclude_frozen_parameters", is_flag=True, help="Leave frozen parameters out.")
+@click.option(
+    "--like",
+    metavar="DIR",
+    help="A Hugging Face model, whose config and tokenizer files are copied.  [default: what lies beside the "
+    "checkpoint]",
+)
 def export(
     folder: str,
     out: str,
     tag: str | None,
+    like: str | None,
     dtype: str,
     max_shard_size: str,
     kind: str,
@@ -252,20 +259,24 @@ def export(
 ) -> None:
     """Write the weights of a checkpoint of FOLDER to the folder OUT, as Hugging Face and torch read them.
 
-    Memory does not grow with the model. What is read is checked.
+    Memory does not grow with the model. What is read is checked. A Hugging Face model's config and tokenizer
+    files go along.
     """
-    from zlaunch.runtime.checkpoint.export import PRECISIONS, parse_size
+    from zlaunch.runtime.checkpoint.export import PRECISIONS, companions, copy_companions, parse_size
     from zlaunch.runtime.checkpoint.export import export as write
 
     with _as_usage_error():
+        opened = _open(folder, tag)
+        beside = companions(opened, like)
         written = write(
-            _open(folder, tag),
+            opened,
             out,
             dtype=PRECISIONS[dtype],
             max_shard_bytes=parse_size(max_shard_size),
             kind=kind,
             exclude_frozen=exclude_frozen_parameters,
         )
+        written += copy_companions(beside, out, replace=like is not None)
     for path in written:
         click.echo(str(path))
 
