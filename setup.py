@@ -9,7 +9,7 @@ from setuptools import setup
 from setuptools.command.sdist import sdist
 
 
-class Sdist(sdist):  # type: ignore[misc]  # setuptools has no types
+class Sdist(sdist):
     """`sdist`, which else would put a second copy of the linked folders there."""
 
     def make_release_tree(self, base_dir: str, files: list[str]) -> None:
