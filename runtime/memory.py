@@ -311,5 +311,6 @@ def _in_one_unit(*amounts: int) -> list[str]:
 
 
 def _gib(nbytes: int) -> str:
-    unit, number = _in_one_unit(nbytes)
-    return f"{number} {unit}"
+    if nbytes >= GIB:
+        return f"{nbytes / GIB:.1f} GiB"
+    return f"{nbytes / 2**20:.0f} MiB" if nbytes >= 10 * 2**20 else f"{nbytes / 2**10:.0f} KiB"
