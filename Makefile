@@ -6,13 +6,25 @@ SHELL := /bin/bash
 VENV := .venv
 PY := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
+WITH_TOOLS := $(VENV)/.installed-with-tools
+PIP := $(PY) -m pip install --no-input --disable-pip-version-check --progress-bar off -c constraints.txt
+# torch's CPU build has a tenth of the size of the one for CUDA. TORCH_INDEX= takes what your index has.
+TORCH_INDEX ?= $(if $(wildcard /proc/driver/nvidia/gpus/*),,https://download.pytorch.org/whl/cpu)
 export PYTHONUNBUFFERED := 1
 
 .PHONY: demo test test-all lint bench clean
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install --no-input --disable-pip-version-check --progress-bar off -c constraints.txt -e ".[test]"
+	@if [ -n "$(TORCH_INDEX)" ]; then \
+	  $(PIP) --no-deps --retries 1 --timeout 15 --index-url $(TORCH_INDEX) torch || \
+	  echo "$(TORCH_INDEX) has no torch for us: taking the usual one"; fi
+	$(PIP) -e .
+	touch $@
+
+# What the tests and the linters need besides.
+$(WITH_TOOLS): $(INSTALLED)
+	$(PIP) -e ".[test]"
 	touch $@
 
 # Two workers; one where there is exactly one GPU. Without a GPU they are CPU workers.
@@ -28,18 +40,18 @@ demo: $(INSTALLED)
 	echo "  $$run --config examples/ds_stage3.json"
 
 # FLAGS: more options for pytest.
-test: $(INSTALLED)
+test: $(WITH_TOOLS)
 	$(PY) -m pytest -n 2 -m "not exhaustive" $(FLAGS)
 
-test-all: $(INSTALLED)
+test-all: $(WITH_TOOLS)
 	$(PY) -m pytest -n 2 $(FLAGS)
 
-lint: $(INSTALLED)
+lint: $(WITH_TOOLS)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 
-bench: $(INSTALLED)
+bench: $(WITH_TOOLS)
 	$(PY) -m benchmarks.train --peers
 
 clean:

@@ -26,7 +26,7 @@ from . import parking
 from .config import load
 from .config.sections import ActivationCheckpointing
 from .environment import read_environment
-from .messages import warn
+from .log import warn
 from .parking import Kept, Place, Segment, group_getter
 from .zero.partition import find_modules
 

@@ -26,7 +26,7 @@ from .engine import Engine
 from .environment import read_environment
 from .errors import OptimizerError, ParameterError
 from .foresee import foresee
-from .messages import say, set_level, warn
+from .log import say, set_level, warn
 from .offload.place import Offload
 from .offload_options import choose_offload
 from .optim.admission import needs_whole_tensors
@@ -185,7 +185,9 @@ def make_engine(
     if comm.rank == 0:
         for warning in loaded.warnings:
             warn(warning)
-        for line in (*effective.settled(), *effective.changed_defaults()):
+        # Scripts of DeepSpeed's, whose configs have meant something else, have an engine of their own.
+        changed = effective.changed_defaults() if kind is not Engine else ()
+        for line in (*effective.settled(), *changed):
             say(line)
     _check_parameters(model, comm)
     check_agreement(model, effective.digest(), comm)

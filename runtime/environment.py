@@ -30,6 +30,8 @@ class Environment:
     """``ZLAUNCH_SAVED_TENSOR_HOOKS=0``: no hooks on what autograd saves; see ``zero.saved``."""
     kernels: str
     """``ZLAUNCH_KERNELS``: ``auto``, ``cupy`` or ``torch``; see ``cuda_ops.loader.set_mode``."""
+    quiet: bool
+    """``ZLAUNCH_QUIET=1``: warnings and errors are printed, information is not."""
     debug_free: str
     """``ZLAUNCH_DEBUG_FREE``: ``poison`` fills freed parameters with NaN instead of giving their memory back.
     """
@@ -60,5 +62,6 @@ def read_environment() -> Environment:
         shared_memory=os.environ.get("ZLAUNCH_SHARED_MEMORY", "1") != "0",
         saved_tensor_hooks=os.environ.get("ZLAUNCH_SAVED_TENSOR_HOOKS", "1") != "0",
         kernels=os.environ.get("ZLAUNCH_KERNELS") or "auto",
+        quiet=os.environ.get("ZLAUNCH_QUIET") == "1",
         debug_free=os.environ.get("ZLAUNCH_DEBUG_FREE", ""),
     )

@@ -11,8 +11,8 @@ from torch import nn
 from .available import available, other_drive_bytes
 from .comm import Comm
 from .environment import read_environment
+from .log import say
 from .memory import Amounts, MemoryPlanError, Setting, check, describe
-from .messages import say
 from .offload.place import OffloadOptions
 from .precision import Precision
 from .zero import guards
@@ -60,7 +60,8 @@ def foresee(
     if comm.rank == 0:
         on_cpu = comm.device.type == "cpu"
         present = Amounts(device=in_host if on_cpu else on_device, host=0 if on_cpu else in_host)
-        say(describe(setting, free, present))
+        for line in describe(setting, free, present):
+            say(line)
     problem = None
     try:
         check(setting, free, other_drive_bytes(offload, local))

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from .offload.place import OffloadOptions, Place
 
 GIB = 2**30
+_UNITS = ((GIB, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 _BUCKETS = 3
 """Of transient gradients: two being reduced, one being filled."""
 _ACCUMULATE_BYTES = 4
@@ -257,34 +258,30 @@ def check(s: Setting, free: Amounts, parameters_disk: int | None = None) -> None
     raise MemoryPlanError(f"the model does not fit: {' and '.join(missing)} for each rank. {advice}")
 
 
-def describe(s: Setting, free: Amounts, present: Amounts) -> str:
-    """Say the plan in one line. ``present`` is what the model takes before it is taken over."""
+def describe(s: Setting, free: Amounts, present: Amounts) -> list[str]:
+    """Say the plan in short lines, each in one unit. ``present`` is what the model takes before it is taken
+    over.
+    """
     found = plan(s)
-    parts = ", ".join(
-        f"{name} {_gib(amounts.device)}"
-        for name, amounts in (
-            ("parameters", found.parameters),
-            ("gradients", found.gradients),
-            ("optimizer", found.optimizer),
-        )
-    )
-    total = found.total
-    device = "host" if s.device_is_host else "GPU"
-    line = f"memory of a rank without activations: {device} {_gib(total.device)} ({parts})"
+    total, most = found.total, peak(s, present)
+    parts = (found.parameters.device, found.gradients.device, found.optimizer.device)
+    unit, shown, *each = _in_one_unit(total.device, *parts, most.device)
+    start = f", at the start {each[3]} {unit}" if each[3] != shown else ""
+    lines = [
+        f"{'' if s.device_is_host else 'GPU '}memory of a rank: {shown} {unit} (parameters {each[0]}, "
+        f"gradients {each[1]}, optimizer {each[2]}){start}"
+    ]
     away = total.host - found.snapshot.host
-    if away:
-        pinned = f", {_gib(total.pinned)} of it page-locked" if total.pinned and not s.device_is_host else ""
-        line += f", offloaded to the host {_gib(away)}{pinned}"
+    if away or total.disk:
+        pinned = 0 if s.device_is_host else total.pinned - found.snapshot.pinned
+        unit, host, locked, start, disk = _in_one_unit(away, pinned, max(away, present.host), total.disk)
+        notes = [f"{locked} page-locked"] * (pinned > 0) + [f"at the start {start}"] * (start != host)
+        places = [f"{host} {unit} in host memory" + (f" ({', '.join(notes)})" if notes else "")]
+        lines.append(f"offloaded: {', '.join(places + [f'{disk} {unit} on disk'] * (total.disk > 0))}")
     if found.snapshot.host:
-        line += f", for asynchronous checkpoints {_gib(found.snapshot.host)} of host memory"
-    if total.disk:
-        line += f", on disk {_gib(total.disk)}"
-    most = peak(s, present)
-    line += f"; at the peak, while the model is taken over, {device} {_gib(most.device)}"
-    if most.host > total.host:
-        line += f", host {_gib(most.host)}"
+        lines.append(f"asynchronous checkpoints: {_gib(found.snapshot.host)} of host memory")
     left = free.host - total.device - total.host if s.device_is_host else free.device - total.device
-    return f"{line}; {_gib(max(0, left))} are left for activations"
+    return [*lines, f"left for activations: {_gib(max(0, left))}"]
 
 
 def relief(*, stage: int, world_size: int, offloads: bool, micro_batch: int, checkpoints: bool) -> str:
@@ -304,6 +301,13 @@ def relief(*, stage: int, world_size: int, offloads: bool, micro_batch: int, che
     if not steps:
         return "all that saves memory is in use: take more GPUs, shorter inputs or a smaller model"
     return f"in the config, in this order: {', '.join(steps)}"
+
+
+def _in_one_unit(*amounts: int) -> list[str]:
+    """The unit that fits the largest, and all in it."""
+    power, unit = next((each for each in _UNITS if max(amounts) >= each[0]), _UNITS[-1])
+    tiny = 0.05 * power
+    return [unit, *("<0.1" if 0 < amount < tiny else f"{amount / power:.1f}" for amount in amounts)]
 
 
 def _gib(nbytes: int) -> str:

@@ -21,8 +21,8 @@ from .config import Effective
 from .data import EngineLoader
 from .environment import read_environment
 from .handles import Handles
+from .log import say, warn
 from .loss_scaler import DeviceLossScaler, LossScaler
-from .messages import say, warn
 from .monitor.report import announce
 from .offload.states import States
 from .optim.shard_step import ShardStep

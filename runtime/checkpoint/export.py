@@ -1,7 +1,7 @@
 """Write the weights of a zlaunch checkpoint in the formats that others read. Needs torch alone.
 
 python zero_to_fp32.py FOLDER OUT [--tag TAG] [--dtype fp32|bf16|fp16] [--max_shard_size 5GB]
-                                  [--format safetensors|bin]
+                                  [--format safetensors|bin] [--like FOLDER]
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import errno
 import json
 import os
 import re
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -24,6 +25,19 @@ from .reading import LATEST, Checkpoint, find
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _PIECE_NUMEL = 1 << 20
 _WEIGHTS = re.compile(r"(model|pytorch_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?")
+
+_COMPANIONS = (
+    *("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json"),
+    *(
+        "vocab*",
+        "merges.txt",
+        "*.model",
+        "chat_template*",
+        "preprocessor_config.json",
+        "processor_config.json",
+    ),
+)
+"""Files of a Hugging Face model beside its weights."""
 
 
 def export(
@@ -80,6 +94,57 @@ def export(
         os.replace(temporary, index)
         written.append(index)
     return written
+
+
+def companions(checkpoint: Checkpoint, like: str | os.PathLike[str] | None = None) -> list[Path]:
+    """Return the config and tokenizer files that a Hugging Face model has beside its weights.
+
+    They are those of the folder ``like``; without it those beside the checkpoint or one or two folders above,
+    where the Trainer puts them, if there are any. Raises CheckpointError where ``like`` has none.
+    """
+    folder = checkpoint.folder.absolute()
+    for place in [folder, *folder.parents[:2]] if like is None else [Path(like)]:
+        try:
+            files = [path for path in sorted(place.iterdir()) if path.is_file()]
+        except OSError as error:
+            if like is None:
+                continue  # a folder above, which is not for us
+            raise CheckpointError(
+                f"{like}: no config and tokenizer files can be read there: {error.strerror}"
+            ) from None
+        found = [path for path in files if any(path.match(pattern) for pattern in _COMPANIONS)]
+        if found and (like is not None or _is_hugging_face(place / "config.json")):
+            return found
+    if like is not None:
+        raise CheckpointError(f"{like}: has no config.json and no tokenizer files")
+    return []
+
+
+def _is_hugging_face(config: Path) -> bool:
+    try:
+        content = json.loads(config.read_text(encoding="utf-8"))
+        return isinstance(content, dict) and bool(content.keys() & {"model_type", "architectures"})
+    except (OSError, ValueError):
+        return False
+
+
+def copy_companions(found: Sequence[Path], out: str | os.PathLike[str], *, replace: bool) -> list[Path]:
+    """Copy files to the folder ``out`` and return the copies; others of these names stay, unless
+    ``replace``. Raises OSError.
+    """
+    copies = []
+    for path in found:
+        copy = Path(out) / path.name
+        if copy.exists() and (not replace or copy.samefile(path)):
+            continue
+        temporary = copy.with_name(f".{copy.name}.{os.getpid()}.tmp")
+        try:
+            shutil.copyfile(path, temporary)
+            os.replace(temporary, copy)
+        finally:
+            temporary.unlink(missing_ok=True)
+        copies.append(copy)
+    return copies
 
 
 _Shard = dict[str, tuple[torch.dtype, tuple[int, ...]]]
@@ -222,17 +287,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--format", choices=["bin", "safetensors"], default="bin")
     parser.add_argument("--safe_serialization", action="store_true", help="the same as --format safetensors")
     parser.add_argument("--exclude_frozen_parameters", action="store_true")
+    parser.add_argument("--like", help="a Hugging Face model's folder: its config and tokenizer are copied")
     parser.add_argument("-d", "--debug", action="store_true", help="accepted")
     args = parser.parse_args(arguments)
     try:
+        checkpoint = _open(args.checkpoint_dir, args.tag)
+        beside = companions(checkpoint, args.like)
         written = export(
-            _open(args.checkpoint_dir, args.tag),
+            checkpoint,
             args.output_dir,
             dtype=PRECISIONS[args.dtype],
             max_shard_bytes=parse_size(args.max_shard_size),
             kind="safetensors" if args.safe_serialization else args.format,
             exclude_frozen=args.exclude_frozen_parameters,
         )
+        written += copy_companions(beside, args.output_dir, replace=args.like is not None)
     except (CheckpointError, OSError, ValueError) as error:
         print(f"zero_to_fp32: error: {error}", file=sys.stderr)
         return 1

@@ -160,7 +160,8 @@ def point_to(target: Target) -> None:
     path, content = target.folder / script.NAME, script.text().encode()
     if not path.is_file() or path.read_bytes() != content:
         replace_file(path, content)
-        os.chmod(path, 0o755)
+        mode = path.stat().st_mode
+        os.chmod(path, mode | (mode & 0o444) >> 2)  # whoever may read it may run it
     sync_folder(target.folder)
 
 

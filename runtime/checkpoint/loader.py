@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..messages import warn
+from ..log import warn
 from ..offload.disk import DiskError
 from ..offload.place import Offload
 from ..optim.shard_step import ShardStep

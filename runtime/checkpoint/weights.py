@@ -80,7 +80,10 @@ def _write(state: dict[str, Tensor], path: Path) -> None:
                 if not value.numel() or value.data_ptr() not in seen:
                     seen.add(value.data_ptr())
                     unique[name] = value
+            temporary.touch()
+            mode = temporary.stat().st_mode
             save_file(unique, temporary, metadata={"format": "pt"})
+            temporary.chmod(mode)  # the library makes the file private, whatever the umask
         else:
             torch.save(state, temporary)
         with open(temporary, "rb") as file:

@@ -157,6 +157,8 @@ def _free_params(params: dict[str, Any], path: str, report: Report) -> dict[str,
     """Take arguments of a torch class as they are; YAML's numeric strings become numbers."""
     clean: dict[str, Any] = {}
     for name, value in params.items():
+        if name in optim.OTHER_NAMES:
+            report.problems.append((f"{path}.{name}", unknown(name, path, [optim.OTHER_NAMES[name]])[0]))
         if value == "auto":
             report.auto.add(f"{path}.{name}")
             continue

@@ -11,7 +11,7 @@ from typing import Any, get_args
 from pydantic.fields import FieldInfo
 
 from .fields import Section
-from .optim import OPTIMIZER_PARAMS, SCHEDULER_PARAMS
+from .optim import OPTIMIZER_PARAMS, OTHER_NAMES, SCHEDULER_PARAMS
 from .schema import Config
 
 _NOTE = re.compile(r"[^A-Za-z]|comments?$")
@@ -69,6 +69,9 @@ def homes() -> dict[str, list[str]]:
 
 def unknown(key: str, path: str, known: Iterable[str]) -> tuple[str, bool]:
     """Return what to say about an unknown key of the section ``path``, and whether it must be a mistake."""
+    known = list(known)
+    if OTHER_NAMES.get(key) in known:
+        return f"unknown key, did you mean {OTHER_NAMES[key]}?", True
     if places := homes().get(key):
         return f"unknown key here, it belongs {_belongs(places)}", True
     if path:
@@ -77,7 +80,6 @@ def unknown(key: str, path: str, known: Iterable[str]) -> tuple[str, bool]:
         close = [] if _NOTE.match(key) else difflib.get_close_matches(key, known, 1, _CLOSE)
     if close:
         return f"unknown key, did you mean {close[0]}?", True
-    known = list(known)
     if path == "" or len(known) > 12:
         return "unknown key", path != ""
     return f"unknown key, expected one of {', '.join(known)}", True

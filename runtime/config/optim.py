@@ -203,6 +203,9 @@ SCHEDULER_PARAMS: dict[str, type[Params]] = {
     model.__name__: model for model in (WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest)
 }
 
+OTHER_NAMES = {"learning_rate": "lr", "learningRate": "lr"}
+"""Names that other libraries have for an argument, too far from ours for a typo."""
+
 _ADAM = {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}
 _PLAIN = {"lr": 1e-2, "weight_decay": 0.0}
 # What "auto" becomes: torch's defaults. AdamW's weight decay is torch's 0.01.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,16 +40,14 @@ class Effective:
     def write(self, path: str | os.PathLike[str]) -> None:
         """Write values and sources as JSON; a reader never sees half a file."""
         target = Path(path)
-        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+        temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
         try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
+            with open(temporary, "w", encoding="utf-8") as file:
                 json.dump({"config": self.to_dict(), "sources": self.sources}, file, indent=2)
                 file.write("\n")
-            os.chmod(temporary, 0o644)  # mkstemp makes it private, but others in the job read it
             os.replace(temporary, target)
-        except BaseException:
-            os.unlink(temporary)
-            raise
+        finally:
+            temporary.unlink(missing_ok=True)
 
     def settled(self) -> list[str]:
         """Return a line with the value that each "auto" has become, or none."""

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..comm import Comm
 from ..config import Config, load
-from ..messages import say, set_level
+from ..log import say, set_level
 from ..offload.place import Offload, OffloadOptions, Place
 from ..precision import choose_precision, dtype_named
 from . import guards

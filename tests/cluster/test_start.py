@@ -197,16 +197,29 @@ def test_an_allocation_is_used_as_it_is(cluster: Testbed, tmp_path: Path) -> Non
     ]
 
 
-@pytest.mark.parametrize("tasks", [1, 2])
-def test_started_by_the_users_own_srun(cluster: Testbed, tmp_path: Path, tasks: int) -> None:
+TORCHRUN = (
+    "--nnodes=3",
+    "--nproc_per_node=2",
+    "--rdzv_backend=c10d",
+    "--rdzv_id=7",
+    "--rdzv_endpoint=n1:29533",
+)
+
+
+@pytest.mark.parametrize(("tasks", "flags"), [(1, ()), (2, ()), (1, TORCHRUN)])
+def test_started_by_the_users_own_srun(
+    cluster: Testbed, tmp_path: Path, tasks: int, flags: tuple[str, ...]
+) -> None:
     script = (
-        "import os\ne = os.environ\nopen('rank.' + e['RANK'], 'w').write(e['WORLD_SIZE'] + e['LOCAL_RANK'])"
+        "import os\ne = os.environ\nopen('rank.' + e['RANK'], 'w').write(e['WORLD_SIZE'] + e['LOCAL_RANK'])\n"
+        "open('port', 'w').write(e['MASTER_PORT'])"
     )
     (tmp_path / "worker.py").write_text(script)
     command = ["srun", "-N3", f"--ntasks-per-node={tasks}", "--gres=gpu:2", "-D", str(tmp_path)]
-    command += [sys.executable, "-m", "zlaunch", "--no_local_rank", "worker.py"]
+    command += [sys.executable, "-m", "zlaunch", "--no_local_rank", *flags, "worker.py"]
     result = subprocess.run(command, env=cluster.env(), capture_output=True, text=True, timeout=LIMIT_S)
     assert result.returncode == 0, result.stderr
+    assert not flags or (tmp_path / "port").read_text() == "29533"
     assert [(tmp_path / f"rank.{r}").read_text() for r in range(6)] == [f"6{r % 2}" for r in range(6)]
 
 

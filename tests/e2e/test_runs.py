@@ -181,3 +181,102 @@ def test_names_below_runs_and_names_that_are_wrong(tmp_path: Path) -> None:
         assert refused.stderr.startswith("zlaunch stop: error: ") and refused.stderr.count("\n") == 1
     assert zlaunch(tmp_path, "ps", "nowhere").returncode == 2
     assert [r["state"] for r in ps(tmp_path, step)["ranks"]] == ["exited 0"]
+
+
+def test_last_is_the_newest_run(tmp_path: Path) -> None:
+    assert "last: there are no runs in runs" in zlaunch(tmp_path, "ps", "last").stderr
+    for name in ("older", "newer"):
+        run(tmp_path, script="pass").run_dir.rename(tmp_path / name)
+    (tmp_path / "runs").mkdir()
+    for name in ("newer", "older"):
+        (tmp_path / name).rename(tmp_path / "runs" / name)
+    assert ps(tmp_path, "last")["run"] == "newer"
+    for command in ("stop", "stacks"):
+        assert "runs/newer has ended already" in zlaunch(tmp_path, command, "last").stderr
+    (tmp_path / "runs" / "older").rename(tmp_path / "runs" / "last")  # what has the name is meant
+    assert "last has ended already" in zlaunch(tmp_path, "stop", "last").stderr
+    assert ps(tmp_path, "last")["run"] == "last"
+
+
+def test_clean_removes_what_runs_that_have_ended_left(launch: Launch, tmp_path: Path) -> None:
+    done = tmp_path / "runs" / "slurm-7.0" / "task_00000"
+    mine, job = tmp_path / "runs" / "mine", tmp_path / "runs" / "job"
+    for folder in (done, mine, job):
+        (tmp_path / "short").mkdir()
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        run(tmp_path / "short", script="pass").run_dir.rename(folder)
+        (tmp_path / "short" / "worker.py").unlink()
+        for name in ("out", "err"):
+            (tmp_path / "short" / name).unlink()
+        (tmp_path / "short").rmdir()
+    (mine / "weights").mkdir()
+    (mine / "weights" / "model.bin").write_text("mine")
+    (mine / "logs" / "my.log").write_text("mine")
+    (job / "checkpoint.json").write_text('{"job": "7"}')
+    (tmp_path / "runs" / "living").symlink_to(launch.run_dir)
+
+    asked = zlaunch(tmp_path, "ps", "--clean")
+    assert asked.returncode == 2 and "add --yes to remove the 2 runs listed above" in asked.stderr
+    listed = asked.stdout.splitlines()
+    assert [line.partition(":")[0] for line in listed] == [
+        "runs/slurm-7.0/task_00000",
+        "runs/mine",
+        "runs/job",
+    ]
+    assert "stays: SLURM job 7" in listed[2] and all("ended 0" in line for line in listed)
+    assert done.is_dir() and (mine / "launcher.json").exists()
+
+    cleaned = zlaunch(tmp_path, "ps", "--clean", "--yes")
+    assert cleaned.returncode == 0, cleaned.stderr
+    assert "runs/mine: logs, weights stay: not zlaunch's\n" in cleaned.stdout
+    assert cleaned.stdout.endswith("removed 2 runs\n")
+    assert not done.parent.exists()
+    left = sorted(str(path.relative_to(mine)) for path in mine.rglob("*"))
+    assert left == ["logs", "logs/my.log", "weights", "weights/model.bin"]
+    assert (job / "launcher.json").exists() and (job / "logs" / "rank_00000.log").exists()
+    assert "nothing to remove" in zlaunch(tmp_path, "ps", "--clean", "--yes").stdout
+
+    assert launch.process.poll() is None and launch.log(0) == "up\n"
+    living = zlaunch(tmp_path, "ps", "run", "--clean", "--yes")
+    assert living.returncode == 0 and living.stdout == "nothing to remove\n"
+    for wrong in (("--yes",), ("--clean", "--all"), ("--clean", "--json")):
+        assert zlaunch(tmp_path, "ps", *wrong).returncode == 2
+
+
+def test_clean_leaves_runs_that_may_still_have_workers(launch: Launch, tmp_path: Path) -> None:
+    change_record(launch.run_dir, host="elsewhere")
+    stays = zlaunch(tmp_path, "ps", "run", "--clean", "-y").stdout
+    assert "stays: only elsewhere can tell" in stays and "nothing to remove" in stays
+    change_record(launch.run_dir, host=os.uname().nodename)
+    os.kill(launch.agent_pid(), signal.SIGSTOP)  # it would end its workers
+    launch.process.kill()
+    launch.wait()
+    stays = zlaunch(tmp_path, "ps", "run", "--clean", "-y").stdout
+    assert f"run: gone, stays: process {launch.worker_pid(0)} of it is still alive" in stays
+    run_id = launch.run_id
+    os.kill(launch.agent_pid(), signal.SIGCONT)
+    wait_until(lambda: not alive(run_id), "workers stopped")
+    cleaned = zlaunch(tmp_path, "ps", "run", "--clean", "-y")
+    assert cleaned.stdout.endswith("removed 1 run\n") and not launch.run_dir.exists(), cleaned.stderr
+
+
+@pytest.mark.parametrize(("answer", "left"), [("n", True), ("y", False)])
+def test_clean_asks_at_a_terminal(tmp_path: Path, answer: str, left: bool) -> None:
+    done = run(tmp_path, script="pass")
+    ours, theirs = os.openpty()
+    try:
+        asked = subprocess.Popen(
+            [sys.executable, "-m", "zlaunch", "ps", "run", "--clean"],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdin=theirs,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        os.write(ours, f"{answer}\n".encode())
+        shown, _ = asked.communicate(timeout=LIMIT_S)
+    finally:
+        os.close(ours)
+        os.close(theirs)
+    assert "Remove the 1 run? [y/N]" in shown
+    assert (done.run_dir.exists(), asked.returncode) == (left, 1 if left else 0)

@@ -17,6 +17,7 @@ import zlaunch
 from tests.runtime.models import batches, train_engine
 from tests.runtime.test_checkpoint import Rich, engine_of, settings
 from tests.runtime.workers import run_workers
+from zlaunch.cli.main import main as cli
 from zlaunch.runtime.checkpoint.export import (
     convert_zero_checkpoint_to_fp32_state_dict,
     export,
@@ -24,6 +25,7 @@ from zlaunch.runtime.checkpoint.export import (
     load_state_dict_from_zero_checkpoint,
     parse_size,
 )
+from zlaunch.runtime.checkpoint.export import main as script
 from zlaunch.runtime.checkpoint.files import CheckpointError
 from zlaunch.runtime.checkpoint.reading import Checkpoint, find
 
@@ -109,6 +111,47 @@ def test_damage_stops_an_export(saved: tuple[Path, dict[str, Any]], tmp_path: Pa
     with pytest.raises(CheckpointError, match="damaged"):
         convert_zero_checkpoint_to_fp32_state_dict(tmp_path / "copy", tmp_path / "out")
     assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_config_and_tokenizer_go_along(
+    saved: tuple[Path, dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def exported(name: str, *flags: str, fails: bool = False) -> dict[str, str]:
+        """The texts of what lies beside the weights, which zlaunch and zero_to_fp32.py write alike."""
+        both = []
+        for index, command in enumerate((lambda words: cli(["checkpoint", "export", *words]), script)):
+            out = tmp_path / name / str(index)
+            out.mkdir(parents=True)
+            (out / "vocab.txt").write_text("there before")
+            assert bool(command([str(tmp_path / "run"), str(out), *flags])) == fails
+            shown = capsys.readouterr()
+            assert shown.err.count("\n") == fails and ("error: " in shown.err) == fails
+            found = {path.name: path.read_text() for path in out.iterdir() if path.stat().st_size < 100}
+            assert all(str(out / name) in shown.out for name in found if name != "vocab.txt")
+            both.append(found)
+        assert both[0] == both[1]
+        return both[0]
+
+    subprocess.run(["cp", "-r", saved[0], tmp_path / "run"], check=True)
+    before = {"vocab.txt": "there before"}
+    (tmp_path / "config.json").write_text('{"my": "own"}')  # of the script, perhaps
+    assert exported("none") == before
+    model = {"config.json": '{"model_type": "gpt2"}', "tokenizer.json": "t", "generation_config.json": "g"}
+    model |= {"merges.txt": "m", "vocab.txt": "v", "spiece.model": "s", "chat_template.jinja": "c"}
+    for name, text in {**model, "train.py": "", "model.bin": "x", "tokenizers": ""}.items():
+        (tmp_path / "run" / name).write_text(text)
+    model["tokenizers"] = ""
+    assert exported("beside") == model | before
+    (tmp_path / "run").joinpath("config.json").rename(tmp_path / "config.json")
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "vocab.txt").write_text("o")
+    (other / "config.json").write_text("not for us to judge")
+    assert exported("like", "--like", str(other)) == {"vocab.txt": "o", "config.json": "not for us to judge"}
+    (tmp_path / "empty").mkdir()
+    for folder in ("empty", "missing"):
+        assert exported(folder, "--like", str(tmp_path / folder), fails=True) == before
+    assert not list((tmp_path / "missing").glob("*/*model*")), "what is missing is said at once"
 
 
 def test_sizes() -> None:

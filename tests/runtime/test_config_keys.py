@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import zlaunch
 from tests.runtime.models import Layer, batches, config, loss_of, net
 from tests.runtime.workers import run_workers
-from zlaunch.runtime import messages
+from zlaunch.runtime import log
 from zlaunch.runtime.errors import ParameterError
 
 
@@ -106,7 +106,7 @@ def _said(level: str | None) -> str:
         source["log_level"] = level
     with contextlib.redirect_stdout(io.StringIO()) as out:
         zlaunch.initialize(model=net(), config=source)
-        messages.warn("something")
+        log.warn("something")
     return out.getvalue()
 
 

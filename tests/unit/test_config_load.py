@@ -315,6 +315,8 @@ def test_optimizer_and_scheduler():
     [
         ("optimizer", {"type": "Adam", "params": {"max_grad_norm": 1.0}}, "gradient_clipping"),
         ("optimizer", {"type": "Adam", "params": {"weight_decy": 1.0}}, "did you mean weight_decay?"),
+        ("optimizer", {"type": "AdamW", "params": {"learning_rate": 1.0}}, "unknown key, did you mean lr?"),
+        ("optimizer", {"type": "Lion", "params": {"learningRate": 1.0}}, "unknown key, did you mean lr?"),
         ("optimizer", {"type": "SGD", "params": {"momentun": 1.0}}, "did you mean momentum?"),
         ("optimizer", {"type": "Adam", "params": {"betas": [0.9, 1.0]}}, "two numbers"),
         ("optimizer", {"type": "Adam", "params": {"lr": -1}}, "optimizer.params.lr: -1 is not allowed"),

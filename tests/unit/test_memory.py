@@ -127,13 +127,27 @@ def test_alternatives_come_in_the_order_of_their_cost_and_differ() -> None:
     assert all(not shortages(s, PLENTY) for _, s in alternatives(setting(1, 2)))
 
 
-def test_the_line() -> None:
-    line = describe(
-        setting(2, 8, optimizer=Place.HOST), Amounts(device=24 * GIB, host=64 * GIB), Amounts(device=GIB)
+def test_the_lines_are_short_and_have_one_unit_each() -> None:
+    free = Amounts(device=24 * GIB, host=64 * GIB)
+    offloaded = setting(2, 8, optimizer=Place.HOST)
+    assert describe(offloaded, free, Amounts(device=GIB)) == [
+        "GPU memory of a rank: 2.0 GiB (parameters 1.9, gradients 0.2, optimizer 0.0)",
+        "offloaded: 1.6 GiB in host memory (0.7 page-locked)",
+        "left for activations: 22.0 GiB",
+    ]
+    on_disk = setting(3, 8, optimizer=Place.DISK, parameters=Place.HOST)
+    assert describe(on_disk, free, Amounts(host=4 * GIB))[1] == (
+        "offloaded: 0.5 GiB in host memory (0.5 page-locked, at the start 4.0), 1.9 GiB on disk"
     )
-    assert "GPU 2.0 GiB (parameters 1.9 GiB, gradients 172 MiB, optimizer 0 KiB)" in line
-    assert "offloaded to the host 1.6 GiB" in line and "are left for activations" in line
-    assert "at the peak, while the model is taken over, GPU 2.0 GiB" in line
+    on_cpu = replace(setting(0), device_is_host=True)
+    assert describe(on_cpu, free, Amounts(device=20 * GIB)) == [
+        "memory of a rank: 16.8 GiB (parameters 1.9, gradients 3.7, optimizer 11.2), at the start 20.2 GiB",
+        "left for activations: 47.2 GiB",
+    ]
+    tiny = replace(on_cpu, blocks=[4096, 3])
+    assert describe(tiny, free, Amounts())[0] == (
+        "memory of a rank: 72.1 KiB (parameters 8.0, gradients 16.0, optimizer 48.0)"
+    )
 
 
 def test_the_peak_is_the_model_as_it_comes_where_that_is_more() -> None:
@@ -200,6 +214,6 @@ def test_asynchronous_checkpoints_take_a_copy_of_what_a_rank_writes() -> None:
     on_disk = replace(setting(2, world=4, optimizer=Place.DISK, optimizer_path="/x"), snapshots=True)
     assert plan(on_disk).snapshot.host == 0
     whole = replace(setting(1), snapshots=True)
-    assert "for asynchronous checkpoints 11.2 GiB of host memory" in describe(whole, PLENTY, Amounts())
+    assert "asynchronous checkpoints: 11.2 GiB of host memory" in describe(whole, PLENTY, Amounts())
     with pytest.raises(MemoryPlanError, match=r'This would fit: "checkpoint": {"asynchronous": false}'):
         check(whole, replace(PLENTY, host=10 * GIB))

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -69,6 +70,71 @@ def test_wheel_holds_all_packages_under_one_name(wheel: Path) -> None:
     tops = {name.split("/")[0] for name in names}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"zlaunch"}
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
+
+
+ARCHIVED = ("zlaunch", *LINKED, "tests", "docs", "examples", "benchmarks")
+AT_THE_TOP = (
+    *("CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "MANIFEST.in", "Makefile", "README.md"),
+    *("constraints.txt", "pyproject.toml", "setup.py"),
+)
+
+
+def files_of(folder: Path) -> set[str]:
+    """The files and links of a source tree, but those that only a clone has."""
+    there = [path for name in ARCHIVED for path in (folder / name).rglob("*")]
+    there += [folder / name for name in AT_THE_TOP]
+    found = {path.relative_to(folder) for path in there if path.is_symlink() or path.is_file()}
+    return {str(path) for path in found if "__pycache__" not in path.parts}
+
+
+@pytest.fixture(scope="module")
+def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The source archive, unpacked."""
+    source, out = tmp_path_factory.mktemp("clone"), tmp_path_factory.mktemp("archive")
+    for name in files_of(ROOT):
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / name, source / name, follow_symlinks=False)
+    code = f"import setuptools.build_meta as b; print(b.build_sdist({str(out)!r}))"
+    made = subprocess.run(
+        [sys.executable, "-c", code], cwd=source, capture_output=True, text=True, timeout=LIMIT_S
+    )
+    assert made.returncode == 0, made.stderr
+    (built,) = out.glob("*.tar.gz")
+    with tarfile.open(built) as packed:
+        packed.extractall(out, filter="data")
+    return out / built.name.removesuffix(".tar.gz")
+
+
+def test_the_source_archive_holds_all(archive: Path) -> None:
+    ours, there = files_of(ROOT), files_of(archive)
+    assert len(ours) > 300 and ours <= there, sorted(ours - there)
+    for name in LINKED:
+        link = archive / "zlaunch" / name
+        assert link.is_symlink() and os.readlink(link) == f"../{name}" and (link / "__init__.py").is_file()
+    assert not list(archive.rglob("__pycache__")) and not list(archive.rglob("*.pyc"))
+
+
+def test_a_wheel_of_the_source_archive_is_the_same(archive: Path, wheel: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
+    command += ["--no-input", "--disable-pip-version-check", "--wheel-dir", str(tmp_path), str(archive)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
+    assert result.returncode == 0, result.stdout + result.stderr
+    (again,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as one, zipfile.ZipFile(again) as other:
+        contents = [{info.filename: info.CRC for info in each.infolist()} for each in (one, other)]
+    for content in contents:
+        assert content.pop(next(name for name in content if name.endswith("/RECORD")))
+    assert contents[0] == contents[1]
+
+
+def test_the_description_of_the_package(unpacked: Path) -> None:
+    (text,) = (path.read_text() for path in unpacked.glob("*.dist-info/METADATA"))
+    head = text.partition("\n\n")[0].splitlines()
+    assert "License-Expression: Apache-2.0" in head and "License-File: LICENSE" in head
+    assert "Author: The zlaunch authors" in head and "Requires-Python: >=3.10" in head
+    kinds = {line.partition(": ")[2].partition(" ::")[0] for line in head if line.startswith("Classifier: ")}
+    assert {"Operating System", "Intended Audience", "Topic", "Development Status"} <= kinds
+    assert not [line for line in head if "License ::" in line], "the expression says it"
 
 
 def test_the_deepspeed_alias_comes_with_it(wheel: Path, unpacked: Path, tmp_path: Path) -> None:

@@ -7,19 +7,35 @@ import os
 
 import click
 
+from zlaunch.cli.commands import SETTINGS
 
-@click.group()
+
+@click.group(context_settings=SETTINGS)
 def bench() -> None:
     """Measure this machine."""
 
 
 @bench.command()
 @click.argument("path")
-@click.option("--size", type=click.FloatRange(min=0.001), default=1.0, show_default=True, metavar="GIB")
+@click.option(
+    "--size",
+    type=click.FloatRange(min=0.001),
+    default=1.0,
+    show_default=True,
+    metavar="GIB",
+    help="Of the file that is written and read.",
+)
 @click.option(
     "--params", type=float, metavar="N", help="Parameters of a model: how long would its step take?"
 )
-@click.option("--world_size", type=click.IntRange(min=1), default=1, show_default=True, metavar="N")
+@click.option(
+    "--world_size",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    metavar="N",
+    help="Ranks that share the model's state, for --params.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print all that was measured as JSON.")
 def io(path: str, size: float, params: float | None, world_size: int, as_json: bool) -> None:
     """Measure the disk under the folder PATH and print the best aio block for the config."""

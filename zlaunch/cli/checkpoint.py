@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from zlaunch.cli.commands import SETTINGS
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -22,7 +24,7 @@ _TAG = click.option(
 )
 
 
-@click.group()
+@click.group(context_settings=SETTINGS, short_help="Look at, check, export and import checkpoints.")
 def checkpoint() -> None:
     """Look at checkpoints, check them, export and import weights."""
 
@@ -222,7 +224,13 @@ def verify(folder: str, tag: str | None, everything: bool) -> int:
 @click.argument("folder")
 @click.argument("out")
 @_TAG
-@click.option("--dtype", type=click.Choice(["fp32", "bf16", "fp16"]), default="fp32", show_default=True)
+@click.option(
+    "--dtype",
+    type=click.Choice(["fp32", "bf16", "fp16"]),
+    default="fp32",
+    show_default=True,
+    help="Of floating tensors.",
+)
 @click.option("--max_shard_size", default="5GB", show_default=True, metavar="SIZE", help="Of one file.")
 @click.option(
     "--format",
@@ -233,10 +241,17 @@ def verify(folder: str, tag: str | None, everything: bool) -> int:
     help="bin is torch.save's.",
 )
 @click.option("--exclude_frozen_parameters", is_flag=True, help="Leave frozen parameters out.")
+@click.option(
+    "--like",
+    metavar="DIR",
+    help="A Hugging Face model, whose config and tokenizer files are copied.  [default: what lies beside the "
+    "checkpoint]",
+)
 def export(
     folder: str,
     out: str,
     tag: str | None,
+    like: str | None,
     dtype: str,
     max_shard_size: str,
     kind: str,
@@ -244,20 +259,24 @@ def export(
 ) -> None:
     """Write the weights of a checkpoint of FOLDER to the folder OUT, as Hugging Face and torch read them.
 
-    Memory does not grow with the model. What is read is checked.
+    Memory does not grow with the model. What is read is checked. A Hugging Face model's config and tokenizer
+    files go along.
     """
-    from zlaunch.runtime.checkpoint.export import PRECISIONS, parse_size
+    from zlaunch.runtime.checkpoint.export import PRECISIONS, companions, copy_companions, parse_size
     from zlaunch.runtime.checkpoint.export import export as write
 
     with _as_usage_error():
+        opened = _open(folder, tag)
+        beside = companions(opened, like)
         written = write(
-            _open(folder, tag),
+            opened,
             out,
             dtype=PRECISIONS[dtype],
             max_shard_bytes=parse_size(max_shard_size),
             kind=kind,
             exclude_frozen=exclude_frozen_parameters,
         )
+        written += copy_companions(beside, out, replace=like is not None)
     for path in written:
         click.echo(str(path))
 

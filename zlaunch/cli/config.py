@@ -6,8 +6,10 @@ import sys
 
 import click
 
+from zlaunch.cli.commands import SETTINGS
 
-@click.group()
+
+@click.group(context_settings=SETTINGS)
 def config() -> None:
     """Check config files."""
 

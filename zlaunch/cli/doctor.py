@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from zlaunch.cli.commands import SETTINGS
 from zlaunch.cli.options import Options, python_there, reach_options
 from zlaunch.launch.checkup import Checkup, Problem, Report, describe_gpus, judge, size
 
@@ -26,11 +27,6 @@ if TYPE_CHECKING:
     from zlaunch.cli.cluster import Cluster
     from zlaunch.launch.fleet import Node
 
-_SETTINGS = {
-    "token_normalize_func": lambda token: token.replace("-", "_"),
-    "help_option_names": ["-h", "--help"],
-    "max_content_width": 100,
-}
 _CONNECT_TIMEOUT_S = 30.0
 _ANSWER_TIMEOUT_S = 20.0
 _MEET_TIMEOUT_S = 40.0
@@ -55,7 +51,7 @@ _NOT_KNOWN = "-"
 _SHOWN_INTERFACES = 4
 
 
-@click.command(context_settings=_SETTINGS)
+@click.command(context_settings=SETTINGS, short_help="Check this machine, or hosts, before a launch.")
 @click.option("-H", "--hostfile", metavar="FILE", help="Hosts to check.  [default: this machine]")
 @reach_options
 @click.option("--json", "as_json", is_flag=True, help="Print all that was found out as JSON.")

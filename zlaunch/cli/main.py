@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import importlib
 import os
 import resource
 import signal
@@ -12,17 +11,7 @@ from collections.abc import Sequence
 
 import click
 
-SUBCOMMANDS = {
-    "bench": "zlaunch.cli.bench:bench",
-    "checkpoint": "zlaunch.cli.checkpoint:checkpoint",
-    "config": "zlaunch.cli.config:config",
-    "doctor": "zlaunch.cli.doctor:doctor",
-    "ps": "zlaunch.cli.runs:ps",
-    "slurm": "zlaunch.cli.slurm:slurm",
-    "stacks": "zlaunch.cli.runs:stacks",
-    "stop": "zlaunch.cli.runs:stop",
-}
-"""Subcommand -> `module:attribute` of its click command, imported only when it is called."""
+from zlaunch.cli.commands import SUBCOMMANDS, asked_for_help, load
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -33,10 +22,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     name = "zlaunch"
     try:
         _check_folder()
+        if args[:1] == ["help"]:
+            args = asked_for_help(args[1:])
         if args and args[0] in SUBCOMMANDS:
             name = f"zlaunch {args[0]}"
-            module, _, attribute = SUBCOMMANDS[args.pop(0)].partition(":")
-            command: click.Command = getattr(importlib.import_module(module), attribute)
+            command: click.Command = load(args.pop(0))
         else:
             from zlaunch.cli.run import run as command
         result = command.main(args=args, prog_name=name, standalone_mode=False)

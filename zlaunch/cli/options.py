@@ -79,6 +79,7 @@ class Options:
     core_list: tuple[int, ...] | None
     connect_timeout_s: float
     requeue: bool = False
+    quiet: bool = False
     node_rank: int | None = None
     """With --no_ssh: which of the nodes this is."""
     pod: bool = False
@@ -97,6 +98,8 @@ class Options:
             raise click.UsageError(str(error)) from None
         if self.requeue:
             env["ZLAUNCH_TERM_SAVES"] = "1"
+        if self.quiet:
+            env["ZLAUNCH_QUIET"] = "1"
         if self.compat is not None:
             env["ZLAUNCH_COMPAT"] = self.compat
         return env

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from zlaunch import __version__
+from zlaunch.cli.commands import SETTINGS, WithSubcommands
 from zlaunch.cli.deepspeed_flags import deepspeed_flags, launcher_name
 from zlaunch.cli.options import (
     ALONE,
@@ -25,25 +26,18 @@ from zlaunch.cli.options import (
     python_there,
     reach_options,
 )
+from zlaunch.cli.torchrun_flags import settle, torchrun_flags
 
 if TYPE_CHECKING:
     from zlaunch.launch.attempts import Job
     from zlaunch.launch.plan import Plan
     from zlaunch.slurm.environment import Allocation
 
-_SETTINGS = {
-    "allow_interspersed_args": False,
-    "token_normalize_func": lambda token: token.replace("-", "_"),
-    "help_option_names": ["-h", "--help"],
-    "max_content_width": 100,
-}
-_EPILOG = (
-    "Other commands: zlaunch bench, config, doctor, ps, slurm, stacks, stop; each has --help. "
-    "A script of such a name: zlaunch ./ps"
-)
+_SETTINGS = {**SETTINGS, "allow_interspersed_args": False}
+_EPILOG = "A script with the name of a command: zlaunch ./ps"
 
 
-@click.command(context_settings=_SETTINGS, epilog=_EPILOG)
+@click.command(cls=WithSubcommands, context_settings=_SETTINGS, epilog=_EPILOG)
 @click.option(
     "--num_gpus",
     "--num_accelerators",
@@ -73,8 +67,11 @@ _EPILOG = (
 )
 @reach_options
 @click.option("--no_ssh", is_flag=True, help="The same command is started on each node by hand.")
-@click.option("--node_rank", type=int, metavar="N", help="With --no_ssh: which of the nodes this is.")
+@click.option(
+    "--node_rank", type=int, metavar="N", help="Which of the nodes this is, of those started by hand."
+)
 @deepspeed_flags
+@torchrun_flags
 @click.option("--env", multiple=True, metavar="KEY[=VAL]", help="Export a variable to the nodes; repeatable.")
 @click.option("--workdir", metavar="DIR", help="Folder to run in on every node.  [default: this one]")
 @click.option(
@@ -121,12 +118,10 @@ _EPILOG = (
 )
 @click.option(
     "--log_ranks",
-    default="0",
-    show_default=True,
     metavar="RANKS",
-    help="Ranks shown on the console: 0,2-3 or all; the logs have every rank.",
+    help="Ranks shown on the console: 0,2-3 or all; the logs have every rank.  [default: 0]",
 )
-@click.option("--module", is_flag=True, help="The script is a module name, as in python -m.")
+@click.option("-m", "--module", is_flag=True, help="The script is a module name, as in python -m.")
 @click.option(
     "--no_python", is_flag=True, help="The script is a program of any kind; it gets no --local_rank."
 )
@@ -159,7 +154,10 @@ def run(command: tuple[str, ...], **given: Any) -> int:
         raise click.UsageError("--json goes with --dry_run")
     for name in ("hostfile", "run_dir"):  # what accelerate and DeepSpeed's own wrappers pass for nothing
         given[name] = None if given[name] == "None" else given[name]
-    if given["no_ssh"] != (given["node_rank"] is not None):
+    given = settle(given)
+    for note in given["notes"] if not given["quiet"] else ():
+        print(f"zlaunch: {note}", file=sys.stderr)
+    if given["no_ssh"] and given["node_rank"] is None:
         raise click.UsageError("--no_ssh and --node_rank N go together")
     given["quiet"] = given["quiet"] or given["log_level"] in ("error", "critical")
     if given["include"] is not None and given["exclude"] is not None:
@@ -182,7 +180,10 @@ def run(command: tuple[str, ...], **given: Any) -> int:
     job, plan, where = _prepare(options, launcher, allocation, given["min_nodes"])
     world = plan.world_size if plan is not None else None
     warnings = checks.check_configs(
-        command, module=mode == "module", folder=given["workdir"], world_size=world
+        (command[0], *given["configs"], *command[1:]),
+        module=mode == "module",
+        folder=given["workdir"],
+        world_size=world,
     )
     if given["dry_run"]:
         if plan is None:
@@ -238,6 +239,7 @@ def _options(
         core_list=cores,
         connect_timeout_s=given["connect_timeout"],
         requeue=given["requeue"],
+        quiet=given["quiet"],
         **{
             name: given[name]
             for name in (

@@ -2,112 +2,30 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 import re
 import signal
-import socket
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
+from zlaunch.cli.commands import SETTINGS
+from zlaunch.cli.found_runs import DEFAULT_FOLDER, Rank, Run, alive, find_run, find_runs, meant, read_ranks
 from zlaunch.launch import record
-from zlaunch.launch.events import decode
-from zlaunch.launch.failure import signal_name
 from zlaunch.launch.processes import Process, kill, start_ticks
 
-if TYPE_CHECKING:
-    from zlaunch.launch.record import Record
-
-_SETTINGS = {
-    "token_normalize_func": lambda token: token.replace("-", "_"),
-    "help_option_names": ["-h", "--help"],
-    "max_content_width": 100,
-}
-_DEFAULT_FOLDER = "runs"
 _POLL_S = 0.05
 _QUIET_S = 0.5
 """Logs that have not grown for so long have all of the stacks."""
 _STACKS_TIMEOUT_S = 5.0
 _STACK_MARK = b"(most recent call first):"
-_RANK_EVENTS = tuple(f'"type":"{kind}"'.encode() for kind in ("start", "spawn", "exit", "lost"))
 _SIGNALS = {"TERM": signal.SIGTERM, "INT": signal.SIGINT, "USR1": signal.SIGUSR1, "KILL": signal.SIGKILL}
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """A run's folder and what its launcher wrote there."""
-
-    name: str
-    path: Path
-    record: Record
-
-    @property
-    def is_elsewhere(self) -> bool:
-        """Its launcher ran on another host, where alone can be seen whether it still does."""
-        return self.record.host != socket.gethostname()
-
-    @property
-    def state(self) -> str:
-        """`running`, `ended CODE`, `gone` (the launcher is, and wrote no end), or `on HOST`."""
-        if self.record.ended is not None:
-            return f"ended {self.record.exit_code}"
-        if self.is_elsewhere:
-            return f"on {self.record.host}"
-        return "running" if self.record.is_running() else "gone"
-
-
-@dataclass(frozen=True, slots=True)
-class Rank:
-    """A worker of the last attempt."""
-
-    rank: int
-    host: str
-    pid: int
-    state: str
-
-
-# -- finding -----------------------------------------------------------------------------------
-
-
-def find_runs(folder: Path) -> list[Run]:
-    """The runs in a folder, the oldest first; those under SLURM steps lie one folder deeper."""
-    found = []
-    for pattern in ("*/launcher.json", "*/*/launcher.json"):
-        for path in folder.glob(pattern):
-            known = record.read(path.parent)
-            if known is not None:
-                found.append(Run(str(path.parent.relative_to(folder)), path.parent, known))
-    return sorted(found, key=lambda run: (run.record.started, run.name))
-
-
-def find_run(text: str) -> Run:
-    """The run whose folder or name this is. Raises click.UsageError, with the nearest name."""
-    places = (Path(text), Path(_DEFAULT_FOLDER, text))
-    for path in places:
-        known = record.read(path)
-        if known is not None:
-            return Run(text, path, known)
-    for path in places:
-        if inside := find_runs(path):
-            raise click.UsageError(
-                f"{text!r} is a folder of runs: name one of them, such as {inside[-1].path}"
-            )
-        if (path / "launcher.json").exists():
-            raise click.UsageError(f"{path / 'launcher.json'} cannot be read")
-    if places[0].is_dir():
-        raise click.UsageError(f"{text!r} is no run's folder: there is no launcher.json in it")
-    names = [run.name for run in find_runs(Path(_DEFAULT_FOLDER))]
-    names += [str(run.path) for run in find_runs(places[0].parent)]
-    near = difflib.get_close_matches(text, names, n=1)
-    hint = f", did you mean {near[0]!r}?" if near else "; `zlaunch ps --all` shows what there is"
-    raise click.UsageError(f"no run {text!r}{hint}")
 
 
 def _living(text: str, command: str) -> Run:
@@ -130,70 +48,43 @@ def _living(text: str, command: str) -> Run:
     return run
 
 
-def read_ranks(run: Run) -> list[Rank]:
-    """The ranks of the last attempt, from its events."""
-    ranks: dict[int, Rank] = {}
-    for event in _rank_events(run.path):
-        kind, rank = event.get("type"), event.get("rank")
-        if kind == "start":
-            ranks.clear()
-        elif kind == "spawn":
-            ranks[event["rank"]] = Rank(event["rank"], event["host"], event["pid"], "running")
-        elif kind == "exit" and rank in ranks:
-            code = event["returncode"]
-            how = f"exited {code}" if code >= 0 else f"killed by {signal_name(-code)}"
-            ranks[rank] = replace(ranks[rank], state=how)
-        elif kind == "lost":
-            ranks |= {r.rank: replace(r, state="node lost") for r in _alive(ranks.values(), event["host"])}
-    if run.state == "gone" or run.record.ended is not None:
-        ranks |= {r.rank: replace(r, state="unknown") for r in _alive(ranks.values())}
-    return [ranks[rank] for rank in sorted(ranks)]
-
-
-def _rank_events(run_dir: Path) -> Iterable[dict[str, Any]]:
-    try:
-        with open(run_dir / "events.jsonl", "rb") as file:
-            for line in file:
-                # Most lines are metrics; parsing them all would take seconds for a long run.
-                event = decode(line) if any(mark in line for mark in _RANK_EVENTS) else None
-                if event is not None:
-                    yield event
-    except OSError:
-        return
-
-
-def _alive(ranks: Iterable[Rank], host: str | None = None) -> list[Rank]:
-    return [r for r in ranks if r.state == "running" and host in (None, r.host)]
-
-
 # -- ps ----------------------------------------------------------------------------------------
 
 
-@click.command(context_settings=_SETTINGS)
-@click.argument("folder", metavar="[DIR]", default=_DEFAULT_FOLDER)
+@click.command(context_settings=SETTINGS, short_help="Show the runs of a folder, or the ranks of one.")
+@click.argument("folder", metavar="[DIR|RUN]", default=DEFAULT_FOLDER)
 @click.option("-a", "--all", "show_all", is_flag=True, help="Also the runs that have ended.")
+@click.option("--clean", is_flag=True, help="List the runs that have ended, and remove them with their logs.")
+@click.option("-y", "--yes", is_flag=True, help="With --clean: do not ask.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON; times are seconds since the epoch.")
-def ps(folder: str, show_all: bool, as_json: bool) -> int:
-    """Show the runs of a folder (default: runs), or the ranks of one run.
+def ps(folder: str, show_all: bool, clean: bool, yes: bool, as_json: bool) -> int:
+    """Show the runs of a folder (default: runs), or the ranks of one run; `last` is the newest.
 
     States of a run: running; ended with an exit code; gone, when the launcher was killed; on HOST, when its
     launcher is there and only there can be seen more.
     """
+    if (yes and not clean) or (clean and (as_json or show_all)):
+        raise click.UsageError("--yes goes with --clean, and --all and --json do not")
+    folder = meant(folder)
     path = Path(folder)
     if (
-        folder != _DEFAULT_FOLDER
+        folder != DEFAULT_FOLDER
         and not path.is_dir()
-        and record.read(Path(_DEFAULT_FOLDER, folder)) is not None
+        and record.read(Path(DEFAULT_FOLDER, folder)) is not None
     ):
-        path = Path(_DEFAULT_FOLDER, folder)
+        path = Path(DEFAULT_FOLDER, folder)
     known = record.read(path)
     if known is not None:
         run = Run(path.name or str(path), path, known)
+        if clean:
+            return _clean([run], yes=yes)
         _show_run(run, read_ranks(run), as_json=as_json)
         return 0
-    if not path.is_dir() and folder != _DEFAULT_FOLDER:
+    if not path.is_dir() and folder != DEFAULT_FOLDER:
         raise click.UsageError(f"there is no folder {folder!r}")
     everything = find_runs(path)
+    if clean:
+        return _clean(everything, yes=yes)
     chosen = [run for run in everything if show_all or run.state == "running" or run.state.startswith("on ")]
     if as_json:
         print(json.dumps([_as_data(run) for run in chosen], indent=2))
@@ -204,6 +95,12 @@ def ps(folder: str, show_all: bool, as_json: bool) -> int:
         hidden = f"; --all shows {len(everything)} more" if everything else ""
         print(f"no runs{' are running' if hidden else ''} in {folder}{hidden}")
     return 0
+
+
+def _clean(runs: Sequence[Run], *, yes: bool) -> int:
+    from zlaunch.cli.clean import clean
+
+    return clean(runs, yes=yes)
 
 
 def _as_data(run: Run) -> dict[str, Any]:
@@ -258,7 +155,7 @@ def _duration(seconds: float) -> str:
 # -- stop --------------------------------------------------------------------------------------
 
 
-@click.command(context_settings=_SETTINGS)
+@click.command(context_settings=SETTINGS, short_help="Stop a run and wait for its end.")
 @click.argument("run", metavar="RUN")
 @click.option(
     "--signal",
@@ -277,10 +174,11 @@ def _duration(seconds: float) -> str:
     help="To wait for the end.",
 )
 def stop(run: str, name: str, timeout: float) -> int:
-    """Stop RUN, a run's folder or its name under runs, and wait for its end.
+    """Stop RUN, a run's folder, its name under runs or `last`, and wait for its end.
 
     Exit code 0: stopped; 1: it did not end in time; 2: there is nothing here to stop.
     """
+    run = meant(run)
     found = _living(run, "stop")
     process = Process(found.record.pid, found.record.start_ticks)
     kill(process, _SIGNALS[name.upper()])
@@ -309,21 +207,22 @@ def _not_ended(run: str, name: str, timeout_s: float) -> str:
 # -- stacks ------------------------------------------------------------------------------------
 
 
-@click.command(context_settings=_SETTINGS)
+@click.command(context_settings=SETTINGS, short_help="Show where every rank of a run is.")
 @click.argument("run", metavar="RUN")
 @click.option("--rank", "chosen", metavar="RANKS", help="Such as 0,3-4.  [default: all that are running]")
 def stacks(run: str, chosen: str | None) -> int:
-    """Show where every rank of RUN is: the Python stacks of all its threads.
+    """Show where every rank of RUN, or of the `last` one, is: the Python stacks of all its threads.
 
     The run goes on. Exit code 1: some ranks did not answer; they are named.
     """
+    run = meant(run)
     found = _living(run, "stacks")
     if not _is_python(found.path):
         raise click.UsageError(f"{run} runs a program with --no_python: it has no Python stacks")
     ranks = {rank.rank: rank for rank in read_ranks(found)}
     if not ranks:
         raise click.UsageError(f"no worker of {run} has been started yet")
-    wanted = parse_ranks(chosen, ranks) if chosen is not None else [r.rank for r in _alive(ranks.values())]
+    wanted = parse_ranks(chosen, ranks) if chosen is not None else [r.rank for r in alive(ranks.values())]
     logs = {rank: found.path / "logs" / f"rank_{rank:05d}.log" for rank in wanted}
     before = _sizes(logs)
     kill(Process(found.record.pid, found.record.start_ticks), signal.SIGUSR2)

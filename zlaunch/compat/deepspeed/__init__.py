@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
 
+from zlaunch.runtime.log import say
+
 VERSION = "0.19.8"
 """The DeepSpeed whose interface this is: what ``deepspeed.__version__`` says, since callers compare it."""
 FOLDER = Path(__file__).parent / "path"
@@ -97,11 +99,7 @@ def install_as_asked(choice: str) -> None:
         return
     uninstall()
     if choice == "auto" and os.environ.get("RANK", "0") == "0":
-        print(
-            f"zlaunch: `import deepspeed` is the installed {real} (--compat deepspeed: zlaunch)",
-            file=sys.stderr,
-            flush=True,
-        )
+        say(f"`import deepspeed` is the installed {real} (--compat deepspeed: zlaunch)", sys.stderr)
 
 
 def _is_ours(file: str | None) -> bool:

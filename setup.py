@@ -1,0 +1,24 @@
+"""What pyproject.toml cannot say: the links inside zlaunch/ are links in the source archive too."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from setuptools import setup
+from setuptools.command.sdist import sdist
+
+
+class Sdist(sdist):
+    """`sdist`, which else would put a second copy of the linked folders there."""
+
+    def make_release_tree(self, base_dir: str, files: list[str]) -> None:
+        """Copy the files to ``base_dir``, and the links as links."""
+        links = [path for path in Path("zlaunch").iterdir() if path.is_symlink()]
+        behind = tuple(f"{link}/" for link in links)
+        super().make_release_tree(base_dir, [file for file in files if not file.startswith(behind)])
+        for link in links:
+            os.symlink(os.readlink(link), Path(base_dir, link))
+
+
+setup(cmdclass={"sdist": Sdist})

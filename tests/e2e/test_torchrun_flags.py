@@ -1,0 +1,86 @@
+"""The command lines of torchrun and `accelerate launch`, with zlaunch in their place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.helpers import Launch, run
+
+SAY = """
+import argparse, os, torch.distributed as dist
+argparse.ArgumentParser().parse_args()  # torchrun passes no --local_rank
+dist.init_process_group("gloo")
+place = [os.environ[name] for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE")]
+print("rank", dist.get_rank(), dist.get_world_size(), *place)
+dist.destroy_process_group()
+"""
+ENV = {"CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"}
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--standalone", "--nproc-per-node=2", "--tee", "3"),
+        ("--nnodes=1", "--node_rank=0", "--master_addr=localhost", "--nproc_per_node", "2", "-t", "3"),
+        ("--num_processes", "2", "--num_machines", "1", "--machine_rank", "0", "--log_ranks", "all"),
+    ],
+    ids=["standalone", "torchrun", "accelerate"],
+)  # fmt: skip
+def test_one_machine(tmp_path: Path, flags: tuple[str, ...]) -> None:
+    launch = run(tmp_path, *flags, "-q", script=SAY, env=ENV)
+    assert launch.process.returncode == 0, launch.err
+    assert sorted(launch.out.splitlines()) == ["[rank 0] rank 0 2 0 2", "[rank 1] rank 1 2 1 2"]
+
+
+def test_two_nodes_each_by_its_own_command(tmp_path: Path) -> None:
+    where = ["--nnodes=2", "--rdzv_backend=c10d", "--rdzv_endpoint=127.0.0.1:29714", "--rdzv_id=7"]
+    launches = []
+    for rank in range(2):
+        (tmp_path / str(rank)).mkdir()
+        flags = [*where, f"--node_rank={rank}", "--nproc_per_node=1", "--iface=lo", "--tee=3"]
+        launches.append(Launch(tmp_path / str(rank), *flags, script=SAY, env=ENV))
+    assert [launch.wait() for launch in launches] == [0, 0], [launch.err for launch in launches]
+    lines = sorted(line.rpartition("] ")[2] for each in launches for line in each.out.splitlines())
+    assert lines == ["rank 0 2 0 1", "rank 1 2 0 1"]
+
+
+def test_accelerates_plugin_from_the_command_line(tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text(
+        '{"train_micro_batch_size_per_gpu": 4, "bf16": {"enabled": true}, "zero_optimization": {"stage": 1}}'
+    )
+    script = """
+        import torch
+        from accelerate import Accelerator, InitProcessGroupKwargs
+        accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")])
+        model = torch.nn.Linear(8, 1)
+        model, _ = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+        accelerator.print(type(model).__name__, model.zero_optimization_stage(), accelerator.mixed_precision)
+    """
+    flags = (
+        "--num_processes=2",
+        "--use_deepspeed",
+        "--deepspeed_config_file=ds.json",
+        "--mixed_precision=bf16",
+    )
+    launch = run(tmp_path, *flags, script=script, env=ENV)
+    assert launch.process.returncode == 0, launch.err
+    assert "DeepSpeedEngine 1 bf16" in launch.out
+    assert (
+        "handed on to accelerate, where the script uses it: --mixed_precision, --use_deepspeed" in launch.err
+    )
+
+
+def test_the_config_of_the_plugin_is_checked_before_anything_starts(tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text('{"zero_optimization": {"stag": 1}}')
+    flags = ("--use_deepspeed", "--deepspeed_config_file", "ds.json")
+    launch = run(tmp_path, *flags, script="print('ran')", env=ENV)
+    assert launch.process.returncode == 2 and launch.out == ""
+    assert "ds.json: zero_optimization.stag: unknown key, did you mean stage?" in launch.err
+
+
+def test_a_flag_that_cannot_work_is_one_line(tmp_path: Path) -> None:
+    launch = run(tmp_path, "--nnodes", "1:4", script="print('ran')")
+    assert launch.process.returncode == 2 and launch.out == ""
+    assert launch.err.startswith("zlaunch: error: --nnodes 1:4: ") and launch.err.count("\n") == 1

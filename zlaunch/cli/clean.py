@@ -1,0 +1,95 @@
+"""`zlaunch ps --clean`: remove what runs that have ended have left, and nothing else."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+
+from zlaunch.cli.found_runs import Run, own_pids
+from zlaunch.launch import record
+
+_OURS = (
+    *("launcher.json", "plan.json", "events.jsonl", "config.effective.json", "checkpoint.json"),
+    *("logs/rank_*.log", "logs/agent_*.log"),
+)
+"""What zlaunch writes into a run's folder; all else there is the user's. launcher.json goes last, so that a
+folder that could not be emptied stays a run.
+"""
+
+
+def clean(runs: Sequence[Run], *, yes: bool) -> int:
+    """List the runs that have ended, ask, and remove them; returns the exit code."""
+    chosen = []
+    for run in runs:
+        why = _kept_because(run)
+        if why is None:
+            chosen.append(run)
+            print(f"{run.path}: {run.state}, {_size(run.path)}, logs and all")
+        elif run.state != "running":
+            print(f"{run.path}: {run.state}, stays: {why}")
+    if not chosen:
+        print("nothing to remove")
+        return 0
+    plural = "s" if len(chosen) > 1 else ""
+    if not yes:
+        if not sys.stdin.isatty():
+            raise click.UsageError(f"--clean: add --yes to remove the {len(chosen)} run{plural} listed above")
+        if not click.confirm(f"Remove the {len(chosen)} run{plural}?"):
+            return 1
+    for run in chosen:
+        _remove(run)
+    print(f"removed {len(chosen)} run{plural}")
+    return 0
+
+
+def _kept_because(run: Run) -> str | None:
+    """Why a run must stay, or None."""
+    if run.record.ended is None:
+        if run.is_elsewhere:
+            return f"only {run.record.host} can tell whether it has ended: run zlaunch ps --clean there"
+        if run.state == "running":
+            return "it is going on"
+    if alive := own_pids(run):
+        return f"process {alive[0]} of it is still alive"
+    try:
+        job = json.loads((run.path / "checkpoint.json").read_text())["job"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return f"SLURM job {job} goes on from it if it is requeued; otherwise remove it by hand" if job else None
+
+
+def _ours(folder: Path) -> list[Path]:
+    return [path for pattern in _OURS for path in folder.glob(pattern)]
+
+
+def _size(folder: Path) -> str:
+    size = float(sum(path.lstat().st_size for path in _ours(folder)))
+    for unit in ("B", "kB", "MB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}"
+        size /= 1000
+    return f"{size:.1f} GB"
+
+
+def _remove(run: Run) -> None:
+    """Remove our files, and the folders that are empty then. Raises click.UsageError."""
+    now = record.read(run.path)
+    if now is None or now.pid != run.record.pid or now.started != run.record.started:
+        print(f"{run.path}: stays: another run has begun there")
+        return
+    try:
+        for path in sorted(_ours(run.path), key=lambda path: path.name == "launcher.json"):
+            path.unlink()
+        for folder in (run.path / "logs", run.path, run.path.parent):
+            if folder.is_dir() and not folder.is_symlink() and not os.listdir(folder):
+                folder.rmdir()
+    except OSError as error:
+        raise click.UsageError(f"--clean: {error.filename}: {error.strerror}") from None
+    if run.path.is_dir():
+        others = sorted(path.name for path in run.path.iterdir())
+        print(f"{run.path}: {', '.join(others)} stay{'s' * (len(others) == 1)}: not zlaunch's")

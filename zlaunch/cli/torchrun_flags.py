@@ -1,0 +1,290 @@
+"""Flags of torchrun and `accelerate launch`: taken as the options that zlaunch has for them, passed over, or
+answered with what to use.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import click
+
+from zlaunch.cli.options import DEFAULT_HOSTFILE
+
+_SAME = {
+    "num_machines": "num_nodes",
+    "machine_rank": "node_rank",
+    "main_process_ip": "master_addr",
+    "main_process_port": "master_port",
+    "log_dir": "run_dir",
+    "deepspeed_hostfile": "hostfile",
+}
+"""Flag -> the option that is the same by another name."""
+_NUMBERS = (
+    "num_machines",
+    "machine_rank",
+    "main_process_port",
+    "num_processes",
+    "num_cpu_threads_per_process",
+)
+_TEXTS = (
+    *("nnodes", "nproc_per_node", "rdzv_endpoint", "main_process_ip", "log_dir", "tee"),
+    *("deepspeed_hostfile", "deepspeed_config_file", "gradient_accumulation_steps"),
+)
+_SWITCHES = ("standalone", "use_env", "use_deepspeed", "multi_gpu", "run_path", "same_network")
+_VARIABLES = {
+    "mixed_precision": "ACCELERATE_MIXED_PRECISION",
+    "use_deepspeed": "ACCELERATE_USE_DEEPSPEED",
+    "deepspeed_config_file": "ACCELERATE_DEEPSPEED_CONFIG_FILE",
+    "gradient_accumulation_steps": "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
+}
+"""Flag -> the variable in which accelerate looks for it."""
+_WITHOUT_EFFECT = ("--rdzv_id", "--monitor_interval", "--start_method")
+"""With a value: a run has its own id, workers are watched all the time, and are processes in any case."""
+_IN_THE_CONFIG = "put it into the config file: --deepspeed_config_file"
+_INSTEAD = {
+    "--rdzv_conf": (True, "use --node_rank R, and --connect_timeout SECONDS"),
+    "--local_addr": (True, "use --iface NAME"),
+    "--local_ranks_filter": (True, "use --log_ranks 0,2-3"),
+    "--role": (True, "workers get no ROLE_NAME: say it with --env KEY=VALUE"),
+    "--numa_binding": (True, "use --bind_cores_to_rank"),
+    "--enable_cpu_affinity": (False, "use --bind_cores_to_rank"),
+    "--shutdown_timeout": (True, "use --grace SECONDS"),
+    "--signals_to_handle": (True, "SIGTERM, SIGINT and SIGHUP end a run; SIGUSR1 asks it to save and stop"),
+    "--logs_specs": (True, "every rank's log is in the run's folder: --run_dir DIR"),
+    "--event_log_handler": (True, "the events are in events.jsonl in the run's folder: --run_dir DIR"),
+    "--duplicate_stdout_filters": (True, "every rank's log is in the run's folder: --run_dir DIR"),
+    "--duplicate_stderr_filters": (True, "every rank's log is in the run's folder: --run_dir DIR"),
+    "--virtual_local_rank": (False, "use CUDA_VISIBLE_DEVICES in the script"),
+    "--config_file": (
+        True,
+        "zlaunch reads no file of accelerate's: say --num_processes, --num_machines and so on here, or use "
+        "python -m zlaunch.compat.deepspeed accelerate launch",
+    ),
+    "--gpu_ids": (True, "use --include localhost:0,2-3"),
+    "--dynamo_backend": (True, "call torch.compile in the script"),
+    "--cpu": (False, "hide the GPUs: CUDA_VISIBLE_DEVICES= zlaunch ..."),
+    "--tpu": (False, "zlaunch runs on GPUs and CPUs"),
+    "--use_fsdp": (False, "zero_optimization.stage 3 in the config shards the parameters too"),
+    "--use_megatron_lm": (False, "zlaunch has ZeRO stages 0 to 3: see docs/config.md"),
+    "--deepspeed_multinode_launcher": (True, "use --launcher ssh, slurm or openmpi"),
+    "--deepspeed_inclusion_filter": (True, "use --include FILTER"),
+    "--deepspeed_exclusion_filter": (True, "use --exclude FILTER"),
+    "--zero_stage": (True, _IN_THE_CONFIG),
+    "--offload_optimizer_device": (True, _IN_THE_CONFIG),
+    "--offload_param_device": (True, _IN_THE_CONFIG),
+    "--gradient_clipping": (True, _IN_THE_CONFIG),
+    "--zero3_init_flag": (True, "use zlaunch.zero.Init in the script"),
+    "--zero3_save_16bit_model": (True, _IN_THE_CONFIG),
+}
+"""Flag -> whether it has a value, and the answer."""
+_NAMES = (*_NUMBERS, *_TEXTS, *_SWITCHES, "redirects", "rdzv_backend", "mixed_precision")
+_STREAMS = re.compile(r"[0-3]|\d+:[0-3](,\d+:[0-3])*", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What decides on the meaning of a flag."""
+
+    gpus: int
+    cores: int
+    knows_hosts: bool
+    """A SLURM job or the hostfile that is looked for names the nodes."""
+    step_nodes: int | None = None
+    """Nodes of the step, where srun has started this on each of them."""
+
+
+def torchrun_flags(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate a click command with them, hidden; :func:`settle` takes them out of what is given."""
+    for name in _NUMBERS:
+        low = 0 if name in ("machine_rank", "main_process_port") else 1
+        command = click.option(f"--{name}", type=click.IntRange(min=low), hidden=True)(command)
+    for name in _TEXTS:
+        short = ("-t",) if name == "tee" else ()
+        command = click.option(f"--{name}", *short, hidden=True)(command)
+    for name in _SWITCHES:
+        command = click.option(f"--{name}", is_flag=True, hidden=True)(command)
+    command = click.option("--redirects", "-r", hidden=True)(command)
+    command = click.option("--rdzv_backend", hidden=True, callback=_backend)(command)
+    command = click.option("--mixed_precision", type=click.Choice(["no", "fp16", "bf16"]), hidden=True)(
+        command
+    )
+    for flag in _WITHOUT_EFFECT:
+        command = click.option(flag, hidden=True, expose_value=False)(command)
+    for flag, (takes_value, answer) in _INSTEAD.items():
+        kind: dict[str, Any] = {} if takes_value else {"is_flag": True}
+        refuse = _refuse(flag, answer)
+        command = click.option(flag, hidden=True, expose_value=False, callback=refuse, **kind)(command)
+    return command
+
+
+def _refuse(flag: str, answer: str) -> Callable[..., None]:
+    def refuse(context: click.Context, parameter: click.Parameter, value: Any) -> None:
+        if value not in (None, False):
+            raise click.UsageError(f"{flag} is not zlaunch's: {answer}")
+
+    return refuse
+
+
+def _backend(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
+    if value not in (None, "c10d", "static"):
+        raise click.UsageError(
+            f"--rdzv_backend {value}: the workers meet at node 0 alone; use c10d or static"
+        )
+    return value
+
+
+def surroundings() -> Surroundings:
+    """Look at this machine and its environment."""
+    from zlaunch.launch.devices import available_cores, discover
+    from zlaunch.slurm.environment import SlurmError, read
+
+    try:
+        allocation = read(os.environ)
+    except SlurmError:
+        allocation = None  # said where the job is read for good
+    return Surroundings(
+        gpus=len(discover(os.environ).tokens),
+        cores=available_cores(),
+        knows_hosts=allocation is not None or os.path.isfile(DEFAULT_HOSTFILE),
+        step_nodes=len(allocation.nodes) if allocation is not None and allocation.inside_step else None,
+    )
+
+
+def settle(given: dict[str, Any], around: Callable[[], Surroundings] = surroundings) -> dict[str, Any]:
+    """Return what was given without these flags, their values in the options that zlaunch has for them.
+
+    ``notes`` in it is what the user should hear of that, ``configs`` is to be checked like arguments of the
+    script. Raises click.UsageError for what contradicts itself or is missing.
+    """
+    flags = {name: given[name] for name in _NAMES}
+    out = {name: value for name, value in given.items() if name not in _NAMES}
+    config = flags["deepspeed_config_file"]
+    out["notes"], out["configs"] = [], () if config is None else ("--deepspeed_config", config)
+    teed = _streams("tee", flags["tee"])
+    _streams("redirects", flags["redirects"])  # the logs have everything in any case
+    if out["log_ranks"] is None:
+        out["log_ranks"] = "all" if teed else "0"
+    out["no_ssh"] = out["no_ssh"] or out["node_rank"] is not None
+    if all(value in (None, False) for value in flags.values()):
+        return out
+    for flag, option in _SAME.items():
+        _take(out, option, flags[flag], f"--{flag} {flags[flag]}")
+    _take(out, "num_nodes", _nodes(flags["nnodes"]), f"--nnodes {flags['nnodes']}")
+    if flags["rdzv_endpoint"] is not None:
+        said = f"--rdzv_endpoint {flags['rdzv_endpoint']}"
+        host, port = _endpoint(said, flags["rdzv_endpoint"])
+        _take(out, "master_addr", host, said)
+        _take(out, "master_port", port, said)
+    here = around()
+    _settle_nodes(out, here, standalone=flags["standalone"])
+    _settle_workers(out, here, flags["nproc_per_node"], flags["num_processes"])
+    out["no_local_rank"] = True  # neither torchrun nor accelerate passes it
+    _settle_variables(out, flags)
+    return out
+
+
+def _take(out: dict[str, Any], option: str, value: Any, said: str) -> None:
+    unset = 0 if option == "master_port" else None
+    if value is None or value == unset:
+        return
+    if out[option] not in (unset, value):
+        raise click.UsageError(f"{said} and --{option} {out[option]} say different things")
+    out[option] = value
+
+
+def _streams(name: str, value: str | None) -> bool:
+    """Whether any stream of any rank is meant."""
+    if value is not None and not _STREAMS.fullmatch(value):
+        raise click.UsageError(f"--{name} {value}: write 0, 1, 2, 3 or 0:3,1:1")
+    return value is not None and any(part.rpartition(":")[2] != "0" for part in value.split(","))
+
+
+def _nodes(text: str | None) -> int | None:
+    if text is None:
+        return None
+    match = re.fullmatch(r"(\d{1,6})(?::(\d{1,6}))?", text, re.ASCII)
+    if match is None or int(match[1]) < 1:
+        raise click.UsageError(f"--nnodes {text}: expected a number of nodes")
+    if match[2] is not None and int(match[2]) != int(match[1]):
+        raise click.UsageError(
+            f"--nnodes {text}: a run does not grow: give the number of nodes, and with a --hostfile "
+            f"--min_nodes {match[1]} --max_restarts N to go on without dead ones"
+        )
+    return int(match[1])
+
+
+def _endpoint(said: str, text: str) -> tuple[str, int]:
+    """HOST:PORT, HOST alone, or [ADDRESS]:PORT."""
+    match = re.fullmatch(r"(?:\[([^\]]+)\]|([^\[\]:]+))(?::(\d{1,5}))?", text, re.ASCII)
+    if match is None:
+        raise click.UsageError(f"{said}: expected HOST:PORT")
+    return match[1] or match[2], int(match[3] or 0)
+
+
+def _settle_nodes(out: dict[str, Any], here: Surroundings, *, standalone: bool) -> None:
+    nodes, rank, hostfile = out["num_nodes"], out["node_rank"], out["hostfile"]
+    if standalone:
+        if nodes not in (None, 1) or rank not in (None, 0) or hostfile is not None:
+            raise click.UsageError(
+                "--standalone is this machine alone: it goes with no hostfile or other nodes"
+            )
+        nodes, rank, out["launcher"] = 1, None, out["launcher"] or "local"
+    if nodes == 1 and rank == 0 and hostfile is None:
+        rank = None  # this machine alone
+    if rank is None and here.step_nodes is not None and out["launcher"] != "local":
+        if nodes not in (None, here.step_nodes):
+            raise click.UsageError(f"--nnodes {nodes}: srun has started this on {here.step_nodes} node(s)")
+        nodes = None
+    elif rank is None and (nodes or 1) > 1 and hostfile is None and not here.knows_hosts:
+        raise click.UsageError(
+            f"--nnodes {nodes}: say on every node which one it is, --node_rank R with --master_addr or "
+            "--rdzv_endpoint, or name them all with --hostfile"
+        )
+    if rank is not None and hostfile is None:
+        if nodes is None:
+            raise click.UsageError(f"--node_rank {rank}: say how many nodes there are with --nnodes N")
+        if out["master_addr"] is None:
+            raise click.UsageError(
+                f"--node_rank {rank}: say where node 0 is, with --master_addr or --rdzv_endpoint HOST:PORT"
+            )
+    out["num_nodes"], out["node_rank"], out["no_ssh"] = nodes, rank, rank is not None
+
+
+def _settle_workers(out: dict[str, Any], here: Surroundings, each: str | None, total: int | None) -> None:
+    nodes, elsewhere = out["num_nodes"], out["hostfile"] is not None or here.knows_hosts
+    if each == "cpu" and here.gpus:
+        raise click.UsageError(
+            "--nproc_per_node cpu: this machine has GPUs: hide them, CUDA_VISIBLE_DEVICES= zlaunch ..."
+        )
+    if each == "gpu" and not here.gpus and not elsewhere:
+        raise click.UsageError("--nproc_per_node gpu: this machine has no GPU; give a number of CPU workers")
+    if each == "cpu":
+        _take(out, "num_gpus", here.cores, "--nproc_per_node cpu")
+    elif each is not None and each not in ("gpu", "auto"):
+        if not re.fullmatch(r"\d{1,6}", each, re.ASCII) or int(each) < 1:
+            raise click.UsageError(f"--nproc_per_node {each}: expected a number, gpu, cpu or auto")
+        _take(out, "num_gpus", int(each), f"--nproc_per_node {each}")
+    if total is not None:
+        if nodes is None and elsewhere:
+            raise click.UsageError("--num_processes is of all nodes: use --num_gpus N, the workers of each")
+        if total % (nodes or 1):
+            raise click.UsageError(f"--num_processes {total}: cannot be shared out evenly to {nodes} nodes")
+        _take(out, "num_gpus", total // (nodes or 1), f"--num_processes {total}")
+    if out["node_rank"] is not None and out["hostfile"] is None and out["num_gpus"] is None:
+        out["num_gpus"] = here.gpus or 1  # as on the other nodes
+
+
+def _settle_variables(out: dict[str, Any], flags: dict[str, Any]) -> None:
+    """What accelerate's launcher says through the environment is said in the same way here."""
+    found = {variable: flags[flag] for flag, variable in _VARIABLES.items() if flags[flag]}
+    pairs = {name: "true" if value is True else str(value) for name, value in found.items()}
+    if pairs:
+        names = [f"--{flag}" for flag in _VARIABLES if flags[flag]]
+        out["notes"].append(f"handed on to accelerate, where the script uses it: {', '.join(names)}")
+    if flags["num_cpu_threads_per_process"] is not None:
+        pairs["OMP_NUM_THREADS"] = str(flags["num_cpu_threads_per_process"])
+    out["env"] = (*(f"{name}={value}" for name, value in pairs.items()), *out["env"])
