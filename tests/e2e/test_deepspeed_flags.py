@@ -42,7 +42,7 @@ def test_a_log_for_each_rank(tmp_path: Path) -> None:
     ("flags", "answer"),
     [
         (["--launcher", "mpich"], "--launcher mpich: use ssh, slurm or openmpi"),
-        (["--launcher", "nonsense"], "--launcher nonsense: expected local, ssh, slurm or openmpi"),
+        (["--launcher", "nonsense"], "--launcher nonsense: expected local, ssh, openssh, slurm or openmpi"),
         (["--launcher", "PDSH"], "--launcher ssh needs a --hostfile"),
         (["--autotuning", "run"], "zlaunch does not search for a config"),
         (["--elastic_training"], "use --max_restarts N"),

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from tests.limits import LIMIT_S
 from zlaunch.cli.main import main
 from zlaunch.slurm import commands as queue
+from zlaunch.slurm.commands import was_cancelled
 from zlaunch.slurm.environment import SlurmError
 from zlaunch.slurm.script import PRESETS, BatchScript, render
 
@@ -482,3 +483,18 @@ def test_submit_and_follow(
     captured = capfd.readouterr()
     assert captured.out == "42\nthe output\n"
     assert f"following {output}" in captured.err and f"job 42: {state}" in captured.err
+
+
+@pytest.mark.parametrize(
+    ("state", "run", "limit", "cancelled"),
+    [
+        ("RUNNING", "00:00:10", "00:01:00", False),
+        ("COMPLETING", "00:00:10", "00:01:00", True),
+        ("CANCELLED", "1-00:00:10", "UNLIMITED", True),
+        ("COMPLETING", "2-00:00:30", "2-00:00:00", False),
+        ("TIMEOUT", "00:01:00", "00:01:00", False),
+    ],
+)
+def test_who_cancels_a_job_does_not_want_it_back(state: str, run: str, limit: str, cancelled: bool) -> None:
+    text = f"JobId=1 JobName=x\n   JobState={state} Reason=None\n   RunTime={run} TimeLimit={limit}\n"
+    assert was_cancelled(text) == cancelled
