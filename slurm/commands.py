@@ -194,7 +194,7 @@ def requeue(environ: Mapping[str, str], say: Callable[[str], None]) -> None:
         say("--requeue: not inside a SLURM job; nothing to requeue")
         return
     try:
-        if state(job) == "CANCELLED":
+        if was_cancelled(_run(["scontrol", "show", "job", job], _QUERY_TIMEOUT_S, environ).stdout):
             say(f"job {job} was cancelled: it is not put back into the queue")
             return
     except SlurmError as error:
@@ -203,6 +203,28 @@ def requeue(environ: Mapping[str, str], say: Callable[[str], None]) -> None:
     result = _run(["scontrol", "requeue", job], _QUERY_TIMEOUT_S, environ)
     if result.returncode:
         say(f"scontrol requeue {job}: {_complaint(result)}")
+
+
+def was_cancelled(text: str) -> bool:
+    """Tell from `scontrol show job` whether a job is ending because somebody has cancelled it.
+
+    One that is preempted still runs while it is asked to stop; one that has met its time limit has run for so
+    long. SLURM itself does not say while processes are left: both are COMPLETING then.
+    """
+    found = dict(re.findall(r"\b(JobState|RunTime|TimeLimit)=(\S+)", text))
+    if found.get("JobState") not in ("COMPLETING", "CANCELLED"):
+        return False
+    limit_s, run_s = _seconds(found.get("TimeLimit", "")), _seconds(found.get("RunTime", ""))
+    return limit_s is None or run_s is None or run_s < limit_s
+
+
+def _seconds(text: str) -> int | None:
+    """Read `1-02:03:04`; None for UNLIMITED."""
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d+):(\d+)", text, re.ASCII)
+    if match is None:
+        return None
+    days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
+    return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
 def cancel_step(environ: Mapping[str, str]) -> None:
