@@ -145,7 +145,7 @@ def _act(what: Drill, launch: Launch, agent: int, guard: int) -> tuple[set[int],
         time.sleep(0.4)
         if launch.process.poll() is None:
             launch.process.send_signal(signal.SIGINT)
-        return {130}, ""
+        return {130, -2}, ""  # a shell has 130 for both; the second may meet the very end of the process
     return {130}, "stopped by SIGINT"
 
 

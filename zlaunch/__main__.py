@@ -11,7 +11,9 @@ def main() -> int:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     from zlaunch.cli.main import main as command
 
-    return command()
+    code = command()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is over: one more Ctrl-C changes nothing
+    return code
 
 
 if __name__ == "__main__":

@@ -201,3 +201,12 @@ def test_launches_leave_nothing(cluster: Testbed, tmp_path: Path, count: int) ->
         launch = start(cluster, folder, "--quiet", script="print('hello')")
         assert launch.wait() == 0, launch.err
     wait_until(lambda: counted() == before, lambda: f"as before, {before}, not {counted()}")
+
+
+@pytest.mark.parametrize("count", [pytest.param(12, marks=pytest.mark.exhaustive)])
+def test_random_kills_leave_nothing(cluster: Testbed, count: int) -> None:
+    """The same as `python -m tests.drills cluster --seed 1`."""
+    from tests.cluster.drills import one
+
+    for number in range(count):
+        one(cluster, 1, number)

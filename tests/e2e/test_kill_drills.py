@@ -224,3 +224,18 @@ def test_a_noisy_run_ends_though_nobody_reads(tmp_path: Path) -> None:
     wait_until(lambda: not alive(run_id), "workers gone")
     os.close(reader)
     assert process.wait(LIMIT_S) == 143
+
+
+@pytest.mark.parametrize("numbers", [range(12), pytest.param(range(12, 72), marks=pytest.mark.exhaustive)])
+def test_random_kills_leave_nothing(numbers: range) -> None:
+    """The same as `python -m tests.drills kill --seed 1`."""
+    from tests.drills import local, many
+
+    assert many(local, 1, numbers, parallel=2) == []
+
+
+@pytest.mark.parametrize("count", [10, pytest.param(100, marks=pytest.mark.exhaustive)])
+def test_launches_in_a_row(count: int) -> None:
+    from tests.drills import launched, many
+
+    assert many(launched, 1, range(count), parallel=2) == []

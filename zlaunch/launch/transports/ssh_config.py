@@ -17,6 +17,7 @@ from zlaunch.launch.fleet import NodeError
 from zlaunch.launch.transports.openssh import reason_for_openssh
 
 _CONNECT_TIMEOUT_S = 15.0
+_ASK_S = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +99,12 @@ def _through(settings: HostSettings, jump: HostSettings) -> HostSettings:
 def _ask_openssh(host: str, user: str | None, port: int | None, config: str | None) -> dict[str, list[str]]:
     command = ["ssh", "-G", *(["-F", config] if config else []), *(["-p", str(port)] if port else [])]
     command += [f"{user}@{host}" if user else host]
-    answer = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
+    try:
+        answer = subprocess.run(
+            command, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=_ASK_S, check=False
+        )
+    except subprocess.TimeoutExpired:  # a Match exec that hangs
+        raise NodeError(host, f"ssh -G has not answered within {_ASK_S:g} s") from None
     if answer.returncode:
         raise NodeError(host, f"ssh -G does not accept it: {answer.stderr.strip()}")
     options: dict[str, list[str]] = {}
