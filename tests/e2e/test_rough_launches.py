@@ -216,3 +216,13 @@ def test_pods_train_together(tmp_path: Path) -> None:
         "sum 4 of 0\n",
         "sum 4 of 2\n",
     ]
+
+
+def test_a_full_disk_under_the_logs_is_told_once(tmp_path: Path) -> None:
+    logs = tmp_path / "run" / "logs"
+    logs.mkdir(parents=True)
+    (logs / "rank_00000.log").symlink_to("/dev/full")
+    script = "for i in range(50): print('x' * 10000, flush=True)"
+    launch = run(tmp_path, script=script)
+    assert launch.process.returncode == 0 and len(launch.out) == 50 * 10001
+    assert launch.err.count("cannot write") == 1 and "the run goes on" in launch.err, launch.err

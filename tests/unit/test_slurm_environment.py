@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import click
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from zlaunch.cli.options import choose_launcher
 from zlaunch.slurm.commands import read_granted
 from zlaunch.slurm.environment import (
     AllocatedNode,
@@ -236,3 +240,34 @@ def test_what_the_controller_says_fills_in_the_other_nodes() -> None:
     assert step is not None
     assert [node.gpus for node in with_gpus(step, granted).nodes] == [1, 1]
     assert with_gpus(batch, {}) == batch
+
+
+PTY = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_JOB_NODELIST": "n[1-2]",
+    "SLURM_STEP_NODELIST": "n[1-2]",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "0",
+    "SLURM_NODEID": "0",
+    "SLURM_LOCALID": "0",
+    "SLURM_NTASKS": "2",
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_PTY_PORT": "4711",
+}
+
+
+@pytest.mark.parametrize(("terminal", "inside"), [(True, False), (False, True)])
+def test_a_shell_of_srun_is_no_task_among_others(terminal: bool, inside: bool) -> None:
+    """What a step without a terminal has of SLURM_PTY_PORT is inherited from a shell around it."""
+    found = read(PTY, has_terminal=terminal)
+    assert found is not None and found.inside_step == inside
+
+
+def test_a_heterogeneous_job_is_refused_by_name() -> None:
+    found = read({"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", "SLURM_HET_SIZE": "2"})
+    assert found is not None and found.het_size == 2
+    options = SimpleNamespace(node_rank=None, launcher=None, hostfile=None)
+    with pytest.raises(click.UsageError, match="heterogeneous"):
+        choose_launcher(options, found)  # type: ignore[arg-type]  # these three are all it reads
+    options.launcher = "local"
+    assert choose_launcher(options, found)[0] == "local"  # type: ignore[arg-type]

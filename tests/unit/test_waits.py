@@ -13,7 +13,7 @@ ENDS = {
     (
         "controller.py",
         "self.room.acquire",
-    ): "a reader thread; the main thread releases, and the process may end",
+    ): "a reader thread, which does not keep the process",
     ("controller.py", "thread.join"): "each thread's transports are closed and killed within 2 s each",
     ("guard.py", "os.waitpid"): "the agent's end is what the guard is there for; the agent has limits itself",
     ("agent.py", "os.waitpid"): "WNOHANG",
