@@ -274,3 +274,15 @@ def test_agents_say_what_only_they_know(cluster: Testbed, tmp_path: Path) -> Non
     assert launch.wait() == 143, launch.err
     assert "the run on n2 was stopped: the agent got SIGTERM" in launch.err
     _gone(cluster)
+
+
+@pytest.mark.parametrize("by", ["ssh", "openssh"])
+def test_a_frozen_agent_on_another_node_goes_when_its_launcher_has_gone(
+    cluster: Testbed, tmp_path: Path, by: str
+) -> None:
+    launch = start(cluster, tmp_path, "--grace=0.5", f"--launcher={by}", script=SILENT)
+    await_ready(launch)
+    cluster.enter("n2", "kill", "-STOP", str(agent_of(launch, "n2")))
+    launch.process.send_signal(signal.SIGINT)
+    assert launch.wait() == 130, launch.err
+    _gone(cluster)

@@ -8,13 +8,24 @@ is killed, the agent gets SIGTERM and ends the run.
 from __future__ import annotations
 
 import os
+import select
 import signal
 from types import FrameType
 from typing import NoReturn
 
-from zlaunch.launch.processes import Process, adopt_orphans, die_with_parent, kill, start_ticks, sweep
+from zlaunch.launch.processes import (
+    Process,
+    adopt_orphans,
+    die_with_parent,
+    is_stopped,
+    kill,
+    open_pidfd,
+    start_ticks,
+    sweep,
+)
 
 _PASSED = (signal.SIGTERM, signal.SIGHUP)
+_LOOK_MS = 1000
 _IGNORED = (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -47,10 +58,13 @@ def _guard(child: int) -> NoReturn:
             signal.signal(signum, pass_on)
         for signum in _IGNORED:
             signal.signal(signum, signal.SIG_IGN)
+        launcher = os.dup(0)
         null = os.open(os.devnull, os.O_RDWR)
         for stdio in (0, 1, 2):
             os.dup2(null, stdio)
         _disguise()
+        _await_end(agent, launcher)
+        os.close(launcher)  # who writes to a dead agent is to be told
         pid = 0
         while pid != child:
             pid, status = os.waitpid(-1, 0)
@@ -64,6 +78,24 @@ def _guard(child: int) -> NoReturn:
                 signal.signal(-code, signal.SIG_DFL)
             os.kill(os.getpid(), -code)
         os._exit(code if code >= 0 else 1)
+
+
+def _await_end(agent: Process, launcher: int) -> None:
+    """Wait until the agent ends. A stopped one (SIGSTOP) cannot see its launcher hang up: let it go on then."""
+    pidfd = open_pidfd(agent.pid)
+    if pidfd is None:
+        return
+    poller = select.poll()
+    poller.register(pidfd, select.POLLIN)
+    poller.register(launcher, 0)  # hanging up is reported in any case
+    pause_ms: int | None = None
+    while pidfd not in (ready := {fd for fd, _ in poller.poll(pause_ms)}):
+        if launcher in ready:
+            poller.unregister(launcher)
+            pause_ms = _LOOK_MS
+        if pause_ms is not None and is_stopped(agent):
+            kill(agent, signal.SIGCONT)
+    os.close(pidfd)
 
 
 def _reap() -> bool:

@@ -80,6 +80,15 @@ def start_ticks(pid: int) -> int | None:
         return None
 
 
+def is_stopped(process: Process) -> bool:
+    """Tell whether a process has been stopped by a signal."""
+    try:
+        fields = _stat_fields(process.pid)
+        return fields[0] == b"T" and int(fields[19]) == process.start_ticks
+    except (OSError, IndexError):
+        return False
+
+
 def run_processes(
     run_id: str | None = None,
     sessions: Collection[Process] = (),
