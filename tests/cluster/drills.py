@@ -34,6 +34,8 @@ def one(cluster: Testbed, seed: int, number: int) -> str:
         dice.choice(list(_SCRIPTS)),
         dice.choice(_VICTIMS),
     )
+    if victim == "agent and guard" and script == "hidden":
+        script = "stubborn"  # nobody is left there who could know what has no mark
     rank, delay_s = dice.randrange(6), dice.random() ** 2 * 0.5
     what = f"{number}: {victim}, {script}, {by}, rank {rank}"
     body = (

@@ -147,6 +147,12 @@ class Cluster:
         close_all(unused)
         return [node for node in nodes if node.host in self.chosen], errors
 
+    def sweep(self, hosts: Sequence[str], run_id: str) -> None:
+        """End what is left of a run on hosts whose agents have died."""
+        from zlaunch.launch.fleet import sweep_hosts
+
+        sweep_hosts(hosts, self.open_link, run_id)
+
     # -- the plan
 
     def spec(self, node: Node, interface: str) -> NodeSpec:
@@ -235,6 +241,7 @@ class Cluster:
             hosts=self.hosts(),
             connect=self.connect,
             plan=self.plan,
+            sweep=self.sweep,
             master_addr=o.master_addr,
             master_port=o.master_port,
             iface=o.iface,

@@ -24,10 +24,7 @@ from collections.abc import Callable
 from functools import partial
 
 from zlaunch.launch.events import WORKER_EVENTS, Event
-from zlaunch.launch.failure import (
-    likely_reason,
-    signal_name,
-)
+from zlaunch.launch.failure import likely_reason, signal_name
 from zlaunch.launch.greeting import Greeter
 from zlaunch.launch.guard import fork_under_guard
 from zlaunch.launch.oom import oom_counters, oom_rose

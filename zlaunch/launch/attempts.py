@@ -26,6 +26,8 @@ class Job:
     """The plan for the nodes that answered; the rendezvous is None for one node; the last is the attempt's
     number. Raises NodeError.
     """
+    sweep: Callable[[Sequence[str], str], None] = lambda hosts, run_id: None
+    """Ends what is left of a run (its id) on hosts whose agents have died."""
     master_addr: str | None = None
     master_port: int = 0
     iface: str | None = None
@@ -108,6 +110,8 @@ def _attempt(
         attempt=attempt,
     )
     outcome = controller.run()
+    if outcome.died:
+        job.sweep(sorted(outcome.died), plan.run_id)
     return replace(outcome, lost=outcome.lost | {error.host for error in errors})
 
 

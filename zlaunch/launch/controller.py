@@ -287,6 +287,7 @@ class Controller:
         else:
             how = f"exit code {code}" if code is not None and code >= 0 else "killed, or the node went down"
             self.verdict.lost.add(transport.host)
+            self.verdict.died.add(transport.host)
         text = f"agent on {transport.host} died ({how})"
         if said := transport.diagnostics():
             text += "\n  it said: " + said.replace("\n", "\n  ")

@@ -20,6 +20,7 @@ SLOW_S = 5.0
 """How long nothing may be said of a start that is going on."""
 _ANSWER_TIMEOUT_S = 15.0
 _TIMEOUT_PER_ADDRESS_S = 4.0
+_SWEEP_S = 10.0
 _MEET_LIMIT_S = 600.0
 """More than finding the rendezvous can take."""
 
@@ -241,6 +242,22 @@ def find_rendezvous(
     address = reached[0]["address"] if reached else candidates[0]
     own = iface or next((name for name, addresses in known.items() if address in addresses), "")
     return Rendezvous(address, port, (own, *(iface or str(answer["interface"]) for answer in reached)))
+
+
+def sweep_hosts(hosts: Sequence[str], open_link: Callable[[str], Link], run_id: str) -> None:
+    """End what an agent that has died, its guard too, has left of a run. A host that is down has nothing."""
+
+    def work(host: str) -> Event:
+        link = links[host] = open_link(host)
+        return link.ask({"cmd": "sweep", "run_id": run_id, "idle_s": _SWEEP_S}, "swept")
+
+    def give_up(host: str) -> str:
+        return "it does not answer"
+
+    links: dict[str, Link] = {}
+    _all(hosts, work, give_up, _SWEEP_S)
+    for link in links.values():
+        link.transport.kill()
 
 
 def close_all(nodes: Sequence[Node]) -> None:

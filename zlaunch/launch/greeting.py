@@ -1,7 +1,7 @@
 """The agent before it has a plan: who it is, and which address of node 0 the nodes can meet at.
 
-Commands: hello (answer: hello), checkup (checkup), listen (listening), reach (reached). The answers are
-events. Nothing runs on the node yet, so these may take a moment.
+Commands: hello (answer: hello), checkup (checkup), listen (listening), reach (reached), sweep (swept). The
+answers are events. Nothing runs on the node yet, so these may take a moment.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from zlaunch.launch.events import Event
 from zlaunch.launch.network import interface_of, open_listener, own_address_towards
+from zlaunch.launch.processes import sweep
 
 
 class Greeter:
@@ -32,6 +33,8 @@ class Greeter:
             from zlaunch.launch.checkup import own_checkup
 
             self._send(own_checkup(str(message["workdir"]), message["nccl_setting"]).as_event())
+        elif command == "sweep":
+            self._send({"type": "swept", "count": sweep(str(message["run_id"]))})
         elif command == "listen":
             self._listen(int(message["port"]), str(message["token"]).encode())
         elif command == "reach":

@@ -81,7 +81,7 @@ def _guard(child: int) -> NoReturn:
 
 
 def _await_end(agent: Process, launcher: int) -> None:
-    """Wait until the agent ends. A stopped one (SIGSTOP) cannot see its launcher hang up: let it go on then."""
+    """Wait until the agent ends. A stopped one (SIGSTOP) cannot see its launcher hang up: it goes on then."""
     pidfd = open_pidfd(agent.pid)
     if pidfd is None:
         return

@@ -31,6 +31,8 @@ class Outcome:
     """The signal that the launcher was stopped by."""
     lost: frozenset[str] = frozenset()
     """Nodes that are gone."""
+    died: frozenset[str] = frozenset()
+    """Those of them whose agent ended without a word: what it has started may be left there."""
     port_taken: bool = False
     """Nothing was wrong but the rendezvous port."""
     save_asked: bool = False
@@ -49,6 +51,7 @@ class Verdict:
         self.agent_code: int | None = None
         """The exit code where an agent, and no worker, ended the run."""
         self.lost: set[str] = set()
+        self.died: set[str] = set()
         self.stop_at: float | None = None
         """When the other workers are to be stopped (monotonic seconds): a failure has been seen, and a better
         cause may show up until then.
@@ -104,10 +107,10 @@ class Verdict:
 
     def outcome(self, signum: int, *, save_asked: bool) -> Outcome:
         """Say what went wrong, if anything, and return how the attempt ended."""
-        lost = frozenset(self.lost)
+        found = Outcome(0, lost=frozenset(self.lost), died=frozenset(self.died), save_asked=save_asked)
         if signum:
             self._console.message(f"stopped by {failures.signal_name(signum)}")
-            return Outcome(128 + signum, signum, lost, save_asked=save_asked)
+            return replace(found, code=128 + signum, signum=signum)
         for error in self.errors:
             self._console.error(error)
         code = self.agent_code or (1 if self.errors else 0)
@@ -122,8 +125,8 @@ class Verdict:
             port_taken = failures.is_port_taken(first.exception)
         elif self._saved and not code:
             self._console.message("the run has saved, as it was asked to, and wants to be started again")
-            return Outcome(failures.SAVED_CODE, 0, lost, save_asked=True)
-        return Outcome(code, 0, lost, port_taken, save_asked)
+            return replace(found, code=failures.SAVED_CODE, save_asked=True)
+        return replace(found, code=code, port_taken=port_taken)
 
     def _tail(self, rank: int) -> Sequence[str]:
         """Return the last lines, each as a terminal would show it: what a bar has overwritten is gone."""

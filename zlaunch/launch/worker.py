@@ -28,7 +28,6 @@ class Worker:
         self.finished_fds: set[int] = set()
         self.events = LineBuffer()
         self.returncode: int | None = None
-        self.exception: str | None = None
 
 
 def _pipes() -> tuple[list[int], list[int]]:
