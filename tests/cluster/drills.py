@@ -53,7 +53,9 @@ def one(cluster: Testbed, seed: int, number: int) -> str:
             time.sleep(delay_s)
             code, words = _act(cluster, launch, victim, rank, by)
             found = launch.wait()
-            assert found == code or (by == "slurm" and found), f"{what}: exit code {found}: {launch.err}"
+            # salloc has codes of its own, 0 among them when its command is killed.
+            fits = found == code or (by == "slurm" and (found or victim == "launcher"))
+            assert fits, f"{what}: exit code {found}: {launch.err}"
             assert words in launch.err, f"{what}: {words!r} is not in {launch.err!r}"
             wait_until(lambda: not cluster.processes(), lambda: f"{what}: left: {cluster.processes()}")
             wait_until(lambda: not alive(run_id), lambda: f"{what}: left: {alive(run_id)}")

@@ -138,7 +138,8 @@ class Agent:
     def _on_orphaned(self) -> None:
         """Stop, and let the other launchers of a SLURM step know: theirs would wait for this one's ranks."""
         others = self.plan is not None and self.plan.in_step and not self.stopping and not self._all_exited()
-        self.stop("the launcher is gone")
+        # sshd hangs up when the process that it has started, the guard, is gone.
+        self.stop("the agent's guard was killed" if self._is_alone() else "the launcher is gone")
         if others:
             from zlaunch.slurm.commands import cancel_step
             from zlaunch.slurm.environment import SlurmError
@@ -147,6 +148,9 @@ class Agent:
                 cancel_step(os.environ)
             except SlurmError:
                 pass  # nobody is left to be told
+
+    def _is_alone(self) -> bool:
+        return os.getppid() != self.guard
 
     def _on_message(self, message: Event) -> None:
         command = message.get("cmd")
@@ -350,8 +354,8 @@ class Agent:
         if self.outbox.lost:
             self._on_orphaned()
         if self.asked_by_signal:
-            alone = os.getppid() != self.guard
-            self.stop("the agent's guard was killed" if alone else f"the agent got {self.asked_by_signal}")
+            got = f"the agent got {self.asked_by_signal}"
+            self.stop("the agent's guard was killed" if self._is_alone() else got)
         if silence := self.uplink.too_silent():
             self.stop(silence)
         now = time.monotonic()
