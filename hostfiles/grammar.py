@@ -56,7 +56,7 @@ def read(path: str | os.PathLike[str]) -> list[HostEntry]:
     except UnicodeDecodeError as error:
         raise HostfileError(f"{name}: not a text file (byte {error.start} is not UTF-8)") from None
     except OSError as error:
-        raise HostfileError(f"{name}: {error.strerror or error}") from None
+        raise HostfileError(f"hostfile {name}: {error.strerror or error}") from None
     except ValueError as error:  # a zero byte in the path
         raise HostfileError(f"{name!r}: {error}") from None
     return parse(text, name)

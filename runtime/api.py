@@ -255,6 +255,8 @@ def choose_config(args: Any, config: Any, config_params: Any) -> Any:
     """The one that is given, whichever way. Raises ConfigError for none, or for two."""
     named = getattr(args, "deepspeed_config", None) if args is not None else None
     given = [source for source in (config, config_params, named) if source is not None]
+    if not given and (last := os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")):
+        given = [last]  # --deepspeed_config_file on the command line
     if not given:
         raise ConfigError(
             [

@@ -166,13 +166,15 @@ def test_the_report_shows_a_progress_bar_once(tmp_path: Path) -> None:
 def test_secrets_are_not_written_down(tmp_path: Path) -> None:
     script = "import os\nprint(os.environ['WANDB_API_KEY'], os.environ['TOKENIZERS_PARALLELISM'])"
     options = ("--env=WANDB_API_KEY=abc123", "--env=HF_TOKEN=hf_456", "--env=TOKENIZERS_PARALLELISM=false")
-    launch = run(tmp_path, *options, script=script)
+    arguments = ("--api_key=QUJDREVG==", "--password", "two_words", "cfg.api_key=SEK8==", "http://bob:pw1@h/")
+    launch = run(tmp_path, *options, script=script, args=arguments)
     assert launch.out == "abc123 false\n"
     plan = launch.run_dir / "plan.json"
     text = "".join(
         p.read_text() for p in launch.run_dir.rglob("*") if p.is_file() and p.parent.name != "logs"
     )
-    assert "abc123" not in text and "hf_456" not in text
+    for secret in ("abc123", "hf_456", "QUJDREVG", "two_words", "SEK8", "pw1"):
+        assert secret not in text
     assert '"TOKENIZERS_PARALLELISM": "false"' in plan.read_text()
     assert plan.stat().st_mode & 0o777 == 0o600
     shown = zlaunch(tmp_path, "--dry_run", "--json", *options, "worker.py").stdout
@@ -226,3 +228,113 @@ def test_a_full_disk_under_the_logs_is_told_once(tmp_path: Path) -> None:
     launch = run(tmp_path, script=script)
     assert launch.process.returncode == 0 and len(launch.out) == 50 * 10001
     assert launch.err.count("cannot write") == 1 and "the run goes on" in launch.err, launch.err
+
+
+def test_two_launches_into_one_folder(tmp_path: Path) -> None:
+    (tmp_path / "w.py").write_text("import time; time.sleep(3)")
+    command = [sys.executable, "-m", "zlaunch", "-q", "--run_dir=run", "w.py"]
+    both = [subprocess.Popen(command, cwd=tmp_path, env=PATH, stderr=subprocess.PIPE) for _ in range(2)]
+    said = [process.communicate(timeout=LIMIT_S)[1] for process in both]
+    assert sorted(process.returncode for process in both) == [0, 2], said
+    assert any(b"--run_dir" in text for text in said)
+
+
+def test_a_code_of_75_means_nothing_where_nobody_asked_to_save(tmp_path: Path) -> None:
+    script = """
+        import os, sys, time
+        if os.environ["RANK"] == "1": sys.exit(75)
+        time.sleep(600)
+    """
+    launch = run(tmp_path, "--num_gpus=2", "--grace=0.5", script=script)
+    assert launch.process.returncode == 75
+    assert "rank 1 on localhost failed first: it exited with code 75" in launch.err
+
+
+def test_the_cause_may_be_slow_to_die(tmp_path: Path) -> None:
+    """Rank 1 raises and uploads its logs; meanwhile rank 0 is aborted, as NCCL's watchdog does."""
+    script = """
+        import atexit, os, time
+        if os.environ["RANK"] == "1":
+            atexit.register(time.sleep, 0.6)
+            raise ValueError("the real cause")
+        time.sleep(0.5)
+        while not os.path.exists("raised"): time.sleep(0.01)
+        time.sleep(0.2)
+        os.abort()
+    """.replace("raise ValueError", 'open("raised", "w").close(); raise ValueError')
+    launch = run(tmp_path, "--num_gpus=2", "-q", script=script)
+    assert launch.process.returncode == 1 and "ValueError: the real cause" in launch.err, launch.err
+    assert "rank 1 on localhost failed first" in launch.err
+
+
+def test_a_host_file_without_slots_whose_host_is_not_there(tmp_path: Path) -> None:
+    (tmp_path / "w.py").write_text("")
+    (tmp_path / "hosts").write_text("nohost.invalid\n")
+    for launcher in ("ssh", "openssh"):
+        done = zlaunch(tmp_path, f"--launcher={launcher}", "--hostfile=hosts", "w.py")
+        assert done.returncode == 2 and "nohost.invalid: " in done.stderr, done.stderr
+        assert "filter" not in done.stderr
+
+
+def test_a_master_that_has_no_address(tmp_path: Path) -> None:
+    (tmp_path / "w.py").write_text("")
+    pod = {**PATH, "RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "nohost.invalid"}
+    done = zlaunch(tmp_path, "--connect_timeout=6", "w.py", env=pod)
+    assert done.returncode == 2 and "nohost.invalid has no address" in done.stderr, done.stderr
+    assert "waiting for an address of nohost.invalid" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--log_ranks=0-99999999999",), "not a range of ranks"),
+        (("--log_ranks=1-0",), "not a range of ranks"),
+        (("--bind_core_list=0-99999999999",), "so many cores"),
+        (("--config", "ds.json"), "put it after the script"),
+        (("--master_addr=",), "--master_addr is empty"),
+        (("--hostfile=nothere",), "hostfile nothere: No such file"),
+    ],
+)
+def test_options_that_cannot_be_meant(tmp_path: Path, options: tuple[str, ...], words: str) -> None:
+    (tmp_path / "w.py").write_text("")
+    done = zlaunch(tmp_path, *options, "w.py")
+    assert done.returncode == 2 and words in done.stderr and "Traceback" not in done.stderr, done.stderr
+
+
+def test_a_full_disk_under_a_new_run(tmp_path: Path) -> None:
+    """The size limit of a file stands for the disk: an empty file can be made in both cases."""
+    (tmp_path / "w.py").write_text("")
+    command = f"trap '' XFSZ; ulimit -f 1; exec {sys.executable} -m zlaunch w.py"
+    done = subprocess.run(
+        ["sh", "-c", command], cwd=tmp_path, env=PATH, capture_output=True, text=True, timeout=LIMIT_S
+    )
+    assert done.returncode == 2 and "cannot write there" in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_records_that_somebody_has_written_into(tmp_path: Path) -> None:
+    run(tmp_path, script="pass")
+    good = (tmp_path / "run" / "launcher.json").read_text()
+    bad = [
+        good.replace('"started": ', '"started": "yesterday", "x": '),
+        "[" * 100_000,
+        good.replace('"hosts": [', '"hosts": [1, '),
+        "{}",
+    ]
+    for number, text in enumerate(bad):
+        (tmp_path / str(number)).mkdir()
+        (tmp_path / str(number) / "launcher.json").write_text(text)
+    (tmp_path / "fifo").mkdir()
+    os.mkfifo(tmp_path / "fifo" / "launcher.json")
+    with open(tmp_path / "run" / "events.jsonl", "a") as events:
+        events.write('{"type":"spawn"}\n{"type":"exit","rank":0}\n{"type":"spawn","rank":[1]}\n')
+    for arguments in (("ps", "-a", "."), ("ps", "run")):
+        done = zlaunch(tmp_path, *arguments)
+        assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+
+
+def test_names_that_fit_no_encoding_are_shown(tmp_path: Path) -> None:
+    (tmp_path / "w.py").write_text("")
+    environ = {**PATH, "PYTHONIOENCODING": "ascii", "LC_ALL": "C"}
+    done = zlaunch(tmp_path, "--dry_run", "w.py", "\u2603 \udcff", env=environ)
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr

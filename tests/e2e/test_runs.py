@@ -248,13 +248,17 @@ def test_clean_leaves_runs_that_may_still_have_workers(launch: Launch, tmp_path:
     stays = zlaunch(tmp_path, "ps", "run", "--clean", "-y").stdout
     assert "stays: only elsewhere can tell" in stays and "nothing to remove" in stays
     change_record(launch.run_dir, host=os.uname().nodename)
-    os.kill(launch.agent_pid(), signal.SIGSTOP)  # it would end its workers
+    agent = launch.agent_pid()
+    both = (int(Path(f"/proc/{agent}/stat").read_text().rpartition(")")[2].split()[1]), agent)
+    for pid in both:
+        os.kill(pid, signal.SIGSTOP)  # the agent would end its workers, and the guard wake the agent
     launch.process.kill()
     launch.wait()
     stays = zlaunch(tmp_path, "ps", "run", "--clean", "-y").stdout
     assert f"run: gone, stays: process {launch.worker_pid(0)} of it is still alive" in stays
     run_id = launch.run_id
-    os.kill(launch.agent_pid(), signal.SIGCONT)
+    for pid in both:
+        os.kill(pid, signal.SIGCONT)
     wait_until(lambda: not alive(run_id), "workers stopped")
     cleaned = zlaunch(tmp_path, "ps", "run", "--clean", "-y")
     assert cleaned.stdout.endswith("removed 1 run\n") and not launch.run_dir.exists(), cleaned.stderr

@@ -22,7 +22,10 @@ def died(rank: int, time: float, signum: int = 9) -> Failure:
 def test_the_cause_is_chosen_over_an_earlier_consequence() -> None:
     assert choose([exception(0, 1.0, LOST_PEER), died(1, 1.4)]).rank == 1
     assert choose([exception(0, 1.0, LOST_PEER), exception(1, 1.4, "ValueError: x")]).rank == 1
-    assert choose([exception(0, 1.0, "ValueError: x"), died(1, 1.4, signal.SIGABRT)]).rank == 1
+    assert choose([exception(0, 1.0, "ValueError: x"), died(1, 1.4, signal.SIGSEGV)]).rank == 1
+    watchdog = died(1, 1.4, signal.SIGABRT)
+    assert choose([exception(0, 1.0, "ValueError: x"), watchdog]).rank == 0, "NCCL's, after the other's error"
+    assert choose([exception(0, 1.0, LOST_PEER), watchdog]).rank == 1
 
 
 def test_the_earliest_of_equals_and_of_what_is_far_apart() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import fcntl
 import importlib.util
 import os
 import re
@@ -18,6 +19,8 @@ import click
 _CONFIG_SUFFIXES = (".json", ".yaml", ".yml")
 _TORCH_USERS = {"torch", "zlaunch", "deepspeed", "transformers", "accelerate", "lightning", "torchvision"}
 _CONFIG_USERS = {"zlaunch", "deepspeed", "transformers", "accelerate"}
+_PROBE_BYTES = 1 << 16
+_MOST_RANKS = 1 << 20
 _DISTINCTIVE_KEYS = {"zero_optimization", "train_micro_batch_size_per_gpu"}
 
 
@@ -26,8 +29,8 @@ def check_script(name: str) -> None:
     path = Path(name)
     if path.is_file():
         return _check_is_python(path)
-    if (path / "__main__.py").is_file():
-        return
+    if (path / "__main__.py").is_file() or (path.exists() and not path.is_dir()):
+        return  # a pipe of the shell's, <(...), can be read once only
     if path.is_dir():
         raise click.UsageError(f"{name!r} is a folder without a __main__.py")
     try:
@@ -140,10 +143,25 @@ def make_run_dir(path: Path) -> None:
     try:
         (path / "logs").mkdir(parents=True, exist_ok=True)
         probe = path / f".writable-{os.getpid()}"
-        probe.touch()
-        probe.unlink()
+        try:
+            probe.write_bytes(bytes(_PROBE_BYTES))  # an empty file can be made on a full disk
+        finally:
+            probe.unlink(missing_ok=True)
     except OSError as error:
         raise click.UsageError(f"--run_dir {path}: cannot write there: {error.strerror}") from None
+    _lock(path)
+
+
+def _lock(path: Path) -> None:
+    """Keep other launchers out of a run's folder for as long as this process lives."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        raise click.UsageError(f"--run_dir {path}: another launch has just begun there") from None
+    except OSError:  # a file system without locks
+        os.close(fd)
 
 
 def parse_ranks(text: str, world_size: int | None) -> list[int] | None:
@@ -156,6 +174,8 @@ def parse_ranks(text: str, world_size: int | None) -> list[int] | None:
         if match is None:
             raise click.UsageError(f"--log_ranks {text!r}: {token!r} is not a rank; write all, or 0,2-3")
         last = int(match[2] or match[1])
+        if last < int(match[1]) or last >= _MOST_RANKS:
+            raise click.UsageError(f"--log_ranks {text!r}: {token!r} is not a range of ranks")
         if world_size is not None and last >= world_size:
             raise click.UsageError(
                 f"--log_ranks {text!r}: there is no rank {last} among {world_size} worker(s)"

@@ -85,7 +85,9 @@ def _remove(run: Run) -> None:
     try:
         for path in sorted(_ours(run.path), key=lambda path: path.name == "launcher.json"):
             path.unlink()
-        for folder in (run.path / "logs", run.path, run.path.parent):
+        above = run.path.absolute().parent
+        ours = (above,) if above.name == "runs" or above.name.startswith("slurm-") else ()
+        for folder in (run.path / "logs", run.path, *ours):
             if folder.is_dir() and not folder.is_symlink() and not os.listdir(folder):
                 folder.rmdir()
     except OSError as error:

@@ -139,6 +139,8 @@ class Cluster:
         from zlaunch.launch.fleet import close_all, connect
 
         nodes, errors = connect(hosts, self.open_link, self.options.connect_timeout_s, say)
+        if not nodes:
+            return [], errors
         if self.chosen is None:
             found = {node.host: len(node.facts.devices) or 1 for node in nodes}
             self.settle({**dict.fromkeys((error.host for error in errors), 0), **found})

@@ -37,6 +37,9 @@ def deepspeed_flags(command: Callable[..., Any]) -> Callable[..., Any]:
         command = click.option(name, hidden=True, expose_value=False, callback=_refuse(name, answer), **kind)(
             command
         )
+    command = click.option("--config", hidden=True, expose_value=False, callback=_config, metavar="X")(
+        command
+    )
     return click.option("--log_level", type=click.Choice(_LEVELS), default="info", hidden=True)(command)
 
 
@@ -46,6 +49,11 @@ def _refuse(name: str, answer: str) -> Callable[..., None]:
             raise click.UsageError(f"{name} is DeepSpeed's: {answer}")
 
     return refuse
+
+
+def _config(context: click.Context, parameter: click.Parameter, value: str | None) -> None:
+    if value is not None:
+        raise click.UsageError(f"--config is the script's: put it after the script, SCRIPT --config {value}")
 
 
 def launcher_name(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:

@@ -119,6 +119,8 @@ def read_ranks(run: Run) -> list[Rank]:
     ranks: dict[int, Rank] = {}
     for event in _rank_events(run.path):
         kind, rank = event.get("type"), event.get("rank")
+        if kind in ("spawn", "exit") and not _is_whole(event):
+            continue  # somebody has written into the file
         if kind == "start":
             ranks.clear()
         elif kind == "spawn":
@@ -134,6 +136,11 @@ def read_ranks(run: Run) -> list[Rank]:
     return [ranks[rank] for rank in sorted(ranks)]
 
 
+def _is_whole(event: dict[str, Any]) -> bool:
+    numbers = ("rank", "pid", "returncode") if event["type"] == "exit" else ("rank", "pid")
+    return isinstance(event.get("host"), str) and all(isinstance(event.get(name), int) for name in numbers)
+
+
 def _rank_events(run_dir: Path) -> Iterable[dict[str, Any]]:
     try:
         with open(run_dir / "events.jsonl", "rb") as file:
@@ -142,7 +149,7 @@ def _rank_events(run_dir: Path) -> Iterable[dict[str, Any]]:
                 event = decode(line) if any(mark in line for mark in _RANK_EVENTS) else None
                 if event is not None:
                     yield event
-    except OSError:
+    except (OSError, RecursionError):
         return
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import socket
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,7 +19,7 @@ from zlaunch.launch.record import resume_folder
 
 if TYPE_CHECKING:
     from zlaunch.launch.attempts import Job
-    from zlaunch.launch.fleet import Link, Node, NodeError
+    from zlaunch.launch.fleet import Link, Node, NodeError, Say
 
 
 def local_node(options: Options) -> NodeSpec:
@@ -104,14 +106,36 @@ def open_local(options: Options, host: str) -> Link:
         raise NodeError(host, f"cannot start an agent: {error}") from None
 
 
+def await_name(host: str, timeout_s: float, say: Say) -> None:
+    """Wait until a name has an address: a pod's may come a little after the pod. Raises NodeError."""
+    from zlaunch.launch.fleet import SLOW_S, NodeError
+
+    started = said_at = time.monotonic()
+    while True:
+        try:
+            socket.getaddrinfo(host, None)
+            return
+        except (OSError, UnicodeError) as error:
+            now = time.monotonic()
+            if now - started >= timeout_s:
+                text = f"--master_addr {host} has no address: {error}; looked for {timeout_s:g} s"
+                raise NodeError(host, text) from None
+            if now - said_at >= SLOW_S:
+                said_at = now
+                say(f"waiting for an address of {host} ({now - started:.0f} s)")
+            time.sleep(min(0.5, timeout_s))
+
+
 def local_job(options: Options, make: Callable[[int], Plan]) -> Job:
     """A job on this machine; `make` gives the plan of an attempt."""
     from zlaunch.launch.attempts import Job
     from zlaunch.launch.facts import own_facts
-    from zlaunch.launch.fleet import Node, NodeError, Say
+    from zlaunch.launch.fleet import Node, NodeError
 
     def connect(hosts: Sequence[str], say: Say) -> tuple[list[Node], list[NodeError]]:
         try:
+            if options.master_addr is not None:
+                await_name(options.master_addr, options.connect_timeout_s, say)
             return [Node(open_local(options, "localhost"), own_facts(with_network=False))], []
         except NodeError as error:
             return [], [error]

@@ -50,34 +50,43 @@ def read_pod(environ: Mapping[str, str]) -> Pod | None:
         rank = _number(environ, "PET_NODE_RANK" if environ.get("PET_NODE_RANK") else "RANK", -1)
         if rank < 0:
             raise click.UsageError(f"PET_NNODES={nodes} is set, but PET_NODE_RANK is not")
-    host, _, port = environ.get("PET_RDZV_ENDPOINT", "").rpartition(":")
+    host, _, port = _endpoint(environ.get("PET_RDZV_ENDPOINT", "").strip())
     address = environ.get("PET_MASTER_ADDR") or host or environ.get("MASTER_ADDR")
     if not address:
         raise click.UsageError(f"PET_NNODES={nodes} is set, but neither PET_MASTER_ADDR nor MASTER_ADDR is")
     if not 0 <= rank < nodes:
         raise click.UsageError(f"this pod is said to be node {rank} of {nodes}: they are counted from 0")
-    ports = {**environ, **({"PET_RDZV_PORT": port} if host else {})}
+    ports = {**environ, **({"PET_RDZV_PORT": port} if port else {})}
     named = [name for name in ("PET_MASTER_PORT", "PET_RDZV_PORT", "MASTER_PORT") if ports.get(name)]
     return Pod(rank, nodes, _workers(environ), address, _number(ports, named[0], 0) if named else 0)
 
 
 def take_pod(given: dict[str, Any], allocation: Allocation | None) -> None:
-    """Fill in what the variables of a pod say, where no option says otherwise."""
+    """Fill in what the variables of a pod say, where no option says otherwise. Raises click.UsageError."""
     given["pod"] = False
-    if allocation is not None or any(
-        given[name] is not None for name in ("hostfile", "launcher", "node_rank")
-    ):
-        return
-    if given["num_nodes"] is not None or given["include"] is not None or given["exclude"] is not None:
+    named = [name for name in ("hostfile", "launcher", "node_rank") if given[name] is not None]
+    if allocation is not None or named:
         return
     for warning in half_said(os.environ):
         print(f"zlaunch: warning: {warning}", file=sys.stderr)
     pod = read_pod(os.environ)
-    if pod is not None:
-        given.update(pod=True, no_ssh=True, node_rank=pod.node_rank, num_nodes=pod.nodes)
-        given["num_gpus"] = given["num_gpus"] or pod.workers
-        given["master_addr"] = given["master_addr"] or pod.master_addr
-        given["master_port"] = given["master_port"] or pod.master_port
+    if pod is None:
+        alone = not any(name in os.environ for name in _INSIDE)
+        if alone and given["include"] is None and given["exclude"] is None:
+            given["num_gpus"] = given["num_gpus"] or _workers(os.environ)
+        return
+    where = f"the environment says that this is node {pod.node_rank} of {pod.nodes}"
+    for name in ("include", "exclude"):
+        if given[name] is not None:
+            raise click.UsageError(f"--{name}: {where}; use --num_gpus N, or --launcher local to train alone")
+    if given["num_nodes"] not in (None, pod.nodes):
+        raise click.UsageError(f"--num_nodes {given['num_nodes']}: {where}")
+    if given.get("num_processes") is not None:
+        raise click.UsageError(f"--num_processes is of all nodes: {where}; use --num_gpus N")
+    given.update(pod=True, no_ssh=True, node_rank=pod.node_rank, num_nodes=pod.nodes)
+    given["num_gpus"] = given["num_gpus"] or pod.workers
+    given["master_addr"] = given["master_addr"] or pod.master_addr
+    given["master_port"] = given["master_port"] or pod.master_port
 
 
 def half_said(environ: Mapping[str, str]) -> Iterator[str]:
@@ -99,20 +108,27 @@ def _nodes(environ: Mapping[str, str]) -> int | None:
     if colon and low != high:
         raise click.UsageError(
             f"PET_NNODES={text}: an elastic number of nodes is not supported; set one number, "
-            "and --max_restarts N to start anew after a failure"
+            "and let Kubernetes start the pods anew after a failure"
         )
     return _number({"PET_NNODES": low}, "PET_NNODES", 1) if text else None
 
 
+def _endpoint(text: str) -> tuple[str, str, str]:
+    """Take HOST, HOST:PORT or [IPV6]:PORT apart."""
+    if text.startswith("["):
+        host, _, port = text[1:].partition("]")
+        return host, "", port.removeprefix(":")
+    return text.partition(":") if text.count(":") == 1 else (text, "", "")
+
+
 def _workers(environ: Mapping[str, str]) -> int | None:
     text = environ.get("PET_NPROC_PER_NODE", "").strip().lower()
-    return (
-        None
-        if text in ("", "auto", "gpu")
-        else 1
-        if text == "cpu"
-        else _number(environ, "PET_NPROC_PER_NODE", 1)
-    )
+    if text in ("", "auto", "gpu"):
+        return None
+    count = 1 if text == "cpu" else _number(environ, "PET_NPROC_PER_NODE", 1)
+    if count < 1:
+        raise click.UsageError(f"PET_NPROC_PER_NODE={text}: 1 or more")
+    return count
 
 
 def _number(environ: Mapping[str, str], name: str, default: int) -> int:

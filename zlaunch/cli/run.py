@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import os
 import signal
@@ -154,11 +155,13 @@ def run(command: tuple[str, ...], **given: Any) -> int:
         raise click.UsageError("--json goes with --dry_run")
     for name in ("hostfile", "run_dir"):  # what accelerate and DeepSpeed's own wrappers pass for nothing
         given[name] = None if given[name] == "None" else given[name]
-    given = settle(given)
+    given = {**settle(given), "num_processes": given["num_processes"]}
     for note in given["notes"] if not given["quiet"] else ():
         print(f"zlaunch: {note}", file=sys.stderr)
     if given["no_ssh"] and given["node_rank"] is None:
         raise click.UsageError("--no_ssh and --node_rank N go together")
+    if given["master_addr"] is not None and not given["master_addr"].strip():
+        raise click.UsageError("--master_addr is empty")
     given["quiet"] = given["quiet"] or given["log_level"] in ("error", "critical")
     if given["include"] is not None and given["exclude"] is not None:
         raise click.UsageError("--include and --exclude exclude each other")
@@ -270,7 +273,7 @@ def _refuse_without_effect(launcher: Launcher, allocation: Allocation | None, gi
             if launcher == "step":
                 why = "srun has started this task and decides; start zlaunch by sbatch or salloc for it"
             elif launcher == "hand":
-                why = "with --no_ssh every node is by itself"
+                why = "every node is started by itself here, and knows no other"
             raise click.UsageError(f"--{name} has no effect here: {why}")
     if given["requeue"] and allocation is None:
         raise click.UsageError("--requeue: this is not inside a SLURM job")
@@ -355,6 +358,8 @@ def _print_plan(plan: Plan, *, as_json: bool) -> None:
         return
     from rich.console import Console
 
+    if isinstance(sys.stdout, io.TextIOWrapper):  # file names need not fit into its encoding
+        sys.stdout.reconfigure(errors="backslashreplace")
     from zlaunch.view.plan_table import plan_table
 
     Console(soft_wrap=False, width=None if sys.stdout.isatty() else 160, highlight=False).print(

@@ -50,8 +50,12 @@ def run_job(job: Job, console: Console, limits: Limits) -> Outcome:
     This process adopts what becomes an orphan when an agent and its guard are killed together.
     """
     adopt_orphans()
-    outcome = _run(job, console, limits)
-    record.ended(job.run_dir, outcome.code)
+    code = 1
+    try:
+        outcome = _run(job, console, limits)
+        code = outcome.code
+    finally:
+        record.ended(job.run_dir, code)
     return outcome
 
 

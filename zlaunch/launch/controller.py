@@ -239,6 +239,7 @@ class Controller:
             self.console.metrics(event)
         elif kind == "checkpoint":
             self.hang.activity()
+            self.verdict.may_have_saved = True
             record.saved(self.plan, event)
             self.console.message(f"checkpoint {event.get('tag')} is in {event.get('folder')}")
         elif kind == "exception":
@@ -334,6 +335,7 @@ class Controller:
         """To every worker; a program that is not Python would die of it."""
         if self.plan.python:
             self.save_asked = self.save_asked or signum == signal.SIGUSR1
+            self.verdict.may_have_saved = self.verdict.may_have_saved or self.save_asked
             for link in self.links:
                 link.transport.send({"cmd": "signal", "signum": int(signum)})
 

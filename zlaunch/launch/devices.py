@@ -12,6 +12,8 @@ from pathlib import Path
 
 _UUID_PREFIXES = ("GPU-", "MIG-")
 
+_MOST_CORES = 1 << 16
+
 
 @dataclass(frozen=True, slots=True)
 class Devices:
@@ -93,6 +95,8 @@ def parse_cores(text: str) -> tuple[int, ...]:
         first, dash, last = token.partition("-")
         if not first.isdecimal() or (dash and not last.isdecimal()) or (dash and int(last) < int(first)):
             raise ValueError(f"{token!r} is not a core or a range such as 0-3")
+        if int(last or first) >= _MOST_CORES:
+            raise ValueError(f"{token!r}: there is no machine with so many cores")
         cores += range(int(first), int(last if dash else first) + 1)
     if len(set(cores)) < len(cores):
         raise ValueError("a core is named twice")

@@ -72,13 +72,14 @@ def choose(failures: Iterable[Failure]) -> Failure:
     """The one that explains the others.
 
     Among those that belong to the first moment: a death by signal, then an error of its own, then an error in
-    talking to the others; the earliest of the best.
+    talking to the others; the earliest of the best. SIGABRT counts as an error: NCCL's watchdog raises it in
+    ranks that have lost another.
     """
     ordered = sorted(failures, key=lambda failure: failure.time)
     first = [failure for failure in ordered if failure.time <= ordered[0].time + SETTLE_S]
 
     def order(failure: Failure) -> int:
-        if failure.kind == "signal":
+        if failure.kind == "signal" and failure.returncode != -signal.SIGABRT:
             return 0
         return 2 if is_communication(failure.exception) else 1
 
@@ -145,10 +146,12 @@ def report(failure: Failure, tail: Sequence[str], log_path: str, *, shown: bool 
     )
     traceback = failure.traceback.rstrip("\n").splitlines()
     lines = [] if shown else list(tail)
-    if failure.exception and not told and traceback:
+    if failure.exception and not told and traceback and not is_lost_peer(failure.exception):
         lines += traceback[-TAIL_LINES:]
     elif failure.exception and not lines:
         text.append("  exception: " + failure.exception.replace("\n", "\n    "))
+    if is_lost_peer(failure.exception):
+        text.append("  it has only lost another rank: that rank's own node says why")
     if hint := _hint(tail):
         text.append(f"  hint: {hint}")
     if lines:
@@ -163,4 +166,6 @@ def _hint(tail: Sequence[str]) -> str:
         return (
             "the script does not know --local_rank; start it with zlaunch --no_local_rank (LOCAL_RANK is set)"
         )
+    if any("unrecognized arguments: --num_gpus" in line for line in tail):
+        return "--num_gpus stood after the script, so it was the script's: put zlaunch's options before it"
     return ""

@@ -15,17 +15,30 @@ from typing import Any, Literal
 
 from zlaunch.launch.devices import visible_for_workers
 
-_SECRET = re.compile(
-    r"TOKEN(?!IZER)|SECRET|PASSW|CREDENTIAL|(API|ACCESS|PRIVATE|AUTH|WANDB|COMET)_?KEY|AUTH(?!OR)|COOKIE",
-    re.IGNORECASE,
+_SECRET_WORDS = (
+    r"TOKEN(?!IZER|S)|SECRET|PASSW|PASSPHRASE|CREDENTIAL|COOKIE|AUTH(?!OR)|KEY(?![A-Z])|(?<![A-Z])PAT(?![A-Z])|"
+    r"(?<![A-Z])(?:PG)?PASS(?![A-Z])"
 )
-"""Names of variables whose values are nobody else's business."""
+_SECRET = re.compile(_SECRET_WORDS, re.IGNORECASE)
+"""Names of variables and options whose values are nobody else's business."""
+_ASSIGNED = re.compile(rf"[\w.-]*(?:{_SECRET_WORDS})[\w.-]*=", re.IGNORECASE)
+_IN_ADDRESS = re.compile(r"://[^/@\s]+@")
+_NOT_SHOWN = "(not shown)"
 
 
-def without_secret(argument: str) -> str:
-    """Return an argument such as `--env=HF_TOKEN=VALUE` or `--api_key=VALUE` without its value."""
-    name, equals, value = argument.rpartition("=")
-    return f"{name}=(not shown)" if equals and value and _SECRET.search(name) else argument
+def without_secrets(arguments: Sequence[str]) -> tuple[str, ...]:
+    """Return a command line to be shown: `--env=HF_TOKEN=VALUE`, `--api_key VALUE`, without their values."""
+    shown: list[str] = []
+    secret_follows = False
+    for argument in arguments:
+        if secret_follows and not argument.startswith("-"):
+            shown.append(_NOT_SHOWN)
+        elif found := _ASSIGNED.search(argument):
+            shown.append(argument[: found.end()] + _NOT_SHOWN)
+        else:
+            shown.append(_IN_ADDRESS.sub(f"://{_NOT_SHOWN}@", argument))
+        secret_follows = argument.startswith("-") and "=" not in argument and bool(_SECRET.search(argument))
+    return tuple(shown)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,9 +133,9 @@ class Plan:
         data = asdict(self)
         for node in data["nodes"]:
             for worker in node["workers"]:
-                worker["argv"] = [without_secret(argument) for argument in worker["argv"]]
+                worker["argv"] = without_secrets(worker["argv"])
                 worker["env"] = {
-                    key: "(not shown)" if _SECRET.search(key) else value
+                    key: _NOT_SHOWN if _SECRET.search(key) else _IN_ADDRESS.sub(f"://{_NOT_SHOWN}@", value)
                     for key, value in worker["env"].items()
                 }
         return json.dumps(data, indent=2)

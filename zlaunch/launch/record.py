@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from zlaunch.launch.plan import Plan, Target, without_secret
+from zlaunch.launch.plan import Plan, Target, without_secrets
 from zlaunch.launch.processes import start_ticks
 
 
@@ -64,7 +64,7 @@ def started(plan: Plan, attempt: int) -> None:
         start_ticks=start_ticks(os.getpid()) or 0,
         hosts=tuple(node.host for node in plan.nodes),
         world_size=plan.world_size,
-        command=tuple(map(without_secret, sys.argv[1:])),
+        command=without_secrets(sys.argv[1:]),
         started=time.time(),
         attempt=attempt,
     )
@@ -127,8 +127,15 @@ def resume_folder(
 
 def read(run_dir: str | Path) -> Record | None:
     """The record of a run's folder; None when there is none."""
+    path = _path(run_dir)
     try:
-        data = json.loads(_path(run_dir).read_text())
-        return Record(**{**data, "hosts": tuple(data["hosts"]), "command": tuple(data["command"])})
-    except (OSError, ValueError, TypeError, KeyError):
+        data = json.loads(path.read_text()) if path.is_file() else {}
+        record = Record(**{**data, "hosts": tuple(data["hosts"]), "command": tuple(data["command"])})
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return None
+    texts = (record.run_id, record.host, *record.hosts, *record.command)
+    numbers = (record.pid, record.start_ticks, record.world_size, record.attempt, record.started)
+    known = all(isinstance(text, str) for text in texts)
+    known = known and all(isinstance(number, (int, float)) for number in numbers)
+    ends = (record.ended, record.exit_code)
+    return record if known and all(isinstance(end, (int, float, type(None))) for end in ends) else None

@@ -56,6 +56,8 @@ class Verdict:
         """When the other workers are to be stopped (monotonic seconds): a failure has been seen, and a better
         cause may show up until then.
         """
+        self.may_have_saved = False
+        """The workers were asked to save, or have said that they did; else the code is any script's."""
         self._saved = False
         self._tails: dict[int, bytes] = {}
 
@@ -87,7 +89,7 @@ class Verdict:
         known = self.failures.get(rank)
         if event["after_stop"]:
             return  # our own doing
-        if code == failures.SAVED_CODE and self._plan.python and known is None:
+        if code == failures.SAVED_CODE and self.may_have_saved and known is None:
             self._saved = True
             return
         if known is not None:
