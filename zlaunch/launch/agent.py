@@ -18,10 +18,11 @@ import resource
 import selectors
 import signal
 import socket
-import sys
 import time
+import traceback
 from collections.abc import Callable
 from functools import partial
+from typing import NoReturn
 
 from zlaunch.launch.events import WORKER_EVENTS, Event
 from zlaunch.launch.failure import likely_reason, signal_name
@@ -393,11 +394,16 @@ class Agent:
         self.ended = True
 
 
-def main() -> int:
-    """Run the agent under its guard."""
+def main() -> NoReturn:
+    """Run the agent under its guard, and end at once: the launcher waits for it."""
     guard = fork_under_guard()
     adopt_orphans()
-    return Agent(guard).run()
+    try:
+        code = Agent(guard).run()
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    os._exit(code)
 
 
 def agent_argv() -> tuple[str, ...]:
@@ -406,4 +412,4 @@ def agent_argv() -> tuple[str, ...]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -9,7 +9,6 @@ from zlaunch.launch import record
 from zlaunch.launch.controller import Controller
 from zlaunch.launch.fleet import Node, NodeError, Rendezvous, Say, close_all, find_rendezvous
 from zlaunch.launch.plan import Plan
-from zlaunch.launch.processes import adopt_orphans
 from zlaunch.launch.verdict import Outcome
 from zlaunch.view.console import Console
 
@@ -45,11 +44,7 @@ class Limits:
 
 
 def run_job(job: Job, console: Console, limits: Limits) -> Outcome:
-    """Run until it ends well, or no restart is left.
-
-    This process adopts what becomes an orphan when an agent and its guard are killed together.
-    """
-    adopt_orphans()
+    """Run until it ends well, or no restart is left."""
     code = 1
     try:
         outcome = _run(job, console, limits)

@@ -21,7 +21,7 @@ from zlaunch.launch.failure import signal_name
 from zlaunch.launch.fleet import SLOW_S, Link
 from zlaunch.launch.monitor import HangWatch, Heartbeat
 from zlaunch.launch.plan import Plan
-from zlaunch.launch.processes import PASSED_SIGNALS, Process, sweep
+from zlaunch.launch.processes import PASSED_SIGNALS, Process, adopt_orphans, sweep
 from zlaunch.launch.verdict import Outcome, Verdict
 from zlaunch.view.console import Console
 
@@ -92,6 +92,8 @@ class Controller:
         record.started(self.plan, self.attempt)
         try:
             self._hand_out()
+            # For the case that an agent and its guard are killed together; the workers start meanwhile.
+            adopt_orphans()
             self._follow()
         finally:
             self.heartbeat.stop()

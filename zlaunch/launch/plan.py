@@ -19,11 +19,14 @@ _SECRET_WORDS = (
     r"TOKEN(?!IZER|S)|SECRET|PASSW|PASSPHRASE|CREDENTIAL|COOKIE|AUTH(?!OR)|KEY(?![A-Z])|(?<![A-Z])PAT(?![A-Z])|"
     r"(?<![A-Z])(?:PG)?PASS(?![A-Z])"
 )
-_SECRET = re.compile(_SECRET_WORDS, re.IGNORECASE)
-"""Names of variables and options whose values are nobody else's business."""
-_ASSIGNED = re.compile(rf"[\w.-]*(?:{_SECRET_WORDS})[\w.-]*=", re.IGNORECASE)
-_IN_ADDRESS = re.compile(r"://[^/@\s]+@")
+"""In names of variables and options whose values are nobody else's business."""
+_ASSIGNED = rf"[\w.-]*(?:{_SECRET_WORDS})[\w.-]*="
+_IN_ADDRESS = r"://[^/@\s]+@"
 _NOT_SHOWN = "(not shown)"
+
+
+def _is_secret(name: str) -> bool:
+    return re.search(_SECRET_WORDS, name, re.IGNORECASE) is not None
 
 
 def without_secrets(arguments: Sequence[str]) -> tuple[str, ...]:
@@ -33,11 +36,11 @@ def without_secrets(arguments: Sequence[str]) -> tuple[str, ...]:
     for argument in arguments:
         if secret_follows and not argument.startswith("-"):
             shown.append(_NOT_SHOWN)
-        elif found := _ASSIGNED.search(argument):
+        elif found := re.search(_ASSIGNED, argument, re.IGNORECASE):
             shown.append(argument[: found.end()] + _NOT_SHOWN)
         else:
-            shown.append(_IN_ADDRESS.sub(f"://{_NOT_SHOWN}@", argument))
-        secret_follows = argument.startswith("-") and "=" not in argument and bool(_SECRET.search(argument))
+            shown.append(re.sub(_IN_ADDRESS, f"://{_NOT_SHOWN}@", argument))
+        secret_follows = argument.startswith("-") and "=" not in argument and _is_secret(argument)
     return tuple(shown)
 
 
@@ -135,7 +138,7 @@ class Plan:
             for worker in node["workers"]:
                 worker["argv"] = without_secrets(worker["argv"])
                 worker["env"] = {
-                    key: _NOT_SHOWN if _SECRET.search(key) else _IN_ADDRESS.sub(f"://{_NOT_SHOWN}@", value)
+                    key: _NOT_SHOWN if _is_secret(key) else re.sub(_IN_ADDRESS, f"://{_NOT_SHOWN}@", value)
                     for key, value in worker["env"].items()
                 }
         return json.dumps(data, indent=2)
