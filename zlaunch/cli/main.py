@@ -18,6 +18,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code; every user error is one line and code 2."""
     if signal.getsignal(signal.SIGINT) in (signal.SIG_DFL, signal.SIG_IGN):  # ignored behind a script's `&`
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    _fill_closed_descriptors()
     args = list(sys.argv[1:] if argv is None else argv)
     name = "zlaunch"
     try:
@@ -47,6 +48,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{name}: error: too many open files: the limit is {limit}; ulimit -n 4096", file=sys.stderr)
         code = 2
     return _flushed(code)
+
+
+def _fill_closed_descriptors() -> None:
+    """Open /dev/null where stdin, stdout or stderr are closed: the next file would be taken for them."""
+    for fd in (0, 1, 2):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free, so this one
 
 
 def _check_folder() -> None:

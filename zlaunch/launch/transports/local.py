@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 import subprocess
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
@@ -102,7 +103,7 @@ def _user_input() -> int | None:
     A launcher in the background of its terminal keeps it from rank 0, which would take what is typed there.
     """
     try:
-        if os.isatty(0) and os.tcgetpgrp(0) != os.getpgrp():
+        if stat.S_ISDIR(os.fstat(0).st_mode) or (os.isatty(0) and os.tcgetpgrp(0) != os.getpgrp()):
             return None
         fd = os.dup(0)
     except OSError:
