@@ -33,7 +33,7 @@ _PATIENCE_S = 0.3
 _MARGIN_S = 6.0
 """Beyond the grace period: settling, sweeping, a slow machine."""
 _LONGEST_WAIT_S = 60.0
-_PAUSE_SENT_S = 0.3
+_PAUSE_SENT_S = 0.5
 """For the threads of ssh connections to send the word before the process stands still."""
 _WAKE: Event = {"type": "wake"}
 
@@ -312,6 +312,7 @@ class Controller:
 
     def _on_suspend(self, _signum: int, _frame: FrameType | None) -> None:
         """Stop this process as Ctrl-Z is to; the nodes are told, so that they do not take it for its end."""
+        self.heartbeat.pause()
         for link in self.links:
             link.transport.send({"cmd": "pause"})
         time.sleep(_PAUSE_SENT_S if self.heartbeat.watches else 0.0)

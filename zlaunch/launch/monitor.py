@@ -32,6 +32,8 @@ class Heartbeat:
         self._noted = [-_NOTE_EVERY_S] * len(links)
         self._excused = [False] * len(links)
         self._end = threading.Event()
+        self._sending = threading.RLock()
+        self._paused = False
 
     def start(self) -> None:
         """Begin, if there is anything to do."""
@@ -48,8 +50,14 @@ class Heartbeat:
         """Whether there is anything to watch."""
         return self._period_s > 0
 
+    def pause(self) -> None:
+        """Say nothing from here on: a ping would tell the nodes that this process goes on."""
+        with self._sending:
+            self._paused = True
+
     def forgive(self) -> None:
         """Begin to count anew: this process stood still, and so the nodes were not heard."""
+        self._paused = False
         self._heard = [time.monotonic()] * len(self._links)
 
     def heard(self, index: int) -> None:
@@ -88,7 +96,9 @@ class Heartbeat:
                 self.forgive()
             looked_at = now
             for index, link in enumerate(self._links):
-                link.transport.send({"cmd": "ping"})
+                with self._sending:
+                    if not self._paused:
+                        link.transport.send({"cmd": "ping"})
                 silence_s = self.silence_s(index)
                 if silence_s > self._period_s and not self._excused[index] and index not in reported:
                     reported.add(index)
