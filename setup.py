@@ -1,4 +1,4 @@
-"""What pyproject.toml cannot say: the links inside zlaunch/ are links in the source archive too."""
+"""Keeps the links inside zlaunch/ links in the source archive, which pyproject.toml cannot say."""
 
 from __future__ import annotations
 

@@ -19,6 +19,7 @@ from torch import nn
 from ..cuda_ops.loader import set_mode
 from . import access, activation, stopping
 from .agreement import check_agreement
+from .available import PINNED_SHARE
 from .comm import Comm, close_all
 from .config import Config, ConfigError, Effective, load, refuse_open, resolve
 from .data import EngineLoader
@@ -42,9 +43,6 @@ from .zero.leaves import mark_leaves
 from .zero.model import ShardedModel
 from .zero.partition import Block, ShardingOptions, build_units, plan_blocks
 from .zero.rest import place_rest
-
-_PINNED_SHARE = 0.8
-"""Of the free host memory: page-locked memory is lost to everybody else."""
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -212,7 +210,7 @@ def make_engine(
     accumulation = int(effective.config.gradient_accumulation_steps or 1)
     snapshots = effective.config.checkpoint.is_asynchronous
     free = foresee(blocks, options, settings, client, precision, comm, accumulation, snapshots=snapshots)
-    settings = replace(settings, pinned_budget_bytes=int(_PINNED_SHARE * free.host))
+    settings = replace(settings, pinned_budget_bytes=int(PINNED_SHARE * free.host))
     offload = Offload(settings, comm) if settings.any else None
     step = None
     with ExitStack() as undo:  # what has been made, should a part of it fail

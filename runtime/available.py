@@ -14,6 +14,9 @@ from .offload.place import OffloadOptions
 
 _CGROUPS = Path("/sys/fs/cgroup")
 
+PINNED_SHARE = 0.8
+"""Limits page-locked memory to a share of the free host memory: it is lost to everybody else."""
+
 
 def available(device: torch.device, offload: OffloadOptions, local_world_size: int) -> Amounts:
     """Free bytes for one of ``local_world_size`` ranks on this machine.

@@ -1,4 +1,4 @@
-"""What the runtime tells its user beside errors.
+"""Prints what the runtime tells its user beside errors.
 
 The config's ``log_level`` sets the level for the process; a quiet run (``ZLAUNCH_QUIET=1``, ``zlaunch -q``)
 has warnings alone.

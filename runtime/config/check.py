@@ -39,7 +39,7 @@ class Report:
     given: set[str] = field(default_factory=set)
     auto: set[str] = field(default_factory=set)
     dropped: dict[str, str] = field(default_factory=dict)
-    """What was given and is ignored, and why."""
+    """Keeps what was given and is ignored, with the reason."""
     without_effect: list[str] = field(default_factory=list)
     """Keys, with their values, that ask for the opposite of what always holds."""
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..available import host_bytes
+from ..available import PINNED_SHARE, host_bytes
 from ..environment import read_environment
 from ..errors import OffloadedError
 from ..optim.shard_step import ShardStep
@@ -36,8 +36,6 @@ from ..zero.model import ShardedModel
 from ..zero.unit import UnitState
 from .link import HostLink, settled
 
-_PINNED_SHARE = 0.8
-"""Of the free host memory: page-locked memory is lost to everybody else."""
 _LET_GO_S = 0.2
 
 
@@ -51,7 +49,7 @@ class _Piece:
 
     @property
     def is_viewed(self) -> bool:
-        """Whether somebody else holds a tensor over it, too."""
+        """Tell whether somebody else holds a tensor over it, too."""
         own = 1 + len(self.tensors)  # the storage object itself
         return int(torch._C._storage_Use_Count(self.storage._cdata)) > own
 
@@ -207,7 +205,7 @@ class States:
     def _link(self, pin: bool) -> HostLink:
         if pin not in self._links:
             ranks = max(1, read_environment().local_world_size)
-            budget = int(_PINNED_SHARE * host_bytes()) // ranks
+            budget = int(PINNED_SHARE * host_bytes()) // ranks
             self._links[pin] = HostLink(self._device, pin=pin, budget_bytes=budget)
         return self._links[pin]
 

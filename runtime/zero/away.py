@@ -82,7 +82,7 @@ def release_buffers(reducer: GradientReducer) -> None:
 
 
 def is_in_pass(sharded: ShardedModel) -> bool:
-    """Whether a forward or backward pass is going on, or one has ended in an exception with gradients on
+    """Tell whether a forward or backward pass is going on, or one has ended in an exception with gradients on
     their way.
     """
     reducer = sharded.reducer

@@ -1,4 +1,4 @@
-"""Whether a forward pass of a model is going on, and in which thread."""
+"""Knows whether a forward pass of a model is going on, and in which thread."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Pass:
     def __init__(self, *, one_thread: bool) -> None:
         """``one_thread``: refuse that two threads use the model at a time."""
         self.depth = 0
-        """How many calls of the model are going on, one inside the other."""
+        """Counts the calls of the model that are going on, one inside the other."""
         self._one_thread = one_thread
         self._caller: FrameType | None = None
 
@@ -33,7 +33,7 @@ class Pass:
         self.depth, self._caller = 0, None
 
     def was_cut_off(self) -> bool:
-        """Whether what is noted has ended without a word: for an interrupt torch calls no hooks. Raises
+        """Tell whether what is noted has ended without a word: for an interrupt torch calls no hooks. Raises
         RuntimeError if another thread is in the model.
         """
         if not self.depth or self._caller is None or _is_above(self._caller, sys._getframe()):
@@ -55,7 +55,7 @@ def _module_call(frame: FrameType | None) -> FrameType | None:
 
 
 def _is_above(wanted: FrameType | None, frame: FrameType | None) -> bool:
-    """Whether ``wanted`` is on the stack that ends with ``frame``."""
+    """Tell whether ``wanted`` is on the stack that ends with ``frame``."""
     while frame is not None:
         if frame is wanted:
             return True

@@ -33,7 +33,7 @@ class UnitState(Enum):
     SHARDED = auto()
     """Only each rank's own slice exists; the parameters are placeholders."""
     AWAY = auto()
-    """Of a unit that is not sharded: the values are in host memory, the parameters are placeholders."""
+    """Marks a unit that is not sharded, whose values are in host memory and parameters placeholders."""
 
 
 class Unit:

@@ -205,7 +205,7 @@ def test_launches_leave_nothing(cluster: Testbed, tmp_path: Path, count: int) ->
 
 @pytest.mark.parametrize("count", [pytest.param(12, marks=pytest.mark.exhaustive)])
 def test_random_kills_leave_nothing(cluster: Testbed, count: int) -> None:
-    """The same as `python -m tests.drills cluster --seed 1`."""
+    """Does what `python -m tests.drills cluster --seed 1` does."""
     from tests.cluster.drills import one
 
     for number in range(count):

@@ -228,7 +228,7 @@ def test_a_noisy_run_ends_though_nobody_reads(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("numbers", [range(12), pytest.param(range(12, 72), marks=pytest.mark.exhaustive)])
 def test_random_kills_leave_nothing(numbers: range) -> None:
-    """The same as `python -m tests.drills kill --seed 1`."""
+    """Does what `python -m tests.drills kill --seed 1` does."""
     from tests.drills import local, many
 
     assert many(local, 1, numbers, parallel=2) == []

@@ -209,9 +209,11 @@ def test_pods_train_together(tmp_path: Path) -> None:
         print("sum", int(x), "of", os.environ["RANK"])
     """
     launches = []
+    (tmp_path / "shared").mkdir()
     for rank in "01":
         folder = tmp_path / rank
         folder.mkdir()
+        (folder / "run").symlink_to(tmp_path / "shared")  # as of pods with one volume
         pod = {"RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         launches.append(
             Launch(folder, "--num_gpus=2", script=script, env={**pod, "GLOO_SOCKET_IFNAME": "lo"})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -84,3 +85,18 @@ def test_a_flag_that_cannot_work_is_one_line(tmp_path: Path) -> None:
     launch = run(tmp_path, "--nnodes", "1:4", script="print('ran')")
     assert launch.process.returncode == 2 and launch.out == ""
     assert launch.err.startswith("zlaunch: error: --nnodes 1:4: ") and launch.err.count("\n") == 1
+
+
+def test_a_script_without_accelerate_reads_its_config_file_too(tmp_path: Path) -> None:
+    """`initialize` without a config takes what --deepspeed_config_file has named."""
+    script = """
+        import torch, zlaunch
+        engine, *_ = zlaunch.initialize(model=torch.nn.Linear(4, 4))
+        print("stage", engine.effective_config.zero_optimization.stage)
+    """
+    optimizer = {"type": "AdamW", "params": {"lr": 0.1}}
+    config = {"train_batch_size": 1, "optimizer": optimizer, "zero_optimization": {"stage": 2}}
+    (tmp_path / "ds.json").write_text(json.dumps(config))
+    flags = ("--num_processes=1", "--use_deepspeed", "--deepspeed_config_file=ds.json")
+    launch = run(tmp_path, *flags, script=script, env={"CUDA_VISIBLE_DEVICES": ""})
+    assert launch.process.returncode == 0 and "stage 2" in launch.out, launch.err

@@ -133,8 +133,11 @@ def pick_port(port: int) -> int:
         return int(probe.getsockname()[1])
 
 
-def make_run_dir(path: Path) -> None:
-    """Create the folder for logs and prove that it takes files."""
+def make_run_dir(path: Path, *, shared: bool = False) -> None:
+    """Create the folder for logs and prove that it takes files.
+
+    `shared`: launchers of other nodes, which are parts of the same run, may use it too.
+    """
     from zlaunch.launch import record
 
     known = record.read(path)
@@ -149,7 +152,8 @@ def make_run_dir(path: Path) -> None:
             probe.unlink(missing_ok=True)
     except OSError as error:
         raise click.UsageError(f"--run_dir {path}: cannot write there: {error.strerror}") from None
-    _lock(path)
+    if not shared:
+        _lock(path)
 
 
 def _lock(path: Path) -> None:

@@ -200,7 +200,7 @@ def run(command: tuple[str, ...], **given: Any) -> int:
         for warning in warnings:  # in a run rank 0 says them
             print(f"zlaunch: warning: {warning}", file=sys.stderr)
         return 0
-    checks.make_run_dir(Path(options.run_dir))
+    checks.make_run_dir(Path(options.run_dir), shared=launcher in ("step", "hand"))
     ranks = checks.parse_ranks(given["log_ranks"], world)
     return _launch(job, launcher, why, where, ranks, given)
 
