@@ -136,11 +136,12 @@ def pick_port(port: int) -> int:
 def make_run_dir(path: Path, *, shared: bool = False) -> None:
     """Create the folder for logs and prove that it takes files.
 
-    `shared`: launchers of other nodes, which are parts of the same run, may use it too.
+    `shared`: launchers of other nodes, which are parts of the same run, may use it too (and two pods may have
+    one host's name). Raises click.UsageError.
     """
     from zlaunch.launch import record
 
-    known = record.read(path)
+    known = None if shared else record.read(path)
     if known is not None and known.host == socket.gethostname() and known.is_running():
         raise click.UsageError(f"--run_dir {path}: a run is going on there (process {known.pid})")
     try:
