@@ -15,8 +15,6 @@ from collections.abc import Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-from zlaunch.runtime.log import say
-
 VERSION = "0.19.8"
 """The DeepSpeed whose interface this is: what ``deepspeed.__version__`` says, since callers compare it."""
 FOLDER = Path(__file__).parent / "path"
@@ -99,6 +97,8 @@ def install_as_asked(choice: str) -> None:
         return
     uninstall()
     if choice == "auto" and os.environ.get("RANK", "0") == "0":
+        from zlaunch.runtime.log import say  # 17 ms, in every worker of every script
+
         say(f"`import deepspeed` is the installed {real} (--compat deepspeed: zlaunch)", sys.stderr)
 
 
