@@ -181,7 +181,7 @@ def make_engine(
     hidden, hidden_from = find_hidden_size(model)
     effective = resolve(loaded, world_size=comm.world_size, hidden_size=hidden, hidden_size_from=hidden_from)
     if comm.rank == 0:
-        for warning in loaded.warnings:
+        for warning in (*loaded.warnings, *effective.guesses()):
             warn(warning)
         # Scripts of DeepSpeed's, whose configs have meant something else, have an engine of their own.
         changed = effective.changed_defaults() if kind is not Engine else ()

@@ -1,7 +1,7 @@
 """Reading DeepSpeed's config files: load, check, settle. Imports no torch."""
 
 from .load import ConfigError, ConfigFileError, Loaded, load
-from .resolve import Effective, check_batch, refuse_open, resolve
+from .resolve import Effective, check_batch, open_values, refuse_open, resolve
 from .schema import Config, json_schema
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     "check_batch",
     "json_schema",
     "load",
+    "open_values",
     "refuse_open",
     "resolve",
 ]

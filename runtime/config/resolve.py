@@ -58,6 +58,14 @@ class Effective:
         ]
         return [f'{self.loaded.origin}: "auto" is settled as {", ".join(found)}'] if found else []
 
+    def guesses(self) -> list[str]:
+        """Return a line for each "auto" whose value changes what is trained and that nothing has given."""
+        if self.sources[MICRO] != _NO_SIZE:
+            return []
+        return [
+            f'{self.loaded.origin}: {MICRO}: "auto" became 1, since no batch size is given; give it a number'
+        ]
+
     def changed_defaults(self) -> list[str]:
         """A line for each key in use that is not given and whose default DeepSpeed has changed."""
         values = dict(_leaves(self.to_dict()))
@@ -102,24 +110,29 @@ def resolve(
     return Effective(config, sources, loaded)
 
 
+_NO_SIZE = "auto: 1, no batch size is given"
 _MUST_BE_FILLED = {
     "gradient_clipping": "a number, the largest norm of the gradients (0 is off)",
     "zero_optimization.stage": "0, 1, 2 or 3",
 }
 
 
-def refuse_open(loaded: Loaded) -> None:
-    """Check that no "auto" is left of which there is no right value but the script's own.
-
-    For when training begins: the Trainer and accelerate have filled in theirs by then. Raises ConfigError.
-    """
-    problems = [
+def open_values(loaded: Loaded) -> list[str]:
+    """Return a line for each "auto" of which there is no right value but the script's own."""
+    return [
         f'{loaded.origin}: {path}: "auto" is for the Hugging Face Trainer and accelerate, which fill it in; '
         f"without them give {value}"
         for path, value in _MUST_BE_FILLED.items()
         if path in loaded.auto
     ]
-    if problems:
+
+
+def refuse_open(loaded: Loaded) -> None:
+    """Check that no "auto" is left that only the script can fill in.
+
+    For when training begins: the Trainer and accelerate have filled in theirs by then. Raises ConfigError.
+    """
+    if problems := open_values(loaded):
         raise ConfigError(problems)
 
 
@@ -171,7 +184,7 @@ def _batch(loaded: Loaded, values: dict[str, Any], notes: dict[str, str], world:
         if not loaded.auto & {TRAIN, MICRO, GAS}:
             return [f"batch size is not known, give {TRAIN} or {MICRO}"]
         micro = 1
-        notes[MICRO] = "auto: 1, no batch size is given"
+        notes[MICRO] = _NO_SIZE
     if train is None:
         if gas is None:
             gas = 1

@@ -80,7 +80,7 @@ def test_a_run_is_listed_shown_and_stopped(launch: Launch, tmp_path: Path) -> No
     assert (stopped.returncode, stopped.stdout) == (0, "run: stopped, exit code 143\n"), stopped.stderr
     assert launch.wait() == 143 and not alive(launch.run_id)
     assert ps(tmp_path, ".") == []
-    assert "--all shows 1 more" in zlaunch(tmp_path, "ps", ".").stdout
+    assert "1 has ended: --all" in zlaunch(tmp_path, "ps", ".").stdout
     assert [r["state"] for r in ps(tmp_path, ".", "--all")] == ["ended 143"]
     assert {r["state"] for r in ps(tmp_path, "run")["ranks"]} == {"killed by SIGTERM"}
     for command in ("stop", "stacks"):
@@ -168,6 +168,7 @@ def test_names_below_runs_and_names_that_are_wrong(tmp_path: Path) -> None:
     assert zlaunch(tmp_path, "ps").stdout == "no runs in runs\n"
     done.run_dir.rename(step)
     assert [r["run"] for r in ps(tmp_path, "-a")] == ["slurm-7.0/task_00000"]
+    assert zlaunch(tmp_path, "ps").stdout == "no run is running in runs; 1 has ended: --all\n"
     for name, words in (
         ("slurm-7.0/task_00000", "has ended already"),
         ("slurm-7.0/task_0000", "no run 'slurm-7.0/task_0000', did you mean 'slurm-7.0/task_00000'?"),

@@ -125,7 +125,10 @@ def test_config_and_tokenizer_go_along(
             (out / "vocab.txt").write_text("there before")
             assert bool(command([str(tmp_path / "run"), str(out), *flags])) == fails
             shown = capsys.readouterr()
-            assert shown.err.count("\n") == fails and ("error: " in shown.err) == fails
+            if index == 0 and "--like" in flags and not fails:
+                assert shown.err == "1 of them replaced files of the same name\n"
+            else:
+                assert shown.err.count("\n") == fails and ("error: " in shown.err) == fails
             found = {path.name: path.read_text() for path in out.iterdir() if path.stat().st_size < 100}
             assert all(str(out / name) in shown.out for name in found if name != "vocab.txt")
             both.append(found)

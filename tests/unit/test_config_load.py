@@ -398,6 +398,9 @@ def test_command_line(tmp_path):
     done = run(cli, ["check", good, "--world_size", "2", "--effective"])
     assert done.exit_code == 0 and "derived: train_batch_size 8" in done.output
     assert run(cli, ["check", good, "--world_size", "3"]).exit_code == 2
+    open_ = str(write(tmp_path, "open.json", '{"train_batch_size": 8, "gradient_clipping": "auto"}'))
+    done = run(cli, ["check", open_])
+    assert done.exit_code == 0 and 'gradient_clipping: "auto" is for the Hugging Face Trainer' in done.output
     bad = str(write(tmp_path, "bad.json", '{"fp17": {}}'))
     done = run(cli, ["check", bad])
     assert done.exit_code == 2 and "bad.json: fp17: unknown key, did you mean fp16?" in done.output

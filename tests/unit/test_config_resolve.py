@@ -113,6 +113,13 @@ def test_settled_values_are_said_in_one_line():
     assert resolve(load({"train_batch_size": 3}), world_size=3).settled() == []
 
 
+def test_a_batch_size_that_nothing_has_given_is_warned_of():
+    (line,) = resolve(load({MICRO: "auto"}), world_size=2).guesses()
+    assert line.startswith(f'<dict>: {MICRO}: "auto" became 1') and "give it a number" in line
+    for source in ({MICRO: 2}, {TRAIN: 4, MICRO: "auto"}, {MICRO: 2, TRAIN: "auto"}):
+        assert resolve(load(source), world_size=2).guesses() == []
+
+
 @given(
     st.integers(1, 64), st.integers(1, 64), st.integers(1, 64), st.sets(st.sampled_from((TRAIN, MICRO, GAS)))
 )

@@ -80,3 +80,26 @@ def test_a_launch_imports_no_other_command() -> None:
     code = "import sys, zlaunch.cli.main, zlaunch.cli.run; print('zlaunch.cli.doctor' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout == "False\n", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "answer"),
+    [
+        (["--num_gpu", "2", "x.py"], "No such option '--num_gpu'. Did you mean '--num_gpus'?"),
+        (
+            ["--nproc_per_nod", "2", "x.py"],
+            "No such option '--nproc_per_nod'. Did you mean '--nproc_per_node'?",
+        ),
+        (["--num_gpus", "two", "x.py"], "'two' is not a whole number."),
+        (["--hang_timeout", "long", "x.py"], "'long' is not a number."),
+        (["chekpoint", "ls"], "no script 'chekpoint', did you mean `zlaunch checkpoint`?"),
+        (["last"], "no script 'last', did you mean `zlaunch ps last`, or stop or stacks?"),
+        (["ps", "--claen"], "Did you mean '--clean'?"),
+    ],
+)
+def test_a_slip_is_answered_with_what_was_meant(
+    words: list[str], answer: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    said = capsys.readouterr().err
+    assert answer in said and said.count("\n") == 1

@@ -268,6 +268,7 @@ def export(
     with _as_usage_error():
         opened = _open(folder, tag)
         beside = companions(opened, like)
+        before = set(Path(out).iterdir()) if Path(out).is_dir() else set()
         written = write(
             opened,
             out,
@@ -279,6 +280,9 @@ def export(
         written += copy_companions(beside, out, replace=like is not None)
     for path in written:
         click.echo(str(path))
+    replaced = sum(Path(path) in before for path in written)
+    if replaced:
+        click.echo(f"{replaced} of them replaced files of the same name", err=True)
 
 
 @checkpoint.command("import")

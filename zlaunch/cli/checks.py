@@ -37,12 +37,21 @@ def check_script(name: str) -> None:
         beside = os.listdir(path.parent)
     except OSError:
         raise click.UsageError(f"no script {name!r}: there is no folder {str(path.parent)!r}") from None
-    raise click.UsageError(f"no script {name!r}{_near(path, beside)}")
+    raise click.UsageError(f"no script {name!r}{_near(path, beside) or _near_command(name)}")
 
 
 def _near(path: Path, beside: Sequence[str]) -> str:
     near = difflib.get_close_matches(path.name, beside, n=1)
     return f", did you mean {str(path.parent / near[0])!r}?" if near else ""
+
+
+def _near_command(name: str) -> str:
+    from zlaunch.cli.commands import SUBCOMMANDS
+
+    if name == "last":
+        return ", did you mean `zlaunch ps last`, or stop or stacks?"
+    near = difflib.get_close_matches(name, SUBCOMMANDS, n=1, cutoff=0.7)
+    return f", did you mean `zlaunch {near[0]}`?" if near else ""
 
 
 def _check_is_python(path: Path) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
+import re
 from typing import Any
 
 import click
@@ -25,6 +25,8 @@ SETTINGS: dict[str, Any] = {
     "max_content_width": 100,
 }
 """Of every command; groups hand them on to theirs."""
+OTHER_FLAGS = "nnodes"
+"""One of the flags of other launchers: where it is among the parameters, they all are."""
 
 
 def load(name: str) -> click.Command:
@@ -40,6 +42,8 @@ def asked_for_help(words: list[str]) -> list[str]:
     command: click.Command | None = None
     for word in words:
         if word not in known:
+            import difflib
+
             near = difflib.get_close_matches(word, known, n=1)
             choice = f"did you mean {near[0]}?" if near else f"there is {', '.join(known) or 'none below'}"
             raise click.UsageError(f"help: no command {word!r}, {choice}")
@@ -48,8 +52,35 @@ def asked_for_help(words: list[str]) -> list[str]:
     return [*words, "--help"]
 
 
-class WithSubcommands(click.Command):
-    """A command whose help ends with a line for each subcommand."""
+def message_of(error: click.ClickException) -> str:
+    """Return an error's text: one option that is meant, the nearest, and numbers by their plain names."""
+    if isinstance(error, click.NoSuchOption) and error.possibilities:
+        import difflib
+
+        best = difflib.get_close_matches(error.option_name, error.possibilities, n=1, cutoff=0)
+        error = click.NoSuchOption(error.option_name, possibilities=best, ctx=error.ctx)
+    text = error.format_message()
+    for kind, plain in (("integer", "whole number"), ("float", "number")):
+        text = re.sub(rf"\bvalid {kind}( range)?\b", plain, text)
+    return text
+
+
+class Launch(click.Command):
+    """The command that launches: its help ends with a line for each subcommand, and it knows the flags of
+    other launchers.
+    """
+
+    def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
+        """Parse, with the flags of other launchers where one is used: to make them all takes 6 ms."""
+        try:
+            return super().parse_args(context, list(args))
+        except click.NoSuchOption:
+            if any(parameter.name == OTHER_FLAGS for parameter in self.params):
+                raise
+            from zlaunch.cli.torchrun_flags import torchrun_flags
+
+            self.params += torchrun_flags()
+            return super().parse_args(context, list(args))
 
     def format_epilog(self, context: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the list, and the command's own epilog below it."""

@@ -25,7 +25,7 @@ def check(file: str, world_size: int | None, effective: bool) -> None:
 
     The batch keys are checked when the number of ranks is given.
     """
-    from zlaunch.runtime.config import ConfigError, load, resolve
+    from zlaunch.runtime.config import ConfigError, load, open_values, resolve
 
     try:
         loaded = load(file)
@@ -35,6 +35,8 @@ def check(file: str, world_size: int | None, effective: bool) -> None:
         sys.exit(2)
     for warning in loaded.warnings:
         click.echo(f"warning: {warning}")
+    for line in open_values(loaded):
+        click.echo(f"warning: {line}")
     if effective and resolved is not None:
         rows = [("key", "value", "source"), *resolved.table()]
         widths = [min(60, max(len(row[column]) for row in rows)) for column in (0, 1)]

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import click
 
-from zlaunch.cli.commands import SUBCOMMANDS, asked_for_help, load
+from zlaunch.cli.commands import SUBCOMMANDS, asked_for_help, load, message_of
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except click.exceptions.Exit as stop:
         code = stop.exit_code
     except click.ClickException as error:
-        print(f"{name}: error: {error.format_message()}", file=sys.stderr)
+        print(f"{name}: error: {message_of(error)}", file=sys.stderr)
         code = error.exit_code if error.exit_code != 1 else 2
     except (click.Abort, KeyboardInterrupt):
         code = 130

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from zlaunch import __version__
-from zlaunch.cli.commands import SETTINGS, WithSubcommands
+from zlaunch.cli.commands import OTHER_FLAGS, SETTINGS, Launch
 from zlaunch.cli.deepspeed_flags import deepspeed_flags, launcher_name
 from zlaunch.cli.options import (
     ALONE,
@@ -27,7 +27,6 @@ from zlaunch.cli.options import (
     python_there,
     reach_options,
 )
-from zlaunch.cli.torchrun_flags import settle, torchrun_flags
 
 if TYPE_CHECKING:
     from zlaunch.launch.attempts import Job
@@ -38,7 +37,7 @@ _SETTINGS = {**SETTINGS, "allow_interspersed_args": False}
 _EPILOG = "A script with the name of a command: zlaunch ./ps"
 
 
-@click.command(cls=WithSubcommands, context_settings=_SETTINGS, epilog=_EPILOG)
+@click.command(cls=Launch, context_settings=_SETTINGS, epilog=_EPILOG)
 @click.option(
     "--num_gpus",
     "--num_accelerators",
@@ -72,7 +71,6 @@ _EPILOG = "A script with the name of a command: zlaunch ./ps"
     "--node_rank", type=int, metavar="N", help="Which of the nodes this is, of those started by hand."
 )
 @deepspeed_flags
-@torchrun_flags
 @click.option("--env", multiple=True, metavar="KEY[=VAL]", help="Export a variable to the nodes; repeatable.")
 @click.option("--workdir", metavar="DIR", help="Folder to run in on every node.  [default: this one]")
 @click.option(
@@ -155,9 +153,14 @@ def run(command: tuple[str, ...], **given: Any) -> int:
         raise click.UsageError("--json goes with --dry_run")
     for name in ("hostfile", "run_dir"):  # what accelerate and DeepSpeed's own wrappers pass for nothing
         given[name] = None if given[name] == "None" else given[name]
-    given = {**settle(given), "num_processes": given["num_processes"]}
-    for note in given["notes"] if not given["quiet"] else ():
+    if OTHER_FLAGS in given:
+        from zlaunch.cli.torchrun_flags import settle
+
+        given = {**settle(given), "num_processes": given["num_processes"]}
+    for note in given.get("notes", ()) if not given["quiet"] else ():
         print(f"zlaunch: {note}", file=sys.stderr)
+    given["log_ranks"] = given["log_ranks"] or "0"
+    given["no_ssh"] = given["no_ssh"] or given["node_rank"] is not None
     if given["no_ssh"] and given["node_rank"] is None:
         raise click.UsageError("--no_ssh and --node_rank N go together")
     if given["master_addr"] is not None and not given["master_addr"].strip():
@@ -183,7 +186,7 @@ def run(command: tuple[str, ...], **given: Any) -> int:
     job, plan, where = _prepare(options, launcher, allocation, given["min_nodes"])
     world = plan.world_size if plan is not None else None
     warnings = checks.check_configs(
-        (command[0], *given["configs"], *command[1:]),
+        (command[0], *given.get("configs", ()), *command[1:]),
         module=mode == "module",
         folder=given["workdir"],
         world_size=world,

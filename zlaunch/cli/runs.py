@@ -92,8 +92,8 @@ def ps(folder: str, show_all: bool, clean: bool, yes: bool, as_json: bool) -> in
         columns = ("run", "state", "hosts", "workers", "started", "elapsed", "attempt")
         _print_table(columns, [_row(run) for run in chosen])
     else:
-        hidden = f"; --all shows {len(everything)} more" if everything else ""
-        print(f"no runs{' are running' if hidden else ''} in {folder}{hidden}")
+        ended = f"{len(everything)} {'has' if len(everything) == 1 else 'have'} ended"
+        print(f"no run is running in {folder}; {ended}: --all" if everything else f"no runs in {folder}")
     return 0
 
 

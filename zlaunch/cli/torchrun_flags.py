@@ -97,28 +97,28 @@ class Surroundings:
     """Nodes of the step, where srun has started this on each of them."""
 
 
-def torchrun_flags(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a click command with them, hidden; :func:`settle` takes them out of what is given."""
+def torchrun_flags() -> list[click.Option]:
+    """Return them, hidden; :func:`settle` takes them out of what is given."""
+    found = []
     for name in _NUMBERS:
         low = 0 if name in ("machine_rank", "main_process_port") else 1
-        command = click.option(f"--{name}", type=click.IntRange(min=low), hidden=True)(command)
+        found.append(click.Option([f"--{name}"], type=click.IntRange(min=low), hidden=True))
     for name in _TEXTS:
         short = ("-t",) if name == "tee" else ()
-        command = click.option(f"--{name}", *short, hidden=True)(command)
-    for name in _SWITCHES:
-        command = click.option(f"--{name}", is_flag=True, hidden=True)(command)
-    command = click.option("--redirects", "-r", hidden=True)(command)
-    command = click.option("--rdzv_backend", hidden=True, callback=_backend)(command)
-    command = click.option("--mixed_precision", type=click.Choice(["no", "fp16", "bf16"]), hidden=True)(
-        command
-    )
-    for flag in _WITHOUT_EFFECT:
-        command = click.option(flag, hidden=True, expose_value=False)(command)
+        found.append(click.Option([f"--{name}", *short], hidden=True))
+    found += [click.Option([f"--{name}"], is_flag=True, hidden=True) for name in _SWITCHES]
+    kinds = click.Choice(["no", "fp16", "bf16"])
+    found += [
+        click.Option(["--redirects", "-r"], hidden=True),
+        click.Option(["--rdzv_backend"], hidden=True, callback=_backend),
+        click.Option(["--mixed_precision"], type=kinds, hidden=True),
+    ]
+    found += [click.Option([flag], hidden=True, expose_value=False) for flag in _WITHOUT_EFFECT]
     for flag, (takes_value, answer) in _INSTEAD.items():
         kind: dict[str, Any] = {} if takes_value else {"is_flag": True}
         refuse = _refuse(flag, answer)
-        command = click.option(flag, hidden=True, expose_value=False, callback=refuse, **kind)(command)
-    return command
+        found.append(click.Option([flag], hidden=True, expose_value=False, callback=refuse, **kind))
+    return found
 
 
 def _refuse(flag: str, answer: str) -> Callable[..., None]:
@@ -160,15 +160,14 @@ def settle(given: dict[str, Any], around: Callable[[], Surroundings] = surroundi
     ``notes`` in it is what the user should hear of that, ``configs`` is to be checked like arguments of the
     script. Raises click.UsageError for what contradicts itself or is missing.
     """
-    flags = {name: given[name] for name in _NAMES}
+    flags = {name: given.get(name) for name in _NAMES}
     out = {name: value for name, value in given.items() if name not in _NAMES}
     config = flags["deepspeed_config_file"]
     out["notes"], out["configs"] = [], () if config is None else ("--deepspeed_config", config)
     teed = _streams("tee", flags["tee"])
     _streams("redirects", flags["redirects"])  # the logs have everything in any case
-    if out["log_ranks"] is None:
-        out["log_ranks"] = "all" if teed else "0"
-    out["no_ssh"] = out["no_ssh"] or out["node_rank"] is not None
+    if out["log_ranks"] is None and teed:
+        out["log_ranks"] = "all"
     if all(value in (None, False) for value in flags.values()):
         return out
     for flag, option in _SAME.items():
@@ -180,7 +179,7 @@ def settle(given: dict[str, Any], around: Callable[[], Surroundings] = surroundi
         _take(out, "master_addr", host, said)
         _take(out, "master_port", port, said)
     here = around()
-    _settle_nodes(out, here, standalone=flags["standalone"])
+    _settle_nodes(out, here, standalone=bool(flags["standalone"]))
     _settle_workers(out, here, flags["nproc_per_node"], flags["num_processes"])
     out["no_local_rank"] = True  # neither torchrun nor accelerate passes it
     _settle_variables(out, flags)
