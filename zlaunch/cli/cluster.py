@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -101,11 +103,12 @@ class Cluster:
             return Link(open_command(host, prefix, argv, Path(o.run_dir, "logs", f"agent_{host}.log")))
         if host in own_names() and entry.user is None and entry.port is None:
             return open_local(o, host)
-        from zlaunch.launch.transports.ssh import AuthenticationRefused, open_ssh
         from zlaunch.launch.transports.ssh_config import resolve
 
         port = entry.port if entry.port is not None else o.ssh_port
         settings = resolve(host, user=entry.user, port=port, config=o.ssh_config)
+        from zlaunch.launch.transports.ssh import AuthenticationRefused, open_ssh
+
         if self.launcher == "openssh" or settings.needs_openssh:
             return self._open_by_program(entry, port, settings.timeout_s)
         try:
@@ -138,6 +141,8 @@ class Cluster:
         """Start agents, ask for what is not known yet, and let go of nodes that the filters leave out."""
         from zlaunch.launch.fleet import close_all, connect
 
+        if self.launcher == "ssh":  # it takes a while, in which `ssh` is asked about the hosts
+            threading.Thread(target=import_module, args=("paramiko",), daemon=True).start()
         nodes, errors = connect(hosts, self.open_link, self.options.connect_timeout_s, say)
         if not nodes:
             return [], errors
