@@ -61,7 +61,8 @@ class LossScaler:
 
     def update(self, result: StepResult) -> None:
         """Take note of one optimizer step. Raises LossScaleFloorError if the scale can shrink no further."""
-        self.note(result.skipped)
+        # only a dynamic scale depends on it: on a GPU, to ask is to wait for the step
+        self.note(self.dynamic and result.skipped)
 
     def note(self, overflow: bool) -> None:
         """The same, for whether the step overflowed."""

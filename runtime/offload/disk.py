@@ -135,9 +135,20 @@ class DiskEngine:
         """Start to fill ``buffer`` from the file. Memory, length and offset must be aligned."""
         return self._start(file, buffer, offset, self._read_block)
 
-    def write(self, file: File, buffer: memoryview, offset: int = 0) -> Transfer:
-        """Start to write ``buffer`` to the file; it must stay untouched until the transfer is waited for."""
-        return self._start(file, buffer, offset, self._write_block)
+    def write(
+        self, file: File, buffer: memoryview, offset: int = 0, *, after: Callable[[], None] | None = None
+    ) -> Transfer:
+        """Start to write ``buffer`` to the file, once ``after`` has returned; it must stay untouched until
+        the transfer is waited for.
+        """
+        if after is None:
+            return self._start(file, buffer, offset, self._write_block)
+
+        def write_block(file: File, block: memoryview, offset: int) -> None:
+            after()
+            self._write_block(file, block, offset)
+
+        return self._start(file, buffer, offset, write_block)
 
     def _start(
         self, file: File, buffer: memoryview, offset: int, move: Callable[[File, memoryview, int], None]

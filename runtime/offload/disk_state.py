@@ -157,11 +157,14 @@ class DiskState:
         buffer = ring.take()
         grad = record.gradient(buffer)
         view = _bytes_of(buffer)[record.state_bytes : record.file_bytes]
+        arrival = DONE
         if fresh:
-            grad.copy_(part)
+            arrival = self._down(part, grad)
         else:
-            landed = record.region(buffer, 0).copy_(part)
+            landed = record.region(buffer, 0)
+            arriving = self._down(part, landed)
             self._engine.read(self._file, view, offset).wait()
+            arriving.wait()
             grad.add_(landed)
             cuts = [
                 (max(start, record.start) - record.start, min(stop, record.stop) - record.start)
@@ -169,7 +172,11 @@ class DiskState:
                 if start < record.stop and stop > record.start
             ]
             self._squares += squares_of(grad, cuts)
-        ring.give_back(buffer, self._engine.write(self._file, view, offset))
+        ring.give_back(buffer, self._engine.write(self._file, view, offset, after=arrival.wait))
+
+    def _down(self, part: Tensor, target: Tensor) -> Pending:
+        """Start to copy a part of a gradient to host memory, in the target's dtype."""
+        return self._offload.link.download(part.to(target.dtype), target)
 
     def squares(self) -> list[Tensor]:
         return self._squares

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...cuda_ops.norm import sum_of_squares
 from ..pending import DONE, Pending
-from .link import HostLink
+from .link import HostLink, end_of
 
 Cuts = Sequence[tuple[int, int]]
 """Ranges of a shard whose sums of squares are wanted."""
@@ -51,17 +51,17 @@ class HostGradient:
     """A unit's gradient shard in host memory.
 
     The first micro-batch's stays in the dtype it was reduced in; from the second on, the sum is kept in fp32.
-    Additions wait for their copy only when the sum is next needed, so that copies run beside the backward
-    pass.
+    It is added to on the device, to which it comes for that: copies run beside the backward pass, and the
+    host waits for none of them.
     """
 
     def __init__(self, link: HostLink, cuts: Cuts) -> None:
         self._link, self._cuts = link, cuts
         self._landing: Tensor | None = None
-        self._total: Tensor | None = None
+        self._sum: Tensor | None = None
         self._arrival: Pending = DONE
         self._source: Tensor | None = None
-        self._summing = self._adding = False
+        self._summing = False
         self._squares: list[Tensor] | None = None
         self.delivered = False
         self.reader: Pending = DONE
@@ -69,34 +69,36 @@ class HostGradient:
     def deliver(self, shard: Tensor, *, fresh: bool, stays: bool) -> None:
         self.reader.wait()
         self.reader = DONE
-        self._finish()
-        if self._landing is None or self._landing.dtype != shard.dtype:
-            self._landing = self._link.empty(shard.numel(), shard.dtype)
         if fresh:
-            self._squares, self._summing = squares_of(shard, self._cuts), False
+            if self._landing is None or self._landing.dtype != shard.dtype:
+                self._landing = self._link.empty(shard.numel(), shard.dtype)
+            total, home, self._summing = shard, self._landing, False
         else:
-            if not self._summing:
-                if self._total is None:
-                    wide = torch.promote_types(shard.dtype, torch.float32)
-                    self._total = self._link.empty(shard.numel(), wide)
-                self._total.copy_(self._landing)
-            self._squares, self._summing, self._adding = None, True, True
-        self._source, self._arrival = shard, self._link.download(shard, self._landing)
+            total, home = self._added(shard), self._room_for_sum(shard)
+            self._summing = True
+        self._squares = squares_of(total, self._cuts)
+        self._source, self._arrival = total, self._link.download(total, home)
         self.delivered = True
 
-    def _finish(self) -> None:
-        self._arrival.wait()
-        self._arrival, self._source = DONE, None
-        if self._adding:
-            assert self._total is not None and self._landing is not None
-            self._total.add_(self._landing)
-            self._adding = False
+    def _added(self, shard: Tensor) -> Tensor:
+        """The sum so far, brought to the device, and the shard."""
+        before = self._sum if self._summing else self._landing
+        assert before is not None
+        there = torch.empty_like(before, device=shard.device)
+        self._link.upload(before, there, self._link.mark(), end_of(self._arrival)).wait()
+        return there.to(torch.promote_types(shard.dtype, torch.float32)).add_(shard)
+
+    def _room_for_sum(self, shard: Tensor) -> Tensor:
+        if self._sum is None:
+            self._sum = self._link.empty(shard.numel(), torch.promote_types(shard.dtype, torch.float32))
+        return self._sum
 
     @property
     def grad(self) -> Tensor:
         """The gradient, once it has arrived: flat, fp32 or the dtype it was reduced in."""
-        self._finish()
-        grad = self._total if self._summing else self._landing
+        self._arrival.wait()
+        self._arrival, self._source = DONE, None
+        grad = self._sum if self._summing else self._landing
         assert grad is not None
         return grad
 

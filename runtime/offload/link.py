@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,8 +61,11 @@ class HostLink:
     def release(self, tensor: Tensor) -> None:
         """Take back what ``empty`` has given out; other tensors are left alone."""
         buffer = self._kept.pop(tensor.data_ptr(), None)
-        if buffer is not None:
-            self.pool.drop(buffer)
+        if buffer is None:
+            return
+        if self.cuda:  # a copy may be under way; the host cannot know of the streams that wait for it
+            torch.cuda.synchronize(self.device)
+        self.pool.drop(buffer)
 
     def close(self) -> None:
         """Take everything back; nothing may be under way."""
@@ -85,8 +90,8 @@ class HostLink:
         source.record_stream(self._down)
         return HostEvent(event)
 
-    def upload(self, source: Tensor, target: Tensor, after: torch.cuda.Event | None = None) -> Pending:
-        """Start ``target`` (device) <- ``source`` (host), not before ``after``.
+    def upload(self, source: Tensor, target: Tensor, *after: torch.cuda.Event | None) -> Pending:
+        """Start ``target`` (device) <- ``source`` (host), not before any of ``after``.
 
         ``wait`` makes the current stream wait for it. ``source`` must not change until then; ``settled`` of
         the result blocks the host.
@@ -94,13 +99,18 @@ class HostLink:
         if self._up is None:
             target.copy_(source)
             return DONE
-        if after is not None:
-            self._up.wait_event(after)
+        for event in after:
+            if event is not None:
+                self._up.wait_event(event)
         with torch.cuda.stream(self._up):
             target.copy_(source, non_blocking=True)
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(self._up)
         return StreamEvent(event)
+
+    def behind_uploads(self) -> AbstractContextManager[Any]:
+        """Make the uploads' stream the current one: what is queued inside comes after them."""
+        return nullcontext() if self._up is None else torch.cuda.stream(self._up)
 
     def mark(self) -> torch.cuda.Event | None:
         """A mark behind everything that the current stream has queued; None on a CPU."""
@@ -115,21 +125,26 @@ class HostEvent:
     """Values on their way to the host."""
 
     def __init__(self, event: torch.cuda.Event) -> None:
-        self._event = event
+        self.event = event
 
     def wait(self) -> None:
-        self._event.synchronize()
+        self.event.synchronize()
 
 
 class StreamEvent(HostEvent):
     """Values on their way to the device: a stream waits, the host does not."""
 
     def wait(self) -> None:
-        torch.cuda.current_stream().wait_event(self._event)
+        torch.cuda.current_stream().wait_event(self.event)
 
     def settled(self) -> None:
         """Block the host until the copy has ended."""
-        self._event.synchronize()
+        self.event.synchronize()
+
+
+def end_of(pending: Pending) -> torch.cuda.Event | None:
+    """Return the event behind a copy to the host, for a stream to wait for; None if there is nothing."""
+    return pending.event if isinstance(pending, HostEvent) else None
 
 
 def settled(pending: Pending | None) -> None:

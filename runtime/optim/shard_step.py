@@ -224,10 +224,10 @@ class ShardStep:
         for unit in self.units:
             if unit.gradient_home is not None:
                 if unit.gradient_home.delivered:
-                    squares += [square.to(self._comm.device) for square in unit.gradient_home.squares()]
+                    squares += unit.gradient_home.squares()
             elif unit.grad is not None:
                 squares += squares_of(unit.grad, unit.cuts)
-        return squares
+        return _all_on(squares, self._comm.device)
 
     def _apply(self, used: list[bool]) -> None:
         run_hooks(self.outer, before=True)
@@ -310,6 +310,15 @@ def _filled(value: Scalar, device: torch.device) -> Tensor:
     if isinstance(value, Tensor):
         return value.to(device, torch.float32)
     return torch.full((), value, dtype=torch.float32, device=device)
+
+
+def _all_on(numbers: list[Tensor], device: torch.device) -> list[Tensor]:
+    """The same 0-dim tensors on the device: those of the host go there in one copy."""
+    away = [number for number in numbers if number.device.type != device.type]
+    if not away:
+        return numbers
+    moved = iter(_to_device(torch.stack(away), device).unbind())
+    return [number if number.device.type == device.type else next(moved) for number in numbers]
 
 
 def _to_device(tensor: Tensor, device: torch.device) -> Tensor:

@@ -12,14 +12,14 @@ if TYPE_CHECKING:
 
 
 class UploadAndGather:
-    """A unit on its way from host memory, on a stream of its own; then as from disk."""
+    """A unit on its way from host memory: to this device, and behind that to all ranks."""
 
-    def __init__(self, unit: Unit, upload: Pending) -> None:
-        self._unit, self._upload = unit, upload
+    def __init__(self, upload: Pending, gather: Pending) -> None:
+        self._upload, self._gather = upload, gather
 
     def wait(self) -> None:
         self._upload.wait()
-        self._unit.gather_from(self._unit.own_part).wait()
+        self._gather.wait()
 
 
 class ReadAndGather:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ..comm import Comm
 from ..offload.disk_state import DiskState, DiskValues, cuts_of
 from ..offload.gradients import GradientHome
+from ..offload.link import end_of
 from ..offload.place import TILE_NUMEL, Offload, Place
 from ..pending import DONE, Pending
 from . import guards
@@ -109,6 +110,8 @@ class Unit:
         self._pending: Pending = DONE
         self._offload = offload
         self.updated: Pending = DONE
+        self._sent: Pending = DONE
+        """New values on their way to the home in host memory."""
         """An optimizer step that still writes this rank's values; waited for before they are read."""
         self._own = slice(*layout.shard_range(comm.rank))
         self.start, self.stop = layout.shard_range(comm.rank) if shard_optimizer else (0, layout.numel)
@@ -232,9 +235,11 @@ class Unit:
             self._pending = ReadAndGather(self, self.home.start_read())
             return
         if self._offload is not None and self.home.device != self.device:
+            link = self._offload.link
             self._refill()
-            upload = self._offload.link.upload(self.home, self.full[self._own], self._offload.link.mark())
-            self._pending = UploadAndGather(self, upload)
+            upload = link.upload(self.home, self.own_part, link.mark(), end_of(self._sent))
+            with link.behind_uploads():
+                self._pending = UploadAndGather(upload, self.gather_from(self.own_part))
             return
         self._pending = self.gather_from(self.home)
 
@@ -293,8 +298,15 @@ class Unit:
         with torch.no_grad():
             if isinstance(self.home, DiskValues):
                 self.home.write(0, self.master)
+            elif self._offload is not None and self.home.device != self.device:
+                self._sent = self._offload.link.download(self.master.to(self.dtype), self.home)
             else:
                 self.home.copy_(self.master)
+
+    def await_home(self) -> None:
+        """Return when host memory that the values rest in has those of the last step."""
+        self._sent.wait()
+        self._sent = DONE
 
     def await_update(self, arrival: Pending) -> None:
         """For a unit that stays FULL and whose new values are being written in the background: a touch waits
@@ -366,6 +378,7 @@ class Unit:
             if isinstance(self.home, DiskValues):
                 self.home.write(0, self.full[self._own])
             elif self.home is not None and self.home is not self.master:
+                self.await_home()
                 self.home.copy_(self.full[self._own])
         self.changed()
 

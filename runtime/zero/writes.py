@@ -72,6 +72,7 @@ class Writes:
         own = unit.own_part
         if not self._exposed or not isinstance(unit.home, torch.Tensor):
             return None
+        unit.await_home()
         return None if torch.equal(unit.home.to(own.device, own.dtype), own) else unit.name
 
     def stepped(self) -> None:

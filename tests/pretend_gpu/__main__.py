@@ -1,0 +1,51 @@
+"""Train cases on the pretended GPU, in this process, and print what was found as JSON, a line each.
+
+    python -m tests.pretend_gpu [--mutation NAME] CASE...
+
+Run by several ranks (RANK, WORLD_SIZE), each prints its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import json
+import os
+import sys
+from typing import Any
+
+from . import device
+from .threads import meeting
+
+_LIMIT_S = 240
+"""Then the stacks say where it hangs."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--mutation", default="")
+    parser.add_argument("cases", nargs="+")
+    options = parser.parse_args()
+    faulthandler.dump_traceback_later(_LIMIT_S, exit=True)
+    device.install()
+    from zlaunch.runtime.offload.disk import Transfer
+
+    from .cases import CASES, train
+    from .mutations import applied
+
+    waiting: Any = Transfer
+    waiting.wait = meeting(waiting.wait)
+    for name in options.cases:
+        try:
+            with applied(options.mutation):
+                found = train(CASES[name])
+        except Exception as error:
+            from .clocks import findings
+
+            found = {"error": f"{type(error).__name__}: {error}", "races": dict(findings.races)}
+        print(json.dumps({"case": name, **found}), flush=True)
+    sys.stdout.flush()
+    os._exit(0)  # threads of an engine that failed
+
+
+main()

@@ -1,0 +1,190 @@
+"""What is trained on the pretended GPU: every way through the runtime that has an order of its own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+BF16: dict[str, Any] = {"bf16": {"enabled": True}}
+FP16: dict[str, Any] = {"fp16": {"enabled": True, "initial_scale_power": 8}}
+STATIC: dict[str, Any] = {"fp16": {"enabled": True, "loss_scale": 128}}
+HOST: dict[str, Any] = {"offload_optimizer": {"device": "cpu"}}
+HOST_BOTH: dict[str, Any] = {**HOST, "offload_param": {"device": "cpu"}}
+HALF: dict[str, Any] = {"offload_optimizer": {"device": "cpu", "ratio": 0.5}}
+_DISK: dict[str, Any] = {"device": "nvme", "nvme_path": "NVME"}
+DISK: dict[str, Any] = {"offload_optimizer": _DISK}
+DISK_BOTH: dict[str, Any] = {**DISK, "offload_param": {**_DISK, "max_in_cpu": 0}}
+SAVES: dict[str, Any] = {"checkpoint": {"asynchronous": True}}
+PARKED: dict[str, Any] = {"activation_checkpointing": {"cpu_checkpointing": True}}
+
+
+BEFORE = "Event.synchronize in step_result._read < step_result.differs"
+"""At a step's beginning, for whether the step before was skipped: it ended a whole pass ago."""
+NORM = "tolist in shard_step._step_by_host < shard_step.step"
+ORDER = "aten::_local_scalar_dense in shard_step._step_by_host < shard_step.step"
+"""The same numbers: with several ranks, first whether they agree."""
+ARRIVAL = "Event.synchronize in link.wait < gradients.grad"
+UPLOAD = "Event.synchronize in link.settled < link.settled"
+SUM_ON_DISK = "Event.synchronize in link.wait < disk_state._deliver_tile"
+COPIED = "save: Stream.synchronize in snapshot.settle < save._begin"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One configuration."""
+
+    name: str
+    stage: int
+    zero: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+    accumulation: int = 1
+    world: int = 1
+    init: bool = False
+    """Make the model inside of zlaunch.zero.Init."""
+    more_waits: tuple[str, ...] = ()
+    """How the host waits besides :attr:`waits`."""
+
+    @property
+    def waits(self) -> set[str]:
+        """How the training thread waits for the device in a step, once things have settled."""
+        if self.zero:  # the CPU's step needs the norm
+            return {ORDER if self.world > 1 else NORM, *self.more_waits}
+        return {*([BEFORE] if self.options.keys() & {"bf16", "fp16"} else []), *self.more_waits}
+
+
+CASES = {
+    case.name: case
+    for case in (
+        *(Case(f"stage {stage} bf16", stage, options=BF16) for stage in range(4)),
+        *(Case(f"stage {stage} fp32", stage) for stage in (0, 3)),
+        *(Case(f"stage {stage} fp16", stage, options=FP16) for stage in (1, 3)),
+        Case("stage 2 fp16 static", 2, options=STATIC),
+        *(Case(f"stage {stage} accumulated", stage, options=BF16, accumulation=2) for stage in (1, 2, 3)),
+        *(Case(f"stage {stage} host", stage, HOST, BF16) for stage in (1, 2, 3)),
+        Case("stage 1 half", 1, HALF, BF16),
+        Case("stage 3 host fp32", 3, HOST_BOTH),
+        Case("stage 3 host both", 3, HOST_BOTH, BF16),
+        Case("stage 3 host fp16", 3, HOST_BOTH, FP16),
+        Case("stage 3 host parameters", 3, {"offload_param": {"device": "cpu"}}, BF16),
+        Case("stage 2 host accumulated", 2, HOST, BF16, accumulation=2),
+        Case("stage 3 host both accumulated", 3, HOST_BOTH, BF16, accumulation=2),
+        Case("stage 2 disk", 2, DISK, BF16),
+        Case("stage 3 disk both", 3, DISK_BOTH, BF16),
+        Case("stage 3 disk accumulated", 3, DISK_BOTH, BF16, accumulation=2, more_waits=(SUM_ON_DISK,)),
+        Case("stage 3 saves", 3, options={**BF16, **SAVES}, more_waits=(COPIED, f"save: {BEFORE}")),
+        Case("stage 2 host saves", 2, HOST, {**BF16, **SAVES}),
+        Case("stage 3 host both saves", 3, HOST_BOTH, {**BF16, **SAVES}),
+        Case("stage 1 parked", 1, options={**BF16, **PARKED}),
+        Case("stage 3 parked", 3, HOST_BOTH, {**BF16, **PARKED}),
+        Case("stage 3 init", 3, options=BF16, init=True),
+        Case("stage 3 init host both", 3, HOST_BOTH, BF16, init=True),
+        *(Case(f"stage {stage} on two", stage, options=BF16, world=2) for stage in range(4)),
+        Case("stage 3 accumulated on two", 3, options=BF16, accumulation=2, world=2),
+        Case("stage 2 host on two", 2, HOST, BF16, world=2, more_waits=(ARRIVAL, UPLOAD)),
+        Case("stage 3 host both on two", 3, HOST_BOTH, BF16, world=2),
+        Case("stage 3 disk both on two", 3, DISK_BOTH, BF16, world=2),
+        Case(
+            "stage 3 saves on two",
+            3,
+            options={**BF16, **SAVES},
+            world=2,
+            more_waits=(COPIED, f"save: {BEFORE}"),
+        ),
+        Case("stage 3 init on two", 3, options=BF16, init=True, world=2),
+    )
+}
+_WARM = 3
+"""Steps before waits are counted: the first ones find orders and settle sizes."""
+_STEPS = 6
+
+
+def train(case: Case) -> dict[str, Any]:
+    """Train, and return the losses and what was found. The pretended GPU is installed."""
+    import torch
+    import torch.distributed as dist
+
+    import zlaunch
+    from tests.runtime.models import batches, config, loss_of, net
+
+    from .clocks import findings
+    from .modes import running
+
+    findings.clear()
+    with running(), _folder(case) as folder:
+        device = zlaunch.init_distributed()
+        world, rank = dist.get_world_size(), dist.get_rank()
+        small = {"stage3_param_persistence_threshold": 0, "sub_group_size": 4096, "reduce_bucket_size": 9000}
+        settings = config(
+            case.stage,
+            6 // world,
+            case.accumulation,
+            0.05,
+            zero={**small, **_placed(case.zero, folder)},
+            **case.options,
+        )
+        settings["steps_per_print"] = 1000
+        if case.init:
+            with zlaunch.zero.Init(config_dict_or_path=settings):
+                model = net(width=48, depth=2)
+        else:
+            model = net(width=48, depth=2)
+        if "activation_checkpointing" in case.options:
+            zlaunch.checkpointing.checkpoint_blocks(model)
+        engine, *_ = zlaunch.initialize(model=model, config=settings)
+        assert device.type == engine.device.type == "cuda"
+        losses, waits = [], {}
+        for index, batch in enumerate(batches(_STEPS, 6 * case.accumulation)):
+            micros = [micro.chunk(world)[rank].pin_memory() for micro in batch.chunk(case.accumulation)]
+            if index == _WARM:
+                findings.waits.clear()
+            for micro in micros:
+                loss = loss_of(engine, micro.to(device, non_blocking=True))
+                engine.backward(loss)
+                engine.step()
+            losses.append(loss.detach())
+            if "checkpoint" in case.options and index in (1, 4):
+                waits |= {} if index < _WARM else findings.waits
+                findings.waits.clear()
+                engine.save_checkpoint(folder)
+                engine.wait_for_checkpoint()
+                waits |= {} if index < _WARM else {f"save: {how}": n for how, n in findings.waits.items()}
+                findings.waits.clear()
+        waits |= findings.waits
+        values = [float(loss) for loss in losses]
+        torch.cuda.synchronize()
+        engine.destroy()
+    return {
+        "losses": values,
+        "races": dict(findings.races),
+        "mixes": dict(findings.mixes),
+        "waits": waits,
+    }
+
+
+@contextmanager
+def _folder(case: Case) -> Iterator[str]:
+    """A folder for this case; several ranks have one, by the port at which they meet."""
+    if case.world == 1:
+        with tempfile.TemporaryDirectory() as folder:
+            yield folder
+        return
+    path = Path(tempfile.gettempdir(), f"pretended-{os.environ['MASTER_PORT']}-{case.name.replace(' ', '-')}")
+    path.mkdir(exist_ok=True)
+    try:
+        yield str(path)
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _placed(zero: dict[str, Any], folder: str) -> dict[str, Any]:
+    """The same with a folder on the disk."""
+    return {
+        key: _placed(value, folder) if isinstance(value, dict) else folder if value == "NVME" else value
+        for key, value in zero.items()
+    }

@@ -1,0 +1,91 @@
+"""Vector clocks of streams and host threads, and what was found with them."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+
+Actor = tuple[str, int]
+"""("host", a thread's id) or ("stream", its number)."""
+Clock = dict[Actor, int]
+
+lock = threading.RLock()
+clocks: defaultdict[Actor, Clock] = defaultdict(dict)
+"""Actor -> what of every actor is known to have happened before its next operation."""
+_OURS = ("/runtime/", "/cuda_ops/")
+
+
+@dataclass
+class Findings:
+    """What was found since the last :meth:`clear`, each with how often."""
+
+    races: Counter[str] = field(default_factory=Counter)
+    """Two accesses without an order, and memory given back too early."""
+    mixes: Counter[str] = field(default_factory=Counter)
+    """Operations on tensors of the host and of the device together."""
+    waits: Counter[str] = field(default_factory=Counter)
+    """Waits of the host for the device."""
+
+    def clear(self) -> None:
+        """Forget everything."""
+        for kind in (self.races, self.mixes, self.waits):
+            kind.clear()
+
+
+findings = Findings()
+
+
+def host() -> Actor:
+    """Return the calling thread."""
+    return ("host", threading.get_ident())
+
+
+def join(clock: Clock, other: Clock) -> None:
+    """Add what `other` knows to `clock`."""
+    for actor, count in other.items():
+        if clock.get(actor, 0) < count:
+            clock[actor] = count
+
+
+def tick(actor: Actor) -> int:
+    """Count one more operation of an actor, and return its number."""
+    clock = clocks[actor]
+    clock[actor] = clock.get(actor, 0) + 1
+    return clock[actor]
+
+
+def known(clock: Clock, actor: Actor, count: int) -> bool:
+    """Tell whether an operation has happened before whatever comes next by this clock."""
+    return count <= clock.get(actor, 0)
+
+
+def host_waits(actor: Actor, how: str) -> None:
+    """Let the calling thread wait for a stream; noted where the stream has work that the thread cannot know
+    to have ended.
+    """
+    with lock:
+        behind = not known(clocks[host()], actor, clocks[actor].get(actor, 0))
+        if behind:
+            note_wait(how)
+        join(clocks[host()], clocks[actor])
+
+
+def note_wait(how: str) -> None:
+    """Write down that the calling thread waits for the device; the runtime's own threads may."""
+    thread = threading.current_thread().name
+    aside = "aside: " if thread.startswith("zlaunch") else ""
+    findings.waits[f"{aside}{how} in {where(2)}"] += 1
+
+
+def where(frames: int = 3) -> str:
+    """Return the innermost places of the runtime in the present stack."""
+    found: list[str] = []
+    frame = sys._getframe(1)
+    while frame is not None and len(found) < frames:
+        name = frame.f_code.co_filename
+        if any(part in name for part in _OURS) and "site-packages" not in name and "/tests/" not in name:
+            found.append(f"{name.rpartition('/')[2].removesuffix('.py')}.{frame.f_code.co_name}")
+        frame = frame.f_back  # type: ignore[assignment]
+    return " < ".join(found) or "the script"

@@ -1,0 +1,196 @@
+"""Put the pretended GPU in the place of torch.cuda and NCCL. Before zlaunch.runtime is imported."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from . import threads
+from .clocks import clocks, lock
+from .memory import block_of, is_on_device, launch, locked, resized, touch_bytes, without_modes
+from .modes import move, pretending
+from .streams import DEFAULT, Event, Stream, current_stream, synchronize, use
+
+FREE_BYTES, TOTAL_BYTES = 64 << 30, 80 << 30
+_nccl: dict[Any, Stream] = {}
+
+
+def install() -> None:
+    """Make this process one with a GPU; code sees it inside of ``modes.running()``."""
+    os.environ["ZLAUNCH_KERNELS"] = "torch"  # the twins: CuPy needs a device
+    torch.set_num_threads(1)
+    threads.install()
+    _install_cuda()
+    _install_memory()
+    _install_files()
+    _install_autograd()
+    _install_collectives()
+
+
+class _Runtime:
+    """The CUDA runtime's calls that lock memory."""
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        locked[address] = nbytes
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        del locked[address]
+        return 0
+
+
+def _install_cuda() -> None:
+    cuda: Any = torch.cuda
+    cuda.Stream, cuda.Event, cuda.stream = Stream, Event, use
+    cuda.current_stream, cuda.default_stream = current_stream, lambda device=None: DEFAULT
+    cuda.synchronize = synchronize
+    cuda.is_available, cuda.device_count = lambda: True, lambda: 1
+    cuda.set_device, cuda.current_device = lambda device: None, lambda: 0
+    cuda.is_current_stream_capturing = lambda: False
+    cuda.mem_get_info = lambda device=None: (FREE_BYTES, TOTAL_BYTES)
+    cuda.memory_reserved = cuda.memory_allocated = lambda device=None: 0
+    cuda.get_rng_state = lambda device=None: torch.zeros(16, dtype=torch.uint8)
+    cuda.set_rng_state = lambda state, device=None: None
+    cuda.set_sync_debug_mode = lambda mode: None
+    cuda.cudart = _Runtime
+    torch.nn.Module.cuda = (  # type: ignore[method-assign]
+        lambda self, device=None: self._apply(lambda tensor: move(tensor, True))
+    )
+
+
+def _install_memory() -> None:
+    def record_stream(self: Tensor, stream: Any) -> None:
+        block_of(self).users.add(stream.actor)
+
+    plain = torch.UntypedStorage.resize_
+
+    def resize_(self: torch.UntypedStorage, nbytes: int) -> Any:
+        resized(self, nbytes)
+        return plain(self, nbytes)
+
+    Tensor.record_stream = record_stream  # type: ignore[assignment, method-assign]
+    torch.UntypedStorage.resize_ = resize_  # type: ignore[assignment, method-assign]
+
+
+def _install_files() -> None:
+    """Reads and writes of files touch the memory that torch's tensors have."""
+    system: Any = os
+
+    def noting(real: Callable[..., int], *, fills: bool) -> Callable[..., int]:
+        def call(fd: int, buffers: Sequence[Any], offset: int) -> int:
+            for buffer in buffers:
+                address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+                touch_bytes(real.__name__, address, len(buffer), writes=fills)
+            return real(fd, buffers, offset)
+
+        return call
+
+    system.preadv, system.pwritev = noting(os.preadv, fills=True), noting(os.pwritev, fills=False)
+
+
+def _install_autograd() -> None:
+    """Python that C++ calls inside of a backward pass sees the GPU too."""
+    engine: Any = torch.autograd
+    plain = engine._engine_run_backward
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with pretending():
+            return plain(*args, **kwargs)
+
+    engine._engine_run_backward = run
+    engine.graph._engine_run_backward = run
+    hooks: Any = torch.autograd.graph.saved_tensors_hooks
+    init = hooks.__init__
+
+    def inside(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def call(value: Any) -> Any:
+            with pretending():
+                return function(value)
+
+        return call
+
+    def with_pretence(self: Any, pack: Callable[[Any], Any], unpack: Callable[[Any], Any]) -> None:
+        init(self, inside(pack), inside(unpack))
+
+    hooks.__init__ = with_pretence
+
+
+# -- NCCL: gloo does the work; a stream for each group has the order
+
+
+class _Work:
+    def __init__(self, event: Event) -> None:
+        self._event = event
+
+    def wait(self, timeout: Any = None) -> None:
+        current_stream().wait_event(self._event)
+
+    def is_completed(self) -> bool:
+        return False
+
+
+@contextmanager
+def _plain() -> Iterator[None]:
+    with without_modes(), _disable_current_modes():
+        yield
+
+
+def _collective(
+    name: str, real: Callable[..., Any], touched: Callable[..., tuple[Sequence[Tensor], Sequence[Tensor]]]
+) -> Callable[..., Any]:
+    def call(*args: Any, group: Any = None, async_op: bool = False, **kwargs: Any) -> Any:
+        reads, writes = touched(*args)
+        if not all(map(is_on_device, (*reads, *writes))):
+            with _plain():
+                return real(*args, group=group, async_op=async_op, **kwargs)
+        stream = _nccl.setdefault(group, Stream())
+        stream.wait_stream(current_stream())
+        with _plain():
+            real(*args, group=group, **kwargs)
+        launch(name, list(reads), list(writes), stream.actor)
+        event = Event()
+        with lock:
+            event.clock = dict(clocks[stream.actor])
+        if async_op:
+            return _Work(event)
+        current_stream().wait_event(event)
+        return None
+
+    return call
+
+
+_sum_over_ranks = dist.all_reduce
+
+
+def _reduce_scatter(shard: Tensor, bucket: Tensor, *, group: Any = None) -> None:
+    total = bucket.clone()
+    _sum_over_ranks(total, group=group)
+    shard.copy_(total.chunk(dist.get_world_size(group))[dist.get_rank(group)])
+
+
+def _install_collectives() -> None:
+    torch_dist: Any = dist
+    init = dist.init_process_group
+    for name in ("all_gather_single", "all_gather_into_tensor"):
+        if hasattr(dist, name):
+            gather = _collective(name, getattr(dist, name), lambda full, own: ([own], [full]))
+            setattr(dist, name, gather)
+    for name in ("reduce_scatter_single", "reduce_scatter_tensor"):
+        if hasattr(dist, name):
+            setattr(dist, name, _collective(name, _reduce_scatter, lambda shard, bucket: ([bucket], [shard])))
+    for name, real in (("all_reduce", _sum_over_ranks), ("broadcast", dist.broadcast)):
+        setattr(dist, name, _collective(name, real, lambda tensor, *rest: ([tensor], [tensor])))
+
+    def init_process_group(backend: Any = None, **kwargs: Any) -> None:
+        kwargs.pop("device_id", None)
+        init("gloo", **kwargs)
+
+    torch_dist.init_process_group = init_process_group

@@ -1,0 +1,167 @@
+"""Waits of the runtime, each of which can be left out, to see that it is missed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+Change = tuple[Any, str, Any]
+"""An object, the name of an attribute, and what it is replaced by."""
+
+
+def _nothing(*arguments: Any, **more: Any) -> None:
+    return None
+
+
+def _downloads_do_not_wait_for_what_made_the_values() -> list[Change]:
+    import torch
+
+    from zlaunch.runtime.offload.link import HostEvent, HostLink
+
+    def download(self: Any, source: Any, target: Any) -> Any:
+        with torch.cuda.stream(self._down):
+            target.copy_(source, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record(self._down)
+        return HostEvent(event)
+
+    return [(HostLink, "download", download)]
+
+
+def _uploads_do_not_wait() -> list[Change]:
+    from zlaunch.runtime.offload.link import HostLink
+
+    upload = HostLink.upload
+    return [(HostLink, "upload", lambda self, source, target, *after: upload(self, source, target))]
+
+
+def _what_is_uploaded_is_used_at_once() -> list[Change]:
+    from zlaunch.runtime.offload.link import StreamEvent
+
+    return [(StreamEvent, "wait", _nothing)]
+
+
+def _gathers_do_not_wait_for_uploads() -> list[Change]:
+    from contextlib import nullcontext
+
+    from zlaunch.runtime.offload.link import HostLink
+
+    return [(HostLink, "behind_uploads", lambda self: nullcontext())]
+
+
+def _a_source_is_dropped_while_it_is_copied() -> list[Change]:
+    import torch
+
+    from zlaunch.runtime.offload.gradients import HostGradient
+
+    deliver = HostGradient.deliver
+
+    def no_source(self: Any, shard: Any, **how: Any) -> None:
+        deliver(self, shard, **how)
+        self._source = None
+
+    return [(torch.Tensor, "record_stream", _nothing), (HostGradient, "deliver", no_source)]
+
+
+def _the_step_reads_gradients_before_they_arrive() -> list[Change]:
+    from zlaunch.runtime.offload.link import HostEvent
+
+    return [(HostEvent, "wait", _nothing)]
+
+
+def _new_values_overwrite_what_is_being_uploaded() -> list[Change]:
+    from zlaunch.runtime.optim import lanes
+
+    return [(lanes, "settled", _nothing)]
+
+
+def _a_gather_does_not_wait_for_the_values_home() -> list[Change]:
+    from zlaunch.runtime.zero import unit
+
+    return [(unit, "end_of", _nothing)]
+
+
+def _the_next_forward_does_not_wait_for_the_step() -> list[Change]:
+    from zlaunch.runtime.optim import away
+
+    return [(away._Arrival, "wait", _nothing)]
+
+
+def _a_snapshot_is_written_before_it_is_taken() -> list[Change]:
+    from zlaunch.runtime.checkpoint.snapshot import Snapshot
+
+    return [(Snapshot, "settle", _nothing)]
+
+
+def _a_buffer_is_lent_again_while_it_is_read() -> list[Change]:
+    from zlaunch.runtime.offload.link import HostLink
+
+    return [(HostLink, "give_back", lambda self, buffer: self.pool.give_back(buffer))]
+
+
+def _memory_is_released_under_a_copy() -> list[Change]:
+    import torch
+
+    return [(torch.cuda, "synchronize", _nothing)]
+
+
+def _a_gradient_is_written_to_disk_before_it_arrives() -> list[Change]:
+    from zlaunch.runtime.offload.disk import DiskEngine
+
+    write = DiskEngine.write
+    return [
+        (
+            DiskEngine,
+            "write",
+            lambda self, file, buffer, offset=0, after=None: write(self, file, buffer, offset),
+        )
+    ]
+
+
+def _parked_inputs_are_used_before_they_are_back() -> list[Change]:
+    from zlaunch.runtime.parking import Parked
+
+    return [(Parked, "_await_copy", _nothing)]
+
+
+def _collectives_are_not_waited_for() -> list[Change]:
+    from zlaunch.runtime.pending import Work
+
+    def wait(self: Any) -> None:
+        self._work, self._keep = None, ()
+
+    return [(Work, "wait", wait)]
+
+
+MUTATIONS: dict[str, tuple[str, Callable[[], list[Change]]]] = {
+    make.__name__.strip("_").replace("_", " "): (case, make)
+    for case, make in (
+        ("stage 2 host", _downloads_do_not_wait_for_what_made_the_values),
+        ("stage 2 host accumulated", _uploads_do_not_wait),
+        ("stage 3 host both", _what_is_uploaded_is_used_at_once),
+        ("stage 2 host", _a_source_is_dropped_while_it_is_copied),
+        ("stage 2 host", _the_step_reads_gradients_before_they_arrive),
+        ("stage 2 host", _new_values_overwrite_what_is_being_uploaded),
+        ("stage 3 host parameters", _a_gather_does_not_wait_for_the_values_home),
+        ("stage 3 host both", _the_next_forward_does_not_wait_for_the_step),
+        ("stage 3 saves", _a_snapshot_is_written_before_it_is_taken),
+        ("stage 3 disk both", _a_buffer_is_lent_again_while_it_is_read),
+        ("stage 3 init host both", _memory_is_released_under_a_copy),
+        ("stage 2 disk", _a_gradient_is_written_to_disk_before_it_arrives),
+        ("stage 1 parked", _parked_inputs_are_used_before_they_are_back),
+        ("stage 3 on two", _collectives_are_not_waited_for),
+        ("stage 3 host both on two", _gathers_do_not_wait_for_uploads),
+    )
+}
+"""What is left out -> the case in which that must be found, and what is changed for it."""
+
+
+@contextmanager
+def applied(name: str) -> Iterator[None]:
+    """Leave one wait out; none for an empty name."""
+    with ExitStack() as stack:
+        for owner, attribute, value in MUTATIONS[name][1]() if name else ():
+            stack.callback(setattr, owner, attribute, getattr(owner, attribute))
+            setattr(owner, attribute, value)
+        yield

@@ -1,0 +1,91 @@
+"""The runtime on a pretended GPU: no race, no memory given back too early, no wait that is not listed."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.pretend_gpu.cases import CASES
+from tests.pretend_gpu.mutations import MUTATIONS
+from zlaunch.cli.checks import pick_port
+
+ROOT = Path(__file__).resolve().parents[2]
+LIMIT_S = 300
+GROUPS = {
+    "on the device": [n for n, c in CASES.items() if c.world == 1 and not c.zero],
+    "host": [n for n, c in CASES.items() if c.world == 1 and c.zero and "disk" not in n],
+    "disk": [n for n, c in CASES.items() if c.world == 1 and "disk" in n],
+    "on two": [n for n, c in CASES.items() if c.world == 2],
+}
+
+
+def run(*arguments: str, world: int) -> list[dict[str, Any]]:
+    """What ranks of `python -m tests.pretend_gpu` have found, case by case, rank by rank."""
+    common = {"WORLD_SIZE": str(world), "LOCAL_RANK": "0", "GLOO_SOCKET_IFNAME": "lo"}
+    common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(pick_port(0))}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.pretend_gpu", *arguments],
+            env={**os.environ, **common, "RANK": str(rank)},
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(world)
+    ]
+    try:
+        said = [process.communicate(timeout=LIMIT_S)[0] for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    assert [process.returncode for process in ranks] == [0] * world, said
+    return [json.loads(line) for text in said for line in text.splitlines() if line.startswith("{")]
+
+
+@functools.cache
+def results(group: str) -> dict[str, list[dict[str, Any]]]:
+    """The findings of a group's cases, one for each rank."""
+    names = GROUPS[group]
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+    for result in run(*names, world=CASES[names[0]].world):
+        found[result["case"]].append(result)
+    return found
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_every_access_is_ordered_and_every_wait_is_meant(group: str) -> None:
+    wrong = []
+    for name, ranks in results(group).items():
+        case = CASES[name]
+        assert len(ranks) == case.world
+        for found in ranks:
+            waits = {how for how in found.get("waits", ()) if "aside: " not in how}
+            if found.get("error") or found["races"] or found["mixes"]:
+                wrong.append(found)
+            elif waits != case.waits:
+                wrong.append({"case": name, "more": waits - case.waits, "less": case.waits - waits})
+    assert not wrong, "\n".join(map(str, wrong))
+
+
+@pytest.mark.parametrize("group", ["host", "disk"])
+def test_where_things_rest_changes_no_loss(group: str) -> None:
+    plain = results("on the device")["stage 3 bf16"][0]["losses"]
+    accumulated = results("on the device")["stage 3 accumulated"][0]["losses"]
+    for name, (found,) in results(group).items():
+        if CASES[name].options.keys() == {"bf16"} and not CASES[name].init:
+            assert found["losses"] == (accumulated if CASES[name].accumulation > 1 else plain), name
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_wait_that_is_left_out_is_missed(name: str) -> None:
+    case = CASES[MUTATIONS[name][0]]
+    found = run("--mutation", name, case.name, world=case.world)
+    assert any(result["races"] for result in found), found
