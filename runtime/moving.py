@@ -45,7 +45,7 @@ class Moving:
         """
         self._check_alive()
         names = _names(include)
-        where = getattr(device, "value", device)
+        where = getattr(device, "value", getattr(device, "type", device))  # an enum, a torch.device or a name
         if where != "cpu":
             raise ValueError(f'engine.offload_states(device={where!r}): states can be moved to "cpu" alone')
         zero = self._effective.config.zero_optimization
@@ -75,7 +75,13 @@ def _names(include: Container[Any] | None) -> set[str]:
     known = ", ".join(STATES)
     if isinstance(include, str):
         raise ValueError(f"engine.offload_states(include=...) takes a list of names of states: {known}")
-    unknown = [each for each in include if each not in STATES] if isinstance(include, Iterable) else []
+    if isinstance(include, Iterable):
+        include = list(include)  # an iterator can be gone through once
+    elif not hasattr(include, "__contains__"):
+        raise ValueError(
+            f"engine.offload_states(include={include!r}): takes a list of names of states: {known}"
+        )
+    unknown = [each for each in include if each not in STATES] if isinstance(include, list) else []
     if unknown:
         raise ValueError(f"engine.offload_states(include=...): {unknown[0]!r} is not one of {known}")
     return {name for name in STATES if name in include}

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ..errors import RankMismatchError
 from ..log import warn
 from ..offload.disk import DiskError
 from ..offload.place import Offload
@@ -57,10 +58,17 @@ class Loader:
 
     def open(self, folder: str | os.PathLike[str], tag: str | None) -> Checkpoint | None:
         """The checkpoint that is meant, on every rank the same; None if there is none. Collective. Raises
-        CheckpointError.
+        CheckpointError, RankMismatchError.
         """
         comm = self._comm
         folder = absolute(folder)
+        tags = comm.exchange(tag)
+        if any(other != tags[0] for other in tags):
+            rank = next(rank for rank, other in enumerate(tags) if other != tags[0])
+            raise RankMismatchError(
+                f"load_checkpoint(tag=...): rank {rank} asks for {tags[rank]!r} and rank 0 for "
+                f"{tags[0]!r}; all ranks must load the same checkpoint"
+            )
         if tag == "auto":
             found = self._newest_whole(folder)
         else:

@@ -72,7 +72,7 @@ def unknown(key: str, path: str, known: Iterable[str]) -> tuple[str, bool]:
     known = list(known)
     if OTHER_NAMES.get(key) in known:
         return f"unknown key, did you mean {OTHER_NAMES[key]}?", True
-    if places := homes().get(key):
+    if places := [place for place in homes().get(key, ()) if place != path]:
         return f"unknown key here, it belongs {_belongs(places)}", True
     if path:
         close = difflib.get_close_matches(key, known, 1)

@@ -33,6 +33,11 @@ class HostLink:
 
     def take(self, nbytes: int) -> Tensor:
         """A uint8 buffer of the pool, to be given back."""
+        self.reclaim()
+        return self.pool.take(nbytes)
+
+    def reclaim(self) -> None:
+        """Let the pool have the buffers that were given back and are no longer read."""
         with self._lock:
             busy = []
             for event, buffer in self._later:
@@ -41,7 +46,6 @@ class HostLink:
                 else:
                     busy.append((event, buffer))
             self._later = busy
-        return self.pool.take(nbytes)
 
     def give_back(self, buffer: Tensor) -> None:
         """Return a buffer that the current stream may still be reading."""

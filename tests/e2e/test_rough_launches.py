@@ -14,6 +14,7 @@ import pytest
 
 from tests.e2e.helpers import ROOT, Launch, alive, run
 from tests.limits import LIMIT_S, wait_until
+from zlaunch.launch import record
 
 PATH = {**os.environ, "PYTHONPATH": str(ROOT)}
 
@@ -343,3 +344,59 @@ def test_names_that_fit_no_encoding_are_shown(tmp_path: Path) -> None:
     environ = {**PATH, "PYTHONIOENCODING": "ascii", "LC_ALL": "C"}
     done = zlaunch(tmp_path, "--dry_run", "w.py", "\u2603 \udcff", env=environ)
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+
+
+def test_a_reset_download_is_the_scripts_own_error(tmp_path: Path) -> None:
+    launch = run(tmp_path, script="raise ConnectionResetError(104, 'Connection reset by peer')")
+    assert launch.process.returncode == 1
+    assert "lost another rank" not in launch.err and "worker.py" in launch.log(0)
+
+
+def test_a_rank_that_ended_too_early_is_named(tmp_path: Path) -> None:
+    script = """
+        import sys, torch, torch.distributed as dist
+        dist.init_process_group("gloo")
+        if dist.get_rank() == 1:
+            sys.exit(0)
+        for _ in range(3):
+            dist.all_reduce(torch.ones(1))
+    """
+    launch = run(tmp_path, "--num_gpus=2", script=script)
+    assert launch.process.returncode == 1
+    assert "rank 1 on localhost had ended with code 0" in launch.err and "dist.all_reduce" in launch.err
+
+
+def test_what_a_script_leaves_running_is_said(tmp_path: Path) -> None:
+    launch = run(tmp_path, script="import subprocess; subprocess.Popen(['sleep', '300'])")
+    assert launch.process.returncode == 0
+    assert "localhost: ended 1 process that the script had left running" in launch.err
+
+
+def test_signals_between_attempts(tmp_path: Path) -> None:
+    """They come at any time of many short attempts; one that ends the run is written down."""
+    launch = Launch(tmp_path, "--max_restarts=100000", script="raise SystemExit(7)")
+    wait_until(lambda: "restart 1 of" in launch.err, lambda: launch.err)
+    for count in range(60):
+        launch.process.send_signal(signal.SIGUSR2)
+        time.sleep(0.005 * (count % 7))
+    assert launch.process.poll() is None, launch.err
+    launch.process.send_signal(signal.SIGTERM)
+    assert launch.wait() == 143
+    assert "stopped by SIGTERM" in launch.err and "Traceback" not in launch.err
+    assert record.read(launch.run_dir).exit_code == 143  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("words", "answer"),
+    [
+        (["ds.json"], "is no script but a config"),
+        (["/dev/stdin"], "can be read only once"),
+        (["--run_dir", "", "ds.json"], "--run_dir is empty"),
+        (["x" * 300], "File name too long"),
+    ],
+)
+def test_what_is_no_script(tmp_path: Path, words: list[str], answer: str) -> None:
+    (tmp_path / "ds.json").write_text("{}")
+    done = zlaunch(tmp_path, *words, input="pass")
+    assert done.returncode == 2 and answer in done.stderr and done.stderr.count("\n") == 1
+    assert not (tmp_path / "runs").exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
@@ -127,7 +128,10 @@ def test_a_launcher_that_cannot_be_reached_from_here(launch: Launch, tmp_path: P
     change_record(launch.run_dir, host="elsewhere")
     assert ps(tmp_path, ".")[0]["state"] == "on elsewhere"
     there = zlaunch(tmp_path, "stop", "run")
-    assert there.returncode == 2 and f"ssh elsewhere zlaunch stop {launch.run_dir}" in there.stderr
+    assert (
+        there.returncode == 2
+        and f"ssh elsewhere {sys.executable} -m zlaunch stop {launch.run_dir}" in there.stderr
+    )
     # Another process has the launcher's number by now.
     change_record(launch.run_dir, host=good["host"], start_ticks=good["start_ticks"] - 1)
     assert ps(tmp_path, "run")["state"] == "gone"
@@ -226,6 +230,11 @@ def test_clean_removes_what_runs_that_have_ended_left(launch: Launch, tmp_path: 
     ]
     assert "stays: SLURM job 7" in listed[2] and all("ended 0" in line for line in listed)
     assert done.is_dir() and (mine / "launcher.json").exists()
+
+    begun = os.open(mine, os.O_RDONLY)
+    fcntl.flock(begun, fcntl.LOCK_EX)  # as a launch has it from its beginning
+    assert "stays: a launch has just begun there" in zlaunch(tmp_path, "ps", "--clean", str(mine)).stdout
+    os.close(begun)
 
     cleaned = zlaunch(tmp_path, "ps", "--clean", "--yes")
     assert cleaned.returncode == 0, cleaned.stderr

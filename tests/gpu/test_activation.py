@@ -48,7 +48,7 @@ def test_parked_inputs_are_pinned_and_leave_the_gpu() -> None:
 def test_random_numbers_are_the_same_again() -> None:
     zlaunch.checkpointing.configure(None, checkpoint_in_cpu=True)
     x = torch.ones(64, 64, device="cuda", requires_grad=True)
-    y = zlaunch.checkpointing.checkpoint(lambda a: torch.nn.functional.dropout(a.sin(), 0.5), x=x)
+    y = zlaunch.checkpointing.checkpoint(lambda a: torch.nn.functional.dropout(a.sin(), 0.5), x)
     y.sum().backward()
     kept = y != 0
     assert torch.equal(x.grad != 0, kept) and 0 < int(kept.sum()) < kept.numel()

@@ -15,9 +15,19 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from . import threads
 from .clocks import clocks, lock
-from .memory import block_of, is_on_device, launch, locked, resized, touch_bytes, without_modes
+from .memory import (
+    allocated,
+    block_of,
+    blocks,
+    is_on_device,
+    launch,
+    locked,
+    resized,
+    touch_bytes,
+    without_modes,
+)
 from .modes import move, pretending
-from .streams import DEFAULT, Event, Stream, current_stream, synchronize, use
+from .streams import DEFAULT, DEVICE, Event, Stream, current_stream, synchronize, use
 
 FREE_BYTES, TOTAL_BYTES = 64 << 30, 80 << 30
 _nccl: dict[Any, Stream] = {}
@@ -56,7 +66,7 @@ def _install_cuda() -> None:
     cuda.set_device, cuda.current_device = lambda device: None, lambda: 0
     cuda.is_current_stream_capturing = lambda: False
     cuda.mem_get_info = lambda device=None: (FREE_BYTES, TOTAL_BYTES)
-    cuda.memory_reserved = cuda.memory_allocated = lambda device=None: 0
+    cuda.memory_reserved = cuda.memory_allocated = lambda device=None: allocated()
     cuda.get_rng_state = lambda device=None: torch.zeros(16, dtype=torch.uint8)
     cuda.set_rng_state = lambda state, device=None: None
     cuda.set_sync_debug_mode = lambda mode: None
@@ -76,6 +86,11 @@ def _install_memory() -> None:
         resized(self, nbytes)
         return plain(self, nbytes)
 
+    def device_of(storage: torch.UntypedStorage) -> torch.device:
+        block = blocks.get(storage._cdata)
+        return DEVICE if block is not None and block.on_device else torch.device("cpu")
+
+    torch.UntypedStorage.device = property(device_of)  # type: ignore[assignment, misc]
     Tensor.record_stream = record_stream  # type: ignore[assignment, method-assign]
     torch.UntypedStorage.resize_ = resize_  # type: ignore[assignment, method-assign]
 

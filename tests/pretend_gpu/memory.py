@@ -91,6 +91,11 @@ def is_on_device(tensor: Tensor) -> bool:
     return block is not None and block.on_device
 
 
+def allocated() -> int:
+    """Return the bytes of device memory that are in use."""
+    return sum(block.nbytes for block in blocks.values() if block.on_device)
+
+
 def is_page_locked(tensor: Tensor) -> bool:
     """Tell whether copies of a host tensor can go on without the host."""
     if block_of(tensor).pinned_by_torch:
@@ -125,6 +130,7 @@ def resized(storage: Any, nbytes: int) -> None:
         block = blocks.get(key) or _watch(storage, key, True)
         if nbytes == 0 or nbytes != storage.nbytes():
             _check_given_back(block)
+        block.nbytes = nbytes
         if nbytes:
             block.stream, block.users, block.born = current_stream(), set(), where()
 

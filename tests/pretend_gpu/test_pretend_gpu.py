@@ -89,3 +89,11 @@ def test_a_wait_that_is_left_out_is_missed(name: str) -> None:
     case = CASES[MUTATIONS[name][0]]
     found = run("--mutation", name, case.name, world=case.world)
     assert any(result["races"] for result in found), found
+
+
+@pytest.mark.exhaustive
+def test_the_tests_for_a_gpu_pass_on_it() -> None:
+    command = [sys.executable, "-m", "pytest", "-p", "tests.pretend_gpu.plugin", "tests/gpu"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=2 * LIMIT_S)
+    assert done.returncode == 0, done.stdout[-5000:]
+    assert int(done.stdout.rpartition(" passed")[0].split()[-1]) > 60

@@ -296,6 +296,7 @@ def _refusals() -> str:
     for include, text in (
         (["optimizer"], "'optimizer' is not one of optim_states, hp_params"),
         ("optim_states", "takes a list"),
+        (5, "takes a list"),
     ):
         with pytest.raises(ValueError, match=text):
             engine.offload_states(include)

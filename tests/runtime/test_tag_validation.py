@@ -54,3 +54,24 @@ def test_different_tags(tmp_path: Path, how: str | None, asynchronous: bool) -> 
     assert "of0" in first[2] and "of1" not in first[2] and "of2" not in first[2]
     assert (tags in first[1]) == (how != "Ignore") and ("saved under 'of0'" in first[1]) == (how != "Ignore")
     assert "tag" not in second[1] + third[1]
+
+
+def _load(folder: str) -> str:
+    zlaunch.init_distributed()
+    engine, *_ = zlaunch.initialize(model=net(), config=config(2, 2))
+    train_engine(engine, batches(1, 4 * engine.world_size))
+    for tag in ("a", "b"):
+        engine.save_checkpoint(folder, tag=tag)
+    try:
+        engine.load_checkpoint(folder, tag="ab"[engine.global_rank])
+        return ""
+    except zlaunch.RankMismatchError as error:
+        return str(error)
+    finally:
+        engine.load_checkpoint(folder, tag="a")
+        engine.destroy()
+
+
+def test_no_rank_loads_another_checkpoint_than_it_asked_for(tmp_path: Path) -> None:
+    for text in run_workers(_load, 2, str(tmp_path / "saved")):
+        assert "rank 1 asks for 'b' and rank 0 for 'a'" in text

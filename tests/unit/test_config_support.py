@@ -126,6 +126,11 @@ def test_a_top_level_key_close_to_a_known_one_is_an_error(key, meant):
     assert warnings({key: 1, "strict": False}) == [f"{key}: unknown key, did you mean {meant}?, ignored"]
 
 
+def test_a_key_does_not_belong_where_it_is():
+    (said,) = problems({"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "maximize": True}}})
+    assert said.startswith("optimizer.params.maximize: unknown key") and "belongs" not in said
+
+
 def test_unknown_keys_in_sections_are_errors():
     assert problems({"zero_optimization": {"_comment": 1}}) == ["zero_optimization._comment: unknown key"]
     assert problems({"data_types": {"xyz": 1}}) == [

@@ -12,7 +12,8 @@ LOST_PEER = "RuntimeError: [gloo/transport/tcp/pair.cc] Connection closed by pee
 
 
 def exception(rank: int, time: float, text: str) -> Failure:
-    return Failure(rank, "h", time, "exception", 1, exception=text)
+    talk = "lost" if text == LOST_PEER else ""
+    return Failure(rank, "h", time, "exception", 1, exception=text, talk=talk)
 
 
 def died(rank: int, time: float, signum: int = 9) -> Failure:

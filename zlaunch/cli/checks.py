@@ -29,8 +29,12 @@ def check_script(name: str) -> None:
     path = Path(name)
     if path.is_file():
         return _check_is_python(path)
-    if (path / "__main__.py").is_file() or (path.exists() and not path.is_dir()):
-        return  # a pipe of the shell's, <(...), can be read once only
+    if (path / "__main__.py").is_file():
+        return
+    if path.exists() and not path.is_dir():
+        raise click.UsageError(
+            f"{name!r} can be read only once, and every worker reads it: save it to a file"
+        )
     if path.is_dir():
         raise click.UsageError(f"{name!r} is a folder without a __main__.py")
     try:
@@ -61,7 +65,13 @@ def _check_is_python(path: Path) -> None:
             start = file.read(256)
     except OSError as error:
         raise click.UsageError(f"cannot read the script {str(path)!r}: {error.strerror}") from None
+    if path.suffix in (".json", ".yaml", ".yml"):
+        raise click.UsageError(
+            f"{str(path)!r} is no script but a config: zlaunch SCRIPT --config {path.name}"
+        )
     first = start.split(b"\n", 1)[0]
+    if path.suffix == ".py":
+        return  # whatever its first line says: Python runs it
     if start.startswith(b"\x7fELF") or (first.startswith(b"#!") and b"python" not in first):
         raise click.UsageError(f"{str(path)!r} is not a Python script; to run a program give --no_python")
 
@@ -164,6 +174,20 @@ def make_run_dir(path: Path, *, shared: bool = False) -> None:
         raise click.UsageError(f"--run_dir {path}: cannot write there: {error.strerror}") from None
     if not shared:
         _lock(path)
+
+
+def is_locked(path: Path) -> bool:
+    """Tell whether a launch holds a run's folder."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # a file system without locks
+        pass
+    finally:
+        os.close(fd)
+    return False
 
 
 def _lock(path: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import click
 
+from zlaunch.cli.checks import is_locked
 from zlaunch.cli.found_runs import Run, own_pids
 from zlaunch.launch import record
 
@@ -54,6 +55,8 @@ def _kept_because(run: Run) -> str | None:
             return f"only {run.record.host} can tell whether it has ended: run zlaunch ps --clean there"
         if run.state == "running":
             return "it is going on"
+    if is_locked(run.path):
+        return "a launch has just begun there"
     if alive := own_pids(run):
         return f"process {alive[0]} of it is still alive"
     try:

@@ -43,7 +43,8 @@ def check(file: str, world_size: int | None, effective: bool) -> None:
         for key, value, source in rows:
             click.echo(f"{key:<{widths[0]}}  {value:<{widths[1]}}  {source}")
     else:
-        click.echo(f"{loaded.origin}: ok")
+        under = " under the Hugging Face Trainer or accelerate" if open_values(loaded) else ""
+        click.echo(f"{loaded.origin}: ok{under}")
 
 
 @config.command()

@@ -42,10 +42,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         code = 141
     except OSError as error:
-        if error.errno not in (errno.EMFILE, errno.ENFILE):
-            raise
-        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        print(f"{name}: error: too many open files: the limit is {limit}; ulimit -n 4096", file=sys.stderr)
+        text = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+            text = f"too many open files: the limit is {limit}; ulimit -n 4096"
+        print(f"{name}: error: {text}", file=sys.stderr)
         code = 2
     return _flushed(code)
 

@@ -165,6 +165,8 @@ def run(command: tuple[str, ...], **given: Any) -> int:
         raise click.UsageError("--no_ssh and --node_rank N go together")
     if given["master_addr"] is not None and not given["master_addr"].strip():
         raise click.UsageError("--master_addr is empty")
+    if given["run_dir"] is not None and not given["run_dir"].strip():
+        raise click.UsageError("--run_dir is empty")
     given["quiet"] = given["quiet"] or given["log_level"] in ("error", "critical")
     if given["include"] is not None and given["exclude"] is not None:
         raise click.UsageError("--include and --exclude exclude each other")
@@ -203,8 +205,8 @@ def run(command: tuple[str, ...], **given: Any) -> int:
         for warning in warnings:  # in a run rank 0 says them
             print(f"zlaunch: warning: {warning}", file=sys.stderr)
         return 0
-    checks.make_run_dir(Path(options.run_dir), shared=launcher in ("step", "hand"))
     ranks = checks.parse_ranks(given["log_ranks"], world)
+    checks.make_run_dir(Path(options.run_dir), shared=launcher in ("step", "hand"))
     return _launch(job, launcher, why, where, ranks, given)
 
 

@@ -35,7 +35,8 @@ def _living(text: str, command: str) -> Run:
     if known.ended is not None:
         raise click.UsageError(f"{text} has ended already, at {_moment(known.ended)}, code {known.exit_code}")
     if run.is_elsewhere:
-        there = f"ssh {known.host} zlaunch {command} {run.path.absolute()}"
+        program = f"{sys.executable} -m zlaunch"  # whatever the PATH is there
+        there = f"ssh {known.host} {program} {command} {run.path.absolute()}"
         raise click.UsageError(f"the launcher of {text} is on {known.host}: {there}")
     if not known.is_running():
         raise click.UsageError(f"{text} has ended already: its launcher (process {known.pid}) is gone")
@@ -161,9 +162,8 @@ def _duration(seconds: float) -> str:
     "--signal",
     "name",
     type=click.Choice(list(_SIGNALS), case_sensitive=False),
-    default="TERM",
-    show_default=True,
-    help="USR1: save and stop. KILL: the launcher alone; its agents then stop the workers.",
+    help="USR1: save and stop. KILL: the launcher alone; its agents then stop the workers.  [default: TERM; "
+    "INT for a run with --requeue, which TERM would put back into the queue]",
 )
 @click.option(
     "--timeout",
@@ -173,7 +173,7 @@ def _duration(seconds: float) -> str:
     metavar="SECONDS",
     help="To wait for the end.",
 )
-def stop(run: str, name: str, timeout: float) -> int:
+def stop(run: str, name: str | None, timeout: float) -> int:
     """Stop RUN, a run's folder, its name under runs or `last`, and wait for its end.
 
     Exit code 0: stopped; 1: it did not end in time; 2: there is nothing here to stop.
@@ -181,11 +181,12 @@ def stop(run: str, name: str, timeout: float) -> int:
     run = meant(run)
     found = _living(run, "stop")
     process = Process(found.record.pid, found.record.start_ticks)
-    kill(process, _SIGNALS[name.upper()])
+    chosen = name.upper() if name is not None else "INT" if "--requeue" in found.record.command else "TERM"
+    kill(process, _SIGNALS[chosen])
     deadline = time.monotonic() + timeout
     while start_ticks(process.pid) == process.start_ticks:
         if time.monotonic() >= deadline:
-            print(f"zlaunch stop: error: {_not_ended(run, name, timeout)}", file=sys.stderr)
+            print(f"zlaunch stop: error: {_not_ended(run, chosen, timeout)}", file=sys.stderr)
             return 1
         time.sleep(_POLL_S)
     after = record.read(found.path)

@@ -248,6 +248,11 @@ class Agent:
                 self._watch_worker(spawn(worker, self.plan.cwd, self.user_input))
             except OSError as error:
                 text = f"cannot start rank {worker.rank} on {self._host()}: {error}"
+                if not os.path.isdir(self.plan.cwd):
+                    text = (
+                        f"{self._host()}: there is no folder {self.plan.cwd}: it has to be on every node (a "
+                        "shared file system, or --workdir DIR)"
+                    )
                 if os.strerror(errno.EMFILE) in text:
                     text += f" (the limit, ulimit -n, is {resource.getrlimit(resource.RLIMIT_NOFILE)[0]})"
                 self.send({"type": "error", "message": text, "time": time.time()})

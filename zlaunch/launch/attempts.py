@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from zlaunch.launch import record
-from zlaunch.launch.controller import Controller
+from zlaunch.launch.controller import STOP_SIGNALS, Controller
+from zlaunch.launch.failure import signal_name
 from zlaunch.launch.fleet import Node, NodeError, Rendezvous, Say, close_all, find_rendezvous
 from zlaunch.launch.plan import Plan
+from zlaunch.launch.processes import PASSED_SIGNALS
 from zlaunch.launch.verdict import Outcome
 from zlaunch.view.console import Console
 
@@ -45,13 +49,57 @@ class Limits:
 
 def run_job(job: Job, console: Console, limits: Limits) -> Outcome:
     """Run until it ends well, or no restart is left."""
-    code = 1
-    try:
-        outcome = _run(job, console, limits)
-        code = outcome.code
-    finally:
-        record.ended(job.run_dir, code)
+    with _signals_between_attempts() as at_end:
+        try:
+            outcome = _run(job, console, limits)
+        except _Stopped as stopped:
+            console.message(f"stopped by {signal_name(stopped.signum)}")
+            outcome = Outcome(128 + stopped.signum, signum=stopped.signum)
+        except BaseException:
+            at_end()
+            record.ended(job.run_dir, 1)
+            raise
+        at_end()
+        record.ended(job.run_dir, outcome.code)
     return outcome
+
+
+class _Stopped(BaseException):
+    """A signal that ends the run while no worker is there."""
+
+    def __init__(self, signum: int) -> None:
+        self.signum = signum
+
+
+@contextmanager
+def _signals_between_attempts() -> Iterator[Callable[[], None]]:
+    """Take the signals that a run answers to also while nodes are connected to and after the last attempt,
+    when the controller does not: none may kill the launcher, with nothing written down.
+
+    Gives a function to call when the outcome is known: signals change nothing from then on.
+    """
+    ended = False
+
+    def at_end() -> None:
+        nonlocal ended
+        ended = True
+
+    def stop(signum: int, frame: object) -> None:
+        if not ended:
+            raise _Stopped(signum)
+
+    def pass_over(signum: int, frame: object) -> None:
+        return None
+
+    before = {signum: signal.getsignal(signum) for signum in (*STOP_SIGNALS, *PASSED_SIGNALS)}
+    for signum in before:
+        if before[signum] is not signal.SIG_IGN:
+            signal.signal(signum, stop if signum in STOP_SIGNALS else pass_over)
+    try:
+        yield at_end
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
 
 
 def _run(job: Job, console: Console, limits: Limits) -> Outcome:

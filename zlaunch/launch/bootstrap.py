@@ -19,6 +19,7 @@ import traceback
 from types import CodeType, ModuleType, TracebackType
 from typing import NoReturn
 
+from zlaunch.launch.peers import talk_of
 from zlaunch.launch.processes import PASSED_SIGNALS, die_with_parent
 
 _OUR_FILES = {__file__, runpy.__file__, "<frozen runpy>"}
@@ -163,13 +164,10 @@ def _print(error: BaseException) -> str:
     text = "".join(traceback.format_exception(type(error), error, stripped))
     short = "".join(traceback.format_exception_only(type(error), error)).strip()
     plain = sys.excepthook is sys.__excepthook__ or sys.excepthook.__module__.startswith("torch.distributed")
-    if plain and "RANK" in os.environ:
-        from zlaunch.launch.failure import is_lost_peer
-
-        if is_lost_peer(short):
-            first = short.splitlines()[0]
-            print(f"zlaunch: rank {os.environ['RANK']} has lost another rank: {first}", file=sys.stderr)
-            return text
+    if plain and "RANK" in os.environ and talk_of(error) == "lost":
+        first = short.splitlines()[0]
+        print(f"zlaunch: rank {os.environ['RANK']} has lost another rank: {first}", file=sys.stderr)
+        return text
     sys.excepthook(type(error), error, stripped)
     return text
 
@@ -183,6 +181,7 @@ def _send_exception(event_fd: int, error: BaseException, text: str) -> None:
         "time": time.time(),
         "exception": "".join(traceback.format_exception_only(type(error), error)).strip(),
         "traceback": text[-_TRACEBACK_LIMIT_CHARS:],
+        "talk": talk_of(error),
     }
     try:
         os.write(event_fd, json.dumps(event).encode() + b"\n")

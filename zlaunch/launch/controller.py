@@ -25,7 +25,7 @@ from zlaunch.launch.processes import PASSED_SIGNALS, Process, adopt_orphans, swe
 from zlaunch.launch.verdict import Outcome, Verdict
 from zlaunch.view.console import Console
 
-_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _OUTPUT_IN_FLIGHT = 256
 """Chunks of output between reader threads and the main thread; more wait in the agent and the pipes."""
 _PATIENCE_S = 0.3
@@ -81,9 +81,9 @@ class Controller:
         mode = "ab" if self.attempt else "wb"
         self.logs = {rank: self.verdict.log_path(rank).open(mode, buffering=0) for rank in ranks}
         self.event_log = (self.run_dir / "events.jsonl").open(mode, buffering=0)
-        taken = (*_STOP_SIGNALS, *PASSED_SIGNALS, signal.SIGTSTP)
+        taken = (*STOP_SIGNALS, *PASSED_SIGNALS, signal.SIGTSTP)
         handlers = {signum: signal.getsignal(signum) for signum in taken}
-        for signum in _STOP_SIGNALS:
+        for signum in STOP_SIGNALS:
             if signum != signal.SIGHUP or handlers[signum] is not signal.SIG_IGN:  # nohup stays nohup
                 signal.signal(signum, self._on_signal)
         for signum in PASSED_SIGNALS:
@@ -258,6 +258,13 @@ class Controller:
         elif kind == "done":
             self.starting -= {worker.rank for worker in self.plan.nodes[index].workers}
             self.open_nodes.discard(index)
+            if event.get("swept") and not self.signum and not self.verdict.failures:
+                host, count = self.links[index].transport.host, event["swept"]
+                plural = "processes" if count > 1 else "process"
+                why = "a run ends with its workers"
+                self.console.message(
+                    f"{host}: ended {count} {plural} that the script had left running: {why}"
+                )
 
     def _on_stop_by_agent(self, event: Event) -> None:
         """An agent ends the run without having been told to; the other nodes follow."""
@@ -337,6 +344,10 @@ class Controller:
     def _pass_on(self, signum: int, _frame: FrameType | None) -> None:
         """To every worker; a program that is not Python would die of it."""
         if self.plan.python:
+            if signum == signal.SIGUSR2:
+                self.queue.put(
+                    (-1, {"type": "notice", "message": "asked for the stacks of all ranks (SIGUSR2)"})
+                )
             self.save_asked = self.save_asked or signum == signal.SIGUSR1
             self.verdict.may_have_saved = self.verdict.may_have_saved or self.save_asked
             for link in self.links:

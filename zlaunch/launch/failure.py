@@ -19,16 +19,6 @@ SAVED_CODE = 75
 runtime has the same number.
 """
 
-_COMMUNICATION = (
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "gloo",
-    "NCCL",
-    "ProcessGroup",
-    "Broken pipe",
-    "PeerLost",
-)
-
 
 @dataclass(frozen=True, slots=True)
 class Failure:
@@ -44,6 +34,8 @@ class Failure:
     exception: str = ""
     reason: str = ""
     traceback: str = ""
+    talk: str = ""
+    """ "lost" or "failed" where the exception came of talking to other ranks, see peers.talk_of."""
 
     @property
     def exit_code(self) -> int:
@@ -51,16 +43,6 @@ class Failure:
         if self.returncode is not None and self.returncode < 0:
             return 128 - self.returncode
         return self.returncode or 1
-
-
-def is_communication(text: str) -> bool:
-    """An exception that another rank's death causes."""
-    return any(word in text for word in _COMMUNICATION)
-
-
-def is_lost_peer(text: str) -> bool:
-    """Tell whether an exception says no more than that another rank has gone."""
-    return any(word in text for word in ("PeerLost", "Connection closed by peer", "Connection reset by peer"))
 
 
 def is_port_taken(text: str) -> bool:
@@ -81,7 +63,7 @@ def choose(failures: Iterable[Failure]) -> Failure:
     def order(failure: Failure) -> int:
         if failure.kind == "signal" and failure.returncode != -signal.SIGABRT:
             return 0
-        return 2 if is_communication(failure.exception) else 1
+        return 2 if failure.talk else 1
 
     return min(first, key=order)
 
@@ -123,12 +105,16 @@ def likely_reason(signum: int, *, oom_killed: OomScope | None) -> str:
     return reasons.get(signum, "")
 
 
-def report(failure: Failure, tail: Sequence[str], log_path: str, *, shown: bool = False) -> str:
+def report(
+    failure: Failure, tail: Sequence[str], log_path: str, *, shown: bool = False, others: str = ""
+) -> str:
     """Return the one text that ends a failed run.
 
     `tail` are the last lines of the rank's output; they are left out where the console has `shown` them. The
-    cause stands there once: a traceback that the output has is not told again.
+    cause stands there once: a traceback that the output has is not told again. `others`: what became of the
+    ranks that this one has lost, where that is known and no failure of theirs.
     """
+    tail = without_stacks(tail)
     code = failure.returncode
     if code is None:
         how = "raised an exception"
@@ -137,6 +123,8 @@ def report(failure: Failure, tail: Sequence[str], log_path: str, *, shown: bool 
     else:
         how = f"exited with code {code}"
     text = [f"zlaunch: rank {failure.rank} on {failure.host} failed first: it {how}"]
+    if failure.talk == "lost" and others:
+        text = [f"zlaunch: rank {failure.rank} on {failure.host} has lost other ranks: {others}"]
     if failure.reason:
         text.append(f"  likely reason: {failure.reason}")
     last = failure.exception.rpartition("\n")[2].strip()
@@ -146,12 +134,12 @@ def report(failure: Failure, tail: Sequence[str], log_path: str, *, shown: bool 
     )
     traceback = failure.traceback.rstrip("\n").splitlines()
     lines = [] if shown else list(tail)
-    if failure.exception and not told and traceback and not is_lost_peer(failure.exception):
+    if failure.exception and not told and traceback:
         lines += traceback[-TAIL_LINES:]
     elif failure.exception and not lines:
         text.append("  exception: " + failure.exception.replace("\n", "\n    "))
-    if is_lost_peer(failure.exception):
-        text.append("  it has only lost another rank: that rank's own node says why")
+    if failure.talk == "lost" and not others:
+        text.append("  it has only lost another rank: what that one has printed says why")
     if hint := _hint(tail):
         text.append(f"  hint: {hint}")
     if lines:
@@ -159,6 +147,21 @@ def report(failure: Failure, tail: Sequence[str], log_path: str, *, shown: bool 
         text += [f"    | {line}" for line in lines]
     text.append(f"  full log: {log_path}")
     return "\n".join(text)
+
+
+def without_stacks(lines: Sequence[str]) -> list[str]:
+    """Leave out the stacks that somebody has asked a living worker for; those of a crash stay."""
+    kept: list[str] = []
+    in_stacks = crashed = False
+    for line in lines:
+        crashed = crashed or line.startswith("Fatal Python error")
+        starts = line.endswith("(most recent call first):") and line.startswith(
+            ("Thread 0x", "Current thread")
+        )
+        in_stacks = not crashed and (starts or (in_stacks and line.startswith("  ")))
+        if not in_stacks:
+            kept.append(line)
+    return kept
 
 
 def _hint(tail: Sequence[str]) -> str:

@@ -60,6 +60,8 @@ class Verdict:
         """The workers were asked to save, or have said that they did; else the code is any script's."""
         self._saved = False
         self._tails: dict[int, bytes] = {}
+        self._ended_well: list[tuple[int, str]] = []
+        """Rank and host of workers that have ended with code 0, in that order."""
 
     def log_path(self, rank: int) -> Path:
         """Return where a rank's output goes."""
@@ -79,6 +81,7 @@ class Verdict:
             "exception",
             exception=str(event.get("exception", "")),
             traceback=str(event.get("traceback", "")),
+            talk=str(event.get("talk", "")),
         )
         self.failures.setdefault(rank, found)
         self._stop_by(now + failures.SETTLE_S)
@@ -98,10 +101,11 @@ class Verdict:
             kind: Literal["signal", "exit"] = "signal" if code < 0 else "exit"
             known = Failure(rank, event["host"], now, kind, returncode=code, reason=event["reason"])
         else:
+            self._ended_well.append((rank, event["host"]))
             return
         self.failures[rank] = known
         # A failed collective says that somebody else failed: wait for who it was. Anything else is a cause.
-        if not failures.is_communication(known.exception):
+        if not known.talk:
             self._stop_by(now)
 
     def _stop_by(self, moment: float) -> None:
@@ -121,7 +125,13 @@ class Verdict:
             first = failures.choose(self.failures.values())
             shown = self._console.shows(first.rank)
             self._console.text(
-                failures.report(first, self._tail(first.rank), str(self.log_path(first.rank)), shown=shown)
+                failures.report(
+                    first,
+                    self._tail(first.rank),
+                    str(self.log_path(first.rank)),
+                    shown=shown,
+                    others=self._others(),
+                )
             )
             code = first.exit_code
             port_taken = failures.is_port_taken(first.exception)
@@ -129,6 +139,16 @@ class Verdict:
             self._console.message("the run has saved, as it was asked to, and wants to be started again")
             return replace(found, code=failures.SAVED_CODE, save_asked=True)
         return replace(found, code=code, port_taken=port_taken)
+
+    def _others(self) -> str:
+        """What is known of ranks that others may have lost without a failure of theirs."""
+        if self.lost:
+            return f"those of {', '.join(sorted(self.lost))}, see above"
+        if self._ended_well:
+            rank, host = self._ended_well[0]
+            more = f" and {len(self._ended_well) - 1} more" if len(self._ended_well) > 1 else ""
+            return f"rank {rank} on {host}{more} had ended with code 0, while this one still waited for it"
+        return ""
 
     def _tail(self, rank: int) -> Sequence[str]:
         """Return the last lines, each as a terminal would show it: what a bar has overwritten is gone."""

@@ -6,6 +6,7 @@ import os
 import stat
 import subprocess
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from zlaunch.launch.events import Event, decode, encode
@@ -38,6 +39,7 @@ class LocalTransport:
         env = {key: value for key, value in os.environ.items() if key not in (*_NOT_INHERITED, *without)}
         if user_input is not None:
             env["ZLAUNCH_STDIN_FD"] = str(user_input)
+        stderr_path.parent.mkdir(parents=True, exist_ok=True)  # somebody may have removed it since
         with open(stderr_path, "wb") as stderr:
             self._process = subprocess.Popen(
                 argv,
@@ -80,7 +82,8 @@ class LocalTransport:
         except subprocess.TimeoutExpired:
             return None
         if not self.diagnostics():
-            self._stderr_path.unlink(missing_ok=True)
+            with suppress(OSError):  # somebody has removed the run's folder, or put a file in its place
+                self._stderr_path.unlink()
         return code
 
     def kill(self) -> None:
