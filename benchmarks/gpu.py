@@ -1,9 +1,11 @@
-"""Everything that needs a GPU, in one command: the gpu tests, the kernels, training at world size 1, offload,
-checkpoints.
+"""Everything that needs a GPU, in parts: tests, peaks, kernels, training on one rank, offload, checkpoints.
 
-    python -m benchmarks.gpu [--out benchmarks/results/NAME.json]
+    python -m benchmarks.gpu [--parts first|second|NAME,...] [--minutes 9] [--out FOLDER] [--rehearse]
 
-Needs no launcher (nor its dependencies) and stays under ten minutes. Exits with 1 if a test failed.
+Each part is a process of its own with a limit of its own. `results.json` in the folder is written anew when
+a part ends, so that nothing is lost whatever happens to the rest; what a part has printed is in `log.txt`.
+A part that fails is recorded, with the end of what it said. `--rehearse` runs small models on a CPU, to see
+that all of it works. Needs no launcher. Exit code 1: a part has failed.
 """
 
 from __future__ import annotations
@@ -11,69 +13,241 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+_STAGES = tuple(f"stage {stage}" for stage in range(4))
+_SHOWN = 3000
+"""Characters of what a failed part has said."""
 
 
-def main() -> None:
+@dataclass(frozen=True)
+class Part:
+    """One process. The last line that it prints is its result, as JSON, if it is no test."""
+
+    name: str
+    command: tuple[str, ...]
+    limit_s: float
+    rehearsal: tuple[str, ...] | None = None
+    """What is added in a rehearsal; None: it cannot be rehearsed on a CPU."""
+    env: Mapping[str, str] | None = None
+
+
+def _large(system: str, *more: str) -> Part:
+    options = ("benchmarks.large", "--system", system, "--steps", "8")
+    return Part(
+        system if not more else f"{system} {more[-1]}",
+        (*options, *more),
+        100,
+        ("--model", "15m", "--micro_batch", "1"),
+    )
+
+
+FIRST = (
+    Part("device", ("benchmarks.device",), 60, ("--size", "256")),
+    Part("tests", ("pytest", "-m", "gpu", "tests/gpu"), 240),
+    *(_large(system) for system in ("torch", "stage 2", "stage 3", "stage 1", "stage 0")),
+    Part("waits", ("benchmarks.host_waits", "--stage", "2"), 60, ("--model", "15m")),
+    Part("waits at stage 3", ("benchmarks.host_waits", "--stage", "3"), 60, ("--model", "15m")),
+    Part("kernels", ("benchmarks.kernels",), 60),
+    Part("collectives", ("benchmarks.host_waits", "--collectives"), 60, ()),
+)
+SECOND = (
+    Part("bounds", ("benchmarks.large", "--bounds"), 60, ("--model", "15m")),
+    _large("offload optimizer", "--cap_gb", "24"),
+    _large("offload both", "--cap_gb", "24"),
+    Part("waits of offload", ("benchmarks.host_waits", "--stage", "2", "--offload"), 60, ("--model", "15m")),
+    Part(
+        "saving", ("benchmarks.checkpoint", "--path", "FOLDER", "--rounds", "3"), 90, ("--numel", "1000000")
+    ),
+    Part(
+        "beside peers",
+        (
+            "benchmarks.train_worker",
+            "--systems=compute,ddp,stage 0,stage 1,stage 2,stage 3,fsdp2",
+            "--model=100m",
+            "--micro_batch=16",
+            "--rounds=5",
+            "--steps=10",
+            "--out=/dev/stdout",
+        ),
+        100,
+        ("--model=15m", "--micro_batch=1", "--rounds=1", "--steps=1", "--systems=compute,stage 0,stage 2"),
+    ),
+    Part(
+        "largest", ("benchmarks.large", "--system", "offload both", "--model", "5000m", "--checkpoint"), 150
+    ),
+    Part("checks", ("benchmarks.checks", "--rounds", "3", "--out", "/dev/stdout"), 60, ("--layers", "4")),
+    Part(
+        "race detector of torch",
+        ("benchmarks.large", "--system", "offload both", "--model", "15m", "--steps", "1"),
+        90,
+        env={"TORCH_CUDA_SANITIZER": "1"},
+    ),
+)
+GROUPS = {"first": FIRST, "second": SECOND, "all": (*FIRST, *SECOND)}
+
+
+def run(part: Part, limit_s: float, log: Path, *, rehearse: bool) -> dict[str, Any]:
+    """Run a part, and return its result, or how it failed."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    env = {**os.environ, "PYTHONPATH": path, **(part.env or {})}
+    env.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # units are resized all the time
+    words = [*part.command, *(part.rehearsal or () if rehearse else ())]
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", *(folder if word == "FOLDER" else word for word in words)]
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+        try:
+            text = process.communicate(timeout=limit_s)[0]
+            code: int | str = process.returncode
+        except subprocess.TimeoutExpired:
+            _end(process)
+            text, code = process.communicate()[0], f"more than {limit_s:.0f} s"
+        finally:
+            _end(process)
+    with open(log, "a", encoding="utf-8") as said:
+        said.write(f"\n== {part.name}: {' '.join(command)}\n{text}")
+    found: dict[str, Any] = {"seconds": round(time.monotonic() - began, 1)}
+    result = _last_json(text)
+    if code == 0 and (result is not None or part.command[0] == "pytest"):
+        found["result"] = result if result is not None else text.strip().splitlines()[-1:]
+    else:
+        found |= {"failed": code if code != 0 else "printed no result", "said": text[-_SHOWN:]}
+    return found
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """Leave nothing of a part running."""
+    try:
+        os.killpg(process.pid, 9)
+    except ProcessLookupError:
+        pass
+    process.wait()
+
+
+def _last_json(text: str) -> Any:
+    """The last thing that was printed as JSON, on one line or on several."""
+    lines = text.strip().splitlines()
+    for start in range(len(lines) - 1, -1, -1):
+        if lines[start].startswith("{"):
+            try:
+                return json.loads("\n".join(lines[start:]))
+            except ValueError:
+                continue
+    return None
+
+
+# -- goals
+
+
+def _get(results: Mapping[str, Any], part: str, *keys: str) -> Any:
+    value = results.get(part, {}).get("result")
+    for key in keys:
+        value = value.get(key) if isinstance(value, dict) else None
+    return value
+
+
+def flops_of_a_token(layers: int, width: int, context: int, parameters: int) -> float:
+    """Return the operations of forward and backward: 6 for each parameter, and for attention 12 * layers *
+    width * context ("PaLM", Chowdhery et al. 2022, appendix B).
+    """
+    return 6.0 * parameters + 12.0 * layers * width * context
+
+
+def goals(results: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """What was measured beside what was wanted; what was not measured is left out."""
+    from benchmarks.large import SIZES
+
+    rows: list[tuple[str, float | None, str, float]] = []
+    kernels = results.get("kernels", {}).get("result") or {}
+    for name in ("adamw", "sum of squares", "cast fp32 to bf16"):
+        rows.append((f"{name}: of a copy", kernels.get(name, {}).get("of_copy"), ">=", 0.92))
+    plain, peak = _get(results, "torch", "tokens_per_s"), _get(results, "device", "matmul_tflops")
+    layers, width, _, context = SIZES["1500m"]
+    for stage in _STAGES:
+        speed = _get(results, stage, "tokens_per_s")
+        if speed and plain:
+            rows.append((f"{stage}: of plain torch", speed / plain, ">=", 0.98))
+        if speed and peak and not results.get("rehearsed"):
+            flops = flops_of_a_token(layers, width, context, _get(results, stage, "parameters"))
+            rows.append((f"{stage}: MFU", speed * flops / (peak * 1e12), ">=", 0.45))
+    bounds = _get(results, "bounds")
+    step, compute = _get(results, "offload optimizer 24", "step_s"), _get(results, "stage 2", "step_s")
+    if bounds and step:
+        longest = max(value for value in (*bounds.values(), compute) if value)
+        rows.append(("offloaded step: over its bound", step / longest, "<=", 1.15))
+    for part in ("waits", "waits at stage 3"):
+        waits = _get(results, part, "waits_of_a_step")
+        if waits is not None:
+            rows.append((f"{part}: of a step", float(sum(waits.values())), "<=", 0.0))
+    return [
+        {
+            "what": what,
+            "measured": round(value, 3),
+            "goal": f"{sign} {goal:g}",
+            "verdict": "pass" if (value >= goal if sign == ">=" else value <= goal) else "short",
+        }
+        for what, value, sign, goal in rows
+        if value is not None
+    ]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out")
-    args = parser.parse_args()
-
-    import torch
-
-    if not torch.cuda.is_available():
-        sys.exit("benchmarks.gpu: this machine has no CUDA device")
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    env = {**os.environ, "PYTHONPATH": path}
-    tests = subprocess.run(
-        [sys.executable, "-m", "pytest", "-m", "gpu", "tests/gpu"], cwd=ROOT, env=env, timeout=150
-    )
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "out.json"
-        options = ["--systems=compute,stage 0,stage 1,stage 2,stage 3", "--model=100m", "--micro_batch=16"]
-        options += ["--rounds=5", "--steps=10", f"--out={out}"]
-        command = [sys.executable, "-m", "benchmarks.train_worker", *options]
-        subprocess.run(command, cwd=ROOT, env=env, check=True, timeout=90)
-        measured = json.loads(out.read_text())
-    command = [sys.executable, "-m", "benchmarks.kernels"]
-    kernels = subprocess.run(command, cwd=ROOT, env=env, timeout=45, stdout=subprocess.PIPE, text=True)
-    command = [sys.executable, "-m", "benchmarks.large", "--largest", "5000m", "--limit_s", "28"]
-    large = subprocess.run(command, cwd=ROOT, env=env, timeout=200, stdout=subprocess.PIPE, text=True)
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "benchmarks.checkpoint", "--path", folder, "--rounds", "3"]
-        saving = subprocess.run(command, cwd=ROOT, env=env, timeout=50, stdout=subprocess.PIPE, text=True)
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "checks.json"
-        command = [sys.executable, "-m", "benchmarks.checks", "--rounds", "3", "--out", str(out)]
-        subprocess.run(command, cwd=ROOT, env=env, timeout=30)
-        checks = json.loads(out.read_text()) if out.exists() else "failed"
-    device = torch.cuda.get_device_properties(0)
-    result = {
-        "gpu": device.name,
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "python": platform.python_version(),
-        "tests": "passed" if tests.returncode == 0 else f"pytest exit {tests.returncode}",
-        "train_100m_fp32_world_1": measured,
-        "kernels_128m": json.loads(kernels.stdout) if kernels.returncode == 0 else "failed, CuPy missing?",
-        "checkpoint_64m": json.loads(saving.stdout) if saving.returncode == 0 else "failed",
-        "checks_of_a_step_100_layers": checks,
-        "gpt2_1500m_bf16_offload_under_24_gb": json.loads(large.stdout) if large.stdout else "failed",
-    }
-    text = json.dumps(result, indent=1)
-    print(text)
-    if args.out:
-        Path(args.out).write_text(text + "\n")
-    sys.exit(1 if tests.returncode else 0)
+    parser.add_argument("--parts", default="all", help="first, second, all, or names with commas")
+    parser.add_argument("--minutes", type=float, default=60.0, help="no part goes on beyond them")
+    parser.add_argument("--out", type=Path, default=Path("gpu-results"))
+    parser.add_argument("--rehearse", action="store_true")
+    args = parser.parse_args(argv)
+    known = {part.name: part for part in GROUPS["all"]}
+    names = [part.name for part in GROUPS[args.parts]] if args.parts in GROUPS else args.parts.split(",")
+    if unknown := [name for name in names if name not in known]:
+        parser.error(f"no part {unknown[0]!r}; there are {', '.join(known)}")
+    args.out.mkdir(parents=True, exist_ok=True)
+    path, log = args.out / "results.json", args.out / "log.txt"
+    results: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    if args.rehearse:
+        results["rehearsed"] = True
+    ends, failed = time.monotonic() + 60 * args.minutes, False
+    for name in names:
+        part, left = known[name], ends - time.monotonic()
+        if args.rehearse and part.rehearsal is None:
+            results[name] = {"left out": "needs a GPU"}
+        elif left < 5:
+            results[name] = {"left out": "no time was left"}
+        else:
+            results[name] = run(part, min(part.limit_s, left), log, rehearse=args.rehearse)
+            failed = failed or "failed" in results[name]
+        results["goals"] = goals(results)
+        written = path.with_suffix(".new")
+        written.write_text(json.dumps(results, indent=1) + "\n")
+        written.replace(path)
+        shown = {key: value for key, value in results[name].items() if key != "said"}
+        print(f"{name}: {json.dumps(shown)}", flush=True)
+    for row in results["goals"]:
+        print(f"{row['verdict']:5}  {row['what']:40} {row['measured']:>8}  ({row['goal']})")
+    return int(failed)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

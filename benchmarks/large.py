@@ -1,12 +1,11 @@
-"""Large models on one device: tokens per second of every stage beside plain torch, and of offload.
+"""A large model on one device: tokens per second of plain torch, of a ZeRO stage, or of offload.
 
-Part of ``benchmarks.gpu``; on a CPU it runs with a small model, to try it out.
+    python -m benchmarks.large --system "stage 2" [--model 1500m] [--steps 5] [--cap_gb 24] [--nvme FOLDER]
+    python -m benchmarks.large --bounds [--model 1500m]
 
-    python -m benchmarks.large [--model 1500m] [--steps 5] [--cap_gb 24] [--nvme FOLDER] [--largest 5000m]
-
-Each system runs in a process of its own. ``offload`` runs under a cap of GPU memory. Its bounds are measured
-in the same run: the step with everything on the GPU, gradients down and parameters up over PCIe, and the
-optimizer step on the CPU.
+Parts of ``benchmarks.gpu``, which runs one system after the other; on a CPU it runs with a small model, to
+try it out. ``--cap_gb`` bounds the GPU's memory. The bounds of an offloaded step: gradients down and
+parameters up over PCIe, and the optimizer's step on the CPU.
 """
 
 from __future__ import annotations
@@ -14,8 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
-import sys
 import time
 from typing import Any
 
@@ -29,6 +26,7 @@ ADAMW = {"lr": 1e-4, "betas": [0.9, 0.95], "weight_decay": 0.1}
 CPU = {"device": "cpu"}
 SYSTEMS: dict[str, dict[str, Any]] = {
     "torch": {},
+    "stage 0": {"stage": 0},
     "stage 1": {"stage": 1},
     "stage 2": {"stage": 2},
     "stage 3": {"stage": 3},
@@ -153,44 +151,6 @@ def bounds(numel: int) -> dict[str, float]:
     return found
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
-    result: dict[str, Any] = {}
-    for name in SYSTEMS:
-        cap = args.cap_gb if name.startswith("offload") else 0
-        result[name] = run(args, name, args.model, cap)
-    plain = result["torch"]
-    for found in result.values():
-        if "tokens_per_s" in found and "tokens_per_s" in plain:
-            found["of_torch"] = round(found["tokens_per_s"] / plain["tokens_per_s"], 3)
-    if "parameters" in plain:
-        limits = bounds(plain["parameters"])
-        limits["compute_s"] = result["stage 2"].get("step_s", plain["step_s"])
-        result["bounds of offload"] = limits
-        found = result["offload optimizer"]
-        if "step_s" in found:
-            longest = max(limits["compute_s"], limits["down_s"], limits["up_s"], limits["cpu_step_s"])
-            found["over_bound"] = round(found["step_s"] / longest, 3)
-    if args.largest:
-        result["largest"] = run(args, "offload both", args.largest, 0, checkpoint=True)
-    return result
-
-
-def run(
-    args: argparse.Namespace, system: str, model: str, cap_gb: float, checkpoint: bool = False
-) -> dict[str, Any]:
-    command = [sys.executable, "-m", "benchmarks.large", "--system", system, "--model", model]
-    command += ["--steps", str(args.steps), "--cap_gb", str(cap_gb), "--micro_batch", str(args.micro_batch)]
-    command += ["--nvme", args.nvme] if args.nvme and system.startswith("offload") else []
-    command += ["--checkpoint"] if checkpoint or (cap_gb and args.checkpoint) else []
-    try:
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=args.limit_s)
-    except subprocess.TimeoutExpired:
-        return {"failed": f"more than {args.limit_s} s"}
-    if done.returncode:
-        return {"failed": f"exit {done.returncode}"}
-    return dict(json.loads(done.stdout.splitlines()[-1]))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -198,14 +158,19 @@ def main() -> None:
     parser.add_argument("--model", choices=SIZES, default="1500m")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--micro_batch", type=int, default=4)
-    parser.add_argument("--cap_gb", type=float, default=24.0)
+    parser.add_argument("--cap_gb", type=float, default=0.0, help="of GPU memory; 0: all of it")
     parser.add_argument("--nvme", default="")
-    parser.add_argument("--largest", choices=SIZES)
-    parser.add_argument("--checkpoint", action="store_true", help="recompute activations under the cap")
-    parser.add_argument("--limit_s", type=float, default=60.0)
+    parser.add_argument("--checkpoint", action="store_true", help="recompute activations")
     parser.add_argument("--system", choices=SYSTEMS)
+    parser.add_argument("--bounds", action="store_true", help="of offloading the model: down, up, CPU step")
     args = parser.parse_args()
-    print(json.dumps(worker(args) if args.system else measure(args)))
+    if not args.bounds and args.system is None:
+        parser.error("give --system or --bounds")
+    if args.bounds:
+        layers, width, _, _ = SIZES[args.model]
+        print(json.dumps(bounds(12 * layers * width * width)))
+    else:
+        print(json.dumps(worker(args)))
 
 
 if __name__ == "__main__":
