@@ -109,9 +109,12 @@ class PinnedPool:
             torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
 
     def _new(self, nbytes: int) -> Tensor:
-        memory = mmap.mmap(-1, nbytes)
+        # private: shared memory gets no huge pages
+        memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             memory.madvise(mmap.MADV_HUGEPAGE)
+        if self._pin and hasattr(mmap, "MADV_DONTFORK"):
+            memory.madvise(mmap.MADV_DONTFORK)  # a fork would have the device write to pages that are copied
         buffer = torch.frombuffer(memory, dtype=torch.uint8)
         self._made[buffer.data_ptr()] = buffer
         self._held += nbytes

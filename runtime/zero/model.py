@@ -259,8 +259,8 @@ class ShardedModel:
         if self.loss_scale is None or self.loss_is_scaled:
             return None
         self._scaled_at_root = True
-        scale = self.loss_scale()
-        return grad * (scale.to(grad.dtype) if isinstance(scale, Tensor) else scale)
+        # in fp32: a scale of 65536 is infinite in fp16, and torch would cast a 0-dim tensor to it
+        return (grad.to(torch.promote_types(grad.dtype, torch.float32)) * self.loss_scale()).to(grad.dtype)
 
     # -- backward
 

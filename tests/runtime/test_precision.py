@@ -116,6 +116,17 @@ def test_plain_backward_is_scaled_too(stage: int) -> None:
         assert straight == pytest.approx(with_engine, rel=0.01)
 
 
+@pytest.mark.parametrize("scale", [65536.0, torch.tensor(65536.0)])
+def test_a_scale_that_fp16_does_not_have(scale: float | torch.Tensor) -> None:
+    zlaunch.init_distributed()
+    engine, *_ = zlaunch.initialize(model=net(), config=config(1, 2, fp16={"enabled": True}))
+    engine._sharded.loss_scale = lambda: scale
+    engine._sharded._begin_backward = lambda: None  # type: ignore[method-assign]
+    grad = engine._sharded._at_output(torch.full((3,), 2.0**-10, dtype=torch.float16))
+    assert grad is not None and grad.dtype == torch.float16 and grad.tolist() == [64.0] * 3
+    engine.destroy()
+
+
 def _options(extra: dict[str, object]) -> list[float]:
     zlaunch.init_distributed()
     engine, *_ = zlaunch.initialize(model=net(), config=config(2, 2, **extra))

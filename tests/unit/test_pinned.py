@@ -102,3 +102,16 @@ def test_what_a_link_gave_out_is_taken_back(driver: Driver) -> None:
     assert list(driver.locked) == [second.data_ptr()]
     link.close()
     assert driver.locked == {}
+
+
+def test_the_memory_is_private_so_that_it_may_have_huge_pages() -> None:
+    buffer = PinnedPool(pin=False).take(4 << 20)
+    address = buffer.data_ptr()
+    with open("/proc/self/maps") as maps:
+        ranges = [line.split()[:2] for line in maps]
+    found = [
+        rights
+        for span, rights in ranges
+        if int(span.partition("-")[0], 16) <= address < int(span.partition("-")[2], 16)
+    ]
+    assert found == ["rw-p"]

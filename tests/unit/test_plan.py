@@ -69,6 +69,8 @@ def test_unequal_gpu_nodes() -> None:
         ("0,2", "2", "1", "2", "3"),
     ]
     assert all("GLIBC_TUNABLES" not in w.env and "GLOO_SOCKET_IFNAME" not in w.env for w in workers)
+    assert all(w.env["NCCL_LAUNCH_ORDER_IMPLICIT"] == "1" for w in workers)
+    assert all(w.env["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True" for w in workers)
 
 
 def test_targets() -> None:

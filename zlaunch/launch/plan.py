@@ -260,6 +260,12 @@ def _default_env(node: NodeSpec, *, single_node: bool) -> dict[str, str]:
     if not node.devices:
         # Training on CPU is bound by page faults; huge pages in malloc take a quarter off a step.
         env["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"
+    else:
+        # Gathers and reductions have a communicator each; without a common order two kernels could wait for
+        # each other's place on the device.
+        env["NCCL_LAUNCH_ORDER_IMPLICIT"] = "1"
+        # The memory of units is given back and taken again all the time, in sizes that differ.
+        env["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     if single_node:
         # Gloo otherwise takes the address of the host name, which may not resolve to this machine.
         env["GLOO_SOCKET_IFNAME"] = "lo"
