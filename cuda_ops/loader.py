@@ -11,6 +11,8 @@ from __future__ import annotations
 import difflib
 import functools
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.resources import files
 from typing import Any
 
@@ -60,7 +62,7 @@ def use_kernels(tensor: Tensor) -> bool:
     """
     if _mode == "torch" or not tensor.is_cuda:
         return False
-    reason = obstacle()
+    reason = obstacle() or trial(tensor.get_device())
     if reason and _mode == "cupy":
         raise RuntimeError(f"CUDA kernels were asked for (mode 'cupy'), but {reason}")
     if reason:
@@ -79,6 +81,40 @@ def obstacle() -> str:
     except Exception as error:
         return f"CuPy cannot be used ({error}): pip install 'zlaunch[{extra}]'"
     return ""
+
+
+_TRIAL = 'extern "C" __global__ void trial(float* out) { *out = 42.0f; }'
+
+
+@functools.cache
+def trial(device_index: int) -> str:
+    """Compile and launch one small kernel; return why that cannot be done on this device, or nothing.
+
+    A compiler, a driver or a cache folder that is no good is found here and not in the first step.
+    """
+    try:
+        out = torch.zeros((), device=torch.device("cuda", device_index))
+        with _stream_of(out.device):
+            function = cupy().RawModule(code=_TRIAL, options=OPTIONS, backend="nvrtc").get_function("trial")
+            function((1,), (1,), (argument(out),))
+        found = float(out)
+    except Exception as error:
+        return f"a kernel cannot be run on cuda:{device_index} ({type(error).__name__}: {error})"
+    return "" if found == 42.0 else f"a kernel on cuda:{device_index} has written {found} in place of 42"
+
+
+@contextmanager
+def _stream_of(device: torch.device) -> Iterator[int]:
+    """Let CuPy launch on torch's current stream of a device, whose number this gives."""
+    stream = torch.cuda.current_stream(device)
+    with cupy().cuda.Device(stream.device_index), _external(stream.cuda_stream, stream.device_index):
+        yield stream.device_index
+
+
+@functools.cache
+def _external(pointer: int, device_index: int) -> Any:
+    """CuPy's object for a stream of torch's: streams are few, and live as long as the process."""
+    return cupy().cuda.ExternalStream(pointer, device_index)
 
 
 @functools.cache
@@ -152,9 +188,6 @@ def launch(
 
     Tensors and None become pointers, floats ``float``, ints ``long long``.
     """
-    cuda = cupy().cuda
-    stream = torch.cuda.current_stream(device)
-    index = stream.device_index
-    with cuda.Device(index), cuda.ExternalStream(stream.cuda_stream, index):
+    with _stream_of(device) as index:
         function = _function(name, kernel, defines, index)
         function((blocks,), (THREADS,), tuple(map(argument, arguments)))

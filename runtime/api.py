@@ -82,6 +82,12 @@ def init_distributed(
         index = environment.local_rank if count > 1 else 0
         if index >= count:
             raise RuntimeError(f"local rank {environment.local_rank} has no GPU: this process sees {count}")
+        # A launcher gives each rank all GPUs, or by this variable one of its own.
+        if count == 1 and environment.local_world_size > 1 and not os.environ.get("CUDA_VISIBLE_DEVICES"):
+            raise RuntimeError(
+                f"{environment.local_world_size} ranks of this machine would share its only GPU, which NCCL "
+                "does not allow: start one worker, or set CUDA_VISIBLE_DEVICES='' to train on the CPU"
+            )
         device = torch.device("cuda", index)
         torch.cuda.set_device(device)
     if not dist.is_initialized():

@@ -47,6 +47,10 @@ def test_compiles(nvrtc: Any, name: str, arch: int) -> None:
         assert compiled(nvrtc, loader.source(name), defines, f"sm_{arch}").startswith(b"\x7fELF")
 
 
+def test_the_trial_compiles(nvrtc: Any) -> None:
+    assert compiled(nvrtc, loader._TRIAL, (), "sm_80").startswith(b"\x7fELF")
+
+
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [

@@ -327,7 +327,8 @@ def test_modes(monkeypatch: pytest.MonkeyPatch) -> None:
         loader.set_mode("cuppy")
     with pytest.raises(ValueError, match="expected one of auto, cupy, torch"):
         loader.set_mode("xyz")
-    device_tensor: Any = type("OnDevice", (), {"is_cuda": True})()
+    device_tensor: Any = type("OnDevice", (), {"is_cuda": True, "get_device": lambda self: 0})()
+    monkeypatch.setattr(loader, "trial", lambda index: "")
     monkeypatch.setattr(loader, "obstacle", lambda: "it rains: pip install 'zlaunch[cuda12]'")
     loader.set_mode("auto")
     with pytest.warns(UserWarning, match="it rains"):
@@ -345,6 +346,13 @@ def test_modes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loader, "obstacle", lambda: "")
     loader.set_mode("auto")
     assert loader.use_kernels(device_tensor)
+    monkeypatch.setattr(loader, "trial", lambda index: f"cuda:{index} launches nothing")
+    with pytest.warns(UserWarning, match="cuda:0 launches nothing"):
+        assert not loader.use_kernels(device_tensor)
+
+
+def test_a_device_on_which_nothing_can_be_launched() -> None:
+    assert "a kernel cannot be run on cuda:0 (" in loader.trial.__wrapped__(0)
 
 
 @pytest.mark.parametrize(
