@@ -18,6 +18,7 @@ from .jsonc import MAX_DEPTH, SyntaxProblem, parse
 from .keys import join
 from .schema import Config
 
+_MOST_CHARS = 1 << 24
 _YAML = (".yaml", ".yml")
 _BASE64 = re.compile(r"[A-Za-z0-9_-]+={0,2}")
 _MAX_VALUES = 200_000
@@ -103,11 +104,13 @@ def _read(source: object) -> tuple[str, Any, list[tuple[str, str]]]:
         _fail(shown, "no such file" if named else "no such file (and not base64 JSON)")
     try:
         with open(path, encoding="utf-8-sig") as file:
-            text = file.read()
+            text = file.read(_MOST_CHARS + 1)
     except UnicodeDecodeError as error:
         _fail(path, f"not UTF-8 text (byte {error.start})")
     except OSError as error:
         _fail(path, f"cannot be read: {error.strerror or error}")
+    if len(text) > _MOST_CHARS:
+        _fail(path, f"is larger than {_MOST_CHARS >> 20} MiB: that is no config")
     if not text.strip():
         _fail(path, "the file is empty")
     read = _parse_yaml if path.lower().endswith(_YAML) else _parse_json

@@ -386,6 +386,11 @@ def test_schema_and_reference_cover_every_key():
     assert (ROOT / "docs" / "config.md").read_text(encoding="utf-8") == markdown()
 
 
+def test_what_has_no_end_is_no_config():
+    with pytest.raises(ConfigError, match="/dev/zero: is larger than 16 MiB"):
+        load("/dev/zero")
+
+
 def test_command_line(tmp_path):
     run = CliRunner().invoke
     good = str(write(tmp_path, "ds.json", '{"train_batch_size": 8, "memory_breakdown": true}'))
