@@ -167,12 +167,19 @@ def point_to(target: Target) -> None:
 
 def replace_file(path: Path, content: bytes) -> None:
     """Write a small file so that it has the old content or the new. Raises OSError."""
-    temporary = path.with_name(f".{path.name}.new")
-    with open(temporary, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    # each with a name of its own: several engines may save into one folder at the same time
+    temporary = path.with_name(f".{path.name}.{new_owner()}.new")
+    for left in path.parent.glob(f".{path.name}.*.new"):
+        if _is_gone(f"{left.name.removesuffix('.new')}.tmp"):
+            left.unlink(missing_ok=True)
+    try:
+        with open(temporary, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def prune(target: Target) -> None:

@@ -149,7 +149,7 @@ def test_a_lost_connection_is_not_the_cause(tmp_path: Path) -> None:
         import os, sys, time
         if os.environ["RANK"] == "0":
             while not os.path.exists("failing"): time.sleep(0.01)
-            raise RuntimeError("gloo: Connection closed by peer")
+            raise RuntimeError("[/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer")
         open("failing", "w").close()
         time.sleep(0.3)
         raise KeyError("the cause")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from safetensors.torch import load_file
 
 from zlaunch.runtime.checkpoint import files, writer
 from zlaunch.runtime.checkpoint.files import NAMES, CheckpointError, File
+from zlaunch.runtime.checkpoint.folder import new_owner, replace_file
 from zlaunch.runtime.checkpoint.writer import FileWriter
 
 DTYPES = list(NAMES)
@@ -127,3 +130,21 @@ def test_a_full_disk_is_an_error_at_the_latest_at_the_end(tmp_path: Path) -> Non
 def test_a_dtype_that_the_format_does_not_have(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="complex64"):
         FileWriter(tmp_path / "x.safetensors", {"a": (torch.complex64, (3,))})
+
+
+def test_many_threads_replace_one_file(tmp_path: Path) -> None:
+    """As engines do that save into one folder; what a killed process has left goes."""
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    parts = new_owner().split("-")
+    parts[-2] = str(dead.pid)
+    (tmp_path / f".latest.{'-'.join(parts)}.new").write_text("half")
+
+    def replace(index: int) -> None:
+        for _ in range(50):
+            replace_file(tmp_path / "latest", f"global_step{index}".encode())
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(replace, range(4)))
+    assert [path.name for path in tmp_path.iterdir()] == ["latest"]
+    assert (tmp_path / "latest").read_text().startswith("global_step")
