@@ -1,4 +1,4 @@
-"""What one device can do at most: matrix products, copies on it, copies to and from the host.
+"""Measure what one device can do at most: matrix products, copies on it, copies to and from the host.
 
     python -m benchmarks.device [--size 8192]
 

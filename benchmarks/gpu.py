@@ -36,7 +36,7 @@ class Part:
     command: tuple[str, ...]
     limit_s: float
     rehearsal: tuple[str, ...] | None = None
-    """What is added in a rehearsal; None: it cannot be rehearsed on a CPU."""
+    """Extends the command in a rehearsal; None: it cannot be rehearsed on a CPU."""
     env: Mapping[str, str] | None = None
 
 
@@ -173,7 +173,7 @@ def flops_of_a_token(layers: int, width: int, context: int, parameters: int) -> 
 
 
 def goals(results: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """What was measured beside what was wanted; what was not measured is left out."""
+    """Set what was measured beside what was wanted; what was not measured is left out."""
     from benchmarks.large import SIZES
 
     rows: list[tuple[str, float | None, str, float]] = []

@@ -1,4 +1,4 @@
-"""How often the host waits for the device in a step, by the profiler, and collectives of one rank.
+"""Count the host's waits for the device in a step, by the profiler; try collectives of one rank.
 
     python -m benchmarks.host_waits [--model 100m] [--stage 2] [--offload] [--steps 5]
     python -m benchmarks.host_waits --collectives

@@ -313,7 +313,7 @@ def _filled(value: Scalar, device: torch.device) -> Tensor:
 
 
 def _all_on(numbers: list[Tensor], device: torch.device) -> list[Tensor]:
-    """The same 0-dim tensors on the device: those of the host go there in one copy."""
+    """Return 0-dim tensors on the device, in their order: those of the host go there in one copy."""
     away = [number for number in numbers if number.device.type != device.type]
     if not away:
         return numbers

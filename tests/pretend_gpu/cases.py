@@ -1,4 +1,4 @@
-"""What is trained on the pretended GPU: every way through the runtime that has an order of its own."""
+"""List what is trained on the pretended GPU: every way through the runtime with an order of its own."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ BEFORE = "Event.synchronize in step_result._read < step_result.differs"
 """At a step's beginning, for whether the step before was skipped: it ended a whole pass ago."""
 NORM = "tolist in shard_step._step_by_host < shard_step.step"
 ORDER = "aten::_local_scalar_dense in shard_step._step_by_host < shard_step.step"
-"""The same numbers: with several ranks, first whether they agree."""
+"""Stands for NORM with several ranks: whether they agree is read first."""
 ARRIVAL = "Event.synchronize in link.wait < gradients.grad"
 UPLOAD = "Event.synchronize in link.settled < link.settled"
 SUM_ON_DISK = "Event.synchronize in link.wait < disk_state._deliver_tile"
@@ -48,11 +48,11 @@ class Case:
     init: bool = False
     """Make the model inside of zlaunch.zero.Init."""
     more_waits: tuple[str, ...] = ()
-    """How the host waits besides :attr:`waits`."""
+    """Adds waits of the host to :attr:`waits`."""
 
     @property
     def waits(self) -> set[str]:
-        """How the training thread waits for the device in a step, once things have settled."""
+        """Return how the training thread waits for the device in a step, once things have settled."""
         if self.zero:  # the CPU's step needs the norm
             return {ORDER if self.world > 1 else NORM, *self.more_waits}
         return {*([BEFORE] if self.options.keys() & {"bf16", "fp16"} else []), *self.more_waits}
@@ -183,7 +183,7 @@ def _folder(case: Case) -> Iterator[str]:
 
 
 def _placed(zero: dict[str, Any], folder: str) -> dict[str, Any]:
-    """The same with a folder on the disk."""
+    """Put a folder on the disk into the settings, and return them."""
     return {
         key: _placed(value, folder) if isinstance(value, dict) else folder if value == "NVME" else value
         for key, value in zero.items()

@@ -19,7 +19,7 @@ _OURS = ("/runtime/", "/cuda_ops/")
 
 @dataclass
 class Findings:
-    """What was found since the last :meth:`clear`, each with how often."""
+    """Counts what was found since the last :meth:`clear`."""
 
     races: Counter[str] = field(default_factory=Counter)
     """Two accesses without an order, and memory given back too early."""

@@ -154,7 +154,7 @@ MUTATIONS: dict[str, tuple[str, Callable[[], list[Change]]]] = {
         ("stage 3 host both on two", _gathers_do_not_wait_for_uploads),
     )
 }
-"""What is left out -> the case in which that must be found, and what is changed for it."""
+"""Maps what is left out to the case in which that must be found, and to what is changed for it."""
 
 
 @contextmanager

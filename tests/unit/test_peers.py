@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 from zlaunch.launch.failure import without_stacks
 from zlaunch.launch.peers import talk_of
+from zlaunch.runtime.checkpoint.files import CheckpointError
 from zlaunch.runtime.shared_memory import PeerLost
 
 GLOO = (
@@ -19,6 +20,8 @@ GLOO = (
     [
         (RuntimeError(GLOO), "lost"),
         (PeerLost("rank 1 has gone"), "lost"),
+        (CheckpointError(f"another rank ended in the middle of it: {GLOO}"), "lost"),
+        (CheckpointError("ckpt: no checkpoint is there"), ""),
         (dist.DistBackendError("NCCL error: remote process exited"), "failed"),
         (dist.DistNetworkError("Broken pipe"), "failed"),
         (ConnectionResetError(104, "Connection reset by peer"), ""),

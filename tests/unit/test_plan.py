@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from io import StringIO
 
+import pytest
 from rich.console import Console
 
 from zlaunch.launch.plan import NodeSpec, Plan, Target, make_plan
@@ -55,6 +57,16 @@ def test_the_users_own_settings_stay() -> None:
     env = plan(NodeSpec("localhost", workers=1, cores=1), environ=environ).nodes[0].workers[0].env
     assert not {"OMP_NUM_THREADS", "GLIBC_TUNABLES", "GLOO_SOCKET_IFNAME"} & set(env)
     assert env["RANK"] == "0"
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+def test_the_users_allocator_settings_win_under_either_name(name: str) -> None:
+    node = NodeSpec("localhost", workers=1, cores=1, devices=("0",))
+    for found in (
+        plan(node, environ={name: "backend:native"}),
+        plan(replace(node, env={name: "backend:native"})),
+    ):
+        assert found.nodes[0].workers[0].env.get("PYTORCH_CUDA_ALLOC_CONF") != "expandable_segments:True"
 
 
 def test_unequal_gpu_nodes() -> None:

@@ -30,7 +30,11 @@ def _is_of_torch(error: BaseException, text: str) -> bool:
     kind = type(error)
     if kind.__name__ in _TYPES and kind.__module__.partition(".")[0] in ("torch", "zlaunch"):
         return True
-    if kind is not RuntimeError or not any(word in text for word in _WORDS):
+    if not any(word in text for word in _WORDS):
+        return False
+    if kind.__module__.startswith("zlaunch.runtime."):  # it passes on what torch has said
+        return True
+    if kind is not RuntimeError:
         return False
     if "/gloo/" in text or "ProcessGroup" in text:  # where it arose, in C++: the script's own line called it
         return True

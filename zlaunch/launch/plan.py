@@ -224,8 +224,9 @@ def make_plan(
             }
             if resume_dir is not None:
                 env["ZLAUNCH_RESUME_DIR"] = resume_dir
+            given = environ.keys() | node.env.keys()
             env |= {
-                key: value for key, value in defaults.items() if key not in environ and key not in node.env
+                key: value for key, value in defaults.items() if given.isdisjoint((key, *_SAME.get(key, ())))
             }
             if node.bound:
                 cpus = node.bound[index]
@@ -252,6 +253,10 @@ def make_plan(
         in_step=in_step,
         python=target.mode != "exec",
     )
+
+
+_SAME = {"PYTORCH_CUDA_ALLOC_CONF": ("PYTORCH_ALLOC_CONF",)}
+"""Maps a variable to its other names: what the user says under any of them counts."""
 
 
 def _default_env(node: NodeSpec, *, single_node: bool) -> dict[str, str]:
