@@ -20,7 +20,7 @@ from torch import Tensor
 from zlaunch.cuda_ops import loader
 from zlaunch.cuda_ops.compress import dequantize_int8, pack_signs, quantize_int8
 from zlaunch.cuda_ops.convert import scaled_cast
-from zlaunch.cuda_ops.norm import prepare_step, sum_of_squares
+from zlaunch.cuda_ops.norm import prepare_step, sum_of_squares, sums_of_squares
 from zlaunch.cuda_ops.step import adam_step
 
 ADAMW: dict[str, Any] = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
@@ -35,6 +35,7 @@ def cases(numel: int) -> dict[str, Case]:
     step, lr, multiplier = (torch.full((), x, device=device) for x in (5.0, 1e-4, 0.5))
     found_inf = torch.zeros((), device=device)
     codes, scales = quantize_int8(grad)
+    parts = list(grad.split(-(-numel // 52)))  # as many units as a model of 1.5 billion parameters has
 
     def ours() -> None:
         scalars = {"step": step, "lr": lr, "multiplier": multiplier, "found_inf": found_inf}
@@ -48,6 +49,8 @@ def cases(numel: int) -> dict[str, Case]:
             lambda: torch_adamw(master, exp_avg, exp_avg_sq, grad, wide, out),
         ),
         "sum of squares": (2, lambda: sum_of_squares(grad)),
+        "sums of squares of 52": (2, lambda: sums_of_squares(parts)),
+        "norms of 52, torch": (2, lambda: torch._foreach_norm(parts)),
         "norm, torch": (2, lambda: torch._foreach_norm([grad])),
         "prepare": (0, lambda: prepare_step(torch.ones((), device=device), divisor=multiplier, clip=1.0)),
         "cast fp32 to bf16": (6, lambda: scaled_cast(wide, out, multiplier)),

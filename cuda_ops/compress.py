@@ -64,7 +64,8 @@ def unpack_signs(signs: Tensor, scales: Tensor, numel: int, *, block: int = 0) -
         return torch.where(bits.reshape(-1)[:numel] != 0, spread, -spread)
     values = torch.empty(numel, dtype=torch.float32, device=signs.device)
     if numel:
-        _launch("unpack_signs", signs, scales, numel, block or numel, values, blocks=loader.blocks_for(numel))
+        blocks = loader.blocks_for(signs.numel())
+        _launch("unpack_signs", signs, scales, numel, block or numel, values, blocks=blocks)
     return values
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from . import loader
-from .arguments import FLOATS, Scalar, check_flat, check_scalar
+from .arguments import FLOATS, Scalar, check_device, check_flat, check_scalar
 from .twins import as_tensor
 
 _PARTIALS = 1024
@@ -15,16 +19,34 @@ _ROW = 1 << 12
 
 
 @torch.no_grad()
-def sum_of_squares(tensor: Tensor) -> Tensor:
-    """The sum of the squares of a flat fp32, bf16 or fp16 tensor: 0-dim float64, on its device.
+def sums_of_squares(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Sum the squares of each of some flat fp32, bf16 or fp16 tensors of one device: 0-dim float64 there.
 
-    The same bits in every run: products in fp32, sums of blocks in a fixed order. Not finite if any element
-    is not; a finite one counts as infinite beyond about 1e19, where its square leaves fp32. Reads each
-    element once (2 or 4 bytes). Raises ValueError for another dtype or shape.
+    The same bits in every run, and whatever the other tensors are: products in fp32, sums of blocks in an
+    order that the length alone decides. Not finite if any element is not; a finite one counts as infinite
+    beyond about 1e19, where its square leaves fp32. Reads each element once (2 or 4 bytes), two launches for
+    all tensors of a dtype. Raises ValueError for another dtype or shape, or several devices.
     """
-    check_flat("tensor", tensor, FLOATS)
-    if loader.use_kernels(tensor):
-        return _launch(tensor)
+    for tensor in tensors:
+        check_flat("tensor", tensor, FLOATS)
+        check_device("tensor", tensor, tensors[0])
+    if not tensors or not loader.use_kernels(tensors[0]):
+        return list(map(_sum_by_torch, tensors))
+    sums: list[Tensor] = list(tensors)
+    for dtype in {tensor.dtype for tensor in tensors}:
+        chosen = [i for i, tensor in enumerate(tensors) if tensor.dtype == dtype]
+        found = _launch([tensors[i] for i in chosen])
+        for i, total in zip(chosen, found.unbind(), strict=True):
+            sums[i] = total
+    return sums
+
+
+def sum_of_squares(tensor: Tensor) -> Tensor:
+    """Sum the squares of one tensor, as :func:`sums_of_squares` does."""
+    return sums_of_squares([tensor])[0]
+
+
+def _sum_by_torch(tensor: Tensor) -> Tensor:
     if tensor.dtype == torch.float32:
         return _sum_in_rows(tensor)
     parts = tensor.split(_CHUNK)  # type: ignore[no-untyped-call]
@@ -43,19 +65,31 @@ def _sum_in_rows(tensor: Tensor) -> Tensor:
     return norms.double().square().sum() + rest.double().square()
 
 
-def _launch(tensor: Tensor) -> Tensor:
-    numel, device = tensor.numel(), tensor.device
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    if numel:
-        # the number of blocks depends on the length alone, and with it the order of the sum
-        blocks = min(_PARTIALS, loader.blocks_for(-(-numel // 16)))
-        partials = torch.empty(blocks, dtype=torch.float64, device=device)
-        defines = (loader.define("SRC", tensor.dtype),)
-        loader.launch(
-            "norm", "square_sums", tensor, numel, partials, device=device, blocks=blocks, defines=defines
-        )
-        loader.launch("norm", "total", partials, blocks, total, device=device, blocks=1, defines=defines)
-    return total
+def _launch(tensors: Sequence[Tensor]) -> Tensor:
+    """Sum by kernels: flat float64, an element for each of the tensors, which have one dtype."""
+    device, dtype = tensors[0].device, tensors[0].dtype
+    counts = [min(_PARTIALS, loader.blocks_for(-(-tensor.numel() // 16))) for tensor in tensors]
+    blocks = sum(counts)
+    sums = torch.empty(blocks, dtype=torch.float64, device=device)
+    result = torch.empty(len(tensors), dtype=torch.float64, device=device)
+    table = _table(tensors, counts) if len(tensors) > 1 else None
+    options: dict[str, Any] = {"device": device, "defines": (loader.define("SRC", dtype),)}
+    first = tensors[0]
+    loader.launch(
+        "norm", "square_sums", table, len(tensors), first, first.numel(), sums, blocks=blocks, **options
+    )
+    loader.launch("norm", "totals", table, blocks, sums, result, blocks=len(tensors), **options)
+    return result
+
+
+def _table(tensors: Sequence[Tensor], counts: Sequence[int]) -> Tensor:
+    """Make the table that norm.cu reads, on the device; the host does not wait for it."""
+    starts = itertools.accumulate(counts, initial=0)
+    ends: list[tuple[int, int]] = [*((t.data_ptr(), t.numel()) for t in tensors), (0, 0)]
+    rows = [number for end, start in zip(ends, starts, strict=True) for number in (*end, start)]
+    table = torch.tensor(rows, dtype=torch.int64)
+    device = tensors[0].device
+    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
 
 
 @torch.no_grad()

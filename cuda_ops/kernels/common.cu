@@ -12,6 +12,7 @@ typedef unsigned long long uint64;
 #define FLOAT_TO_HALF(value, bits) asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value))
 #define FLOAT_AS_BITS(value) __float_as_uint(value)
 #define BITS_AS_FLOAT(bits) __uint_as_float(bits)
+#define IS_GLOBAL(pointer) __builtin_assume(__isGlobal(pointer))  // one read from memory could point anywhere
 #endif
 
 // Storage types, chosen by -D options such as -DGRAD=BFLOAT16. Arithmetic is fp32.
@@ -47,19 +48,20 @@ struct NONE {
   __device__ void store(float) {}
 };
 
-// Four elements in one access: 16 bytes of fp32, 8 of a 16-bit type.
+// N elements in one access; four are 16 bytes of fp32, 8 of a 16-bit type.
 const int VECTOR = 4;
-template <typename T> struct alignas(VECTOR * sizeof(T)) Vector { T at[VECTOR]; };
+template <typename T, int N = VECTOR> struct alignas(N * sizeof(T)) Vector { T at[N]; };
 
-template <typename T> __device__ bool aligned(const T* pointer) {
-  return (uint64)pointer % sizeof(Vector<T>) == 0;  // null is
+template <int N = VECTOR, typename T> __device__ bool aligned(const T* pointer) {
+  return (uint64)pointer % sizeof(Vector<T, N>) == 0;  // null is
 }
 
-// The elements i to i + 3, without those from stop on; zeros if there is no tensor. whole: in one access.
-template <typename T> __device__ Vector<T> load(const T* pointer, int64 i, int64 stop, bool whole) {
-  if (whole && pointer) return *(const Vector<T>*)(pointer + i);
-  Vector<T> values = {};
-  for (int k = 0; k < VECTOR; ++k)
+// The elements i to i + N - 1, without those from stop on; zeros if there is no tensor. whole: in one access.
+template <int N = VECTOR, typename T>
+__device__ Vector<T, N> load(const T* pointer, int64 i, int64 stop, bool whole) {
+  if (whole && pointer) return *(const Vector<T, N>*)(pointer + i);
+  Vector<T, N> values = {};
+  for (int k = 0; k < N; ++k)
     if (pointer && i + k < stop) values.at[k] = pointer[i + k];
   return values;
 }

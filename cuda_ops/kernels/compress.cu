@@ -3,17 +3,25 @@
 
 // -- signs, of fp32. error, where there is one, is added to the values first.
 
-__device__ inline float corrected(const float* values, const float* error, int64 i) {
-  return error ? values[i] + error[i] : values[i];
+// The corrected elements i to i + 3, without those from stop on.
+__device__ inline Vector<float> corrected(const float* values, const float* error, int64 i, int64 stop, bool whole) {
+  Vector<float> x = load(values, i, stop, whole), more = load(error, i, stop, whole);
+#pragma unroll
+  for (int k = 0; k < VECTOR; ++k) x.at[k] += more.at[k];
+  return x;
 }
 
-// sums[b] = sum of |x| over the elements [b * size, (b + 1) * size), one CUDA block each.
+// sums[b] = sum of |x| over the elements [b * size, (b + 1) * size), one CUDA block each; size: a multiple of 8.
 extern "C" __global__ void magnitude_sums(const float* values, const float* error, int64 numel, int64 size,
                                           double* sums) {
+  bool fits = aligned(values) && aligned(error);
   for (int64 b = blockIdx.x; b * size < numel; b += gridDim.x) {
     int64 stop = (b + 1) * size < numel ? (b + 1) * size : numel;
     double sum = 0;
-    for (int64 i = b * size + threadIdx.x; i < stop; i += THREADS) sum += fabsf(corrected(values, error, i));
+    for (int64 i = b * size + threadIdx.x * VECTOR; i < stop; i += THREADS * VECTOR) {
+      Vector<float> x = corrected(values, error, i, stop, fits && i + VECTOR <= stop);
+      for (int k = 0; k < VECTOR; ++k) sum += fabsf(x.at[k]);
+    }
     sum = block_sum(sum);
     if (threadIdx.x == 0) sums[b] = sum;
   }
@@ -23,15 +31,22 @@ extern "C" __global__ void magnitude_sums(const float* values, const float* erro
 // block: elements that share a scale, a multiple of 8.
 extern "C" __global__ void pack_signs(const float* values, float* error, int64 numel, int64 block,
                                       const float* scales, uint8* signs) {
+  bool fits = aligned(values) && aligned(error);
   for (int64 byte = first_index(); byte * 8 < numel; byte += index_stride()) {
     uint32 bits = 0;
     float scale = scales[byte * 8 / block];
-    for (int k = 0; k < 8; ++k) {
-      int64 i = byte * 8 + k;
-      if (i >= numel) break;
-      float x = corrected(values, error, i);
-      bits |= (uint32)(x >= 0) << k;
-      if (error) error[i] = x - (x >= 0 ? scale : -scale);
+#pragma unroll
+    for (int first = 0; first < 8; first += VECTOR) {
+      int64 i = byte * 8 + first;
+      bool whole = fits && i + VECTOR <= numel;
+      Vector<float> x = corrected(values, error, i, numel, whole);
+#pragma unroll
+      for (int k = 0; k < VECTOR; ++k) {
+        bool positive = x.at[k] >= 0 && i + k < numel;
+        bits |= (uint32)positive << (first + k);
+        x.at[k] -= positive ? scale : -scale;
+      }
+      store(error, i, numel, whole, x);
     }
     signs[byte] = bits;
   }
@@ -39,9 +54,18 @@ extern "C" __global__ void pack_signs(const float* values, float* error, int64 n
 
 extern "C" __global__ void unpack_signs(const uint8* signs, const float* scales, int64 numel, int64 block,
                                         float* values) {
-  for (int64 i = first_index(); i < numel; i += index_stride()) {
-    float scale = scales[i / block];
-    values[i] = (signs[i / 8] >> (i % 8)) & 1 ? scale : -scale;
+  bool fits = aligned(values);
+  for (int64 byte = first_index(); byte * 8 < numel; byte += index_stride()) {
+    uint32 bits = signs[byte];
+    float scale = scales[byte * 8 / block];
+#pragma unroll
+    for (int first = 0; first < 8; first += VECTOR) {
+      int64 i = byte * 8 + first;
+      Vector<float> result;
+#pragma unroll
+      for (int k = 0; k < VECTOR; ++k) result.at[k] = (bits >> (first + k)) & 1 ? scale : -scale;
+      store(values, i, numel, fits && i + VECTOR <= numel, result);
+    }
   }
 }
 

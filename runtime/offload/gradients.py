@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ...cuda_ops.norm import sum_of_squares
+from ...cuda_ops.norm import sums_of_squares
 from ..pending import DONE, Pending
 from .link import HostLink, end_of
 
@@ -41,10 +41,14 @@ class GradientHome(Protocol):
 
 
 def squares_of(grad: Tensor, cuts: Cuts) -> list[Tensor]:
-    """Sums of squares, 0-dim float64, of ranges of a flat tensor."""
-    if grad.dtype == torch.float64:
-        return [grad[start:stop].square().sum() for start, stop in cuts]
-    return [sum_of_squares(grad[start:stop]) for start, stop in cuts]
+    """Sum the squares of ranges of a flat tensor: 0-dim float64 each."""
+    return squares_of_parts([grad[start:stop] for start, stop in cuts])
+
+
+def squares_of_parts(parts: Sequence[Tensor]) -> list[Tensor]:
+    """Sum the squares of flat tensors of one device: 0-dim float64 each, the same whatever the others are."""
+    narrow = iter(sums_of_squares([part for part in parts if part.dtype != torch.float64]))
+    return [part.square().sum() if part.dtype == torch.float64 else next(narrow) for part in parts]
 
 
 class HostGradient:

@@ -45,6 +45,9 @@ class Rule:
         self._after: list[dict[str, Any]] = []
         self.divisor: Scalar = 1.0
         self.found_inf: Tensor | None = None
+        self._multiplier: Scalar = 1.0
+        self._advance: Scalar = 1.0
+        """How far a step gets: not at all where it is skipped."""
 
     def begin(self, divisor: Scalar, found_inf: Tensor | None = None) -> None:
         """Take the present hyper-parameters; gradients are to be divided by ``divisor``.
@@ -55,6 +58,8 @@ class Rule:
         self._groups = [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
         self._after = [dict(group) for group in self._groups]
         self.divisor, self.found_inf = divisor, found_inf
+        self._multiplier = 1.0 / divisor
+        self._advance = 1.0 if found_inf is None else 1.0 - found_inf
 
     def end(self) -> None:
         """Give group entries that the optimizer itself changed (counters) back to it."""
@@ -66,12 +71,14 @@ class Rule:
 
     def apply(self, updates: Sequence[Update], state: State) -> None:
         """Update every piece once. ``state`` is keyed by leaf, as in the optimizer itself."""
-        rest = []
+        rest: list[Update] = []
+        in_one_pass: list[Update] = []
         for update in updates:
-            if self.has_kernel(update.group, update.leaf, update.out):
-                self._run_kernel(update, state)
-            else:
-                rest.append(update)
+            fits = self.has_kernel(update.group, update.leaf, update.out)
+            (in_one_pass if fits else rest).append(update)
+        self._count_step([update.leaf for update in in_one_pass], state)
+        for update in in_one_pass:
+            self._run_kernel(update, state)
         if rest:
             self._run_torch(rest, state)
             for update in rest:
@@ -83,14 +90,29 @@ class Rule:
         narrow = out is not None and out.dtype in (torch.bfloat16, torch.float16)
         return narrow and leaf.dtype == torch.float32 and has_kernel(self.optimizer, self._groups[group])
 
+    def _count_step(self, leaves: Sequence[Tensor], state: State) -> None:
+        """Count this step in Adam's state, which is made where it is missing, of the leaves that have it."""
+        if not leaves or not isinstance(self.optimizer, (torch.optim.Adam, torch.optim.AdamW)):
+            return
+        for leaf in leaves:
+            own = state.setdefault(leaf, {})
+            if "step" not in own:
+                # torch's fused step has it on the device, too
+                own["step"] = torch.zeros((), device=leaf.device)
+                own["exp_avg"], own["exp_avg_sq"] = (torch.zeros_like(leaf.detach()) for _ in range(2))
+        counts = [state[leaf]["step"] for leaf in leaves]
+        if isinstance(self._advance, Tensor):  # a list, or torch may ask for the number
+            torch._foreach_add_(counts, [self._advance] * len(counts))
+        else:
+            torch._foreach_add_(counts, self._advance)
+
     def _run_kernel(self, update: Update, state: State) -> None:
         group, leaf = self._groups[update.group], update.leaf.detach()
-        own = state.get(update.leaf, {})
-        state[update.leaf] = own
+        own = state.setdefault(update.leaf, {})
         scale: dict[str, Any] = {
             "lr": group["lr"],
             "weight_decay": float(group["weight_decay"]),
-            "multiplier": 1.0 / self.divisor,
+            "multiplier": self._multiplier,
             "found_inf": self.found_inf,
         }
         if isinstance(self.optimizer, torch.optim.SGD):
@@ -109,16 +131,12 @@ class Rule:
                 **scale,
             )
             return
-        if "exp_avg" not in own:
-            own["exp_avg"] = torch.zeros_like(leaf)
         beta1, beta2 = map(float, group["betas"])
         if isinstance(self.optimizer, Lion):
+            if "exp_avg" not in own:
+                own["exp_avg"] = torch.zeros_like(leaf)
             lion_step(leaf, own["exp_avg"], update.grad, update.out, beta1=beta1, beta2=beta2, **scale)
             return
-        if "step" not in own:
-            # torch's fused step has it on the device, too
-            own["step"], own["exp_avg_sq"] = torch.zeros((), device=leaf.device), torch.zeros_like(leaf)
-        own["step"] += 1 if self.found_inf is None else 1 - self.found_inf
         adam_step(
             leaf,
             own["exp_avg"],

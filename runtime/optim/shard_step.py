@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from ...cuda_ops.arguments import Scalar
 from ...cuda_ops.norm import prepare_step
 from .. import stopping
 from ..comm import Comm
-from ..offload.gradients import squares_of
+from ..offload.gradients import squares_of_parts
 from ..offload.place import Offload, Place
 from ..step_result import StepResult
 from ..zero.grads import GradientReducer
@@ -220,13 +221,15 @@ class ShardStep:
 
     def _squares(self) -> list[Tensor]:
         """Of every cut of every unit, in order: the sum is the same wherever the gradients are."""
+        here = [(u, u.grad) for u in self.units if u.gradient_home is None and u.grad is not None]
+        found = iter(squares_of_parts([grad[start:stop] for u, grad in here for start, stop in u.cuts]))
         squares: list[Tensor] = []
         for unit in self.units:
             if unit.gradient_home is not None:
                 if unit.gradient_home.delivered:
                     squares += unit.gradient_home.squares()
             elif unit.grad is not None:
-                squares += squares_of(unit.grad, unit.cuts)
+                squares += islice(found, len(unit.cuts))
         return _all_on(squares, self._comm.device)
 
     def _apply(self, used: list[bool]) -> None:
@@ -256,6 +259,7 @@ class ShardStep:
         the rest by the optimizer's own step.
         """
         rest: list[Tensor] = []
+        in_one_pass: list[Update] = []
         missed: set[int] = set()
         self._written.clear()
         for run in self._runs:
@@ -265,14 +269,14 @@ class ShardStep:
             grad = run.unit.grad[run.start : run.stop].view(run.leaf.shape)
             out = run.unit.values_beside_master
             if out is not None and self._rule.has_kernel(run.group, run.leaf, out):
-                out = out[run.start : run.stop]
-                self._rule.apply([Update(run.group, run.leaf, grad, out)], self.optimizer.state)
+                in_one_pass.append(Update(run.group, run.leaf, grad, out[run.start : run.stop]))
                 self._written.add(id(run.unit))
             else:
                 missed.add(id(run.unit))
                 run.leaf.grad = grad
                 rest.append(run.leaf)
         self._written -= missed
+        self._rule.apply(in_one_pass, self.optimizer.state)
         if not rest:
             return
         if self._fused:

@@ -19,6 +19,7 @@ from tests.unit.test_kernels_math import (
     compare_lion,
     compare_loss_scale,
     compare_norm,
+    compare_norms,
     compare_prepare,
     compare_sgd,
     compare_signs,
@@ -27,7 +28,7 @@ from zlaunch.cuda_ops import loader
 from zlaunch.cuda_ops.compress import dequantize_int8, pack_signs, quantize_int8, unpack_signs
 from zlaunch.cuda_ops.convert import scaled_cast
 from zlaunch.cuda_ops.loss_scale import LossScaleState, update_loss_scale
-from zlaunch.cuda_ops.norm import prepare_step, sum_of_squares
+from zlaunch.cuda_ops.norm import prepare_step, sum_of_squares, sums_of_squares
 from zlaunch.cuda_ops.step import adam_step, lion_step, sgd_step
 
 pytestmark = pytest.mark.gpu
@@ -63,6 +64,10 @@ def test_sum_of_squares(dtype: torch.dtype) -> None:
         compare_norm("cuda", dtype, numel, offset)
 
 
+def test_sums_of_squares_of_many() -> None:
+    compare_norms("cuda", [*SIZES, LARGE])
+
+
 def test_prepare() -> None:
     compare_prepare("cuda")
 
@@ -96,6 +101,7 @@ def everything(numel: int = 1000) -> list[torch.Tensor]:
     grad, out = torch.ones_like(master, dtype=torch.bfloat16), torch.zeros_like(master, dtype=torch.bfloat16)
     lr, step, four = (torch.full((), x, device="cuda") for x in (0.1, 2.0, 4.0))
     total = sum_of_squares(grad)
+    torch.stack(sums_of_squares([grad, master]))
     norm, multiplier, found_inf = prepare_step(total, divisor=four, clip=1.0)
     common: dict[str, Any] = {"lr": lr, "weight_decay": 0.0, "multiplier": multiplier, "found_inf": found_inf}
     betas = {"beta1": 0.9, "beta2": 0.99}

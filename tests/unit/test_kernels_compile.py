@@ -67,12 +67,24 @@ def test_a_broken_source_does_not(nvrtc: Any, old: str, new: str, words: str) ->
         compiled(nvrtc, text.replace(old, new, 1), defines, "sm_80")
 
 
+def ptx(nvrtc: Any, name: str, kernel: str, *defines: str) -> str:
+    """The body of a kernel."""
+    text = compiled(nvrtc, loader.source(name), defines, "compute_80").decode()
+    entry = re.search(rf"\.entry {kernel}\((.*?)\n}}", text, re.S)
+    assert entry is not None
+    return entry.group(1)
+
+
+def test_the_norm_and_the_signs_move_sixteen_bytes_at_a_time(nvrtc: Any) -> None:
+    assert "ld.global.v4.u32" in ptx(nvrtc, "norm", "square_sums", "-DSRC=BFLOAT16")
+    assert "ld.global.v4.f32" in ptx(nvrtc, "norm", "square_sums", "-DSRC=FLOAT32")
+    for kernel, loads, stores in (("magnitude_sums", 2, 0), ("pack_signs", 4, 2), ("unpack_signs", 0, 2)):
+        code = ptx(nvrtc, "compress", kernel, "-DSRC=FLOAT32", "-DDST=FLOAT32")
+        assert code.count("ld.global.v4.f32") >= loads and code.count("st.global.v4.f32") >= stores, kernel
+
+
 def test_the_step_moves_whole_vectors(nvrtc: Any) -> None:
-    defines = ("-DGRAD=BFLOAT16", "-DOUT=BFLOAT16")
-    text = compiled(nvrtc, loader.source("step"), defines, "compute_80").decode()
-    adam = re.search(r"\.entry adam\((.*?)\n}", text, re.S)
-    assert adam is not None
-    code = adam.group(1)
+    code = ptx(nvrtc, "step", "adam", "-DGRAD=BFLOAT16", "-DOUT=BFLOAT16")
     assert code.count("ld.global.v4.f32") == code.count("st.global.v4.f32") == 3
     assert code.count("ld.global.v4.u16") == code.count("st.global.v4.u16") == 1
     assert ".local" not in code, "arrays are in registers"

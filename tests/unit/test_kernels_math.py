@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -19,7 +19,7 @@ from zlaunch.cuda_ops import loader
 from zlaunch.cuda_ops.compress import dequantize_int8, pack_signs, quantize_int8, unpack_signs
 from zlaunch.cuda_ops.convert import scaled_cast
 from zlaunch.cuda_ops.loss_scale import LossScaleState, update_loss_scale
-from zlaunch.cuda_ops.norm import prepare_step, sum_of_squares
+from zlaunch.cuda_ops.norm import prepare_step, sum_of_squares, sums_of_squares
 from zlaunch.cuda_ops.step import adam_step, lion_step, sgd_step
 
 from .test_kernels_shim import CpuKernels, kernels_on_cpu, library
@@ -155,6 +155,15 @@ def compare_norm(device: str, dtype: torch.dtype, numel: int, offset: int = 0) -
         assert not sum_of_squares(broken).isfinite()
 
 
+def compare_norms(device: str, numels: Sequence[int]) -> None:
+    """Tensors of all types at once, of these sizes, against each of them alone: bit by bit."""
+    tensors = [values(n, dtype, device, offset=n % 3) for n in numels for dtype in FLOATS]
+    together = sums_of_squares(tensors)
+    assert all(torch.equal(found, sum_of_squares(t)) for found, t in zip(together, tensors, strict=True))
+    for found, tensor in zip(together, tensors, strict=True):
+        assert_close(found, tensor.double().square().sum(), rtol=1e-6)
+
+
 def compare_prepare(device: str) -> None:
     numbers = (0.0, 1e-20, 4.0, 1e30, math.inf, math.nan, -1.0)
     for number, clip, on_device in itertools.product(numbers, (0.0, 1.0, 1e20), (False, True)):
@@ -261,6 +270,14 @@ def test_sum_of_squares(kernels_on_cpu: Kernels, dtype: torch.dtype, numel: int)
     compare_norm("cpu", dtype, numel, offset=1)
     kernels_on_cpu.backwards = True
     compare_norm("cpu", dtype, numel)
+
+
+def test_sums_of_squares_of_many(kernels_on_cpu: Kernels) -> None:
+    compare_norms("cpu", [*SIZES, 40_000])
+    kernels_on_cpu.launched.clear()
+    assert sums_of_squares([]) == []
+    sums_of_squares([torch.ones(100), torch.ones(7), torch.ones(0)])
+    assert kernels_on_cpu.launched == ["square_sums", "totals"], "two launches, whatever their number"
 
 
 def test_prepare(kernels_on_cpu: Kernels) -> None:
