@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..offload.link import HostLink
 from .content import AS_MASTER
 from .deepspeed import find_deepspeed, read_deepspeed
 from .files import NAMES, CheckpointError
@@ -75,7 +76,8 @@ def _write_into(checkpoint: ForeignCheckpoint, folder: Path, rank: int) -> None:
         for kind, (dtype, _) in entry.contents.items()
     }
     files: dict[str, Any] = {}
-    writer = FileWriter(folder / file, announced)
+    link = HostLink(torch.device("cpu"), pin=False)
+    writer = FileWriter(folder / file, announced, link)
     try:
         for name, entry in checkpoint.parameters.items():
             for kind, (dtype, pieces) in entry.contents.items():
@@ -88,7 +90,7 @@ def _write_into(checkpoint: ForeignCheckpoint, folder: Path, rank: int) -> None:
     tensors: dict[str, Tensor] = {}
     facts = {name: encode(value, tensors, name) for name, value in checkpoint.facts.items()}
     whole = {**tensors, **{f"buffer.{name}": value for name, value in checkpoint.buffers.items()}}
-    writer = FileWriter(folder / WHOLE, {name: (t.dtype, tuple(t.shape)) for name, t in whole.items()})
+    writer = FileWriter(folder / WHOLE, {name: (t.dtype, tuple(t.shape)) for name, t in whole.items()}, link)
     try:
         for name, value in whole.items():
             writer.write(name, value)

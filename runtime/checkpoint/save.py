@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..offload.link import HostLink
 from ..offload.place import Offload
 from ..optim.runs import Run
 from ..pending import Exchange
@@ -57,7 +58,8 @@ class Save:
     was then.
     """
 
-    def __init__(self, source: Source, target: Target) -> None:
+    def __init__(self, source: Source, target: Target, link: HostLink) -> None:
+        self._link = link
         self._source, self._target = source, target
         self._comm = source.sharded.comm
         self._writer: FileWriter | None = None
@@ -116,17 +118,17 @@ class Save:
                 self._later.append((block, snapshot))
         if snapshot is not None:
             self._whole = {name: value.detach().cpu().clone() for name, value in self._whole.items()}
-            snapshot.settle()
+            self._link.after_downloads()
 
     def _open_files(self) -> None:
         if self._writer is not None:
             return
         folder = self._target.temporary
-        self._writer = FileWriter(folder / rank_file(self._comm.rank), self._announced)
+        self._writer = FileWriter(folder / rank_file(self._comm.rank), self._announced, self._link)
         if self._target.leader:
             announced = {name: (t.dtype, tuple(t.shape)) for name, t in self._whole.items()}
             try:
-                self._whole_writer = FileWriter(folder / WHOLE, announced)
+                self._whole_writer = FileWriter(folder / WHOLE, announced, self._link)
             except FileExistsError:
                 raise CheckpointError(
                     f"{folder / WHOLE}: another node writes it, too: the nodes share this folder, so "
@@ -162,6 +164,7 @@ class Save:
             if snapshot is None:
                 self._write(block)
             else:
+                snapshot.arrived()
                 for kind in block.kinds:
                     for piece in snapshot.parts(block.prefix, kind):
                         self._writer.write(f"{block.prefix}.{kind}", piece)

@@ -19,6 +19,7 @@ from weakref import WeakSet
 import torch
 
 from ..environment import read_environment
+from ..offload.link import HostLink
 from ..offload.place import Offload
 from ..optim.shard_step import ShardStep
 from ..pending import HostChannel
@@ -65,6 +66,7 @@ class Saver:
         self._tag_validation = tag_validation
         self._offload, self._comm = offload, sharded.comm
         self._asynchronous, self._node_local, self._keep_last = asynchronous, node_local, keep_last
+        self._link = HostLink(self._comm.device, pin=self._comm.device.type == "cuda")
         self._snapshot: Snapshot | None = None
         self._reserving: threading.Thread | None = None
         self._writing: HostChannel | None = None
@@ -86,15 +88,14 @@ class Saver:
             return
         if self._shard_step is not None:
             self._shard_step.wait()
-        self._snapshot = snapshot = Snapshot()
+        self._snapshot = snapshot = Snapshot(self._link)
         try:
             nbytes = Save.resident_bytes(*self._describe(Path(), "", dict, None, False, False, ""))
         except CheckpointError:
             return  # a save will say so
 
         def reserve() -> None:
-            if self._comm.device.type == "cuda":
-                torch.cuda.set_device(self._comm.device)
+            self._use_device()
             with suppress(OSError, MemoryError):  # then the save itself will say so
                 snapshot.reserve(nbytes)
 
@@ -127,7 +128,7 @@ class Saver:
             lambda: self._describe(folder, tag, facts, client_state, save_latest, exclude_frozen, owner),
             own=True,
         )
-        save = Save(self._without_repetition(source), target)
+        save = Save(self._without_repetition(source), target, self._link)
         self.folder = folder
         if at_once or not self._asynchronous:
             save.begin(None)
@@ -135,7 +136,7 @@ class Saver:
             if then is not None:
                 then(path)
             return
-        self._snapshot = self._snapshot or Snapshot()
+        self._snapshot = self._snapshot or Snapshot(self._link)
         if self._reserving is not None:
             self._reserving.join()
         if self._writing is None:
@@ -146,8 +147,14 @@ class Saver:
         )
         self._thread.start()
 
+    def _use_device(self) -> None:
+        """Choose this rank's GPU in a thread of its own."""
+        if self._comm.device.type == "cuda":
+            torch.cuda.set_device(self._comm.device)
+
     def _finish(self, save: Save, channel: HostChannel, then: Any) -> None:
         try:
+            self._use_device()
             path = save.finish(channel.exchange)
             if then is not None:
                 then(path)
@@ -271,3 +278,4 @@ class Saver:
             if self._snapshot is not None:
                 self._snapshot.close()
                 self._snapshot = None
+            self._link.close()

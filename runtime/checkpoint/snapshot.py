@@ -4,37 +4,42 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import torch
 from torch import Tensor
 
-from ...cuda_ops.pinned import PAGE_BYTES, PinnedPool
+from ...cuda_ops.pinned import PAGE_BYTES
+from ..offload.link import HostLink
+from ..pending import DONE, Pending
 
 _SEGMENT_BYTES = 256 << 20
 
 
 class Snapshot:
-    """Flat tensors by name. The memory, page-locked where there is a GPU, is kept for the next snapshot."""
+    """Flat tensors by name. The memory, page-locked where there is a GPU, is kept for the next snapshot.
 
-    def __init__(self) -> None:
-        self._pool = PinnedPool(pin=True)
+    What is on a GPU is copied on a stream of its own: the host waits for it only in :meth:`arrived`.
+    """
+
+    def __init__(self, link: HostLink) -> None:
+        self._link = link
         self._segments: list[Tensor] = []
         self._current, self._filled = 0, 0
         self._segment_bytes = _SEGMENT_BYTES
         self._tensors: dict[tuple[str, str], list[Tensor]] = {}
-        self._cuda = False
+        self._last: Pending = DONE
+        """The copy that was started last; they end in their order."""
 
     @property
     def held_bytes(self) -> int:
         """Memory that it holds."""
-        return self._pool.statistics().held_bytes
+        return sum(segment.numel() for segment in self._segments)
 
     def reserve(self, nbytes: int) -> None:
         """Take the memory for so many bytes beforehand; the system makes new memory much slower than it
         copies.
         """
         self.begin(nbytes)
-        while sum(segment.numel() for segment in self._segments) < nbytes + PAGE_BYTES:
-            self._segments.append(self._pool.take(self._segment_bytes))
+        while self.held_bytes < nbytes + PAGE_BYTES:
+            self._add_segment()
             self._segments[-1].zero_()
 
     def begin(self, nbytes: int) -> None:
@@ -51,14 +56,17 @@ class Snapshot:
                 copies += self._copy(part.detach())
 
     def _copy(self, part: Tensor) -> list[Tensor]:
-        self._cuda = self._cuda or part.is_cuda
         copies = []
         at = 0
         while at < part.numel():
             room = self._room()
             count = min(part.numel() - at, room.numel() // part.dtype.itemsize)
             copy = room[: count * part.dtype.itemsize].view(part.dtype)
-            copy.copy_(part[at : at + count], non_blocking=True)
+            source = part[at : at + count]
+            if source.is_cuda:
+                self._last = self._link.download(source, copy)
+            else:
+                copy.copy_(source)
             copies.append(copy)
             self._filled += -(-count * part.dtype.itemsize // 64) * 64
             at += count
@@ -69,20 +77,25 @@ class Snapshot:
         if self._segments and self._filled + PAGE_BYTES > self._segments[self._current].numel():
             self._current, self._filled = self._current + 1, 0
         if self._current == len(self._segments):
-            self._segments.append(self._pool.take(self._segment_bytes))
+            self._add_segment()
         return self._segments[self._current][self._filled :]
 
-    def settle(self) -> None:
+    def _add_segment(self) -> None:
+        self._segments.append(self._link.pool.take(self._segment_bytes))
+
+    def arrived(self) -> None:
         """Return when everything has been copied."""
-        if self._cuda:
-            torch.cuda.current_stream().synchronize()
+        self._last.wait()
+        self._last = DONE
 
     def parts(self, prefix: str, kind: str) -> Sequence[Tensor]:
         """A tensor's consecutive pieces."""
         return self._tensors[prefix, kind]
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Give the memory back, once it has arrived."""
+        self.arrived()
         self._tensors.clear()
+        for segment in self._segments:
+            self._link.pool.drop(segment)
         self._segments.clear()
-        self._pool.close()

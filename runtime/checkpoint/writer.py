@@ -17,7 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..offload.disk import ALIGN_BYTES, aligned, aligned_buffer
+from ..offload.disk import ALIGN_BYTES, aligned
+from ..offload.link import HostLink
+from ..pending import DONE, Pending
 from .files import CHUNK_BYTES, NAMES, CheckpointError, header_of
 
 _BUFFERS = 8
@@ -28,13 +30,16 @@ _THREADS = 4
 class FileWriter:
     """Takes tensors whose dtypes and shapes are known beforehand, one after the other, in pieces.
 
-    Threads compute the checksums and write, so that a disk is kept busy while the next chunk is copied.
-    Memory: eight chunks. Errors are raised by a later call, at the latest by :meth:`close`.
+    Threads compute the checksums and write, so that a disk is kept busy while the next chunk is copied; from
+    a GPU on a stream of its own. Memory: eight chunks. Errors are raised by a later call, at the latest by
+    :meth:`close`.
     """
 
-    def __init__(self, path: Path, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> None:
-        """``tensors`` in the order in which they will come. Raises OSError, CheckpointError for a dtype that
-        safetensors does not have.
+    def __init__(
+        self, path: Path, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], link: HostLink
+    ) -> None:
+        """``tensors`` in the order in which they will come; ``link`` has memory for them and copies them from
+        its device. Raises OSError, CheckpointError for a dtype that safetensors does not have.
         """
         for name, (dtype, _) in tensors.items():
             if dtype not in NAMES:
@@ -51,11 +56,15 @@ class FileWriter:
         self._error: OSError | None = None
         self._filled = self._chunk = self.nbytes = 0
         self._free: SimpleQueue[Tensor] = SimpleQueue()
-        self._jobs: SimpleQueue[tuple[Tensor, int, int] | None] = SimpleQueue()
-        for buffer in _buffers():
+        self._jobs: SimpleQueue[tuple[Tensor, int, int, Pending] | None] = SimpleQueue()
+        self._fd, self._direct = _create(path)
+        self._link = link
+        self._arrival: Pending = DONE
+        """The copy into the present buffer that was started last; they end in their order."""
+        self._memory: Tensor | None = link.empty((_BUFFERS + 1) * CHUNK_BYTES, torch.uint8)
+        for buffer in _cut(self._memory):
             self._free.put(buffer)
         self._buffer = self._free.get()
-        self._fd, self._direct = _create(path)
         # Plain threads: an executor takes no work while the interpreter ends, when a last save may still be
         # under way.
         self._threads = [Thread(target=self._work, name="zlaunch-checkpoint-file") for _ in range(_THREADS)]
@@ -70,8 +79,8 @@ class FileWriter:
             raise
 
     def write(self, name: str, piece: Tensor) -> None:
-        """Append a piece of a tensor, or all of it; they come in the order that was announced. Raises
-        OSError.
+        """Append a piece of a tensor, or all of it; they come in the order that was announced. One on a GPU
+        may change only after :meth:`close`, or behind ``link.after_downloads``. Raises OSError.
         """
         if not piece.numel():
             return
@@ -88,7 +97,7 @@ class FileWriter:
             count = min(data.numel() - at, CHUNK_BYTES - self._filled)
             part = self._buffer[self._filled : self._filled + count]
             if data.is_cuda:
-                part.copy_(data[at : at + count])
+                self._arrival = self._link.download(data[at : at + count], part)
             else:  # by one thread: torch's own would take the processors from the checksums
                 np.copyto(part.numpy(), data[at : at + count].numpy())
             self._filled += count
@@ -100,7 +109,8 @@ class FileWriter:
         """Hand the present buffer to the threads and take a free one."""
         if self._error is not None:
             raise self._error
-        self._jobs.put((self._buffer, self._filled, self._chunk))
+        self._jobs.put((self._buffer, self._filled, self._chunk, self._arrival))
+        self._arrival = DONE
         self.nbytes += self._filled
         self._chunk += 1
         self._filled = 0
@@ -108,8 +118,9 @@ class FileWriter:
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
-            buffer, nbytes, chunk = job
+            buffer, nbytes, chunk, arrival = job
             try:
+                arrival.wait()
                 if self._error is None:
                     self._store(buffer, nbytes, chunk)
             except OSError as error:
@@ -150,6 +161,9 @@ class FileWriter:
     def abandon(self) -> None:
         """End the threads and close the file, whole or not."""
         self._end_threads()
+        memory, self._memory = self._memory, None
+        if memory is not None:
+            self._link.release(memory)
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -162,9 +176,8 @@ class FileWriter:
         self._threads.clear()
 
 
-def _buffers() -> list[Tensor]:
-    """Each in huge pages of its own, which direct transfers pin faster."""
-    memory = torch.frombuffer(aligned_buffer((_BUFFERS + 1) * CHUNK_BYTES), dtype=torch.uint8)
+def _cut(memory: Tensor) -> list[Tensor]:
+    """Cut memory in chunks, each in huge pages of its own, which direct transfers pin faster."""
     first = -memory.data_ptr() % CHUNK_BYTES
     return list(memory[first : first + _BUFFERS * CHUNK_BYTES].split(CHUNK_BYTES))  # type: ignore[no-untyped-call]
 

@@ -31,7 +31,8 @@ def aligned_buffer(nbytes: int) -> memoryview:
     """Page-aligned, zeroed memory of ``aligned(nbytes)`` bytes; in huge pages, which direct transfers pin
     faster (a third more bandwidth was measured).
     """
-    memory = mmap.mmap(-1, max(ALIGN_BYTES, aligned(nbytes)))
+    # private: shared memory gets no huge pages
+    memory = mmap.mmap(-1, max(ALIGN_BYTES, aligned(nbytes)), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
     return memoryview(memory)

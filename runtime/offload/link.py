@@ -94,6 +94,11 @@ class HostLink:
         source.record_stream(self._down)
         return HostEvent(event)
 
+    def after_downloads(self) -> None:
+        """Let what the current stream queues from now on come after the downloads: it may change them."""
+        if self._down is not None:
+            torch.cuda.current_stream(self.device).wait_stream(self._down)
+
     def upload(self, source: Tensor, target: Tensor, *after: torch.cuda.Event | None) -> Pending:
         """Start ``target`` (device) <- ``source`` (host), not before any of ``after``.
 

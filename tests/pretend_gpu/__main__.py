@@ -1,6 +1,6 @@
 """Train cases on the pretended GPU, in this process, and print what was found as JSON, a line each.
 
-    python -m tests.pretend_gpu [--mutation NAME] CASE...
+    python -m tests.pretend_gpu [--mutation NAME] [--kernels LIBRARY] CASE...
 
 Run by several ranks (RANK, WORLD_SIZE), each prints its own.
 """
@@ -24,6 +24,7 @@ _LIMIT_S = 240
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--mutation", default="")
+    parser.add_argument("--kernels", default="", help="a library of our kernels; without it their twins run")
     parser.add_argument("cases", nargs="+")
     options = parser.parse_args()
     faulthandler.dump_traceback_later(_LIMIT_S, exit=True)
@@ -31,8 +32,11 @@ def main() -> None:
     from zlaunch.runtime.offload.disk import Transfer
 
     from .cases import CASES, train
+    from .kernels import install, launched
     from .mutations import applied
 
+    if options.kernels:
+        install(options.kernels)
     waiting: Any = Transfer
     waiting.wait = meeting(waiting.wait)
     for name in options.cases:
@@ -43,7 +47,8 @@ def main() -> None:
             from .clocks import findings
 
             found = {"error": f"{type(error).__name__}: {error}", "races": dict(findings.races)}
-        print(json.dumps({"case": name, **found}), flush=True)
+        used = sorted({kernel for each in launched for kernel in each.launched})
+        print(json.dumps({"case": name, "kernels": used, **found}), flush=True)
     sys.stdout.flush()
     os._exit(0)  # threads of an engine that failed
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -109,6 +110,13 @@ def _install_files() -> None:
         return call
 
     system.preadv, system.pwritev = noting(os.preadv, fills=True), noting(os.pwritev, fills=False)
+    pwrite = os.pwrite
+
+    def noting_pwrite(fd: int, data: Any, offset: int) -> int:
+        touch_bytes("pwrite", np.frombuffer(data, np.uint8).ctypes.data, len(data), writes=False)
+        return pwrite(fd, data, offset)
+
+    system.pwrite = noting_pwrite
 
 
 def _install_autograd() -> None:

@@ -149,15 +149,16 @@ def launch(name: str, reads: list[Tensor], writes: list[Tensor], actor: Actor) -
                     _touch(block_of(tensor), Access(*span, actor, count, does_write, text))
 
 
-def touch_bytes(name: str, address: int, nbytes: int, *, writes: bool) -> None:
-    """Note that the calling thread reads or writes memory without an operation of torch's."""
+def touch_bytes(name: str, address: int, nbytes: int, *, writes: bool, actor: Actor | None = None) -> None:
+    """Note that the calling thread, or a stream, reads or writes memory without an operation of torch's."""
+    who = actor or host()
     with lock:
-        count = tick(host())
+        count = tick(who)
         for block in blocks.values():
             start = address - block.address
-            if not block.on_device and 0 <= start < block.nbytes:
+            if block.on_device == (actor is not None) and 0 <= start < block.nbytes:
                 text = f"{name} ({where(2)})"
-                _touch(block, Access(start, start + nbytes, host(), count, writes, text))
+                _touch(block, Access(start, start + nbytes, who, count, writes, text))
 
 
 def _span(tensor: Tensor) -> tuple[int, int] | None:

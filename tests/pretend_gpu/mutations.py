@@ -91,7 +91,19 @@ def _the_next_forward_does_not_wait_for_the_step() -> list[Change]:
 def _a_snapshot_is_written_before_it_is_taken() -> list[Change]:
     from zlaunch.runtime.checkpoint.snapshot import Snapshot
 
-    return [(Snapshot, "settle", _nothing)]
+    return [(Snapshot, "arrived", _nothing)]
+
+
+def _a_step_changes_what_a_snapshot_is_taken_of() -> list[Change]:
+    from zlaunch.runtime.offload.link import HostLink
+
+    return [(HostLink, "after_downloads", _nothing)]
+
+
+def _a_file_is_written_before_its_values_arrive() -> list[Change]:
+    from zlaunch.runtime.offload.link import HostEvent
+
+    return [(HostEvent, "wait", _nothing)]
 
 
 def _a_buffer_is_lent_again_while_it_is_read() -> list[Change]:
@@ -146,6 +158,8 @@ MUTATIONS: dict[str, tuple[str, Callable[[], list[Change]]]] = {
         ("stage 3 host parameters", _a_gather_does_not_wait_for_the_values_home),
         ("stage 3 host both", _the_next_forward_does_not_wait_for_the_step),
         ("stage 3 saves", _a_snapshot_is_written_before_it_is_taken),
+        ("stage 3 saves", _a_step_changes_what_a_snapshot_is_taken_of),
+        ("stage 3 saves at once", _a_file_is_written_before_its_values_arrive),
         ("stage 3 disk both", _a_buffer_is_lent_again_while_it_is_read),
         ("stage 3 init host both", _memory_is_released_under_a_copy),
         ("stage 2 disk", _a_gradient_is_written_to_disk_before_it_arrives),

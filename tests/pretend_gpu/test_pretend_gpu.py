@@ -14,6 +14,7 @@ import pytest
 
 from tests.pretend_gpu.cases import CASES
 from tests.pretend_gpu.mutations import MUTATIONS
+from tests.unit.test_kernels_shim import build
 from zlaunch.cli.checks import pick_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -82,6 +83,29 @@ def test_where_things_rest_changes_no_loss(group: str) -> None:
     for name, (found,) in results(group).items():
         if CASES[name].options.keys() == {"bf16"} and not CASES[name].init:
             assert found["losses"] == (accumulated if CASES[name].accumulation > 1 else plain), name
+
+
+WITH_KERNELS = {
+    "stage 1 bf16": {"adam", "prepare", "square_sums", "totals"},
+    "stage 3 bf16": {"prepare", "square_sums", "totals"},
+    "stage 1 fp16": {"adam", "prepare", "square_sums", "totals", "update_loss_scale"},
+    "stage 2 host": {"square_sums", "totals"},
+    "stage 2 host accumulated": {"square_sums", "totals"},
+    "stage 2 disk": {"square_sums", "totals"},
+}
+"""Case -> which of our kernels it uses; without 16-bit values beside the master the step is torch's own."""
+
+
+def test_our_kernels_are_in_order_and_train_as_their_twins(tmp_path: Path) -> None:
+    library = build(tmp_path)
+    plain = {
+        name: found for group in ("on the device", "host", "disk") for name, found in results(group).items()
+    }
+    for name, kernels in WITH_KERNELS.items():
+        (found,) = run("--kernels", str(library), name, world=1)
+        assert set(found["kernels"]) == kernels, name
+        assert not found["races"] and not found["mixes"], found
+        assert found["losses"] == pytest.approx(plain[name][0]["losses"], rel=1e-3), name
 
 
 @pytest.mark.parametrize("name", MUTATIONS)

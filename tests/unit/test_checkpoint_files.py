@@ -18,8 +18,10 @@ from zlaunch.runtime.checkpoint import files, writer
 from zlaunch.runtime.checkpoint.files import NAMES, CheckpointError, File
 from zlaunch.runtime.checkpoint.folder import new_owner, replace_file
 from zlaunch.runtime.checkpoint.writer import FileWriter
+from zlaunch.runtime.offload.link import HostLink
 
 DTYPES = list(NAMES)
+LINK = HostLink(torch.device("cpu"), pin=False)
 
 
 def tensor(dtype: torch.dtype, *shape: int) -> torch.Tensor:
@@ -31,7 +33,7 @@ def tensor(dtype: torch.dtype, *shape: int) -> torch.Tensor:
 
 def write(path: Path, tensors: dict[str, torch.Tensor], pieces: int = 1) -> dict[str, Any]:
     path.unlink(missing_ok=True)
-    file = FileWriter(path, {name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()})
+    file = FileWriter(path, {name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()}, LINK)
     for name, value in tensors.items():
         for piece in value.reshape(-1).tensor_split(pieces):
             file.write(name, piece)
@@ -118,18 +120,18 @@ def test_it_does_not_write_over_a_file(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     path.write_text("somebody's")
     with pytest.raises(FileExistsError):
-        FileWriter(path, {})
+        FileWriter(path, {}, LINK)
     assert path.read_text() == "somebody's"
 
 
 def test_a_full_disk_is_an_error_at_the_latest_at_the_end(tmp_path: Path) -> None:
     with pytest.raises(OSError, match=r"No space left|File too large"):
-        FileWriter(tmp_path / "x.safetensors", {"a": (torch.uint8, (1 << 60,))})
+        FileWriter(tmp_path / "x.safetensors", {"a": (torch.uint8, (1 << 60,))}, LINK)
 
 
 def test_a_dtype_that_the_format_does_not_have(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="complex64"):
-        FileWriter(tmp_path / "x.safetensors", {"a": (torch.complex64, (3,))})
+        FileWriter(tmp_path / "x.safetensors", {"a": (torch.complex64, (3,))}, LINK)
 
 
 def test_many_threads_replace_one_file(tmp_path: Path) -> None:
