@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import gc
 import itertools
+import sys
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -86,12 +88,32 @@ def close_all() -> None:
     """Release every communicator of this process, at its end at the latest.
 
     Threads of a process group that is still alive while the interpreter is torn down can abort the process.
+    After an error nothing is awaited: a collective that this rank has begun may never end.
     """
     watch.stop()
+    if getattr(sys, "last_value", None) is not None:
+        _abort()
+        return
     for comm in list(_open):
         comm.close()
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _abort() -> None:
+    """End NCCL's communicators at once. gloo's end with the process: to destroy one is to wait for it."""
+    if not dist.is_initialized() or not dist.is_nccl_available():
+        return
+    device, backends = torch.device("cuda"), []
+    for group in list(dist.distributed_c10d._world.pg_map):
+        with suppress(RuntimeError):  # it has none for GPUs
+            backend = group._get_backend(device)
+            backends += [backend] if isinstance(backend, dist.ProcessGroupNCCL) else []
+    if backends:
+        backends[0]._group_start()  # or one would wait for the other
+        for backend in backends:
+            backend.abort()
+        backends[0]._group_end()
 
 
 class Comm:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -54,3 +59,20 @@ def test_sharded_parameters_give_their_memory_back() -> None:
         engine.step()
     assert sum(unit.full.untyped_storage().nbytes() for unit in engine._sharded.units) == 0
     engine.destroy()
+
+
+UNFINISHED = """
+import torch, zlaunch, torch.distributed as dist
+zlaunch.init_distributed()
+work = dist.all_reduce(torch.ones(1000, device="cuda"), async_op=True)
+raise ValueError("this rank gives up")
+"""
+
+
+def test_nccl_is_aborted_after_an_error(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(UNFINISHED)
+    env = {**os.environ, "PYTHONPATH": str(Path(zlaunch.__file__).parents[1])}
+    command = [sys.executable, "train.py"]
+    run = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 1, run.stderr  # not -6: no thread of NCCL's is left when the interpreter ends
+    assert "ValueError: this rank gives up" in run.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import subprocess
 import sys
 from contextlib import suppress
@@ -18,6 +19,8 @@ from tests.runtime.models import Net, batches, config, loss_of, net, train_engin
 from tests.runtime.test_offload import _engine, in_background
 from tests.runtime.workers import run_workers
 from zlaunch.runtime.offload.disk import DiskEngine, DiskError, File
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 class Interrupted(Net):
@@ -203,3 +206,25 @@ def test_sigterm_removes_the_folder(tmp_path: Path) -> None:
     run = subprocess.run([sys.executable, "-c", TERMINATED, str(tmp_path), str(root)], timeout=LIMIT_S)
     assert run.returncode == -15
     assert list(tmp_path.iterdir()) == []
+
+
+UNFINISHED = """
+import torch, zlaunch, torch.distributed as dist
+zlaunch.init_distributed()
+group = dist.new_group([0, 1])
+if dist.get_rank() == 0:
+    dist.all_reduce(torch.ones(1000), group=group)
+work = dist.all_reduce(torch.ones(1000), async_op=True)
+raise ValueError("this rank gives up")
+"""
+
+
+@pytest.mark.parametrize("starter", ["torch.distributed.run --nproc_per_node=2", "zlaunch --num_gpus 2"])
+def test_a_rank_that_gives_up_waits_for_nothing(tmp_path: Path, starter: str) -> None:
+    """Not even for what it has begun: torch's own end of a process group would wait for that for ever."""
+    (tmp_path / "train.py").write_text(UNFINISHED)
+    command = [sys.executable, "-m", *starter.split(), "train.py"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    run = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=LIMIT_S)
+    assert run.returncode == 1, run.stderr
+    assert "ValueError: this rank gives up" in run.stderr + run.stdout

@@ -162,6 +162,7 @@ def _print(error: BaseException) -> str:
         stripped = stripped.tb_next
     error.__traceback__ = stripped
     text = "".join(traceback.format_exception(type(error), error, stripped))
+    sys.last_type, sys.last_value, sys.last_traceback = type(error), error, stripped
     short = "".join(traceback.format_exception_only(type(error), error)).strip()
     plain = sys.excepthook is sys.__excepthook__ or sys.excepthook.__module__.startswith("torch.distributed")
     if plain and "RANK" in os.environ and talk_of(error) == "lost":
