@@ -212,7 +212,7 @@ def make_engine(
         allowed=bool(effective.config.zero_allow_untested_optimizer),
     )
     settings = choose_offload(effective, client)
-    blocks, options = _plan(model, effective)
+    blocks, options = _plan(model, effective, comm)
     accumulation = int(effective.config.gradient_accumulation_steps or 1)
     snapshots = effective.config.checkpoint.is_asynchronous
     free = foresee(blocks, options, settings, client, precision, comm, accumulation, snapshots=snapshots)
@@ -313,11 +313,12 @@ def _check_parameters(model: nn.Module, comm: Comm) -> None:
             raise ParameterError(problem if rank == comm.rank else f"on rank {rank}, {problem}")
 
 
-def _plan(model: nn.Module, effective: Effective) -> tuple[list[Block], ShardingOptions]:
-    """Which parameters go together."""
+def _plan(model: nn.Module, effective: Effective, comm: Comm) -> tuple[list[Block], ShardingOptions]:
+    """Decide which parameters go together."""
     leaf = effective.config.zero_optimization.leaf_module
     mark_leaves(model, leaf.classes, leaf.names, leaf.name_suffixes)
-    options = sharding_options(effective.config, poison=read_environment().debug_free == "poison")
+    cpu, poison = comm.device.type == "cpu", read_environment().debug_free == "poison"
+    options = sharding_options(effective.config, cpu=cpu, poison=poison)
     return plan_blocks(model, options), options
 
 

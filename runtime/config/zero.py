@@ -144,15 +144,15 @@ class Zero(Section):
     reduce_scatter: Bool = always(True, "from stage 1 on no rank gets what it does not own", holds=True)
     """Reduce each gradient only to its owner instead of to all ranks."""
     reduce_bucket_size: Bucket = ok(500_000_000)
-    """Stages 0 to 2: neighbouring blocks are reduced together up to this many elements (2 million at most);
-    stage 3 reduces block by block. "auto" is hidden_size squared."""
+    """Stages 0 to 2: neighbouring blocks are reduced together up to this many elements (16 million at most, 2
+    million on CPU ranks); stage 3 reduces block by block. "auto" is hidden_size squared."""
     use_multi_rank_bucket_allreduce: Bool = always(True, "a bucket is reduced in one call", holds=True)
     """Reduce a bucket in one call although it has several owners."""
     allgather_partitions: Bool = always(True, "there is no other way", holds=True)
     """Gather updated parameters with all-gather."""
     allgather_bucket_size: Bucket = ok(500_000_000)
-    """Stages 1 and 2: neighbouring blocks are gathered together up to this many elements (2 million at most).
-    """
+    """Stages 1 and 2: neighbouring blocks are gathered together up to this many elements (16 million at most,
+    2 million on CPU ranks)."""
     overlap_comm: Bool | None = always(None, "reductions run beside the backward pass", holds=True)
     """Reduce on a side stream."""
     load_from_fp32_weights: Bool = results(True, feature="loading the 16-bit weights of a checkpoint")

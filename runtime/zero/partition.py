@@ -21,9 +21,10 @@ from .unit import Unit
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
-UNIT_NUMEL = 2_000_000
+UNIT_NUMEL, UNIT_NUMEL_CPU = 16_000_000, 2_000_000
 """Stages 0 to 2: neighbouring blocks share a unit up to this size, or the config's reduce_bucket_size if that
-is less. Large enough for full bandwidth, small enough to overlap.
+is less. Large enough for full bandwidth (32 MB of a 16-bit type, which NCCL wants between machines; what a
+CPU's cache holds), small enough to overlap.
 """
 
 

@@ -28,6 +28,23 @@ def test_counting(tmp_path: Path, proc: int, dev: int, count: int) -> None:
 
 
 @pytest.mark.parametrize(
+    ("says", "count"),
+    [("echo GPU 0: NVIDIA A; echo GPU 1: NVIDIA B", 2), ("exit 9", 1), (None, 1)],
+)
+def test_wsl_has_one_device_file(tmp_path: Path, says: str | None, count: int) -> None:
+    dev, wsl = tmp_path / "dev", tmp_path / "wsl"
+    dev.mkdir(), wsl.mkdir()
+    (dev / "dxg").touch()
+    assert not discover({}, proc=tmp_path / "gpus", dev=dev, wsl=wsl).tokens, "another maker's GPU"
+    (wsl / "libcuda.so.1").touch()
+    if says is not None:
+        (wsl / "nvidia-smi").write_text(f"#!/bin/sh\n{says}\n")
+        (wsl / "nvidia-smi").chmod(0o755)
+    found = discover({}, proc=tmp_path / "gpus", dev=dev, wsl=wsl)
+    assert found.tokens == tuple(map(str, range(count)))
+
+
+@pytest.mark.parametrize(
     ("visible", "tokens"),
     [
         ("2,0", ("2", "0")),

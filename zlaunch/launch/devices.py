@@ -6,6 +6,7 @@ Slot i is the i-th device that CUDA would show to a process started here.
 from __future__ import annotations
 
 import os
+import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +36,7 @@ def discover(
     *,
     proc: Path = Path("/proc/driver/nvidia/gpus"),
     dev: Path = Path("/dev"),
+    wsl: Path = Path("/usr/lib/wsl/lib"),
 ) -> Devices:
     """Count the GPUs of this machine and apply CUDA_VISIBLE_DEVICES by CUDA's own rules."""
     # Device files may not exist before the first use, and a container may see the host's /proc: the smaller
@@ -44,10 +46,21 @@ def discover(
         sum(1 for _ in dev.glob("nvidia[0-9]*")),
     )
     physical = min((count for count in counts if count), default=0)
+    if not physical and (dev / "dxg").exists() and (wsl / "libcuda.so.1").exists():
+        physical = _count_by_driver(wsl / "nvidia-smi")
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return Devices(tuple(map(str, range(physical))), None)
     return Devices(_visible_tokens(visible, physical), visible)
+
+
+def _count_by_driver(program: Path) -> int:
+    """Ask nvidia-smi for the number of GPUs, one if it cannot say: WSL 2 has one device file for all."""
+    try:
+        said = subprocess.run([program, "-L"], capture_output=True, text=True, timeout=30).stdout
+    except (OSError, subprocess.SubprocessError):
+        return 1
+    return max(1, sum(line.startswith("GPU ") for line in said.splitlines()))
 
 
 def _visible_tokens(text: str, physical: int) -> tuple[str, ...]:
