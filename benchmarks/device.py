@@ -47,7 +47,7 @@ def measure(size: int) -> dict[str, object]:
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "python": platform.python_version(),
-        "matmul_tflops": round(2 * size**3 / seconds(lambda: torch.mm(a, b), device) / 1e12, 2),
+        "matmul_tflops": round(2 * size**3 / seconds(lambda: torch.mm(a, b), device) / 1e12, 6),
         "copy_gb_per_s": round(2 * nbytes / seconds(lambda: target.copy_(source), device) / 1e9, 1),
         "down_gb_per_s": round(
             nbytes / seconds(lambda: host.copy_(source, non_blocking=True), device) / 1e9, 2

@@ -85,6 +85,9 @@ SECOND = (
         "largest", ("benchmarks.large", "--system", "offload both", "--model", "5000m", "--checkpoint"), 150
     ),
     Part("checks", ("benchmarks.checks", "--rounds", "3", "--out", "/dev/stdout"), 60, ("--layers", "4")),
+    Part("largest under 24 GiB", ("benchmarks.largest", "--cap_gb", "24"), 100, ("--rehearse",)),
+    Part("largest without offload", ("benchmarks.largest",), 120, ("--rehearse",)),
+    Part("sanitizer", ("benchmarks.sanitizer", "--tools", "memcheck,racecheck"), 90, ("--plain",)),
     Part(
         "race detector of torch",
         ("benchmarks.large", "--system", "offload both", "--model", "15m", "--steps", "1"),

@@ -43,6 +43,7 @@ def build(args: argparse.Namespace) -> tuple[Any, Any]:
     from examples.gpt import GPT, Size, loss_of
 
     layers, width, heads, context = SIZES[args.model]
+    layers = args.layers or layers
     size = Size(layers=layers, width=width, heads=heads, context=context)
     torch.manual_seed(0)
     device = zlaunch.init_distributed()
@@ -156,6 +157,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", choices=SIZES, default="1500m")
+    parser.add_argument("--layers", type=int, default=0, help="in place of the model's own")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--micro_batch", type=int, default=4)
     parser.add_argument("--cap_gb", type=float, default=0.0, help="of GPU memory; 0: all of it")
