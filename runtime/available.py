@@ -44,7 +44,7 @@ def other_drive_bytes(offload: OffloadOptions, local_world_size: int) -> int | N
 
 
 def _existing(path: str) -> Path:
-    folder = Path(path).absolute()
+    folder = Path(os.path.expanduser(path)).absolute()
     while not folder.exists():
         folder = folder.parent
     return folder

@@ -31,7 +31,7 @@ class ScratchFolder:
 
     def __init__(self, root: str | os.PathLike[str], rank: int) -> None:
         """Raises DiskError where ``root`` cannot be made or written."""
-        self.root = Path(root)
+        self.root = Path(os.path.expanduser(root))
         host = socket.gethostname().partition(".")[0]
         try:
             self.root.mkdir(parents=True, exist_ok=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pty
+import resource
 import signal
 import subprocess
 import sys
@@ -400,3 +401,21 @@ def test_what_is_no_script(tmp_path: Path, words: list[str], answer: str) -> Non
     done = zlaunch(tmp_path, *words, input="pass")
     assert done.returncode == 2 and answer in done.stderr and done.stderr.count("\n") == 1
     assert not (tmp_path / "runs").exists()
+
+
+def test_what_is_asked_for_and_cannot_be(tmp_path: Path) -> None:
+    (tmp_path / "t.py").write_text("print('hi')")
+    done = zlaunch(tmp_path, "--workdir", str(tmp_path / "no"), "t.py")
+    assert done.returncode == 2 and "no: there is no such folder" in done.stderr
+    done = zlaunch(tmp_path, "--num_gpus", "1", "t.py", env={**PATH, "ZLAUNCH_COMPAT": "foo"})
+    assert done.returncode == 2 and "ZLAUNCH_COMPAT=foo: expected auto, deepspeed, none" in done.stderr
+    done = zlaunch(tmp_path, "config")
+    assert done.returncode == 2 and done.stderr.startswith("Usage: zlaunch config")
+
+
+def test_a_limit_of_cpu_time_is_named(tmp_path: Path) -> None:
+    """The kernel ends what has used it up with SIGKILL, as others do."""
+    (tmp_path / "t.py").write_text("while True: pass")
+    limit = lambda: resource.setrlimit(resource.RLIMIT_CPU, (2, 2))  # noqa: E731
+    done = zlaunch(tmp_path, "--num_gpus", "1", "t.py", preexec_fn=limit)
+    assert done.returncode == 137 and "or the CPU time limit of 2 s: ulimit -t" in done.stderr

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from tests.limits import LIMIT_S
 from zlaunch.runtime.offload.disk import ALIGN_BYTES, DiskEngine, DiskError, File, aligned, aligned_buffer
+from zlaunch.runtime.offload.folder import ScratchFolder
 
 
 @settings(max_examples=30, deadline=None)
@@ -128,3 +129,10 @@ def test_bench_io(tmp_path: Path) -> None:
     command[5] = str(tmp_path / "nowhere")
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 2 and "no such folder" in done.stderr
+
+
+def test_the_home_folder_has_its_short_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    folder = ScratchFolder("~/drive", rank=0)
+    assert folder.path.parent == tmp_path / "drive"
+    folder.remove()

@@ -76,9 +76,11 @@ def _as_localhost(selection: filters.Selection) -> filters.Selection:
 
 
 def local_plan(options: Options, node: NodeSpec, attempt: int = 0) -> Plan:
-    """The plan for this machine alone."""
+    """Make the plan for this machine alone. Raises click.UsageError for a --workdir that is no folder."""
     from zlaunch.cli.checks import pick_port
 
+    if not os.path.isdir(options.workdir):
+        raise click.UsageError(f"--workdir {options.workdir}: there is no such folder")
     return make_plan(
         options.target,
         [node],

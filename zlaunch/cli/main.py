@@ -35,7 +35,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except click.exceptions.Exit as stop:
         code = stop.exit_code
     except click.ClickException as error:
-        print(f"{name}: error: {message_of(error)}", file=sys.stderr)
+        is_help = isinstance(error, getattr(click.exceptions, "NoArgsIsHelpError", ()))  # of newer clicks
+        text = error.format_message() if is_help else f"{name}: error: {message_of(error)}"
+        print(text, file=sys.stderr)
         code = error.exit_code if error.exit_code != 1 else 2
     except (click.Abort, KeyboardInterrupt):
         code = 130

@@ -21,6 +21,7 @@ Launcher = Literal["local", "ssh", "openssh", "slurm", "openmpi", "step", "hand"
 ALONE = ("local", "step", "hand")
 """Those that start nothing on other nodes."""
 DEFAULT_HOSTFILE = "/job/hostfile"
+COMPAT_CHOICES = ("auto", "deepspeed", "none")
 
 
 _REACH = (
@@ -102,6 +103,9 @@ class Options:
             env["ZLAUNCH_QUIET"] = "1"
         if self.compat is not None:
             env["ZLAUNCH_COMPAT"] = self.compat
+        compat = env.get("ZLAUNCH_COMPAT") or os.environ.get("ZLAUNCH_COMPAT") or "auto"
+        if compat not in COMPAT_CHOICES:
+            raise click.UsageError(f"ZLAUNCH_COMPAT={compat}: expected {', '.join(COMPAT_CHOICES)}")
         return env
 
 

@@ -20,6 +20,7 @@ from zlaunch.cli.commands import OTHER_FLAGS, SETTINGS, Launch
 from zlaunch.cli.deepspeed_flags import deepspeed_flags, launcher_name
 from zlaunch.cli.options import (
     ALONE,
+    COMPAT_CHOICES,
     Launcher,
     Options,
     choose_launcher,
@@ -134,7 +135,7 @@ _EPILOG = "A script with the name of a command: zlaunch ./ps"
 )
 @click.option(
     "--compat",
-    type=click.Choice(["auto", "deepspeed", "none"]),
+    type=click.Choice(COMPAT_CHOICES),
     help="What `import deepspeed` is: auto, zlaunch where the real one is not installed; deepspeed, zlaunch "
     "in any case; none, the real one.  [default: auto]",
 )
