@@ -26,6 +26,8 @@ ROOT = Path(__file__).resolve().parent.parent
 _STAGES = tuple(f"stage {stage}" for stage in range(4))
 _SHOWN = 3000
 """Characters of what a failed part has said."""
+_SLOWER = 5
+"""A rehearsal's limits are larger by this: a CPU is slower."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ def _large(system: str, *more: str) -> Part:
 
 FIRST = (
     Part("device", ("benchmarks.device",), 60, ("--size", "256")),
-    Part("tests", ("pytest", "-m", "gpu", "tests/gpu"), 240),
+    Part("tests", ("pytest", "-m", "gpu", "tests/gpu"), 240, ("-p", "tests.pretend_gpu.plugin")),
     *(_large(system) for system in ("torch", "stage 2", "stage 3", "stage 1", "stage 0")),
     Part("waits", ("benchmarks.host_waits", "--stage", "2"), 60, ("--model", "15m")),
     Part("waits at stage 3", ("benchmarks.host_waits", "--stage", "3"), 60, ("--model", "15m")),
@@ -133,7 +135,8 @@ def run(part: Part, limit_s: float, log: Path, *, rehearse: bool) -> dict[str, A
     if code == 0 and (result is not None or part.command[0] == "pytest"):
         found["result"] = result if result is not None else text.strip().splitlines()[-1:]
     else:
-        found |= {"failed": code if code != 0 else "printed no result", "said": text[-_SHOWN:]}
+        how = code if isinstance(code, str) else f"exit code {code}" if code else "printed no result"
+        found |= {"failed": how, "said": text[-_SHOWN:]}
     return found
 
 
@@ -228,27 +231,38 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"no part {unknown[0]!r}; there are {', '.join(known)}")
     args.out.mkdir(parents=True, exist_ok=True)
     path, log = args.out / "results.json", args.out / "log.txt"
-    results: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-    if args.rehearse:
-        results["rehearsed"] = True
+    try:
+        results: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    except ValueError:
+        parser.error(f"{path} is no JSON: move it away, or choose another --out")
+    if results and results.get("rehearsed", False) != args.rehearse:
+        parser.error(f"{path} is of {'real runs' if args.rehearse else 'a rehearsal'}: choose another --out")
+    results["rehearsed"] = args.rehearse
     ends, failed = time.monotonic() + 60 * args.minutes, False
     for name in names:
         part, left = known[name], ends - time.monotonic()
+        limit_s = part.limit_s * (_SLOWER if args.rehearse else 1)
         if args.rehearse and part.rehearsal is None:
-            results[name] = {"left out": "needs a GPU"}
+            found = {"left out": "needs a GPU"}
         elif left < 5:
-            results[name] = {"left out": "no time was left"}
+            found = {"left out": "no time was left"}
         else:
-            results[name] = run(part, min(part.limit_s, left), log, rehearse=args.rehearse)
-            failed = failed or "failed" in results[name]
-        results["goals"] = goals(results)
+            found = run(part, min(limit_s, left), log, rehearse=args.rehearse)
+            failed = failed or "failed" in found
+        if "result" in found or "result" not in results.get(name, {}):
+            results[name] = found  # what an earlier run has measured stays
+        results["goals"] = [] if args.rehearse else goals(results)
         written = path.with_suffix(".new")
         written.write_text(json.dumps(results, indent=1) + "\n")
         written.replace(path)
-        shown = {key: value for key, value in results[name].items() if key != "said"}
+        shown = {key: value for key, value in found.items() if key != "said"}
         print(f"{name}: {json.dumps(shown)}", flush=True)
+        if last := found.get("said", "").strip().splitlines()[-1:]:
+            print(f"  {last[0][:300]}", flush=True)
     for row in results["goals"]:
         print(f"{row['verdict']:5}  {row['what']:40} {row['measured']:>8}  ({row['goal']})")
+    if missing := [name for name in known if "result" not in results.get(name, {})]:
+        print(f"without a result: {', '.join(missing)}. Again: --parts {','.join(missing)!r}")
     return int(failed)
 
 

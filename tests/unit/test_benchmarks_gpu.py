@@ -34,8 +34,8 @@ def test_parts_that_fail_are_recorded_and_the_others_go_on(
     monkeypatch.setattr(gpu, "GROUPS", {"all": parts})
     assert main(["--out", str(tmp_path / "out"), "--rehearse"]) == 1
     results = json.loads((tmp_path / "out" / "results.json").read_text())
-    assert "No module named" in results["missing"]["said"] and results["missing"]["failed"] == 1
-    assert results["slow"]["failed"] == "more than 1 s" and "begun" in results["slow"]["said"]
+    assert "No module named" in results["missing"]["said"] and results["missing"]["failed"] == "exit code 1"
+    assert results["slow"]["failed"] == "more than 5 s" and "begun" in results["slow"]["said"]
     assert results["good"]["result"] == {"step_s": 1.5}
     assert results["a device"] == {"left out": "needs a GPU"}
     assert "No module named" in (tmp_path / "out" / "log.txt").read_text()
@@ -45,6 +45,21 @@ def test_no_part_goes_on_beyond_the_time(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(gpu, "GROUPS", {"all": (Part("late", ("json.tool",), 60, ()),)})
     assert main(["--out", str(tmp_path), "--minutes", "0.01"]) == 0
     assert json.loads((tmp_path / "results.json").read_text())["late"] == {"left out": "no time was left"}
+
+
+def test_what_was_measured_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "results.json"
+    path.write_text('{"rehearsed": false, "late": {"result": {"step_s": 1}}}')
+    monkeypatch.setattr(gpu, "GROUPS", {"all": (Part("late", ("json.tool",), 60, ()),)})
+    assert main(["--out", str(tmp_path), "--minutes", "0.01"]) == 0
+    assert json.loads(path.read_text())["late"] == {"result": {"step_s": 1}}
+    for text, words in (('{"rehearsed": true}', "is of a rehearsal"), ("{", "is no JSON")):
+        path.write_text(text)
+        with pytest.raises(SystemExit):
+            main(["--out", str(tmp_path)])
+        assert words in capsys.readouterr().err
 
 
 def test_a_part_of_the_rehearsal_is_real(tmp_path: Path) -> None:
