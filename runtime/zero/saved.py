@@ -23,9 +23,8 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from ..environment import read_environment
 from ..errors import ZlaunchError
+from . import saved_hooks
 from .unit import Unit
-
-_autograd: Any = torch._C._autograd
 
 
 class _Place:
@@ -94,7 +93,7 @@ class SavedTensors:
         self._units: dict[int, Unit] = {}
         self._owner: object = None
         self._depth = 0
-        self._outer: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None = None
+        self._outer: saved_hooks.Hooks | None = None
         self._hooks = (self._pack, self._unpack)
         self._enabled = read_environment().saved_tensor_hooks
 
@@ -114,16 +113,16 @@ class SavedTensors:
             return True
         if not torch.is_grad_enabled() or not self._units:
             return True
-        if not self._enabled or not _autograd._saved_tensors_hooks_is_enabled():
+        if not self._enabled or not saved_hooks.allowed():
             return False
-        outer = _autograd._top_saved_tensors_default_hooks(False)
+        outer = saved_hooks.top()
         if outer is not None and outer[0] == self._hooks[0]:  # somebody's hooks were above ours at the end
-            _autograd._pop_saved_tensors_default_hooks()
-            outer = _autograd._top_saved_tensors_default_hooks(False)
+            saved_hooks.pop()
+            outer = saved_hooks.top()
         self._outer = outer
         if outer is not None and _is_recomputed(outer[0]):
             return True
-        _autograd._push_saved_tensors_default_hooks(*self._hooks)
+        saved_hooks.push(self._hooks)
         self._owner, self._depth = module, 1
         return True
 
@@ -140,9 +139,9 @@ class SavedTensors:
         if self._owner is None:
             return
         self._owner, self._depth = None, 0
-        top = _autograd._top_saved_tensors_default_hooks(False)
+        top = saved_hooks.top()
         if top is not None and top[0] == self._hooks[0]:
-            _autograd._pop_saved_tensors_default_hooks()
+            saved_hooks.pop()
 
     def _pack(self, tensor: Tensor) -> _Place | _Kept | _Foreign:
         try:
