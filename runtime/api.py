@@ -27,6 +27,7 @@ from .engine import Engine
 from .environment import read_environment
 from .errors import OptimizerError, ParameterError
 from .foresee import foresee
+from .groups import ends_well
 from .log import say, set_level, warn
 from .offload.place import Offload
 from .offload_options import choose_offload
@@ -113,6 +114,7 @@ def init_distributed(
                 backend, init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1, **options
             )
         atexit.register(close_all)
+    ends_well(dist.group.WORLD)
     return device
 
 

@@ -24,6 +24,7 @@ from torch import Tensor
 from .deadlock import Key, watch
 from .environment import read_environment
 from .errors import RankMismatchError
+from .groups import new_group
 from .order import Order
 from .pending import (
     DONE,
@@ -138,7 +139,7 @@ class Comm:
         self._gather_group = dist.group.WORLD
         self._reduce_group: Any = dist.group.WORLD
         if self.world_size > 1:
-            self._reduce_group = dist.new_group(list(range(self.world_size)))
+            self._reduce_group = new_group(self.world_size)
         self._native_reduce_scatter = device.type != "cpu"
         self._channels: list[Any] = []
         if self.world_size > 1:
@@ -314,7 +315,7 @@ class Comm:
         """
         group = None
         if self.world_size > 1:
-            group = dist.new_group(list(range(self.world_size)), backend="gloo", timeout=_CHANNEL_TIMEOUT)
+            group = new_group(self.world_size, backend="gloo", timeout=_CHANNEL_TIMEOUT)
             self._channels.append(group)
         return HostChannel(group, self.world_size, self.number)
 
