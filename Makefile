@@ -1,5 +1,6 @@
 # make demo: train a small GPT on two workers.   make test: the tests, without the exhaustive ones.
-# make test-all: all of them.   More: lint, bench, clean.
+# make test-all: all of them, and the runtime's with other versions of Python and torch (test-support).
+# More: lint, bench, clean.
 PYTHON ?= python3
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -12,7 +13,7 @@ PIP := $(PY) -m pip install --no-input --disable-pip-version-check --progress-ba
 TORCH_INDEX ?= $(if $(wildcard /proc/driver/nvidia/gpus/*),,https://download.pytorch.org/whl/cpu)
 export PYTHONUNBUFFERED := 1
 
-.PHONY: demo test test-all lint bench clean
+.PHONY: demo test test-all test-support lint bench clean
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -45,6 +46,11 @@ test: $(WITH_TOOLS)
 
 test-all: $(WITH_TOOLS)
 	$(PY) -m pytest -n 2 $(FLAGS)
+	$(MAKE) test-support
+
+# Needs Python 3.10 and 3.12, on PATH or in pyenv's folder; keeps its installations in .venv-support.
+test-support:
+	$(PYTHON) -m tests.support --keep-going --torch-index "$(TORCH_INDEX)"
 
 lint: $(WITH_TOOLS)
 	$(PY) -m ruff check .
@@ -55,5 +61,5 @@ bench: $(WITH_TOOLS)
 	$(PY) -m benchmarks.train --peers
 
 clean:
-	rm -rf $(VENV) build dist out runs *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-support build dist out runs *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import support
+
 if sys.version_info >= (3, 11):
     import tomllib
 else:
@@ -111,3 +113,29 @@ def test_every_import_is_a_dependency() -> None:
     assert len(files) > 100
     unknown = {(path.name, name) for path in files for name in imports(path) - known}
     assert unknown == {("host_kernels.py", "numba")}, "that file is imported where numba is there"
+
+
+def test_a_missing_interpreter_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(support.SupportError, match=r"no Python 3\.10 .* put python3\.10 on PATH"):
+        support.interpreter("3.10")
+    broken = tmp_path / "python3.10"
+    broken.write_text("#!/bin/sh\nexit 127\n")  # as pyenv's shims of versions that are not chosen
+    broken.chmod(0o755)
+    own = tmp_path / ".pyenv" / "versions" / "3.10.4" / "bin" / "python"
+    own.parent.mkdir(parents=True)
+    own.write_text("#!/bin/sh\n")
+    own.chmod(0o755)
+    assert support.interpreter("3.10") == str(own)
+
+
+def test_the_versions_that_are_tested_are_those_that_are_promised() -> None:
+    said = " ".join(PROJECT["classifiers"])
+    readme = (ROOT / "README.md").read_text()
+    for each in support.COMBINATIONS:
+        assert f"Python :: {each.python}" in said
+        assert f"Python {each.python} with torch {each.torch.rpartition('.')[0]}" in readme
+    oldest = support.COMBINATIONS[0]
+    assert PROJECT["requires-python"] == f">={oldest.python}"
+    assert f"torch>={oldest.torch.rpartition('.')[0]}" in PROJECT["dependencies"]

@@ -1,0 +1,178 @@
+"""Run the runtime's tests with other versions of Python and torch than those it is developed with.
+
+    python -m tests.support [--keep-going] [--torch-index URL]      # make test-support
+
+Each combination has a virtual environment in .venv-support, which is made on the first call and kept: two
+minutes and 5 GB each, where torch comes from PyPI with CUDA's libraries.
+
+What is run: tests/runtime and tests/unit, without those marked `exhaustive`. Left out are LEFT_OUT,
+tests/matrix, and the tests of the command and of the alias (tests/e2e, tests/cluster, tests/compat), which
+run with the versions of constraints.txt alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from xml.etree import ElementTree
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER = ROOT / ".venv-support"
+MARK = ".complete"
+"""The file in a virtual environment that says what it was made of, once all is there."""
+TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
+WANTED = ("-e", ".[cpu]", "pytest", "pytest-xdist", "hypothesis")
+TESTS = ("tests/runtime", "tests/unit")
+LEFT_OUT = (
+    "--ignore=tests/unit/test_kernels_compile.py",  # needs NVRTC, by CuPy
+    "--ignore=tests/unit/test_kernels_ptxas.py",  # needs CUDA's assembler
+    "--ignore=tests/unit/test_packaging.py",  # builds a wheel
+    "--deselect=tests/runtime/test_offload.py::test_memory_with_everything_on_disk_is_that_of_the_buffers",
+    "--deselect=tests/runtime/test_checkpoint_export.py::test_from_pretrained_of_an_export_gives_equal_logits",
+)
+
+
+class SupportError(Exception):
+    """Something that the combination needs is missing."""
+
+
+@dataclass(frozen=True)
+class Combination:
+    python: str
+    torch: str
+
+    @property
+    def folder(self) -> Path:
+        return FOLDER / f"{self.python}-{self.torch}"
+
+    def __str__(self) -> str:
+        return f"Python {self.python}, torch {self.torch}"
+
+
+COMBINATIONS = (Combination("3.10", "2.6.0"), Combination("3.12", "2.11.0"))
+
+
+@dataclass(frozen=True)
+class Outcome:
+    passed: int
+    failed: int
+    seconds: float
+    status: int
+
+    @property
+    def good(self) -> bool:
+        return self.status == 0 and self.failed == 0 and self.passed > 0
+
+    def __str__(self) -> str:
+        aborted = f", pytest's exit code is {self.status}" if self.status not in (0, 1) else ""
+        return f"{self.passed} passed, {self.failed} failed in {self.seconds:.0f} s{aborted}"
+
+
+def interpreter(version: str) -> str:
+    """Find a Python of this version that can make virtual environments."""
+    own = (Path.home() / ".pyenv" / "versions").glob(f"{version}.*/bin/python")
+    newest = sorted(own, key=lambda path: [int(n) for n in re.findall(r"\d+", path.parts[-3])], reverse=True)
+    works = f"import sys, venv, ensurepip; assert '%d.%d' % sys.version_info[:2] == '{version}'"
+    for found in (shutil.which(f"python{version}"), *map(str, newest)):
+        if found and subprocess.run([found, "-c", works], capture_output=True).returncode == 0:
+            return found
+    raise SupportError(
+        f"there is no Python {version} with the modules venv and ensurepip: put python{version} on PATH, "
+        f"or run `pyenv install {version}`"
+    )
+
+
+def prepare(combination: Combination, torch_index: str) -> Path:
+    """Make the combination's virtual environment, unless it is there; give its Python."""
+    folder = combination.folder
+    python, mark = folder / "bin" / "python", folder / MARK
+    made_of = "\n".join([*WANTED, (ROOT / "pyproject.toml").read_text()])
+    if mark.exists() and mark.read_text() == made_of:
+        return python
+    base = interpreter(combination.python)
+    print(f"{combination}: installing into {folder.relative_to(ROOT)}", flush=True)
+    if not mark.exists():
+        shutil.rmtree(folder, ignore_errors=True)  # what an interrupted call has left
+        _done([base, "-m", "venv", str(folder)], "making the virtual environment")
+    mark.unlink(missing_ok=True)
+    pip = [str(python), "-m", "pip", "install", "--quiet", "--no-input", "--disable-pip-version-check"]
+    torch = f"torch=={combination.torch}"
+    if torch_index:
+        first = [*pip, "--no-deps", "--retries", "1", "--timeout", "15", "--index-url", torch_index, torch]
+        if subprocess.run(first, cwd=ROOT, stderr=subprocess.DEVNULL).returncode:
+            print(f"{torch_index} has no torch for us: taking the usual one", flush=True)
+    _done([*pip, torch, *WANTED], "pip install")
+    mark.write_text(made_of)
+    return python
+
+
+def _done(command: list[str], what: str) -> None:
+    """Run the command, which has to succeed."""
+    if status := subprocess.run(command, cwd=ROOT).returncode:
+        raise SupportError(f"{what} ended with exit code {status}")
+
+
+def run(combination: Combination, torch_index: str) -> Outcome:
+    """Run the tests with this combination."""
+    python = prepare(combination, torch_index)
+    print(f"{combination}: {' '.join(TESTS)}", flush=True)
+    begin = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder, "report.xml")
+        command = [
+            str(python),
+            "-m",
+            "pytest",
+            "-n",
+            "2",
+            "-m",
+            "not exhaustive",
+            "--no-skips",
+            "--durations=0",
+        ]
+        command += ["-p", "no:cacheprovider", f"--junitxml={report}", *LEFT_OUT, *TESTS]
+        status = subprocess.run(command, cwd=ROOT).returncode
+        passed, failed = _counts(report)
+    return Outcome(passed, failed, time.monotonic() - begin, status)
+
+
+def _counts(report: Path) -> tuple[int, int]:
+    """Count the tests that passed and those that did not, in pytest's report."""
+    if not report.exists():
+        return 0, 0
+    cases = list(ElementTree.parse(report).iter("testcase"))
+    failed = sum(any(child.tag in ("failure", "error", "skipped") for child in case) for case in cases)
+    return len(cases) - failed, failed
+
+
+def main() -> int:
+    """Run every combination, and print what came of each."""
+    parser = argparse.ArgumentParser(prog="python -m tests.support", description="Test other versions.")
+    parser.add_argument("--keep-going", action="store_true", help="do not stop at the first that fails")
+    parser.add_argument(
+        "--torch-index", default=TORCH_INDEX, metavar="URL", help="where to look for torch first"
+    )
+    args = parser.parse_args()
+    good, lines = True, []
+    for combination in COMBINATIONS:
+        try:
+            outcome = run(combination, args.torch_index)
+            good, line = good and outcome.good, str(outcome)
+        except SupportError as error:
+            good, line = False, f"not run: {error}"
+        lines.append(f"{combination}: {line}")
+        if not good and not args.keep_going:
+            break
+    print("\n".join(lines))
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
