@@ -7,7 +7,7 @@ import fcntl
 import os
 import zlib
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
@@ -65,11 +65,7 @@ class FileWriter:
         for buffer in _cut(self._memory):
             self._free.put(buffer)
         self._buffer = self._free.get()
-        # Plain threads: an executor takes no work while the interpreter ends, when a last save may still be
-        # under way.
-        self._threads = [Thread(target=self._work, name="zlaunch-checkpoint-file") for _ in range(_THREADS)]
-        for thread in self._threads:
-            thread.start()
+        self._threads = _start(self._work)
         try:
             _reserve(self._fd, total)
             self._append(torch.frombuffer(bytearray(header), dtype=torch.uint8))
@@ -109,7 +105,11 @@ class FileWriter:
         """Hand the present buffer to the threads and take a free one."""
         if self._error is not None:
             raise self._error
-        self._jobs.put((self._buffer, self._filled, self._chunk, self._arrival))
+        job = self._buffer, self._filled, self._chunk, self._arrival
+        if self._threads:
+            self._jobs.put(job)
+        else:
+            self._do(*job)
         self._arrival = DONE
         self.nbytes += self._filled
         self._chunk += 1
@@ -118,15 +118,17 @@ class FileWriter:
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
-            buffer, nbytes, chunk, arrival = job
-            try:
-                arrival.wait()
-                if self._error is None:
-                    self._store(buffer, nbytes, chunk)
-            except OSError as error:
-                error.filename = str(self.path)
-                self._error = error
-            self._free.put(buffer)
+            self._do(*job)
+
+    def _do(self, buffer: Tensor, nbytes: int, chunk: int, arrival: Pending) -> None:
+        try:
+            arrival.wait()
+            if self._error is None:
+                self._store(buffer, nbytes, chunk)
+        except OSError as error:
+            error.filename = str(self.path)
+            self._error = error
+        self._free.put(buffer)
 
     def _store(self, buffer: Tensor, nbytes: int, chunk: int) -> None:
         memory = memoryview(buffer.numpy())  # type: ignore[arg-type, unused-ignore]
@@ -174,6 +176,22 @@ class FileWriter:
         for thread in self._threads:
             thread.join()
         self._threads.clear()
+
+
+def _start(work: Callable[[], None]) -> list[Thread]:
+    """Start the threads of a file; none where the interpreter ends, with a last save still under way.
+
+    Plain threads: an executor refuses work then. From Python 3.12 on no thread can be started then, either.
+    """
+    started: list[Thread] = []
+    for _ in range(_THREADS):
+        thread = Thread(target=work, name="zlaunch-checkpoint-file")
+        try:
+            thread.start()
+        except RuntimeError:
+            break
+        started.append(thread)
+    return started
 
 
 def _cut(memory: Tensor) -> list[Tensor]:

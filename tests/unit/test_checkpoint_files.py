@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -150,3 +151,24 @@ def test_many_threads_replace_one_file(tmp_path: Path) -> None:
         list(pool.map(replace, range(4)))
     assert [path.name for path in tmp_path.iterdir()] == ["latest"]
     assert (tmp_path / "latest").read_text().startswith("global_step")
+
+
+@pytest.mark.parametrize("possible", [0, 2])
+def test_a_file_needs_no_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, possible: int) -> None:
+    """Python 3.12 starts none while it ends."""
+    started: list[threading.Thread] = []
+    start = threading.Thread.start
+
+    def start_some(thread: threading.Thread) -> None:
+        if len(started) == possible:
+            raise RuntimeError("can't create new thread at interpreter shutdown")
+        started.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_some)
+    tensors = {"a": tensor(torch.float32, 90_001), "b": tensor(torch.uint8, 7)}
+    described = write(tmp_path / "x.safetensors", tensors, pieces=3)
+    assert len(described["crc32"]) > 80 and len(started) == possible
+    found = load_file(tmp_path / "x.safetensors")
+    assert all(torch.equal(found[name], value) for name, value in tensors.items())
+    assert not any(thread.is_alive() for thread in started)
