@@ -10,7 +10,9 @@ import ctypes
 import mmap
 import threading
 import warnings
+from contextlib import suppress
 from dataclasses import dataclass
+from weakref import finalize
 
 import torch
 from torch import Tensor
@@ -48,6 +50,8 @@ class PinnedPool:
         self._warned = False
         self._held = self._locked = self._lent = self._peak = 0
         self._lock = threading.Lock()
+        # the driver must not think that memory is locked which the system has given to somebody else
+        finalize(self, _unlock, self._pinned).atexit = False
 
     def take(self, nbytes: int) -> Tensor:
         """A buffer of at least ``nbytes`` bytes (rounded up to whole pages), content undefined.
@@ -142,6 +146,16 @@ class PinnedPool:
                 RuntimeWarning,
                 stacklevel=3,
             )
+
+
+def _unlock(addresses: set[int]) -> None:
+    """Unlock what a pool that nobody has closed still had; nothing is copied to it or from it afterwards."""
+    if not addresses:
+        return
+    with suppress(RuntimeError):  # of a device that has failed
+        torch.cuda.synchronize()
+        for address in addresses:
+            torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
 
 
 def _clear_cuda_error() -> None:

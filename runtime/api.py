@@ -20,7 +20,7 @@ from ..cuda_ops.loader import set_mode
 from . import access, activation, stopping
 from .agreement import check_agreement
 from .available import PINNED_SHARE
-from .comm import Comm, close_all
+from .comm import Comm, end_process
 from .config import Config, ConfigError, Effective, load, refuse_open, resolve
 from .data import EngineLoader
 from .engine import Engine
@@ -113,7 +113,7 @@ def init_distributed(
             dist.init_process_group(
                 backend, init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1, **options
             )
-        atexit.register(close_all)
+        atexit.register(end_process)
     ends_well(dist.group.WORLD)
     return device
 

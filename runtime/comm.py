@@ -85,16 +85,24 @@ def _close_dropped(exchange: Exchange) -> None:
             dist.destroy_process_group(group)
 
 
-def close_all() -> None:
-    """Release every communicator of this process, at its end at the latest.
+def end_process() -> None:
+    """Release every communicator at the end of this process.
 
-    Threads of a process group that is still alive while the interpreter is torn down can abort the process.
     After an error nothing is awaited: a collective that this rank has begun may never end.
     """
-    watch.stop()
-    if getattr(sys, "last_value", None) is not None:
+    if getattr(sys, "last_value", None) is None:
+        close_all()
+    else:
+        watch.stop()
         _abort()
-        return
+
+
+def close_all() -> None:
+    """Release every communicator of this process.
+
+    Threads of a process group that is still alive while the interpreter is torn down can abort the process.
+    """
+    watch.stop()
     for comm in list(_open):
         comm.close()
     if dist.is_initialized():

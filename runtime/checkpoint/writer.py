@@ -8,6 +8,7 @@ import os
 import zlib
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
@@ -53,24 +54,27 @@ class FileWriter:
         header = header_of(tensors, {})
         total = len(header) + sum(numel * dtype.itemsize for _, numel, dtype in self._left)
         self._sums: dict[int, int] = {}
-        self._error: OSError | None = None
+        self._error: Exception | None = None
         self._filled = self._chunk = self.nbytes = 0
         self._free: SimpleQueue[Tensor] = SimpleQueue()
         self._jobs: SimpleQueue[tuple[Tensor, int, int, Pending] | None] = SimpleQueue()
-        self._fd, self._direct = _create(path)
         self._link = link
         self._arrival: Pending = DONE
         """The copy into the present buffer that was started last; they end in their order."""
-        self._memory: Tensor | None = link.empty((_BUFFERS + 1) * CHUNK_BYTES, torch.uint8)
-        for buffer in _cut(self._memory):
-            self._free.put(buffer)
-        self._buffer = self._free.get()
-        self._threads = _start(self._work)
+        self._memory: Tensor | None = None
+        self._threads: list[Thread] = []
+        self._fd, self._direct = _create(path)
         try:
+            self._memory = link.empty((_BUFFERS + 1) * CHUNK_BYTES, torch.uint8)
+            for buffer in _cut(self._memory):
+                self._free.put(buffer)
+            self._buffer = self._free.get()
+            self._threads = _start(self._work)
             _reserve(self._fd, total)
             self._append(torch.frombuffer(bytearray(header), dtype=torch.uint8))
-        except OSError as error:
-            error.filename = str(path)
+        except Exception as error:
+            if isinstance(error, OSError):
+                error.filename = str(path)
             self.abandon()
             raise
 
@@ -125,9 +129,12 @@ class FileWriter:
             arrival.wait()
             if self._error is None:
                 self._store(buffer, nbytes, chunk)
-        except OSError as error:
-            error.filename = str(self.path)
-            self._error = error
+        except (
+            Exception
+        ) as error:  # a device that has failed, too: who waits for the buffer has to hear of it
+            if isinstance(error, OSError):
+                error.filename = str(self.path)
+            self._error = self._error or error
         self._free.put(buffer)
 
     def _store(self, buffer: Tensor, nbytes: int, chunk: int) -> None:
@@ -163,12 +170,13 @@ class FileWriter:
     def abandon(self) -> None:
         """End the threads and close the file, whole or not."""
         self._end_threads()
-        memory, self._memory = self._memory, None
-        if memory is not None:
-            self._link.release(memory)
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+        memory, self._memory = self._memory, None
+        if memory is not None:
+            with suppress(RuntimeError):  # of a device that has failed: the copies' waits have told of it
+                self._link.release(memory)
 
     def _end_threads(self) -> None:
         for _ in self._threads:

@@ -44,7 +44,7 @@ def host() -> Actor:
 
 def join(clock: Clock, other: Clock) -> None:
     """Add what `other` knows to `clock`."""
-    for actor, count in other.items():
+    for actor, count in list(other.items()):  # a finalizer may run in between
         if clock.get(actor, 0) < count:
             clock[actor] = count
 

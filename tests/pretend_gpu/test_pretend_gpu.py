@@ -105,6 +105,7 @@ def test_our_kernels_are_in_order_and_train_as_their_twins(tmp_path: Path) -> No
         (found,) = run("--kernels", str(library), name, world=1)
         assert set(found["kernels"]) == kernels, name
         assert not found["races"] and not found["mixes"], found
+        assert {how for how in found["waits"] if "aside: " not in how} == CASES[name].waits, found["waits"]
         assert found["losses"] == pytest.approx(plain[name][0]["losses"], rel=1e-3), name
 
 

@@ -209,22 +209,53 @@ def test_sigterm_removes_the_folder(tmp_path: Path) -> None:
 
 
 UNFINISHED = """
-import torch, zlaunch, torch.distributed as dist
+import sys, traceback, torch, zlaunch, torch.distributed as dist
 zlaunch.init_distributed()
+caught = len(sys.argv) > 1
 group = dist.new_group([0, 1])
 if dist.get_rank() == 0:
     dist.all_reduce(torch.ones(1000), group=group)
 work = dist.all_reduce(torch.ones(1000), async_op=True)
-raise ValueError("this rank gives up")
+try:
+    raise ValueError("this rank gives up")
+except ValueError as error:
+    if caught:
+        traceback.print_exc()
+        sys.exit(1)
+    raise
 """
 
 
-@pytest.mark.parametrize("starter", ["torch.distributed.run --nproc_per_node=2", "zlaunch --num_gpus 2"])
-def test_a_rank_that_gives_up_waits_for_nothing(tmp_path: Path, starter: str) -> None:
+@pytest.mark.parametrize(
+    ("starter", "more"),
+    [
+        ("torch.distributed.run --nproc_per_node=2", []),
+        ("zlaunch --num_gpus 2 --no_local_rank", []),
+        ("zlaunch --num_gpus 2 --no_local_rank", ["catch"]),
+    ],
+)
+def test_a_rank_that_gives_up_waits_for_nothing(tmp_path: Path, starter: str, more: list[str]) -> None:
     """Not even for what it has begun: torch's own end of a process group would wait for that for ever."""
     (tmp_path / "train.py").write_text(UNFINISHED)
-    command = [sys.executable, "-m", *starter.split(), "train.py"]
+    command = [sys.executable, "-m", *starter.split(), "train.py", *more]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
     run = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=LIMIT_S)
     assert run.returncode == 1, run.stderr
     assert "ValueError: this rank gives up" in run.stderr + run.stdout
+
+
+AGAIN = """
+import sys, zlaunch.compat.deepspeed
+zlaunch.compat.deepspeed.install()
+import deepspeed, torch.distributed as dist
+sys.last_value = ValueError("of an earlier cell")
+for _ in range(2):
+    deepspeed.init_distributed()
+    deepspeed.comm.destroy_process_group()
+    assert not dist.is_initialized()
+"""
+
+
+def test_an_error_of_an_earlier_cell_keeps_nothing_from_ending(tmp_path: Path) -> None:
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    subprocess.run([sys.executable, "-c", AGAIN], env=env, check=True, timeout=LIMIT_S)

@@ -172,3 +172,33 @@ def test_a_file_needs_no_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     found = load_file(tmp_path / "x.safetensors")
     assert all(torch.equal(found[name], value) for name, value in tensors.items())
     assert not any(thread.is_alive() for thread in started)
+
+
+class FailedDevice(HostLink):
+    """Raises what CUDA raises once a kernel has failed."""
+
+    def download(self, source: torch.Tensor, target: torch.Tensor) -> Any:
+        return FailedCopy()
+
+    def release(self, tensor: torch.Tensor) -> None:
+        super().release(tensor)
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+class FailedCopy:
+    def wait(self) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+@pytest.mark.parametrize("numel", [100, 100_000])
+def test_a_device_that_fails_ends_the_writing(tmp_path: Path, numel: int) -> None:
+    threads = threading.active_count()
+    path, link = tmp_path / "x.safetensors", FailedDevice(torch.device("cpu"), pin=False)
+    file = FileWriter(path, {"a": (torch.uint8, (numel,))}, link)
+    file._arrival = FailedCopy()
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        for piece in torch.zeros(numel, dtype=torch.uint8).split(50):
+            file.write("a", piece)
+        file.close()
+    file.abandon()
+    assert threading.active_count() == threads and file._fd == -1

@@ -115,3 +115,14 @@ def test_the_memory_is_private_so_that_it_may_have_huge_pages() -> None:
         if int(span.partition("-")[0], 16) <= address < int(span.partition("-")[2], 16)
     ]
     assert found == ["rw-p"]
+
+
+def test_a_pool_that_is_dropped_leaves_nothing_locked(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    pool = PinnedPool(pin=True)
+    buffer = pool.take(PAGE_BYTES)
+    assert driver.locked
+    del pool
+    assert not driver.locked and buffer.numel() == PAGE_BYTES

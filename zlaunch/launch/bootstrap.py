@@ -22,6 +22,8 @@ from typing import NoReturn
 from zlaunch.launch.peers import talk_of
 from zlaunch.launch.processes import PASSED_SIGNALS, die_with_parent
 
+_SAVED_CODE = 75
+"""failure.SAVED_CODE, without an import before the script's own."""
 _OUR_FILES = {__file__, runpy.__file__, "<frozen runpy>"}
 _EVENT_FD_FLOOR = 200
 _TRACEBACK_LIMIT_CHARS = 1 << 18
@@ -55,7 +57,9 @@ def main() -> None:
             _run_module(args)
         else:
             _run_script(args)
-    except SystemExit:
+    except SystemExit as error:
+        if error.code not in (None, 0, _SAVED_CODE):  # the script itself says that it failed: wait for nobody
+            sys.last_value = error
         raise
     except KeyboardInterrupt as error:
         _print(error)
