@@ -22,6 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.large import SIZES, flops_of_a_token
+
 ROOT = Path(__file__).resolve().parent.parent
 _STAGES = tuple(f"stage {stage}" for stage in range(4))
 _SHOWN = 3000
@@ -171,17 +173,8 @@ def _get(results: Mapping[str, Any], part: str, *keys: str) -> Any:
     return value
 
 
-def flops_of_a_token(layers: int, width: int, context: int, parameters: int) -> float:
-    """Return the operations of forward and backward: 6 for each parameter, and for attention 12 * layers *
-    width * context ("PaLM", Chowdhery et al. 2022, appendix B).
-    """
-    return 6.0 * parameters + 12.0 * layers * width * context
-
-
 def goals(results: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Set what was measured beside what was wanted; what was not measured is left out."""
-    from benchmarks.large import SIZES
-
     rows: list[tuple[str, float | None, str, float]] = []
     kernels = results.get("kernels", {}).get("result") or {}
     for name in ("adamw", "sum of squares", "cast fp32 to bf16"):

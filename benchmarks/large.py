@@ -35,6 +35,13 @@ SYSTEMS: dict[str, dict[str, Any]] = {
 }
 
 
+def flops_of_a_token(layers: int, width: int, context: int, parameters: int) -> float:
+    """Return the operations of forward and backward: 6 for each parameter, and for attention 12 * layers *
+    width * context ("PaLM", Chowdhery et al. 2022, appendix B).
+    """
+    return 6.0 * parameters + 12.0 * layers * width * context
+
+
 def build(args: argparse.Namespace) -> tuple[Any, Any]:
     """The model and a call that makes one step on a batch of tokens."""
     import torch
@@ -105,12 +112,17 @@ def worker(args: argparse.Namespace) -> dict[str, Any]:
             torch.cuda.synchronize()
         if index >= 2:
             seconds.append(time.perf_counter() - started)
+    layers, width, _, context = SIZES[args.model]
     numel = sum(p.numel() for p in model.parameters())
     middle = statistics.median(seconds)
+    speed = args.micro_batch * context / middle
+    rests = torch.cuda.memory_allocated() if cuda else 0
     return {
         "parameters": numel,
         "step_s": round(middle, 4),
-        "tokens_per_s": round(args.micro_batch * (shape[1] - 1) / middle),
+        "tokens_per_s": round(speed),
+        "tflops": round(speed * flops_of_a_token(args.layers or layers, width, context, numel) / 1e12, 3),
+        "bytes_of_a_parameter": round(rests / numel, 2) if cuda else None,
         "peak_gb": round(torch.cuda.max_memory_allocated() / 2**30, 2) if cuda else None,
     }
 
