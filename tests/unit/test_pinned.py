@@ -81,6 +81,7 @@ def test_a_refusal_is_one_warning(driver: Driver) -> None:
         pool.take(4 * PAGE_BYTES)
         pool.take(5 * PAGE_BYTES)
     assert len(caught) == 1 and pool.statistics().pinned_bytes == 6 * PAGE_BYTES
+    pool.close()
 
 
 def test_a_budget_is_kept(driver: Driver) -> None:
@@ -91,6 +92,7 @@ def test_a_budget_is_kept(driver: Driver) -> None:
     with pytest.warns(RuntimeWarning, match="budget"):
         pool.take(PAGE_BYTES)
     assert sum(driver.locked.values()) == 3 * PAGE_BYTES
+    pool.close()
 
 
 def test_what_a_link_gave_out_is_taken_back(driver: Driver) -> None:
