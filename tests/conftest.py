@@ -22,7 +22,10 @@ class _Scheduling(LoadScopeScheduling):
     """One process for each group of folders, the other tests file by file."""
 
     def _split_scope(self, nodeid: str) -> str:
-        group = next((group for name, group in _GROUPS.items() if nodeid.startswith(name)), None)
+        names = [name for name in _GROUPS if nodeid.startswith(name)]
+        if self.config.getoption("--spread"):
+            names = [name for name in names if _GROUPS[name] != "ranks"]
+        group = _GROUPS[names[0]] if names else None
         return group or nodeid.partition("::")[0]
 
 
@@ -43,6 +46,10 @@ def _nothing_stays() -> Iterator[None]:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--no-skips", action="store_true", help="Fail where a test outside tests/gpu is skipped."
+    )
+
+    parser.addoption(
+        "--spread", action="store_true", help="Run files of tests/runtime beside each other: no core idles."
     )
 
 

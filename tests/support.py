@@ -139,7 +139,7 @@ def run(combination: Combination, torch_index: str) -> Outcome:
             "-m",
             "not exhaustive",
             "--no-skips",
-            "--durations=0",
+            "--spread",
         ]
         command += ["-p", "no:cacheprovider", f"--junitxml={report}", *LEFT_OUT, *TESTS]
         status = subprocess.run(command, cwd=ROOT).returncode
