@@ -95,7 +95,9 @@ class HostLink:
         return HostEvent(event)
 
     def after_downloads(self) -> None:
-        """Let what the current stream queues from now on come after the downloads: it may change them."""
+        """Let what the current stream queues from now on come after the downloads; it may change
+        what they read.
+        """
         if self._down is not None:
             torch.cuda.current_stream(self.device).wait_stream(self._down)
 

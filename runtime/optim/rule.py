@@ -47,7 +47,7 @@ class Rule:
         self.found_inf: Tensor | None = None
         self._multiplier: Scalar = 1.0
         self._advance: Scalar = 1.0
-        """How far a step gets: not at all where it is skipped."""
+        """Adds to the step counts: 1, or 0 where the step is skipped."""
 
     def begin(self, divisor: Scalar, found_inf: Tensor | None = None) -> None:
         """Take the present hyper-parameters; gradients are to be divided by ``divisor``.
@@ -96,10 +96,12 @@ class Rule:
             return
         for leaf in leaves:
             own = state.setdefault(leaf, {})
-            if "step" not in own:
-                # torch's fused step has it on the device, too
-                own["step"] = torch.zeros((), device=leaf.device)
-                own["exp_avg"], own["exp_avg_sq"] = (torch.zeros_like(leaf.detach()) for _ in range(2))
+            count = own.get("step", 0.0)
+            if not isinstance(count, Tensor):  # torch's fused step has it on the device, too
+                own["step"] = torch.full((), float(count), device=leaf.device)
+            for key in ("exp_avg", "exp_avg_sq"):
+                if key not in own:
+                    own[key] = torch.zeros_like(leaf.detach())
         counts = [state[leaf]["step"] for leaf in leaves]
         if isinstance(self._advance, Tensor):  # a list, or torch may ask for the number
             torch._foreach_add_(counts, [self._advance] * len(counts))

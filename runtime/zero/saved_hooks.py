@@ -61,5 +61,5 @@ def pop() -> None:
 
 
 def allowed() -> bool:
-    """Whether torch lets hooks be put in force: not inside ``torch.func.grad``."""
+    """Tell whether torch lets hooks be put in force: not inside ``torch.func.grad``."""
     return bool(_autograd._saved_tensors_hooks_is_enabled())

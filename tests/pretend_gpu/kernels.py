@@ -17,7 +17,7 @@ from .memory import is_on_device, launch, touch_bytes
 from .streams import current_stream
 
 launched: list[NotedKernels] = []
-"""What :func:`install` has put in place."""
+"""Holds the stand-in that :func:`install` has put in place."""
 _ROW = 3
 """Numbers of a row of norm.cu's table: address, elements, first block."""
 

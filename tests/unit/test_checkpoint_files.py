@@ -136,7 +136,7 @@ def test_a_dtype_that_the_format_does_not_have(tmp_path: Path) -> None:
 
 
 def test_many_threads_replace_one_file(tmp_path: Path) -> None:
-    """As engines do that save into one folder; what a killed process has left goes."""
+    """Replace a file as engines do that save into one folder; what a killed process has left goes."""
     dead = subprocess.Popen(["true"])
     dead.wait()
     parts = new_owner().split("-")

@@ -1,0 +1,26 @@
+"""What Adam's state holds before a step of ours: nothing, torch's, or what somebody has loaded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from zlaunch.runtime.optim.rule import Rule
+
+
+@pytest.mark.parametrize("count", [None, 3, 3.0, torch.tensor(3.0)])
+def test_steps_are_counted_from_what_is_there(count: Any) -> None:
+    leaf = torch.zeros(4)
+    rule = Rule(torch.optim.AdamW([torch.nn.Parameter(torch.zeros(4))], fused=True))
+    state: dict[torch.Tensor, dict[str, Any]] = {leaf: {"exp_avg": torch.ones(4)}}
+    if count is not None:
+        state[leaf]["step"] = count.clone() if isinstance(count, torch.Tensor) else count
+    begin = 0.0 if count is None else 3.0
+    for found_inf, steps in ((None, 1), (torch.tensor(0.0), 2), (torch.tensor(1.0), 2)):
+        rule.begin(1.0, found_inf)
+        rule._count_step([leaf], state)
+        assert float(state[leaf]["step"]) == begin + steps
+    assert torch.equal(state[leaf]["exp_avg"], torch.ones(4)), "what is there stays"
+    assert torch.equal(state[leaf]["exp_avg_sq"], torch.zeros(4))
