@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import json
 import os
 import re
 import shutil
 import socket
+import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +27,7 @@ _DEAD_S = 5.0
 """The same where its process is known to be gone from this host."""
 _TEMPORARY = re.compile(r"\..+\.(?P<host>[^/]+)-(?P<space>\d+)-(?P<pid>\d+)-\d+\.tmp")
 _DELETED = re.compile(r"\..+\.zlaunch-deleted")
+_turn = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,16 +68,36 @@ def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
 
 def put_in_place(temporary: Path, final: Path) -> None:
     """Make a written folder the checkpoint. At every moment the former one of this tag or the new one can be
-    found, both whole. Raises OSError.
+    found, both whole. Saves into one folder take turns. Raises OSError.
     """
     sync_folder(temporary)
     old = put_aside(final.parent, final.name)
-    if final.exists():
-        _remove_aside(old, final)  # of a save that was killed
-        os.rename(final, old)
-    os.rename(temporary, final)
-    sync_folder(final.parent)
-    _remove_aside(old, final)
+    with _alone_in(final.parent):
+        if final.exists():
+            _remove_aside(old, final)  # of a save that was killed
+            os.rename(final, old)
+        os.rename(temporary, final)
+        sync_folder(final.parent)
+        _remove_aside(old, final)
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Hold a folder's lock against this process's other threads and, where the file system has such locks,
+    against other processes. Raises OSError.
+    """
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        with _turn:
+            with suppress(OSError):  # NFS has none for folders
+                fcntl.flock(fd, fcntl.LOCK_EX)
+            try:
+                yield
+            finally:
+                with suppress(OSError):  # said aloud: a process forked meanwhile has the descriptor, too
+                    fcntl.flock(fd, fcntl.LOCK_UN)
+    finally:
+        os.close(fd)
 
 
 def _remove_aside(old: Path, final: Path) -> None:

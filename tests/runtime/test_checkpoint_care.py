@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ from tests.runtime.test_checkpoint import differences
 from tests.runtime.workers import run_workers
 from zlaunch.runtime.checkpoint.export import export, get_fp32_state_dict_from_zero_checkpoint
 from zlaunch.runtime.checkpoint.files import CheckpointError
-from zlaunch.runtime.checkpoint.reading import Checkpoint, find
+from zlaunch.runtime.checkpoint.folder import put_in_place
+from zlaunch.runtime.checkpoint.reading import MANIFEST, Checkpoint, find
 from zlaunch.runtime.checkpoint.save import Save
 
 
@@ -122,6 +124,21 @@ def _two_engines(folder: str) -> list[bool]:
 
 def test_two_engines_that_save_under_one_name_leave_a_whole_checkpoint(tmp_path: Path) -> None:
     assert run_workers(_two_engines, 1, str(tmp_path)) == [[True, True]]
+
+
+def _put_in_place(folder: Path, name: str) -> None:
+    for number in range(100):
+        temporary = folder / f".t.{name}-{number}.tmp"
+        temporary.mkdir()
+        (temporary / MANIFEST).write_text(name)
+        put_in_place(temporary, folder / "t")
+
+
+def test_saves_of_one_tag_are_put_in_place_one_after_the_other(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        for job in [pool.submit(_put_in_place, tmp_path, str(number)) for number in range(4)]:
+            job.result()
+    assert [path.name for path in tmp_path.iterdir()] == ["t"]
 
 
 def _export_twice(folder: str) -> None:
