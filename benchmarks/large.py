@@ -132,7 +132,7 @@ def bounds(numel: int) -> dict[str, float]:
     import torch
 
     from zlaunch.cuda_ops.step import adam_step
-    from zlaunch.runtime.offload.link import HostLink
+    from zlaunch.runtime.offload.transfer import HostLink
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     link = HostLink(device, pin=True)

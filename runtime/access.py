@@ -13,11 +13,11 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from .checkpoint.content import Description, Fill, blocks_of, describe, take_state, take_values
-from .checkpoint.reading import VALUE
-from .optim.runs import Run
-from .zero import guards
-from .zero.away import STATES
+from .checkpoint.format.manifest import VALUE
+from .checkpoint.shard_io import Description, Fill, blocks_of, describe, take_state, take_values
+from .optim.slices import Run
+from .zero import placeholder
+from .zero.moved_states import STATES
 from .zero.unit import Unit
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def register(engine: Engine) -> None:
 
 def engine_of(parameter: Tensor) -> Engine | None:
     """The live engine that trains a parameter."""
-    unit = guards.owner(parameter)
+    unit = placeholder.owner(parameter)
     if unit is None:
         return None
     return next((e for e in _engines if any(unit is own for own in e._sharded.units)), None)
@@ -162,7 +162,7 @@ def safe_set_local_grad(param: Tensor, value: Tensor) -> None:
 
 
 def _find(param: Tensor) -> tuple[Engine, Unit, int] | None:
-    engine, unit = engine_of(param), guards.owner(param)
+    engine, unit = engine_of(param), placeholder.owner(param)
     if engine is None or unit is None or not unit.trainable or engine._shard_step is None:
         return None
     unit.check_here(*STATES)

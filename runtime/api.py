@@ -17,33 +17,34 @@ import torch.distributed as dist
 from torch import nn
 
 from ..cuda_ops.loader import set_mode
-from . import access, activation, stopping
-from .agreement import check_agreement
-from .available import PINNED_SHARE
-from .comm import Comm, end_process
+from . import access, preemption
+from .activation import checkpointing
+from .comm.collectives import Comm, end_process
+from .comm.process_group import ends_well
 from .config import Config, ConfigError, Effective, load, refuse_open, resolve
 from .data import EngineLoader
 from .engine import Engine
 from .environment import read_environment
 from .errors import OptimizerError, ParameterError
-from .foresee import foresee
-from .groups import ends_well
 from .log import say, set_level, warn
-from .offload.place import Offload
-from .offload_options import choose_offload
+from .memory.preflight import foresee
+from .memory.resources import PINNED_SHARE
+from .offload.manager import Offload
+from .offload.options import choose_offload
 from .optim.admission import needs_whole_tensors
-from .optim.build import build_optimizer, build_scheduler
-from .optim.groups import groups_by_parameter, parameter_groups
-from .optim.guarded import ZeroOptimizer, guard
-from .optim.shard_step import ShardStep
-from .precision import Precision, choose_precision, dtype_named
+from .optim.optimizer_handle import ZeroOptimizer, guard
+from .optim.param_groups import groups_by_parameter, parameter_groups
+from .optim.registry import build_optimizer, build_scheduler
+from .optim.sharded_optimizer import ShardStep
+from .precision.policy import Precision, choose_precision, dtype_named
 from .sharding_options import sharding_options
+from .zero.consistency import check_agreement
 from .zero.eligible import find_refused
-from .zero.grads import GradientOptions, GradientReducer
-from .zero.leaves import mark_leaves
-from .zero.model import ShardedModel
-from .zero.partition import Block, ShardingOptions, build_units, plan_blocks
-from .zero.rest import place_rest
+from .zero.hooks import ShardedModel
+from .zero.leaf_modules import mark_leaves
+from .zero.reduce import GradientOptions, GradientReducer
+from .zero.replicated import place_rest
+from .zero.unit_policy import Block, ShardingOptions, build_units, plan_blocks
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -185,7 +186,7 @@ def make_engine(
     _choose_kernels()
     device = init_distributed()
     comm = Comm(device, share=not _on_disk(loaded.config))
-    stopping.listen()
+    preemption.listen()
     hidden, hidden_from = find_hidden_size(model)
     effective = resolve(loaded, world_size=comm.world_size, hidden_size=hidden, hidden_size_from=hidden_from)
     if comm.rank == 0:
@@ -203,7 +204,7 @@ def make_engine(
     groups = client.param_groups if client is not None else parameter_groups(model_parameters, model)
     if client is not None:
         _check_groups(client, model)
-    activation.apply(model, loaded.config.activation_checkpointing)
+    checkpointing.apply(model, loaded.config.activation_checkpointing)
     if client is None:
         client = _make_optimizer(optimizer, effective, groups)
     zero = effective.config.zero_optimization

@@ -11,28 +11,28 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .checkpoint.folder import absolute
+from .checkpoint.engine_part import Saving
+from .checkpoint.format.commit import absolute
 from .checkpoint.loader import Loader
 from .checkpoint.saver import Saver
 from .config import Config, Effective
 from .data import Batches, EngineLoader
 from .handles import Handles
-from .loss_scaler import DeviceLossScaler, LossScaleFloorError, LossScaler, floor_error
-from .memory import relief
-from .monitor.report import report
-from .moving import Moving
-from .offload.place import Offload
+from .memory.estimate import relief
+from .offload.engine_part import Moving
+from .offload.manager import Offload
 from .offload.states import States
-from .optim.guarded import ZeroOptimizer, unguard
-from .optim.shard_step import ShardStep
-from .precision import Precision
-from .saving import Saving
-from .step_result import StepResult
-from .unused import refuse_unused
-from .zero.away import GRADIENTS, VALUES
-from .zero.grads import GradientReducer
-from .zero.model import ShardedModel
-from .zero.saved import explained
+from .optim.optimizer_handle import ZeroOptimizer, unguard
+from .optim.sharded_optimizer import ShardStep
+from .precision.loss_scaler import DeviceLossScaler, LossScaleFloorError, LossScaler, floor_error
+from .precision.policy import Precision
+from .precision.step_result import StepResult
+from .report import report
+from .zero.hooks import ShardedModel
+from .zero.moved_states import GRADIENTS, VALUES
+from .zero.reduce import GradientReducer
+from .zero.saved_tensors import explained
+from .zero.unused_parameters import refuse_unused
 
 
 class Engine(Batches, Saving, Moving, nn.Module):

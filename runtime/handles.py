@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 
 from .errors import OptimizerError, ParameterError
-from .offload.place import Offload
-from .optim.groups import groups_by_parameter
-from .optim.guarded import MARK, check_mark
-from .optim.shard_step import ShardStep
-from .zero import guards
-from .zero.away import STATES
-from .zero.grads import GradientReducer
+from .offload.manager import Offload
+from .optim.optimizer_handle import MARK, check_mark
+from .optim.param_groups import groups_by_parameter
+from .optim.sharded_optimizer import ShardStep
+from .zero import placeholder
+from .zero.hooks import ShardedModel
 from .zero.integrity import GroupIntegrity, Integrity, check_unfrozen
-from .zero.model import ShardedModel
-from .zero.partition import rebuild_units
+from .zero.moved_states import STATES
+from .zero.reduce import GradientReducer
+from .zero.unit_policy import rebuild_units
 
 
 class Handles:
@@ -60,7 +60,7 @@ class Handles:
         unfrozen = [] if but_unfrozen or self._step is None else self._integrity.unfrozen()
         if unfrozen:
             raise ParameterError(
-                f"{guards.name_of(unfrozen[0])} was unfrozen after the model had been called, so its "
+                f"{placeholder.name_of(unfrozen[0])} was unfrozen after the model had been called, so its "
                 "gradient did not reach the engine: unfreeze before the forward pass, and drop this gradient "
                 "with zero_grad()"
             )
@@ -84,11 +84,11 @@ class Handles:
                     "add_param_group was given a tensor that is not a parameter of this engine's model: "
                     "make it one before zlaunch.initialize, or train it with an optimizer of its own"
                 )
-            unit = guards.owner(parameter)
+            unit = placeholder.owner(parameter)
             if unit is not None and unit.trainable and unit.hides_gradient(parameter):
                 raise OptimizerError(
-                    f"{guards.name_of(parameter)} has gradients of this step already: call add_param_group "
-                    "after engine.step(), or drop them with optimizer.zero_grad()"
+                    f"{placeholder.name_of(parameter)} has gradients of this step already: call "
+                    "add_param_group after engine.step(), or drop them with optimizer.zero_grad()"
                 )
         self.check(but_unfrozen=True)
         optimizer._kind.add_param_group(optimizer, group)  # type: ignore[attr-defined]
@@ -102,10 +102,10 @@ class Handles:
         self._check_here()
         step.wait()
         groups = groups_by_parameter(step.outer.param_groups)
-        stale = [p for p in self._integrity.unfrozen() if guards.GRAD.__get__(p) is not None]
+        stale = [p for p in self._integrity.unfrozen() if placeholder.GRAD.__get__(p) is not None]
         if stale:
             raise ParameterError(
-                f"{guards.name_of(stale[0])} has a gradient from before the engine trains it: call "
+                f"{placeholder.name_of(stale[0])} has a gradient from before the engine trains it: call "
                 "zero_grad() after unfreezing, or unfreeze before the forward pass"
             )
         sharded.comm.settle()

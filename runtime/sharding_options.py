@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .offload.place import TILE_NUMEL
-from .zero.partition import UNIT_NUMEL, UNIT_NUMEL_CPU, ShardingOptions
+from .offload.manager import TILE_NUMEL
+from .zero.unit_policy import UNIT_NUMEL, UNIT_NUMEL_CPU, ShardingOptions
 
 if TYPE_CHECKING:
     from .config.schema import Config

@@ -17,9 +17,9 @@ _LAZY = {
     "init_distributed": ("zlaunch.runtime.api", "init_distributed"),
     "add_config_arguments": ("zlaunch.runtime.api", "add_config_arguments"),
     "Engine": ("zlaunch.runtime.engine", "Engine"),
-    "checkpointing": ("zlaunch.runtime.activation", ""),
+    "checkpointing": ("zlaunch.runtime.activation.checkpointing", ""),
     **{
-        name: ("zlaunch.runtime.checkpoint.export", name)
+        name: ("zlaunch.runtime.checkpoint.export.full_weights", name)
         for name in (
             "convert_zero_checkpoint_to_fp32_state_dict",
             "get_fp32_state_dict_from_zero_checkpoint",
@@ -47,11 +47,11 @@ _LAZY = {
             "ZlaunchError",
         )
     },
-    "CheckpointError": ("zlaunch.runtime.checkpoint.files", "CheckpointError"),
+    "CheckpointError": ("zlaunch.runtime.checkpoint.format.tensor_file", "CheckpointError"),
     "ConfigError": ("zlaunch.runtime.config", "ConfigError"),
-    "resume_dir": ("zlaunch.runtime.stopping", "resume_dir"),
+    "resume_dir": ("zlaunch.runtime.preemption", "resume_dir"),
     "notebook": ("zlaunch.notebook", "notebook"),
-    "report": ("zlaunch.runtime.monitor.report", "report"),
+    "report": ("zlaunch.runtime.report", "report"),
     "zero": ("zlaunch.zero", ""),
 }
 
@@ -87,26 +87,26 @@ __all__ = [
 if TYPE_CHECKING:
     from zlaunch import zero as zero
     from zlaunch.notebook import notebook as notebook
-    from zlaunch.runtime import activation as checkpointing
     from zlaunch.runtime.access import safe_get_full_fp32_param as safe_get_full_fp32_param
     from zlaunch.runtime.access import safe_get_full_grad as safe_get_full_grad
     from zlaunch.runtime.access import safe_get_full_optimizer_state as safe_get_full_optimizer_state
     from zlaunch.runtime.access import safe_set_full_fp32_param as safe_set_full_fp32_param
     from zlaunch.runtime.access import safe_set_full_grad as safe_set_full_grad
     from zlaunch.runtime.access import safe_set_full_optimizer_state as safe_set_full_optimizer_state
+    from zlaunch.runtime.activation import checkpointing as checkpointing
     from zlaunch.runtime.api import add_config_arguments as add_config_arguments
     from zlaunch.runtime.api import init_distributed as init_distributed
     from zlaunch.runtime.api import initialize as initialize
-    from zlaunch.runtime.checkpoint.export import (
+    from zlaunch.runtime.checkpoint.export.full_weights import (
         convert_zero_checkpoint_to_fp32_state_dict as convert_zero_checkpoint_to_fp32_state_dict,
     )
-    from zlaunch.runtime.checkpoint.export import (
+    from zlaunch.runtime.checkpoint.export.full_weights import (
         get_fp32_state_dict_from_zero_checkpoint as get_fp32_state_dict_from_zero_checkpoint,
     )
-    from zlaunch.runtime.checkpoint.export import (
+    from zlaunch.runtime.checkpoint.export.full_weights import (
         load_state_dict_from_zero_checkpoint as load_state_dict_from_zero_checkpoint,
     )
-    from zlaunch.runtime.checkpoint.files import CheckpointError as CheckpointError
+    from zlaunch.runtime.checkpoint.format.tensor_file import CheckpointError as CheckpointError
     from zlaunch.runtime.config import ConfigError as ConfigError
     from zlaunch.runtime.engine import Engine as Engine
     from zlaunch.runtime.errors import OffloadedError as OffloadedError
@@ -114,8 +114,8 @@ if TYPE_CHECKING:
     from zlaunch.runtime.errors import ParameterError as ParameterError
     from zlaunch.runtime.errors import RankMismatchError as RankMismatchError
     from zlaunch.runtime.errors import ZlaunchError as ZlaunchError
-    from zlaunch.runtime.monitor.report import report as report
-    from zlaunch.runtime.stopping import resume_dir as resume_dir
+    from zlaunch.runtime.preemption import resume_dir as resume_dir
+    from zlaunch.runtime.report import report as report
 
 
 def __getattr__(name: str) -> Any:

@@ -40,7 +40,7 @@ def notebook(
         command = [sys.executable, "-m", "zlaunch", "-q", "--no_local_rank", *options]
         if num_gpus is not None:
             command += ["--num_gpus", str(num_gpus)]
-        _run([*command, "--module", "zlaunch.launch.call", folder])
+        _run([*command, "--module", "zlaunch.node.notebook_call", folder])
         results = sorted(Path(folder).glob("result_*.pkl"))
         return [cloudpickle.loads(path.read_bytes()) for path in results]
 

@@ -12,7 +12,7 @@ extern "C" __global__ void prepare(const double* sum_squares, const float* divis
   result[2] = norm - norm == 0 ? 0.0f : 1.0f;  // inf and NaN give NaN
 }
 
-// state: see LossScaleState in loss_scale.py. The rules are those of LossScaler in runtime/loss_scaler.py; where
+// state: see LossScaleState in loss_scale.py. The rules are those of LossScaler in runtime/precision/loss_scaler.py; where
 // that raises, nothing changes but the flag.
 extern "C" __global__ void update_loss_scale(double* state, const float* found_inf_at, float found_inf) {
   if (first_index() != 0) return;

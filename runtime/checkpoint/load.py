@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..offload.place import Offload
-from ..optim.runs import Run
-from ..zero.model import ShardedModel
+from ..offload.manager import Offload
+from ..optim.slices import Run
+from ..zero.hooks import ShardedModel
 from ..zero.unit import Unit
-from .content import Described, Description, Fill, persistent, take_state, take_values
-from .files import CheckpointError
-from .reading import VALUE, WHOLE, Checkpoint
+from .format.manifest import VALUE, WHOLE, Checkpoint
+from .format.tensor_file import CheckpointError
+from .shard_io import Described, Description, Fill, persistent, take_state, take_values
 
 _SHOWN = 5
 _ALIKE = ({"Adam", "AdamW"},)

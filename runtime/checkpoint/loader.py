@@ -11,14 +11,16 @@ from typing import Any
 from ..errors import RankMismatchError
 from ..log import warn
 from ..offload.disk import DiskError
-from ..offload.place import Offload
-from ..optim.shard_step import ShardStep
-from ..zero.grads import GradientReducer
-from ..zero.model import ShardedModel
+from ..offload.manager import Offload
+from ..optim.sharded_optimizer import ShardStep
+from ..zero.hooks import ShardedModel
+from ..zero.reduce import GradientReducer
 from ..zero.unit import UnitState
-from .agree import agree
-from .files import CheckpointError
-from .folder import absolute
+from .all_or_none import agree
+from .format.commit import absolute
+from .format.jsonable import decode
+from .format.manifest import WHOLE, Checkpoint, advice, candidates, find, verified
+from .format.tensor_file import CheckpointError
 from .load import (
     check_model,
     check_optimizer,
@@ -28,9 +30,7 @@ from .load import (
     restore_groups,
     source_name,
 )
-from .reading import WHOLE, Checkpoint, advice, candidates, find, verified
 from .save import rank_file
-from .values import decode
 
 
 class Loader:

@@ -12,19 +12,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..offload.link import HostLink
-from ..offload.place import Offload
-from ..optim.runs import Run
-from ..pending import Exchange
-from ..zero.model import ShardedModel
+from ..comm.pending import Exchange
+from ..offload.manager import Offload
+from ..offload.transfer import HostLink
+from ..optim.slices import Run
+from ..zero.hooks import ShardedModel
 from ..zero.unit import Unit
-from .agree import agree
-from .content import Block, Described, Description, State, blocks_of, describe, persistent
-from .files import NAMES, CheckpointError
-from .folder import Target, point_to, prepare, prune, put_in_place, write_manifest
-from .reading import FORMAT, VERSION, WHOLE
+from .all_or_none import agree
+from .format.commit import Target, point_to, prepare, prune, put_in_place, write_manifest
+from .format.manifest import FORMAT, VERSION, WHOLE
+from .format.tensor_file import NAMES, CheckpointError
+from .format.writer import FileWriter
+from .shard_io import Block, Described, Description, State, blocks_of, describe, persistent
 from .snapshot import Snapshot
-from .writer import FileWriter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

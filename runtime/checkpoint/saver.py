@@ -18,19 +18,19 @@ from weakref import WeakSet
 
 import torch
 
+from ..comm.pending import HostChannel
 from ..environment import read_environment
-from ..offload.link import HostLink
-from ..offload.place import Offload
-from ..optim.shard_step import ShardStep
-from ..pending import HostChannel
-from ..zero.model import ShardedModel
-from . import random_state
-from .agree import agree
-from .files import CheckpointError
-from .folder import Target, absolute, check_tag, new_owner
+from ..offload.manager import Offload
+from ..offload.transfer import HostLink
+from ..optim.sharded_optimizer import ShardStep
+from ..zero.hooks import ShardedModel
+from . import rng_state
+from .all_or_none import agree
+from .format.commit import Target, absolute, check_tag, new_owner
+from .format.jsonable import encode
+from .format.tensor_file import CheckpointError
 from .save import Save, Source
 from .snapshot import Snapshot
-from .values import encode
 
 _all: WeakSet[Saver] = WeakSet()
 
@@ -212,7 +212,7 @@ class Saver:
         own = encode(client_state or {}, rank_tensors, "client_state")
         if self._asynchronous:  # the caller may change them while they are written
             rank_tensors = {name: value.detach().cpu().clone() for name, value in rank_tensors.items()}
-        random = encode(random_state.capture(self._comm.device), rank_tensors, "random")
+        random = encode(rng_state.capture(self._comm.device), rank_tensors, "random")
         optimizer = self._shard_step.optimizer if self._shard_step is not None else None
         source = Source(
             sharded=self._sharded,

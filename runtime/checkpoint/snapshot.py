@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from ...cuda_ops.pinned import PAGE_BYTES
-from ..offload.link import HostLink
-from ..pending import DONE, Pending
+from ..comm.pending import DONE, Pending
+from ..offload.transfer import HostLink
 
 _SEGMENT_BYTES = 256 << 20
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar, get_args
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from . import optim
+from . import optimizers
 from .cross import LATER, cross, show
 from .fields import Section, real
 from .keys import extra, join, names, section_of, unknown
@@ -114,9 +114,9 @@ def _named(clean: dict[str, Any], key: str, report: Report) -> None:
     part = clean.get(key)
     if not isinstance(part, dict):
         return
-    models = optim.OPTIMIZER_PARAMS if key == "optimizer" else optim.SCHEDULER_PARAMS
-    known = optim.OPTIMIZERS if key == "optimizer" else optim.SCHEDULERS
-    later = optim.LATER_OPTIMIZERS if key == "optimizer" else optim.LATER_SCHEDULERS
+    models = optimizers.OPTIMIZER_PARAMS if key == "optimizer" else optimizers.SCHEDULER_PARAMS
+    known = optimizers.OPTIMIZERS if key == "optimizer" else optimizers.SCHEDULERS
+    later = optimizers.LATER_OPTIMIZERS if key == "optimizer" else optimizers.LATER_SCHEDULERS
     path = f"{key}.params"
     if part.get("params", {}) is None:
         del part["params"]
@@ -157,8 +157,8 @@ def _free_params(params: dict[str, Any], path: str, report: Report) -> dict[str,
     """Take arguments of a torch class as they are; YAML's numeric strings become numbers."""
     clean: dict[str, Any] = {}
     for name, value in params.items():
-        if name in optim.OTHER_NAMES:
-            report.problems.append((f"{path}.{name}", unknown(name, path, [optim.OTHER_NAMES[name]])[0]))
+        if name in optimizers.OTHER_NAMES:
+            report.problems.append((f"{path}.{name}", unknown(name, path, [optimizers.OTHER_NAMES[name]])[0]))
         if value == "auto":
             report.auto.add(f"{path}.{name}")
             continue

@@ -11,7 +11,7 @@ from typing import Any, get_args
 from pydantic.fields import FieldInfo
 
 from .fields import Section
-from .optim import OPTIMIZER_PARAMS, OTHER_NAMES, SCHEDULER_PARAMS
+from .optimizers import OPTIMIZER_PARAMS, OTHER_NAMES, SCHEDULER_PARAMS
 from .schema import Config
 
 _NOTE = re.compile(r"[^A-Za-z]|comments?$")

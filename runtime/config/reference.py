@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from .fields import MAX, Section
 from .keys import extra, join, section_of
-from .optim import SCHEDULER_PARAMS, AdamParams, SGDParams
+from .optimizers import SCHEDULER_PARAMS, AdamParams, SGDParams
 from .schema import Config
 
 _SUPPORT = {

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from .load import ConfigError, Loaded
-from .optim import OPTIMIZER_DEFAULTS, SCHEDULER_PARAMS
+from .optimizers import OPTIMIZER_DEFAULTS, SCHEDULER_PARAMS
 from .schema import Config
 
 TRAIN, MICRO, GAS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"

@@ -19,7 +19,7 @@ from .fields import (
     section,
     speed,
 )
-from .optim import OPTIMIZER_PARAMS, SCHEDULER_PARAMS, Optimizer, Scheduler
+from .optimizers import OPTIMIZER_PARAMS, SCHEDULER_PARAMS, Optimizer, Scheduler
 from .sections import (
     AIO,
     BF16,

@@ -4,18 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Literal
 
-from .fields import (
-    Bool,
-    Count,
-    Integer,
-    Level,
-    NonNegative,
-    Section,
-    Size,
-    Whole,
-    ok,
-    section,
-)
+from .fields import Bool, Count, Integer, Level, NonNegative, Section, Size, Whole, ok, section
 
 
 class Monitor(Section):

@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..available import PINNED_SHARE, host_bytes
+from ..comm.pending import Pending
 from ..environment import read_environment
 from ..errors import OffloadedError
-from ..optim.shard_step import ShardStep
-from ..pending import Pending
-from ..zero.away import (
+from ..memory.resources import PINNED_SHARE, host_bytes
+from ..optim.sharded_optimizer import ShardStep
+from ..zero.hooks import ShardedModel
+from ..zero.moved_states import (
     BUFFERS,
     GRADIENTS,
     MASTERS,
@@ -31,10 +32,9 @@ from ..zero.away import (
     show,
     value_tensors,
 )
-from ..zero.grads import GradientReducer
-from ..zero.model import ShardedModel
+from ..zero.reduce import GradientReducer
 from ..zero.unit import UnitState
-from .link import HostLink, settled
+from .transfer import HostLink, settled
 
 _LET_GO_S = 0.2
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .runs import Run
+from .slices import Run
 
 Entries = dict[str, tuple[Tensor, float | None]]
 """A state entry by name: the tensor, and the one value of all its elements if it has one for each."""

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from ..offload.disk_state import DiskState, DiskValues
-from ..offload.gradients import HostGradient
-from ..offload.place import Offload, Place
-from . import guards
+from ..offload.disk_shard import DiskState, DiskValues
+from ..offload.host_gradient import HostGradient
+from ..offload.manager import Offload, Place
+from . import placeholder
 
 if TYPE_CHECKING:
     from .unit import Unit
@@ -53,8 +53,8 @@ def make_home(unit: Unit, own: Tensor, offload: Offload | None) -> None:
 def hand_over(unit: Unit, parameter: nn.Parameter) -> None:
     """Let go of one parameter of a provisional unit, whose values another unit has copied."""
     index = unit.index_of[id(parameter)]
-    guards.point(parameter, unit._placeholders[index], unit._own_classes[index])
-    guards.release(parameter)
+    placeholder.point(parameter, unit._placeholders[index], unit._own_classes[index])
+    placeholder.release(parameter)
     kept = [i for i in range(len(unit.parameters)) if i != index]
     unit.parameters = [unit.parameters[i] for i in kept]
     unit.index_of = {id(p): i for i, p in enumerate(unit.parameters)}
@@ -95,12 +95,12 @@ def detach(unit: Unit) -> None:
 def _let_go(unit: Unit, values: Sequence[Tensor]) -> None:
     unit._point(values, unit._own_classes)
     for parameter in unit.parameters:
-        guards.release(parameter)
+        placeholder.release(parameter)
 
 
 def own_class(parameter: nn.Parameter) -> type[nn.Parameter]:
     """The class that a parameter had before any engine."""
     for kind in type(parameter).__mro__:
-        if issubclass(kind, nn.Parameter) and not issubclass(kind, guards.ManagedParameter):
+        if issubclass(kind, nn.Parameter) and not issubclass(kind, placeholder.ManagedParameter):
             return kind
     return nn.Parameter

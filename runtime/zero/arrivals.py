@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..offload.disk_state import Reading
-from ..pending import Pending
+from ..comm.pending import Pending
+from ..offload.disk_shard import Reading
 
 if TYPE_CHECKING:
     from .unit import Unit

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..errors import ParameterError
-from . import guards
+from . import placeholder
 
 SHARDED_DTYPES = frozenset([torch.float64, torch.float32, torch.bfloat16, torch.float16])
 """What lies in units and is trained. Frozen parameters of other dtypes stay whole on every rank."""
@@ -40,7 +40,7 @@ def check_eligible(model: nn.Module) -> None:
 def _refusal(parameter: nn.Parameter) -> str | None:
     if nn.parameter.is_lazy(parameter):
         return "is lazy, it has no shape yet: run one batch through the model before zlaunch.initialize"
-    if guards.owner(parameter) is not None:
+    if placeholder.owner(parameter) is not None:
         return None
     if type(parameter).__name__ == "DTensor" or type(parameter.data).__name__ == "DTensor":
         return (
@@ -63,7 +63,7 @@ def _refusal(parameter: nn.Parameter) -> str | None:
         )
     kind = type(parameter)
     try:
-        kinds = guards.kinds_for(kind)
+        kinds = placeholder.kinds_for(kind)
         parameter.__class__ = kinds.managed
         parameter.__class__ = kind
     except TypeError:
@@ -75,7 +75,7 @@ def _overlap(parameters: Iterable[tuple[str, nn.Parameter]]) -> str | None:
     """Two parameters on the same memory: each would get a copy of its own."""
     spans = []
     for name, parameter in parameters:
-        if guards.owner(parameter) is None and parameter.numel() and is_shardable(parameter):
+        if placeholder.owner(parameter) is None and parameter.numel() and is_shardable(parameter):
             first = parameter.data_ptr()
             extent = sum(
                 (size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True)

@@ -14,12 +14,12 @@ from weakref import WeakSet, finalize
 import torch
 from torch import Tensor, nn
 
-from ..comm import Comm
+from ..comm.collectives import Comm
 from ..config import Config, load
 from ..log import say, set_level
-from ..offload.place import Offload, OffloadOptions, Place
-from ..precision import choose_precision, dtype_named
-from . import guards
+from ..offload.manager import Offload, OffloadOptions, Place
+from ..precision.policy import choose_precision, dtype_named
+from . import placeholder
 from .adopt import hand_over
 from .eligible import is_shardable
 from .layout import make_layout
@@ -222,7 +222,7 @@ class _Builder:
         for name, parameter in module._parameters.items():
             if parameter is None or parameter.is_meta or not is_shardable(parameter):
                 continue
-            if guards.owner(parameter) is None and not nn.parameter.is_lazy(parameter):
+            if placeholder.owner(parameter) is None and not nn.parameter.is_lazy(parameter):
                 kinds.setdefault(parameter.dtype, []).append((name, parameter))
         for dtype, members in kinds.items():
             nbytes = sum(p.numel() for _, p in members) * (dtype.itemsize + (self._dtype or dtype).itemsize)
@@ -258,7 +258,7 @@ class _Builder:
 
     def _on_demand(self, unit: Unit) -> bool:
         if not self._is_open:
-            if guards.settings.empty_placeholders:
+            if placeholder.settings.empty_placeholders:
                 return False
             raise RuntimeError(
                 f"{unit.name}.{unit.names[0]} was built in zlaunch.zero.Init and is sharded: give the model "
@@ -320,7 +320,7 @@ def GatheredParameters(
         params = list(params.parameters())
     elif isinstance(params, Tensor):
         params = [params]
-    owners = [guards.owner(parameter) for parameter in params] if enabled else []
+    owners = [placeholder.owner(parameter) for parameter in params] if enabled else []
     units = list({id(unit): unit for unit in owners if unit is not None}.values())
     with ExitStack() as stack:
         for unit in units:

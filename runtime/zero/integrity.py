@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..errors import ParameterError
-from . import guards
+from . import placeholder
 from .eligible import is_shardable
 from .unit import Unit
 
@@ -103,6 +103,6 @@ def check_unfrozen(parameters: Sequence[nn.Parameter], groups: dict[int, int]) -
     for parameter in parameters:
         if id(parameter) not in groups and is_shardable(parameter):
             raise ParameterError(
-                f"{guards.name_of(parameter)} was frozen at zlaunch.initialize and requires a gradient now, "
-                "but the optimizer does not have it: call optimizer.add_param_group({'params': [...]})"
+                f"{placeholder.name_of(parameter)} was frozen at zlaunch.initialize and requires a gradient "
+                "now, but the optimizer does not have it: call optimizer.add_param_group({'params': [...]})"
             )

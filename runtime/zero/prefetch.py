@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..comm import Comm
-from ..offload.disk_state import DiskValues
-from .partition import Block
-from .saved import outside_transforms
+from ..comm.collectives import Comm
+from ..offload.disk_shard import DiskValues
+from .saved_tensors import outside_transforms
 from .unit import UnitState
+from .unit_policy import Block
 
 
 class OrderHint:

@@ -10,18 +10,18 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from ..comm import Comm
-from ..offload.disk_state import DiskState, DiskValues, cuts_of
-from ..offload.gradients import GradientHome
-from ..offload.link import end_of
-from ..offload.place import TILE_NUMEL, Offload, Place
-from ..pending import DONE, Pending
-from . import guards
+from ..comm.collectives import Comm
+from ..comm.pending import DONE, Pending
+from ..offload.disk_shard import DiskState, DiskValues, cuts_of
+from ..offload.host_gradient import GradientHome
+from ..offload.manager import TILE_NUMEL, Offload, Place
+from ..offload.transfer import end_of
+from . import placeholder
 from .adopt import hand_over, make_home, make_state, own_class
 from .arrivals import ReadAndGather, UploadAndGather
-from .away import GRADIENTS, MASTERS, VALUES, check_here
+from .external_writes import Writes
 from .layout import Layout, Piece
-from .writes import Writes
+from .moved_states import GRADIENTS, MASTERS, VALUES, check_here
 
 
 class UnitState(Enum):
@@ -87,7 +87,7 @@ class Unit:
         not too small for that; by default as ``shard_params``.
         """
         self.name, self.names, self.parameters, self.layout = name, list(names), list(parameters), layout
-        self.shapes = [guards.shape_of(p) for p in parameters]
+        self.shapes = [placeholder.shape_of(p) for p in parameters]
         self.index_of = {id(p): index for index, p in enumerate(parameters)}
         self.tag = comm.label(name)
         self.offsets = [slot.offset for slot in layout.slots]
@@ -140,7 +140,7 @@ class Unit:
         wide = torch.promote_types(self.parameters[0].dtype, self.dtype)
         with torch.no_grad():
             flat = torch.zeros(self.numel, dtype=wide, device=self.device)
-            former = [guards.owner(parameter) for parameter in self.parameters]
+            former = [placeholder.owner(parameter) for parameter in self.parameters]
             for slot, parameter, unit in zip(self.layout.slots, self.parameters, former, strict=True):
                 if unit is not None and unit.provisional:
                     unit.ensure_full()
@@ -160,7 +160,7 @@ class Unit:
             ]
             # each at an address of its own
             nans = torch.full((len(self.shapes), 1), float("nan"), dtype=self.dtype, device=self.device)
-            empty = guards.settings.empty_placeholders
+            empty = placeholder.settings.empty_placeholders
             self._placeholders = [
                 nan.view(()).expand(0 if empty else shape)
                 for nan, shape in zip(nans, self.shapes, strict=True)
@@ -170,9 +170,9 @@ class Unit:
             if self.shard_params:
                 make_home(self, self.own_part, offload)
         self._own_classes = [own_class(parameter) for parameter in self.parameters]
-        self._kinds = [guards.kinds_for(kind) for kind in self._own_classes]
+        self._kinds = [placeholder.kinds_for(kind) for kind in self._own_classes]
         for parameter in self.parameters:
-            guards.adopt(parameter, self)
+            placeholder.adopt(parameter, self)
         self._point(self._views, [kinds.managed for kinds in self._kinds])
 
     @property
@@ -213,7 +213,7 @@ class Unit:
     def _point(self, tensors: Sequence[Tensor], kinds: Sequence[type[nn.Parameter]]) -> None:
         """Give every parameter its memory and its class."""
         for parameter, tensor, kind in zip(self.parameters, tensors, kinds, strict=True):
-            guards.point(parameter, tensor, kind)
+            placeholder.point(parameter, tensor, kind)
 
     def check_here(self, *states: str) -> None:
         """Raise OffloadedError if one of these states has been moved to host memory."""
@@ -362,7 +362,7 @@ class Unit:
         else:
             self._storage.resize_(0)
         if lost is not None:
-            guards.complain(lost)
+            placeholder.complain(lost)
 
     def store(self) -> None:
         """Take over values that somebody wrote into the FULL parameters (the same on every rank)."""
@@ -390,7 +390,7 @@ class Unit:
     def stepped(self) -> None:
         """An optimizer step has changed, or is about to change, the values."""
         self.generation += 1
-        guards.move_versions(self.parameters)
+        placeholder.move_versions(self.parameters)
         self.writes.stepped()
 
     def is_viewed(self) -> bool:

@@ -14,9 +14,9 @@ import pytest
 from tests.e2e.helpers import ROOT
 from tests.limits import LIMIT_S
 from zlaunch.cli.doctor import _meet
-from zlaunch.launch.agent import agent_argv
-from zlaunch.launch.fleet import Link, close_all, connect
-from zlaunch.launch.transports.local import LocalTransport
+from zlaunch.launch.nodes import Link, close_all, connect
+from zlaunch.node.agent import agent_argv
+from zlaunch.transports.local import LocalTransport
 
 
 def doctor(cluster: Any, folder: Path, *arguments: str | Path) -> subprocess.CompletedProcess[str]:

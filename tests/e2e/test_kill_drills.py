@@ -66,7 +66,7 @@ def kill_all_by_name(launch: Launch) -> None:
     """What `pkill -9 -f zlaunch` would hit of this run's own machinery."""
     agent = launch.agent_pid()
     children = Path(f"/proc/{agent}/task/{agent}/children").read_text().split()
-    named = [pid for pid in children if b"zlaunch.launch.agent" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    named = [pid for pid in children if b"zlaunch.node.agent" in Path(f"/proc/{pid}/cmdline").read_bytes()]
     launch.process.kill()
     for pid in (agent, *map(int, named)):
         os.kill(pid, signal.SIGKILL)

@@ -182,7 +182,7 @@ def test_own_modules_never_mix_with_ours(tmp_path: Path) -> None:
     script = """
         import runtime, config, hostfiles, slurm, events, failure, plan
         assert {m.OWNER for m in (runtime, config, hostfiles, slurm, events, failure, plan)} == {"user"}
-        import zlaunch.runtime, zlaunch.hostfiles.filters, zlaunch.launch.plan
+        import zlaunch.runtime, zlaunch.hostfiles.filters, zlaunch.plan.plan
         assert zlaunch.runtime is not runtime and not hasattr(zlaunch.runtime, "OWNER")
     """
     assert run(tmp_path, script=script).process.returncode == 0

@@ -150,7 +150,7 @@ def test_when_a_fork_of_the_preloader_fails_no_rank_runs_twice(tmp_path: Path) -
 
 def test_an_agent_without_a_plan_ends(tmp_path: Path) -> None:
     agent = subprocess.Popen(
-        [sys.executable, "-m", "zlaunch.launch.agent"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        [sys.executable, "-m", "zlaunch.node.agent"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
     assert agent.stdin is not None and agent.stdout is not None
     agent.stdin.write(b'{"cmd": "hello", "idle_s": 0.5}\n')

@@ -54,7 +54,7 @@ def test_a_script_without_torch_does_not_wait_for_it(tmp_path: Path) -> None:
 
 BROKEN = """
     import os, signal, time
-    if "zlaunch.launch.preload" in " ".join(open("/proc/self/cmdline").read().split("\\0")):
+    if "zlaunch.node.preload" in " ".join(open("/proc/self/cmdline").read().split("\\0")):
         open("importing", "w").close()
         {act}
 """

@@ -15,7 +15,7 @@ import pytest
 
 from tests.e2e.helpers import ROOT, Launch, alive, run
 from tests.limits import LIMIT_S, wait_until
-from zlaunch.launch import record
+from zlaunch.launch import run_record
 
 PATH = {**os.environ, "PYTHONPATH": str(ROOT)}
 
@@ -200,7 +200,7 @@ def test_a_slow_start_says_what_it_waits_for(tmp_path: Path) -> None:
 
 def test_pods_train_together(tmp_path: Path) -> None:
     """Two launchers with PyTorchJob's variables, as two pods would have them."""
-    from zlaunch.cli.checks import pick_port
+    from zlaunch.plan.checks import pick_port
 
     port = str(pick_port(0))
     script = """
@@ -384,7 +384,7 @@ def test_signals_between_attempts(tmp_path: Path) -> None:
     launch.process.send_signal(signal.SIGTERM)
     assert launch.wait() == 143
     assert "stopped by SIGTERM" in launch.err and "Traceback" not in launch.err
-    assert record.read(launch.run_dir).exit_code == 143  # type: ignore[union-attr]
+    assert run_record.read(launch.run_dir).exit_code == 143  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(

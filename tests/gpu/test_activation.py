@@ -9,17 +9,17 @@ import torch
 
 import zlaunch
 from tests.runtime.models import batches, loss_of, net
-from zlaunch.runtime import activation, parking
+from zlaunch.runtime.activation import checkpointing, offload
 
 pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture(autouse=True)
 def _fresh_settings() -> Iterator[None]:
-    activation._settings = activation._Settings()
+    checkpointing._settings = checkpointing._Settings()
     yield
-    activation._settings = activation._Settings()
-    parking._parkings.clear()
+    checkpointing._settings = checkpointing._Settings()
+    offload._parkings.clear()
 
 
 def test_parked_inputs_are_pinned_and_leave_the_gpu() -> None:
@@ -38,7 +38,7 @@ def test_parked_inputs_are_pinned_and_leave_the_gpu() -> None:
             gradients.append([parameter.grad.clone() for parameter in model.parameters()])
     input_bytes = 4 * 16 * 256 * 256
     assert in_use[-1] <= in_use[3] - 6 * input_bytes
-    (one,) = parking._parkings.values()
+    (one,) = offload._parkings.values()
     used = one.pool.statistics()
     assert used.pinned_bytes == used.held_bytes >= 8 * input_bytes
     for got, want in zip(gradients[4:], gradients[:4], strict=True):

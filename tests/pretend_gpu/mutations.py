@@ -17,7 +17,7 @@ def _nothing(*arguments: Any, **more: Any) -> None:
 def _downloads_do_not_wait_for_what_made_the_values() -> list[Change]:
     import torch
 
-    from zlaunch.runtime.offload.link import HostEvent, HostLink
+    from zlaunch.runtime.offload.transfer import HostEvent, HostLink
 
     def download(self: Any, source: Any, target: Any) -> Any:
         with torch.cuda.stream(self._down):
@@ -30,14 +30,14 @@ def _downloads_do_not_wait_for_what_made_the_values() -> list[Change]:
 
 
 def _uploads_do_not_wait() -> list[Change]:
-    from zlaunch.runtime.offload.link import HostLink
+    from zlaunch.runtime.offload.transfer import HostLink
 
     upload = HostLink.upload
     return [(HostLink, "upload", lambda self, source, target, *after: upload(self, source, target))]
 
 
 def _what_is_uploaded_is_used_at_once() -> list[Change]:
-    from zlaunch.runtime.offload.link import StreamEvent
+    from zlaunch.runtime.offload.transfer import StreamEvent
 
     return [(StreamEvent, "wait", _nothing)]
 
@@ -45,7 +45,7 @@ def _what_is_uploaded_is_used_at_once() -> list[Change]:
 def _gathers_do_not_wait_for_uploads() -> list[Change]:
     from contextlib import nullcontext
 
-    from zlaunch.runtime.offload.link import HostLink
+    from zlaunch.runtime.offload.transfer import HostLink
 
     return [(HostLink, "behind_uploads", lambda self: nullcontext())]
 
@@ -53,7 +53,7 @@ def _gathers_do_not_wait_for_uploads() -> list[Change]:
 def _a_source_is_dropped_while_it_is_copied() -> list[Change]:
     import torch
 
-    from zlaunch.runtime.offload.gradients import HostGradient
+    from zlaunch.runtime.offload.host_gradient import HostGradient
 
     deliver = HostGradient.deliver
 
@@ -65,15 +65,15 @@ def _a_source_is_dropped_while_it_is_copied() -> list[Change]:
 
 
 def _the_step_reads_gradients_before_they_arrive() -> list[Change]:
-    from zlaunch.runtime.offload.link import HostEvent
+    from zlaunch.runtime.offload.transfer import HostEvent
 
     return [(HostEvent, "wait", _nothing)]
 
 
 def _new_values_overwrite_what_is_being_uploaded() -> list[Change]:
-    from zlaunch.runtime.optim import lanes
+    from zlaunch.runtime.optim import offloaded_step
 
-    return [(lanes, "settled", _nothing)]
+    return [(offloaded_step, "settled", _nothing)]
 
 
 def _a_gather_does_not_wait_for_the_values_home() -> list[Change]:
@@ -83,9 +83,9 @@ def _a_gather_does_not_wait_for_the_values_home() -> list[Change]:
 
 
 def _the_next_forward_does_not_wait_for_the_step() -> list[Change]:
-    from zlaunch.runtime.optim import away
+    from zlaunch.runtime.optim import background_step
 
-    return [(away._Arrival, "wait", _nothing)]
+    return [(background_step._Arrival, "wait", _nothing)]
 
 
 def _a_snapshot_is_written_before_it_is_taken() -> list[Change]:
@@ -95,19 +95,19 @@ def _a_snapshot_is_written_before_it_is_taken() -> list[Change]:
 
 
 def _a_step_changes_what_a_snapshot_is_taken_of() -> list[Change]:
-    from zlaunch.runtime.offload.link import HostLink
+    from zlaunch.runtime.offload.transfer import HostLink
 
     return [(HostLink, "after_downloads", _nothing)]
 
 
 def _a_file_is_written_before_its_values_arrive() -> list[Change]:
-    from zlaunch.runtime.offload.link import HostEvent
+    from zlaunch.runtime.offload.transfer import HostEvent
 
     return [(HostEvent, "wait", _nothing)]
 
 
 def _a_buffer_is_lent_again_while_it_is_read() -> list[Change]:
-    from zlaunch.runtime.offload.link import HostLink
+    from zlaunch.runtime.offload.transfer import HostLink
 
     return [(HostLink, "give_back", lambda self, buffer: self.pool.give_back(buffer))]
 
@@ -132,13 +132,13 @@ def _a_gradient_is_written_to_disk_before_it_arrives() -> list[Change]:
 
 
 def _parked_inputs_are_used_before_they_are_back() -> list[Change]:
-    from zlaunch.runtime.parking import Parked
+    from zlaunch.runtime.activation.offload import Parked
 
     return [(Parked, "_await_copy", _nothing)]
 
 
 def _collectives_are_not_waited_for() -> list[Change]:
-    from zlaunch.runtime.pending import Work
+    from zlaunch.runtime.comm.pending import Work
 
     def wait(self: Any) -> None:
         self._work, self._keep = None, ()

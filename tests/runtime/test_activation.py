@@ -20,9 +20,9 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 import zlaunch
 from tests.runtime.models import Layer, batches, config, loss_of, net, relative_error, train_engine
 from tests.runtime.workers import run_workers
-from zlaunch.runtime import activation, parking
+from zlaunch.runtime.activation import checkpointing, offload
+from zlaunch.runtime.activation.offload import Place
 from zlaunch.runtime.config import load
-from zlaunch.runtime.parking import Place
 
 checkpoint = zlaunch.checkpointing.checkpoint
 
@@ -35,14 +35,14 @@ def _fresh_settings() -> Iterator[None]:
 
 
 def _forget(**place: Any) -> None:
-    activation._settings = activation._Settings(place=Place(**place))
-    parking.park_cpu_tensors, parking.MINIMUM_NUMEL = False, 1024
-    parking._parkings.clear()
+    checkpointing._settings = checkpointing._Settings(place=Place(**place))
+    offload.park_cpu_tensors, offload.MINIMUM_NUMEL = False, 1024
+    offload._parkings.clear()
 
 
 def _park_everything() -> None:
     _forget(in_cpu=True)
-    parking.park_cpu_tensors, parking.MINIMUM_NUMEL = True, 1
+    offload.park_cpu_tensors, offload.MINIMUM_NUMEL = True, 1
 
 
 def _backward(model: nn.Module, batch: Tensor) -> list[Tensor]:
@@ -197,14 +197,14 @@ def test_stage_3_gathers_no_more() -> None:
 
 def _meet() -> None:
     """What the script said holds where the config says nothing."""
-    checkpointing, settings = zlaunch.checkpointing, activation._settings
+    public, settings = zlaunch.checkpointing, checkpointing._settings
     for section in ({}, {"activation_checkpointing": {"enabled": False}}):
-        assert not checkpointing.is_configured()
+        assert not public.is_configured()
         model = net(depth=4)
         zlaunch.initialize(model=model, config=config(0, 1, **section))
         assert _checkpointed(model) == []
-    assert checkpointing.is_configured()
-    checkpointing.configure(None, checkpoint_in_cpu=True, num_checkpoints=3)
+    assert public.is_configured()
+    public.configure(None, checkpoint_in_cpu=True, num_checkpoints=3)
     model = net(depth=4)
     zlaunch.initialize(model=model, config=config(0, 1, activation_checkpointing={"enabled": True}))
     assert _checkpointed(model) == [0, 1, 2] and settings.place.in_cpu
@@ -212,10 +212,10 @@ def _meet() -> None:
     zlaunch.initialize(model=(model := net(depth=4)), config=config(0, 1, activation_checkpointing=section))
     assert _checkpointed(model) == [0, 2] and not settings.place.in_cpu
     given = {"activation_checkpointing": {"number_checkpoints": 1, "cpu_checkpointing": True}}
-    checkpointing.configure(None, given, checkpoint_in_cpu=False)
+    public.configure(None, given, checkpoint_in_cpu=False)
     assert settings.number == 1 and not settings.place.in_cpu
-    checkpointing.reset()
-    assert checkpointing.is_configured() and settings.number == 1
+    public.reset()
+    assert public.is_configured() and settings.number == 1
 
 
 def test_config_and_configure_meet() -> None:
@@ -307,7 +307,7 @@ def test_plain_without_gradients_or_training() -> None:
     with torch.no_grad():
         loss_of(model, batches(1, 4)[0])
     loss_of(model.eval(), batches(1, 4)[0]).backward()
-    assert calls[0] == 6 and parking._parkings == {}
+    assert calls[0] == 6 and offload._parkings == {}
 
 
 @pytest.mark.parametrize("where", ["model", "block", "inside"])
@@ -389,7 +389,7 @@ def test_any_argument_and_result(parked: bool) -> None:
 def test_an_input_that_is_modified_is_an_error(parked: bool | None) -> None:
     if parked is not None:
         _park_everything()
-        parking.park_cpu_tensors = parked
+        offload.park_cpu_tensors = parked
     x = torch.randn(4, 4, requires_grad=True).sin()
     y = checkpoint(lambda a: a.sin().cos(), x)
     x.mul_(2)

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 import zlaunch
 from tests.runtime.models import Net, batches, config, loss_of, train_engine
 from tests.runtime.workers import run_workers
-from zlaunch.runtime.checkpoint.files import CheckpointError
-from zlaunch.runtime.checkpoint.reading import VALUE, Checkpoint
+from zlaunch.runtime.checkpoint.format.manifest import VALUE, Checkpoint
+from zlaunch.runtime.checkpoint.format.tensor_file import CheckpointError
 
 TILES = {"sub_group_size": 4096}
 

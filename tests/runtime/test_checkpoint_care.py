@@ -21,10 +21,10 @@ from tests.limits import LIMIT_S
 from tests.runtime.models import batches, config, net, train_engine
 from tests.runtime.test_checkpoint import differences
 from tests.runtime.workers import run_workers
-from zlaunch.runtime.checkpoint.export import export, get_fp32_state_dict_from_zero_checkpoint
-from zlaunch.runtime.checkpoint.files import CheckpointError
-from zlaunch.runtime.checkpoint.folder import put_in_place
-from zlaunch.runtime.checkpoint.reading import MANIFEST, Checkpoint, find
+from zlaunch.runtime.checkpoint.export.full_weights import export, get_fp32_state_dict_from_zero_checkpoint
+from zlaunch.runtime.checkpoint.format.commit import put_in_place
+from zlaunch.runtime.checkpoint.format.manifest import MANIFEST, Checkpoint, find
+from zlaunch.runtime.checkpoint.format.tensor_file import CheckpointError
 from zlaunch.runtime.checkpoint.save import Save
 
 

@@ -18,16 +18,16 @@ from tests.runtime.models import batches, train_engine
 from tests.runtime.test_checkpoint import Rich, engine_of, settings
 from tests.runtime.workers import run_workers
 from zlaunch.cli.main import main as cli
-from zlaunch.runtime.checkpoint.export import (
+from zlaunch.runtime.checkpoint.export.full_weights import (
     convert_zero_checkpoint_to_fp32_state_dict,
     export,
     get_fp32_state_dict_from_zero_checkpoint,
     load_state_dict_from_zero_checkpoint,
     parse_size,
 )
-from zlaunch.runtime.checkpoint.export import main as script
-from zlaunch.runtime.checkpoint.files import CheckpointError
-from zlaunch.runtime.checkpoint.reading import Checkpoint, find
+from zlaunch.runtime.checkpoint.export.full_weights import main as script
+from zlaunch.runtime.checkpoint.format.manifest import Checkpoint, find
+from zlaunch.runtime.checkpoint.format.tensor_file import CheckpointError
 
 
 def _save(folder: str, name: str) -> dict[str, Any]:

@@ -24,10 +24,10 @@ from tests.limits import LIMIT_S
 from tests.runtime.models import batches, config, net, train_engine
 from tests.runtime.test_checkpoint import content, differences, engine_of, rich, settings
 from tests.runtime.workers import WorkerError, _context, run_workers
-from zlaunch.runtime.checkpoint import folder as folders
 from zlaunch.runtime.checkpoint import save as saving
-from zlaunch.runtime.checkpoint.files import CHUNK_BYTES, CheckpointError
-from zlaunch.runtime.checkpoint.reading import Checkpoint, find, newest_whole
+from zlaunch.runtime.checkpoint.format import commit as folders
+from zlaunch.runtime.checkpoint.format.manifest import Checkpoint, find, newest_whole
+from zlaunch.runtime.checkpoint.format.tensor_file import CHUNK_BYTES, CheckpointError
 
 # -- kill -9
 

@@ -16,10 +16,10 @@ import zlaunch
 from tests.deepspeed.make import Model, batch, config, groups, loss_of
 from tests.runtime.test_checkpoint import content
 from tests.runtime.workers import run_workers
-from zlaunch.runtime.checkpoint.export import export, get_fp32_state_dict_from_zero_checkpoint
-from zlaunch.runtime.checkpoint.files import CheckpointError
-from zlaunch.runtime.checkpoint.importing import read_foreign, write_foreign
-from zlaunch.runtime.checkpoint.reading import VALUE, Checkpoint
+from zlaunch.runtime.checkpoint.convert.importer import read_foreign, write_foreign
+from zlaunch.runtime.checkpoint.export.full_weights import export, get_fp32_state_dict_from_zero_checkpoint
+from zlaunch.runtime.checkpoint.format.manifest import VALUE, Checkpoint
+from zlaunch.runtime.checkpoint.format.tensor_file import CheckpointError
 
 MADE = Path(__file__).parents[1] / "deepspeed" / "checkpoints"
 """By tests/deepspeed/make.py with DeepSpeed 0.19.8."""

@@ -10,7 +10,7 @@ import torch
 import zlaunch
 from tests.runtime.models import batches, config, loss_of, net, train_engine
 from tests.runtime.workers import run_workers
-from zlaunch.runtime.zero.grads import MAX_IN_FLIGHT
+from zlaunch.runtime.zero.reduce import MAX_IN_FLIGHT
 
 WIDTH, DEPTH = 96, 8
 

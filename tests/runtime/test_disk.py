@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from tests.limits import LIMIT_S
 from zlaunch.runtime.offload.disk import ALIGN_BYTES, DiskEngine, DiskError, File, aligned, aligned_buffer
-from zlaunch.runtime.offload.folder import ScratchFolder
+from zlaunch.runtime.offload.scratch import ScratchFolder
 
 
 @settings(max_examples=30, deadline=None)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import zlaunch
 from tests.runtime.workers import run_workers
-from zlaunch.runtime.groups import new_group
+from zlaunch.runtime.comm.process_group import new_group
 
 ROUNDS = 30
 

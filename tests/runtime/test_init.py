@@ -16,7 +16,7 @@ from torch import nn
 import zlaunch
 from tests.runtime.models import Net, batches, config, net, train_engine
 from tests.runtime.workers import run_workers
-from zlaunch.runtime.zero import guards
+from zlaunch.runtime.zero import placeholder
 
 
 class Initialised(Net):
@@ -68,7 +68,7 @@ def _same_training(folder: str) -> list[str]:
             engine.destroy()
             with zlaunch.zero.Init(config_dict_or_path=settings):
                 model = _build(5 + rank, tied=tied)  # other ranks' values are rank 0's
-            owners = [guards.owner(p) for p in model.parameters()]
+            owners = [placeholder.owner(p) for p in model.parameters()]
             assert all(unit is not None and unit.full.untyped_storage().nbytes() == 0 for unit in owners)
             with zlaunch.zero.GatheredParameters(model):
                 for name, value in model.named_parameters():
@@ -87,7 +87,7 @@ def test_the_same_values_and_training(tmp_path: Path, world: int) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-TENSORS = (torch.Tensor, nn.Parameter, guards.ShardedParameter)
+TENSORS = (torch.Tensor, nn.Parameter, placeholder.ShardedParameter)
 
 
 class _Watch(nn.Module):
@@ -146,27 +146,27 @@ def _others() -> list[bool]:
         view = held.weight.data  # a view that somebody keeps stays valid
         nn.Linear(2, 2)
         view.fill_(3.0)
-    checks.append(guards.owner(inside.scale) is not None)
+    checks.append(placeholder.owner(inside.scale) is not None)
     with zlaunch.zero.GatheredParameters(held.weight):
         checks.append(bool((held.weight == 3.0).all()))
     checks.append(before == (nn.Linear.__init__, nn.Module.apply, "__init_subclass__" in nn.Module.__dict__))
     with zlaunch.zero.Init(enabled=False):
-        checks.append(guards.owner(nn.Linear(2, 2).weight) is None)
+        checks.append(placeholder.owner(nn.Linear(2, 2).weight) is None)
     with zlaunch.zero.Init(config={"train_batch_size": 1, "zero_optimization": {"stage": 2}}):
-        checks.append(guards.owner(nn.Linear(2, 2).weight) is None)
+        checks.append(placeholder.owner(nn.Linear(2, 2).weight) is None)
     with zlaunch.zero.Init(dtype=torch.bfloat16):
         checks.append(nn.Linear(2, 2).weight.dtype == torch.bfloat16)
     whole = nn.Linear(8, 8)
     wanted = whole.weight.detach().clone()
     zlaunch.zero.Init(module=whole)
-    checks.append(guards.owner(whole.weight) is not None)
+    checks.append(placeholder.owner(whole.weight) is not None)
     _refuses(whole)
     with zlaunch.zero.GatheredParameters([whole.weight]):
         checks.append(torch.equal(whole.weight, wanted))
     with zlaunch.zero.Init():
         encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2), 2)  # copies its first layer
-    checks.append(all(guards.owner(p) is not None for p in encoder.parameters()))
-    unit = weakref.ref(guards.owner(whole.weight))
+    checks.append(all(placeholder.owner(p) is not None for p in encoder.parameters()))
+    unit = weakref.ref(placeholder.owner(whole.weight))
     del whole
     gc.collect()
     checks.append(unit() is None)

@@ -20,9 +20,9 @@ import zlaunch
 from tests.limits import LIMIT_S
 from tests.runtime.models import batches, config, loss_of, net, train_engine
 from tests.runtime.workers import run_workers
-from zlaunch.runtime.memory import MemoryPlanError
+from zlaunch.runtime.memory.estimate import MemoryPlanError
 from zlaunch.runtime.offload.disk import DiskError
-from zlaunch.runtime.offload.folder import ScratchFolder
+from zlaunch.runtime.offload.scratch import ScratchFolder
 from zlaunch.runtime.optim.lion import Lion
 
 STEPS = 4
@@ -200,7 +200,7 @@ def test_parameters_without_a_gradient_are_left_alone(tmp_path: Path, world: int
 def in_background(on: bool = True) -> Iterator[None]:
     """Engines made inside do offloaded steps in a thread of their own, as they do on a GPU."""
     from zlaunch.runtime import api
-    from zlaunch.runtime.optim.shard_step import ShardStep
+    from zlaunch.runtime.optim.sharded_optimizer import ShardStep
 
     def make(*args: Any, **kwargs: Any) -> ShardStep:
         return ShardStep(*args, **{**kwargs, "background": on})
@@ -352,21 +352,21 @@ def test_a_full_disk_is_found_at_the_start(tmp_path: Path) -> None:
 
 def _full_later(folder: str) -> str:
     """Somebody else takes the space between the plan and the files."""
-    from zlaunch.runtime import foresee
+    from zlaunch.runtime.memory import preflight
 
-    foresee.check = lambda *args: None
+    preflight.check = lambda *args: None
     return _full(folder)
 
 
 def _full_in_a_step(folder: str) -> tuple[str, bool]:
     """A file system that cannot set space aside; the first step's gradients fill it."""
-    from zlaunch.runtime import foresee
+    from zlaunch.runtime.memory import preflight
 
     def cannot(fd: int, offset: int, length: int) -> None:
         raise OSError(errno.EOPNOTSUPP, "not supported")
 
     zlaunch.init_distributed()
-    foresee.check = lambda *args: None
+    preflight.check = lambda *args: None
     os.posix_fallocate = cannot
     engine = _engine(Path(folder))
     (path,) = Path(folder).glob("zlaunch-*/optimizer.bin")

@@ -15,7 +15,7 @@ import zlaunch
 from tests.runtime.models import batches, loss_of, net
 from tests.runtime.test_activation import _backward, _equal, _fresh_settings, _park_everything, checkpoint
 from tests.runtime.workers import run_workers
-from zlaunch.runtime import parking
+from zlaunch.runtime.activation import offload
 
 __all__ = ["_fresh_settings"]
 
@@ -70,16 +70,16 @@ def test_parked_inputs_leave_and_return_in_time(monkeypatch: pytest.MonkeyPatch)
     log: list[str] = []
     for index, layer in enumerate(model.layers):
         layer.up.register_forward_hook(lambda *_, index=index: log.append(f"run {index}"))
-    bring = parking.Parked._bring
+    bring = offload.Parked._bring
 
-    def logged(self: parking.Parked) -> Tensor:
+    def logged(self: offload.Parked) -> Tensor:
         log.append("fetch")
         return bring(self)
 
-    monkeypatch.setattr(parking.Parked, "_bring", logged)
+    monkeypatch.setattr(offload.Parked, "_bring", logged)
     alive, loss = _inputs_alive(model, batch)
     assert alive == [False, False, False, False, True]
-    (one,) = parking._parkings.values()
+    (one,) = offload._parkings.values()
     input_bytes = 4 * batch[:, 1:].numel() * 24
     assert one.pool.statistics().lent_bytes >= 5 * input_bytes
     log.clear()
@@ -121,7 +121,7 @@ def test_what_calls_share_is_parked_once() -> None:
     y = x
     for _ in range(4):
         y = checkpoint(lambda a, b: (a * b).sin(), y, mask)
-    (one,) = parking._parkings.values()
+    (one,) = offload._parkings.values()
     assert one.pool.statistics().lent_bytes == 5 * 4096  # a page each
     y.sum().backward()
     got, x.grad, y = x.grad, None, x
@@ -141,7 +141,7 @@ def test_a_parameter_comes_back_as_itself() -> None:
 
 
 def _lent_pages() -> int:
-    (one,) = parking._parkings.values()
+    (one,) = offload._parkings.values()
     return one.pool.statistics().lent_bytes // 4096 - len(one.returned)
 
 
@@ -163,7 +163,7 @@ def test_a_shared_input_that_changes_between_calls() -> None:
     scale.mul_(5)
     for _ in range(2):
         y = checkpoint(torch.mul, y, scale)
-    (one,) = parking._parkings.values()
+    (one,) = offload._parkings.values()
     parked = [known() for known in one._known.values()]  # of x and scale
     y.backward(retain_graph=True)
     y.backward()
@@ -204,18 +204,18 @@ def _partitioned(parked: bool) -> tuple[bool, list[bool], int, int]:
     want = _backward(plain, batch)
     if parked:
         _park_everything()
-    parking.MINIMUM_NUMEL = 1
+    offload.MINIMUM_NUMEL = 1
     zlaunch.checkpointing.configure(Mpu(), partition_activations=True)
     zlaunch.checkpointing.checkpoint_blocks(model)
     kept: list[int] = []
-    slice_of = parking.Segment._slice_of
+    slice_of = offload.Segment._slice_of
 
-    def counted(self: parking.Segment, x: Tensor) -> Tensor:
+    def counted(self: offload.Segment, x: Tensor) -> Tensor:
         piece = slice_of(self, x)
         kept.append(piece.untyped_storage().nbytes())
         return piece
 
-    parking.Segment._slice_of = counted  # type: ignore[method-assign]
+    offload.Segment._slice_of = counted  # type: ignore[method-assign]
     alive, _ = _inputs_alive(model, batch)
     return _equal(_backward(model, batch), want), alive, sum(kept[:4]), 4 * 4 * 3 * 5 * 24
 
@@ -230,7 +230,7 @@ def test_model_parallel_ranks_keep_a_slice_each(parked: bool) -> None:
 
 def _odd_sizes() -> bool:
     zlaunch.init_distributed()
-    parking.MINIMUM_NUMEL = 1
+    offload.MINIMUM_NUMEL = 1
     zlaunch.checkpointing.configure(Mpu(), partition_activations=True)
     equal = []
     for shape in ((7, 3), (1,), (2, 5), ()):

@@ -13,8 +13,8 @@ import torch.distributed as dist
 import zlaunch
 from tests.runtime.models import batches, config, net, train_engine
 from tests.runtime.workers import run_workers
-from zlaunch.runtime.comm import Comm
-from zlaunch.runtime.shared_memory import PeerLost
+from zlaunch.runtime.comm.collectives import Comm
+from zlaunch.runtime.comm.shared_memory import PeerLost
 
 ALONE = {"ZLAUNCH_SHARED_MEMORY": "0"}
 

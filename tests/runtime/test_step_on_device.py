@@ -18,7 +18,7 @@ from tests.runtime.workers import run_workers
 def _train(stage: int, on_device: bool, section: str) -> tuple[Any, list[Any]]:
     """Sections are dtypes; "fp64" is what fp32 is measured by."""
     from zlaunch.runtime import api
-    from zlaunch.runtime.optim.shard_step import ShardStep
+    from zlaunch.runtime.optim.sharded_optimizer import ShardStep
 
     def deciding(*args: Any, **kwargs: Any) -> ShardStep:
         return ShardStep(*args, **{**kwargs, "on_device": on_device})
@@ -78,8 +78,8 @@ def test_it_makes_the_same_step(section: str, world: int) -> None:
 
 def _floor() -> str:
     from zlaunch.runtime import api
-    from zlaunch.runtime.loss_scaler import LossScaleFloorError
-    from zlaunch.runtime.optim.shard_step import ShardStep
+    from zlaunch.runtime.optim.sharded_optimizer import ShardStep
+    from zlaunch.runtime.precision.loss_scaler import LossScaleFloorError
 
     plain = ShardStep
     api.ShardStep = lambda *args, **kwargs: plain(*args, **{**kwargs, "on_device": True})  # type: ignore

@@ -13,7 +13,7 @@ import torch
 import zlaunch
 from tests.runtime.models import batches, config, net, train_engine
 from tests.runtime.workers import run_workers
-from zlaunch.runtime.checkpoint.files import CheckpointError
+from zlaunch.runtime.checkpoint.format.tensor_file import CheckpointError
 
 
 def _save(folder: str, how: str | None, asynchronous: bool) -> tuple[str, str, list[str]]:

@@ -15,11 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from zlaunch.runtime.checkpoint import files, writer
-from zlaunch.runtime.checkpoint.files import NAMES, CheckpointError, File
-from zlaunch.runtime.checkpoint.folder import new_owner, replace_file
-from zlaunch.runtime.checkpoint.writer import FileWriter
-from zlaunch.runtime.offload.link import HostLink
+from zlaunch.runtime.checkpoint.format import tensor_file, writer
+from zlaunch.runtime.checkpoint.format.commit import new_owner, replace_file
+from zlaunch.runtime.checkpoint.format.tensor_file import NAMES, CheckpointError, File
+from zlaunch.runtime.checkpoint.format.writer import FileWriter
+from zlaunch.runtime.offload.transfer import HostLink
 
 DTYPES = list(NAMES)
 LINK = HostLink(torch.device("cpu"), pin=False)
@@ -43,7 +43,7 @@ def write(path: Path, tensors: dict[str, torch.Tensor], pieces: int = 1) -> dict
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (files, writer):
+    for module in (tensor_file, writer):
         monkeypatch.setattr(module, "CHUNK_BYTES", 4096)
 
 

@@ -13,7 +13,8 @@ import pytest
 
 from zlaunch import __version__
 from zlaunch.cli.doctor import COLUMNS, table_rows
-from zlaunch.launch.checkup import (
+from zlaunch.node.rendezvous import Greeter
+from zlaunch.system.checkup import (
     Checkup,
     Report,
     describe_gpus,
@@ -24,9 +25,8 @@ from zlaunch.launch.checkup import (
     own_checkup,
     size,
 )
-from zlaunch.launch.facts import Facts
-from zlaunch.launch.greeting import Greeter
-from zlaunch.launch.network import own_address_towards
+from zlaunch.system.facts import Facts
+from zlaunch.system.network import own_address_towards
 
 GIB = 1 << 30
 FACTS = Facts(

@@ -8,9 +8,9 @@ import torch
 
 from zlaunch.runtime.config import Config, load
 from zlaunch.runtime.config.keys import extra, section_of
-from zlaunch.runtime.config.optim import OPTIMIZER_PARAMS, SCHEDULER_PARAMS
+from zlaunch.runtime.config.optimizers import OPTIMIZER_PARAMS, SCHEDULER_PARAMS
 from zlaunch.runtime.config.reference import markdown
-from zlaunch.runtime.optim.build import build_optimizer, build_scheduler
+from zlaunch.runtime.optim.registry import build_optimizer, build_scheduler
 
 ROOT = Path(__file__).parents[2]
 SETTLED_INSIDE = {

@@ -72,7 +72,7 @@ def test_offload_param_below_stage_3_is_ignored(stage):
 
 
 def test_a_section_that_is_off_decides_nothing():
-    from zlaunch.runtime.offload_options import offload_options
+    from zlaunch.runtime.offload.options import offload_options
 
     source = {
         "stage": 3,

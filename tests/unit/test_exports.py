@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from zlaunch.launch.exports import ExportError, asked_for, exported
+from zlaunch.plan.env import ExportError, asked_for, exported
 
 
 def test_the_allow_list() -> None:

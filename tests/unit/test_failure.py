@@ -6,7 +6,7 @@ import signal
 from pathlib import Path
 
 from zlaunch.launch.failure import Failure, choose, likely_reason, report
-from zlaunch.launch.oom import oom_counters, oom_rose
+from zlaunch.node.oom import oom_counters, oom_rose
 
 LOST_PEER = "RuntimeError: [gloo/transport/tcp/pair.cc] Connection closed by peer"
 

@@ -25,7 +25,7 @@ from zlaunch.cuda_ops.convert import scaled_cast
 from zlaunch.cuda_ops.loss_scale import LossScaleState, update_loss_scale
 from zlaunch.cuda_ops.norm import prepare_step, sum_of_squares
 from zlaunch.cuda_ops.step import adam_step, lion_step, sgd_step
-from zlaunch.runtime.loss_scaler import LossScaleFloorError, LossScaler
+from zlaunch.runtime.precision.loss_scaler import LossScaleFloorError, LossScaler
 
 WAYS = ("torch", "chunks", "numba")
 

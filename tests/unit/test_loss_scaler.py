@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zlaunch.runtime.loss_scaler import LossScaleFloorError, LossScaler
+from zlaunch.runtime.precision.loss_scaler import LossScaleFloorError, LossScaler
 
 
 class AtMinimum(Exception):

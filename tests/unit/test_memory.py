@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import zlaunch
-from zlaunch.runtime import available
-from zlaunch.runtime.memory import (
+from zlaunch.runtime.memory import resources
+from zlaunch.runtime.memory.estimate import (
     GIB,
     Amounts,
     MemoryPlanError,
@@ -25,7 +25,7 @@ from zlaunch.runtime.memory import (
     relief,
     shortages,
 )
-from zlaunch.runtime.offload.place import OffloadOptions, Place
+from zlaunch.runtime.offload.manager import OffloadOptions, Place
 
 BLOCKS = [10_000_000, *[30_000_000] * 33]  # about a billion
 N = sum(BLOCKS)
@@ -162,19 +162,19 @@ def test_the_peak_is_the_model_as_it_comes_where_that_is_more() -> None:
 def test_free_memory_is_what_the_kernel_and_the_groups_say(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert 0 < available.host_bytes() <= 1 << 50
+    assert 0 < resources.host_bytes() <= 1 << 50
     (tmp_path / "memory.max").write_text("5000000\n")
     (tmp_path / "memory.current").write_text("3000000\n")
     (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 1000000\n")
-    monkeypatch.setattr(available, "_own_groups", lambda: [tmp_path])
-    assert available.host_bytes() == 3000000
+    monkeypatch.setattr(resources, "_own_groups", lambda: [tmp_path])
+    assert resources.host_bytes() == 3000000
     (tmp_path / "memory.max").write_text("max\n")
-    assert available.host_bytes() > 5000000
+    assert resources.host_bytes() > 5000000
     options = OffloadOptions(optimizer_path=str(tmp_path / "not" / "there"))
-    assert available.available(torch.device("cpu"), options, 2).disk > 0
-    assert available.other_drive_bytes(options, 2) is None
+    assert resources.available(torch.device("cpu"), options, 2).disk > 0
+    assert resources.other_drive_bytes(options, 2) is None
     other = OffloadOptions(optimizer_path=str(tmp_path), parameters_path="/dev/shm/x")
-    assert (available.other_drive_bytes(other, 2) or 0) > 0
+    assert (resources.other_drive_bytes(other, 2) or 0) > 0
 
 
 def test_a_run_that_cannot_fit_ends_at_once(tmp_path: Path) -> None:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from zlaunch.launch.transports.openssh import reason_for_openssh
-from zlaunch.launch.transports.ssh_config import resolve
+from zlaunch.transports.openssh import reason_for_openssh
+from zlaunch.transports.ssh_config import resolve
 
 
 @pytest.mark.parametrize(

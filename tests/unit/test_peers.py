@@ -6,9 +6,9 @@ import pytest
 import torch.distributed as dist
 
 from zlaunch.launch.failure import without_stacks
-from zlaunch.launch.peers import talk_of
-from zlaunch.runtime.checkpoint.files import CheckpointError
-from zlaunch.runtime.shared_memory import PeerLost
+from zlaunch.node.peers import talk_of
+from zlaunch.runtime.checkpoint.format.tensor_file import CheckpointError
+from zlaunch.runtime.comm.shared_memory import PeerLost
 
 GLOO = (
     "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:24748"

@@ -10,7 +10,7 @@ import torch
 
 from zlaunch.cuda_ops import pinned
 from zlaunch.cuda_ops.pinned import PAGE_BYTES, PinnedPool
-from zlaunch.runtime.offload.link import HostLink
+from zlaunch.runtime.offload.transfer import HostLink
 
 
 def test_buffers_are_whole_pages_and_come_back() -> None:

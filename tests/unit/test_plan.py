@@ -10,7 +10,7 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from zlaunch.launch.plan import NodeSpec, Plan, Target, make_plan
+from zlaunch.plan.plan import NodeSpec, Plan, Target, make_plan
 from zlaunch.view.plan_table import plan_table
 
 

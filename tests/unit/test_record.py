@@ -7,8 +7,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from zlaunch.launch.plan import Target
-from zlaunch.launch.record import resume_folder, saved
+from zlaunch.launch.run_record import resume_folder, saved
+from zlaunch.plan.plan import Target
 
 
 def note(

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zlaunch.cli.options import choose_launcher
+from zlaunch.plan.options import choose_launcher
 from zlaunch.slurm.commands import read_granted
 from zlaunch.slurm.environment import (
     AllocatedNode,

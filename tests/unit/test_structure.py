@@ -12,9 +12,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zlaunch.runtime.agreement import Signature, first_difference
+from zlaunch.runtime.zero.consistency import Signature, first_difference
+from zlaunch.runtime.zero.output_tensors import tensors_in
 from zlaunch.runtime.zero.prefetch import OrderHint
-from zlaunch.runtime.zero.structure import tensors_in
 
 A, B, C = torch.zeros(1), torch.ones(2), torch.ones(3)
 Pair = namedtuple("Pair", "left right")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from zlaunch.runtime.optim.rule import Rule
+from zlaunch.runtime.optim.update_rule import Rule
 
 
 @pytest.mark.parametrize("count", [None, 3, 3.0, torch.tensor(3.0)])

@@ -15,7 +15,10 @@ ENDS = {
         "self.room.acquire",
     ): "a reader thread, which does not keep the process",
     ("controller.py", "thread.join"): "each thread's transports are closed and killed within 2 s each",
-    ("guard.py", "os.waitpid"): "the agent's end is what the guard is there for; the agent has limits itself",
+    (
+        "watchdog.py",
+        "os.waitpid",
+    ): "the agent's end is what the guard is there for; the agent has limits itself",
     ("agent.py", "os.waitpid"): "WNOHANG",
     ("ssh.py", "self._outgoing.get"): "a writer thread; closing the connection puts None",
     ("ssh.py", "self._channel.recv"): "a reader thread; keepalives and the heartbeat end the connection",
@@ -52,7 +55,7 @@ def _may_wait_for_ever(name: str, call: ast.Call) -> bool:
 
 def test_every_wait_has_an_end() -> None:
     used = set()
-    for folder in ("launch", "launch/transports", "view"):
+    for folder in ("launch", "launchers", "node", "plan", "system", "transports", "view"):
         for path in sorted((ROOT / folder).glob("*.py")):
             for name, call in _calls(path):
                 if _may_wait_for_ever(name, call):

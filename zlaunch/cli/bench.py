@@ -40,7 +40,7 @@ def bench() -> None:
 def io(path: str, size: float, params: float | None, world_size: int, as_json: bool) -> None:
     """Measure the disk under the folder PATH and print the best aio block for the config."""
     from zlaunch.runtime.offload.disk import DiskError
-    from zlaunch.runtime.offload.measure import Speed, measure
+    from zlaunch.runtime.offload.disk_benchmark import Speed, measure
 
     if not os.path.isdir(path):
         raise click.UsageError(f"{path}: no such folder")

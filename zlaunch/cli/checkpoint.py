@@ -17,7 +17,7 @@ from zlaunch.cli.commands import SETTINGS
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from zlaunch.runtime.checkpoint.reading import Checkpoint
+    from zlaunch.runtime.checkpoint.format.manifest import Checkpoint
 
 _TAG = click.option(
     "-t", "--tag", help='Which checkpoint; default: what `latest` names. "auto": the newest whole.'
@@ -32,7 +32,7 @@ def checkpoint() -> None:
 @contextmanager
 def _as_usage_error() -> Iterator[None]:
     """What is wrong with files or arguments is one line for the user."""
-    from zlaunch.runtime.checkpoint.files import CheckpointError
+    from zlaunch.runtime.checkpoint.format.tensor_file import CheckpointError
 
     try:
         yield
@@ -44,8 +44,8 @@ def _as_usage_error() -> Iterator[None]:
 
 
 def _open(folder: str, tag: str | None) -> Checkpoint:
-    from zlaunch.runtime.checkpoint.files import CheckpointError
-    from zlaunch.runtime.checkpoint.reading import LATEST, Checkpoint, candidates, find
+    from zlaunch.runtime.checkpoint.format.manifest import LATEST, Checkpoint, candidates, find
+    from zlaunch.runtime.checkpoint.format.tensor_file import CheckpointError
 
     path = find(folder, tag)
     if path is None:
@@ -82,8 +82,8 @@ def _size(nbytes: int) -> str:
 
 def _summary(folder: Path) -> dict[str, Any]:
     """One checkpoint in a line: damage that can be seen without reading it all is told."""
-    from zlaunch.runtime.checkpoint.files import CheckpointError, File
-    from zlaunch.runtime.checkpoint.reading import read_manifest
+    from zlaunch.runtime.checkpoint.format.manifest import read_manifest
+    from zlaunch.runtime.checkpoint.format.tensor_file import CheckpointError, File
 
     try:
         manifest = read_manifest(folder)
@@ -111,7 +111,7 @@ def _summary(folder: Path) -> dict[str, Any]:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON; times are seconds since the epoch.")
 def list_(folder: str, as_json: bool) -> None:
     """Show the checkpoints of FOLDER, newest first."""
-    from zlaunch.runtime.checkpoint.reading import LATEST, candidates
+    from zlaunch.runtime.checkpoint.format.manifest import LATEST, candidates
 
     path = Path(folder)
     if not path.is_dir():
@@ -201,8 +201,8 @@ def show(folder: str, tag: str | None, as_json: bool) -> None:
 @click.option("-a", "--all", "everything", is_flag=True, help="All checkpoints of FOLDER.")
 def verify(folder: str, tag: str | None, everything: bool) -> int:
     """Read every byte of a checkpoint and compare it with its checksums; exit code 1 for damage."""
-    from zlaunch.runtime.checkpoint.files import CheckpointError
-    from zlaunch.runtime.checkpoint.reading import candidates, verified
+    from zlaunch.runtime.checkpoint.format.manifest import candidates, verified
+    from zlaunch.runtime.checkpoint.format.tensor_file import CheckpointError
 
     paths = candidates(Path(folder)) if everything else []
     if everything and not paths:
@@ -262,8 +262,13 @@ def export(
     Memory does not grow with the model. What is read is checked. A Hugging Face model's config and tokenizer
     files go along.
     """
-    from zlaunch.runtime.checkpoint.export import PRECISIONS, companions, copy_companions, parse_size
-    from zlaunch.runtime.checkpoint.export import export as write
+    from zlaunch.runtime.checkpoint.export.full_weights import (
+        PRECISIONS,
+        companions,
+        copy_companions,
+        parse_size,
+    )
+    from zlaunch.runtime.checkpoint.export.full_weights import export as write
 
     with _as_usage_error():
         opened = _open(folder, tag)
@@ -296,7 +301,7 @@ def import_(source: str, out: str, tag: str | None, name: str) -> None:
     SOURCE is a folder of DeepSpeed's save_checkpoint (ZeRO 1 to 3 with optimizer state, any ranks), a
     Hugging Face folder, a safetensors file, or a file of torch.save with a state_dict. No code in it is run.
     """
-    from zlaunch.runtime.checkpoint.importing import read_foreign, write_foreign
+    from zlaunch.runtime.checkpoint.convert.importer import read_foreign, write_foreign
 
     with _as_usage_error():
         found = read_foreign(source, tag)

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import click
 
-from zlaunch.cli.checks import is_locked
-from zlaunch.cli.found_runs import Run, own_pids
-from zlaunch.launch import record
+from zlaunch.launch import run_record
+from zlaunch.launch.found_runs import Run, own_pids
+from zlaunch.plan.checks import is_locked
 
 _OURS = (
     *("launcher.json", "plan.json", "events.jsonl", "config.effective.json", "checkpoint.json"),
@@ -81,7 +81,7 @@ def _size(folder: Path) -> str:
 
 def _remove(run: Run) -> None:
     """Remove our files, and the folders that are empty then. Raises click.UsageError."""
-    now = record.read(run.path)
+    now = run_record.read(run.path)
     if now is None or now.pid != run.record.pid or now.started != run.record.started:
         print(f"{run.path}: stays: another run has begun there")
         return

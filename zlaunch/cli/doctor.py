@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from zlaunch.cli.commands import SETTINGS
-from zlaunch.cli.options import Options, python_there, reach_options
-from zlaunch.launch.checkup import Checkup, Problem, Report, describe_gpus, judge, size
+from zlaunch.plan.options import Options, python_there, reach_options
+from zlaunch.system.checkup import Checkup, Problem, Report, describe_gpus, judge, size
 
 if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-    from zlaunch.cli.cluster import Cluster
-    from zlaunch.launch.fleet import Node
+    from zlaunch.launch.nodes import Node
+    from zlaunch.launchers.cluster import Cluster
 
 _CONNECT_TIMEOUT_S = 30.0
 _ANSWER_TIMEOUT_S = 20.0
@@ -75,7 +75,7 @@ def doctor(hostfile: str | None, as_json: bool, iface: str | None, **given: Any)
 
 def _options(folder: str, hostfile: str | None, iface: str | None, given: dict[str, Any]) -> Options:
     """A launch's options, so that the hosts are reached as a launch would reach them."""
-    from zlaunch.launch.plan import Target
+    from zlaunch.plan.plan import Target
 
     python = python_there(given.pop("venv"), given.pop("remote_python"))
     try:
@@ -108,8 +108,8 @@ def _options(folder: str, hostfile: str | None, iface: str | None, given: dict[s
 
 
 def _hosts(options: Options) -> Cluster:
-    from zlaunch.cli.cluster import Cluster, cluster
     from zlaunch.hostfiles.grammar import HostEntry
+    from zlaunch.launchers.cluster import Cluster, cluster
 
     if options.hostfile is not None:
         return cluster(options, "ssh", None)
@@ -121,7 +121,7 @@ def _hosts(options: Options) -> Cluster:
 
 def _examine(found: Cluster, options: Options) -> list[Report]:
     """A report for every host, in order."""
-    from zlaunch.launch.fleet import PARALLEL, close_all, connect
+    from zlaunch.launch.nodes import PARALLEL, close_all, connect
 
     nodes, errors = connect(found.hosts(), found.open_link, _CONNECT_TIMEOUT_S)
     question = {
@@ -154,7 +154,7 @@ def _examine(found: Cluster, options: Options) -> list[Report]:
 def _ask(node: Node, question: dict[str, Any]) -> Report:
     """One host's clock and checkup; the time is bounded."""
     from zlaunch import __version__
-    from zlaunch.launch.fleet import NodeError
+    from zlaunch.launch.nodes import NodeError
 
     if node.facts.version != __version__:  # it may not know what to answer
         return Report(host=node.host, facts=node.facts)
@@ -196,7 +196,7 @@ class _Meeting:
 
 def _meet(nodes: Sequence[Node], iface: str | None) -> _Meeting:
     """Have all nodes reach the first one; who cannot is left out, and the others try again."""
-    from zlaunch.launch.fleet import NodeError, find_rendezvous
+    from zlaunch.launch.nodes import NodeError, find_rendezvous
 
     left, errors = list(nodes), dict[str, str]()
     if len(left) < 2 or (iface is not None and iface not in left[0].facts.addresses):
@@ -309,7 +309,7 @@ def _as_data(reports: Sequence[Report], problems: Sequence[Problem]) -> dict[str
     """The same keys for every host; null for what is not known."""
     from dataclasses import asdict
 
-    from zlaunch.launch.facts import Facts
+    from zlaunch.system.facts import Facts
 
     hosts = []
     for report in reports:

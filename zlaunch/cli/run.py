@@ -18,7 +18,7 @@ import click
 from zlaunch import __version__
 from zlaunch.cli.commands import OTHER_FLAGS, SETTINGS, Launch
 from zlaunch.cli.deepspeed_flags import deepspeed_flags, launcher_name
-from zlaunch.cli.options import (
+from zlaunch.plan.options import (
     ALONE,
     COMPAT_CHOICES,
     Launcher,
@@ -30,8 +30,8 @@ from zlaunch.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from zlaunch.launch.attempts import Job
-    from zlaunch.launch.plan import Plan
+    from zlaunch.launch.job import Job
+    from zlaunch.plan.plan import Plan
     from zlaunch.slurm.environment import Allocation
 
 _SETTINGS = {**SETTINGS, "allow_interspersed_args": False}
@@ -171,8 +171,8 @@ def run(command: tuple[str, ...], **given: Any) -> int:
     given["quiet"] = given["quiet"] or given["log_level"] in ("error", "critical")
     if given["include"] is not None and given["exclude"] is not None:
         raise click.UsageError("--include and --exclude exclude each other")
-    from zlaunch.cli import checks
-    from zlaunch.cli.pods import take_pod
+    from zlaunch.launchers.pods import take_pod
+    from zlaunch.plan import checks
 
     mode = _check_command(
         command, module=given["module"], no_python=given["no_python"], folder=given["workdir"]
@@ -214,9 +214,9 @@ def run(command: tuple[str, ...], **given: Any) -> int:
 def _options(
     command: tuple[str, ...], mode: Literal["script", "module", "exec"], given: dict[str, Any]
 ) -> Options:
-    from zlaunch.cli.checks import check_port, shared_imports
-    from zlaunch.launch.devices import parse_cores
-    from zlaunch.launch.plan import Target
+    from zlaunch.plan.checks import check_port, shared_imports
+    from zlaunch.plan.plan import Target
+    from zlaunch.system.devices import parse_cores
 
     grace = given["grace"] if given["grace"] is not None else 25.0 if given["requeue"] else 3.0
     for name, value in (
@@ -306,11 +306,11 @@ def _prepare(
     """The job, its plan as far as it is known before the nodes have answered, and where it runs, in words."""
     if launcher in ALONE:
         own, make = _own_plan(options, launcher, allocation)
-        from zlaunch.cli.local import local_job
+        from zlaunch.launchers.local import local_job
 
         where = f"{own.nodes[0].host}, rendezvous {own.master_addr}:{own.master_port}"
         return local_job(options, make), own, where
-    from zlaunch.cli.cluster import cluster
+    from zlaunch.launchers.cluster import cluster
 
     found = cluster(options, launcher, allocation)
     plan = found.known_plan() if found.chosen is not None else None
@@ -322,16 +322,16 @@ def _own_plan(
 ) -> tuple[Plan, Callable[[int], Plan]]:
     """The first plan for this machine, and how to come to that of an attempt."""
     if launcher == "step":
-        from zlaunch.cli.step import step_plan
+        from zlaunch.launchers.srun_task import step_plan
 
         assert allocation is not None
         return step_plan(options, allocation), lambda n: step_plan(options, allocation, n)
     if launcher == "hand":
-        from zlaunch.cli.by_hand import hand_plan
+        from zlaunch.launchers.manual import hand_plan
 
         rank = options.node_rank or 0
         return hand_plan(options, rank), lambda n: hand_plan(options, rank, n)
-    from zlaunch.cli.local import local_node, local_plan
+    from zlaunch.launchers.local import local_node, local_plan
 
     node = local_node(options)
     first = local_plan(options, node)
@@ -341,7 +341,7 @@ def _own_plan(
 def _check_command(
     command: tuple[str, ...], *, module: bool, no_python: bool, folder: str | None
 ) -> Literal["script", "module", "exec"]:
-    from zlaunch.cli import checks
+    from zlaunch.plan import checks
 
     if not command or not command[0]:
         raise click.UsageError("no script given; see zlaunch --help")
@@ -376,7 +376,7 @@ def _print_plan(plan: Plan, *, as_json: bool) -> None:
 def _launch(
     job: Job, launcher: Launcher, why: str, where: str, ranks: list[int] | None, given: dict[str, Any]
 ) -> int:
-    from zlaunch.launch.attempts import Limits, run_job
+    from zlaunch.launch.job import Limits, run_job
     from zlaunch.view.console import Console
 
     console = Console(ranks, quiet=given["quiet"])

@@ -16,9 +16,9 @@ from typing import Any
 import click
 
 from zlaunch.cli.commands import SETTINGS
-from zlaunch.cli.found_runs import DEFAULT_FOLDER, Rank, Run, alive, find_run, find_runs, meant, read_ranks
-from zlaunch.launch import record
-from zlaunch.launch.processes import Process, kill, start_ticks
+from zlaunch.launch import run_record
+from zlaunch.launch.found_runs import DEFAULT_FOLDER, Rank, Run, alive, find_run, find_runs, meant, read_ranks
+from zlaunch.system.processes import Process, kill, start_ticks
 
 _POLL_S = 0.05
 _QUIET_S = 0.5
@@ -71,10 +71,10 @@ def ps(folder: str, show_all: bool, clean: bool, yes: bool, as_json: bool) -> in
     if (
         folder != DEFAULT_FOLDER
         and not path.is_dir()
-        and record.read(Path(DEFAULT_FOLDER, folder)) is not None
+        and run_record.read(Path(DEFAULT_FOLDER, folder)) is not None
     ):
         path = Path(DEFAULT_FOLDER, folder)
-    known = record.read(path)
+    known = run_record.read(path)
     if known is not None:
         run = Run(path.name or str(path), path, known)
         if clean:
@@ -189,7 +189,7 @@ def stop(run: str, name: str | None, timeout: float) -> int:
             print(f"zlaunch stop: error: {_not_ended(run, chosen, timeout)}", file=sys.stderr)
             return 1
         time.sleep(_POLL_S)
-    after = record.read(found.path)
+    after = run_record.read(found.path)
     if after is None or after.ended is None:
         print(f"{run}: launcher killed; its agents stop the workers")
     else:

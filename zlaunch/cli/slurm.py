@@ -150,7 +150,7 @@ def _render(batch: BatchScript) -> bytes:
 
 
 def _submit_script(command: tuple[str, ...], options: dict[str, Any]) -> str:
-    from zlaunch.cli.checks import check_script
+    from zlaunch.plan.checks import check_script
     from zlaunch.slurm.commands import submit as hand_over
 
     batch = _batch_script(command, options)

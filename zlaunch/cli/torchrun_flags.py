@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from zlaunch.cli.options import DEFAULT_HOSTFILE
+from zlaunch.plan.options import DEFAULT_HOSTFILE
 
 _SAME = {
     "num_machines": "num_nodes",
@@ -139,8 +139,8 @@ def _backend(context: click.Context, parameter: click.Parameter, value: str | No
 
 def surroundings() -> Surroundings:
     """Look at this machine and its environment."""
-    from zlaunch.launch.devices import available_cores, discover
     from zlaunch.slurm.environment import SlurmError, read
+    from zlaunch.system.devices import available_cores, discover
 
     try:
         allocation = read(os.environ)

@@ -15,14 +15,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
-from zlaunch.launch import record
-from zlaunch.launch.events import Event, encode
+from zlaunch.launch import run_record
 from zlaunch.launch.failure import signal_name
-from zlaunch.launch.fleet import SLOW_S, Link
-from zlaunch.launch.monitor import HangWatch, Heartbeat
-from zlaunch.launch.plan import Plan
-from zlaunch.launch.processes import PASSED_SIGNALS, Process, adopt_orphans, sweep
+from zlaunch.launch.heartbeat import HangWatch, Heartbeat
+from zlaunch.launch.nodes import SLOW_S, Link
 from zlaunch.launch.verdict import Outcome, Verdict
+from zlaunch.plan.plan import Plan
+from zlaunch.system.events import Event, encode
+from zlaunch.system.processes import PASSED_SIGNALS, Process, adopt_orphans, sweep
 from zlaunch.view.console import Console
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -89,7 +89,7 @@ class Controller:
         for signum in PASSED_SIGNALS:
             signal.signal(signum, self._pass_on)
         signal.signal(signal.SIGTSTP, self._on_suspend)
-        record.started(self.plan, self.attempt)
+        run_record.started(self.plan, self.attempt)
         try:
             self._hand_out()
             # For the case that an agent and its guard are killed together; the workers start meanwhile.
@@ -242,7 +242,7 @@ class Controller:
         elif kind == "checkpoint":
             self.hang.activity()
             self.verdict.may_have_saved = True
-            record.saved(self.plan, event)
+            run_record.saved(self.plan, event)
             self.console.message(f"checkpoint {event.get('tag')} is in {event.get('folder')}")
         elif kind == "exception":
             self.verdict.exception(event)

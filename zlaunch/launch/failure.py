@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from zlaunch.launch.oom import OomScope
+from zlaunch.node.oom import OomScope
 
 SETTLE_S = 1.0
 """Failures this close together are one event: the cause may be seen after its consequences."""

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Literal
 
 from zlaunch.launch import failure as failures
-from zlaunch.launch.events import Event
 from zlaunch.launch.failure import Failure
-from zlaunch.launch.plan import Plan
+from zlaunch.plan.plan import Plan
+from zlaunch.system.events import Event
 from zlaunch.view.console import Console
 
 _TAIL_BYTES = 1 << 14

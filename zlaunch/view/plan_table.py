@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from zlaunch.launch.plan import Plan
+from zlaunch.plan.plan import Plan
 
 
 def plan_table(plan: Plan) -> RenderableType:

@@ -13,7 +13,7 @@ from torch.distributed import P2POp, ReduceOp, batch_isend_irecv, get_backend, i
 
 from zlaunch.compat.deepspeed.missing import missing_function
 from zlaunch.runtime.api import init_distributed as _init
-from zlaunch.runtime.comm import close_all
+from zlaunch.runtime.comm.collectives import close_all
 from zlaunch.runtime.environment import read_environment
 
 ProcessGroup = dist.ProcessGroup

@@ -21,11 +21,11 @@ from zlaunch.compat.deepspeed.optimizer import ZeROOptimizer
 from zlaunch.compat.deepspeed.parameters import use_deepspeeds_placeholders
 from zlaunch.compat.deepspeed.timer import ThroughputTimer
 from zlaunch.runtime.api import choose_config, make_engine
-from zlaunch.runtime.checkpoint.weights import consolidated_state_dict
+from zlaunch.runtime.checkpoint.export.consolidate import consolidated_state_dict
 from zlaunch.runtime.data import EngineLoader
 from zlaunch.runtime.engine import Engine
 from zlaunch.runtime.environment import read_environment
-from zlaunch.runtime.zero import guards
+from zlaunch.runtime.zero import placeholder
 
 _ABSENT = {
     "checkpoint_engine": "checkpoints are written by engine.save_checkpoint itself",
@@ -355,7 +355,7 @@ def initialize(
 
 def _take_over(model: nn.Module) -> None:
     """End the engine that the model belongs to, if there is one: its parameters become plain again."""
-    units = {id(unit) for unit in map(guards.owner, model.parameters()) if unit is not None}
+    units = {id(unit) for unit in map(placeholder.owner, model.parameters()) if unit is not None}
     for engine in list(_live):
         if any(id(unit) in units for unit in engine._sharded.units):
             engine.destroy()

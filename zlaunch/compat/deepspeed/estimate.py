@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from zlaunch.runtime.zero import guards
+from zlaunch.runtime.zero import placeholder
 
 _GIB = 1 << 30
 
@@ -53,8 +53,8 @@ def estimate_zero3_model_states_mem_needs(
 
 def _sizes(model: nn.Module) -> tuple[int, int]:
     """Parameters of the model, and of the module with most of its own."""
-    total = sum(guards.shape_of(p).numel() for p in model.parameters())
-    own = [sum(guards.shape_of(p).numel() for p in m.parameters(recurse=False)) for m in model.modules()]
+    total = sum(placeholder.shape_of(p).numel() for p in model.parameters())
+    own = [sum(placeholder.shape_of(p).numel() for p in m.parameters(recurse=False)) for m in model.modules()]
     return total, max(own)
 
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from zlaunch.compat.deepspeed.missing import absent
-from zlaunch.runtime.optim.guarded import ZeroOptimizer
-from zlaunch.runtime.zero.away import MASTERS
+from zlaunch.runtime.optim.optimizer_handle import ZeroOptimizer
+from zlaunch.runtime.zero.moved_states import MASTERS
 
 _unknown = absent("engine.optimizer")
 

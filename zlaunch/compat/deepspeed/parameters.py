@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zlaunch.runtime.config import load
-from zlaunch.runtime.precision import choose_precision
-from zlaunch.runtime.zero import guards
-from zlaunch.runtime.zero.away import VALUES
+from zlaunch.runtime.precision.policy import choose_precision
+from zlaunch.runtime.zero import placeholder
 from zlaunch.runtime.zero.init import GatheredParameters as _GatheredParameters
 from zlaunch.runtime.zero.init import Init as _Init
+from zlaunch.runtime.zero.moved_states import VALUES
 from zlaunch.runtime.zero.unit import Unit, UnitState
 
 
@@ -50,7 +50,7 @@ _STATUS = {
 
 def _unit(parameter: Tensor) -> Unit:
     """Raises AttributeError, which makes ``hasattr`` say no, for a parameter that stage 3 does not manage."""
-    unit = guards.owner(parameter)
+    unit = placeholder.owner(parameter)
     if unit is None or not unit.stage3:
         raise AttributeError("not a parameter of ZeRO stage 3")
     return unit
@@ -141,10 +141,10 @@ def use_deepspeeds_placeholders() -> None:
     """From now on: freed parameters are empty, as in DeepSpeed, instead of keeping their shape, and ``ds_*``
     attributes are there.
     """
-    if guards.settings.empty_placeholders:
+    if placeholder.settings.empty_placeholders:
         return
-    guards.settings.empty_placeholders = True
-    guards.settings.lenient = True
+    placeholder.settings.empty_placeholders = True
+    placeholder.settings.lenient = True
     for name, get in _PROPERTIES.items():
         setattr(nn.Parameter, name, property(_unwatched(get)))
 

@@ -7,7 +7,13 @@ from typing import Any, NoReturn
 import torch
 
 from zlaunch.compat.deepspeed.missing import NotInZlaunch
-from zlaunch.runtime.activation import checkpoint, configure, is_configured, reset, set_num_layers
+from zlaunch.runtime.activation.checkpointing import (
+    checkpoint,
+    configure,
+    is_configured,
+    reset,
+    set_num_layers,
+)
 
 non_reentrant_checkpoint = checkpoint
 

@@ -1,7 +1,7 @@
 """Whole fp32 weights from a checkpoint."""
 
 from zlaunch.compat.deepspeed.missing import missing_function
-from zlaunch.runtime.checkpoint.export import (
+from zlaunch.runtime.checkpoint.export.full_weights import (
     convert_zero_checkpoint_to_fp32_state_dict,
     get_fp32_state_dict_from_zero_checkpoint,
     load_state_dict_from_zero_checkpoint,
@@ -22,6 +22,6 @@ __all__ = [
 ]
 
 if __name__ == "__main__":
-    from zlaunch.runtime.checkpoint.export import main
+    from zlaunch.runtime.checkpoint.export.full_weights import main
 
     main()

@@ -1,0 +1,270 @@
+"""Activation checkpointing: keep only a function's inputs and run it again in the backward pass.
+
+Public as ``zlaunch.checkpointing``, under DeepSpeed's names: :func:`configure` once, then
+``checkpoint(layer, x)`` in the model's forward; or :func:`checkpoint_blocks`, which the config's
+``activation_checkpointing.enabled`` calls, for a model as it is. The recomputation is
+``torch.utils.checkpoint``'s, without reentrant autograd; where the inputs wait meanwhile is
+``parking.py``'s.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint as _torch_checkpoint
+
+from ..config import load
+from ..config.sections import ActivationCheckpointing
+from ..environment import read_environment
+from ..log import warn
+from ..zero.unit_policy import find_modules
+from . import offload
+from .offload import Kept, Place, Segment, group_getter
+
+
+@dataclass(slots=True)
+class _Settings:
+    configured: bool = False
+    number: int | None = None
+    place: Place = field(default_factory=Place)
+    warned: bool = False
+
+
+_settings = _Settings()
+_inside = threading.local()
+
+
+def configure(
+    mpu_: Any,
+    deepspeed_config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+    partition_activations: bool | None = None,
+    contiguous_checkpointing: bool | None = None,
+    num_checkpoints: int | None = None,
+    checkpoint_in_cpu: bool | None = None,
+    synchronize: bool | None = None,
+    profile: bool | None = None,
+) -> None:
+    """Choose where checkpointed inputs are kept, for this process; what is None stays as it was.
+
+    ``mpu_`` knows the ranks that hold equal activations (``get_model_parallel_group()`` or
+    ``get_tensor_model_parallel_group()``). ``deepspeed_config`` is a config to take the section
+    ``activation_checkpointing`` from; the other arguments override it. With ``partition_activations`` each of
+    those ranks keeps one slice of a large floating input, and all gather it in the backward pass; with
+    ``checkpoint_in_cpu`` inputs on a GPU wait in host memory; ``num_checkpoints`` is
+    :func:`checkpoint_blocks`'s default. The rest is accepted and has no effect. Raises ConfigError for a bad
+    config, TypeError for an ``mpu_`` without such a method.
+    """
+    place = _settings.place
+    if mpu_ is not None:
+        group_getter(mpu_)
+        place.mpu, place.replicated = mpu_, False
+    if deepspeed_config is not None:
+        section = load(deepspeed_config).config.activation_checkpointing
+        _configure_from(section)
+        num_checkpoints = section.number_checkpoints if num_checkpoints is None else num_checkpoints
+    if partition_activations is not None:
+        place.partition = partition_activations
+    if checkpoint_in_cpu is not None:
+        place.in_cpu = checkpoint_in_cpu
+    if num_checkpoints is not None:
+        set_num_layers(num_checkpoints)
+    _settings.configured = True
+    if place.partition and place.mpu is None and not _settings.warned:
+        _settings.warned = True
+        _warn(
+            "partition_activations has nothing to do without model-parallel ranks: "
+            "give zlaunch.checkpointing.configure an mpu_"
+        )
+
+
+def _configure_from(section: ActivationCheckpointing) -> None:
+    given = section.model_fields_set
+    configure(
+        None,
+        partition_activations=section.partition_activations if "partition_activations" in given else None,
+        checkpoint_in_cpu=section.cpu_checkpointing if "cpu_checkpointing" in given else None,
+    )
+
+
+def apply(model: nn.Module, section: ActivationCheckpointing) -> None:
+    """What :func:`zlaunch.initialize` does with the section as it was given: absent keys change nothing."""
+    if section.model_fields_set:
+        _configure_from(section)
+    if section.enabled:
+        checkpoint_blocks(model, section.number_checkpoints)
+
+
+def is_configured() -> bool:
+    """Whether :func:`configure` was called, or initialize with a config that has this section."""
+    return _settings.configured
+
+
+def set_num_layers(nlayers: int) -> None:
+    """How many blocks :func:`checkpoint_blocks` takes if it is not told."""
+    _settings.number = nlayers
+
+
+def reset() -> None:
+    """Give unused host memory back to the system; the settings stay."""
+    offload.trim()
+
+
+def _warn(message: str) -> None:
+    if read_environment().rank == 0:
+        warn(message)
+
+
+# -- a call
+
+
+def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """``function(*args, **kwargs)``, of which only the arguments are kept for the backward pass.
+
+    Anything may be passed and returned. Tensors that are arguments themselves (not inside a list, say) are
+    kept where :func:`configure` says. Random numbers are the same the second time. Without gradients it is a
+    plain call; inside another checkpointed call, and under torch.compile, it is torch's own checkpoint.
+    Raises RuntimeError, at the latest in the backward pass, if an argument was modified in place meanwhile.
+    """
+    if not torch.is_grad_enabled():
+        return function(*args, **kwargs)
+    if torch.compiler.is_compiling():
+        return _torch_checkpoint(function, *args, use_reentrant=False, **kwargs)
+    # All by position: torch leaves tensors among keywords out of what it saves, and of the devices whose
+    # random state it keeps. Parameters come back as themselves: ZeRO may have moved their values meanwhile.
+    values, names, count = (*args, *kwargs.values()), tuple(kwargs), len(args)
+    themselves = {i: v for i, v in enumerate(values) if isinstance(v, Tensor) and type(v) is not Tensor}
+
+    def run(*saved: Any) -> Any:
+        again = [themselves.get(i, value) for i, value in enumerate(saved)]
+        with _nested():
+            return function(*again[:count], **dict(zip(names, again[count:], strict=True)))
+
+    with _keep_elsewhere():
+        return _torch_checkpoint(run, *values, use_reentrant=False)
+
+
+non_reentrant_checkpoint = checkpoint
+"""The same: DeepSpeed has two implementations, here is one."""
+
+
+@contextmanager
+def _nested() -> Iterator[None]:
+    _inside.depth = getattr(_inside, "depth", 0) + 1
+    try:
+        yield
+    finally:
+        _inside.depth -= 1
+
+
+def _keep_elsewhere() -> AbstractContextManager[Any]:
+    """Hooks on what torch saves of a call's arguments.
+
+    Not for a call inside another: its arguments are recomputed as well, and hooks of ours would take them out
+    of the outer call's hands.
+    """
+    place = _settings.place
+    if getattr(_inside, "depth", 0) or not (place.in_cpu or place.group() is not None):
+        return nullcontext()
+    segment = Segment(place)
+
+    def pack(x: Tensor) -> tuple[Segment, Kept]:
+        return segment, segment.keep(x)
+
+    return saved_tensors_hooks(pack, _unpack)
+
+
+def _unpack(packed: tuple[Segment, Kept]) -> Tensor:
+    segment, kept = packed
+    return segment.take(kept)
+
+
+# -- blocks of a model
+
+
+class _CheckpointedForward:
+    """Stands for a block's ``forward``, inside ``__call__``: hooks run around it, once.
+
+    On a copy of the block, pickled or not, it is the plain forward.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module, self.forward = module, module.forward
+        self.own = "forward" in module.__dict__
+        functools.update_wrapper(self, self.forward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.module.training:
+            return self.forward(*args, **kwargs)
+        return checkpoint(self.forward, *args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return functools.partial, (self.forward,)
+
+
+def checkpoint_blocks(model: nn.Module, number_checkpoints: int | None = None) -> list[str]:
+    """Checkpoint the calls of a model's blocks while it trains; returns the names of the blocks.
+
+    Blocks are the members of its ModuleLists (the layers of a transformer; of the inner lists, where a member
+    has one itself), and of Sequentials if they are modules with parts; not those that Hugging Face's
+    ``gradient_checkpointing`` checkpoints already. Each is checkpointed by itself, as the model's forward may
+    do anything between two. With ``number_checkpoints`` = n only n of them are, evenly spaced: the others
+    keep their activations, which costs memory and saves time. None is :func:`configure`'s number, or all. A
+    second call replaces the first, 0 undoes it. Modules keep their class, names and state_dict; ``use_cache``
+    in a Hugging Face config is switched off. Raises ValueError if there are no blocks.
+    """
+    number = _settings.number if number_checkpoints is None else number_checkpoints
+    if number is not None and number < 0:
+        raise ValueError(f"number_checkpoints is {number}, it must not be negative")
+    for module in model.modules():
+        present = module.__dict__.get("forward")
+        if isinstance(present, _CheckpointedForward) and present.module is module:
+            del module.forward
+            if present.own:
+                module.forward = present.forward
+    blocks = [(name, block) for name, block in find_modules(model) if _is_block(model, name, block)]
+    if not blocks:
+        raise ValueError(
+            "found no blocks to checkpoint (members of a ModuleList): call zlaunch.checkpointing.checkpoint "
+            "in the model's forward instead"
+        )
+    free = [(name, block) for name, block in blocks if not _checkpoints_itself(model, name, block)]
+    if len(free) < len(blocks):
+        _warn(f"{len(blocks) - len(free)} blocks are left alone: gradient_checkpointing is on in the model")
+    count = len(free) if number is None else min(number, len(free))
+    chosen = [free[index * len(free) // count] for index in range(count)]
+    if chosen:
+        _switch_off_caches(model)
+    for _, block in chosen:
+        block.forward = _CheckpointedForward(block)
+    return [name for name, _ in chosen]
+
+
+def _switch_off_caches(model: nn.Module) -> None:
+    """A block that fills a cache of keys and values would fill it again when it runs again."""
+    configs = [getattr(module, "config", None) for module in model.modules()]
+    caching = [config for config in configs if getattr(config, "use_cache", False) is True]
+    for config in caching:
+        config.use_cache = False  # type: ignore[union-attr]
+    if caching:
+        _warn("use_cache is switched off in the model's config: checkpointed blocks cannot fill a cache")
+
+
+def _is_block(model: nn.Module, name: str, block: nn.Module) -> bool:
+    parent = model.get_submodule(name.rpartition(".")[0])
+    has_parts = next(block.children(), None) is not None
+    return isinstance(parent, nn.ModuleList) or (isinstance(parent, nn.Sequential) and has_parts)
+
+
+def _checkpoints_itself(model: nn.Module, name: str, block: nn.Module) -> bool:
+    parts = name.split(".")
+    around = [model.get_submodule(".".join(parts[:depth])) for depth in range(len(parts))]
+    return any(getattr(m, "gradient_checkpointing", False) is True for m in (*around, *block.modules()))

@@ -1,0 +1,279 @@
+"""Where the inputs of checkpointed calls wait for the backward pass: here, sliced, or in host memory.
+
+Note [Parking on a GPU]
+    Copies run on one stream of their own, so a buffer of host memory can be lent again at once: its next copy
+    comes after its last one in stream order. Forward: the input of call i is copied out behind the work that
+    made it, and its memory on the device is let go when call i+1 parks its own, the compute stream waiting
+    for the copy first. (So the last input, which the backward pass needs at once, never leaves.) Backward:
+    when the inputs of call i are taken, those of call i-1 begin to come back, into memory of the compute
+    stream.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ...cuda_ops.pinned import PinnedPool
+from ..comm.collectives import _all_gather_flat
+
+MINIMUM_NUMEL = 1024
+"""Smaller tensors stay where they are: moving them costs more than keeping them."""
+park_cpu_tensors = False
+"""For tests without a GPU: copy tensors that are in host memory already."""
+
+
+@dataclass(slots=True)
+class Place:
+    """How large inputs are kept."""
+
+    in_cpu: bool = False
+    partition: bool = False
+    mpu: Any = None
+    """Knows the ranks that hold equal activations."""
+    replicated: bool = False
+    """The first sliced tensor was found equal on all of them."""
+
+    def group(self) -> Any:
+        """The ranks to spread inputs over, None if there are not several."""
+        if not self.partition or self.mpu is None:
+            return None
+        group = group_getter(self.mpu)()
+        return group if dist.get_world_size(group) > 1 else None
+
+
+def group_getter(mpu: Any) -> Callable[[], Any]:
+    """The method that returns a model-parallel unit's process group. Raises TypeError if it has none."""
+    for name in ("get_tensor_model_parallel_group", "get_model_parallel_group"):
+        getter = getattr(mpu, name, None)
+        if callable(getter):
+            return getter  # type: ignore[no-any-return]
+    raise TypeError(f"mpu_ must have get_model_parallel_group(), {type(mpu).__name__} has not")
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """One input."""
+
+    source: Tensor | Parked
+    """Itself, its slice, or where one of them is parked."""
+    version: int | None = None
+    """If it is itself: it must not have been modified since."""
+    shape: torch.Size | None = None
+    """If it is a slice: the whole's."""
+    group: Any = None
+
+
+class Segment:
+    """What one checkpointed call keeps."""
+
+    def __init__(self, place: Place) -> None:
+        self.parked: list[Parked] = []
+        self.before: weakref.ref[Segment] | None = None
+        """The segment that was parked before this one; its backward pass comes after."""
+        self._place, self._group = place, place.group()
+
+    def keep(self, x: Tensor) -> Kept:
+        """Put ``x`` away. Collective over the model-parallel group if there is one."""
+        # A parameter lives on anyway, and ZeRO owns its storage. An expanded tensor would grow.
+        if type(x) is not Tensor:
+            return Kept(x, version=x._version)
+        if (
+            x.layout != torch.strided
+            or not x.is_floating_point()
+            or x.numel() < MINIMUM_NUMEL
+            or x.untyped_storage().nbytes() < x.nbytes
+        ):
+            return Kept(x.detach(), version=x._version)
+        piece, shape = x, None
+        if self._group is not None:
+            piece, shape = self._slice_of(x), x.shape
+        if self._place.in_cpu and (x.is_cuda or park_cpu_tensors):
+            return Kept(self._park(piece), shape=shape, group=self._group)
+        if shape is not None:
+            return Kept(piece, shape=shape, group=self._group)
+        return Kept(x.detach(), version=x._version)
+
+    def take(self, kept: Kept) -> Tensor:
+        """What was kept, and start to fetch what the segment before will want. Collective like ``keep``.
+
+        Raises RuntimeError if it was modified in place meanwhile.
+        """
+        x = kept.source.take() if isinstance(kept.source, Parked) else kept.source
+        before = self.before() if self.before is not None else None
+        for earlier in before.parked if before is not None else ():
+            earlier.fetch()
+        if kept.version is not None:
+            _check_version(x, kept.version)
+        return x if kept.shape is None else _whole_of(x, kept.shape, kept.group)
+
+    def _park(self, x: Tensor) -> Parked:
+        if x.device not in _parkings:
+            _parkings[x.device] = _Parking(x.device)
+        parking = _parkings[x.device]
+        last = parking.last() if parking.last is not None else None
+        if last is not self:
+            for earlier in last.parked if last is not None else ():
+                earlier.let_go()
+            self.before, parking.last = parking.last, weakref.ref(self)
+        parked = parking.park(x)
+        parked.users += 1
+        self.parked.append(parked)
+        return parked
+
+    def _slice_of(self, x: Tensor) -> Tensor:
+        """This rank's n-th of ``x``, flat, padded to equal sizes: a copy.
+
+        Raises RuntimeError on every rank of the group if the first such tensor differs between them:
+        gathering slices of different tensors would give wrong gradients.
+        """
+        group, flat = self._group, x.detach().reshape(-1)
+        share = -(-flat.numel() // dist.get_world_size(group))
+        rank = dist.get_rank(group)
+        own = flat[rank * share : (rank + 1) * share]
+        piece = flat.new_zeros(share)
+        piece[: own.numel()].copy_(own)
+        if not self._place.replicated:
+            gathered = _whole_of(piece, flat.shape, group)
+            same = torch.equal(gathered.view(torch.uint8), flat.view(torch.uint8))
+            everywhere = torch.tensor([float(same)], device=x.device)
+            dist.all_reduce(everywhere, dist.ReduceOp.MIN, group=group)
+            if not everywhere.item():
+                raise RuntimeError(
+                    "partition_activations needs inputs that are equal on all model-parallel ranks; one of "
+                    f"shape {tuple(x.shape)} is not"
+                )
+            self._place.replicated = True
+        return piece
+
+
+def _whole_of(piece: Tensor, shape: torch.Size, group: Any) -> Tensor:
+    """The tensor of which every rank of the group gives its slice; contiguous. Collective."""
+    full = piece.new_empty(piece.numel() * dist.get_world_size(group))
+    _all_gather_flat(full, piece, group=group)
+    return full[: shape.numel()].view(shape)
+
+
+def _check_version(x: Tensor, version: int) -> None:
+    if x._version != version:
+        raise RuntimeError(
+            f"a tensor of shape {tuple(x.shape)} was modified in place after it was given to a checkpointed "
+            "function, which needs it again: clone it first"
+        )
+
+
+class _Parking:
+    """Host memory and a stream for the tensors of one device. See Note [Parking on a GPU]."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self.pool = PinnedPool(pin=self.stream is not None)
+        self.returned: deque[Tensor] = deque()
+        """Buffers of tensors that are gone; the garbage collector adds them at any time."""
+        self.last: weakref.ref[Segment] | None = None
+        self._known: Any = WeakTensorKeyDictionary()
+
+    def park(self, x: Tensor) -> Parked:
+        """Start to copy ``x`` out; what several calls share (a mask) is copied once."""
+        known = self._known.get(x)
+        parked: Parked | None = known() if known is not None else None
+        if parked is None or parked.version != x._version:
+            self._take_back()
+            parked = Parked(x.detach(), self)
+            self._known[x] = weakref.ref(parked)
+        return parked
+
+    def _take_back(self) -> None:
+        while self.returned:
+            self.pool.give_back(self.returned.pop())
+
+    def trim(self) -> None:
+        """Give the system the memory that nothing is parked in."""
+        if self.stream is not None:
+            self.stream.synchronize()
+        self._take_back()
+        self.pool.trim()
+
+
+_parkings: dict[torch.device, _Parking] = {}
+
+
+def trim() -> None:
+    """Give the system the host memory that nothing is parked in."""
+    for parking in _parkings.values():
+        parking.trim()
+
+
+class Parked:
+    """One tensor in host memory, with a copy on the device while it goes and comes."""
+
+    def __init__(self, x: Tensor, parking: _Parking) -> None:
+        self.version = x._version
+        self.users = 0
+        """Calls that have not taken it yet."""
+        self._device, self._parking = x.device, parking
+        self._held: Tensor | None = x
+        self._fetched: Tensor | None = None
+        self._buffer = parking.pool.take(x.nbytes)
+        flat = self._buffer[: x.nbytes].view(x.dtype)
+        self._host = flat.as_strided(x.shape, torch.empty_like(x, device="meta").stride())
+        self._copied = self._copy(self._host, x)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_buffer"):
+            self._parking.returned.append(self._buffer)
+
+    def _copy(self, target: Tensor, source: Tensor) -> Any:
+        """Start a copy; returns the event of its end."""
+        stream = self._parking.stream
+        if stream is None:
+            target.copy_(source)
+            return None
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            target.copy_(source, non_blocking=True)
+            return stream.record_event()
+
+    def _await_copy(self) -> None:
+        if self._copied is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._copied)
+
+    def let_go(self) -> None:
+        """Leave the only copy in host memory. Raises RuntimeError if the tensor was changed meanwhile."""
+        if self._held is not None:
+            _check_version(self._held, self.version)
+            self._await_copy()
+            self._held = None
+
+    def fetch(self) -> None:
+        """Start to bring it back, unless it is on the device."""
+        if self._held is None and self._fetched is None:
+            self._bring()
+
+    def _bring(self) -> Tensor:
+        fetched = self._fetched = torch.empty_like(self._host, device=self._device)
+        self._copied = self._copy(fetched, self._host)
+        if self._parking.stream is not None:
+            fetched.record_stream(self._parking.stream)  # it may be dropped before anyone waits for the copy
+        return fetched
+
+    def take(self) -> Tensor:
+        """The tensor, for use on the current stream; it stays on the device for the calls that share it."""
+        self.users -= 1
+        if self._held is not None:
+            held = self._held
+            self.let_go()
+            return held
+        fetched = self._fetched if self._fetched is not None else self._bring()
+        self._await_copy()
+        if self.users <= 0:
+            self._fetched = None
+        return fetched

@@ -1,0 +1,40 @@
+"""What one rank fails in, all ranks fail in."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+from typing import Any
+
+from ..comm.pending import Exchange
+from .format.tensor_file import CheckpointError
+
+
+def agree(exchange: Exchange, rank: int, action: Callable[[], Any], *, own: bool = False) -> Any:
+    """Every rank's result of ``action``, or this rank's ``own`` alone; if it failed anywhere, CheckpointError
+    with the same text on all.
+    """
+    result, problem = None, None
+    try:
+        result = action()
+    except OSError as error:
+        problem = f"rank {rank}: {_text(error)}"
+    except CheckpointError as error:
+        problem = str(error)
+    except Exception as error:  # the others wait; whatever it is, they have to hear of it
+        problem = f"rank {rank}: {type(error).__name__}: {error}"
+    try:
+        answers = exchange((None if own else result, problem))
+    except RuntimeError as error:  # what torch raises when a connection breaks
+        raise CheckpointError(f"another rank ended in the middle of it: {error}") from None
+    problems = [text for _, text in answers if text]
+    if problems:
+        raise CheckpointError(problems[0])
+    return result if own else [answer for answer, _ in answers]
+
+
+def _text(error: OSError) -> str:
+    where = f"{error.filename}: " if error.filename else ""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"{where}no space left on the disk: free some, or save elsewhere"
+    return f"{where}{error.strerror or error}"

@@ -1,0 +1,350 @@
+"""Reading what DeepSpeed's engine.save_checkpoint has written (layout seen in 0.19; the files are pickled).
+
+Stages 1 and 2: each rank has an equal part of a flat vector for every parameter group, in which the group's
+parameters follow one another; the end of the last part is padding. Stage 3: every parameter is cut into equal
+parts, one for each rank, the last padded; a rank's parts follow one another over all groups.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence, Set
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..format.manifest import LATEST, VALUE
+from ..format.tensor_file import NAMES, CheckpointError
+from .common import Foreign, ForeignCheckpoint, Pieces, load_torch
+
+_OURS = {
+    *("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params"),
+    *("frozen_param_fragments", "lr_scheduler", "data_sampler", "random_ltd", "skipped_steps"),
+    *("sparse_tensor_module_names", "global_steps", "global_samples", "dp_world_size", "mp_world_size"),
+    *("checkpoint_parallel_dimensions", "ds_config", "ds_version", "autoep_layers"),
+}
+"""Keys of the model file that are DeepSpeed's; the others are the caller's client_state."""
+
+
+def _inert(path: str) -> type[Any]:
+    """A class that stands for one of DeepSpeed's and holds what was pickled, but does nothing."""
+    module, _, name = path.rpartition(".")
+
+    def __init__(self: Any, value: Any = None) -> None:
+        self.value = value
+
+    return type(name, (), {"__init__": __init__, "__module__": module, "__qualname__": name})
+
+
+_ALLOWED = [
+    _inert(path)
+    for path in (
+        "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+        "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+        "deepspeed.runtime.zero.config.ZeroStageEnum",
+        "deepspeed.utils.tensor_fragment.fragment_address",
+    )
+]
+
+
+def find_deepspeed(path: Path, tag: str | None) -> Path | None:
+    """The folder with DeepSpeed's files that ``path`` and ``tag`` mean; None if there is none. Raises
+    CheckpointError for a tag that is not there.
+    """
+    if tag is None and (path / LATEST).is_file():
+        tag = (path / LATEST).read_text(encoding="utf-8").strip()
+    folder = path / tag if tag is not None else path
+    if tag is not None and not folder.is_dir():
+        raise CheckpointError(f"{path}: has no checkpoint {tag!r}")
+    return folder if any(folder.glob("*_model_states.pt")) else None
+
+
+def read_deepspeed(folder: Path) -> ForeignCheckpoint:
+    """Raises CheckpointError for missing parts, model parallelism, experts and state on NVMe."""
+    models = _by_rank(folder, "_model_states.pt")
+    optims = _by_rank(folder, "_optim_states.pt")
+    for pattern, what in (
+        ("layer_*-model_*", "pipeline parallelism"),
+        ("*expert*", "experts (MoE)"),
+        ("*mp_rank_01_*", "model parallelism"),
+    ):
+        if any(folder.glob(pattern)):
+            raise CheckpointError(f"{folder}: was saved with {what}, which cannot be imported")
+    if any(folder.glob("offloaded_tensors")):
+        raise CheckpointError(
+            f"{folder}: its optimizer state is in NVMe swap files, which cannot be imported: save it with "
+            "offload_optimizer on the cpu"
+        )
+    first = load_torch(models[0], _ALLOWED)
+    if not optims:
+        return _weights_alone(first)
+    states = [load_torch(path, _ALLOWED)["optimizer_state_dict"] for path in optims]
+    stage = int(getattr(states[0].get("zero_stage"), "value", states[0].get("zero_stage") or 0))
+    count = states[0].get("partition_count")
+    ranks = max(count) if isinstance(count, list) else int(count or len(states))
+    if ranks != len(states):
+        raise CheckpointError(f"{folder}: has {len(states)} of {ranks} *_optim_states.pt files")
+    shapes = [dict(group) for group in first["param_shapes"]]
+    parameters: dict[str, Foreign] = {}
+    if stage == 3:
+        others = [first, *(load_torch(path, _ALLOWED) for path in models[1:])]
+        if len(others) != ranks:
+            raise CheckpointError(f"{folder}: has {len(others)} of {ranks} *_model_states.pt files")
+        parameters |= _stage3(shapes, states)
+        parameters |= _frozen(first, [other["frozen_param_fragments"] or {} for other in others])
+        inner = states[0]["optimizer_state_dict"]
+    else:
+        parameters |= _stage12(folder, shapes, states)
+        parameters |= _frozen(first, [first["frozen_param_fragments"] or {}])
+        inner = states[0]["base_optimizer_state"]
+    tied = dict(first.get("shared_params") or {})
+    parameters |= _others(first, parameters.keys() | tied.keys())
+    dtypes = {name: tensor.dtype for name, tensor in first["module"].items() if isinstance(tensor, Tensor)}
+    ordered = [name for name in first["module"] if name in parameters]
+    ordered += [name for name in parameters if name not in ordered]
+    return ForeignCheckpoint(
+        parameters={name: _with_dtype(parameters[name], dtypes.get(name)) for name in ordered},
+        buffers=_buffers(first),
+        tied=tied,
+        facts={
+            **_facts(first, stage),
+            "loss_scaler": _scaler(states[0].get("loss_scaler")),
+            "optimizer": {"class": None, "groups": _groups(inner)},
+        },
+    )
+
+
+def _by_rank(folder: Path, suffix: str) -> list[Path]:
+    def key(path: Path) -> tuple[int, ...]:
+        return tuple(int(number) for number in re.findall(r"\d+", path.name))
+
+    return sorted(folder.glob(f"*{suffix}"), key=key)
+
+
+def _with_dtype(parameter: Foreign, dtype: torch.dtype | None) -> Foreign:
+    return Foreign(
+        dtype=dtype or parameter.dtype,
+        shape=parameter.shape,
+        trainable=parameter.trainable,
+        group=parameter.group,
+        contents=parameter.contents,
+        scalars=parameter.scalars,
+    )
+
+
+def _facts(model: Mapping[str, Any], stage: int) -> dict[str, Any]:
+    steps, schedule = int(model.get("global_steps") or 0), model.get("lr_scheduler")
+    return {
+        "stage": stage,
+        "written_by": {"deepspeed": str(model.get("ds_version"))},
+        "engine": {
+            "global_steps": steps,
+            "micro_steps": 0,
+            "global_samples": int(model.get("global_samples") or 0),
+            "skipped_steps": int(model.get("skipped_steps") or 0),
+        },
+        "scheduler": {"class": None, "state": schedule} if isinstance(schedule, Mapping) else None,
+        "client_state": {key: value for key, value in model.items() if key not in _OURS},
+    }
+
+
+def _groups(inner: Any) -> list[dict[str, Any]]:
+    if not isinstance(inner, Mapping):
+        return []
+    return [
+        {
+            key: value
+            for key, value in group.items()
+            if key not in ("params", "step", "fused", "foreach", "capturable", "differentiable")
+        }
+        for group in inner.get("param_groups", [])
+    ]
+
+
+def _scaler(scaler: Any) -> dict[str, Any] | None:
+    """Our loss scaler's state from a DynamicLossScaler's."""
+    if not hasattr(scaler, "last_overflow_iter"):
+        return None
+    return {
+        "dynamic": True,
+        "scale": float(scaler.cur_scale),
+        "left": int(scaler.cur_hysteresis),
+        "step": int(scaler.cur_iter),
+        "last_overflow": int(scaler.last_overflow_iter),
+    }
+
+
+def _buffers(model: Mapping[str, Any]) -> dict[str, Tensor]:
+    return {name: model["module"][name] for name in model["buffer_names"] if name in model["module"]}
+
+
+def _weights_alone(model: Mapping[str, Any]) -> ForeignCheckpoint:
+    """Stage 0: the optimizer's state there names no parameters, so the weights are all that is taken."""
+    buffers = _buffers(model)
+    module = {name: value for name, value in model["module"].items() if name not in buffers}
+    tied: dict[str, str] = dict(model.get("shared_params") or {})
+    known: dict[int, str] = {}
+    parameters: dict[str, Foreign] = {}
+    for name, tensor in module.items():
+        first = known.setdefault(tensor.data_ptr(), name) if tensor.numel() else name
+        if first != name:
+            tied[name] = first
+        elif name not in tied:
+            wide = torch.promote_types(tensor.dtype, torch.float32)
+            parameters[name] = Foreign(
+                dtype=tensor.dtype,
+                shape=tuple(tensor.shape),
+                contents={VALUE: (wide, _pieces([tensor.reshape(-1)]))},
+            )
+    return ForeignCheckpoint(
+        parameters=parameters, buffers=buffers, tied=tied, facts={**_facts(model, 0), "scheduler": None}
+    )
+
+
+def _frozen(model: Mapping[str, Any], parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Foreign]:
+    found: dict[str, Foreign] = {}
+    for name, shape in (model["frozen_param_shapes"] or {}).items():
+        pieces = _cut([part[name].reshape(-1) for part in parts], shape.numel())
+        dtype = parts[0][name].dtype
+        found[name] = Foreign(
+            dtype=dtype, shape=tuple(shape), trainable=False, contents={VALUE: (dtype, _pieces(pieces))}
+        )
+    return found
+
+
+def _others(model: Mapping[str, Any], known: Set[str]) -> dict[str, Foreign]:
+    """Parameters that only the module's own state has: stage 1 does not list frozen ones."""
+    found: dict[str, Foreign] = {}
+    for name, tensor in model["module"].items():
+        if name in known or name in model["buffer_names"] or not tensor.numel():
+            continue
+        contents = {VALUE: (tensor.dtype, _pieces([tensor.reshape(-1)]))}
+        found[name] = Foreign(
+            dtype=tensor.dtype, shape=tuple(tensor.shape), trainable=False, contents=contents
+        )
+    return found
+
+
+def _pieces(tensors: Sequence[Tensor]) -> Pieces:
+    def give() -> Iterator[Tensor]:
+        yield from tensors
+
+    return give
+
+
+def _cut(parts: Sequence[Tensor], numel: int) -> list[Tensor]:
+    """The first ``numel`` elements of what follows one another."""
+    found: list[Tensor] = []
+    for part in parts:
+        take = min(part.numel(), numel)
+        if take:
+            found.append(part[:take])
+        numel -= take
+    return found
+
+
+def _between(parts: Sequence[Tensor], start: int, stop: int) -> list[Tensor]:
+    """Elements ``start`` to ``stop`` of what follows one another."""
+    found: list[Tensor] = []
+    at = 0
+    for part in parts:
+        low, high = max(start, at), min(stop, at + part.numel())
+        if low < high:
+            found.append(part[low - at : high - at])
+        at += part.numel()
+    return found
+
+
+def _kept(entry: Mapping[str, Any], numel: int) -> tuple[list[str], dict[str, Any]]:
+    """Names of the tensors that the optimizer keeps for each element of a flat vector, and the rest."""
+    tensors = [
+        k for k, v in entry.items() if isinstance(v, Tensor) and v.dim() == 1 and v.numel() >= numel > 1
+    ]
+    scalars: dict[str, Any] = {}
+    for key, value in entry.items():
+        if isinstance(value, Tensor) and value.numel() == 1 and key not in tensors:
+            scalars[key] = [NAMES[value.dtype], value.item()]
+        elif isinstance(value, (int, float)) and not isinstance(value, bool):
+            # torch's optimizers count in tensors now; DeepSpeed's own count in plain numbers
+            scalars[key] = ["F32", float(value)] if key == "step" else ["", value]
+    return tensors, scalars
+
+
+def _with_step(scalars: dict[str, Any], inner: Mapping[str, Any]) -> dict[str, Any]:
+    """Optimizers that count in their groups, not for each parameter."""
+    step = next((group["step"] for group in inner.get("param_groups", []) if "step" in group), None)
+    if step is None or "step" in scalars:
+        return scalars
+    return {**scalars, "step": ["F32", float(step)]}
+
+
+def _stage12(
+    folder: Path, shapes: Sequence[Mapping[str, torch.Size]], states: Sequence[Mapping[str, Any]]
+) -> dict[str, Foreign]:
+    if not isinstance(states[0]["base_optimizer_state"], Mapping):
+        raise CheckpointError(f"{folder}: was saved with elastic_checkpoint, which cannot be imported")
+    paddings = states[0].get("param_alignment_paddings") or []
+    if any(padding for group in paddings for padding in group):
+        raise CheckpointError(f"{folder}: pads its parameters one by one (Muon), which cannot be imported")
+    found: dict[str, Foreign] = {}
+    for group, members in enumerate(shapes):
+        values = [state["single_partition_of_fp32_groups"][group].reshape(-1) for state in states]
+        kept = [state["base_optimizer_state"]["state"].get(group, {}) for state in states]
+        tensors, scalars = _kept(kept[0], values[0].numel())
+        scalars = _with_step(scalars, states[0]["base_optimizer_state"]) if tensors else scalars
+        lists = {VALUE: values}
+        for key in tensors:
+            lists[key] = [entry[key][: v.numel()] for entry, v in zip(kept, values, strict=True)]
+        at = 0
+        for name, shape in members.items():
+            found[name] = _parameter(lists, [(at, at + shape.numel())], shape, group, scalars)
+            at += shape.numel()
+        if sum(value.numel() for value in values) < at:
+            raise CheckpointError(f"{folder}: group {group} has fewer elements than its parameters")
+    return found
+
+
+def _stage3(
+    shapes: Sequence[Mapping[str, torch.Size]], states: Sequence[Mapping[str, Any]]
+) -> dict[str, Foreign]:
+    ranks = len(states)
+    found: dict[str, Foreign] = {}
+    flats = [[flat.reshape(-1) for flat in state["fp32_flat_groups"]] for state in states]
+    kept = [state["optimizer_state_dict"]["state"] for state in states]
+    tensors, scalars = _kept(kept[0].get(0, {}), flats[0][0].numel())
+    scalars = _with_step(scalars, states[0]["optimizer_state_dict"]) if tensors else scalars
+    lists: dict[str, list[list[Tensor]]] = {VALUE: flats}
+    for key in tensors:
+        lists[key] = [
+            [entry[index][key][: flat.numel()] for index, flat in enumerate(own)]
+            for entry, own in zip(kept, flats, strict=True)
+        ]
+    at = 0
+    for group, members in enumerate(shapes):
+        for name, shape in members.items():
+            part = -(-shape.numel() // ranks)
+            contents: dict[str, tuple[torch.dtype, Pieces]] = {}
+            for key, by_rank in lists.items():
+                pieces = [piece for own in by_rank for piece in _between(own, at, at + part)]
+                contents[key] = by_rank[0][0].dtype, _pieces(_cut(pieces, shape.numel()))
+            found[name] = Foreign(
+                dtype=torch.float32, shape=tuple(shape), group=group, contents=contents, scalars=scalars
+            )
+            at += part
+    return found
+
+
+def _parameter(
+    lists: Mapping[str, Sequence[Tensor]],
+    spans: Sequence[tuple[int, int]],
+    shape: torch.Size,
+    group: int,
+    scalars: Mapping[str, Any],
+) -> Foreign:
+    contents: dict[str, tuple[torch.dtype, Pieces]] = {}
+    for key, parts in lists.items():
+        pieces = [piece for start, stop in spans for piece in _between(parts, start, stop)]
+        contents[key] = parts[0].dtype, _pieces(pieces)
+    return Foreign(dtype=torch.float32, shape=tuple(shape), group=group, contents=contents, scalars=scalars)

@@ -1,0 +1,91 @@
+"""Weights alone: torch files, safetensors, Hugging Face folders."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..format.manifest import VALUE
+from ..format.tensor_file import CheckpointError
+from .common import Foreign, ForeignCheckpoint, Pieces, load_torch
+
+_INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+_SINGLES = ("model.safetensors", "pytorch_model.bin")
+_NESTED = ("state_dict", "model_state_dict", "model", "module")
+
+
+def find_plain(folder: Path) -> list[Path]:
+    """The files of weights of a folder. Raises CheckpointError if there are none."""
+    for name in _INDEXES:
+        if (folder / name).exists():
+            try:
+                names = json.loads((folder / name).read_text(encoding="utf-8"))["weight_map"].values()
+                return [folder / file for file in dict.fromkeys(names)]
+            except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+                raise CheckpointError(f"{folder / name}: is not an index of weights: {error}") from None
+    for name in _SINGLES:
+        if (folder / name).exists():
+            return [folder / name]
+    raise CheckpointError(
+        f"{folder}: holds no checkpoint that is known: neither DeepSpeed's (*_model_states.pt), nor "
+        f"{', '.join((*_SINGLES, *_INDEXES))}"
+    )
+
+
+def read_plain(paths: Sequence[Path]) -> ForeignCheckpoint:
+    state: dict[str, Tensor] = {}
+    for path in paths:
+        state |= _tensors_of(path)
+    if state and all(name.startswith("module.") for name in state):
+        state = {name.removeprefix("module."): tensor for name, tensor in state.items()}
+    parameters: dict[str, Foreign] = {}
+    buffers: dict[str, Tensor] = {}
+    tied: dict[str, str] = {}
+    known: dict[tuple[Any, ...], str] = {}
+    for name, tensor in state.items():
+        if not tensor.is_floating_point():
+            buffers[name] = tensor
+            continue
+        place = (tensor.data_ptr(), tensor.shape, tensor.dtype, tensor.stride())
+        first = known.setdefault(place, name) if tensor.numel() else name
+        if first != name:
+            tied[name] = first
+            continue
+        parameters[name] = Foreign(
+            dtype=tensor.dtype,
+            shape=tuple(tensor.shape),
+            contents={VALUE: (torch.promote_types(tensor.dtype, torch.float32), _once(tensor))},
+        )
+    return ForeignCheckpoint(parameters=parameters, buffers=buffers, tied=tied, facts={})
+
+
+def _once(tensor: Tensor) -> Pieces:
+    return lambda: iter([tensor.reshape(-1)])
+
+
+def _tensors_of(path: Path) -> dict[str, Tensor]:
+    if not path.exists():
+        raise CheckpointError(f"{path}: is missing")
+    if path.suffix == ".safetensors":
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+
+        try:
+            return dict(load_file(path))
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{path}: is not a safetensors file: {error}") from None
+    state = load_torch(path)
+    for name in _NESTED:
+        if isinstance(state, Mapping) and isinstance(state.get(name), Mapping):
+            state = state[name]
+    if not isinstance(state, Mapping) or not state:
+        raise CheckpointError(f"{path}: holds no state_dict")
+    others = [name for name, value in state.items() if not isinstance(value, Tensor)]
+    if others:
+        raise CheckpointError(f"{path}: {others[0]!r} is not a tensor, so this is not a model's state_dict")
+    return dict(state)

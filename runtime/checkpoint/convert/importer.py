@@ -1,0 +1,146 @@
+"""Checkpoints of others made into one of ours."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...offload.transfer import HostLink
+from ..format.commit import (
+    Target,
+    check_tag,
+    new_owner,
+    prepare,
+    put_in_place,
+    replace_file,
+    sync_folder,
+    write_manifest,
+)
+from ..format.jsonable import encode
+from ..format.manifest import FORMAT, LATEST, VALUE, VERSION, WHOLE
+from ..format.tensor_file import NAMES, CheckpointError
+from ..format.writer import FileWriter
+from ..save import rank_file
+from ..shard_io import AS_MASTER
+from .common import ForeignCheckpoint
+from .deepspeed import find_deepspeed, read_deepspeed
+from .huggingface import find_plain, read_plain
+
+
+def read_foreign(source: str | os.PathLike[str], tag: str | None = None) -> ForeignCheckpoint:
+    """Find out what ``source`` is, and read it. Raises CheckpointError for what is none of it."""
+    path = Path(source)
+    if not path.exists():
+        raise CheckpointError(f"{path}: no such file or folder")
+    if path.is_file():
+        return read_plain([path])
+    folder = find_deepspeed(path, tag)
+    return read_deepspeed(folder) if folder is not None else read_plain(find_plain(path))
+
+
+def write_foreign(
+    checkpoint: ForeignCheckpoint, folder: str | os.PathLike[str], tag: str = "imported", rank: int = 0
+) -> Path:
+    """Write it as ``folder/tag``, whole or not at all, and make it the latest; returns the path. Raises
+    CheckpointError, OSError.
+    """
+    folder = Path(os.path.abspath(folder))
+    check_tag(tag)
+    target = Target(folder=folder, tag=tag, leader=True, owner=new_owner())
+    prepare(target)
+    temporary = target.temporary
+    try:
+        _write_into(checkpoint, temporary, rank)
+        put_in_place(temporary, folder / tag)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    replace_file(folder / LATEST, tag.encode())
+    sync_folder(folder)
+    return folder / tag
+
+
+def _write_into(checkpoint: ForeignCheckpoint, folder: Path, rank: int) -> None:
+    from zlaunch import __version__
+
+    file = rank_file(rank)
+    announced = {
+        f"{name}.{kind}": (dtype, (_numel(entry.shape),))
+        for name, entry in checkpoint.parameters.items()
+        for kind, (dtype, _) in entry.contents.items()
+    }
+    files: dict[str, Any] = {}
+    link = HostLink(torch.device("cpu"), pin=False)
+    writer = FileWriter(folder / file, announced, link)
+    try:
+        for name, entry in checkpoint.parameters.items():
+            for kind, (dtype, pieces) in entry.contents.items():
+                for piece in pieces():
+                    for part in torch.split(piece, 1 << 20):
+                        writer.write(f"{name}.{kind}", part.to(dtype))
+        files[file] = {**writer.close(), "host": None}
+    finally:
+        writer.abandon()
+    tensors: dict[str, Tensor] = {}
+    facts = {name: encode(value, tensors, name) for name, value in checkpoint.facts.items()}
+    whole = {**tensors, **{f"buffer.{name}": value for name, value in checkpoint.buffers.items()}}
+    writer = FileWriter(folder / WHOLE, {name: (t.dtype, tuple(t.shape)) for name, t in whole.items()}, link)
+    try:
+        for name, value in whole.items():
+            writer.write(name, value)
+        files[WHOLE] = {**writer.close(), "host": None}
+    finally:
+        writer.abandon()
+    manifest = {
+        "format": FORMAT,
+        "version": VERSION,
+        "time": time.time(),
+        "world_size": 1,
+        "written_by": {"zlaunch": __version__, "torch": str(torch.__version__)},
+        "stage": 0,
+        "engine": {"global_steps": 0, "micro_steps": 0, "global_samples": 0, "skipped_steps": 0},
+        "loss_scaler": None,
+        "optimizer": None,
+        "scheduler": None,
+        "data": None,
+        "config": None,
+        "client_state": {},
+        **facts,
+        "rank_states": [],
+        "parameters": {
+            name: {
+                "dtype": NAMES[entry.dtype],
+                "shape": list(entry.shape),
+                "trainable": entry.trainable,
+                "group": entry.group,
+                "state": {
+                    "tensors": {
+                        k: AS_MASTER if dtype == entry.contents[VALUE][0] else NAMES[dtype]
+                        for k, (dtype, _) in entry.contents.items()
+                        if k != VALUE
+                    },
+                    "scalars": dict(entry.scalars),
+                },
+                "slices": [[file, name, 0, 0, _numel(entry.shape)]],
+            }
+            for name, entry in checkpoint.parameters.items()
+        },
+        "excluded": [],
+        "tied": dict(checkpoint.tied),
+        "buffers": {
+            name: {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape)}
+            for name, tensor in checkpoint.buffers.items()
+        },
+        "files": files,
+    }
+    write_manifest(folder, manifest)
+
+
+def _numel(shape: Sequence[int]) -> int:
+    return torch.Size(shape).numel()

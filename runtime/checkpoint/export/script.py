@@ -1,0 +1,33 @@
+"""``zero_to_fp32.py``, which lies beside every checkpoint: the modules that read and export, in one file."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from functools import cache
+
+from ..format import manifest, tensor_file
+from . import full_weights
+
+NAME = "zero_to_fp32.py"
+
+
+@cache
+def text() -> str:
+    """The script: needs torch, and neither zlaunch nor the safetensors package."""
+    sources = [inspect.getsource(module) for module in (tensor_file, manifest, full_weights)]
+    usage = ast.get_docstring(ast.parse(sources[-1]))
+    head = f'#!/usr/bin/env python3\n"""{usage}\n"""\n\nfrom __future__ import annotations\n'
+    return "\n\n".join([head, *map(_without_relative_imports, sources)])
+
+
+def _without_relative_imports(source: str) -> str:
+    """A module below its docstring, without imports of its neighbours and of ``__future__``."""
+    dropped: set[int] = set()
+    for index, node in enumerate(ast.parse(source).body):
+        own = isinstance(node, ast.ImportFrom) and (node.level > 0 or node.module == "__future__")
+        if own or index == 0:
+            assert node.end_lineno is not None
+            dropped.update(range(node.lineno, node.end_lineno + 1))
+    kept = [line for number, line in enumerate(source.splitlines(), 1) if number not in dropped]
+    return "\n".join(kept).strip() + "\n"

@@ -1,0 +1,244 @@
+"""The folder that checkpoints are in: written beside it, renamed into it, named by ``latest``, pruned."""
+
+from __future__ import annotations
+
+import fcntl
+import itertools
+import json
+import os
+import re
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..export import script
+from .manifest import LATEST, MANIFEST, WHOLE, candidates, checksum, is_checkpoint, put_aside
+from .tensor_file import CheckpointError
+
+_STALE_S = 3600.0
+"""A temporary folder in which nothing has been written for so long is a dead process's."""
+_DEAD_S = 5.0
+"""The same where its process is known to be gone from this host."""
+_TEMPORARY = re.compile(r"\..+\.(?P<host>[^/]+)-(?P<space>\d+)-(?P<pid>\d+)-\d+\.tmp")
+_DELETED = re.compile(r"\..+\.zlaunch-deleted")
+_turn = threading.Lock()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """Where to, and how."""
+
+    folder: Path
+    tag: str
+    exclude_frozen: bool = False
+    save_latest: bool = True
+    keep_last: int | None = None
+    leader: bool
+    """This rank writes the manifest: rank 0, or each node's first where nodes have folders of their own."""
+    owner: str
+    """Names this save; rank 0's :func:`new_owner`."""
+    host: str | None = None
+    """The name of this node, where nodes have folders of their own."""
+
+    @property
+    def temporary(self) -> Path:
+        return self.folder / f".{self.tag}.{self.owner}.tmp"
+
+
+def absolute(folder: str | os.PathLike[str]) -> Path:
+    """A folder as users write them, ``~`` included."""
+    return Path(os.path.abspath(os.path.expanduser(folder)))
+
+
+def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
+    """The manifest with its checksum. Raises OSError."""
+    manifest = json.loads(json.dumps({"crc32": 0, **manifest}))
+    manifest["crc32"] = checksum(manifest)
+    with open(folder / MANIFEST, "x", encoding="utf-8") as file:
+        json.dump(manifest, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def put_in_place(temporary: Path, final: Path) -> None:
+    """Make a written folder the checkpoint. At every moment the former one of this tag or the new one can be
+    found, both whole. Saves into one folder take turns. Raises OSError.
+    """
+    sync_folder(temporary)
+    old = put_aside(final.parent, final.name)
+    with _alone_in(final.parent):
+        if final.exists():
+            _remove_aside(old, final)  # of a save that was killed
+            os.rename(final, old)
+        os.rename(temporary, final)
+        sync_folder(final.parent)
+        _remove_aside(old, final)
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Hold a folder's lock against this process's other threads and, where the file system has such locks,
+    against other processes. Raises OSError.
+    """
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        with _turn:
+            with suppress(OSError):  # NFS has none for folders
+                fcntl.flock(fd, fcntl.LOCK_EX)
+            try:
+                yield
+            finally:
+                with suppress(OSError):  # said aloud: a process forked meanwhile has the descriptor, too
+                    fcntl.flock(fd, fcntl.LOCK_UN)
+    finally:
+        os.close(fd)
+
+
+def _remove_aside(old: Path, final: Path) -> None:
+    """Remove what was put aside; what somebody has put beside that checkpoint goes to the present one."""
+    for entry in list(old.iterdir()) if old.is_dir() else ():
+        if not _is_ours(entry) and not (final / entry.name).exists():
+            os.rename(entry, final / entry.name)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def check_tag(tag: str) -> None:
+    """Raises CheckpointError for a tag that cannot be a checkpoint's name."""
+    plain = tag and tag == tag.strip() and not any(part in tag for part in ("/", "\0"))
+    if not plain or tag.startswith(".") or tag in (LATEST, "auto"):
+        raise CheckpointError(
+            f"tag {tag!r}: must be a plain name for a folder, without / and outer spaces, not latest or auto"
+        )
+
+
+def prepare(target: Target) -> None:
+    """Make the temporary folder. Raises OSError, CheckpointError if something else has the tag's name."""
+    if not target.folder.is_dir():
+        target.folder.mkdir(parents=True, exist_ok=True)
+        sync_folder(target.folder.parent)
+    final = target.folder / target.tag
+    if final.exists() and not is_checkpoint(final) and (not final.is_dir() or any(final.iterdir())):
+        raise CheckpointError(f"{final}: is there and is no checkpoint: take another tag, or remove it")
+    for left in [entry for entry in target.folder.iterdir() if entry.is_dir()]:
+        if (_TEMPORARY.fullmatch(left.name) or _DELETED.fullmatch(left.name)) and left != target.temporary:
+            with suppress(FileNotFoundError):  # somebody else cleans, too
+                _remove_left(left)
+    target.temporary.mkdir()
+
+
+def _remove_left(left: Path) -> None:
+    """Remove what a process that is gone has left, if it is only that."""
+    if any(not _is_ours(entry) for entry in left.iterdir()):
+        return
+    if _DELETED.fullmatch(left.name) or _idle_s(left) > (_DEAD_S if _is_gone(left.name) else _STALE_S):
+        shutil.rmtree(left, ignore_errors=True)
+
+
+def _is_ours(entry: Path) -> bool:
+    return (
+        entry.name in (MANIFEST, WHOLE) or re.fullmatch(r"rank_\d{5,}\.safetensors", entry.name) is not None
+    )
+
+
+_numbers = itertools.count()
+
+
+def new_owner() -> str:
+    """A name for one save of this process: host, its space of process ids, process, a number."""
+    try:
+        space = os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        space = 0
+    return f"{socket.gethostname()}-{space}-{os.getpid()}-{next(_numbers)}"
+
+
+def _is_gone(name: str) -> bool:
+    """Whether a temporary folder's process was one of this host and has ended."""
+    found = _TEMPORARY.fullmatch(name)
+    here = _TEMPORARY.fullmatch(f".x.{new_owner()}.tmp")
+    if not found or not here or found["host"] != here["host"] or found["space"] != here["space"]:
+        return False
+    try:
+        os.kill(int(found["pid"]), 0)
+    except ProcessLookupError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def _idle_s(folder: Path) -> float:
+    moments = [folder.stat().st_mtime, *(path.stat().st_mtime for path in folder.iterdir())]
+    return time.time() - max(moments)
+
+
+def point_to(target: Target) -> None:
+    """Name the checkpoint in ``latest``, and put the script beside it."""
+    replace_file(target.folder / LATEST, target.tag.encode())
+    path, content = target.folder / script.NAME, script.text().encode()
+    if not path.is_file() or path.read_bytes() != content:
+        replace_file(path, content)
+        mode = path.stat().st_mode
+        os.chmod(path, mode | (mode & 0o444) >> 2)  # whoever may read it may run it
+    sync_folder(target.folder)
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Write a small file so that it has the old content or the new. Raises OSError."""
+    # each with a name of its own: several engines may save into one folder at the same time
+    temporary = path.with_name(f".{path.name}.{new_owner()}.new")
+    for left in path.parent.glob(f".{path.name}.*.new"):
+        if _is_gone(f"{left.name.removesuffix('.new')}.tmp"):
+            left.unlink(missing_ok=True)
+    try:
+        with open(temporary, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def prune(target: Target) -> None:
+    """Keep only the newest of the tags that are numbered like this one; never what ``latest`` names. What is
+    in such a folder besides the checkpoint stays.
+    """
+    assert target.keep_last is not None
+    try:
+        latest = (target.folder / LATEST).read_text(encoding="utf-8").strip()
+    except OSError:
+        latest = ""
+    if not re.search(r"\d", target.tag):
+        return
+    alike = re.compile(re.sub(r"\d+", r"\\d+", re.escape(target.tag)))
+    kept = 0
+    for path in candidates(target.folder):
+        if not alike.fullmatch(path.name):
+            continue
+        if path.name in (target.tag, latest) or kept < target.keep_last:
+            kept += 1
+            continue
+        if all(_is_ours(entry) for entry in path.iterdir()):
+            gone = path.with_name(f".{path.name}.zlaunch-deleted")
+            os.rename(path, gone)
+            shutil.rmtree(gone, ignore_errors=True)
+        else:
+            (path / MANIFEST).unlink(missing_ok=True)
+            for entry in [entry for entry in path.iterdir() if _is_ours(entry)]:
+                entry.unlink()
+
+
+def sync_folder(folder: Path) -> None:
+    """Bring a folder's entries to the disk. Raises OSError."""
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

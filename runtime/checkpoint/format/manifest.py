@@ -1,0 +1,259 @@
+"""Checkpoints as they lie in folders: the manifest, what it says lies where, and which there are.
+
+A checkpoint is ``FOLDER/TAG/`` with ``manifest.json`` and safetensors files; ``FOLDER/latest`` names the
+newest. The manifest says for every parameter which pieces of it lie where (``slices``), and has the files'
+checksums.
+
+Part of the stand-alone script (``script.py``): needs torch alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .tensor_file import DTYPES, CheckpointError, File
+
+FORMAT, VERSION = "zlaunch checkpoint", 1
+MANIFEST, LATEST, WHOLE = "manifest.json", "latest", "whole.safetensors"
+VALUE = "value"
+"""What a slice holds of a parameter: its (fp32) value, or a state of the optimizer by name."""
+_OPEN_FILES = 64
+"""A checkpoint of many ranks has many."""
+
+
+class Checkpoint:
+    """``FOLDER/TAG``. Raises CheckpointError for one that is missing, of another version, or damaged."""
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.folder = Path(folder)
+        self.manifest = read_manifest(self.folder)
+        self.parameters: dict[str, dict[str, Any]] = self.manifest["parameters"]
+        self.tied: dict[str, str] = self.manifest["tied"]
+        self._files: dict[str, File] = {}
+
+    def file(self, name: str) -> File:
+        """One of its files, opened once. Raises CheckpointError."""
+        if name not in self._files:
+            entry = self.manifest["files"].get(name)
+            if entry is None:
+                raise CheckpointError(f"{self.folder}: its manifest has no file {name}")
+            if entry.get("host") is not None and not (self.folder / name).exists():
+                raise CheckpointError(self._elsewhere([name]))
+            while len(self._files) >= _OPEN_FILES:
+                self._files.pop(next(iter(self._files))).close()
+            self._files[name] = File(self.folder / name, entry)
+        return self._files[name]
+
+    def _elsewhere(self, names: Sequence[str]) -> str:
+        hosts = sorted({self.manifest["files"][name]["host"] for name in names})
+        return (
+            f"{self.folder}: parts of it are on {', '.join(hosts)} (saved with use_node_local_storage): "
+            "start on the hosts it was saved on with as many ranks, or copy their folders together"
+        )
+
+    def close(self) -> None:
+        """Close its files."""
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
+
+    def verify(self) -> int:
+        """Read every byte that is here (not what other nodes keep); returns how many. Raises CheckpointError
+        for the first damage.
+        """
+        nbytes = 0
+        for name, entry in self.manifest["files"].items():
+            if entry.get("host") is None or (self.folder / name).exists():
+                self.file(name).verify()
+                nbytes += int(entry["bytes"])
+        return nbytes
+
+    def read_into(self, target: Tensor, name: str, kind: str = VALUE, start: int = 0) -> None:
+        """Fill ``target`` (flat, any dtype) with elements of a parameter from ``start`` on: VALUE or a state.
+
+        Raises CheckpointError for damage, or for elements that no file here has.
+        """
+        stop = start + target.numel()
+        missing = [(start, stop)] if stop > start else []
+        away: list[str] = []
+        for file, prefix, at, first, numel in self.parameters[name]["slices"]:
+            wanted = [(max(low, first), min(high, first + numel)) for low, high in missing]
+            wanted = [(low, high) for low, high in wanted if low < high]
+            if not wanted:
+                continue
+            entry = self.manifest["files"].get(file, {})
+            if entry.get("host") is not None and not (self.folder / file).exists():
+                away.append(file)
+                continue
+            for low, high in wanted:
+                part = target[low - start : high - start]
+                self.file(file).read_into(part, f"{prefix}.{kind}", at + low - first)
+            missing = [rest for span in missing for rest in _without(span, first, first + numel)]
+        if missing and away:
+            raise CheckpointError(self._elsewhere(away))
+        if missing:
+            raise CheckpointError(
+                f"{self.folder}: elements of {name} are in none of its files: {missing[:3]}"
+            )
+
+    def weights(self, *, exclude_frozen: bool = False) -> Iterator[tuple[str, torch.dtype, tuple[int, ...]]]:
+        """Every parameter and persistent buffer: name, dtype and shape."""
+        for name, entry in self.parameters.items():
+            if entry["trainable"] or not exclude_frozen:
+                yield name, DTYPES[entry["dtype"]], tuple(entry["shape"])
+        for name, entry in self.manifest["buffers"].items():
+            yield name, DTYPES[entry["dtype"]], tuple(entry["shape"])
+
+    def weight_into(self, target: Tensor, name: str, start: int = 0) -> None:
+        """Fill ``target`` (flat) with a parameter's or a buffer's elements. Raises CheckpointError."""
+        if name in self.parameters:
+            self.read_into(target, name, VALUE, start)
+        else:
+            self.file(WHOLE).read_into(target, f"buffer.{name}", start)
+
+
+def _without(span: tuple[int, int], low: int, high: int) -> list[tuple[int, int]]:
+    parts = [(span[0], min(span[1], low)), (max(span[0], high), span[1])]
+    return [(start, stop) for start, stop in parts if start < stop]
+
+
+def checksum(manifest: Mapping[str, Any]) -> int:
+    """Of a manifest, whatever its spacing and the order of its keys."""
+    content = {key: value for key, value in manifest.items() if key != "crc32"}
+    return zlib.crc32(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """Raises CheckpointError for a manifest that is missing, damaged, or of another version."""
+    path = folder / MANIFEST
+    try:
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        if content.get("format") == FORMAT and content.get("version") != VERSION:
+            raise CheckpointError(
+                f"{path}: has layout {content.get('version')}, and this zlaunch reads {VERSION}: "
+                "use the version of zlaunch that wrote it"
+            )
+        if checksum(content) != content["crc32"] or content["format"] != FORMAT:
+            raise ValueError("its checksum does not fit")
+    except FileNotFoundError:
+        if list(folder.glob("*model_states.pt")):
+            raise CheckpointError(
+                f"{folder}: was written by DeepSpeed: `zlaunch checkpoint import {folder} OUT` converts it"
+            ) from None
+        raise CheckpointError(f"{folder}: no checkpoint is there (no {MANIFEST})") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{path}: is damaged ({error}): take another checkpoint") from None
+    return content
+
+
+def put_aside(folder: Path, tag: str) -> Path:
+    """Where the checkpoint of a tag is for the moment in which another takes its place."""
+    return folder / f".{tag}.old"
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether a folder is one of our checkpoints, damaged or not."""
+    if not (path / MANIFEST).is_file():
+        return False
+    try:
+        return (path / WHOLE).exists() or FORMAT in (path / MANIFEST).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return False
+
+
+def candidates(folder: Path) -> list[Path]:
+    """Folders that look like checkpoints, newest first; some may be damaged."""
+    found: list[tuple[float, str, Path]] = []
+    for path in folder.glob("*/" + MANIFEST) if folder.is_dir() else ():
+        tag = path.parent
+        hidden = re.fullmatch(r"\.(.*)\.old", tag.name)
+        if not is_checkpoint(tag):
+            continue
+        if tag.name.startswith(".") and not (hidden and not (folder / hidden[1]).exists()):
+            continue
+        try:
+            moment = float(read_manifest(tag)["time"])
+        except (CheckpointError, ValueError, TypeError, KeyError):
+            moment = path.stat().st_mtime
+        found.append((moment, tag.name, tag))
+    return [path for _, _, path in sorted(found, reverse=True)]
+
+
+def looks_whole(path: Path) -> bool:
+    """Whether the manifest is good and all files are there in their sizes; their content is not read."""
+    try:
+        checkpoint = Checkpoint(path)
+        for name, entry in checkpoint.manifest["files"].items():
+            if entry.get("host") is None and (path / name).stat().st_size != entry["bytes"]:
+                return False
+    except (CheckpointError, OSError):
+        return False
+    return True
+
+
+def advice(folder: Path, *, but: str = "") -> str:
+    """Which checkpoint to take in place of ``but``, if there is one."""
+    for path in candidates(folder):
+        if path.name != but and looks_whole(path):
+            return f'; {path.name!r} looks whole, and tag="auto" checks and takes the newest that is'
+    return ""
+
+
+def verified(path: Path) -> tuple[dict[str, Any], int]:
+    """The manifest of a checkpoint of which every byte that is here has been read, and how many those were.
+    Raises CheckpointError for damage.
+    """
+    checkpoint = Checkpoint(path)
+    try:
+        return checkpoint.manifest, checkpoint.verify()
+    finally:
+        checkpoint.close()
+
+
+def newest_whole(folder: Path) -> tuple[Path | None, list[str]]:
+    """The newest checkpoint whose every byte is good, and what is wrong with those that are newer."""
+    problems: list[str] = []
+    for path in candidates(folder):
+        try:
+            verified(path)
+            return path, problems
+        except CheckpointError as error:
+            problems.append(str(error))
+    return None, problems
+
+
+def find(folder: str | os.PathLike[str], tag: str | None = None) -> Path | None:
+    """The checkpoint that ``tag`` means: a name; None for what ``latest`` says; "auto" for the newest whole
+    one. None if there is none. Raises CheckpointError for one that ought to be there.
+    """
+    folder = Path(folder)
+    if tag == "auto":
+        path, problems = newest_whole(folder)
+        for problem in problems:
+            print(f"zlaunch: warning: {problem}", file=sys.stderr, flush=True)
+        return path
+    if tag is None:
+        try:
+            tag = (folder / LATEST).read_text(encoding="utf-8").strip()
+        except FileNotFoundError:
+            if (folder / MANIFEST).exists():
+                return folder
+            return None
+        except (OSError, UnicodeDecodeError) as error:
+            raise CheckpointError(f"{folder / LATEST}: cannot be read: {error}") from None
+    path = folder / tag
+    if tag and not path.exists() and put_aside(folder, tag).exists():
+        return put_aside(folder, tag)  # killed between putting the old one aside and the new one in its place
+    if not tag or not path.is_dir():
+        raise CheckpointError(f"{folder}: has no checkpoint {tag!r}{advice(folder)}")
+    return path

@@ -1,0 +1,1 @@
+"""Communicate between ranks: collectives, process groups, shared memory, and the watch for deadlocks."""

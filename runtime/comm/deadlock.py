@@ -1,0 +1,244 @@
+"""Finding out that ranks wait for each other for ever, and saying who waits for what.
+
+A rank that calls something collective which another rank does not call (``state_dict`` on rank 0 alone, a
+forward pass that was given up on one rank) would wait until a timeout of half an hour. A thread of each
+process looks at its main thread now and then. While that is blocked in a collective of the runtime, or of
+torch.distributed, the thread publishes in a store which one, and since when. A rank that sees another blocked
+in a different collective, each in need of the other, has the proof: both have been in those waits at one
+moment, and neither wait can end.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
+
+from ..errors import RankMismatchError
+
+PERIOD_S = 2.0
+"""Sets how often the thread looks; a wait shorter than that is never seen."""
+_GRACE_S = 10.0
+"""A main thread that cannot raise the verdict itself (it is inside a library) is ended after this time."""
+
+Key = tuple[int, str, int]
+"""A collective: number of the communicator, channel, and its number there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Blocked:
+    """Where a rank's main thread is blocked."""
+
+    wait: int
+    """Number of the wait in its process."""
+    key: Key | None
+    """None for a collective of torch.distributed that the script itself has called."""
+    what: str
+    where: str
+    started: Mapping[str, int] = field(default_factory=dict)
+    """Counts the collectives of a channel ("communicator/channel") that the rank has started."""
+    beat: int = 0
+    """Grows while the thread looks."""
+
+    def has_started(self, key: Key) -> bool:
+        return self.started.get(f"{key[0]}/{key[1]}", 0) > key[2]
+
+
+def in_vain(mine: Blocked, other: Blocked) -> bool:
+    """Decide whether the two ranks, blocked at one moment, keep each other from going on."""
+    if mine.key == other.key or (mine.key is None and other.key is None):
+        return False
+    needs_me = other.key is None or not mine.has_started(other.key)
+    needs_other = mine.key is None or not other.has_started(mine.key)
+    return needs_me and needs_other
+
+
+class Watch:
+    """The watch of this process. Without :meth:`start` it only takes notes."""
+
+    def __init__(self) -> None:
+        self.started: dict[str, int] = {}
+        self._now: tuple[int, Key, str] | None = None
+        self._count = 0
+        self._verdict: str | None = None
+        self._store: Any = None
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._rank, self._world_size = 0, 1
+        self._main: int | None = None
+
+    def next_key(self, comm: int, channel: str) -> Key:
+        """Number the next collective of a channel, which is started now."""
+        name = f"{comm}/{channel}"
+        number = self.started.get(name, 0)
+        self.started[name] = number + 1
+        return comm, channel, number
+
+    @contextmanager
+    def waiting(self, key: Key, what: str) -> Iterator[None]:
+        """The main thread waits for a collective inside this context."""
+        if threading.get_ident() != self._main:
+            yield
+            return
+        outer = self._now
+        self._count += 1
+        self._now = (self._count, key, what)
+        try:
+            yield
+        finally:
+            self._now = outer
+
+    def check(self) -> None:
+        """Raises RankMismatchError once it is known that this rank waits in vain."""
+        if self._verdict is not None:
+            raise RankMismatchError(self._verdict)
+
+    # -- the thread
+
+    def start(self, rank: int, world_size: int) -> None:
+        """Begin to look, once in a process. The store is the one that the ranks have met in."""
+        if self._thread is not None or world_size == 1:
+            return
+        self._rank, self._world_size, self._main = rank, world_size, threading.get_ident()
+        self._store = PrefixStore("zlaunch-watch", dist.distributed_c10d._get_default_store())
+        self._ended.clear()
+        self._thread = threading.Thread(target=self._look, name="zlaunch-watch", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread."""
+        self._ended.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(5 * PERIOD_S)
+        self._thread, self._store, self._verdict = None, None, None
+
+    def _look(self) -> None:
+        before: Blocked | None = None
+        others: dict[int, tuple[Blocked, int]] = {}
+        published = False
+        while not self._ended.wait(PERIOD_S):
+            try:
+                now = self._blocked(before)
+                if now is None or before is None or now.wait != before.wait:
+                    others.clear()
+                    before = now
+                    if published:
+                        self._publish(None)
+                        published = False
+                    continue
+                before = now
+                self._publish(now)
+                published = True
+                verdict = self._told(now) or self._judge(now, others)
+            except Exception:  # the store went with rank 0, or the process is ending: nothing left to watch
+                return
+            if verdict is not None:
+                self._end(now, verdict)
+                return
+
+    def _blocked(self, before: Blocked | None) -> Blocked | None:
+        """Where the main thread is, if that is a collective."""
+        beat = 0 if before is None else before.beat + 1
+        frame = sys._current_frames().get(self._main or 0)
+        note = self._now
+        if note is not None:
+            number, key, what = note
+            return Blocked(number, key, what, _place(frame), dict(self.started), beat)
+        name = _collective_of(frame)
+        if name is None or frame is None:
+            return None
+        wait = -(hash((id(frame), frame.f_lasti)) & 0x7FFFFFFF) - 1
+        return Blocked(wait, None, name, _place(frame), dict(self.started), beat)
+
+    def _publish(self, value: Blocked | None) -> None:
+        text = "" if value is None else json.dumps([getattr(value, n) for n in Blocked.__slots__])
+        self._store.set(f"blocked/{self._rank}", text)
+
+    def _told(self, mine: Blocked) -> str | None:
+        """Read what a rank that has found out first has left for this one, about this very wait."""
+        name = f"verdict/{self._rank}"
+        if not self._store.check([name]):
+            return None
+        wait, verdict = json.loads(self._store.get(name).decode())
+        return str(verdict) if wait == mine.wait else None
+
+    def _judge(self, mine: Blocked, others: dict[int, tuple[Blocked, int]]) -> str | None:
+        """Find a rank that this one keeps from going on, and that keeps this one; tell it, too."""
+        for rank in range(self._world_size):
+            name = f"blocked/{rank}"
+            if rank == self._rank or not self._store.check([name]):
+                continue
+            text = self._store.get(name).decode()
+            if not text:
+                others.pop(rank, None)
+                continue
+            wait, key, what, where, started, beat = json.loads(text)
+            other = Blocked(wait, tuple(key) if key else None, what, where, started, beat)
+            first = others.get(rank)
+            if first is None or first[0].wait != other.wait or not in_vain(mine, other):
+                others[rank] = (other, other.beat)
+            elif other.beat >= first[1] + 2:  # it was there after this rank had begun to look
+                verdict = (
+                    f"rank {self._rank} waits in vain: it {mine.what}{mine.where}, while rank {rank} "
+                    f"{other.what}{other.where}. All ranks must make the same calls: state_dict, evaluation "
+                    "and GatheredParameters at stage 3, save_checkpoint and load_checkpoint at every stage"
+                )
+                # Its own search ends in vain once this rank stops publishing.
+                self._store.set(f"verdict/{rank}", json.dumps([other.wait, verdict]))
+                return verdict
+        return None
+
+    def _end(self, mine: Blocked, verdict: str) -> None:
+        """Let the main thread raise the verdict, or end the process where it cannot."""
+        self._verdict = verdict
+        deadline = time.monotonic() + _GRACE_S
+        while time.monotonic() < deadline:
+            if self._ended.wait(0.2):
+                return
+            present = self._blocked(None)
+            if present is None or present.wait != mine.wait:
+                return
+        print(f"zlaunch: error: {self._verdict}", file=sys.stderr, flush=True)
+        os._exit(1)
+
+
+def _collective_of(frame: Any) -> str | None:
+    """The collective of torch.distributed over all ranks that a thread is in, by its innermost frame."""
+    if frame is None or not str(frame.f_globals.get("__name__", "")).endswith("distributed_c10d"):
+        return None
+    names = []
+    while frame is not None and str(frame.f_globals.get("__name__", "")).startswith("torch.distributed"):
+        group = frame.f_locals.get("group")
+        if group is not None and group is not dist.group.WORLD:
+            return None
+        names.append(frame.f_code.co_name)
+        frame = frame.f_back
+    public = [name for name in names if not name.startswith("_") and name != "wrapper"]
+    return f"calls torch.distributed.{public[-1]}" if public else None
+
+
+_LIBRARIES = ("torch.", "zlaunch.", "threading", "contextlib", "importlib", "selectors")
+_HERE = os.path.dirname(os.path.abspath(__file__))
+
+
+def _place(frame: Any) -> str:
+    """The script's own innermost line, in words."""
+    while frame is not None:
+        file = frame.f_code.co_filename
+        package = str(frame.f_globals.get("__name__", ""))
+        if not os.path.abspath(file).startswith(_HERE) and not package.startswith(_LIBRARIES):
+            return f" ({os.path.basename(file)}:{frame.f_lineno} in {frame.f_code.co_name})"
+        frame = frame.f_back
+    return ""
+
+
+watch = Watch()

@@ -1,0 +1,414 @@
+"""Collectives between the CPU ranks of one machine through memory that they all see.
+
+Over gloo every byte passes through the loopback interface: copied into the kernel, out of it, and by threads
+that compete with the computation for the cores. Here a rank reads the others' tensors where they are.
+
+Note [Protocol]. Tensors that others may read lie in an arena: anonymous files (memfd) whose descriptors the
+ranks pass to each other, so that nothing has a name that could be left behind. Two ranks are connected by a
+socket, over which only tokens travel. A collective is: tell the others where my part is (READY), read each
+other part once its token is there, and tell its owner (DONE). A rank's part may change again when all others
+are DONE. Work is done by whoever calls into this file: every call reads all parts that have become ready, of
+any collective, so that one rank seldom waits for another's next call. The sockets order memory accesses too:
+what was written before a token was sent is visible to who has received it.
+"""
+
+from __future__ import annotations
+
+import array
+import mmap
+import os
+import selectors
+import socket
+import struct
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from ..errors import RankMismatchError, ZlaunchError
+
+CHUNK_BYTES = 1 << 30
+"""The arena grows by this much address space at a time; only pages that are written take memory."""
+_PAGE = mmap.PAGESIZE
+_MESSAGE = struct.Struct("<cBQQQIQ")
+"""Kind, channel, sequence number, chunk, offset in bytes (for CHUNK: its size), label, elements."""
+_READY, _DONE, _CHUNK = b"R", b"D", b"C"
+_LOOK_S = 1.0
+"""How often a rank that waits asks whether it waits in vain."""
+
+
+Identity = tuple[int, int]
+"""What a collective is about: the number of a label; the elements of a rank's part, times 16, plus the bytes
+of one.
+"""
+
+
+class PeerLost(ZlaunchError):
+    """A rank of this machine has ended, or stopped taking part, while this one needs something of it."""
+
+
+class _Chunk:
+    """A part of an arena: one mapping of one file."""
+
+    def __init__(self, fd: int, nbytes: int) -> None:
+        self.memory = mmap.mmap(fd, nbytes)
+        self.nbytes, self.used = nbytes, 0
+
+    def tensor(self, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
+        return torch.frombuffer(self.memory, dtype=dtype, count=numel, offset=offset)
+
+    def forget(self, offset: int, nbytes: int) -> None:
+        """Take pages of another rank's out of this process: they stay where they are, and no longer count as
+        memory of this process too.
+        """
+        start, stop = offset // _PAGE * _PAGE, -(-(offset + nbytes) // _PAGE) * _PAGE
+        self.memory.madvise(mmap.MADV_DONTNEED, start, stop - start)
+
+
+class _Peer:
+    """The other end of one connection."""
+
+    def __init__(self, rank: int, connection: socket.socket) -> None:
+        self.rank, self.connection = rank, connection
+        self.chunks: dict[int, _Chunk] = {}
+        self.ready: dict[tuple[int, int], tuple[int, int]] = {}
+        """Where this peer's part of a collective (channel, sequence number) is: chunk and offset."""
+        self.identity: dict[tuple[int, int], Identity] = {}
+        """What this peer's part of a collective that is under way here is about."""
+        self.gone = False
+
+
+class Transfer:
+    """One collective under way on this rank."""
+
+    def __init__(
+        self,
+        shared: SharedMemory,
+        key: tuple[int, int],
+        peers: Sequence[_Peer],
+        read: Callable[[_Peer, int, int], None],
+        *,
+        exclusive: bool,
+        then: Callable[[], Transfer] | None = None,
+    ) -> None:
+        self._shared, self.key, self._read, self._then = shared, key, read, then
+        self._exclusive = exclusive
+        """Whether this rank's part may change once the transfer has been waited for."""
+        self.unread = list(peers)
+        """Peers whose part is still to be read, in the order in which it must be."""
+        self.readers = {peer.rank for peer in peers}
+        """Peers that may still read this rank's part."""
+        self._next: Transfer | None = None
+
+    def advance(self) -> None:
+        """Read what is ready."""
+        if not self.unread:
+            return
+        while self.unread:
+            peer = self.unread[0]
+            where = peer.ready.pop(self.key, None)
+            if where is None:
+                return
+            peer.identity.pop(self.key, None)
+            self._read(peer, *where)
+            self.unread.pop(0)
+            self._shared.tell(peer, _DONE, self.key)
+        if self._then is not None:
+            self._next = self._then()
+
+    def awaited(self) -> set[int]:
+        """Ranks whose part has not been announced. A rank may announce its part and end."""
+        return {peer.rank for peer in self.unread if self.key not in peer.ready}
+
+    def wait(self) -> None:
+        """Return when this rank's result is complete, and no other reads this one's part if that matters."""
+        self._shared.drive(self.awaited)
+        if self._next is not None:
+            self._next.wait()
+        elif self._exclusive:
+            self._shared.drive(lambda: self._shared.present(self.readers))
+
+
+class SharedMemory:
+    """The ranks of one machine, their arenas and the collectives under way between them.
+
+    All ranks must start the collectives of one channel in the same order.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        connections: dict[int, socket.socket],
+        timeout_s: float,
+        describe: Callable[[int, Identity], str],
+        check: Callable[[], None],
+    ) -> None:
+        """``describe(channel, identity)`` says what a collective is about; ``check`` is called now and then
+        while this rank waits, and may raise.
+        """
+        self._describe, self._check = describe, check
+        self.rank, self.world_size, self._timeout_s = rank, len(connections) + 1, timeout_s
+        self._peers = {other: _Peer(other, connections[other]) for other in sorted(connections)}
+        self._selector = selectors.DefaultSelector()
+        for peer in self._peers.values():
+            peer.connection.setblocking(False)
+            self._selector.register(peer.connection, selectors.EVENT_READ, peer)
+        self._chunks: list[_Chunk] = []
+        self._places: dict[int, tuple[int, int]] = {}
+        """Address of a tensor's storage in this rank's arena -> chunk and offset."""
+        self.started: dict[int, int] = {}
+        """How many collectives of a channel have been started."""
+        self._identities: dict[tuple[int, int], Identity] = {}
+        self._transfers: dict[tuple[int, int], Transfer] = {}
+
+    # -- memory
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A flat tensor that the other ranks can read. Its memory is given back when this object is."""
+        if numel == 0:
+            return torch.empty(0, dtype=dtype)
+        nbytes = -(-numel * dtype.itemsize // _PAGE) * _PAGE
+        if not self._chunks or self._chunks[-1].used + nbytes > self._chunks[-1].nbytes:
+            self._grow(max(CHUNK_BYTES, nbytes))
+        chunk = self._chunks[-1]
+        tensor = chunk.tensor(chunk.used, numel, dtype)
+        self._places[tensor.untyped_storage().data_ptr()] = len(self._chunks) - 1, chunk.used
+        chunk.used += nbytes
+        return tensor
+
+    def release(self, storage: torch.UntypedStorage) -> bool:
+        """Give the pages under a tensor from :meth:`empty` back to the system: it reads as zeros until it is
+        written again. False for other memory. No rank may be reading it.
+        """
+        place = self._places.get(storage.data_ptr())
+        if place is None:
+            return False
+        nbytes = -(-storage.nbytes() // _PAGE) * _PAGE
+        self._chunks[place[0]].memory.madvise(mmap.MADV_REMOVE, place[1], nbytes)
+        return True
+
+    def _grow(self, nbytes: int) -> None:
+        fd = os.memfd_create("zlaunch", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(fd, nbytes)
+            for peer in self._peers.values():
+                self.tell(peer, _CHUNK, (0, 0), len(self._chunks), nbytes, fd)
+            self._chunks.append(_Chunk(fd, nbytes))
+        finally:
+            os.close(fd)
+
+    def _place_of(self, tensor: Tensor) -> tuple[int, int]:
+        place = self._places.get(tensor.untyped_storage().data_ptr())
+        assert place is not None, "the tensor does not come from SharedMemory.empty"
+        return place[0], place[1] + int(tensor.storage_offset()) * tensor.itemsize
+
+    # -- collectives
+
+    def all_gather(self, channel: int, full: Tensor, source: Tensor, label: int = 0) -> Transfer:
+        """Start to fill the other ranks' slices of ``full`` (w * s elements) from their ``source`` (s
+        elements, shared, of any floating dtype). This rank's own slice is the caller's to fill; ``source``
+        must not change before :meth:`settle`.
+        """
+        return self._gather(self._key(channel), full, source, label, exclusive=False)
+
+    def _gather(
+        self, key: tuple[int, int], full: Tensor, source: Tensor, label: int, exclusive: bool
+    ) -> Transfer:
+        numel, dtype = source.numel(), source.dtype
+
+        def read(peer: _Peer, chunk: int, offset: int) -> None:
+            part = peer.chunks[chunk].tensor(offset, numel, dtype)
+            full[peer.rank * numel : (peer.rank + 1) * numel].copy_(part)
+            peer.chunks[chunk].forget(offset, part.nbytes)
+
+        return self._begin(key, source, read, (label, numel << 4 | dtype.itemsize), exclusive)
+
+    def reduce_scatter(self, channel: int, shard: Tensor, bucket: Tensor, label: int = 0) -> Transfer:
+        """Start to fill ``shard`` with this rank's slice of the sum over ranks of ``bucket`` (w * s, shared).
+
+        It may be this rank's slice of the bucket itself. The order of summation is fixed: this rank's part
+        first, then the others by rank.
+        """
+        return self._reduce(self._key(channel), shard, bucket, label)
+
+    def _reduce(
+        self,
+        key: tuple[int, int],
+        shard: Tensor,
+        bucket: Tensor,
+        label: int,
+        then: Callable[[], Transfer] | None = None,
+    ) -> Transfer:
+        numel, dtype, start = shard.numel(), bucket.dtype, self.rank * shard.numel()
+        own = bucket[start : start + numel]
+        in_place = own.data_ptr() == shard.data_ptr()
+        todo: list[Tensor] = [] if in_place else [own]
+        """This rank's own part, added together with the first of the others."""
+
+        def read(peer: _Peer, chunk: int, offset: int) -> None:
+            offset += start * dtype.itemsize
+            part = peer.chunks[chunk].tensor(offset, numel, dtype)
+            if not todo:
+                shard.add_(part)
+            elif shard.dtype == dtype:
+                torch.add(todo.pop(), part, out=shard)
+            else:
+                shard.copy_(todo.pop()).add_(part)
+            peer.chunks[chunk].forget(offset, part.nbytes)
+
+        return self._begin(key, bucket, read, (label, numel << 4 | dtype.itemsize), True, then)
+
+    def all_reduce(self, channel: int, tensor: Tensor, label: int = 0) -> Transfer:
+        """Start to sum ``tensor`` (w * s elements, shared) over the ranks, in place."""
+        numel = tensor.numel() // self.world_size
+        assert numel * self.world_size == tensor.numel()
+        own = tensor[self.rank * numel : (self.rank + 1) * numel]
+        key = self._key(channel)
+        second = (key[0] | 128, key[1])
+        return self._reduce(
+            key, own, tensor, label, lambda: self._gather(second, tensor, own, label, exclusive=True)
+        )
+
+    def _key(self, channel: int) -> tuple[int, int]:
+        number = self.started.get(channel, 0)
+        self.started[channel] = number + 1
+        return channel, number
+
+    def _begin(
+        self,
+        key: tuple[int, int],
+        source: Tensor,
+        read: Callable[[_Peer, int, int], None],
+        identity: Identity,
+        exclusive: bool,
+        then: Callable[[], Transfer] | None = None,
+    ) -> Transfer:
+        peers = list(self._peers.values())
+        transfer = Transfer(self, key, peers, read, exclusive=exclusive, then=then)
+        self._transfers[key] = transfer
+        self._identities[key] = identity
+        place = self._place_of(source)
+        for peer in self._peers.values():
+            self.tell(peer, _READY, key, *place, identity=identity)
+        for peer in self._peers.values():
+            self._compare(peer, key)
+        self.progress()
+        return transfer
+
+    def _compare(self, peer: _Peer, key: tuple[int, int]) -> None:
+        """Raises RankMismatchError if a peer's part of a collective is about something else."""
+        mine, other = self._identities.get(key), peer.identity.get(key)
+        if mine is not None and other is not None and mine != other:
+            raise RankMismatchError(
+                f"rank {peer.rank} {self._describe(key[0], other)}, while rank {self.rank} "
+                f"{self._describe(key[0], mine)}: all ranks must use the same parts of the model in the same "
+                "order, and call state_dict, evaluation and saving together"
+            )
+
+    # -- tokens
+
+    def tell(
+        self,
+        peer: _Peer,
+        kind: bytes,
+        key: tuple[int, int],
+        chunk: int = 0,
+        offset: int = 0,
+        fd: int = -1,
+        identity: Identity = (0, 0),
+    ) -> None:
+        """Send one message; one to a rank that has ended is dropped."""
+        message = _MESSAGE.pack(kind, *key, chunk, offset, *identity)
+        extra = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))] if fd >= 0 else []
+        while not peer.gone:
+            try:
+                peer.connection.sendmsg([message], extra)
+                return
+            except BlockingIOError:
+                # The peer's queue is full; it may be waiting for room in ours.
+                self._receive()
+                time.sleep(0.0005)
+            except OSError:
+                return  # it has ended; what it said before is still to be received
+
+    def _receive(self) -> None:
+        for peer in self._peers.values():
+            while not peer.gone:
+                try:
+                    message, extra, _, _ = peer.connection.recvmsg(_MESSAGE.size, socket.CMSG_SPACE(4))
+                except BlockingIOError:
+                    break
+                except ConnectionResetError:
+                    continue  # it ended with messages of ours unread; its own may still be here
+                except OSError:
+                    message = b""
+                if not message:
+                    peer.gone = True
+                    if peer.connection.fileno() >= 0:
+                        self._selector.unregister(peer.connection)
+                    break
+                kind, channel, number, chunk, offset, label, numel = _MESSAGE.unpack(message)
+                if kind == _READY:
+                    peer.ready[channel, number] = chunk, offset
+                    peer.identity[channel, number] = label, numel
+                    self._compare(peer, (channel, number))
+                elif kind == _DONE:
+                    self._transfers[channel, number].readers.discard(peer.rank)
+                else:
+                    (fd,) = struct.unpack("i", extra[0][2])
+                    peer.chunks[chunk] = _Chunk(fd, offset)
+                    os.close(fd)
+
+    def progress(self) -> None:
+        """Take note of what has arrived and read every part that is ready, without waiting."""
+        self._receive()
+        for transfer in list(self._transfers.values()):
+            transfer.advance()
+        finished = [key for key, t in self._transfers.items() if not t.unread and not t.readers]
+        for key in finished:
+            del self._transfers[key], self._identities[key]
+
+    def drive(self, missing: Callable[[], set[int]]) -> None:
+        """Progress until ``missing()`` names no rank. Raises PeerLost."""
+        self.progress()
+        deadline = time.monotonic() + self._timeout_s
+        while missing():
+            gone = [rank for rank in missing() if self._peers[rank].gone]
+            if gone:
+                raise PeerLost(f"rank {gone[0]} has ended, while rank {self.rank} needs its tensors")
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise PeerLost(
+                    f"rank {self.rank} has waited {self._timeout_s:.0f} s for rank {min(missing())}, which "
+                    "does not take part in the same gather or reduction"
+                )
+            self._check()
+            self._selector.select(min(left, _LOOK_S))
+            self.progress()
+
+    def present(self, ranks: set[int]) -> set[int]:
+        """Those of ``ranks`` that have not ended: who has ended reads nothing any more."""
+        return {rank for rank in ranks if not self._peers[rank].gone}
+
+    def settle(self) -> None:
+        """Return when every collective that was started is over for all ranks: sources may change.
+
+        All ranks must call it, or start the same collectives and wait for them.
+        """
+
+        def missing() -> set[int]:
+            found: set[int] = set()
+            for transfer in self._transfers.values():
+                found |= transfer.awaited()
+                found |= self.present(transfer.readers)
+            return found
+
+        self.drive(missing)
+
+    def close(self) -> None:
+        """Hang up. Tensors that are still in use keep their memory."""
+        self._selector.close()
+        for peer in self._peers.values():
+            peer.connection.close()
+            peer.gone = True

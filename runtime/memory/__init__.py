@@ -1,0 +1,1 @@
+"""Estimate the memory of a rank before anything is allocated."""

@@ -1,0 +1,316 @@
+"""The arithmetic of memory: what a rank will hold where, whether it fits, and what to change if not.
+
+Counted are parameters, gradients, optimizer state and the buffers of this runtime, from the sizes of blocks;
+not activations, which depend on the model's code. The same sums as in the paper on ZeRO (Rajbhandari et al.,
+2020, section 3.1), with this runtime's dtypes and units.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from ..offload.manager import OffloadOptions, Place
+
+GIB = 2**30
+_UNITS = ((GIB, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
+_BUCKETS = 3
+"""Of transient gradients: two being reduced, one being filled."""
+_ACCUMULATE_BYTES = 4
+_HINT = "Also: more GPUs for stages 1 to 3, or a smaller model"
+
+
+class MemoryPlanError(RuntimeError):
+    """The plan does not fit into this machine's memory; the text names what is short and what would fit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Amounts:
+    """Bytes of one rank. ``pinned`` is the page-locked part of ``host``."""
+
+    device: int = 0
+    host: int = 0
+    pinned: int = 0
+    disk: int = 0
+
+    def __add__(self, other: Amounts) -> Amounts:
+        return Amounts(
+            self.device + other.device,
+            self.host + other.host,
+            self.pinned + other.pinned,
+            self.disk + other.disk,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What decides the amounts; sizes in elements."""
+
+    stage: int
+    world_size: int
+    blocks: Sequence[int]
+    """Trainable elements of each block, the root block first."""
+    frozen: int
+    """Elements that no optimizer updates."""
+    dtype_bytes: int
+    """Of a parameter while it computes."""
+    states: int
+    """Tensors the optimizer keeps for each element."""
+    offload: OffloadOptions
+    trains: bool = True
+    accumulates: bool = False
+    """A step has several micro-batches."""
+    device_is_host: bool = False
+    snapshots: bool = False
+    """Checkpoints are written from a copy in host memory."""
+
+    @property
+    def trainable(self) -> int:
+        return sum(self.blocks)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Bytes of a rank by purpose."""
+
+    parameters: Amounts
+    gradients: Amounts
+    optimizer: Amounts
+    snapshot: Amounts = Amounts()
+
+    @property
+    def total(self) -> Amounts:
+        return self.parameters + self.gradients + self.optimizer + self.snapshot
+
+
+def plan(s: Setting) -> Plan:
+    """What a rank holds between and during steps, activations aside."""
+    shards = s.world_size if s.stage >= 1 else 1
+    own = -(-s.trainable // shards)
+    away = own if s.offload.optimizer is not Place.DEVICE else 0
+    away = round(away * s.offload.ratio) if s.trains else 0
+    here = (own if s.trains else 0) - away
+    return Plan(_parameters(s), _gradients(s, here, away), _optimizer(s, here, away), _snapshot(s, away))
+
+
+def peak(s: Setting, present: Amounts) -> Amounts:
+    """The most that a rank holds at one time, activations aside: between steps, or while ``initialize`` takes
+    over a model that takes ``present`` now.
+
+    It goes unit by unit: what is there shrinks as what is made grows, with one unit in two widths besides.
+    """
+    found = plan(s)
+    shards = s.world_size if s.stage >= 1 else 1
+    own = -(-s.trainable // shards) if s.trains else 0
+    away = round(own * s.offload.ratio) if s.offload.optimizer is not Place.DEVICE else 0
+    alias = s.dtype_bytes == _ACCUMULATE_BYTES and s.stage < 3
+    masters = 0 if alias else (own - away) * _ACCUMULATE_BYTES
+    made = found.parameters.device + masters
+    largest = max([*s.blocks, s.frozen if not s.trainable else 0], default=0)
+    start = max(present.device, made) + largest * (_ACCUMULATE_BYTES + s.dtype_bytes)
+    total = found.total
+    return replace(total, device=max(total.device, start), host=max(total.host, present.host))
+
+
+def _snapshot(s: Setting, away: int) -> Amounts:
+    """A copy of what a rank writes and that is not on disk: its part of masters and state."""
+    if not s.snapshots:
+        return Amounts()
+    written = -(-s.trainable // s.world_size)
+    if s.offload.optimizer is Place.DISK:
+        written = max(0, written - away)
+    frozen = -(-s.frozen // s.world_size) if s.offload.parameters is not Place.DISK else 0
+    nbytes = written * (1 + s.states) * _ACCUMULATE_BYTES + frozen * s.dtype_bytes
+    return _place(Place.HOST, nbytes, not s.device_is_host)
+
+
+def _place(place: Place, nbytes: int, pin: bool) -> Amounts:
+    if place is Place.DEVICE:
+        return Amounts(device=nbytes)
+    if place is Place.HOST:
+        return Amounts(host=nbytes, pinned=nbytes if pin else 0)
+    return Amounts(disk=nbytes)
+
+
+def _parameters(s: Setting) -> Amounts:
+    everything = s.trainable + s.frozen
+    if s.stage < 3:
+        return Amounts(device=everything * s.dtype_bytes)
+    root, rest = s.blocks[0] if s.blocks else 0, s.blocks[1:]
+    gathered = Amounts(device=(root + 2 * max(rest, default=0)) * s.dtype_bytes)
+    own_frozen = -(-s.frozen // s.world_size)
+    own = -(-s.trainable // s.world_size)
+    if s.trains and s.offload.parameters is s.offload.optimizer is Place.DEVICE:
+        own = 0  # the masters serve
+    elif s.trains and s.offload.parameters is s.offload.optimizer is Place.HOST and s.dtype_bytes == 4:
+        own = 0
+    at_rest = own + own_frozen
+    if s.offload.parameters is not Place.DISK:
+        return gathered + _place(s.offload.parameters, at_rest * s.dtype_bytes, s.offload.pin)
+    in_host = min(at_rest, s.offload.max_in_cpu_numel)
+    reading = 2 * max(rest, default=root) // s.world_size
+    return (
+        gathered
+        + _place(Place.HOST, (in_host + reading) * s.dtype_bytes, s.offload.pin)
+        + _place(Place.DISK, (at_rest - in_host) * s.dtype_bytes, False)
+    )
+
+
+def _gradients(s: Setting, here: int, away: int) -> Amounts:
+    if not s.trains:
+        return Amounts()
+    largest = max(s.blocks, default=0)
+    if s.stage < 2:
+        sums = Amounts(device=s.trainable * _ACCUMULATE_BYTES)
+    else:
+        sums = Amounts(device=_BUCKETS * largest * s.dtype_bytes + here * _ACCUMULATE_BYTES)
+    if s.offload.optimizer is Place.HOST:
+        landing = s.dtype_bytes + (_ACCUMULATE_BYTES if s.accumulates else 0)
+        sums += _place(Place.HOST, away * landing, s.offload.pin)
+    elif s.offload.optimizer is Place.DISK:
+        sums += Amounts(disk=away * _ACCUMULATE_BYTES)
+    return sums
+
+
+def _optimizer(s: Setting, here: int, away: int) -> Amounts:
+    alias = s.dtype_bytes == _ACCUMULATE_BYTES and s.stage < 3
+    kept = s.states + (0 if alias else 1)
+    result = Amounts(device=here * kept * _ACCUMULATE_BYTES)
+    nbytes = away * (s.states + 1) * _ACCUMULATE_BYTES
+    if s.offload.optimizer is Place.HOST:
+        masters = away * _ACCUMULATE_BYTES
+        return result + Amounts(host=nbytes, pinned=masters if s.offload.pin else 0)
+    if s.offload.optimizer is Place.DISK:
+        tile = min(s.offload.tile_numel, away) * (s.states + 3) * _ACCUMULATE_BYTES
+        ring = s.offload.buffer_count * tile
+        return result + Amounts(disk=nbytes) + _place(Place.HOST, ring, s.offload.pin)
+    return result
+
+
+# -- does it fit
+
+
+def shortages(s: Setting, free: Amounts, parameters_disk: int | None = None) -> list[str]:
+    """What is not enough, in words. ``free`` is what one rank may take; ``parameters_disk``, where the
+    parameters have a drive of their own, is what that has, and ``free.disk`` then is the optimizer's.
+    """
+    parts = plan(s)
+    need = parts.total
+    found = []
+    if s.device_is_host:
+        if need.device + need.host > free.host:
+            found.append(f"host memory ({_gib(need.device + need.host)} needed, {_gib(free.host)} free)")
+    else:
+        if need.device > free.device:
+            found.append(f"GPU memory ({_gib(need.device)} needed, {_gib(free.device)} free)")
+        if need.host > free.host:
+            found.append(f"host memory ({_gib(need.host)} needed, {_gib(free.host)} free)")
+    drives = [(need.disk, free.disk)]
+    if parameters_disk is not None:
+        values = parts.parameters.disk
+        drives = [(need.disk - values, free.disk), (values, parameters_disk)]
+    for needed, there in drives:
+        if needed > there and s.offload.disk:
+            found.append(f"disk ({_gib(needed)} needed, {_gib(there)} free)")
+    return found
+
+
+def alternatives(s: Setting) -> Iterator[tuple[str, Setting]]:
+    """Changes of the config in the order of what they cost, each with the setting it leads to."""
+    for stage in range(s.stage + 1, 4):
+        if s.world_size > 1:
+            yield f'"stage": {stage}', replace(s, stage=stage)
+    for stage in sorted({max(1, s.stage), 3}):
+        changed = f'"stage": {stage}, ' if stage != s.stage else ""
+        host = replace(s.offload, optimizer=Place.HOST)
+        if s.offload.optimizer is Place.DEVICE and not s.device_is_host:
+            text = f'{changed}"offload_optimizer": {{"device": "cpu"}}'
+            yield text, replace(s, stage=stage, offload=host)
+            if stage == 3:
+                both = replace(host, parameters=Place.HOST)
+                yield f'{text}, "offload_param": {{"device": "cpu"}}', replace(s, stage=3, offload=both)
+        nvme = f'{changed}"offload_optimizer": {{"device": "nvme", "nvme_path": "..."}}'
+        if s.offload.optimizer is not Place.DISK:
+            disk = replace(s.offload, optimizer=Place.DISK)
+            yield nvme, replace(s, stage=stage, offload=disk)
+        if stage == 3 and s.offload.parameters is not Place.DISK:
+            both = replace(s.offload, optimizer=Place.DISK, parameters=Place.DISK, max_in_cpu_numel=0)
+            text = f'{nvme}, "offload_param": {{"device": "nvme", "nvme_path": "...", "max_in_cpu": 0}}'
+            yield text, replace(s, stage=3, offload=both)
+
+
+def check(s: Setting, free: Amounts, parameters_disk: int | None = None) -> None:
+    """Raises MemoryPlanError, with the first alternative that fits, if the plan does not."""
+    missing = shortages(s, free, parameters_disk)
+    if not missing:
+        return
+    advice = f"Nothing in zero_optimization would make it fit. {_HINT}"
+    lean = replace(s, snapshots=False)
+    if s.snapshots and not shortages(lean, free, parameters_disk):
+        advice = 'This would fit: "checkpoint": {"asynchronous": false}.'
+    for change, setting in alternatives(s) if shortages(lean, free, parameters_disk) else ():
+        left = shortages(setting, replace(free, disk=free.disk or 1 << 62))
+        if not left:
+            need = plan(setting).total
+            on_disk = f" (a drive with {_gib(need.disk)} free for each rank)" if need.disk else ""
+            advice = f"This would fit: in zero_optimization, {change}{on_disk}. {_HINT}"
+            break
+    raise MemoryPlanError(f"the model does not fit: {' and '.join(missing)} for each rank. {advice}")
+
+
+def describe(s: Setting, free: Amounts, present: Amounts) -> list[str]:
+    """Say the plan in short lines, each in one unit. ``present`` is what the model takes before it is taken
+    over.
+    """
+    found = plan(s)
+    total, most = found.total, peak(s, present)
+    parts = (found.parameters.device, found.gradients.device, found.optimizer.device)
+    unit, shown, *each = _in_one_unit(total.device, *parts, most.device)
+    start = f", at the start {each[3]} {unit}" if each[3] != shown else ""
+    lines = [
+        f"{'' if s.device_is_host else 'GPU '}memory of a rank: {shown} {unit} (parameters {each[0]}, "
+        f"gradients {each[1]}, optimizer {each[2]}){start}"
+    ]
+    away = total.host - found.snapshot.host
+    if away or total.disk:
+        pinned = 0 if s.device_is_host else total.pinned - found.snapshot.pinned
+        unit, host, locked, start, disk = _in_one_unit(away, pinned, max(away, present.host), total.disk)
+        notes = [f"{locked} page-locked"] * (pinned > 0) + [f"at the start {start}"] * (start != host)
+        places = [f"{host} {unit} in host memory" + (f" ({', '.join(notes)})" if notes else "")]
+        lines.append(f"offloaded: {', '.join(places + [f'{disk} {unit} on disk'] * (total.disk > 0))}")
+    if found.snapshot.host:
+        lines.append(f"asynchronous checkpoints: {_gib(found.snapshot.host)} of host memory")
+    left = free.host - total.device - total.host if s.device_is_host else free.device - total.device
+    return [*lines, f"left for activations: {_gib(max(0, left))}"]
+
+
+def relief(*, stage: int, world_size: int, offloads: bool, micro_batch: int, checkpoints: bool) -> str:
+    """What to change when activations do not fit: first what costs no speed, then what does."""
+    steps = []
+    if stage < 3 and world_size > 1:
+        steps.append(f'"zero_optimization": {{"stage": {stage + 1}}}')
+    if not offloads:
+        steps.append('"offload_optimizer": {"device": "cpu"}')
+    if micro_batch > 1:
+        steps.append(
+            f'"train_micro_batch_size_per_gpu": {micro_batch // 2} (the same steps with twice the '
+            '"gradient_accumulation_steps")'
+        )
+    if not checkpoints:
+        steps.append('"activation_checkpointing": {"enabled": true}')
+    if not steps:
+        return "all that saves memory is in use: take more GPUs, shorter inputs or a smaller model"
+    return f"in the config, in this order: {', '.join(steps)}"
+
+
+def _in_one_unit(*amounts: int) -> list[str]:
+    """The unit that fits the largest, and all in it."""
+    power, unit = next((each for each in _UNITS if max(amounts) >= each[0]), _UNITS[-1])
+    tiny = 0.05 * power
+    return [unit, *("<0.1" if 0 < amount < tiny else f"{amount / power:.1f}" for amount in amounts)]
+
+
+def _gib(nbytes: int) -> str:
+    if nbytes >= GIB:
+        return f"{nbytes / GIB:.1f} GiB"
+    return f"{nbytes / 2**20:.0f} MiB" if nbytes >= 10 * 2**20 else f"{nbytes / 2**10:.0f} KiB"

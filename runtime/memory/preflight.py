@@ -1,0 +1,93 @@
+"""The plan of a rank's memory, said before anything is allocated, and the end of a run that cannot fit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from ..comm.collectives import Comm
+from ..environment import read_environment
+from ..log import say
+from ..offload.manager import OffloadOptions
+from ..precision.policy import Precision
+from ..zero import placeholder
+from ..zero.unit_policy import Block, ShardingOptions
+from .estimate import Amounts, MemoryPlanError, Setting, check, describe
+from .resources import available, other_drive_bytes
+
+
+def foresee(
+    blocks: Sequence[Block],
+    options: ShardingOptions,
+    offload: OffloadOptions,
+    optimizer: torch.optim.Optimizer | None,
+    precision: Precision,
+    comm: Comm,
+    accumulation: int,
+    *,
+    snapshots: bool,
+) -> Amounts:
+    """Print the plan on rank 0 and return what a rank may take. Raises MemoryPlanError on every rank if the
+    plan does not fit on one of them. Collective.
+    """
+    parameters = [parameter for block in blocks for _, parameter in block.parameters]
+    trainable = [
+        sum(placeholder.shape_of(p).numel() for _, p in block.parameters if p.requires_grad)
+        for block in blocks
+    ]
+    widest = max((p.dtype.itemsize for p in parameters), default=4)
+    stage = options.shard_optimizer + options.shard_grads + options.shard_params
+    setting = Setting(
+        stage=stage,
+        world_size=comm.world_size,
+        blocks=trainable,
+        frozen=sum(placeholder.shape_of(p).numel() for p in parameters) - sum(trainable),
+        dtype_bytes=precision.dtype.itemsize if precision.dtype is not None else widest,
+        states=offload.state_count,
+        offload=offload,
+        trains=optimizer is not None,
+        accumulates=accumulation > 1,
+        device_is_host=comm.device.type == "cpu",
+        snapshots=snapshots,
+    )
+    local = read_environment().local_world_size
+    free = available(comm.device, offload, local)
+    # the model's present values are given back as they are taken over
+    in_host, on_device = _present(parameters, comm)
+    free = replace(free, host=free.host + in_host, device=free.device + on_device)
+    if comm.rank == 0:
+        on_cpu = comm.device.type == "cpu"
+        present = Amounts(device=in_host if on_cpu else on_device, host=0 if on_cpu else in_host)
+        for line in describe(setting, free, present):
+            say(line)
+    problem = None
+    try:
+        check(setting, free, other_drive_bytes(offload, local))
+    except MemoryPlanError as error:
+        problem = str(error)
+    for rank, text in enumerate(comm.exchange(problem)):
+        if text is not None:
+            raise MemoryPlanError(f"rank {rank}: {text}")
+    return free
+
+
+def _present(parameters: Sequence[nn.Parameter], comm: Comm) -> tuple[int, int]:
+    """Bytes that the model holds now, in host memory and on the GPU; of parameters built in ``zero.Init``
+    that is this rank's slice.
+    """
+    in_host = on_device = 0
+    for parameter in parameters:
+        unit = placeholder.owner(parameter)
+        nbytes = placeholder.shape_of(parameter).numel() * parameter.dtype.itemsize
+        place = parameter.device.type
+        if unit is not None:
+            nbytes //= comm.world_size
+            place = unit.home.device.type if isinstance(unit.home, torch.Tensor) else "disk"
+        if place == "cuda":
+            on_device += nbytes
+        elif place == "cpu" and (comm.device.type == "cpu" or unit is not None):
+            in_host += nbytes
+    return in_host, on_device

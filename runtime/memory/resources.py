@@ -1,0 +1,98 @@
+"""How much memory and disk one rank may take."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import psutil
+import torch
+
+from ..offload.manager import OffloadOptions
+from .estimate import Amounts
+
+_CGROUPS = Path("/sys/fs/cgroup")
+
+PINNED_SHARE = 0.8
+"""Limits page-locked memory to a share of the free host memory: it is lost to everybody else."""
+
+
+def available(device: torch.device, offload: OffloadOptions, local_world_size: int) -> Amounts:
+    """Free bytes for one of ``local_world_size`` ranks on this machine.
+
+    ``disk`` is what the optimizer's drive has, or the parameters', 0 where no path is given.
+    """
+    free = 0
+    if device.type == "cuda":
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        free = torch.cuda.mem_get_info(device)[0] + kept
+    path = offload.optimizer_path or offload.parameters_path
+    return Amounts(
+        device=free,
+        host=host_bytes() // local_world_size,
+        disk=_free_on(path) // local_world_size if path else 0,
+    )
+
+
+def other_drive_bytes(offload: OffloadOptions, local_world_size: int) -> int | None:
+    """Free for the parameters where they have a drive of their own, else None."""
+    one, other = offload.optimizer_path, offload.parameters_path
+    if not one or not other or os.stat(_existing(one)).st_dev == os.stat(_existing(other)).st_dev:
+        return None
+    return _free_on(other) // local_world_size
+
+
+def _existing(path: str) -> Path:
+    folder = Path(os.path.expanduser(path)).absolute()
+    while not folder.exists():
+        folder = folder.parent
+    return folder
+
+
+def _free_on(path: str) -> int:
+    return shutil.disk_usage(_existing(path)).free
+
+
+def host_bytes() -> int:
+    """What the system, and every control group around this process, still have."""
+    free = int(psutil.virtual_memory().available)
+    for folder in _own_groups():
+        limit, used = _number(folder / "memory.max"), _number(folder / "memory.current")
+        if limit is not None and used is not None:
+            cached = _statistic(folder / "memory.stat", "inactive_file")
+            free = min(free, max(0, limit - used + cached))
+    return free
+
+
+def _own_groups() -> list[Path]:
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    paths = [line.split(":", 2)[2] for line in lines if line.startswith("0::")]
+    groups = []
+    for path in paths:
+        folder = _CGROUPS / path.lstrip("/")
+        while folder != _CGROUPS and folder.is_relative_to(_CGROUPS):
+            groups.append(folder)
+            folder = folder.parent
+    return groups
+
+
+def _number(path: Path) -> int | None:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _statistic(path: Path, name: str) -> int:
+    try:
+        for line in path.read_text().splitlines():
+            key, _, value = line.partition(" ")
+            if key == name:
+                return int(value)
+    except (OSError, ValueError):
+        pass
+    return 0

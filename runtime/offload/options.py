@@ -1,0 +1,56 @@
+"""From the config to where things rest."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..config import ConfigError, Effective
+from ..optim.update_rule import Rule
+from .manager import TILE_NUMEL, OffloadOptions, Place
+
+if TYPE_CHECKING:
+    from ..config.schema import Config
+
+
+def offload_options(config: Config, state_count: int) -> OffloadOptions:
+    """What the config asks for; ``state_count`` is how many tensors the optimizer keeps an element."""
+    zero, aio = config.zero_optimization, config.aio
+    optimizer, parameters = zero.offload_optimizer, zero.offload_param
+    sections = [part for part in (optimizer, parameters) if part is not None and part.device != "none"]
+    return OffloadOptions(
+        optimizer=Place(optimizer.device) if optimizer else Place.DEVICE,
+        parameters=Place(parameters.device) if parameters else Place.DEVICE,
+        optimizer_path=optimizer.nvme_path if optimizer else None,
+        parameters_path=parameters.nvme_path if parameters else None,
+        pin=all(section.pin_memory for section in sections),
+        ratio=float(optimizer.ratio) if optimizer else 1.0,
+        max_in_cpu_numel=int(parameters.max_in_cpu) if parameters else 0,
+        buffer_count=int(optimizer.buffer_count) if optimizer else 4,
+        tile_numel=min(int(zero.sub_group_size), TILE_NUMEL),
+        block_bytes=int(aio.block_size),
+        threads=max(int(aio.queue_depth), int(aio.intra_op_parallelism)),
+        state_count=state_count,
+    )
+
+
+def choose_offload(effective: Effective, optimizer: torch.optim.Optimizer | None) -> OffloadOptions:
+    """What the config asks for, for this optimizer. Raises ConfigError for one that cannot be offloaded."""
+    section = effective.config.zero_optimization.offload_optimizer
+    states = state_count(optimizer)
+    if optimizer is not None and section is not None and section.device == "nvme":
+        try:
+            states = Rule(optimizer).elementwise_states()
+        except ValueError as error:
+            raise ConfigError([f"{effective.loaded.origin}: {error}"]) from None
+    return offload_options(effective.config, states)
+
+
+def state_count(optimizer: torch.optim.Optimizer | None) -> int:
+    """Tensors that an optimizer keeps for each element: 2 where it is not known."""
+    if optimizer is None:
+        return 0
+    if isinstance(optimizer, torch.optim.SGD):
+        return int(any(group.get("momentum") for group in optimizer.param_groups))
+    return 2 + any(group.get("amsgrad", False) for group in optimizer.param_groups)

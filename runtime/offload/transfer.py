@@ -1,0 +1,164 @@
+"""Copies between a device and host memory, on streams of their own."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...cuda_ops.pinned import PinnedPool
+from ..comm.pending import DONE, Pending
+
+
+class HostLink:
+    """The way between one device and the host. A CPU backend's "device" is host memory too: copies are plain.
+
+    On a GPU, downloads and uploads have a stream each, so that both directions and the computation go on
+    at the same time.
+    """
+
+    def __init__(self, device: torch.device, *, pin: bool, budget_bytes: int | None = None) -> None:
+        self.device = device
+        self.pool = PinnedPool(pin=pin, budget_bytes=budget_bytes)
+        self.cuda = device.type == "cuda"
+        self._down = torch.cuda.Stream(device) if self.cuda else None  # type: ignore[no-untyped-call]
+        self._up = torch.cuda.Stream(device) if self.cuda else None  # type: ignore[no-untyped-call]
+        self._later: list[tuple[torch.cuda.Event, Tensor]] = []
+        self._lock = threading.Lock()
+        self._kept: dict[int, Tensor] = {}
+        """What ``empty`` has given out, by address."""
+
+    def take(self, nbytes: int) -> Tensor:
+        """A uint8 buffer of the pool, to be given back."""
+        self.reclaim()
+        return self.pool.take(nbytes)
+
+    def reclaim(self) -> None:
+        """Let the pool have the buffers that were given back and are no longer read."""
+        with self._lock:
+            busy = []
+            for event, buffer in self._later:
+                if event.query():  # type: ignore[no-untyped-call]
+                    self.pool.give_back(buffer)
+                else:
+                    busy.append((event, buffer))
+            self._later = busy
+
+    def give_back(self, buffer: Tensor) -> None:
+        """Return a buffer that the current stream may still be reading."""
+        event = self.mark()
+        if event is None:
+            self.pool.give_back(buffer)
+        else:
+            with self._lock:
+                self._later.append((event, buffer))
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Flat host memory that stays until it is released, content undefined."""
+        buffer = self.pool.take(numel * dtype.itemsize)
+        self._kept[buffer.data_ptr()] = buffer
+        return buffer[: numel * dtype.itemsize].view(dtype)
+
+    def release(self, tensor: Tensor) -> None:
+        """Take back what ``empty`` has given out; other tensors are left alone."""
+        buffer = self._kept.pop(tensor.data_ptr(), None)
+        if buffer is None:
+            return
+        if self.cuda:  # a copy may be under way; the host cannot know of the streams that wait for it
+            torch.cuda.synchronize(self.device)
+        self.pool.drop(buffer)
+
+    def close(self) -> None:
+        """Take everything back; nothing may be under way."""
+        if self.cuda:
+            torch.cuda.synchronize(self.device)
+        self._kept.clear()
+        self.pool.close()
+
+    def download(self, source: Tensor, target: Tensor) -> Pending:
+        """Start ``target`` (host) <- ``source`` (device), after what the current stream has queued.
+
+        ``wait`` blocks the host until the values are there. Both tensors must live until then.
+        """
+        if self._down is None:
+            target.copy_(source)
+            return DONE
+        self._down.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._down):
+            target.copy_(source, non_blocking=True)
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(self._down)
+        source.record_stream(self._down)
+        return HostEvent(event)
+
+    def after_downloads(self) -> None:
+        """Let what the current stream queues from now on come after the downloads; it may change
+        what they read.
+        """
+        if self._down is not None:
+            torch.cuda.current_stream(self.device).wait_stream(self._down)
+
+    def upload(self, source: Tensor, target: Tensor, *after: torch.cuda.Event | None) -> Pending:
+        """Start ``target`` (device) <- ``source`` (host), not before any of ``after``.
+
+        ``wait`` makes the current stream wait for it. ``source`` must not change until then; ``settled`` of
+        the result blocks the host.
+        """
+        if self._up is None:
+            target.copy_(source)
+            return DONE
+        for event in after:
+            if event is not None:
+                self._up.wait_event(event)
+        with torch.cuda.stream(self._up):
+            target.copy_(source, non_blocking=True)
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(self._up)
+        return StreamEvent(event)
+
+    def behind_uploads(self) -> AbstractContextManager[Any]:
+        """Make the uploads' stream the current one: what is queued inside comes after them."""
+        return nullcontext() if self._up is None else torch.cuda.stream(self._up)
+
+    def mark(self) -> torch.cuda.Event | None:
+        """A mark behind everything that the current stream has queued; None on a CPU."""
+        if not self.cuda:
+            return None
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+
+class HostEvent:
+    """Values on their way to the host."""
+
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self.event = event
+
+    def wait(self) -> None:
+        self.event.synchronize()
+
+
+class StreamEvent(HostEvent):
+    """Values on their way to the device: a stream waits, the host does not."""
+
+    def wait(self) -> None:
+        torch.cuda.current_stream().wait_event(self.event)
+
+    def settled(self) -> None:
+        """Block the host until the copy has ended."""
+        self.event.synchronize()
+
+
+def end_of(pending: Pending) -> torch.cuda.Event | None:
+    """Return the event behind a copy to the host, for a stream to wait for; None if there is nothing."""
+    return pending.event if isinstance(pending, HostEvent) else None
+
+
+def settled(pending: Pending | None) -> None:
+    """Block the host until an upload has ended."""
+    if isinstance(pending, StreamEvent):
+        pending.settled()

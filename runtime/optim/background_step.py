@@ -1,0 +1,140 @@
+"""The part of an optimizer step that happens away from the device, at once or in the background."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from itertools import chain
+
+import torch
+
+from ..comm.collectives import Comm
+from ..comm.pending import Pending
+from ..offload.manager import Offload, Place
+from ..offload.transfer import settled
+from ..zero.unit import Unit
+from .offloaded_step import Stepped, step_in_host, step_on_disk
+from .slices import Run
+from .update_rule import Rule
+
+
+class Away:
+    """Steps the units whose state is in host memory or on disk.
+
+    With ``background``, :meth:`start` returns at once: a thread goes through the units in order while the
+    device begins the next forward pass, which waits for each unit as it gets there. Not so where whole
+    parameters have to be gathered from the ranks that updated them (stages 1 and 2, several ranks): a gather
+    that starts when a rank first touches a parameter could meet another collective of that rank.
+    """
+
+    def __init__(self, offload: Offload, units: Sequence[Unit], comm: Comm, background: bool) -> None:
+        """``units`` may come to hold others."""
+        self._offload, self._comm, self._all_units = offload, comm, units
+        gathers = any(not unit.shard_params and unit.stop - unit.start < unit.numel for unit in self._units)
+        self._background = background and not gathers
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._told = False
+        self._arrivals: list[_Arrival] = []
+
+    @property
+    def _units(self) -> list[Unit]:
+        return [unit for unit in self._all_units if unit.state_place is not Place.DEVICE]
+
+    def brings(self, unit: Unit) -> bool:
+        """Whether the new values of ``unit`` come without a refresh by the caller."""
+        return self._background and unit.state_place is not Place.DEVICE
+
+    def start(self, rule: Rule, runs: Sequence[Run]) -> None:
+        """Do the step, or begin it. Raises DiskError if it was done at once."""
+        after = self._offload.link.mark()
+        stepped = chain(
+            step_in_host(self._offload, rule, runs, rule.optimizer.state, after),
+            step_on_disk(self._offload, rule, runs, after),
+        )
+        arrivals = {id(unit): _Arrival() for unit in self._units}
+        self._arrivals = list(arrivals.values())
+        if not self._background:
+            self._run(rule, stepped, arrivals)
+            self.check()
+            for arrival in self._arrivals:
+                arrival.wait()
+            return
+        for unit in self._units:
+            arrival = arrivals[id(unit)]
+            if unit.gradient_home is not None:
+                unit.gradient_home.reader = arrival
+            if unit.shard_params:
+                unit.updated = arrival
+            else:
+                unit.await_update(arrival)
+        self._thread = threading.Thread(
+            target=self._run, args=(rule, stepped, arrivals), name="zlaunch-step", daemon=True
+        )
+        self._thread.start()
+
+    def _run(self, rule: Rule, stepped: Stepped, arrivals: dict[int, _Arrival]) -> None:
+        try:
+            if self._comm.device.type == "cuda":
+                torch.cuda.set_device(self._comm.device)
+            with torch.no_grad():
+                for unit, uploads in stepped:
+                    arrivals[id(unit)].come(uploads)
+            rule.end()
+        except BaseException as error:
+            self._error = error
+        for arrival in arrivals.values():
+            arrival.come([], self._error)
+
+    def check(self) -> None:
+        """Raises what ended a step early."""
+        if self._error is not None:
+            self._told = True
+            raise self._error
+
+    def finish(self) -> None:
+        """No step will follow. Raises what ended the last one early, if nobody has been told."""
+        if self._told:
+            return
+        self.wait()
+
+    def wait(self) -> None:
+        """Return when the step has ended, uploads included. Raises what ended it early."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        self.check()
+        for arrival in self._arrivals:
+            arrival.settle()
+        self._arrivals.clear()
+
+
+class _Arrival:
+    """New values of one unit, on their way."""
+
+    def __init__(self) -> None:
+        self._event = threading.Event()
+        self._uploads: Sequence[Pending] = ()
+        self._error: BaseException | None = None
+
+    @property
+    def ready(self) -> bool:
+        """Whether ``wait`` would not keep the host waiting."""
+        return self._event.is_set()
+
+    def come(self, uploads: Sequence[Pending], error: BaseException | None = None) -> None:
+        if not self._event.is_set():
+            self._uploads, self._error = uploads, error
+            self._event.set()
+
+    def wait(self) -> None:
+        self._event.wait()
+        if self._error is not None:
+            raise self._error
+        for upload in self._uploads:
+            upload.wait()
+
+    def settle(self) -> None:
+        """Block the host until the device has the values."""
+        for upload in self._uploads:
+            settled(upload)

@@ -1,0 +1,76 @@
+"""Optimizers and schedulers from the config's ``type`` and ``params``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from .lion import Lion
+from .lr_schedules import SCHEDULES
+
+_IGNORED = {
+    "torch_adam",
+    "adam_w_mode",
+    "bias_correction",
+    "fp32_optimizer_states",
+    "legacy_fusion",
+    "freeze_step",
+    "set_grad_none",
+    "capturable",
+}
+"""Choices among DeepSpeed's implementations; here there is one. The values that would change results are
+refused.
+"""
+
+
+def build_optimizer(
+    kind: str, params: Mapping[str, Any], groups: list[dict[str, Any]]
+) -> torch.optim.Optimizer:
+    """A torch optimizer over ``groups``.
+
+    As in DeepSpeed, "Adam" means decoupled weight decay (AdamW) unless ``adam_w_mode`` is false. Raises
+    ValueError for an unknown type or arguments that it does not take.
+    """
+    name = kind.lower()
+    arguments = {key: value for key, value in params.items() if key not in _IGNORED}
+    if "betas" in arguments:
+        arguments["betas"] = tuple(arguments["betas"])
+    if params.get("bias_correction", True) is False:
+        raise ValueError("optimizer.params.bias_correction: false is not supported")
+    if name in ("adam", "adamw"):
+        decoupled = name == "adamw" or params.get("adam_w_mode", True)
+        maker: Any = torch.optim.AdamW if decoupled else torch.optim.Adam
+        # DeepSpeed's default for both is no decay; torch's AdamW has 0.01.
+        arguments.setdefault("weight_decay", 0.0)
+    elif name == "sgd":
+        maker = torch.optim.SGD
+    elif name == "lion":
+        maker = Lion
+    else:
+        maker = getattr(torch.optim, kind, None)
+        if not (isinstance(maker, type) and issubclass(maker, torch.optim.Optimizer)):
+            raise ValueError(
+                f"optimizer.type: {kind!r} is not known; try AdamW, Adam, SGD or a name from torch.optim"
+            )
+    try:
+        return maker(groups, **arguments)  # type: ignore[no-any-return]
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"optimizer.params: {kind} does not accept them: {error}") from None
+
+
+def build_scheduler(kind: str, params: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> Any:
+    """A learning-rate scheduler of ours or of torch by name. Raises ValueError as :func:`build_optimizer`
+    does.
+    """
+    maker: Any = SCHEDULES.get(kind) or getattr(torch.optim.lr_scheduler, kind, None)
+    if maker is None:
+        known = ", ".join(SCHEDULES)
+        raise ValueError(
+            f"scheduler.type: {kind!r} is not known; expected {known} or one of torch.optim.lr_scheduler"
+        )
+    try:
+        return maker(optimizer, **params)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"scheduler.params: {kind} does not accept them: {error}") from None

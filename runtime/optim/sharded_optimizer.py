@@ -1,0 +1,330 @@
+"""One optimizer step over the flat shards of all units."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from itertools import islice
+
+import torch
+from torch import Tensor
+
+from ...cuda_ops.arguments import Scalar
+from ...cuda_ops.norm import prepare_step
+from .. import preemption
+from ..comm.collectives import Comm
+from ..offload.host_gradient import squares_of_parts
+from ..offload.manager import Offload, Place
+from ..precision.step_result import StepResult
+from ..zero.reduce import GradientReducer
+from ..zero.unit import Unit
+from .background_step import Away
+from .initial_state import give_initial_state, take_initial_state
+from .optimizer_handle import Inner, run_hooks
+from .slices import Label, Run, make_runs, separate_unused, split_runs
+from .update_rule import Rule, Update, step_once
+
+
+class ShardStep:
+    """Steps this rank's shards by the rule of a torch optimizer over the model's parameters.
+
+    That optimizer stays the caller's (schedulers keep working, ``param_groups`` stay live); an inner one of
+    the same class, :attr:`optimizer`, has the shards in its groups.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        units: Sequence[Unit],
+        reducer: GradientReducer,
+        comm: Comm,
+        *,
+        sharded: bool,
+        whole: bool = False,
+        offload: Offload | None = None,
+        background: bool = False,
+        on_device: bool = False,
+    ) -> None:
+        """``whole``: the optimizer gets whole tensors, which this rank must have. ``background``: what is
+        offloaded is updated while the caller goes on. ``on_device``: decisions are
+        made there where that is possible, so that the host never waits for it.
+        """
+        self._initial = take_initial_state(optimizer)
+        self._inner = Inner(optimizer)
+        self.optimizer = self._inner.optimizer
+        self.units = list(units)
+        self._reducer, self._comm, self._sharded, self._whole = reducer, comm, sharded, whole
+        self._runs: list[Run] = []
+        self._take_units(units)
+        self._fused = self._choose_fused()
+        self._rule = Rule(self.optimizer)
+        self._written: set[int] = set()
+        """Units whose values beside the master the last step has written already."""
+        self._away = Away(offload, self.units, comm, background) if offload is not None else None
+        self._on_device = on_device
+        self.decides_on_device = on_device and self._fused and self._away is None
+
+    @property
+    def outer(self) -> torch.optim.Optimizer:
+        """The optimizer that the script holds."""
+        return self._inner.outer
+
+    def _take_units(self, units: Sequence[Unit]) -> None:
+        """Make the runs of units and put them into the optimizer's groups."""
+        made = make_runs(units, self._whole)
+        self._runs += made
+        for index, group in enumerate(self.optimizer.param_groups):
+            group["params"] += [run.leaf for run in made if run.group == index and run.leaf is not None]
+        give_initial_state(self.optimizer, self._initial, made)
+
+    def set_units(self, units: Sequence[Unit]) -> None:
+        """Step these units from now on: those that stay keep their state, those that are new begin. Those
+        that are gone had no state. Further param groups are taken from the outer optimizer.
+        """
+        self.wait()
+        further = self.outer.param_groups[len(self.optimizer.param_groups) :]
+        self._inner.add_groups(further)
+        self._initial += [self._initial[0] if self._initial else {} for _ in further]
+        new = [unit for unit in units if all(unit is not old for old in self.units)]
+        gone = [old for old in self.units if all(old is not unit for unit in units)]
+        self._runs = [run for run in self._runs if all(run.unit is not unit for unit in gone)]
+        self.units[:] = units
+        self._take_units(new)
+        self._fused = self._choose_fused()
+        self.decides_on_device = self._on_device and self._fused and self._away is None
+
+    def take_hyperparameters(self) -> None:
+        """Let the inner optimizer have what the script has set in the groups."""
+        self._inner.take()
+
+    def show_hyperparameters(self) -> None:
+        """Let the script see what a load has set in the groups."""
+        self._inner.give()
+
+    def _choose_fused(self) -> bool:
+        """Use torch's one-pass kernels where the caller did not choose an implementation himself."""
+        floats = all(torch.promote_types(unit.dtype, torch.float32) == torch.float32 for unit in self.units)
+        if type(self.optimizer) not in (torch.optim.Adam, torch.optim.AdamW) or not floats:
+            return False
+        for group in self.optimizer.param_groups:
+            chosen = group.get("fused") is not None or group.get("foreach") is not None
+            if not chosen and not group.get("differentiable") and not group.get("capturable"):
+                group["fused"] = True
+        fused = all(group.get("fused") for group in self.optimizer.param_groups)
+        self.optimizer._step_supports_amp_scaling = fused  # type: ignore[attr-defined]
+        if not fused:
+            self.optimizer.grad_scale = self.optimizer.found_inf = None  # type: ignore[attr-defined]
+        return fused
+
+    @property
+    def runs(self) -> Sequence[Run]:
+        """The pieces of this rank's shards that the optimizer sees; :meth:`wait` before their values are
+        read.
+        """
+        return self._runs
+
+    def split(self, label: Callable[[Unit, int], Label]) -> list[tuple[Run, Label]]:
+        """Cut the runs so that the parameters of each have one label; all runs with theirs."""
+        labelled = split_runs(self._runs, label, self.optimizer)
+        self._runs = [run for run, _ in labelled]
+        return labelled
+
+    def step(self, *, divisor: Scalar, clip: float, check_finite: bool) -> StepResult:
+        """Average, unscale, clip and apply the gradients, unless they are not finite.
+
+        ``divisor`` is what the summed gradients have to be divided by (ranks x micro-batches x loss scale);
+        ``clip`` is the largest norm allowed, 0 for any; with ``check_finite`` a step with inf or NaN is
+        skipped on every rank. Afterwards every unit that stays FULL is on its way to its new values.
+        """
+        self.wait()
+        for unit in self.units:
+            if not unit.shard_params:
+                # nothing touched it since the last step, whose values may still be arriving
+                unit.ensure_full()
+                unit.writes.bring()
+        self._inner.take()
+        mine = self._reducer.used()
+        agreed = self._agree(mine)
+        if self.decides_on_device and all(mine):
+            result = self._step_on_device(agreed, divisor, clip, check_finite)
+        else:
+            result = self._step_by_host(agreed, float(divisor), clip, check_finite)
+        self._reducer.clear()
+        return result
+
+    def _step_by_host(self, agreed: Tensor, divisor: float, clip: float, check_finite: bool) -> StepResult:
+        facts, marks = self._apart(agreed)
+        if self._comm.world_size > 1 and bool(self._comm.order.differs(marks)):
+            self._comm.raise_order()
+        self._comm.order.forget()
+        square, stop, *counts = facts.tolist()
+        norm = math.sqrt(square) / divisor if square >= 0 else math.nan
+        skipped = check_finite and not math.isfinite(norm)
+        if not skipped:
+            coefficient = 1.0
+            if clip > 0 and norm > clip:
+                coefficient = clip / (norm + 1e-6)
+            self._comm.settle()
+            # a norm of infinity clips everything finite to nothing and leaves NaN, as torch's clipping does
+            self._rule.begin(divisor / coefficient if coefficient else math.inf)
+            self._apply([count > 0 for count in counts])
+        return StepResult(norm, skipped, stop)
+
+    def _step_on_device(self, agreed: Tensor, divisor: Scalar, clip: float, check_finite: bool) -> StepResult:
+        """Do the same without a number that the host has to see: every parameter has a gradient.
+
+        Where the ranks have used the model in different orders, nothing is changed, and the result says so.
+        """
+        facts, marks = self._apart(agreed)
+        norm, multiplier, found_inf = prepare_step(facts[0], divisor=divisor, clip=clip)
+        differs = self._comm.order.differs(marks).to(found_inf.dtype)
+        skip = torch.maximum(found_inf, differs) if check_finite else differs
+        self._comm.settle()
+        guarded = check_finite or self._comm.world_size > 1
+        self._rule.begin(1.0 / multiplier, skip if guarded else None)
+        self._apply([True] * (facts.numel() - 2))
+        return StepResult(norm, skip, facts[1], differs)
+
+    def _apart(self, agreed: Tensor) -> tuple[Tensor, Tensor]:
+        """The sums of facts, and those of the order marks behind them."""
+        at = agreed.numel() - len(self._comm.order.marks())
+        return agreed[:at], agreed[at:]
+
+    def check(self) -> None:
+        """Raises what ended a step half-way: the values are of two steps then, and nothing may go on."""
+        if self._away is not None:
+            self._away.check()
+
+    def finish(self) -> None:
+        """No step will follow. Raises what ended the last one early, if nobody has been told."""
+        if self._away is not None:
+            self._away.finish()
+
+    def wait(self) -> None:
+        """Return when the last step has ended everywhere. Raises what ended it early, a DiskError for one."""
+        if self._away is not None:
+            self._away.wait()
+
+    def _agree(self, used: list[bool]) -> Tensor:
+        """The sum of squares of all gradients, how many ranks want to stop, for each parameter how many had a
+        gradient, and the marks of the order of collectives: one all-reduce, float64 on the device.
+        """
+        device = self._comm.device
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        if squares := self._squares():
+            total = torch.stack(squares).sum()
+        if not self._sharded:
+            total = total / self._comm.world_size  # every rank holds all of it
+        flags = [float(preemption.asked()), *map(float, used), *self._comm.order.marks()]
+        mine = _to_device(torch.tensor(flags, dtype=torch.float64), device)
+        return self._comm.all_reduce_scalars(torch.cat([total.reshape(1), mine]))
+
+    def _squares(self) -> list[Tensor]:
+        """Of every cut of every unit, in order: the sum is the same wherever the gradients are."""
+        here = [(u, u.grad) for u in self.units if u.gradient_home is None and u.grad is not None]
+        found = iter(squares_of_parts([grad[start:stop] for u, grad in here for start, stop in u.cuts]))
+        squares: list[Tensor] = []
+        for unit in self.units:
+            if unit.gradient_home is not None:
+                if unit.gradient_home.delivered:
+                    squares += unit.gradient_home.squares()
+            elif unit.grad is not None:
+                squares += islice(found, len(unit.cuts))
+        return _all_on(squares, self._comm.device)
+
+    def _apply(self, used: list[bool]) -> None:
+        run_hooks(self.outer, before=True)
+        self._runs = separate_unused(self._runs, self.units, used, self.optimizer)
+        self._apply_here(self._rule.divisor, self._rule.found_inf)
+        if self._away is not None:
+            self._away.start(self._rule, self._runs)
+        self.outer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers look for it
+        stay = [unit for unit in self.units if not unit.shard_params]
+        for unit in self.units:
+            unit.send_home()
+        for unit in stay:
+            if self._away is None or not self._away.brings(unit):
+                unit.start_refresh(written=id(unit) in self._written)
+        if self._comm.settle():
+            for unit in stay:
+                if self._away is None or not self._away.brings(unit):
+                    unit.ensure_full()
+        for unit in self.units:
+            unit.stepped()
+        self._inner.give()
+        run_hooks(self.outer, before=False)
+
+    def _apply_here(self, divisor: Scalar, found_inf: Tensor | None) -> None:
+        """Update what is on the device: in one pass with the copy in 16 bits where there is such a kernel,
+        the rest by the optimizer's own step.
+        """
+        rest: list[Tensor] = []
+        in_one_pass: list[Update] = []
+        missed: set[int] = set()
+        self._written.clear()
+        for run in self._runs:
+            if run.unit.state_place is not Place.DEVICE or not run.used or run.unit.grad is None:
+                continue
+            assert run.leaf is not None
+            grad = run.unit.grad[run.start : run.stop].view(run.leaf.shape)
+            out = run.unit.values_beside_master
+            if out is not None and self._rule.has_kernel(run.group, run.leaf, out):
+                in_one_pass.append(Update(run.group, run.leaf, grad, out[run.start : run.stop]))
+                self._written.add(id(run.unit))
+            else:
+                missed.add(id(run.unit))
+                run.leaf.grad = grad
+                rest.append(run.leaf)
+        self._written -= missed
+        self._rule.apply(in_one_pass, self.optimizer.state)
+        if not rest:
+            return
+        if self._fused:
+            device = self._comm.device
+            skip = torch.zeros((), dtype=torch.float32, device=device) if found_inf is None else found_inf
+            self.optimizer.grad_scale = _filled(divisor, device)  # type: ignore[attr-defined]
+            self.optimizer.found_inf = skip  # type: ignore[attr-defined]
+        elif isinstance(divisor, Tensor) or divisor != 1.0:
+            torch._foreach_mul_([leaf.grad for leaf in rest if leaf.grad is not None], 1.0 / divisor)
+        step_once(self.optimizer)
+        for leaf in rest:
+            leaf.grad = None
+
+    def nonfinite_names(self) -> list[str]:
+        """Parameters with inf or NaN in this rank's shard of the gradients."""
+        names: list[str] = []
+        for unit in self.units:
+            if unit.gradient_home is not None:  # as closely as is known where it rests
+                squares = unit.gradient_home.squares() if unit.gradient_home.delivered else []
+                bad = [cut for cut, square in zip(unit.cuts, squares, strict=False) if not square.isfinite()]
+                for low, high in bad:
+                    slots = unit.layout.overlaps(unit.start + low, unit.start + high)
+                    names += [unit.names[index] for index, _, _ in slots]
+                continue
+            if unit.grad is None:
+                continue
+            for index, first, last in unit.layout.overlaps(unit.start, unit.stop):
+                if not bool(torch.isfinite(unit.grad[first - unit.start : last - unit.start]).all()):
+                    names.append(unit.names[index])
+        return names
+
+
+def _filled(value: Scalar, device: torch.device) -> Tensor:
+    """A 0-dim fp32 tensor on the device, without a copy that the host waits for."""
+    if isinstance(value, Tensor):
+        return value.to(device, torch.float32)
+    return torch.full((), value, dtype=torch.float32, device=device)
+
+
+def _all_on(numbers: list[Tensor], device: torch.device) -> list[Tensor]:
+    """Return 0-dim tensors on the device, in their order: those of the host go there in one copy."""
+    away = [number for number in numbers if number.device.type != device.type]
+    if not away:
+        return numbers
+    moved = iter(_to_device(torch.stack(away), device).unbind())
+    return [number if number.device.type == device.type else next(moved) for number in numbers]
+
+
+def _to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """A small tensor's copy that the host does not wait for."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

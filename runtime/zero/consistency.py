@@ -1,0 +1,55 @@
+"""The check at start that all ranks are about to train the same model with the same config."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+from torch import nn
+
+from ..comm.collectives import Comm
+from ..errors import RankMismatchError
+from . import placeholder
+
+Signature = tuple[str, tuple[int, ...], str, bool]
+
+
+def check_agreement(model: nn.Module, config_digest: str, comm: Comm) -> None:
+    """Raise RankMismatchError, on every rank alike, naming the first rank and parameter that differ from rank
+    0's.
+    """
+    mine = [
+        (n, tuple(placeholder.shape_of(p)), str(p.dtype), p.requires_grad)
+        for n, p in model.named_parameters()
+    ]
+    digest = hashlib.sha256(repr(mine).encode()).hexdigest()
+    summaries = comm.exchange((digest, config_digest))
+    if all(summary == summaries[0] for summary in summaries):
+        return
+    everyone = comm.exchange((mine, config_digest))
+    reference, reference_config = everyone[0]
+    for rank, (other, config) in enumerate(everyone):
+        if config != reference_config:
+            raise RankMismatchError(
+                f"rank {rank} has another config than rank 0: give every rank the same file"
+            )
+        difference = first_difference(reference, other)
+        if difference:
+            raise RankMismatchError(f"rank {rank} has another model than rank 0: {difference}")
+
+
+def first_difference(reference: Sequence[Signature], other: Sequence[Signature]) -> str | None:
+    """What differs first between two lists of parameters, in words; None if they are equal."""
+    for (name, shape, dtype, grad), (name2, shape2, dtype2, grad2) in zip(reference, other, strict=False):
+        if name != name2:
+            return f"where rank 0 has parameter {name}, it has {name2}"
+        if shape != shape2:
+            return f"parameter {name} has shape {list(shape2)}, on rank 0 {list(shape)}"
+        if dtype != dtype2:
+            return f"parameter {name} is {dtype2}, on rank 0 {dtype}"
+        if grad != grad2:
+            return f"parameter {name} is {'trainable' if grad2 else 'frozen'}, on rank 0 the opposite"
+    if len(reference) != len(other):
+        longer, who = (other, "only it") if len(other) > len(reference) else (reference, "only rank 0")
+        return f"{who} has parameter {longer[min(len(reference), len(other))][0]}"
+    return None

@@ -1,0 +1,409 @@
+"""The hooks that make a plain module a sharded one, and everything that happens between them."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..comm.collectives import Comm
+from ..offload.disk import DiskError
+from . import placeholder
+from .adopt import abandon, detach
+from .inert_hook import Hook
+from .output_tensors import arm, tensors_in
+from .passes import Pass
+from .prefetch import OrderHint, Prefetch
+from .reduce import GradientReducer
+from .saved_tensors import SavedTensors, outside_transforms
+from .state_dict_hooks import intercept_module
+from .unit import Unit, UnitState
+from .unit_policy import Block, ShardingOptions
+
+
+def _undisturbed(function: Callable[..., Any]) -> Hook:
+    """A hook that a compiler does not trace into: hooks move storages."""
+    return Hook(torch._dynamo.disable(function))  # type: ignore[no-untyped-call]
+
+
+class ShardedModel:
+    """Drives the units of ``module`` through its forward and backward passes.
+
+    Note [When does what happen]
+        forward, before a block: its units become FULL; the block that followed it last time is gathered
+        ahead. forward, after a block: its units are freed, but for the last block's, which the backward pass
+        needs at once. What the graph has saved of them is a place in the unit (``saved.py``), which is
+            filled again when the backward pass gets there: that is what makes it right.
+            Each output that can be found, and the tensor it is a view of, gets a hook that fires when its
+            gradient is known: that is what makes it early enough to overlap.
+        backward, at a block's output: its units become FULL, the block before it is gathered ahead. backward,
+        at a parameter's gradient: it moves into the unit's bucket; the last one frees the unit and reduces.
+        backward, at the end: what is incomplete is reduced, everything is freed. This callback is queued from
+        the
+            root's output: queued inside a reentrant checkpoint it would run too early.
+    Inside a backward pass (recomputation under activation checkpointing) forward hooks only gather: a
+    recomputation may stop before the forward hook that would free.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        blocks: list[Block],
+        reducer: GradientReducer,
+        comm: Comm,
+        options: ShardingOptions,
+        *,
+        prefetch_numel: int,
+        max_live_numel: int,
+    ) -> None:
+        self.module, self.blocks, self.reducer, self.comm, self.options = (
+            module,
+            blocks,
+            reducer,
+            comm,
+            options,
+        )
+        self.units = [unit for block in blocks for unit in block.units]
+        self._prefetch = Prefetch(blocks, comm, enabled=prefetch_numel > 0, max_live_numel=max_live_numel)
+        self._root = blocks[0]
+        self._block_of = {id(unit): block for block in blocks for unit in block.units}
+        self._pass = Pass(one_thread=options.shard_params)
+        self._backward = False
+        self._passed: list[Block] = []
+        """Blocks with frozen units whose backward has begun; see _free_passed."""
+        self._forward_order, self._backward_order = OrderHint(), OrderHint()
+        self.loss_scale: Callable[[], float | Tensor] | None = None
+        """What a loss is to be multiplied with; None where nothing is."""
+        self.loss_is_scaled = False
+        """The backward pass that is under way, or comes next, is that of a loss multiplied already."""
+        self._scaled_at_root = False
+        self.micro_share: Callable[[], float] = lambda: 1.0
+        """A micro-batch's part of a step, for a backward pass that the caller starts by himself."""
+        self._saved = SavedTensors(self._on_saved)
+        self._saved.watch(self.units)
+        self._unhooked = False
+        """A forward pass could not put hooks on what autograd saves: its units stay until the next one."""
+        self._kept = ExitStack()
+        """Holds units of which the root's output is a parameter."""
+        self.before_forward: Callable[[], None] | None = None
+        """Called before each forward pass of the whole model, outside of any backward pass."""
+        self._handles: list[Any] = []
+        self._gradient_handles: dict[int, list[Any]] = {}
+        self.engine: Any = None
+        """Whoever drives it. The module's hooks keep this object, and so its engine, alive as long as the
+        module lives: an engine that only the collector of cycles would end ends at another time on each rank.
+        """
+        self._install()
+        self._restore = intercept_module(module, self)
+
+    # -- installation
+
+    def _install(self) -> None:
+        sharded = any(unit.shard_params for unit in self.units)
+        add = self._handles.append
+        add(self.module.register_forward_pre_hook(_undisturbed(self._before_root), prepend=True))
+        add(self.module.register_forward_hook(_undisturbed(self._after_root), always_call=True))
+        for block in self.blocks:
+            idle = not self.options.shard_optimizer and all(unit.trainable for unit in block.units)
+            if idle or not block.units:  # nothing is gathered, nothing can come to be trained
+                continue
+            for module in block.modules:
+                if module is self.module:
+                    continue
+                add(module.register_forward_pre_hook(_undisturbed(self._before(block)), prepend=True))
+                if sharded:
+                    hook = _undisturbed(self._after(block))
+                    add(module.register_forward_hook(hook, always_call=True))
+        for unit in self.units:
+            self._attach(unit)
+
+    def _attach(self, unit: Unit) -> None:
+        if unit.shard_params:
+            unit.on_demand = self._on_demand
+        if unit.trainable:
+            self._gradient_handles[id(unit)] = [
+                parameter.register_post_accumulate_grad_hook(self._on_gradient(unit, index))  # type: ignore[no-untyped-call]
+                for index, parameter in enumerate(unit.parameters)
+            ]
+
+    def replace_units(self, block: Block, units: list[Unit]) -> None:
+        """Give a block other units, made of the same parameters; the former ones have let go of them."""
+        for old in block.units:
+            if all(old is not new for new in units):
+                for handle in self._gradient_handles.pop(id(old), []):
+                    handle.remove()
+                del self._block_of[id(old)]
+        for new in units:
+            if id(new) not in self._block_of:
+                self._block_of[id(new)] = block
+                self._attach(new)
+        block.units = units
+        self.units = [unit for each in self.blocks for unit in each.units]
+        self._saved.watch(self.units)
+
+    def close(self) -> None:
+        """Make the module a plain one again, with present values. Collective if parameters are sharded.
+
+        Raises the first DiskError; parameters whose values cannot be read are left as NaN.
+        """
+        for handle in [*self._handles, *(h for own in self._gradient_handles.values() for h in own)]:
+            handle.remove()
+        self._kept.close()
+        self._saved.reset()
+        self._restore()
+        first: DiskError | None = None
+        for unit in self.units:
+            try:
+                detach(unit)
+            except DiskError as error:
+                first = first or error
+                abandon(unit)
+        if first is not None:
+            raise first
+
+    # -- forward
+
+    def _before_root(self, module: nn.Module, args: Any) -> None:
+        if placeholder.in_backward():
+            self._enter(module)
+            self._fill(self._root)
+            return
+        if self._backward:
+            self._abandon()
+        if self._pass.was_cut_off():
+            self.abandon_forward()
+        if not self._pass.depth:
+            self._kept.close()
+            if self._unhooked:
+                self._unhooked = False
+                self.free_all()
+            if self.before_forward is not None:
+                self.before_forward()
+        self._pass.begin(sys._getframe())
+        self._enter(module)
+        self._fill(self._root)
+
+    def _enter(self, module: nn.Module) -> None:
+        if not self._saved.enter(module):
+            self._unhooked = True
+
+    def abandon_forward(self) -> None:
+        """A forward pass has ended in an exception; for some (KeyboardInterrupt) torch calls no hooks."""
+        self._pass.reset()
+        self._saved.reset()
+
+    def _after_root(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._saved.leave(module)
+        if placeholder.in_backward():
+            return
+        self._pass.end()
+        if self._pass.depth:
+            return
+        armed = arm(output, self._begin_backward, self._at_output)
+        self._forward_order.end()
+        if not self.options.shard_params:
+            return
+        for tensor in tensors_in(output):
+            unit = placeholder.owner(tensor)
+            if unit is not None and unit.shard_params:
+                self._kept.enter_context(unit.hold())
+        # where the output does not tell, gradients may come all the same
+        expected = armed or torch.is_grad_enabled()
+        for block in self.blocks:
+            if not expected or not (block.is_root or self._forward_order.is_last(block.index)):
+                self._free_after_forward(block)
+
+    def _free_after_forward(self, block: Block) -> None:
+        if not self._unhooked:
+            self._free(block)
+
+    def _before(self, block: Block) -> Callable[..., None]:
+        def before(module: nn.Module, args: Any) -> None:
+            if not self._pass.depth and self.before_forward is not None and not placeholder.in_backward():
+                self.before_forward()
+            self._enter(module)
+            self._fill(block)
+            if not block.is_root and self.options.shard_params and not placeholder.in_backward():
+                self._forward_order.visit(block.index)
+                self._prefetch.after(self._forward_order, block.index)
+
+        return before
+
+    def _after(self, block: Block) -> Callable[..., None]:
+        def at_gradient() -> None:
+            if not self._backward:
+                self._begin_backward()
+            self._free_passed(block)
+            self._fill(block)
+            self._backward_order.visit(block.index)
+            self._prefetch.after(self._backward_order, block.index)
+
+        def after(module: nn.Module, args: Any, output: Any) -> None:
+            self._saved.leave(module)
+            if placeholder.in_backward() or block.is_root:
+                return
+            armed = arm(output, at_gradient)
+            if not (armed and self._pass.depth and self._forward_order.is_last(block.index)):
+                self._free_after_forward(block)
+
+        return after
+
+    def _at_output(self, grad: Tensor) -> Tensor | None:
+        """A gradient arrives at an output of the root: the loss scale is put in here, unless it is there."""
+        self._begin_backward()
+        if self.loss_scale is None or self.loss_is_scaled:
+            return None
+        self._scaled_at_root = True
+        # in fp32: a scale of 65536 is infinite in fp16, and torch would cast a 0-dim tensor to it
+        return (grad.to(torch.promote_types(grad.dtype, torch.float32)) * self.loss_scale()).to(grad.dtype)
+
+    # -- backward
+
+    def _begin_backward(self) -> None:
+        if self._backward:
+            return
+        self._backward = True
+        self.reducer.begin()
+        if not self._pass.depth:
+            self._forward_order.end()
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        self._fill(self._root)
+
+    def _on_gradient(self, unit: Unit, index: int) -> Callable[[Tensor], None]:
+        # weak: torch keeps such a hook where the collector of cycles does not see it
+        model, its_unit = weakref.ref(self), weakref.ref(unit)
+
+        def on_gradient(parameter: Tensor) -> None:
+            alive, own = model(), its_unit()
+            if alive is not None and own is not None:
+                alive._take_gradient(own, index, parameter)
+
+        return on_gradient
+
+    def _take_gradient(self, unit: Unit, index: int, parameter: Tensor) -> None:
+        if not self._backward:
+            self._begin_backward()
+        grad = placeholder.GRAD.__get__(parameter)
+        if grad is None:
+            return
+        placeholder.GRAD.__set__(parameter, None)
+        if grad.is_sparse:
+            grad = grad.to_dense()
+        if grad.shape != unit.shapes[index]:
+            raise RuntimeError(
+                f"the gradient of {unit.names[index]} has shape {tuple(grad.shape)}, not the parameter's"
+            )
+        if not self.loss_is_scaled:
+            grad = self._unscaled_pass(grad)
+        complete = self.reducer.add(unit, index, grad)
+        block = self._block_of[id(unit)]
+        if complete and unit.shard_params and not block.is_root:
+            if any(not other.trainable for other in block.units):
+                self._passed.append(block)
+            else:
+                unit.free()
+
+    def _unscaled_pass(self, grad: Tensor) -> Tensor:
+        """A parameter's gradient in a pass that ``engine.backward`` has not started."""
+        if self.loss_scale is not None and not self._scaled_at_root:
+            raise RuntimeError(
+                "fp16 needs engine.backward(loss), or engine.scale(loss).backward(): this backward pass does "
+                "not begin at the model's outputs, where the loss scale would be put in"
+            )
+        share = self.micro_share()
+        return grad if share == 1.0 else grad * share
+
+    def _on_saved(self) -> None:
+        """What was saved of a unit is about to be used."""
+        if not self._backward and placeholder.in_backward():
+            self._begin_backward()
+
+    def _free_passed(self, current: Block) -> None:
+        """Free blocks with frozen parameters once an earlier block's output has its gradient.
+
+        A gradient may still have to pass through a frozen weight after the last trainable one has its own, so
+        such a unit cannot be freed when it is complete.
+        """
+        for block in self._passed:
+            if block is not current:
+                self._free(block)
+        self._passed = [block for block in self._passed if block is current]
+
+    def _end_backward(self) -> None:
+        if self._pass.depth and self.reducer.is_empty_pass:  # autograd.grad inside the forward pass
+            self._backward = False
+            return
+        self.reducer.finish()
+        self._reset_backward()
+
+    def _abandon(self) -> None:
+        """The last backward pass ended in an exception."""
+        self._reset_backward()
+
+    def _reset_backward(self) -> None:
+        self._backward = self.loss_is_scaled = self._scaled_at_root = False
+        self._kept.close()
+        self._backward_order.end()
+        self._passed.clear()
+        for block in self.blocks:
+            self._free(block)
+
+    # -- gathering
+
+    def _fill(self, block: Block) -> None:
+        with outside_transforms():
+            self._gather(block)
+
+    def _gather(self, block: Block) -> None:
+        for unit in block.units:
+            if unit.state is UnitState.SHARDED:
+                unit.start_gather()
+        for unit in block.units:
+            unit.ensure_full()
+
+    def _free(self, block: Block) -> None:
+        with outside_transforms():
+            for unit in block.units:
+                if unit.shard_params:
+                    unit.free()
+
+    def _on_demand(self, unit: Unit) -> bool:
+        """A freed parameter is used where no module hook announced it. Inside a pass of this model, serve it.
+
+        From then on its unit is treated as the root's: gathered through the whole pass, since nothing tells
+        when the backward pass needs it.
+        """
+        if not self._pass.depth and not placeholder.in_backward():
+            return False
+        if placeholder.in_backward() and not self._backward:
+            self._begin_backward()
+        block = self._block_of[id(unit)]
+        if not block.is_root:
+            block.units.remove(unit)
+            self._root.units.append(unit)
+            self._block_of[id(unit)] = self._root
+        with outside_transforms():
+            unit.ensure_full()
+        return True
+
+    def free_all(self) -> None:
+        """Free what may be freed: the master values have changed, or a pass was left half-way."""
+        if self._pass.was_cut_off():
+            self.abandon_forward()
+        self._kept.close()
+        self._unhooked = False
+        for block in self.blocks:
+            self._free(block)
+
+    @contextmanager
+    def gathered(self, units: Iterable[Unit]) -> Iterator[None]:
+        """Keep ``units`` FULL inside the context. Collective; ranks must enter alike."""
+        with ExitStack() as stack:
+            for unit in units:
+                stack.enter_context(unit.hold())
+            yield

@@ -1,0 +1,400 @@
+"""From the gradients that autograd makes to each rank's summed shard of them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ..comm.collectives import Comm
+from ..comm.pending import DONE, Pending
+from .moved_states import GRADIENTS, VALUES
+from .unit import Unit
+
+MAX_IN_FLIGHT = 2
+"""Reductions under way at once; each holds its bucket and a receive buffer of the same size."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradientOptions:
+    """How gradients travel."""
+
+    transient: bool
+    """Stages 2 and 3: a bucket lives only until its reduction; each micro-batch is reduced."""
+    dtype: torch.dtype | None
+    """What is sent: None is the parameters' own dtype."""
+    predivide: float = 1.0
+    """What to divide by before the reduction, to keep fp16 sums in range; undone by the averaging afterwards.
+    """
+
+
+@dataclass(slots=True, eq=False)
+class _Bucket:
+    """The gradient side of one unit.
+
+    ``tensor`` is flat with ``unit.numel`` elements. With persistent buckets (stages 0 and 1) it is fp32,
+    local sums of the micro-batches stay in it, and ``unit.grad`` is a view of it; with transient ones it is
+    lent from a pool, in the dtype that is sent, from a unit's first gradient until its reduction.
+    """
+
+    unit: Unit
+    order: int = 0
+    tensor: Tensor | None = None
+    views: list[Tensor] = field(default_factory=list)
+    written: list[bool] = field(default_factory=list)
+    """Which parameters' slices hold a gradient (and are added to); the others hold rubbish."""
+    seen: list[bool] = field(default_factory=list)
+    """Which parameters had a gradient since this backward pass began or the unit was last complete."""
+    missing: int = 0
+    launched: bool = False
+    """A reduction was started in this backward pass."""
+    reduced: bool = False
+    """Persistent: the own slice holds the sum over the ranks, the rest is stale."""
+    carry: Tensor | None = None
+    """Persistent: sums of an earlier backward pass of the same step, to be added to the next."""
+    fresh: bool = True
+    """``unit.grad`` holds nothing of the current step."""
+    used: list[bool] = field(default_factory=list)
+    """Which parameters had a gradient in the current step."""
+
+    def reset_pass(self) -> None:
+        self.seen = [False] * len(self.unit.parameters)
+        self.missing = len(self.seen)
+        self.launched = False
+
+    def set_tensor(self, tensor: Tensor | None) -> None:
+        self.tensor = tensor
+        self.views, self.written = [], [False] * len(self.unit.parameters)
+        if tensor is not None:
+            slots = zip(self.unit.layout.slots, self.unit.shapes, strict=True)
+            self.views = [tensor[s.offset : s.stop].view(shape) for s, shape in slots]
+
+
+@dataclass(slots=True, eq=False)
+class _Reduction:
+    """A reduction under way."""
+
+    pending: Pending
+    bucket: _Bucket
+    lent: Tensor | None
+    """The buffer that goes back to the pool afterwards."""
+    shard: Tensor
+    """What it writes: the unit's gradient, or what is added to that afterwards."""
+    fresh: bool
+    """The first of its unit in this step."""
+
+
+class _BufferPool:
+    """Buffers to send from. Ordinary memory is given back after each pass; shared memory cannot be."""
+
+    def __init__(self, comm: Comm) -> None:
+        self._comm = comm
+        self._free: list[Tensor] = []
+
+    def lend(self, dtype: torch.dtype, numel: int) -> Tensor:
+        """A flat tensor of ``numel`` elements, part of the smallest free buffer that is large enough."""
+        fitting = [i for i, t in enumerate(self._free) if t.dtype == dtype and t.numel() >= numel]
+        if not fitting:
+            return self._comm.empty(numel, dtype)
+        return self._free.pop(min(fitting, key=lambda i: self._free[i].numel()))[:numel]
+
+    def give_back(self, tensor: Tensor) -> None:
+        self._free.append(tensor if tensor._base is None else tensor._base)
+
+    def end_pass(self) -> None:
+        if not self._comm.shared:
+            self._free.clear()
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in self._free)
+
+
+class GradientReducer:
+    """Collects gradients by unit and reduces each unit as soon as it is complete.
+
+    Note [One order]. Ranks may finish their units in different orders (a skipped branch, a race), but
+    collectives must be issued in one. Units are therefore launched in ``order``: reverse registration at
+    first, then the order in which rank 0 completed them in the first pass. A complete unit waits for those
+    before it; what is incomplete at the end of the pass (unused parameters) follows then, with zeros for what
+    is missing.
+    """
+
+    def __init__(self, units: Sequence[Unit], comm: Comm, options: GradientOptions) -> None:
+        self.comm, self.options = comm, options
+        self.sync = True
+        """Whether this backward pass reduces. Only persistent buckets may leave it for later."""
+        self.passes = 0
+        """Backward passes since the last step."""
+        self.is_empty_pass = True
+        """No gradient has arrived since the pass began."""
+        self._buckets: dict[int, _Bucket] = {}
+        self._order: list[_Bucket] = []
+        self._finished: list[_Bucket] = []
+        self._agreed = False
+        self._ready: set[int] = set()
+        self._next = 0
+        self._in_flight: deque[_Reduction] = deque()
+        self._pool = _BufferPool(comm)
+        self.set_units(units)
+
+    def set_units(self, units: Sequence[Unit]) -> None:
+        """Collect for these units from now on; what has been collected for those that stay is kept. Between
+        two passes.
+        """
+        kept = self._buckets
+        self._buckets = {id(unit): kept.get(id(unit)) or _Bucket(unit) for unit in units}
+        self._order = list(reversed(self._buckets.values()))
+        self._agreed = self.comm.world_size == 1
+        for key, bucket in self._buckets.items():
+            if key not in kept:
+                bucket.unit.gradients = self
+                self._clear_bucket(bucket)
+
+    def has(self, unit: Unit, index: int) -> bool:
+        """Whether this rank has taken a gradient of parameter ``index`` since the last step."""
+        bucket = self._buckets.get(id(unit))
+        return bucket is not None and bucket.used[index]
+
+    def forget(self, unit: Unit, index: int) -> None:
+        """Drop the gradient of one parameter. Between two passes. Raises RuntimeError where it is on disk."""
+        bucket = self._buckets[id(unit)]
+        if not bucket.used[index]:
+            return
+        slot = unit.layout.slots[index]
+        if bucket.tensor is not None:
+            bucket.tensor[slot.offset : slot.stop].zero_()
+        for shard in (bucket.carry, unit.reduced_gradient() if not bucket.fresh else None):
+            if shard is not None:
+                low, high = max(slot.offset, unit.start), min(slot.stop, unit.stop)
+                if low < high:
+                    shard[low - unit.start : high - unit.start].zero_()
+        unit.gradient_was_written()
+        bucket.written[index] = bucket.used[index] = False
+
+    def clear(self) -> None:
+        """Begin a new optimizer step: nothing has been accumulated.
+
+        What a backward pass that ended in an exception has left under way is finished and dropped.
+        """
+        while self._in_flight:
+            left = self._in_flight.popleft()
+            left.pending.wait()
+            if left.lent is not None:
+                self._pool.give_back(left.lent)
+        for bucket in self._buckets.values():
+            if self.options.transient and bucket.tensor is not None:
+                self._pool.give_back(bucket.tensor)
+                bucket.set_tensor(None)
+        self.passes = 0
+        for bucket in self._buckets.values():
+            self._clear_bucket(bucket)
+
+    @staticmethod
+    def _clear_bucket(bucket: _Bucket) -> None:
+        bucket.fresh, bucket.reduced, bucket.carry = True, False, None
+        bucket.written = [False] * len(bucket.unit.parameters)
+        bucket.used = [False] * len(bucket.unit.parameters)
+        bucket.reset_pass()
+
+    def used(self) -> list[bool]:
+        """For each parameter of each unit, in order: did this rank have a gradient for it in this step?"""
+        return [flag for bucket in self._buckets.values() for flag in bucket.used]
+
+    def holds(self, unit: Unit) -> bool:
+        """Whether the unit's gradient of this step, or a part of its sum, has been reduced."""
+        return not self._buckets[id(unit)].fresh
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Memory that is kept between passes to send gradients from."""
+        return self._pool.nbytes
+
+    def begin(self) -> None:
+        """A backward pass starts."""
+        for bucket in self._buckets.values():
+            bucket.unit.check_here(VALUES, GRADIENTS)
+            bucket.reset_pass()
+        self.passes += 1
+        self.is_empty_pass = True
+        self._ready.clear()
+        self._next = 0
+        for position, bucket in enumerate(self._order):
+            bucket.order = position
+
+    def add(self, unit: Unit, index: int, grad: Tensor) -> bool:
+        """Take the gradient of a unit's parameter ``index``; True when that completes the unit."""
+        bucket = self._buckets[id(unit)]
+        self.is_empty_pass = False
+        if bucket.tensor is None:
+            self._open(bucket)
+        elif bucket.reduced and self.sync:
+            self._carry(bucket)
+        view = bucket.views[index]
+        if bucket.written[index]:
+            view.add_(grad)
+        else:
+            view.copy_(grad)
+            bucket.written[index] = bucket.used[index] = True
+        if not bucket.seen[index]:
+            bucket.seen[index] = True
+            bucket.missing -= 1
+            if bucket.missing == 0:
+                if self.sync:
+                    self._complete(bucket)
+                return True
+        return False
+
+    def _open(self, bucket: _Bucket) -> None:
+        unit = bucket.unit
+        if self.options.transient:
+            if len(self._in_flight) >= MAX_IN_FLIGHT:
+                self._retire()
+            tensor = self._pool.lend(self.options.dtype or unit.dtype, unit.numel)
+            for start, stop in unit.layout.gaps():
+                tensor[start:stop].zero_()
+        else:
+            accumulate = torch.promote_types(unit.dtype, torch.float32)
+            tensor = self.comm.empty(unit.numel, accumulate).zero_()
+            unit.grad = tensor[unit.start : unit.stop]
+        bucket.set_tensor(tensor)
+
+    def _carry(self, bucket: _Bucket) -> None:
+        """Save the reduced sums of a persistent bucket, which is about to collect local gradients again."""
+        while any(reduction.bucket is bucket for reduction in self._in_flight):
+            self._retire()
+        assert bucket.unit.grad is not None
+        bucket.carry = bucket.unit.grad.clone()
+        bucket.reduced = False
+        bucket.written = [False] * len(bucket.written)
+
+    def _complete(self, bucket: _Bucket) -> None:
+        if bucket.launched or bucket.order in self._ready:
+            # complete a second time: its sums follow at the end of the pass
+            bucket.missing = len(bucket.seen)
+            bucket.seen = [False] * len(bucket.seen)
+            return
+        self._finished.append(bucket)
+        self._ready.add(bucket.order)
+        while self._next < len(self._order) and self._next in self._ready:
+            self._launch(self._order[self._next])
+            self._next += 1
+
+    def _launch(self, bucket: _Bucket) -> None:
+        if bucket.tensor is None:
+            self._open(bucket)
+        if bucket.reduced:
+            self._carry(bucket)
+        assert bucket.tensor is not None
+        for view, written in zip(bucket.views, bucket.written, strict=True):
+            if not written:
+                view.zero_()
+        bucket.launched = True
+        bucket.seen = [False] * len(bucket.seen)
+        bucket.missing = len(bucket.seen)
+        if self.options.predivide != 1.0 and self.comm.world_size > 1:
+            bucket.tensor.mul_(1.0 / self.options.predivide)
+        if len(self._in_flight) >= MAX_IN_FLIGHT:
+            self._retire()
+        reduce = self._reduce_transient if self.options.transient else self._reduce_persistent
+        self._in_flight.append(reduce(bucket))
+        if self.options.transient:
+            bucket.set_tensor(None)
+        else:
+            bucket.reduced = self.comm.world_size > 1
+        bucket.fresh = False
+
+    def _reduce_transient(self, bucket: _Bucket) -> _Reduction:
+        unit, sent, fresh = bucket.unit, bucket.tensor, bucket.fresh
+        assert sent is not None
+        numel, device = unit.stop - unit.start, unit.device
+        if unit.grad is None and unit.gradient_home is None:
+            accumulate = torch.promote_types(unit.dtype, torch.float32)
+            unit.grad = torch.empty(numel, dtype=accumulate, device=device)
+        if unit.grad is not None and fresh:
+            shard = unit.grad
+        else:
+            shard = torch.empty(numel, dtype=self.comm.reduced_dtype(sent.dtype), device=device)
+        return _Reduction(self.comm.reduce_scatter(shard, sent, unit.tag), bucket, sent, shard, fresh)
+
+    def _reduce_persistent(self, bucket: _Bucket) -> _Reduction:
+        unit = bucket.unit
+        assert bucket.tensor is not None and unit.grad is not None
+        if self.comm.world_size == 1:
+            return _Reduction(DONE, bucket, None, unit.grad, True)
+        # the sum of several passes has more digits than one gradient: rounding it would lose them
+        own = unit.dtype if self.passes <= 1 else bucket.tensor.dtype
+        dtype = self.options.dtype or own
+        narrow = None
+        if bucket.tensor.dtype != dtype:
+            narrow = self._pool.lend(dtype, unit.numel).copy_(bucket.tensor)
+        send = bucket.tensor if narrow is None else narrow
+        if unit.stop - unit.start < unit.numel:
+            pending = self.comm.reduce_scatter(unit.grad, send, unit.tag)
+        else:
+            pending = self.comm.all_reduce(send, unit.tag)
+            if narrow is not None:
+                pending = _CopyBack(pending, narrow, bucket.tensor)
+        return _Reduction(pending, bucket, narrow, unit.grad, True)
+
+    def _retire(self) -> None:
+        done = self._in_flight.popleft()
+        done.pending.wait()
+        if done.lent is not None:
+            self._pool.give_back(done.lent)
+        bucket = done.bucket
+        if bucket.carry is not None:
+            assert bucket.unit.grad is not None
+            bucket.unit.grad.add_(bucket.carry)
+            bucket.carry = None
+        home, grad = bucket.unit.gradient_home, bucket.unit.grad
+        if home is not None:
+            home.deliver(done.shard, fresh=done.fresh, stays=not self.options.transient)
+        elif grad is not None and done.shard is not grad:
+            grad.add_(done.shard)
+
+    def finish(self) -> None:
+        """The backward pass is over: reduce what is incomplete or came twice, and wait for everything."""
+        if self.sync:
+            for bucket in self._order[self._next :]:
+                self._launch(bucket)
+            self._next = len(self._order)
+            for bucket in self._order:
+                if self.options.transient:
+                    again = bucket.tensor is not None
+                else:
+                    again = bucket.launched and not bucket.reduced
+                if again:
+                    self._launch(bucket)
+            while self._in_flight:
+                self._retire()
+            self._agree()
+        self._pool.end_pass()
+
+    def _agree(self) -> None:
+        if self._agreed:
+            self._finished.clear()
+            return
+        self._agreed = True
+        positions = {id(bucket): i for i, bucket in enumerate(self._buckets.values())}
+        done = [positions[id(bucket)] for bucket in dict.fromkeys(self._finished)]
+        self._finished.clear()
+        mine = done + [i for i in reversed(range(len(positions))) if i not in set(done)]
+        order = torch.tensor(mine, dtype=torch.int64, device=self.comm.device)
+        self.comm.broadcast(order)
+        buckets = list(self._buckets.values())
+        self._order = [buckets[i] for i in order.tolist()]
+
+
+class _CopyBack:
+    """An all-reduce in a narrower dtype: the result goes back into the wide bucket when it is waited for."""
+
+    def __init__(self, pending: Pending, narrow: Tensor, wide: Tensor) -> None:
+        self._pending, self._narrow, self._wide = pending, narrow, wide
+
+    def wait(self) -> None:
+        self._pending.wait()
+        self._wide.copy_(self._narrow)

@@ -1,0 +1,185 @@
+"""What autograd saves of sharded parameters: the place in their unit, which is filled again at its use.
+
+Without this the graph would hold the unit's memory, or find it freed. The hooks are those of
+``torch.autograd.graph.saved_tensors_hooks``, in force during the forward pass of a module whose unit is
+sharded. They work for whatever a module returns, for a second backward pass, for ``vmap`` and for the
+backward pass of an inner loss alone, because each saved tensor brings its own unit back.
+
+``torch.func.grad`` and its kin refuse to be called while such hooks are in force. A model that calls them in
+its forward pass needs ``ZLAUNCH_SAVED_TENSOR_HOOKS=0``: its units then stay whole from their first use to the
+end of the backward pass.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+from ..environment import read_environment
+from ..errors import ZlaunchError
+from . import saved_tensor_hooks
+from .unit import Unit
+
+
+class _Place:
+    """A view of a unit's flat buffer that the graph will need."""
+
+    __slots__ = ("_generation", "_parameter", "_size", "_start", "_stride", "_unit")
+
+    def __init__(self, unit: Unit, tensor: Tensor) -> None:
+        self._unit, self._generation = unit, unit.generation
+        self._size, self._stride = tensor.size(), tensor.stride()
+        self._start = tensor.storage_offset()
+        self._parameter = max(0, bisect_right(unit.offsets, self._start) - 1)
+
+    def tensor(self) -> Tensor:
+        unit = self._unit
+        if unit.generation != self._generation:
+            name = unit.names[self._parameter]
+            raise RuntimeError(
+                f"a backward pass needs the value that {name} had in its forward pass, but it has been "
+                "changed by an optimizer step, by loading, or by engine.destroy() since: call backward first"
+            )
+        unit.ensure_full()
+        # by way of the parameter, whose version counter a step moves and a gather does not
+        own = unit.parameters[self._parameter].detach()
+        return own.as_strided(self._size, self._stride, self._start)
+
+
+class _Kept:
+    """Any other saved tensor, with the check for changes in place that autograd makes without hooks."""
+
+    __slots__ = ("_tensor", "_version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        # a node that saves its own output must not own it
+        self._tensor = tensor if tensor.is_leaf else tensor.detach()
+        self._version = tensor._version
+
+    def tensor(self) -> Tensor:
+        if self._tensor._version != self._version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace "
+                f"operation: a tensor of shape {list(self._tensor.shape)} is at version "
+                f"{self._tensor._version}; expected version {self._version} instead"
+            )
+        return self._tensor
+
+
+class _Foreign:
+    """A tensor that hooks around these have packed."""
+
+    __slots__ = ("_packed", "_unpack")
+
+    def __init__(self, packed: Any, unpack: Callable[[Any], Tensor]) -> None:
+        self._packed, self._unpack = packed, unpack
+
+    def tensor(self) -> Tensor:
+        return self._unpack(self._packed)
+
+
+class SavedTensors:
+    """The hooks of one model, put in force by the outermost of its modules that is called."""
+
+    def __init__(self, on_use: Callable[[], None]) -> None:
+        """``on_use`` is called before a saved place of a unit is filled again."""
+        self._on_use = on_use
+        self._units: dict[int, Unit] = {}
+        self._owner: object = None
+        self._depth = 0
+        self._outer: saved_tensor_hooks.Hooks | None = None
+        self._hooks = (self._pack, self._unpack)
+        self._enabled = read_environment().saved_tensor_hooks
+
+    def watch(self, units: Iterable[Unit]) -> None:
+        """Know these units, instead of the former ones."""
+        self._units = {unit.memory: unit for unit in units if unit.shard_params}
+
+    def enter(self, module: object) -> bool:
+        """Begin a call of ``module``. False where autograd cannot take hooks (inside ``torch.func.grad``):
+        nothing may be freed before the graph's end then.
+
+        Around a region that torch recomputes there must be no other hooks than its own: it counts what is
+        saved, and saves nothing.
+        """
+        if self._owner is not None:
+            self._depth += module is self._owner
+            return True
+        if not torch.is_grad_enabled() or not self._units:
+            return True
+        if not self._enabled or not saved_tensor_hooks.allowed():
+            return False
+        outer = saved_tensor_hooks.top()
+        if outer is not None and outer[0] == self._hooks[0]:  # somebody's hooks were above ours at the end
+            saved_tensor_hooks.pop()
+            outer = saved_tensor_hooks.top()
+        self._outer = outer
+        if outer is not None and _is_recomputed(outer[0]):
+            return True
+        saved_tensor_hooks.push(self._hooks)
+        self._owner, self._depth = module, 1
+        return True
+
+    def leave(self, module: object) -> None:
+        """End a call of ``module``."""
+        if module is not self._owner:
+            return
+        self._depth -= 1
+        if self._depth == 0:
+            self.reset()
+
+    def reset(self) -> None:
+        """Take the hooks out of force, if they are."""
+        if self._owner is None:
+            return
+        self._owner, self._depth = None, 0
+        top = saved_tensor_hooks.top()
+        if top is not None and top[0] == self._hooks[0]:
+            saved_tensor_hooks.pop()
+
+    def _pack(self, tensor: Tensor) -> _Place | _Kept | _Foreign:
+        try:
+            unit = self._units.get(tensor.untyped_storage()._cdata)
+        except (NotImplementedError, RuntimeError):  # sparse, or a wrapper without memory of its own
+            unit = None
+        if unit is not None and tensor.dtype == unit.dtype and not tensor.is_neg():
+            return _Place(unit, tensor)
+        if self._outer is not None:
+            return _Foreign(self._outer[0](tensor), self._outer[1])
+        return _Kept(tensor)
+
+    def _unpack(self, packed: _Place | _Kept | _Foreign) -> Tensor:
+        if type(packed) is _Place:
+            self._on_use()
+        return packed.tensor()
+
+
+@contextmanager
+def outside_transforms() -> Iterator[None]:
+    """Work on real tensors inside the context, also within ``torch.func`` transforms."""
+    if torch._C._functorch.peek_interpreter_stack() is None:
+        yield
+        return
+    with temporarily_clear_interpreter_stack():
+        yield
+
+
+def explained(error: RuntimeError) -> RuntimeError | None:
+    """An error that says what to do where torch refuses to be called under the hooks; None for others."""
+    if "support saved tensor hooks" not in str(error):
+        return None
+    return ZlaunchError(
+        "torch.func transforms (grad, vjp, jacrev, hessian) inside the forward pass of a stage 3 model need "
+        "the environment variable ZLAUNCH_SAVED_TENSOR_HOOKS=0, with which sharded parameters stay whole "
+        "from their first use to the end of the backward pass"
+    )
+
+
+def _is_recomputed(pack: Callable[..., Any]) -> bool:
+    return getattr(pack, "__module__", None) == "torch.utils.checkpoint"

@@ -1,0 +1,141 @@
+"""Module methods that would go wrong on flat or sharded parameters, made right or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from . import placeholder
+from .inert_hook import Hook
+from .moved_states import MASTERS, VALUES
+
+if TYPE_CHECKING:
+    from .hooks import ShardedModel
+    from .unit import Unit
+
+
+def _units(module: nn.Module, *, recurse: bool) -> list[Unit]:
+    found: dict[int, Unit] = {}
+    for parameter in module.parameters(recurse=recurse):
+        unit = placeholder.owner(parameter)
+        if unit is not None:
+            found[id(unit)] = unit
+    return list(found.values())
+
+
+def intercept_module(root: nn.Module, model: ShardedModel) -> Callable[[], None]:
+    """Guard ``state_dict``, ``load_state_dict``, ``zero_grad`` and ``to``/``half``/``cuda`` of every module;
+    returns the way back.
+
+    ``state_dict`` gives the true values (copies, where they are sharded): collective then.
+    ``load_state_dict`` expects the same values on every rank and brings them to the master copies.
+    ``zero_grad`` drops the gradients that the engine has collected. Conversions that change dtype or device
+    raise RuntimeError.
+    """
+    handles: list[Any] = []
+    stacks: dict[int, list[ExitStack]] = {}
+
+    def hold(module: nn.Module) -> None:
+        stack = ExitStack()
+        stack.enter_context(model.gathered(_units(module, recurse=False)))
+        stacks.setdefault(id(module), []).append(stack)
+
+    def let_go(module: nn.Module) -> None:
+        if stacks.get(id(module)):
+            stacks[id(module)].pop().close()
+
+    def before_state(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        hold(module)
+
+    def after_state(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        for name, parameter in module._parameters.items():
+            unit = placeholder.owner(parameter) if parameter is not None else None
+            if unit is not None and unit.shard_params and prefix + name in state:
+                state[prefix + name] = state[prefix + name].detach().clone()
+        let_go(module)
+
+    def before_load(module: nn.Module, *args: Any) -> None:
+        for unit in _units(module, recurse=False):
+            unit.check_here(MASTERS, VALUES)
+        hold(module)
+
+    def after_load(module: nn.Module, incompatible: Any) -> None:
+        for unit in _units(module, recurse=False):
+            unit.store()
+        let_go(module)
+
+    for module in root.modules():
+        if any(placeholder.owner(p) is not None for p in module._parameters.values() if p is not None):
+            handles.append(module.register_state_dict_pre_hook(Hook(before_state)))  # type: ignore[no-untyped-call]
+            handles.append(module.register_state_dict_post_hook(Hook(after_state)))  # type: ignore[no-untyped-call]
+            handles.append(module.register_load_state_dict_pre_hook(Hook(before_load)))  # type: ignore[no-untyped-call]
+            handles.append(module.register_load_state_dict_post_hook(Hook(after_load)))  # type: ignore[no-untyped-call]
+        module._apply = _CheckedApply(module)  # type: ignore[method-assign]
+        module.zero_grad = _ZeroGrad(module, module is root)  # type: ignore[method-assign]
+
+    def restore() -> None:
+        for handle in handles:
+            handle.remove()
+        for module in root.modules():
+            module.__dict__.pop("_apply", None)
+            module.__dict__.pop("zero_grad", None)
+
+    return restore
+
+
+class _CheckedApply:
+    """Stands for ``Module._apply``, which serves ``to``, ``half``, ``cuda`` ...
+
+    It would replace the flat storage under the runtime. On a copy of the module it is torch's own.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def __call__(self, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+        managed = [p for p in self._module.parameters(recurse=recurse) if placeholder.owner(p) is not None]
+        if not managed:
+            return type(self._module)._apply(self._module, function, recurse)  # type: ignore[no-any-return,no-untyped-call]
+        for parameter in managed:
+            probe = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+            result = function(probe)
+            if result.dtype != probe.dtype or result.device != probe.device:
+                raise RuntimeError(
+                    f"this model belongs to a zlaunch engine and stays {probe.dtype} on {probe.device}: "
+                    "convert it before zlaunch.initialize, or choose fp16/bf16 in the config"
+                )
+        return self._module
+
+
+class _ZeroGrad:
+    """Stands for ``Module.zero_grad``: gradients are with the engine. On a copy of the module it is torch's
+    own.
+    """
+
+    def __init__(self, module: nn.Module, is_root: bool) -> None:
+        self._module, self._is_root = module, is_root
+
+    def __call__(self, set_to_none: bool = True) -> None:
+        rest: list[nn.Parameter] = []
+        units: dict[int, Unit] = {}
+        for parameter in self._module.parameters():
+            unit = placeholder.owner(parameter)
+            if unit is None or not unit.trainable:
+                rest.append(parameter)
+            elif self._is_root:
+                units[id(unit)] = unit
+            else:
+                unit.forget_gradient(parameter)
+        for unit in units.values():
+            if unit.gradients is not None:
+                unit.gradients.clear()
+                break
+        for parameter in rest:
+            if parameter.grad is not None and set_to_none:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                parameter.grad.detach_().zero_()

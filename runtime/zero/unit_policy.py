@@ -1,0 +1,258 @@
+"""Which parameters share a unit, and which modules' calls need it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from ..comm.collectives import Comm
+from ..offload.manager import TILE_NUMEL, Offload, Place
+from . import placeholder
+from .adopt import detach
+from .eligible import is_shardable
+from .layout import make_layout
+from .leaf_modules import z3_leaf_module
+from .unit import Unit
+
+_CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+
+
+UNIT_NUMEL, UNIT_NUMEL_CPU = 16_000_000, 2_000_000
+"""Stages 0 to 2: neighbouring blocks share a unit up to this size, or the config's reduce_bucket_size if that
+is less. Large enough for full bandwidth (32 MB of a 16-bit type, which NCCL wants between machines; what a
+CPU's cache holds), small enough to overlap.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardingOptions:
+    """What decides how a model is cut; sizes in elements."""
+
+    shard_optimizer: bool
+    """Stage 1 and up."""
+    shard_grads: bool
+    """Stage 2 and up."""
+    shard_params: bool
+    """Stage 3."""
+    bucket_numel: int = UNIT_NUMEL
+    """Stages 0 to 2: neighbouring blocks join one unit up to this size."""
+    minimum_numel: int = 4096
+    """Stage 3: a block below this size joins the root unit, which stays gathered through a whole step."""
+    persistence_numel: int = 0
+    """Stage 3: a unit of at most this size is not sharded."""
+    all_persistent_numel: int = sys.maxsize
+    """Stage 3: nor are there more elements than this in such units together; the first ones are kept."""
+    tile_numel: int = TILE_NUMEL
+    """Shards are cut in tiles of this size for norms and offloaded steps."""
+    poison: bool = False
+
+
+@dataclass(slots=True)
+class Block:
+    """Modules that are used together, and their units. The root block's units serve the whole pass."""
+
+    index: int
+    name: str
+    modules: list[nn.Module]
+    parameters: list[tuple[str, nn.Parameter]]
+    is_root: bool = False
+    units: list[Unit] = field(default_factory=list)
+
+    @property
+    def numel(self) -> int:
+        return sum(placeholder.shape_of(p).numel() for _, p in self.parameters)
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def _holds_blocks(module: nn.Module, containers: tuple[type[nn.Module], ...]) -> bool:
+    if z3_leaf_module(module):
+        return False
+    if isinstance(module, containers) and sum(_has_parameters(c) for c in module.children()) > 1:
+        return True
+    return any(_holds_blocks(child, containers) for child in module.children())
+
+
+def find_modules(root: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The modules that make good blocks, in registration order.
+
+    Members of a list are blocks (the layers of a transformer), unless they hold a further ModuleList of their
+    own (the stages of a hierarchical network); so is any other module that holds no such list (embedding,
+    final norm, head).
+    """
+    found: list[tuple[str, nn.Module]] = []
+
+    def visit(prefix: str, parent: nn.Module) -> None:
+        for name, child in parent.named_children():
+            if not _has_parameters(child):
+                continue
+            lists = (nn.ModuleList,) if isinstance(parent, _CONTAINERS) else _CONTAINERS
+            if (isinstance(child, _CONTAINERS) and not z3_leaf_module(child)) or _holds_blocks(child, lists):
+                visit(f"{prefix}{name}.", child)
+            else:
+                found.append((prefix + name, child))
+
+    visit("", root)
+    return found
+
+
+def plan_blocks(root: nn.Module, options: ShardingOptions) -> list[Block]:
+    """Assign every floating-point parameter to exactly one block; the root block comes first and may be
+    empty.
+    """
+    names = {id(p): name for name, p in root.named_parameters()}
+    candidates = find_modules(root)
+    users: dict[int, int] = {}
+    for _, module in candidates:
+        for parameter in module.parameters():
+            users[id(parameter)] = users.get(id(parameter), 0) + 1
+    blocks: list[Block] = []
+    taken: set[int] = set()
+    for name, module in candidates:
+        own = [p for p in module.parameters() if users[id(p)] == 1 and is_shardable(p)]
+        block = Block(0, name, [module], [(names[id(p)], p) for p in own])
+        if not own or (options.shard_params and block.numel < options.minimum_numel):
+            continue
+        taken.update(id(p) for p in own)
+        before = blocks[-1] if blocks else None
+        if not options.shard_params and before and before.numel + block.numel <= options.bucket_numel:
+            before.modules += block.modules
+            before.parameters += block.parameters
+        else:
+            blocks.append(block)
+    rest = [(n, p) for n, p in root.named_parameters() if id(p) not in taken and is_shardable(p)]
+    root_block = Block(0, "root", _root_modules(root, rest, options), rest, is_root=True)
+    result = [root_block, *blocks]
+    for index, block in enumerate(result):
+        block.index = index
+    return result
+
+
+def _root_modules(
+    root: nn.Module, parameters: Sequence[tuple[str, nn.Parameter]], options: ShardingOptions
+) -> list[nn.Module]:
+    """The root, and the owners of its unit's parameters: those may be called without the root
+    (``model.head(x)``).
+    """
+    mine = {id(p) for _, p in parameters}
+    owners = [
+        m for m in root.modules() if any(id(p) in mine for p in m._parameters.values() if p is not None)
+    ]
+    return [root, *(m for m in owners if m is not root)]
+
+
+def build_units(
+    blocks: Sequence[Block],
+    groups: dict[int, int],
+    dtype: torch.dtype | None,
+    comm: Comm,
+    options: ShardingOptions,
+    offload: Offload | None = None,
+) -> None:
+    """Fill in every block's units: one for each (dtype, trained or not) pair among its parameters.
+
+    ``groups`` maps the id of a parameter to its optimizer group; ``dtype`` is the compute dtype, None to keep
+    each parameter's own. Collective: values are rank 0's. Raises DiskError.
+    """
+    leaving = sum(
+        placeholder.shape_of(p).numel() for block in blocks for _, p in block.parameters if p.requires_grad
+    )
+    leaving = round(leaving * offload.options.ratio) if offload is not None else 0
+    persistent = 0
+    for block in blocks:
+        for members in _by_kind(block.parameters, groups):
+            state_place = Place.DEVICE
+            numel = sum(placeholder.shape_of(p).numel() for _, p in members)
+            small = numel <= options.persistence_numel and persistent + numel <= options.all_persistent_numel
+            persistent += numel if small else 0
+            if offload is not None and leaving > 0 and members[0][1].requires_grad:
+                state_place = offload.options.optimizer
+                leaving -= numel
+            unit = _make_unit(block, members, groups, dtype, comm, options, offload, state_place, small=small)
+            block.units.append(unit)
+
+
+def rebuild_units(
+    block: Block,
+    groups: dict[int, int],
+    dtype: torch.dtype | None,
+    comm: Comm,
+    options: ShardingOptions,
+    offload: Offload | None = None,
+) -> list[Unit] | None:
+    """Units for a block of which parameters have come to be trained, with their present values: those that
+    stay, and new ones in the place of those that held such parameters. None if there are no such.
+
+    Collective. Raises DiskError.
+    """
+    units: list[Unit] = []
+    rebuilt = False
+    for unit in block.units:
+        members = list(zip(unit.names, unit.parameters, strict=True))
+        trained = unit.trainable and any(slot.group >= 0 for slot in unit.layout.slots)
+        if trained or not any(p.requires_grad and id(p) in groups for p in unit.parameters):
+            units.append(unit)
+            continue
+        rebuilt, was_sharded = True, unit.shard_params
+        detach(unit)
+        place = offload.options.optimizer if offload is not None else Place.DEVICE
+        for alike in _by_kind(members, groups):
+            own = place if alike[0][1].requires_grad else Place.DEVICE
+            # not sharded only where the former was not: all of those together may not become more
+            small = not was_sharded
+            units.append(_make_unit(block, alike, groups, dtype, comm, options, offload, own, small=small))
+    return units if rebuilt else None
+
+
+Member = tuple[str, nn.Parameter]
+
+
+def _by_kind(members: Sequence[Member], groups: dict[int, int]) -> list[list[Member]]:
+    """Parameters that can share a unit: alike in dtype, in being trainable, and in having a group or none."""
+    kinds: dict[tuple[bool, bool, str], list[Member]] = {}
+    for name, parameter in members:
+        frozen = not parameter.requires_grad
+        ungrouped = not frozen and bool(groups) and id(parameter) not in groups
+        kinds.setdefault((frozen, ungrouped, str(parameter.dtype)), []).append((name, parameter))
+    found = [alike for _, alike in sorted(kinds.items())]
+    for alike in found:
+        alike.sort(key=lambda member: groups.get(id(member[1]), -1))
+    return found
+
+
+def _make_unit(
+    block: Block,
+    members: Sequence[Member],
+    groups: dict[int, int],
+    dtype: torch.dtype | None,
+    comm: Comm,
+    options: ShardingOptions,
+    offload: Offload | None,
+    state_place: Place,
+    *,
+    small: bool,
+) -> Unit:
+    trainable = members[0][1].requires_grad
+    numels = [placeholder.shape_of(p).numel() for _, p in members]
+    own_groups = [groups.get(id(p), -1) if trainable else -1 for _, p in members]
+    return Unit(
+        f"{block.name}{'' if trainable else ' (frozen)'}",
+        [name for name, _ in members],
+        [p for _, p in members],
+        make_layout(numels, own_groups, comm.world_size),
+        comm,
+        dtype=dtype or members[0][1].dtype,
+        shard_optimizer=options.shard_optimizer,
+        shard_params=options.shard_params and not small,
+        offload=offload,
+        state_place=state_place,
+        tile_numel=options.tile_numel,
+        poison=options.poison,
+        stage3=options.shard_params,
+    )

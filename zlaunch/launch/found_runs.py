@@ -1,0 +1,157 @@
+"""The runs of a folder, from what their launchers have written there."""
+
+from __future__ import annotations
+
+import difflib
+import socket
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from zlaunch.launch import run_record
+from zlaunch.launch.failure import signal_name
+from zlaunch.system.events import decode
+
+if TYPE_CHECKING:
+    from zlaunch.launch.run_record import Record
+
+DEFAULT_FOLDER = "runs"
+_RANK_EVENTS = tuple(f'"type":"{kind}"'.encode() for kind in ("start", "spawn", "exit", "lost"))
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A run's folder and what its launcher wrote there."""
+
+    name: str
+    path: Path
+    record: Record
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Its launcher ran on another host, where alone can be seen whether it still does."""
+        return self.record.host != socket.gethostname()
+
+    @property
+    def state(self) -> str:
+        """`running`, `ended CODE`, `gone` (the launcher is, and wrote no end), or `on HOST`."""
+        if self.record.ended is not None:
+            return f"ended {self.record.exit_code}"
+        if self.is_elsewhere:
+            return f"on {self.record.host}"
+        return "running" if self.record.is_running() else "gone"
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """A worker of the last attempt."""
+
+    rank: int
+    host: str
+    pid: int
+    state: str
+
+
+def find_runs(folder: Path) -> list[Run]:
+    """The runs in a folder, the oldest first; those under SLURM steps lie one folder deeper."""
+    found = []
+    for pattern in ("*/launcher.json", "*/*/launcher.json"):
+        for path in folder.glob(pattern):
+            known = run_record.read(path.parent)
+            if known is not None:
+                found.append(Run(str(path.parent.relative_to(folder)), path.parent, known))
+    return sorted(found, key=lambda run: (run.record.started, run.name))
+
+
+def find_run(text: str) -> Run:
+    """The run whose folder or name this is. Raises click.UsageError, with the nearest name."""
+    places = (Path(text), Path(DEFAULT_FOLDER, text))
+    for path in places:
+        known = run_record.read(path)
+        if known is not None:
+            return Run(text, path, known)
+    for path in places:
+        if inside := find_runs(path):
+            raise click.UsageError(
+                f"{text!r} is a folder of runs: name one of them, such as {inside[-1].path}"
+            )
+        if (path / "launcher.json").exists():
+            raise click.UsageError(f"{path / 'launcher.json'} cannot be read")
+    if places[0].is_dir():
+        raise click.UsageError(f"{text!r} is no run's folder: there is no launcher.json in it")
+    names = [run.name for run in find_runs(Path(DEFAULT_FOLDER))]
+    names += [str(run.path) for run in find_runs(places[0].parent)]
+    near = difflib.get_close_matches(text, names, n=1)
+    hint = f", did you mean {near[0]!r}?" if near else "; `zlaunch ps --all` shows what there is"
+    raise click.UsageError(f"no run {text!r}{hint}")
+
+
+def meant(text: str) -> str:
+    """Return what names a run: `last` is the newest of runs, unless something has that name. Raises
+    click.UsageError.
+    """
+    if text != "last" or any(path.exists() for path in (Path(text), Path(DEFAULT_FOLDER, text))):
+        return text
+    if not (known := find_runs(Path(DEFAULT_FOLDER))):
+        raise click.UsageError(f"last: there are no runs in {DEFAULT_FOLDER}")
+    return str(known[-1].path)
+
+
+def own_pids(run: Run) -> list[int]:
+    """The living processes of a run's workers on this host, by the run's id in their environment."""
+    mark = f"ZLAUNCH_RUN_ID={run.record.run_id}".encode()
+    found = []
+    for event in _rank_events(run.path):
+        try:
+            environ = Path("/proc", str(event["pid"]), "environ").read_bytes()
+        except (OSError, KeyError):
+            continue
+        if mark in environ.split(b"\0"):
+            found.append(int(event["pid"]))
+    return found
+
+
+def read_ranks(run: Run) -> list[Rank]:
+    """The ranks of the last attempt, from its events."""
+    ranks: dict[int, Rank] = {}
+    for event in _rank_events(run.path):
+        kind, rank = event.get("type"), event.get("rank")
+        if kind in ("spawn", "exit") and not _is_whole(event):
+            continue  # somebody has written into the file
+        if kind == "start":
+            ranks.clear()
+        elif kind == "spawn":
+            ranks[event["rank"]] = Rank(event["rank"], event["host"], event["pid"], "running")
+        elif kind == "exit" and rank in ranks:
+            code = event["returncode"]
+            how = f"exited {code}" if code >= 0 else f"killed by {signal_name(-code)}"
+            ranks[rank] = replace(ranks[rank], state=how)
+        elif kind == "lost":
+            ranks |= {r.rank: replace(r, state="node lost") for r in alive(ranks.values(), event["host"])}
+    if run.state == "gone" or run.record.ended is not None:
+        ranks |= {r.rank: replace(r, state="unknown") for r in alive(ranks.values())}
+    return [ranks[rank] for rank in sorted(ranks)]
+
+
+def _is_whole(event: dict[str, Any]) -> bool:
+    numbers = ("rank", "pid", "returncode") if event["type"] == "exit" else ("rank", "pid")
+    return isinstance(event.get("host"), str) and all(isinstance(event.get(name), int) for name in numbers)
+
+
+def _rank_events(run_dir: Path) -> Iterable[dict[str, Any]]:
+    try:
+        with open(run_dir / "events.jsonl", "rb") as file:
+            for line in file:
+                # Most lines are metrics; parsing them all would take seconds for a long run.
+                event = decode(line) if any(mark in line for mark in _RANK_EVENTS) else None
+                if event is not None:
+                    yield event
+    except (OSError, RecursionError):
+        return
+
+
+def alive(ranks: Iterable[Rank], host: str | None = None) -> list[Rank]:
+    return [r for r in ranks if r.state == "running" and host in (None, r.host)]

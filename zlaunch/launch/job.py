@@ -1,0 +1,167 @@
+"""A run from start to end: connect, meet, run, and again when something failed and that was allowed."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+from zlaunch.launch import run_record
+from zlaunch.launch.controller import STOP_SIGNALS, Controller
+from zlaunch.launch.failure import signal_name
+from zlaunch.launch.nodes import Node, NodeError, Rendezvous, Say, close_all, find_rendezvous
+from zlaunch.launch.verdict import Outcome
+from zlaunch.plan.plan import Plan
+from zlaunch.system.processes import PASSED_SIGNALS
+from zlaunch.view.console import Console
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What is to be run, as far as it does not depend on an attempt."""
+
+    run_dir: str
+    hosts: tuple[str, ...]
+    connect: Callable[[Sequence[str], Say], tuple[list[Node], list[NodeError]]]
+    """Starts an agent on each host, and says what it waits for."""
+    plan: Callable[[Sequence[Node], Rendezvous | None, int], Plan]
+    """The plan for the nodes that answered; the rendezvous is None for one node; the last is the attempt's
+    number. Raises NodeError.
+    """
+    sweep: Callable[[Sequence[str], str], None] = lambda hosts, run_id: None
+    """Ends what is left of a run (its id) on hosts whose agents have died."""
+    master_addr: str | None = None
+    master_port: int = 0
+    iface: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """When to give up, and when to go on."""
+
+    max_restarts: int = 0
+    min_nodes: int | None = None
+    """Go on without dead nodes while so many are left; None: all are needed."""
+    heartbeat_s: float = 0.0
+    hang_timeout_s: float = 0.0
+
+
+def run_job(job: Job, console: Console, limits: Limits) -> Outcome:
+    """Run until it ends well, or no restart is left."""
+    with _signals_between_attempts() as at_end:
+        try:
+            outcome = _run(job, console, limits)
+        except _Stopped as stopped:
+            console.message(f"stopped by {signal_name(stopped.signum)}")
+            outcome = Outcome(128 + stopped.signum, signum=stopped.signum)
+        except BaseException:
+            at_end()
+            run_record.ended(job.run_dir, 1)
+            raise
+        at_end()
+        run_record.ended(job.run_dir, outcome.code)
+    return outcome
+
+
+class _Stopped(BaseException):
+    """A signal that ends the run while no worker is there."""
+
+    def __init__(self, signum: int) -> None:
+        self.signum = signum
+
+
+@contextmanager
+def _signals_between_attempts() -> Iterator[Callable[[], None]]:
+    """Take the signals that a run answers to also while nodes are connected to and after the last attempt,
+    when the controller does not: none may kill the launcher, with nothing written down.
+
+    Gives a function to call when the outcome is known: signals change nothing from then on.
+    """
+    ended = False
+
+    def at_end() -> None:
+        nonlocal ended
+        ended = True
+
+    def stop(signum: int, frame: object) -> None:
+        if not ended:
+            raise _Stopped(signum)
+
+    def pass_over(signum: int, frame: object) -> None:
+        return None
+
+    before = {signum: signal.getsignal(signum) for signum in (*STOP_SIGNALS, *PASSED_SIGNALS)}
+    for signum in before:
+        if before[signum] is not signal.SIG_IGN:
+            signal.signal(signum, stop if signum in STOP_SIGNALS else pass_over)
+    try:
+        yield at_end
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+
+
+def _run(job: Job, console: Console, limits: Limits) -> Outcome:
+    hosts, attempt, restarts, port_retried = job.hosts, 0, 0, False
+    needed = len(job.hosts) if limits.min_nodes is None else limits.min_nodes
+    while True:
+        outcome = _attempt(job, hosts, needed, console, limits, attempt)
+        attempt += 1
+        left = tuple(host for host in hosts if host not in outcome.lost)
+        if outcome.code == 0 or outcome.signum or outcome.save_asked or outcome.refused:
+            return outcome
+        if outcome.port_taken and not port_retried and not job.master_port:
+            port_retried = True
+            console.message("the rendezvous port was taken in the meantime: once more with another one")
+        elif outcome.lost and limits.min_nodes is not None and len(left) >= needed:
+            hosts = left
+            gone = ", ".join(sorted(outcome.lost))
+            console.message(f"going on with {len(left)} of {len(job.hosts)} nodes, without {gone}")
+        elif restarts < limits.max_restarts:
+            restarts += 1
+            console.message(f"restart {restarts} of {limits.max_restarts}")
+        else:
+            return outcome
+
+
+def _attempt(
+    job: Job, hosts: Sequence[str], needed: int, console: Console, limits: Limits, attempt: int
+) -> Outcome:
+    nodes, errors = job.connect(hosts, console.message)
+    try:
+        for error in errors:
+            console.error(f"{error.host}: {error.text}")
+        if len(nodes) < needed:
+            if len(hosts) > 1:
+                console.error(f"{len(errors)} of {len(hosts)} nodes cannot take part; nothing was started")
+            return _given_up(nodes)
+        rendezvous = None
+        if len(nodes) > 1:
+            rendezvous = find_rendezvous(
+                nodes, master_addr=job.master_addr, master_port=job.master_port, iface=job.iface
+            )
+        plan = job.plan(nodes, rendezvous, attempt)
+    except NodeError as error:
+        console.error(f"{error.host}: {error.text}")
+        return _given_up(nodes)
+    except BaseException:
+        close_all(nodes)
+        raise
+    controller = Controller(
+        plan,
+        console,
+        [node.link for node in nodes],
+        heartbeat_s=limits.heartbeat_s,
+        hang_timeout_s=limits.hang_timeout_s,
+        attempt=attempt,
+    )
+    outcome = controller.run()
+    if outcome.died:
+        job.sweep(sorted(outcome.died), plan.run_id)
+    return replace(outcome, lost=outcome.lost | {error.host for error in errors})
+
+
+def _given_up(nodes: Sequence[Node]) -> Outcome:
+    close_all(nodes)
+    return Outcome(2, refused=True)

@@ -1,0 +1,266 @@
+"""The nodes of a run: agents started on all of them, what they said about themselves, where they can meet."""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from zlaunch.system.events import Event
+from zlaunch.system.facts import Facts
+from zlaunch.transports import Transport
+
+PARALLEL = 64
+"""Nodes that are connected to at the same time."""
+SLOW_S = 5.0
+"""How long nothing may be said of a start that is going on."""
+_ANSWER_TIMEOUT_S = 15.0
+_TIMEOUT_PER_ADDRESS_S = 4.0
+_SWEEP_S = 10.0
+_MEET_LIMIT_S = 600.0
+"""More than finding the rendezvous can take."""
+
+
+_SSH_FAILED = 255
+
+
+class NodeError(Exception):
+    """A node that cannot take part; the text says why and what to do, the host is named beside it."""
+
+    def __init__(self, host: str, text: str) -> None:
+        super().__init__(text)
+        self.host, self.text = host, text
+
+
+class Link:
+    """A started agent: messages out, events in. One thread at a time reads its events."""
+
+    def __init__(self, transport: Transport) -> None:
+        self.transport = transport
+        self.host = transport.host
+        self.events: Iterator[Event] = iter(transport.events())
+
+    def ask(self, message: Event, answer: str) -> Event:
+        """Send a command and wait for the event that answers it. Raises NodeError when the agent ends.
+
+        Whoever calls this bounds the time, and ends the wait by `transport.kill`.
+        """
+        self.transport.send(message)
+        for event in self.events:
+            if event.get("type") == answer:
+                return event
+        code = self.transport.close(timeout_s=2.0)
+        raise NodeError(self.host, _why_no_agent(code, self.transport.diagnostics()))
+
+
+def _why_no_agent(code: int | None, said: str) -> str:
+    if code == 127 or "execve()" in said:
+        return f"there is no such Python: {said or 'exit code 127'}. Name it with --remote_python or --venv"
+    if "No module named" in said and "zlaunch" in said:
+        return (
+            f"{said.splitlines()[-1]}: install zlaunch into that Python, or name another one with "
+            "--remote_python or --venv"
+        )
+    if code == _SSH_FAILED and said:
+        return f"ssh: {said}"
+    how = "without an exit code" if code is None or code == -1 else f"with exit code {code}"
+    return f"the agent ended {how}" + (f": {said}" if said else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A node that has answered."""
+
+    link: Link
+    facts: Facts
+
+    @property
+    def host(self) -> str:
+        """As the user wrote it."""
+        return self.link.host
+
+
+Say = Callable[[str], None]
+"""Tells the user what a start is waiting for."""
+
+
+def connect(
+    hosts: Sequence[str], open_link: Callable[[str], Link], timeout_s: float, say: Say = lambda text: None
+) -> tuple[list[Node], list[NodeError]]:
+    """Start an agent on every host at once; the nodes that answered, in order, and the others' errors.
+
+    `open_link` may raise NodeError. A host that has not answered within `timeout_s` is given up, whatever it
+    hangs in: `open_link` need not return then.
+    """
+    links: dict[str, Link] = {}
+    given_up: set[str] = set()
+    # Agents that have answered wait for those that have not, and for the rendezvous.
+    waves = -(-len(hosts) // PARALLEL)
+    idle_s = waves * timeout_s + _MEET_LIMIT_S
+
+    def greet(host: str) -> Node:
+        link = links[host] = open_link(host)
+        if host in given_up:
+            link.transport.kill()
+        return Node(link, Facts.from_event(link.ask({"cmd": "hello", "idle_s": idle_s}, "hello")))
+
+    def give_up(host: str) -> str:
+        given_up.add(host)
+        if host not in links:
+            return "the login, or the start of the agent there, hangs"
+        links[host].transport.kill()
+        return "the agent there does not answer"
+
+    results = _all(hosts, greet, give_up, timeout_s, say)
+    nodes = [result for result in results if isinstance(result, Node)]
+    return nodes, [result for result in results if isinstance(result, NodeError)]
+
+
+def _all(
+    hosts: Sequence[str],
+    work: Callable[[str], Node | Event],
+    give_up: Callable[[str], str],
+    timeout_s: float,
+    say: Say = lambda text: None,
+) -> list[Node | Event | NodeError]:
+    """`work(host)` for every host in threads. A host that takes too long is given up: its thread is left
+    alone with what it hangs in, and `give_up` says what that is.
+    """
+    waiting = list(reversed(hosts))
+    deadlines: dict[str, float] = {}
+    outcomes: dict[str, Node | Event | NodeError] = {}
+    ended: queue.SimpleQueue[tuple[str, Node | Event | NodeError]] = queue.SimpleQueue()
+
+    def run(host: str) -> None:
+        try:
+            ended.put((host, work(host)))
+        except NodeError as error:
+            ended.put((host, error))
+        except Exception as error:
+            ended.put((host, NodeError(host, f"{type(error).__name__}: {error}")))
+
+    started = said_at = time.monotonic()
+    while len(outcomes) < len(hosts):
+        while waiting and len(deadlines) < PARALLEL:
+            host = waiting.pop()
+            deadlines[host] = time.monotonic() + timeout_s
+            threading.Thread(target=run, args=(host,), daemon=True).start()
+        moment = min(*deadlines.values(), said_at + SLOW_S)
+        try:
+            host, outcome = ended.get(timeout=max(0.0, moment - time.monotonic()))
+            if deadlines.pop(host, None) is not None:
+                outcomes[host] = outcome
+        except queue.Empty:
+            now = time.monotonic()
+            for host in [host for host, deadline in deadlines.items() if deadline <= now]:
+                del deadlines[host]
+                outcomes[host] = NodeError(host, f"no answer within {timeout_s:g} s: {give_up(host)}")
+            if deadlines and now >= said_at + SLOW_S:
+                said_at = now
+                first, more = next(iter(deadlines)), len(hosts) - len(outcomes) - 1
+                others = f" and {more} more" if more else ""
+                say(f"waiting for {first}{others} ({now - started:.0f} s)")
+    return [outcomes[host] for host in hosts]
+
+
+@dataclass(frozen=True, slots=True)
+class Rendezvous:
+    """Where the workers meet, and the interface that each node uses for it (empty: unknown)."""
+
+    address: str
+    port: int
+    interfaces: tuple[str, ...]
+
+
+def find_rendezvous(
+    nodes: Sequence[Node], *, master_addr: str | None, master_port: int, iface: str | None
+) -> Rendezvous:
+    """Have node 0 listen, and every other node try its addresses by connecting.
+
+    Raises NodeError naming the node that cannot reach node 0, or node 0 when the port is taken.
+    """
+    first, others = nodes[0], nodes[1:]
+    known = first.facts.addresses
+    if iface is not None and iface not in known:
+        raise NodeError(
+            first.host, f"--iface {iface}: it has no such interface that is up; it has {', '.join(known)}"
+        )
+    if master_addr is not None:
+        candidates = [master_addr]
+    elif iface is not None:
+        candidates = list(known[iface])
+    else:
+        candidates = [address for addresses in known.values() for address in addresses]
+    if not candidates:
+        raise NodeError(first.host, "it has no network address that the other nodes could reach")
+    timeout_s = _ANSWER_TIMEOUT_S + _TIMEOUT_PER_ADDRESS_S * len(candidates)
+    token = os.urandom(16).hex()
+    by_host = {node.host: node for node in nodes}
+
+    def give_up(host: str) -> str:
+        by_host[host].link.transport.kill()
+        return "the agent there does not answer"
+
+    def ask(hosts: Sequence[Node], message: Event, answer: str) -> list[Event]:
+        outcomes = _all(
+            [n.host for n in hosts],
+            lambda h: by_host[h].link.ask(message, answer),
+            give_up,
+            timeout_s,
+        )
+        for outcome in outcomes:
+            if isinstance(outcome, NodeError):
+                raise outcome
+        return outcomes  # type: ignore[return-value]
+
+    (listening,) = ask([first], {"cmd": "listen", "port": master_port, "token": token}, "listening")
+    if listening["error"]:
+        raise NodeError(
+            first.host, f"--master_port {master_port}: {listening['error']}; leave it out for a free one"
+        )
+    port = int(listening["port"])
+    reached: list[Event] = []
+    while candidates:
+        question = {"cmd": "reach", "addresses": candidates, "port": port, "token": token}
+        reached = ask(others, question, "reached")
+        lost = [node.host for node, answer in zip(others, reached, strict=True) if not answer["address"]]
+        if lost:
+            raise NodeError(
+                lost[0],
+                f"it cannot reach {first.host} at {' or '.join(candidates)} (port {port}): a firewall, "
+                "or the wrong network; name one with --iface or --master_addr",
+            )
+        chosen = {answer["address"] for answer in reached}
+        if len(chosen) <= 1:
+            break
+        # They did not find the same one: only what was found by somebody further down the list is left.
+        candidates = candidates[max(candidates.index(address) for address in chosen) :]
+    address = reached[0]["address"] if reached else candidates[0]
+    own = iface or next((name for name, addresses in known.items() if address in addresses), "")
+    return Rendezvous(address, port, (own, *(iface or str(answer["interface"]) for answer in reached)))
+
+
+def sweep_hosts(hosts: Sequence[str], open_link: Callable[[str], Link], run_id: str) -> None:
+    """End what an agent that has died, its guard too, has left of a run. A host that is down has nothing."""
+
+    def work(host: str) -> Event:
+        link = links[host] = open_link(host)
+        return link.ask({"cmd": "sweep", "run_id": run_id, "idle_s": _SWEEP_S}, "swept")
+
+    def give_up(host: str) -> str:
+        return "it does not answer"
+
+    links: dict[str, Link] = {}
+    _all(hosts, work, give_up, _SWEEP_S)
+    for link in links.values():
+        link.transport.kill()
+
+
+def close_all(nodes: Sequence[Node]) -> None:
+    """Let the agents go; without a plan they end at once."""
+    with ThreadPoolExecutor(PARALLEL) as pool:
+        list(pool.map(lambda node: node.link.transport.close(timeout_s=2.0), nodes))

@@ -1,0 +1,141 @@
+"""`launcher.json` in a run's folder: who runs it, for `zlaunch ps`, `stop` and `stacks`."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from zlaunch.plan.plan import Plan, Target, without_secrets
+from zlaunch.system.processes import start_ticks
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One run, as its launcher has written it down. Times are seconds since the epoch."""
+
+    run_id: str
+    host: str
+    pid: int
+    start_ticks: int
+    """Tells the process from a later one with the same id."""
+    hosts: tuple[str, ...]
+    world_size: int
+    command: tuple[str, ...]
+    started: float
+    attempt: int = 0
+    ended: float | None = None
+    exit_code: int | None = None
+
+    def is_running(self) -> bool:
+        """Whether the launcher lives; only to be known on its own host."""
+        return self.ended is None and start_ticks(self.pid) == self.start_ticks
+
+
+_CHECKPOINT = "checkpoint.json"
+
+
+def _path(run_dir: str | Path) -> Path:
+    return Path(run_dir) / "launcher.json"
+
+
+def _write(run_dir: str, record: Record) -> None:
+    path = _path(run_dir)
+    temporary = path.with_suffix(f".{os.getpid()}")
+    try:
+        temporary.write_text(json.dumps(asdict(record), indent=1) + "\n")
+        temporary.replace(path)
+    except OSError:  # a full disk must not end the training
+        temporary.unlink(missing_ok=True)
+
+
+def started(plan: Plan, attempt: int) -> None:
+    """Write down that a run goes on from here."""
+    record = Record(
+        run_id=plan.run_id,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        start_ticks=start_ticks(os.getpid()) or 0,
+        hosts=tuple(node.host for node in plan.nodes),
+        world_size=plan.world_size,
+        command=without_secrets(sys.argv[1:]),
+        started=time.time(),
+        attempt=attempt,
+    )
+    _write(plan.run_dir, record)
+
+
+def ended(run_dir: str, exit_code: int) -> None:
+    """Write down how it ended, if it had begun."""
+    record = read(run_dir)
+    if record is not None and record.pid == os.getpid():
+        _write(run_dir, replace(record, ended=time.time(), exit_code=exit_code))
+
+
+# -- what a later attempt goes on from
+
+
+def saved(plan: Plan, event: Mapping[str, Any]) -> None:
+    """Write down where the run has saved, in `checkpoint.json`."""
+    path = Path(plan.run_dir) / _CHECKPOINT
+    content = {
+        "folder": event.get("folder"),
+        "tag": event.get("tag"),
+        "step": event.get("step"),
+        "run_id": plan.run_id,
+        "argv": plan.nodes[0].workers[0].argv,
+        "job": os.environ.get("SLURM_JOB_ID"),
+        "time": event.get("time", time.time()),
+    }
+    temporary = path.with_suffix(f".{os.getpid()}")
+    try:
+        temporary.write_text(json.dumps(content, indent=1) + "\n")
+        temporary.replace(path)
+    except OSError:  # a full disk must not end the training
+        temporary.unlink(missing_ok=True)
+
+
+def resume_folder(
+    run_dir: str, run_id: str, attempt: int, target: Target, environ: Mapping[str, str]
+) -> str | None:
+    """Where an earlier attempt of this run has saved, or an earlier start of this requeued SLURM job (whose
+    run folders stand side by side); None for a run that begins. ``target`` tells the runs of one job apart.
+    """
+    found: list[tuple[float, str]] = []
+    job = environ.get("SLURM_JOB_ID") if environ.get("SLURM_RESTART_COUNT", "0") not in ("", "0") else None
+    paths = {Path(run_dir) / _CHECKPOINT}
+    if job:
+        paths |= set(Path(run_dir).parent.glob(f"*/{_CHECKPOINT}"))
+    for path in paths:
+        try:
+            content = json.loads(path.read_text())
+            mine = attempt > 0 and content["run_id"] == run_id
+            argv = list(content["argv"])
+            same = target.name in argv and argv[len(argv) - len(target.args) :] == list(target.args)
+            if mine or (job is not None and content["job"] == job and same):
+                found.append((float(content["time"]), str(content["folder"])))
+        except (OSError, ValueError, TypeError, KeyError):
+            continue
+    return max(found)[1] if found else None
+
+
+def read(run_dir: str | Path) -> Record | None:
+    """The record of a run's folder; None when there is none."""
+    path = _path(run_dir)
+    try:
+        data = json.loads(path.read_text()) if path.is_file() else {}
+        record = Record(**{**data, "hosts": tuple(data["hosts"]), "command": tuple(data["command"])})
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        return None
+    texts = (record.run_id, record.host, *record.hosts, *record.command)
+    numbers = (record.pid, record.start_ticks, record.world_size, record.attempt, record.started)
+    known = all(isinstance(text, str) for text in texts)
+    known = known and all(isinstance(number, (int, float)) for number in numbers)
+    ends = (record.ended, record.exit_code)
+    return record if known and all(isinstance(end, (int, float, type(None))) for end in ends) else None

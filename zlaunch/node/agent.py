@@ -1,0 +1,420 @@
+"""One node's part of a run: `python -m zlaunch.node.agent`.
+
+The first line on stdin is the plan (with this node alone), later ones are commands; events leave as JSON
+lines on stdout. One thread, one loop, no blocking call: whatever a worker or the launcher does, the agent can
+still stop the run. It reports what happens to its workers, and the launcher alone decides what that means. By
+itself it ends the run only on SIGTERM and when the launcher is gone.
+
+How long it stays in a state: without a plan, as long as the launcher said (`hello`); with workers, as long as
+the launcher lives and, where it is on another machine, is heard; stopping, the grace period; handing over the
+last output, as long as the launcher takes some of it.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import selectors
+import signal
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from functools import partial
+from typing import NoReturn
+
+from zlaunch.launch.failure import likely_reason, signal_name
+from zlaunch.node.oom import oom_counters, oom_rose
+from zlaunch.node.rendezvous import Greeter
+from zlaunch.node.uplink import Uplink, take_user_input
+from zlaunch.node.watchdog import fork_under_guard
+from zlaunch.node.worker import CHUNK_BYTES, Batch, Worker, read_chunk, spawn
+from zlaunch.plan.plan import Plan
+from zlaunch.system.events import WORKER_EVENTS, Event
+from zlaunch.system.processes import (
+    PASSED_SIGNALS,
+    adopt_orphans,
+    kill,
+    open_pidfd,
+    python_module_argv,
+    run_processes,
+    signal_groups,
+    start_ticks,
+    sweep,
+)
+
+_DRAIN_LIMIT_BYTES = 4 << 20
+"""How much a dead worker's pipe may still give: a grandchild can go on writing for ever."""
+_SCAN_INTERVAL_S = 0.1
+_LEFTOVER_S = 0.5
+"""How long helpers of a finished worker (trackers, uploaders) may take to end by themselves."""
+
+
+class Agent:
+    """The loop and its state. Times are monotonic seconds."""
+
+    def __init__(self, guard: int, stdin: int = 0, stdout: int = 1) -> None:
+        self.guard = guard
+        self.uplink = Uplink(stdin, stdout)
+        self.outbox = self.uplink.outbox
+        self.send = self.outbox.put
+        self.reading_output = True
+        self.selector = selectors.DefaultSelector()
+        self.plan: Plan | None = None
+        self.greeter = Greeter(self.send, self._watch)
+        self.workers: dict[int, Worker] = {}
+        self.batch: Batch | None = None
+        """Workers that are being forked."""
+        self.oom_before = oom_counters()
+        self.stopping = False
+        self.user_input = take_user_input()
+        self.kill_at: float | None = None
+        """Set once the run is ending; then whatever is left is killed."""
+        self.scan_at = 0.0
+        self.poll_s = 1.0
+        self.asked_by_signal = ""
+        self.leftovers_asked = False
+        self.ended = False
+
+    def run(self) -> int:
+        """Serve until the run is over and the launcher has been told."""
+        wake_reader, wake_writer = os.pipe()
+        os.set_blocking(wake_reader, False)
+        os.set_blocking(wake_writer, False)
+        signal.set_wakeup_fd(wake_writer)
+        # Handlers, not SIG_IGN: an ignored signal would stay ignored in every worker.
+        signal.signal(signal.SIGTERM, self._on_signal)
+        signal.signal(signal.SIGHUP, self._on_signal)
+        for signum in (signal.SIGINT, *PASSED_SIGNALS):
+            signal.signal(signum, lambda *_: None)
+        self._watch(wake_reader, lambda: os.read(wake_reader, 512))
+        self._watch(self.uplink.stdin, self._on_stdin)
+        while not self.ended:
+            self._choose_descriptors()
+            for key, _ in self.selector.select(self._timeout()):
+                if key.fd in self.selector.get_map():
+                    key.data()
+            self._reap()
+            self._tick()
+        self.uplink.hand_over()
+        return 0
+
+    def _choose_descriptors(self) -> None:
+        """Wait for room to write only when there is something to write, and hold noisy workers back."""
+        fd, waiting = self.outbox.fd, self.outbox.fd in self.selector.get_map()
+        if self.outbox.pending and not waiting:
+            self.selector.register(fd, selectors.EVENT_WRITE, self.outbox.flush)
+        elif waiting and not self.outbox.pending:
+            self.selector.unregister(fd)
+        if self.reading_output == self.outbox.full:
+            self.reading_output = not self.outbox.full
+            for worker in self.workers.values():
+                for stream in worker.streams.keys() - worker.finished_fds:
+                    self._unwatch(stream)
+                    if self.reading_output:
+                        self._watch(stream, partial(self._on_output, worker, stream))
+
+    # -- input ---------------------------------------------------------------------------------
+
+    def _watch(self, fd: int, handler: Callable[[], object]) -> None:
+        self.selector.register(fd, selectors.EVENT_READ, handler)
+
+    def _unwatch(self, fd: int) -> None:
+        if fd in self.selector.get_map():
+            self.selector.unregister(fd)
+
+    def _on_signal(self, signum: int, _frame: object) -> None:
+        """Only take a note: this runs between any two steps of the loop."""
+        self.asked_by_signal = signal_name(signum)
+
+    def _on_stdin(self) -> None:
+        messages = self.uplink.read()
+        if messages is None:
+            self._unwatch(self.uplink.stdin)
+            self._on_orphaned()
+        for message in messages or ():
+            self._on_message(message)
+
+    def _on_orphaned(self) -> None:
+        """Stop, and let the other launchers of a SLURM step know: theirs would wait for this one's ranks."""
+        others = self.plan is not None and self.plan.in_step and not self.stopping and not self._all_exited()
+        # sshd hangs up when the process that it has started, the guard, is gone.
+        self.stop("the agent's guard was killed" if self._is_alone() else "the launcher is gone")
+        if others:
+            from zlaunch.slurm.commands import cancel_step
+            from zlaunch.slurm.environment import SlurmError
+
+            try:
+                cancel_step(os.environ)
+            except SlurmError:
+                pass  # nobody is left to be told
+
+    def _is_alone(self) -> bool:
+        return os.getppid() != self.guard
+
+    def _on_message(self, message: Event) -> None:
+        command = message.get("cmd")
+        if command is None:
+            if self.plan is None:
+                self._start(Plan.from_dict(message))
+        elif command == "ping":
+            self.send({"type": "pong", "host": self._host(), "time": time.time()})
+        elif command == "stop":
+            self.stop("the launcher asked for it", message.get("grace_s"))
+        elif command == "kill":
+            self.stop("the launcher asked for it", 0.0)
+            self.kill_at = time.monotonic()
+        elif command == "signal":
+            for worker in self.workers.values():
+                if worker.returncode is None:
+                    self._signal(worker.pid, int(message["signum"]))
+        elif self.plan is None:
+            self.greeter.handle(message)
+
+    def _signal(self, pid: int, signum: int) -> None:
+        """To the worker alone, not to what it started: "save and stop", "show your stacks"."""
+        try:
+            os.kill(pid, signum)
+        except OSError:
+            pass
+
+    def _on_output(self, worker: Worker, fd: int) -> bool:
+        """Forward one chunk; False when there is nothing (yet or any more)."""
+        chunk = read_chunk(fd)
+        if chunk:
+            text = chunk.decode("utf-8", "surrogateescape")
+            rank = worker.plan.rank
+            self.send({"type": "output", "rank": rank, "stream": worker.streams[fd], "text": text})
+        elif chunk is not None:
+            self._unwatch(fd)
+            worker.finished_fds.add(fd)
+        return bool(chunk)
+
+    def _on_worker_event(self, worker: Worker) -> bool:
+        chunk = read_chunk(worker.event_fd)
+        for event in worker.events.feed(chunk or b""):
+            if event.get("type") not in WORKER_EVENTS:
+                continue
+            self.send({**event, "rank": worker.plan.rank, "host": self._host()})
+        if chunk == b"":
+            self._unwatch(worker.event_fd)
+        return bool(chunk)
+
+    # -- workers -------------------------------------------------------------------------------
+
+    def _host(self) -> str:
+        return self.plan.nodes[0].host if self.plan else socket.gethostname()
+
+    def _start(self, plan: Plan) -> None:
+        self.plan = plan
+        self.uplink.heartbeat_s = plan.heartbeat_s
+        listener = self.greeter.close()
+        if listener is not None:
+            self._unwatch(listener)
+        self.send({"type": "agent", "host": self._host(), "pid": os.getpid(), "time": time.time()})
+        if plan.preload:
+            try:
+                self.batch = Batch(plan.nodes[0].workers, plan.preload, plan.cwd, self.user_input)
+            except OSError:
+                pass  # one by one then, which says what is wrong
+            else:
+                self._watch(self.batch.preloader.connection.fileno(), self._on_batch)
+                self._wake_at_end_of(self.batch.preloader.pid)
+                return
+        self._spawn_each()
+
+    def _on_batch(self) -> None:
+        """The preloader has forked the workers, or has failed; then they are started one by one."""
+        assert self.batch is not None
+        batch, self.batch = self.batch, None
+        self._unwatch(batch.preloader.connection.fileno())
+        if self.stopping:
+            batch.close()
+            return
+        workers = batch.workers()
+        if workers is None:
+            what = " and ".join(name.partition(".")[0] for name in self.plan.preload) if self.plan else ""
+            text = f"{self._host()}: the process that imports {what} for all workers has failed: "
+            self.send({"type": "notice", "message": text + "each starts by itself"})
+            self._spawn_each()
+        for worker in workers or ():
+            self._watch_worker(worker)
+
+    def _spawn_each(self) -> None:
+        assert self.plan is not None
+        for worker in self.plan.nodes[0].workers:
+            try:
+                self._watch_worker(spawn(worker, self.plan.cwd, self.user_input))
+            except OSError as error:
+                text = f"cannot start rank {worker.rank} on {self._host()}: {error}"
+                if not os.path.isdir(self.plan.cwd):
+                    text = (
+                        f"{self._host()}: there is no folder {self.plan.cwd}: it has to be on every node (a "
+                        "shared file system, or --workdir DIR)"
+                    )
+                if os.strerror(errno.EMFILE) in text:
+                    text += f" (the limit, ulimit -n, is {resource.getrlimit(resource.RLIMIT_NOFILE)[0]})"
+                self.send({"type": "error", "message": text, "time": time.time()})
+                self.stop("a worker could not be started")
+                return
+
+    def _watch_worker(self, worker: Worker) -> None:
+        plan = worker.plan
+        self.workers[worker.pid] = worker
+        for fd in worker.streams:
+            self._watch(fd, partial(self._on_output, worker, fd))
+        self._watch(worker.event_fd, partial(self._on_worker_event, worker))
+        self._wake_at_end_of(worker.pid)
+        place = {"rank": plan.rank, "local_rank": plan.local_rank, "host": self._host()}
+        process = {"pid": worker.pid, "start_ticks": start_ticks(worker.pid) or 0}
+        self.send({"type": "spawn", **place, **process, "time": time.time()})
+
+    def _wake_at_end_of(self, pid: int) -> None:
+        pidfd = open_pidfd(pid)
+        if pidfd is None:
+            self.poll_s = 0.05
+        else:
+            # Readable is all it says; the loop reaps after every round.
+            self._watch(pidfd, partial(self._unwatch, pidfd))
+
+    def _reap(self) -> None:
+        """Take the status of all children that ended: workers, and orphans that were adopted."""
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            worker = self.workers.get(pid)
+            if worker is not None and worker.returncode is None:
+                self._on_exit(worker, os.waitstatus_to_exitcode(status))
+            elif self.batch is not None and pid == self.batch.preloader.pid:
+                self._on_batch()  # what it forked keeps the connection open
+
+    def _on_exit(self, worker: Worker, code: int) -> None:
+        self._drain(worker)
+        worker.returncode = code
+        reason = ""
+        if code < 0 and not self.stopping:
+            reason = likely_reason(-code, oom_killed=oom_rose(self.oom_before, oom_counters()))
+        self.send(
+            {
+                "type": "exit",
+                "rank": worker.plan.rank,
+                "host": self._host(),
+                "pid": worker.pid,
+                "returncode": code,
+                "after_stop": self.stopping,
+                "reason": reason,
+                "time": time.time(),
+            }
+        )
+
+    def _drain(self, worker: Worker) -> None:
+        """Take what a dead worker left in its pipes; their end may never come, grandchildren hold them."""
+        readers = [partial(self._on_worker_event, worker)]
+        readers += [partial(self._on_output, worker, fd) for fd in worker.streams]
+        for read in readers:
+            budget = _DRAIN_LIMIT_BYTES
+            while budget > 0 and read():
+                budget -= CHUNK_BYTES
+
+    # -- ending --------------------------------------------------------------------------------
+
+    def stop(self, why: str, grace_s: float | None = None) -> None:
+        """SIGTERM to every worker's process group; whoever is left after the grace period is killed."""
+        if self.plan is None:
+            self.ended = True
+        if self.stopping or self.plan is None:
+            return
+        self._reap()  # what has failed by now was not our doing
+        self.stopping = True
+        grace_s = self.plan.grace_s if grace_s is None else grace_s
+        self.kill_at = time.monotonic() + grace_s
+        signal_groups(self._living(), signal.SIGTERM)
+        # SIGCONT: a worker that was stopped (SIGSTOP) could not act on the SIGTERM.
+        signal_groups(self._living(), signal.SIGCONT)
+        self.send(
+            {"type": "stopping", "host": self._host(), "why": why, "grace_s": grace_s, "time": time.time()}
+        )
+
+    def _timeout(self) -> float:
+        now = time.monotonic()
+        moments = [] if self.kill_at is None else [self.kill_at]
+        if self.kill_at is not None and self._all_exited():
+            moments.append(self.scan_at)
+        return max(0.0, min([self.poll_s, *(moment - now for moment in moments)]))
+
+    def _living(self) -> list[int]:
+        """List the workers whose status has not been taken: no other process can have their ids."""
+        return [worker.pid for worker in self.workers.values() if worker.returncode is None]
+
+    def _all_exited(self) -> bool:
+        forking = self.batch is not None and not self.stopping
+        return not forking and all(worker.returncode is not None for worker in self.workers.values())
+
+    def _tick(self) -> None:
+        """Whatever is due by the clock or by the state."""
+        if self.outbox.lost:
+            self._on_orphaned()
+        if self.asked_by_signal:
+            got = f"the agent got {self.asked_by_signal}"
+            self.stop("the agent's guard was killed" if self._is_alone() else got)
+        if silence := self.uplink.too_silent():
+            self.stop(silence)
+        now = time.monotonic()
+        if self.plan is None or self.ended:
+            return
+        all_exited = self._all_exited()
+        if self.kill_at is None and all_exited:
+            self.kill_at = now + _LEFTOVER_S
+        if self.kill_at is None:
+            return
+        if now >= self.kill_at:
+            self._end()
+        elif all_exited and now >= self.scan_at:
+            self.scan_at = now + _SCAN_INTERVAL_S
+            self._await_leftovers(self.plan.run_id)
+
+    def _await_leftovers(self, run_id: str) -> None:
+        """The workers are gone; what they started gets the rest of the time, and in a stop one SIGTERM."""
+        found = run_processes(run_id, ancestor=os.getpid())
+        if not found:
+            self._end()
+        elif self.stopping and not self.leftovers_asked:
+            self.leftovers_asked = True
+            for process in found:
+                kill(process, signal.SIGTERM)
+
+    def _end(self) -> None:
+        """Kill all that is left, hand over the last output, say so."""
+        assert self.plan is not None
+        signal_groups(self._living(), signal.SIGKILL)
+        swept = sweep(self.plan.run_id, ancestor=os.getpid(), reap=self._reap)
+        for worker in self.workers.values():
+            self._drain(worker)
+        self.send({"type": "done", "host": self._host(), "swept": swept, "time": time.time()})
+        self.ended = True
+
+
+def main() -> NoReturn:
+    """Run the agent under its guard, and end at once: the launcher waits for it."""
+    guard = fork_under_guard()
+    adopt_orphans()
+    try:
+        code = Agent(guard).run()
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    os._exit(code)
+
+
+def agent_argv() -> tuple[str, ...]:
+    """The command that starts an agent on this machine."""
+    return python_module_argv("zlaunch.node.agent")
+
+
+if __name__ == "__main__":
+    main()

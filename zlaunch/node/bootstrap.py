@@ -1,0 +1,200 @@
+"""Runs one worker: `python -m zlaunch.node.bootstrap [--module|--exec] TARGET ARGS...`.
+
+The user's program must not be able to tell it from `python script.py`; what we add is that it dies with its
+agent, prints its stacks on SIGUSR2, and hands an uncaught exception to the launcher as data. Keep the imports
+few: they are part of every worker's start-up time.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import fcntl
+import os
+import resource
+import runpy
+import signal
+import sys
+import time
+import traceback
+from types import CodeType, ModuleType, TracebackType
+from typing import NoReturn
+
+from zlaunch.node.peers import talk_of
+from zlaunch.system.processes import PASSED_SIGNALS, die_with_parent
+
+_SAVED_CODE = 75
+"""failure.SAVED_CODE, without an import before the script's own."""
+_OUR_FILES = {__file__, runpy.__file__, "<frozen runpy>"}
+_EVENT_FD_FLOOR = 200
+_TRACEBACK_LIMIT_CHARS = 1 << 18
+
+
+def main() -> None:
+    """Prepare this process and become the target."""
+    agent_pid = os.environ.pop("ZLAUNCH_AGENT_PID", "")
+    if agent_pid:
+        die_with_parent(int(agent_pid))
+    if cpus := os.environ.pop("ZLAUNCH_CPUS", ""):
+        _bind(cpus)
+    if os.environ.pop("ZLAUNCH_IGNORE_HUP", ""):
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # meant for the launchers of the step, not for us
+    mode, args = "--script", sys.argv[1:]
+    if args[0] in ("--module", "--exec"):
+        mode = args.pop(0)
+    if mode == "--exec":
+        _choose_deepspeed()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_SIGNALS)
+        _exec(args)
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR2, all_threads=True, chain=False)
+    # "Save and stop" must not kill a script that has not come to zlaunch.initialize yet, or never will.
+    signal.signal(signal.SIGUSR1, _note_stop)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_SIGNALS)
+    event_fd = _own_event_fd()
+    pid = os.getpid()
+    try:
+        if mode == "--module":
+            _run_module(args)
+        else:
+            _run_script(args)
+    except SystemExit as error:
+        if error.code not in (None, 0, _SAVED_CODE):  # the script itself says that it failed: wait for nobody
+            sys.last_value = error
+        raise
+    except KeyboardInterrupt as error:
+        _print(error)
+        sys.exit(130)
+    except BaseException as error:
+        text = _print(error)
+        if event_fd >= 0 and os.getpid() == pid:  # not from a child that the script forked
+            _send_exception(event_fd, error, text)
+        sys.exit(1)
+
+
+def _bind(cpus: str) -> None:
+    """Run on these CPUs alone; memory then comes from their NUMA node by itself."""
+    try:
+        os.sched_setaffinity(0, {int(cpu) for cpu in cpus.split(",")})
+    except OSError as error:
+        print(f"zlaunch: cannot bind to cores {cpus}: {error.strerror}", file=sys.stderr)
+
+
+def _note_stop(_signum: int, _frame: object) -> None:
+    """For the runtime to find when it starts; it takes the signal over then."""
+    os.environ["ZLAUNCH_STOP_ASKED"] = "1"
+
+
+def _own_event_fd() -> int:
+    """Keep the event pipe for this process alone; -1 when there is none.
+
+    A process that the script starts inherits the environment but not the descriptor. The number is high so
+    that it meets no other file there when it tries to report.
+    """
+    given = int(os.environ.get("ZLAUNCH_EVENT_FD", "-1"))
+    if given < 0:
+        return -1
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    floor = _EVENT_FD_FLOOR if limit < 0 else min(_EVENT_FD_FLOOR, limit // 2)
+    own = fcntl.fcntl(given, fcntl.F_DUPFD_CLOEXEC, floor)
+    os.close(given)
+    os.environ["ZLAUNCH_EVENT_FD"] = str(own)
+    return own
+
+
+def _exec(args: list[str]) -> NoReturn:
+    try:
+        os.execvp(args[0], args)
+    except OSError as error:
+        print(f"zlaunch: cannot run {args[0]}: {error.strerror}", file=sys.stderr)
+        sys.exit(127 if isinstance(error, FileNotFoundError) else 126)
+
+
+def _set_path(first: str) -> None:
+    """Make sys.path what `python script.py` makes it: the script's folder instead of the current one."""
+    if not getattr(sys.flags, "safe_path", False):  # Python 3.10 has no such flag
+        replaced = os.path.abspath(sys.path.pop(0))
+        # From our own checkout the current folder was the only way to us; leave one, behind all others.
+        root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+        if replaced == root and root not in sys.path:
+            sys.path.append(root)
+    if not os.environ.get("PYTHONSAFEPATH"):
+        sys.path.insert(0, first)
+
+
+def _choose_deepspeed() -> None:
+    """Which package `import deepspeed` finds: --compat, or ZLAUNCH_COMPAT."""
+    from zlaunch.compat.deepspeed import install_as_asked
+
+    install_as_asked(os.environ.get("ZLAUNCH_COMPAT") or "auto")
+
+
+def _run_module(args: list[str]) -> None:
+    sys.argv = args
+    _set_path(os.getcwd())
+    _choose_deepspeed()
+    runpy.run_module(args[0], run_name="__main__", alter_sys=True)
+
+
+def _run_script(args: list[str]) -> None:
+    script = args[0]
+    sys.argv = args
+    if os.path.isdir(script) or script.endswith((".zip", ".pyz", ".pyc")):
+        _set_path(os.path.dirname(os.path.realpath(script)))
+        _choose_deepspeed()
+        runpy.run_path(script, run_name="__main__")
+        return
+    _set_path(os.path.dirname(os.path.realpath(script)))
+    _choose_deepspeed()
+    script = os.path.abspath(script)  # sys.argv[0] stays as it was given, as in Python itself
+    with open(script, "rb") as file:
+        code: CodeType = compile(file.read(), script, "exec", dont_inherit=True)
+    # Unlike runpy.run_path this __main__ stays until the very end, as threads, atexit functions and pickles
+    # of the script's classes expect. __spec__ None and a __file__ is what multiprocessing's spawn looks at.
+    module = ModuleType("__main__")
+    module.__dict__.update(__file__=script, __builtins__=__builtins__, __cached__=None)
+    sys.modules["__main__"] = module
+    exec(code, module.__dict__)
+
+
+def _print(error: BaseException) -> str:
+    """Show the exception as Python itself would, without our frames; returns the traceback's text.
+
+    That another rank has gone is one line: the cause is told by that rank, and must not scroll away.
+    """
+    stripped: TracebackType | None = error.__traceback__
+    while stripped is not None and stripped.tb_frame.f_code.co_filename in _OUR_FILES:
+        stripped = stripped.tb_next
+    error.__traceback__ = stripped
+    text = "".join(traceback.format_exception(type(error), error, stripped))
+    sys.last_type, sys.last_value, sys.last_traceback = type(error), error, stripped
+    short = "".join(traceback.format_exception_only(type(error), error)).strip()
+    plain = sys.excepthook is sys.__excepthook__ or sys.excepthook.__module__.startswith("torch.distributed")
+    if plain and "RANK" in os.environ and talk_of(error) == "lost":
+        first = short.splitlines()[0]
+        print(f"zlaunch: rank {os.environ['RANK']} has lost another rank: {first}", file=sys.stderr)
+        return text
+    sys.excepthook(type(error), error, stripped)
+    return text
+
+
+def _send_exception(event_fd: int, error: BaseException, text: str) -> None:
+    import json
+
+    event = {
+        "type": "exception",
+        "rank": int(os.environ.get("RANK", "0")),
+        "time": time.time(),
+        "exception": "".join(traceback.format_exception_only(type(error), error)).strip(),
+        "traceback": text[-_TRACEBACK_LIMIT_CHARS:],
+        "talk": talk_of(error),
+    }
+    try:
+        os.write(event_fd, json.dumps(event).encode() + b"\n")
+    except OSError:  # the agent is gone, and with it whoever wants to know
+        pass
+
+
+if __name__ == "__main__":
+    # The target replaces sys.modules["__main__"]; this reference keeps our own globals alive until the end.
+    _own_module = sys.modules["__main__"]
+    main()

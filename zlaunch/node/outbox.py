@@ -1,0 +1,48 @@
+"""The agent's way out: events queued in memory, written without ever blocking."""
+
+from __future__ import annotations
+
+import os
+
+from zlaunch.system.events import Event, encode
+
+_FULL_BYTES = 8 << 20
+
+
+class Outbox:
+    """A pipe to the launcher. When the launcher is gone, everything put in is dropped and `lost` is set."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self.lost = False
+        self._pending = bytearray()
+        os.set_blocking(fd, False)
+
+    @property
+    def pending(self) -> int:
+        """Bytes that wait for room in the pipe."""
+        return len(self._pending)
+
+    @property
+    def full(self) -> bool:
+        """So much waits that the workers' output had better stay in their own pipes."""
+        return len(self._pending) >= _FULL_BYTES
+
+    def put(self, event: Event) -> None:
+        """Queue an event and write what the pipe takes."""
+        if not self.lost:
+            self._pending += encode(event)
+            self.flush()
+
+    def flush(self) -> None:
+        """Write until the queue is empty or the pipe is full."""
+        try:
+            while self._pending:
+                with memoryview(self._pending)[: 1 << 20] as part:
+                    written = os.write(self.fd, part)
+                del self._pending[:written]
+        except BlockingIOError:
+            pass
+        except OSError:
+            self.lost = True
+            self._pending.clear()

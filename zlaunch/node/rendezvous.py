@@ -1,0 +1,84 @@
+"""The agent before it has a plan: who it is, and which address of node 0 the nodes can meet at.
+
+Commands: hello (answer: hello), checkup (checkup), listen (listening), reach (reached), sweep (swept). The
+answers are events. Nothing runs on the node yet, so these may take a moment.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+
+from zlaunch.system.events import Event
+from zlaunch.system.network import interface_of, open_listener, own_address_towards
+from zlaunch.system.processes import sweep
+
+
+class Greeter:
+    """Holds the rendezvous port of node 0 open until the plan comes."""
+
+    def __init__(self, send: Callable[[Event], None], watch: Callable[[int, Callable[[], object]], None]):
+        self._send, self._watch = send, watch
+        self._listener: socket.socket | None = None
+        self._token = b""
+
+    def handle(self, message: Event) -> None:
+        """Answer one command."""
+        command = message.get("cmd")
+        if command == "hello":
+            from zlaunch.system.facts import own_facts
+
+            self._send(own_facts().as_event())
+        elif command == "checkup":
+            from zlaunch.system.checkup import own_checkup
+
+            self._send(own_checkup(str(message["workdir"]), message["nccl_setting"]).as_event())
+        elif command == "sweep":
+            self._send({"type": "swept", "count": sweep(str(message["run_id"]))})
+        elif command == "listen":
+            self._listen(int(message["port"]), str(message["token"]).encode())
+        elif command == "reach":
+            self._reach(message["addresses"], int(message["port"]), str(message["token"]).encode())
+
+    def _listen(self, port: int, token: bytes) -> None:
+        """Take a port and tell everyone who connects that it is us; asked again, keep a port that will do."""
+        self._token = token
+        if self._listener is not None and port in (0, self._listener.getsockname()[1]):
+            self._send({"type": "listening", "port": self._listener.getsockname()[1], "error": ""})
+            return
+        try:
+            listener = open_listener(port)
+        except OSError as error:
+            self._send({"type": "listening", "port": 0, "error": error.strerror or str(error)})
+            return
+        listener.setblocking(False)
+
+        def accept() -> None:
+            try:
+                connection, _ = listener.accept()
+                connection.sendall(self._token)
+                connection.close()
+            except OSError:
+                pass
+
+        self._listener = listener
+        self._watch(listener.fileno(), accept)
+        self._send({"type": "listening", "port": listener.getsockname()[1], "error": ""})
+
+    def _reach(self, addresses: list[str], port: int, token: bytes) -> None:
+        """Find the first address where node 0 answers, and the interface that leads there."""
+        for address in addresses:
+            own = own_address_towards(address, port, token)
+            if own is not None:
+                self._send({"type": "reached", "address": address, "interface": interface_of(own)})
+                return
+        self._send({"type": "reached", "address": "", "interface": ""})
+
+    def close(self) -> int | None:
+        """Let go of the port; returns the listener's descriptor, which must no longer be watched."""
+        if self._listener is None:
+            return None
+        fd = self._listener.fileno()
+        self._listener.close()
+        self._listener = None
+        return fd

@@ -1,0 +1,130 @@
+"""The guard: the tiny parent of each agent, which cleans up when the agent itself is killed with SIGKILL.
+
+PDEATHSIG takes the workers down then, but not what they forked. The guard adopts what becomes an orphan, so
+that nothing of the run, whatever its environment and session, gets out of its sight. When the guard itself
+is killed, the agent gets SIGTERM and ends the run.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+from types import FrameType
+from typing import NoReturn
+
+from zlaunch.system.processes import (
+    Process,
+    adopt_orphans,
+    die_with_parent,
+    is_stopped,
+    kill,
+    open_pidfd,
+    start_ticks,
+    sweep,
+)
+
+_PASSED = (signal.SIGTERM, signal.SIGHUP)
+_LOOK_MS = 1000
+_IGNORED = (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+
+
+def fork_under_guard() -> int:
+    """Fork, and return the guard's process id in the child; the parent stays behind as its guard.
+
+    Call it before threads, workers, or other descriptors exist.
+    """
+    adopt_orphans()
+    guard = os.getpid()
+    child = os.fork()
+    if child:
+        _guard(child)
+    # Signals to the guard's process group are not meant for the agent too: the guard passes them on.
+    os.setsid()
+    die_with_parent(guard, signal.SIGTERM)
+    return guard
+
+
+def _guard(child: int) -> NoReturn:
+    """Wait for the agent, end what it has left, and end as it did."""
+    status = 1 << 8
+    try:
+        agent = Process(child, start_ticks(child) or 0)
+
+        def pass_on(signum: int, _frame: FrameType | None) -> None:
+            kill(agent, signum)
+
+        for signum in _PASSED:
+            signal.signal(signum, pass_on)
+        for signum in _IGNORED:
+            signal.signal(signum, signal.SIG_IGN)
+        launcher = os.dup(0)
+        null = os.open(os.devnull, os.O_RDWR)
+        for stdio in (0, 1, 2):
+            os.dup2(null, stdio)
+        _disguise()
+        _await_end(agent, launcher)
+        os.close(launcher)  # who writes to a dead agent is to be told
+        pid = 0
+        while pid != child:
+            pid, status = os.waitpid(-1, 0)
+        if not _reap():
+            sweep(ancestor=os.getpid(), reap=_reap)
+    finally:
+        code = os.waitstatus_to_exitcode(status)
+        if code < 0:
+            signal.pthread_sigmask(signal.SIG_SETMASK, ())
+            if -code != signal.SIGKILL:
+                signal.signal(-code, signal.SIG_DFL)
+            os.kill(os.getpid(), -code)
+        os._exit(code if code >= 0 else 1)
+
+
+def _await_end(agent: Process, launcher: int) -> None:
+    """Wait until the agent ends. A stopped one (SIGSTOP) cannot see its launcher hang up: it goes on then."""
+    pidfd = open_pidfd(agent.pid)
+    if pidfd is None:
+        return
+    poller = select.poll()
+    poller.register(pidfd, select.POLLIN)
+    poller.register(launcher, 0)  # hanging up is reported in any case
+    pause_ms: int | None = None
+    while pidfd not in (ready := {fd for fd, _ in poller.poll(pause_ms)}):
+        if launcher in ready:
+            poller.unregister(launcher)
+            pause_ms = _LOOK_MS
+        if pause_ms is not None and is_stopped(agent):
+            kill(agent, signal.SIGCONT)
+    os.close(pidfd)
+
+
+def _reap() -> bool:
+    """Take the status of adopted children that have ended; True when there is no child left."""
+    try:
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    except ChildProcessError:
+        return True
+    return False
+
+
+def _disguise() -> None:
+    """Take another name and blank the inherited environment.
+
+    Whoever kills the agent by its command line must not hit its guard, and a guard inside another zlaunch run
+    must not look like a process of that run.
+    """
+    import ctypes
+
+    try:
+        with open("/proc/self/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+        arg_start, arg_end, env_start, env_end = map(int, fields[45:49])
+    except (OSError, ValueError):
+        return
+    name = b"zguard"
+    if 0 < arg_start < arg_end - len(name):
+        ctypes.memset(arg_start, 0, arg_end - arg_start)
+        ctypes.memmove(arg_start, name, len(name))
+    if 0 < env_start < env_end:
+        ctypes.memset(env_start, 0, env_end - env_start)

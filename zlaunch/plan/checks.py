@@ -1,0 +1,326 @@
+"""Checks of what the user gave, before anything is started; each raises click.UsageError."""
+
+from __future__ import annotations
+
+import difflib
+import fcntl
+import importlib.util
+import os
+import re
+import shutil
+import socket
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+_CONFIG_SUFFIXES = (".json", ".yaml", ".yml")
+_TORCH_USERS = {"torch", "zlaunch", "deepspeed", "transformers", "accelerate", "lightning", "torchvision"}
+_CONFIG_USERS = {"zlaunch", "deepspeed", "transformers", "accelerate"}
+_PROBE_BYTES = 1 << 16
+_MOST_RANKS = 1 << 20
+_DISTINCTIVE_KEYS = {"zero_optimization", "train_micro_batch_size_per_gpu"}
+
+
+def check_script(name: str) -> None:
+    """The script is there, or something by a similar name is."""
+    path = Path(name)
+    if path.is_file():
+        return _check_is_python(path)
+    if (path / "__main__.py").is_file():
+        return
+    if path.exists() and not path.is_dir():
+        raise click.UsageError(
+            f"{name!r} can be read only once, and every worker reads it: save it to a file"
+        )
+    if path.is_dir():
+        raise click.UsageError(f"{name!r} is a folder without a __main__.py")
+    try:
+        beside = os.listdir(path.parent)
+    except OSError:
+        raise click.UsageError(f"no script {name!r}: there is no folder {str(path.parent)!r}") from None
+    raise click.UsageError(f"no script {name!r}{_near(path, beside) or _near_command(name)}")
+
+
+def _near(path: Path, beside: Sequence[str]) -> str:
+    near = difflib.get_close_matches(path.name, beside, n=1)
+    return f", did you mean {str(path.parent / near[0])!r}?" if near else ""
+
+
+def _near_command(name: str) -> str:
+    from zlaunch.cli.commands import SUBCOMMANDS
+
+    if name == "last":
+        return ", did you mean `zlaunch ps last`, or stop or stacks?"
+    near = difflib.get_close_matches(name, SUBCOMMANDS, n=1, cutoff=0.7)
+    return f", did you mean `zlaunch {near[0]}`?" if near else ""
+
+
+def _check_is_python(path: Path) -> None:
+    """Refuse what is a program of another kind. Python itself tells the rest."""
+    try:
+        with open(path, "rb") as file:
+            start = file.read(256)
+    except OSError as error:
+        raise click.UsageError(f"cannot read the script {str(path)!r}: {error.strerror}") from None
+    if path.suffix in (".json", ".yaml", ".yml"):
+        raise click.UsageError(
+            f"{str(path)!r} is no script but a config: zlaunch SCRIPT --config {path.name}"
+        )
+    first = start.split(b"\n", 1)[0]
+    if path.suffix == ".py":
+        return  # whatever its first line says: Python runs it
+    if start.startswith(b"\x7fELF") or (first.startswith(b"#!") and b"python" not in first):
+        raise click.UsageError(f"{str(path)!r} is not a Python script; to run a program give --no_python")
+
+
+def check_module(name: str) -> None:
+    """The module's top-level package can be found; nothing of it is imported."""
+    top = name.partition(".")[0]
+    sys.path.insert(0, os.getcwd())
+    try:
+        found = importlib.util.find_spec(top) is not None
+    except (ImportError, ValueError):
+        found = False
+    finally:
+        del sys.path[0]
+    if not found:
+        raise click.UsageError(f"no module named {top!r}")
+
+
+def shared_imports(name: str, *, module: bool) -> tuple[str, ...]:
+    """What a Python target will import that takes long and can be shared between forked workers.
+
+    Judged by its own source, without running it: a wrong guess costs no more than the time of an import.
+    """
+    named = _imported(name, module=module)
+    found = ("torch",) if named & _TORCH_USERS else ()
+    return (*found, "zlaunch.runtime.api") if named & {"zlaunch", "deepspeed"} else found
+
+
+def _imported(name: str, *, module: bool) -> set[str]:
+    """Return the top-level packages that the source of a Python target names in its imports."""
+    try:
+        text = _source_of(name, module=module).read_text(encoding="utf-8", errors="replace")
+    except (OSError, ImportError, ValueError):
+        return set()
+    lines = re.findall(r"^[ \t]*(?:from[ \t]+(\w+)|import[ \t]+([\w., \t]+))", text, re.MULTILINE)
+    named = {word.strip().partition(".")[0] for one, many in lines for word in (one, *many.split(","))}
+    return {word.partition(" ")[0] for word in named}
+
+
+def _source_of(name: str, *, module: bool) -> Path:
+    if not module:
+        return Path(name)
+    sys.path.insert(0, os.getcwd())
+    try:
+        spec = importlib.util.find_spec(name.partition(".")[0])
+    finally:
+        del sys.path[0]
+    if spec is None or spec.origin is None:
+        raise ImportError(name)
+    inner = name.split(".")[1:]
+    return Path(spec.origin).parent.joinpath(*inner).with_suffix(".py") if inner else Path(spec.origin)
+
+
+def check_program(name: str) -> None:
+    """A program for --no_python can be found."""
+    if shutil.which(name) is None:
+        raise click.UsageError(f"--no_python: no program {name!r}")
+
+
+def check_port(port: int) -> None:
+    """It can be a port, or 0 for a free one."""
+    if not 0 <= port <= 65535:
+        raise click.UsageError(
+            f"--master_port {port}: a port is a number from 1 to 65535 (0 takes a free one)"
+        )
+
+
+def pick_port(port: int) -> int:
+    """The port to meet at: the given one if nobody has it, otherwise one that is free now."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError as error:
+            raise click.UsageError(
+                f"--master_port {port}: {error.strerror}; leave it out for a free one"
+            ) from None
+        return int(probe.getsockname()[1])
+
+
+def make_run_dir(path: Path, *, shared: bool = False) -> None:
+    """Create the folder for logs and prove that it takes files.
+
+    `shared`: launchers of other nodes, which are parts of the same run, may use it too (and two pods may have
+    one host's name). Raises click.UsageError.
+    """
+    from zlaunch.launch import run_record
+
+    known = None if shared else run_record.read(path)
+    if known is not None and known.host == socket.gethostname() and known.is_running():
+        raise click.UsageError(f"--run_dir {path}: a run is going on there (process {known.pid})")
+    try:
+        (path / "logs").mkdir(parents=True, exist_ok=True)
+        probe = path / f".writable-{os.getpid()}"
+        try:
+            probe.write_bytes(bytes(_PROBE_BYTES))  # an empty file can be made on a full disk
+        finally:
+            probe.unlink(missing_ok=True)
+    except OSError as error:
+        raise click.UsageError(f"--run_dir {path}: cannot write there: {error.strerror}") from None
+    if not shared:
+        _lock(path)
+
+
+def is_locked(path: Path) -> bool:
+    """Tell whether a launch holds a run's folder."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # a file system without locks
+        pass
+    finally:
+        os.close(fd)
+    return False
+
+
+def _lock(path: Path) -> None:
+    """Keep other launchers out of a run's folder for as long as this process lives."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        raise click.UsageError(f"--run_dir {path}: another launch has just begun there") from None
+    except OSError:  # a file system without locks
+        os.close(fd)
+
+
+def parse_ranks(text: str, world_size: int | None) -> list[int] | None:
+    """`all` (None), or numbers and ranges such as `0,2-3`; a world size that is not known yet allows all."""
+    if text == "all":
+        return None
+    ranks: set[int] = set()
+    for token in text.split(","):
+        match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", token, re.ASCII)
+        if match is None:
+            raise click.UsageError(f"--log_ranks {text!r}: {token!r} is not a rank; write all, or 0,2-3")
+        last = int(match[2] or match[1])
+        if last < int(match[1]) or last >= _MOST_RANKS:
+            raise click.UsageError(f"--log_ranks {text!r}: {token!r} is not a range of ranks")
+        if world_size is not None and last >= world_size:
+            raise click.UsageError(
+                f"--log_ranks {text!r}: there is no rank {last} among {world_size} worker(s)"
+            )
+        ranks.update(range(int(match[1]), last + 1))
+    return sorted(ranks)
+
+
+def check_configs(
+    command: Sequence[str], *, module: bool = False, folder: str | None = None, world_size: int | None = None
+) -> list[str]:
+    """Check every DeepSpeed config among the script's arguments and return warnings.
+
+    ``folder`` is where the script will run, None for this one. Of ``--config`` it is not sure whose it is: a
+    script that imports none of those who read such files may mean any file, or a name of its own.
+    """
+    if folder is not None and not os.path.isdir(folder):
+        return []  # only the nodes have it
+    found: list[str] = []
+    for option, name, surely_ours in _config_arguments(command[1:]):
+        script = command[0] if module else os.path.join(folder or "", command[0])
+        is_used = surely_ours or bool(_imported(script, module=module) & _CONFIG_USERS)
+        path = os.path.join(folder or "", name)
+        if is_used or os.path.isfile(path):
+            found += _check_config(option, path, surely_ours, world_size if is_used else None, is_used)
+    return found
+
+
+def _check_config(
+    option: str, path: str, surely_ours: bool, world_size: int | None, is_used: bool
+) -> tuple[str, ...]:
+    from zlaunch.runtime.config import ConfigError, ConfigFileError, check_batch, load
+
+    ours = surely_ours or _looks_like_ours(path)
+    try:
+        loaded = load(path)
+        if ours and world_size is not None:
+            check_batch(loaded, world_size)
+    except ConfigFileError as error:
+        if ours or (is_used and _is_broken(path)):
+            raise click.UsageError(f"{option}: {error}{_config_near(path)}") from None
+    except ConfigError as error:
+        if ours:
+            raise click.UsageError(f"{path} is not a good config:\n{error}") from None
+    else:
+        return loaded.warnings if ours else ()
+    return ()
+
+
+def _config_near(path: str) -> str:
+    """Return ", did you mean" one that is there, for a config that is not."""
+    if os.path.lexists(path):
+        return ""
+    try:
+        beside = [name for name in os.listdir(Path(path).parent) if name.endswith(_CONFIG_SUFFIXES)]
+    except OSError:
+        return ""
+    return _near(Path(path), beside)
+
+
+def _config_arguments(args: Sequence[str]) -> Iterator[tuple[str, str, bool]]:
+    for index, arg in enumerate(args):
+        option, equals, value = arg.partition("=")
+        name = option.replace("-", "_")
+        if name not in ("__config", "__deepspeed_config", "__deepspeed"):
+            continue
+        if not equals:
+            value = args[index + 1] if index + 1 < len(args) else ""
+        if value.endswith(_CONFIG_SUFFIXES):
+            yield option, value, name != "__config"
+
+
+def _is_broken(path: str) -> bool:
+    """Tell whether no reader could make anything of a file: it is empty, or not well-formed even as YAML with
+    any tags.
+    """
+    import yaml
+
+    try:
+        text = Path(path).read_text(encoding="utf-8-sig")
+        for _ in yaml.parse(text):
+            pass
+    except (OSError, ValueError, yaml.YAMLError):
+        return True
+    return not text.strip()
+
+
+def _looks_like_ours(path: str) -> bool:
+    """Whether a file that does not load is meant as a DeepSpeed config.
+
+    A script's own config may well have an `optimizer` too: a key that nobody else has decides, or the
+    majority.
+    """
+    import yaml
+
+    from zlaunch.runtime.config import Config
+
+    try:
+        text = Path(path).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
+    try:
+        data: Any = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError):
+        # also JSON with comments, or broken: go by the words
+        data = dict.fromkeys(re.findall(r"""^\s*["']?(\w+)["']?\s*:""", text, re.MULTILINE))
+    if not isinstance(data, Mapping):
+        return False
+    known = set(data) & set(Config.model_fields)
+    return bool(known & _DISTINCTIVE_KEYS) or (bool(known) and 2 * len(known) >= len(data))

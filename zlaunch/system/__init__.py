@@ -1,0 +1,1 @@
+"""Ask the operating system: processes, devices, networks, and the events that describe them."""

@@ -1,0 +1,78 @@
+"""What a node says about itself before anything is planned for it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from zlaunch import __version__
+from zlaunch.system.devices import Devices, discover
+from zlaunch.system.network import interface_addresses
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """One node."""
+
+    hostname: str
+    version: str
+    """Of zlaunch there."""
+    python: str
+    cores: tuple[int, ...]
+    """The CPUs that may be used there, those of one NUMA node side by side."""
+    devices: tuple[str, ...]
+    """CUDA_VISIBLE_DEVICES tokens, one a GPU."""
+    visible: str | None
+    """CUDA_VISIBLE_DEVICES as it is set there."""
+    addresses: dict[str, tuple[str, ...]]
+    """Network interface -> its addresses, for those that are up; loopback is left out."""
+
+    def as_event(self) -> dict[str, Any]:
+        """For the way to the launcher."""
+        return {"type": "hello", **{name: getattr(self, name) for name in self.__slots__}}
+
+    @staticmethod
+    def from_event(event: Mapping[str, Any]) -> Facts:
+        """The inverse of `as_event`."""
+        return Facts(
+            hostname=event["hostname"],
+            version=event["version"],
+            python=event["python"],
+            cores=tuple(event["cores"]),
+            devices=tuple(event["devices"]),
+            visible=event["visible"],
+            addresses={name: tuple(values) for name, values in event["addresses"].items()},
+        )
+
+    def describe_devices(self) -> str:
+        """How many GPUs there are."""
+        return Devices(self.devices, self.visible).describe()
+
+
+def own_facts(*, with_network: bool = True) -> Facts:
+    """The facts of this machine, as this process may use it."""
+    found = discover(os.environ)
+    return Facts(
+        hostname=socket.gethostname(),
+        version=__version__,
+        python=platform.python_version(),
+        cores=cores_by_numa(),
+        devices=found.tokens,
+        visible=found.visible,
+        addresses=interface_addresses() if with_network else {},
+    )
+
+
+def cores_by_numa(root: Path = Path("/sys/devices/system/node")) -> tuple[int, ...]:
+    """The CPUs of this process's affinity, ordered by NUMA node and number."""
+    allowed = os.sched_getaffinity(0)
+    order: dict[int, int] = {}
+    for folder in root.glob("node[0-9]*"):
+        for entry in folder.glob("cpu[0-9]*"):
+            order[int(entry.name[3:])] = int(folder.name[4:])
+    return tuple(sorted(allowed, key=lambda cpu: (order.get(cpu, 0), cpu)))

@@ -1,0 +1,31 @@
+"""Ways to reach an agent. A transport only carries lines there and back; every decision is in the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+from zlaunch.system.events import Event
+
+
+class Transport(Protocol):
+    """A started agent on one node."""
+
+    host: str
+    local: bool
+    """The agent is on this machine: its processes are ours to look for."""
+
+    def send(self, message: Event) -> None:
+        """Hand over a plan or a command; never raises and never blocks for long. Safe in a signal handler."""
+
+    def events(self) -> Iterator[Event]:
+        """The agent's events until it is gone. Blocks; one reader thread a node runs it."""
+
+    def close(self, timeout_s: float) -> int | None:
+        """Say goodbye and wait for the agent; its exit status as subprocess has it, None if still there."""
+
+    def kill(self) -> None:
+        """Take the agent down at once."""
+
+    def diagnostics(self) -> str:
+        """What the agent or its way said on stderr, for the report when it dies."""

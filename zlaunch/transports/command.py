@@ -1,0 +1,48 @@
+"""Agents that srun or mpirun puts on their node, one such command a node, with pipes through it."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from zlaunch.launch.nodes import NodeError
+from zlaunch.transports.local import LocalTransport
+
+_PER_TASK = (
+    *("SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_NTASKS_PER_GPU", "SLURM_GPU_BIND"),
+    *("SLURM_GPUS_PER_SOCKET", "SLURM_TRES_BIND"),
+)
+"""What the job asked for each of its tasks; `srun` would take it for the agent, which is to have all."""
+
+
+def srun_prefix(host: str, cpus: int | None) -> tuple[str, ...]:
+    """Start one task on one node of this allocation, beside whatever runs there, unbound."""
+    return (
+        "srun",
+        f"--nodelist={host}",
+        "--nodes=1",
+        "--ntasks=1",
+        "--ntasks-per-node=1",
+        *((f"--cpus-per-task={cpus}",) if cpus else ()),
+        "--overlap",
+        "--mpi=none",
+        "--cpu-bind=none",
+        "--unbuffered",
+        "--quiet",
+    )
+
+
+def mpirun_prefix(host: str) -> tuple[str, ...]:
+    """The same by Open MPI."""
+    return ("mpirun", "--allow-run-as-root", "-np", "1", "-host", host, "--bind-to", "none")
+
+
+def open_command(host: str, prefix: Sequence[str], argv: Sequence[str], stderr_path: Path) -> LocalTransport:
+    """Start the agent. Raises NodeError when the starter is not there."""
+    if shutil.which(prefix[0]) is None:
+        raise NodeError(host, f"there is no {prefix[0]} on PATH")
+    try:
+        return LocalTransport(host, (*prefix, *argv), stderr_path, local=False, without=_PER_TASK)
+    except OSError as error:
+        raise NodeError(host, f"cannot start {prefix[0]}: {error.strerror}") from None

@@ -1,0 +1,115 @@
+"""The agent as a child process of the launcher, with pipes."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from zlaunch.system.events import Event, decode, encode
+from zlaunch.system.processes import sweep
+
+_DIAGNOSTICS_BYTES = 4096
+_NOT_INHERITED = ("ZLAUNCH_RUN_ID", "ZLAUNCH_RESUME_DIR", "ZLAUNCH_STDIN_FD")
+_KILL_S = 2.0
+
+
+class LocalTransport:
+    """Starts the agent in a session of its own, so that Ctrl-C in the terminal reaches the launcher alone."""
+
+    def __init__(
+        self,
+        host: str,
+        argv: Sequence[str],
+        stderr_path: Path,
+        *,
+        local: bool = True,
+        without: Collection[str] = (),
+    ) -> None:
+        """Start it, without these variables. `local`: the process is the agent's guard itself, and not a
+        starter such as srun.
+        """
+        self.host, self.local = host, local
+        self._stderr_path = stderr_path
+        user_input = _user_input() if local else None
+        # An agent inside another run is the inner run's: the outer one reaches it through its launcher.
+        env = {key: value for key, value in os.environ.items() if key not in (*_NOT_INHERITED, *without)}
+        if user_input is not None:
+            env["ZLAUNCH_STDIN_FD"] = str(user_input)
+        stderr_path.parent.mkdir(parents=True, exist_ok=True)  # somebody may have removed it since
+        with open(stderr_path, "wb") as stderr:
+            self._process = subprocess.Popen(
+                argv,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                start_new_session=True,
+                env=env,
+                pass_fds=() if user_input is None else (user_input,),
+            )
+        if user_input is not None:
+            os.close(user_input)
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._stdin, self._stdout = self._process.stdin, self._process.stdout
+
+    def send(self, message: Event) -> None:
+        """Write straight to the descriptor: a buffered writer could be entered twice by a signal handler."""
+        data = memoryview(encode(message))
+        try:
+            while data:
+                data = data[os.write(self._stdin.fileno(), data) :]
+        except (OSError, ValueError):  # it is gone; its reader sees that too
+            pass
+
+    def events(self) -> Iterator[Event]:
+        """Events until the agent's stdout ends."""
+        for line in self._stdout:
+            event = decode(line)
+            if event is not None:
+                yield event
+
+    def close(self, timeout_s: float) -> int | None:
+        """Close stdin, which tells a living agent to stop, and wait."""
+        try:
+            self._stdin.close()
+        except OSError:
+            pass
+        try:
+            code = self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return None
+        if not self.diagnostics():
+            with suppress(OSError):  # somebody has removed the run's folder, or put a file in its place
+                self._stderr_path.unlink()
+        return code
+
+    def kill(self) -> None:
+        """SIGKILL for the agent, all that it has started, and its guard, in whatever state they are."""
+        if self.local and self._process.poll() is None:
+            sweep(ancestor=self._process.pid, timeout_s=_KILL_S)
+        self._process.kill()
+
+    def diagnostics(self) -> str:
+        """The end of the agent's stderr."""
+        try:
+            return self._stderr_path.read_bytes()[-_DIAGNOSTICS_BYTES:].decode("utf-8", "replace").strip()
+        except OSError:
+            return ""
+
+
+def _user_input() -> int | None:
+    """Return a copy of this process's stdin, for rank 0; None where there is none.
+
+    A launcher in the background of its terminal keeps it from rank 0, which would take what is typed there.
+    """
+    try:
+        if stat.S_ISDIR(os.fstat(0).st_mode) or (os.isatty(0) and os.tcgetpgrp(0) != os.getpgrp()):
+            return None
+        fd = os.dup(0)
+    except OSError:
+        return None
+    os.set_inheritable(fd, True)
+    return fd

@@ -1,0 +1,124 @@
+"""What the user's ssh configuration says about a host.
+
+OpenSSH itself is asked (`ssh -G`), which knows Include, Match and defaults; without it, paramiko's reader has
+to do.
+"""
+
+from __future__ import annotations
+
+import getpass
+import os
+import shutil
+import subprocess
+from dataclasses import dataclass
+from typing import Any
+
+from zlaunch.launch.nodes import NodeError
+from zlaunch.transports.openssh import reason_for_openssh
+
+_CONNECT_TIMEOUT_S = 15.0
+_ASK_S = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostSettings:
+    """How to reach one host."""
+
+    alias: str
+    """As the user wrote it."""
+    hostname: str
+    user: str
+    port: int
+    identity_files: tuple[str, ...]
+    identities_only: bool
+    known_hosts: tuple[str, ...]
+    """The first one is written to."""
+    accept_new: bool
+    timeout_s: float
+    jump: HostSettings | None = None
+    needs_openssh: str = ""
+    """The option, of this host or of one on the way, that only the `ssh` program can honour."""
+    gssapi: bool = False
+    """The `ssh` program would also try Kerberos."""
+
+
+def resolve(
+    host: str, *, user: str | None = None, port: int | None = None, config: str | None = None
+) -> HostSettings:
+    """The settings for a host; `user` and `port` win over the configuration. Raises NodeError."""
+    return _resolve(host, user, port, config, depth=0)
+
+
+def _resolve(host: str, user: str | None, port: int | None, config: str | None, depth: int) -> HostSettings:
+    if depth > 5:
+        raise NodeError(host, "ProxyJump goes in circles in the ssh configuration")
+    options = _ask_openssh(host, user, port, config) if shutil.which("ssh") else _read_file(host, config)
+    jump = None
+    hops = [hop for hop in options.get("proxyjump", ["none"])[0].split(",") if hop and hop != "none"]
+    if hops:
+        # a,b: through a to b. The last hop is reached through those before it.
+        jump = None
+        for hop in hops:
+            hop_user, _, rest = hop.removeprefix("ssh://").rpartition("@")
+            name, _, hop_port = rest.partition(":") if rest.count(":") == 1 else (rest, "", "")
+            settings = _resolve(
+                name, hop_user or None, int(hop_port) if hop_port else None, config, depth + 1
+            )
+            jump = settings if jump is None else _through(settings, jump)
+    timeout = options.get("connecttimeout", ["none"])[0]
+    known = [
+        os.path.expanduser(p) for p in options.get("userknownhostsfile", ["~/.ssh/known_hosts"])[0].split()
+    ]
+    known += [
+        os.path.expanduser(p)
+        for p in options.get("globalknownhostsfile", ["/etc/ssh/ssh_known_hosts"])[0].split()
+    ]
+    identities = tuple(os.path.expanduser(p) for p in options.get("identityfile", []))
+    return HostSettings(
+        alias=host,
+        hostname=options.get("hostname", [host])[0],
+        user=user or options.get("user", [getpass.getuser()])[0],
+        port=port or int(options.get("port", ["22"])[0]),
+        identity_files=tuple(path for path in identities if os.path.isfile(path)),
+        identities_only=options.get("identitiesonly", ["no"])[0] == "yes",
+        known_hosts=tuple(known),
+        accept_new=options.get("stricthostkeychecking", ["ask"])[0] in ("accept-new", "no", "off", "false"),
+        timeout_s=float(timeout) if timeout.isdigit() and int(timeout) else _CONNECT_TIMEOUT_S,
+        jump=jump,
+        needs_openssh=reason_for_openssh(options) or (jump.needs_openssh if jump is not None else ""),
+        gssapi=options.get("gssapiauthentication", ["no"])[0] == "yes",
+    )
+
+
+def _through(settings: HostSettings, jump: HostSettings) -> HostSettings:
+    from dataclasses import replace
+
+    return replace(settings, jump=jump, needs_openssh=settings.needs_openssh or jump.needs_openssh)
+
+
+def _ask_openssh(host: str, user: str | None, port: int | None, config: str | None) -> dict[str, list[str]]:
+    command = ["ssh", "-G", *(["-F", config] if config else []), *(["-p", str(port)] if port else [])]
+    command += [f"{user}@{host}" if user else host]
+    try:
+        answer = subprocess.run(
+            command, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=_ASK_S, check=False
+        )
+    except subprocess.TimeoutExpired:  # a Match exec that hangs
+        raise NodeError(host, f"ssh -G has not answered within {_ASK_S:g} s") from None
+    if answer.returncode:
+        raise NodeError(host, f"ssh -G does not accept it: {answer.stderr.strip()}")
+    options: dict[str, list[str]] = {}
+    for line in answer.stdout.splitlines():
+        key, _, value = line.partition(" ")
+        options.setdefault(key.lower(), []).append(value)
+    return options
+
+
+def _read_file(host: str, config: str | None) -> dict[str, list[str]]:
+    import paramiko
+
+    path = os.path.expanduser(config or "~/.ssh/config")
+    if not os.path.isfile(path):
+        return {}
+    found: dict[str, Any] = dict(paramiko.SSHConfig.from_path(path).lookup(host))
+    return {key: value if isinstance(value, list) else [str(value)] for key, value in found.items()}
