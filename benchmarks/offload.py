@@ -39,10 +39,10 @@ def fio(folder: Path, nbytes: int, kind: str) -> float | None:
 
 
 def disk(folder: Path, nbytes: int, rounds: int) -> dict[str, Any]:
-    from zlaunch.runtime.offload.disk import DiskEngine, File, aligned_buffer
+    from zlaunch.runtime.offload.disk import DiskEngine, ScratchFile, aligned_buffer
 
     engine = DiskEngine(block_bytes=BLOCK_BYTES, threads=DEPTH)
-    file = File(folder / "engine.bin")
+    file = ScratchFile(folder / "engine.bin")
     file.reserve(nbytes)
     buffer = aligned_buffer(nbytes)
     for start in range(0, nbytes, 4096):
@@ -93,21 +93,13 @@ def model(layers: int, width: int) -> Any:
 
 def io_only(engine: Any) -> float:
     """Seconds to read and write back every record of the step, with the step's own buffers."""
-    from collections import deque
+    from zlaunch.runtime.zero.store import Access, open_tiles
 
-    ring, ahead = engine._offload.ring, deque()
-    records = [(u.disk, r) for u in engine._sharded.units if u.disk is not None for r in u.disk.records]
-    position = 0
+    stores = [unit.store for unit in engine._sharded.units if unit.store is not None]
     started = time.perf_counter()
-    for disk_state, record in records:
-        while position < len(records) and (not ahead or ring.spare):
-            buffer = ring.take()
-            ahead.append((buffer, records[position][0].read(records[position][1], buffer)))
-            position += 1
-        buffer, transfer = ahead.popleft()
-        transfer.wait()
-        ring.give_back(buffer, disk_state.write(record, buffer))
-    ring.drain()
+    with open_tiles([(store, tile, None) for store in stores for tile in store.tiles], Access.WRITE) as tiles:
+        for _ in tiles:
+            pass
     return time.perf_counter() - started
 
 

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from .checkpoint.format.manifest import VALUE
 from .checkpoint.shard_io import Description, Fill, blocks_of, describe, take_state, take_values
-from .optim.slices import Run
+from .optim.slices import ShardSlice
 from .zero import placeholder
-from .zero.moved_states import STATES
-from .zero.unit import Unit
+from .zero.ownership import STATES
+from .zero.unit import Unit, owner_of
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -77,8 +77,8 @@ def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
     engine._sharded.comm.settle()
     with torch.no_grad():
         if not unit.shard_params:
-            unit.ensure_full()
-        take_values(unit, _filler(unit, index, flat, VALUE), engine._offload)
+            unit.wait_unsharded()
+        take_values(unit, _filler(unit, index, flat, VALUE))
         if not unit.shard_params:
             slot = unit.layout.slots[index]
             unit.full[slot.offset : slot.stop].copy_(flat)
@@ -126,7 +126,7 @@ def safe_get_local_grad(param: Tensor) -> Tensor | None:
     found = _find(param)
     if found is None:
         return None
-    if _gradient(found[0], found[1]) is None:
+    if _gradient(found[1]) is None:
         return None
     parts = [part for _, part in _gradient_parts(*found)]
     return torch.cat(parts) / _divisor(found[0]) if parts else torch.zeros(0, device=found[0].device)
@@ -143,7 +143,7 @@ def safe_set_local_fp32_param(param: Tensor, value: Tensor) -> None:
     flat = _padded(unit, index, value)
     engine._sharded.comm.settle()  # other ranks may still be reading it
     with torch.no_grad():
-        take_values(unit, _filler(unit, index, flat, VALUE), engine._offload)
+        take_values(unit, _filler(unit, index, flat, VALUE))
 
 
 def safe_set_local_optimizer_state(param: Tensor, value: Tensor, optim_state_key: str) -> None:
@@ -162,13 +162,13 @@ def safe_set_local_grad(param: Tensor, value: Tensor) -> None:
 
 
 def _find(param: Tensor) -> tuple[Engine, Unit, int] | None:
-    engine, unit = engine_of(param), placeholder.owner(param)
+    engine, unit = engine_of(param), owner_of(param)
     if engine is None or unit is None or not unit.trainable or engine._shard_step is None:
         return None
     unit.check_here(*STATES)
     engine._shard_step.wait()
     if not unit.shard_params:
-        unit.ensure_full()
+        unit.wait_unsharded()
         unit.writes.bring()
     return engine, unit, next(i for i, own in enumerate(unit.parameters) if own is param)
 
@@ -203,8 +203,8 @@ def _own_parts(engine: Engine, unit: Unit, index: int, kind: str) -> Iterator[tu
     step = engine._shard_step
     assert step is not None
     state, slot = step.optimizer.state, unit.layout.slots[index]
-    runs = [(run, describe(run, state, "")) for run in step.runs if run.unit is unit]
-    for block in blocks_of(unit, "", runs, state, engine._offload, unit.start, unit.stop):
+    slices = [(part, describe(part, state, "")) for part in step.slices if part.unit is unit]
+    for block in blocks_of(unit, "", slices, state, unit.start, unit.stop):
         low, high = max(block.first, slot.offset), min(block.last, slot.stop)
         if low >= high or kind not in block.kinds:
             continue
@@ -288,35 +288,34 @@ def _set_state(engine: Engine, unit: Unit, index: int, key: str, flat: Tensor) -
     step = engine._shard_step
     assert step is not None
     state, slot = step.optimizer.state, unit.layout.slots[index]
-    kept = {name for run in step.runs for name, _ in describe(run, state, "").tensors}
+    kept = {name for part in step.slices for name, _ in describe(part, state, "").tensors}
     if key not in kept and not (key in _ADAM and _is_adam(engine)):
         known = ", ".join(sorted(kept)) or "nothing before its first step"
         raise KeyError(f"the optimizer keeps no {key!r} for each element: it keeps {known}")
-    runs: list[tuple[Run, Description]] = []
-    for run in step.runs:
-        if run.unit is not unit:
+    slices: list[tuple[ShardSlice, Description]] = []
+    for part in step.slices:
+        if part.unit is not unit:
             continue
-        what = describe(run, state, "")
-        touched = unit.start + run.start < slot.stop and unit.start + run.stop > slot.offset
+        what = describe(part, state, "")
+        touched = unit.start + part.start < slot.stop and unit.start + part.stop > slot.offset
         if touched and what == Description():  # it has made no step yet
             adam = _is_adam(engine)
             names = _ADAM if adam else (key,)
             counter = (("step", ("F32", 0.0)),) if adam else ()
             what = Description(tuple((name, "master") for name in names), counter)
-        runs.append((run, what))
+        slices.append((part, what))
     fused = any(group.get("fused") or group.get("capturable") for group in step.optimizer.param_groups)
     take_state(
         unit,
-        runs,
+        slices,
         _filler(unit, index, flat, key),
         state,
-        engine._offload,
         fused and engine.device.type != "cpu",
     )
 
 
 def _gradient_parts(engine: Engine, unit: Unit, index: int) -> list[tuple[int, Tensor]]:
-    grad = _gradient(engine, unit)
+    grad = _gradient(unit)
     low, high = _own_range(unit, index)
     if grad is None or low == high:
         return []
@@ -324,17 +323,18 @@ def _gradient_parts(engine: Engine, unit: Unit, index: int) -> list[tuple[int, T
     return [(low, grad[start : start + high - low].to(engine.device, torch.float32, copy=True))]
 
 
-def _gradient(engine: Engine, unit: Unit) -> Tensor | None:
-    """This rank's shard of the summed gradient, if a backward pass has left one."""
-    return unit.reduced_gradient() if engine._reducer.holds(unit) else None
+def _gradient(unit: Unit) -> Tensor | None:
+    """Return this rank's shard of the summed gradient, if a backward pass has left one."""
+    return unit.store.grad() if unit.store is not None and unit.store.has_grad else None
 
 
 def _set_gradient(engine: Engine, unit: Unit, index: int, flat: Tensor) -> None:
-    grad = _gradient(engine, unit)
+    grad = _gradient(unit)
     if grad is None:
         raise RuntimeError("there is no gradient yet: call engine.backward first")
     low, high = _own_range(unit, index)
     start = unit.layout.slots[index].offset + low - unit.start
     with torch.no_grad():
         grad[start : start + high - low].copy_(flat[low:high] * _divisor(engine))
-    unit.gradient_was_written()
+    assert unit.store is not None
+    unit.store.grad_changed()

@@ -35,9 +35,10 @@ from .optim.admission import needs_whole_tensors
 from .optim.optimizer_handle import ZeroOptimizer, guard
 from .optim.param_groups import groups_by_parameter, parameter_groups
 from .optim.registry import build_optimizer, build_scheduler
-from .optim.sharded_optimizer import ShardStep
+from .optim.sharded_optimizer import ShardedOptimizer
 from .precision.policy import Precision, choose_precision, dtype_named
 from .sharding_options import sharding_options
+from .zero import placeholder
 from .zero.consistency import check_agreement
 from .zero.eligible import find_refused
 from .zero.hooks import ShardedModel
@@ -228,14 +229,14 @@ def make_engine(
         sharded, reducer = _shard(model, blocks, options, groups, comm, effective, precision, offload)
         undo.callback(sharded.close)
         if client is not None:
-            step = ShardStep(
+            step = ShardedOptimizer(
                 client,
                 [unit for unit in sharded.units if unit.trainable],
                 reducer,
                 comm,
                 sharded=options.shard_optimizer,
                 whole=whole,
-                offload=offload,
+                offloaded=offload is not None,
                 background=comm.device.type == "cuda",
                 on_device=comm.device.type == "cuda",
             )
@@ -339,6 +340,9 @@ def _shard(
     zero = config.zero_optimization
     group_of = groups_by_parameter(groups)
     place_rest(model, comm, precision.dtype)
+    if offload is not None:
+        trainable = (p for block in blocks for _, p in block.parameters if p.requires_grad)
+        offload.expect(sum(placeholder.shape_of(p).numel() for p in trainable))
     build_units(blocks, group_of, precision.dtype, comm, options, offload)
     predivide = 1.0
     if config.prescale_gradients:

@@ -23,13 +23,13 @@ from .offload.engine_part import Moving
 from .offload.manager import Offload
 from .offload.states import States
 from .optim.optimizer_handle import ZeroOptimizer, unguard
-from .optim.sharded_optimizer import ShardStep
+from .optim.sharded_optimizer import ShardedOptimizer
 from .precision.loss_scaler import DeviceLossScaler, LossScaleFloorError, LossScaler, floor_error
 from .precision.policy import Precision
 from .precision.step_result import StepResult
 from .report import report
 from .zero.hooks import ShardedModel
-from .zero.moved_states import GRADIENTS, VALUES
+from .zero.ownership import GRADIENTS, VALUES
 from .zero.reduce import GradientReducer
 from .zero.saved_tensors import explained
 from .zero.unused_parameters import refuse_unused
@@ -60,7 +60,7 @@ class Engine(Batches, Saving, Moving, nn.Module):
         self,
         sharded: ShardedModel,
         reducer: GradientReducer,
-        shard_step: ShardStep | None,
+        shard_step: ShardedOptimizer | None,
         lr_scheduler: Any,
         precision: Precision,
         effective: Effective,
@@ -110,7 +110,7 @@ class Engine(Batches, Saving, Moving, nn.Module):
             keep_last=section.keep_last,
             tag_validation=section.tag_validation,
         )
-        self._loader = Loader(sharded, shard_step, reducer, offload, node_local=node_local)
+        self._loader = Loader(sharded, shard_step, reducer, node_local=node_local)
         self._destroyed = False
         sharded.engine = self
         self._prepare_pass()
@@ -334,7 +334,7 @@ class Engine(Batches, Saving, Moving, nn.Module):
         if self.global_steps:
             self._saver.prepare()
         scaler, divisor = self._scaler, self.gradient_divisor()
-        self._sharded.free_all()
+        self._sharded.reshard_all()
         broken: list[str] = []
         if isinstance(scaler, LossScaler) and scaler.dynamic and scaler.scale <= scaler.min_scale:
             broken = self._shard_step.nonfinite_names()

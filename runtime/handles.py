@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from .errors import OptimizerError, ParameterError
-from .offload.manager import Offload
 from .optim.optimizer_handle import MARK, check_mark
 from .optim.param_groups import groups_by_parameter
-from .optim.sharded_optimizer import ShardStep
+from .optim.sharded_optimizer import ShardedOptimizer
 from .zero import placeholder
 from .zero.hooks import ShardedModel
 from .zero.integrity import GroupIntegrity, Integrity, check_unfrozen
-from .zero.moved_states import STATES
+from .zero.ownership import STATES
 from .zero.reduce import GradientReducer
+from .zero.store import StoreFactory
 from .zero.unit_policy import rebuild_units
 
 
@@ -28,13 +28,13 @@ class Handles:
         self,
         sharded: ShardedModel,
         reducer: GradientReducer,
-        step: ShardStep | None,
+        step: ShardedOptimizer | None,
         dtype: torch.dtype | None,
-        offload: Offload | None,
+        stores: StoreFactory | None,
     ) -> None:
         """``dtype``: what parameters compute in, None for their own."""
         self._sharded, self._reducer, self._step = sharded, reducer, step
-        self._dtype, self._offload = dtype, offload
+        self._dtype, self._stores = dtype, stores
         self._integrity = Integrity(sharded.module, sharded.units)
         self._groups = GroupIntegrity(step.outer) if step is not None else None
 
@@ -69,7 +69,7 @@ class Handles:
         """Let the masters have what the script has written into parameters. Raises DiskError."""
         for unit in self._sharded.units:
             if not unit.shard_params:
-                unit.ensure_full()
+                unit.wait_unsharded()
                 unit.writes.bring()
 
     def add_param_group(self, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
@@ -110,7 +110,7 @@ class Handles:
             )
         sharded.comm.settle()
         for block in sharded.blocks:
-            units = rebuild_units(block, groups, self._dtype, sharded.comm, sharded.options, self._offload)
+            units = rebuild_units(block, groups, self._dtype, sharded.comm, sharded.options, self._stores)
             if units is not None:
                 sharded.replace_units(block, units)
         trained = [unit for unit in sharded.units if unit.trainable]
@@ -136,10 +136,10 @@ class Handles:
         )
         step.show_hyperparameters()
 
-    def _needed_step(self) -> ShardStep:
+    def _needed_step(self) -> ShardedOptimizer:
         assert self._step is not None
         self._check_here()
-        if any(run.leaf is None for run in self._step.runs):
+        if any(part.leaf is None for part in self._step.slices):
             raise OptimizerError(
                 "the optimizer's state rests on NVMe: use engine.save_checkpoint and load_checkpoint"
             )
@@ -157,5 +157,5 @@ class Handles:
             "rank": comm.rank,
             "world_size": comm.world_size,
             "stage": options.shard_optimizer + options.shard_grads + options.shard_params,
-            "shards": [[run.start, run.stop, run.group] for run in self._step.runs],
+            "shards": [[part.start, part.stop, part.group] for part in self._step.slices],
         }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .offload.manager import TILE_NUMEL
+from .zero.store import TILE_NUMEL
 from .zero.unit_policy import UNIT_NUMEL, UNIT_NUMEL_CPU, ShardingOptions
 
 if TYPE_CHECKING:

@@ -16,13 +16,13 @@ from ..environment import read_environment
 from ..handles import Handles
 from ..log import say, warn
 from ..offload.states import States
-from ..optim.sharded_optimizer import ShardStep
+from ..optim.sharded_optimizer import ShardedOptimizer
 from ..precision.loss_scaler import DeviceLossScaler, LossScaler
 from ..precision.step_result import StepResult
 from ..preemption import REQUEUE_EXIT_CODE
 from ..report import announce
 from ..zero.hooks import ShardedModel
-from ..zero.moved_states import VALUES
+from ..zero.ownership import VALUES
 from ..zero.reduce import GradientReducer
 from . import rng_state
 from .export.consolidate import save_weights
@@ -44,7 +44,7 @@ class Saving:
     """
 
     _sharded: ShardedModel
-    _shard_step: ShardStep | None
+    _shard_step: ShardedOptimizer | None
     _reducer: GradientReducer
     _effective: Effective
     _scaler: LossScaler | DeviceLossScaler

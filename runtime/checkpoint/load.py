@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..offload.manager import Offload
-from ..optim.slices import Run
+from ..optim.slices import ShardSlice
 from ..zero.hooks import ShardedModel
 from ..zero.unit import Unit
 from .format.manifest import VALUE, WHOLE, Checkpoint
@@ -130,27 +129,26 @@ def described(checkpoint: Checkpoint) -> Callable[[Unit, int], Description | Non
 def load_units(
     checkpoint: Checkpoint,
     units: Sequence[Unit],
-    offload: Offload | None,
     optimizer: torch.optim.Optimizer | None = None,
-    runs: Sequence[tuple[Run, Description | None]] = (),
+    slices: Sequence[tuple[ShardSlice, Description | None]] = (),
 ) -> None:
-    """This rank's values and, with an ``optimizer``, the state of its ``runs``: unit by unit, as they lie in
-    the files. Raises CheckpointError, DiskError.
+    """Load this rank's values and, with an ``optimizer``, the state of its ``slices``, unit by unit as they
+    lie in the files. Raises CheckpointError, DiskError.
     """
     by_unit: dict[int, list[Described]] = {}
-    for run, what in runs:
+    for part, what in slices:
         if what is not None:
-            by_unit.setdefault(id(run.unit), []).append((run, what))
+            by_unit.setdefault(id(part.unit), []).append((part, what))
     with torch.no_grad():
         for unit in units:
             fill = filler(checkpoint, unit)
-            take_values(unit, fill, offload)
+            take_values(unit, fill)
             own = by_unit.get(id(unit), [])
             if optimizer is None or not own:
                 continue
-            groups = [optimizer.param_groups[run.group] for run, _ in own]
+            groups = [optimizer.param_groups[part.group] for part, _ in own]
             on_device = any(group.get("fused") or group.get("capturable") for group in groups)
-            take_state(unit, own, fill, optimizer.state, offload, on_device)
+            take_state(unit, own, fill, optimizer.state, on_device)
 
 
 def load_persistent(checkpoint: Checkpoint, sharded: ShardedModel) -> None:

@@ -8,14 +8,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..errors import RankMismatchError
+from ..errors import DiskError, RankMismatchError
 from ..log import warn
-from ..offload.disk import DiskError
-from ..offload.manager import Offload
-from ..optim.sharded_optimizer import ShardStep
+from ..optim.sharded_optimizer import ShardedOptimizer
 from ..zero.hooks import ShardedModel
+from ..zero.ownership import UnitState
 from ..zero.reduce import GradientReducer
-from ..zero.unit import UnitState
 from .all_or_none import agree
 from .format.commit import absolute
 from .format.jsonable import decode
@@ -39,14 +37,13 @@ class Loader:
     def __init__(
         self,
         sharded: ShardedModel,
-        shard_step: ShardStep | None,
+        shard_step: ShardedOptimizer | None,
         reducer: GradientReducer,
-        offload: Offload | None,
         *,
         node_local: bool,
     ) -> None:
         self._sharded, self._shard_step, self._reducer = sharded, shard_step, reducer
-        self._offload, self._comm, self._node_local = offload, sharded.comm, node_local
+        self._comm, self._node_local = sharded.comm, node_local
         self._half_loaded = ""
 
     def check(self) -> None:
@@ -151,10 +148,10 @@ class Loader:
             raise
         stay = [unit for unit in self._sharded.units if unit.trainable and not unit.shard_params]
         for unit in stay:
-            unit.start_refresh(written=True)
+            unit.refresh()
         comm.settle()
         for unit in stay:
-            unit.ensure_full()
+            unit.wait_unsharded()
         for unit in self._sharded.units:
             unit.changed()
         self._half_loaded = ""
@@ -180,9 +177,9 @@ class Loader:
             self._shard_step.wait()
         for unit in self._sharded.units:
             if not unit.shard_params:
-                unit.ensure_full()
-        self._sharded.free_all()
-        assert all(u.state is UnitState.FULL or u.shard_params for u in self._sharded.units)
+                unit.wait_unsharded()
+        self._sharded.reshard_all()
+        assert all(u.state is UnitState.UNSHARDED or u.shard_params for u in self._sharded.units)
         self._reducer.clear()
         self._comm.settle()
         self._comm.barrier()
@@ -191,11 +188,11 @@ class Loader:
         try:
             units, step = self._sharded.units, self._shard_step
             if not states or step is None:
-                load_units(checkpoint, units, self._offload)
+                load_units(checkpoint, units)
             else:
                 step.take_hyperparameters()
-                runs = step.split(described(checkpoint))
-                load_units(checkpoint, units, self._offload, step.optimizer, runs)
+                slices = step.split(described(checkpoint))
+                load_units(checkpoint, units, step.optimizer, slices)
                 saved = checkpoint.manifest["optimizer"]
                 restore_groups(step.optimizer, _decoded(checkpoint, WHOLE, saved["groups"]))
                 step.show_hyperparameters()

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from ..comm.pending import Exchange
-from ..offload.manager import Offload
 from ..offload.transfer import HostLink
-from ..optim.slices import Run
+from ..optim.slices import ShardSlice
+from ..optim.update_rule import State
 from ..zero.hooks import ShardedModel
 from ..zero.unit import Unit
 from .all_or_none import agree
@@ -23,7 +23,7 @@ from .format.commit import Target, point_to, prepare, prune, put_in_place, write
 from .format.manifest import FORMAT, VERSION, WHOLE
 from .format.tensor_file import NAMES, CheckpointError
 from .format.writer import FileWriter
-from .shard_io import Block, Described, Description, State, blocks_of, describe, persistent
+from .shard_io import Described, Description, ShardBlock, blocks_of, describe, persistent
 from .snapshot import Snapshot
 
 
@@ -32,11 +32,10 @@ class Source:
     """What is saved."""
 
     sharded: ShardedModel
-    runs: Sequence[Run]
+    slices: Sequence[ShardSlice]
     state: State
     optimizer: str
     """Its class."""
-    offload: Offload | None
     facts: Mapping[str, Any]
     """Entries of the manifest: counters, config, the caller's own; JSON."""
     tensors: Mapping[str, Tensor]
@@ -64,7 +63,7 @@ class Save:
         self._comm = source.sharded.comm
         self._writer: FileWriter | None = None
         self._whole_writer: FileWriter | None = None
-        self._later: list[tuple[Block, Snapshot | None]] = []
+        self._later: list[tuple[ShardBlock, Snapshot | None]] = []
         self._announced: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
         self._part: dict[str, Any] = {}
         self._whole: dict[str, Tensor] = {}
@@ -135,7 +134,7 @@ class Save:
                     "use_node_local_storage has to be false"
                 ) from None
 
-    def _write(self, block: Block) -> None:
+    def _write(self, block: ShardBlock) -> None:
         assert self._writer is not None
         with block.open() as pieces:
             for kind in block.kinds:
@@ -195,20 +194,20 @@ class Save:
 # -- what this rank writes
 
 
-def _blocks(source: Source, target: Target) -> list[Block]:
+def _blocks(source: Source, target: Target) -> list[ShardBlock]:
     comm = source.sharded.comm
     by_unit: dict[int, list[Described]] = {}
-    for run in source.runs:
-        what = describe(run, source.state, source.optimizer)
-        by_unit.setdefault(id(run.unit), []).append((run, what))
-    found: list[Block] = []
+    for part in source.slices:
+        what = describe(part, source.state, source.optimizer)
+        by_unit.setdefault(id(part.unit), []).append((part, what))
+    found: list[ShardBlock] = []
     for index, unit in enumerate(source.sharded.units):
         if not unit.trainable and target.exclude_frozen:
             continue
         low, high = _owned(unit, comm.rank, target)
         if low < high:
-            runs = by_unit.get(id(unit), [])
-            found += blocks_of(unit, f"{index:04d}", runs, source.state, source.offload, low, high)
+            slices = by_unit.get(id(unit), [])
+            found += blocks_of(unit, f"{index:04d}", slices, source.state, low, high)
     return found
 
 
@@ -216,13 +215,13 @@ def _owned(unit: Unit, rank: int, target: Target) -> tuple[int, int]:
     """The range of the flat buffer that this rank writes: its shard. What every rank has whole is written in
     equal parts, or wholly by the first rank of each node where nodes have folders of their own.
     """
-    whole = unit.stop - unit.start == unit.numel if unit.trainable else not unit.shard_params
+    whole = unit.stop - unit.start == unit.numel
     if whole and target.host is not None:
         return (0, unit.numel if target.leader else 0)
     return unit.layout.shard_range(rank)
 
 
-def _describe_all(source: Source, blocks: Sequence[Block], rank: int) -> dict[str, Any]:
+def _describe_all(source: Source, blocks: Sequence[ShardBlock], rank: int) -> dict[str, Any]:
     """The parts of parameters that lie in the blocks, by name."""
     found: dict[str, Any] = {}
     for unit in source.sharded.units if rank == 0 else ():
@@ -246,7 +245,7 @@ def _describe_all(source: Source, blocks: Sequence[Block], rank: int) -> dict[st
                 entry["slices"].append(piece)
                 continue
             at = first - unit.start
-            what = next((what for run, what in block.runs if run.start <= at < run.stop), Description())
+            what = next((what for part, what in block.slices if part.start <= at < part.stop), Description())
             found[unit.names[index]] = _entry(unit, index, what, [piece])
     return found
 

@@ -22,7 +22,7 @@ from ..comm.pending import HostChannel
 from ..environment import read_environment
 from ..offload.manager import Offload
 from ..offload.transfer import HostLink
-from ..optim.sharded_optimizer import ShardStep
+from ..optim.sharded_optimizer import ShardedOptimizer
 from ..zero.hooks import ShardedModel
 from . import rng_state
 from .all_or_none import agree
@@ -51,7 +51,7 @@ class Saver:
     def __init__(
         self,
         sharded: ShardedModel,
-        shard_step: ShardStep | None,
+        shard_step: ShardedOptimizer | None,
         offload: Offload | None,
         *,
         asynchronous: bool,
@@ -216,10 +216,9 @@ class Saver:
         optimizer = self._shard_step.optimizer if self._shard_step is not None else None
         source = Source(
             sharded=self._sharded,
-            runs=self._shard_step.runs if self._shard_step is not None else [],
+            slices=self._shard_step.slices if self._shard_step is not None else [],
             state=optimizer.state if optimizer is not None else {},
             optimizer=type(optimizer).__name__,
-            offload=self._offload,
             facts=entries,
             tensors=tensors,
             rank_facts={"random": random, "client_state": own},

@@ -1,27 +1,26 @@
-"""A unit's values and optimizer state as flat pieces in the order of a file, wherever they rest, and back."""
+"""Reads and writes a unit's values and optimizer state as flat pieces in the order of a file."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..offload.disk_shard import DiskState, DiskValues, Record
-from ..offload.manager import Offload
-from ..optim.slices import KEYS, Run
-from ..optim.update_rule import is_elementwise
+from ..optim.slices import ShardSlice
+from ..optim.update_rule import State, is_elementwise
 from ..zero.eligible import is_shardable
 from ..zero.hooks import ShardedModel
+from ..zero.store import Access, Range, open_all, open_tiles
 from ..zero.unit import Unit
 from .format.manifest import VALUE
 from .format.tensor_file import DTYPES, NAMES, CheckpointError
 
 AS_MASTER = "master"
-State = Mapping[Tensor, dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,21 +41,16 @@ class Description:
         return Description(tuple(sorted(value["tensors"].items())), scalars)
 
 
-def describe(run: Run, state: State, optimizer: str) -> Description:
-    """Raises CheckpointError for state that cannot be cut: a tensor that is neither of its parameter's size
-    nor a single number.
+def describe(part: ShardSlice, state: State, optimizer: str) -> Description:
+    """Describe a slice's optimizer state. Raises CheckpointError for state that cannot be cut: a tensor that
+    is neither of its parameter's size nor a single number.
     """
-    entries = run.scalars if run.leaf is None else state.get(run.leaf, {})
-    tensors: dict[str, str] = {}
-    if run.leaf is None and run.unit.disk is not None:
-        tensors = dict.fromkeys(run.scalars.get(KEYS, []), AS_MASTER)
+    tensors = dict.fromkeys(part.on_disk, AS_MASTER)
     scalars: dict[str, tuple[str, Any]] = {}
-    for key, value in entries.items():
-        if key == KEYS:
-            continue
-        if run.leaf is not None and is_elementwise(value, run.leaf):
-            tensors[key] = AS_MASTER if value.dtype == run.leaf.dtype else NAMES[value.dtype]
-        elif isinstance(value, Tensor) and (value.numel() == 1 or _is_whole(run)):
+    for key, value in part.entries(state).items():
+        if part.leaf is not None and is_elementwise(value, part.leaf):
+            tensors[key] = AS_MASTER if value.dtype == part.leaf.dtype else NAMES[value.dtype]
+        elif isinstance(value, Tensor) and (value.numel() == 1 or _is_whole(part)):
             scalars[key] = NAMES[value.dtype], value.tolist()  # nested lists keep its shape
         elif value is None or isinstance(value, (bool, int, float, str)):
             scalars[key] = "", value
@@ -69,9 +63,9 @@ def describe(run: Run, state: State, optimizer: str) -> Description:
     return Description(tuple(sorted(tensors.items())), tuple(sorted(scalars.items())))
 
 
-def _is_whole(run: Run) -> bool:
-    """Whether the run is one parameter in its shape, whose state may be of any shape (sums of rows)."""
-    return run.leaf is not None and run.leaf.dim() > 1
+def _is_whole(part: ShardSlice) -> bool:
+    """Tell whether a slice is one parameter in its shape, whose state may be of any shape (sums of rows)."""
+    return part.leaf is not None and part.leaf.dim() > 1
 
 
 def persistent(sharded: ShardedModel) -> dict[str, Tensor]:
@@ -90,12 +84,12 @@ def persistent(sharded: ShardedModel) -> dict[str, Tensor]:
 # -- out
 
 
-Described = tuple[Run, Description]
+Described = tuple[ShardSlice, Description]
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
-    """Elements ``first`` to ``last`` of a unit's flat buffer with all that is kept for them."""
+class ShardBlock:
+    """Describes elements ``first`` to ``last`` of a unit's flat buffer with all that is kept for them."""
 
     unit: Unit
     prefix: str
@@ -105,145 +99,91 @@ class Block:
     """VALUE and the states, in the order of the file."""
     resident: bool
     """In memory, not on disk."""
-    runs: Sequence[Described]
+    slices: Sequence[Described]
     open: Callable[[], Any]
     """A context that gives for every kind its consecutive flat pieces, on any device."""
 
     @property
     def nbytes(self) -> int:
+        """Return the size of all kinds."""
         return (self.last - self.first) * sum(dtype.itemsize for dtype in self.kinds.values())
 
 
 def blocks_of(
-    unit: Unit,
-    prefix: str,
-    runs: Sequence[Described],
-    state: State,
-    offload: Offload | None,
-    low: int,
-    high: int,
-) -> list[Block]:
-    """What a rank writes of a unit: the elements ``low`` to ``high`` of its flat buffer, which it has."""
-    if not unit.trainable:
-        home, kinds = unit.home, {VALUE: unit.dtype}
-        on_disk = isinstance(home, DiskValues)
-        return [
-            Block(unit, f"{prefix}.0000", low, high, kinds, not on_disk, (), lambda: _frozen(unit, low, high))
-        ]
-    if unit.disk is not None:
-        assert offload is not None
-        disk = unit.disk
-        found = []
-        for number, record in enumerate(disk.records):
-            own = [each for each in runs if record.start <= each[0].start < record.stop]
-            kinds = _kinds(own, record.dtype)
-            found.append(
-                Block(
-                    unit,
-                    f"{prefix}.{number:04d}",
-                    unit.start + record.start,
-                    unit.start + record.stop,
-                    kinds,
-                    False,
-                    own,
-                    _reader(disk, record, [run for run, _ in own], kinds, offload),
-                )
-            )
-        return found
-    assert unit.master is not None
-    start, stop = low - unit.start, high - unit.start
-    own = [each for each in runs if each[0].start < stop and each[0].stop > start]
-    kinds = _kinds(own, unit.master.dtype)
-    return [
-        Block(
+    unit: Unit, prefix: str, slices: Sequence[Described], state: State, low: int, high: int
+) -> list[ShardBlock]:
+    """List what a rank writes of a unit: the elements ``low`` to ``high`` of its flat buffer, which it has.
+    What is on disk makes one block for each tile.
+    """
+    store = unit.store
+    if store is None:
+        frozen = ShardBlock(
             unit,
             f"{prefix}.0000",
             low,
             high,
-            kinds,
-            True,
-            own,
-            lambda: _resident(unit, [run for run, _ in own], state, kinds, start, stop),
+            {VALUE: unit.dtype},
+            unit.values.tensor is not None,
+            (),
+            lambda: _read_frozen(unit, low, high),
         )
-    ]
+        return [frozen]
+    ranges = [(low - unit.start, high - unit.start)] if store.master is not None else store.tiles
+    found = []
+    for number, (start, stop) in enumerate(ranges):
+        own = [each for each in slices if each[0].start < stop and each[0].stop > start]
+        kinds = _kinds(own, torch.promote_types(unit.dtype, torch.float32))
+        found.append(
+            ShardBlock(
+                unit,
+                f"{prefix}.{number:04d}",
+                unit.start + start,
+                unit.start + stop,
+                kinds,
+                store.master is not None,
+                own,
+                partial(_read, unit, (start, stop), [part for part, _ in own], state, kinds),
+            )
+        )
+    return found
 
 
-def _kinds(runs: Sequence[Described], dtype: torch.dtype) -> dict[str, torch.dtype]:
+def _kinds(slices: Sequence[Described], dtype: torch.dtype) -> dict[str, torch.dtype]:
     found: dict[str, torch.dtype] = {}
-    for _, what in runs:
+    for _, what in slices:
         for key, name in what.tensors:
             found[key] = dtype if name == AS_MASTER else DTYPES[name]
     return {VALUE: dtype, **dict(sorted(found.items()))}
 
 
 @contextmanager
-def _frozen(unit: Unit, low: int, high: int) -> Iterator[dict[str, list[Tensor]]]:
-    home = unit.home
-    if isinstance(home, DiskValues):
-        reading = home.start_read()
-        yield {VALUE: [reading.wait()]}
-        reading.release()
-    elif isinstance(home, Tensor):
-        yield {VALUE: [home]}
-    else:
-        yield {VALUE: [unit.full[low:high]]}
+def _read_frozen(unit: Unit, low: int, high: int) -> Iterator[dict[str, list[Tensor]]]:
+    with unit.values.read() as values:
+        yield {VALUE: [values[low - unit.start : high - unit.start]]}
 
 
 @contextmanager
-def _resident(
-    unit: Unit, runs: Sequence[Run], state: State, kinds: Mapping[str, torch.dtype], start: int, stop: int
+def _read(
+    unit: Unit, tile: Range, slices: Sequence[ShardSlice], state: State, kinds: Mapping[str, torch.dtype]
 ) -> Iterator[dict[str, list[Tensor]]]:
-    assert unit.master is not None
-    pieces = {VALUE: [unit.master[start:stop]]}
-    for key in kinds:
-        if key == VALUE:
-            continue
-        pieces[key] = []
-        at = start
-        for run in runs:
-            value = state.get(run.leaf, {}).get(key) if run.leaf is not None else None
-            low, high = max(run.start, start), min(run.stop, stop)
-            if value is None or not is_elementwise(value, run.leaf):  # type: ignore[arg-type]
-                continue
-            if low > at:
-                pieces[key].append(torch.zeros(low - at, dtype=kinds[key]))
-            pieces[key].append(value.reshape(-1)[low - run.start : high - run.start])
-            at = high
-        if at < stop:
-            pieces[key].append(torch.zeros(stop - at, dtype=kinds[key]))
-    yield pieces
-
-
-def _reader(
-    disk: DiskState, record: Record, runs: Sequence[Run], kinds: Mapping[str, torch.dtype], offload: Offload
-) -> Callable[[], Any]:
-    @contextmanager
-    def read() -> Iterator[dict[str, list[Tensor]]]:
-        offload.ring.drain()
-        buffer = offload.ring.take()
-        try:
-            disk.read(record, buffer).wait()
-            pieces = {VALUE: [record.region(buffer, 0)]}
-            for key in kinds:
-                if key == VALUE:
-                    continue
-                pieces[key], at = [], record.start
-                for run in runs:
-                    keys = run.scalars.get(KEYS, [])
-                    if key not in keys:
-                        continue
-                    if run.start > at:
-                        pieces[key].append(torch.zeros(run.start - at, dtype=kinds[key]))
-                    region = record.region(buffer, 1 + keys.index(key))
-                    pieces[key].append(region[run.start - record.start : run.stop - record.start])
-                    at = run.stop
-                if at < record.stop:
-                    pieces[key].append(torch.zeros(record.stop - at, dtype=kinds[key]))
+    """Give the pieces of a tile: of each kind the slices' parts, with zeros between them."""
+    assert unit.store is not None
+    with open_tiles([(unit.store, tile, None)], Access.READ) as tiles:
+        for _, _, view in tiles:
+            pieces: dict[str, list[Tensor]] = {kind: [] for kind in kinds}
+            ends = dict.fromkeys(kinds, view.start)
+            pieces[VALUE], ends[VALUE] = [view.master], view.stop
+            for part in slices:
+                low, high = max(part.start, view.start), min(part.stop, view.stop)
+                for key, value in part.tensors_in(view, state).items():
+                    if low > ends[key]:
+                        pieces[key].append(torch.zeros(low - ends[key], dtype=kinds[key]))
+                    pieces[key].append(value.reshape(-1)[low - part.start : high - part.start])
+                    ends[key] = high
+            for key, end in ends.items():
+                if end < view.stop:
+                    pieces[key].append(torch.zeros(view.stop - end, dtype=kinds[key]))
             yield pieces
-        finally:
-            offload.ring.give_back(buffer)
-
-    return read
 
 
 # -- in
@@ -254,69 +194,77 @@ on, that are to be loaded.
 """
 
 
-def take_values(unit: Unit, fill: Fill, offload: Offload | None) -> None:
+def take_values(unit: Unit, fill: Fill) -> None:
     """Load this rank's values of a unit: the masters, and what the parameters are read from. Raises
     DiskError, CheckpointError.
     """
-    if not unit.trainable:
-        _take_frozen(unit, fill)
-    elif unit.disk is not None:
-        assert offload is not None
-        _take_on_disk(unit, unit.disk, fill, None, offload)
+    if unit.store is None:
+        with unit.values.read() as values:
+            changed = values.clone() if unit.values.tensor is None else values
+            _fill_on(changed, unit.start, VALUE, fill)
+        unit.values.write(0, changed)
     else:
-        assert unit.master is not None
-        _fill_on(unit.master, unit.start, VALUE, fill)
-        _publish(unit, 0, unit.master)
+        with open_all(unit.store, Access.MASTER) as tiles:
+            for _, tile, view in tiles:
+                _fill_on(view.master, unit.start + view.start, VALUE, fill)
+                tile.publish().synchronize()
+    unit.values.flush()
 
 
-def take_state(
-    unit: Unit,
-    runs: Sequence[Described],
-    fill: Fill,
-    state: dict[Tensor, dict[str, Any]],
-    offload: Offload | None,
-    on_device: bool,
-) -> None:
-    """Load this rank's optimizer state of a unit, whose runs have been split by what is kept for them.
+def take_state(unit: Unit, slices: Sequence[Described], fill: Fill, state: State, on_device: bool) -> None:
+    """Load this rank's optimizer state of a unit, whose slices have been split by what is kept for them.
 
     ``on_device``: the optimizer wants its counters where its parameters are. Raises DiskError,
     CheckpointError.
     """
-    if unit.disk is not None:
-        assert offload is not None
-        for run, what in runs:
-            keys = [key for key, _ in what.tensors]
-            if len(keys) > unit.disk.records[0].state_count:
-                raise CheckpointError(
-                    f"the checkpoint has {len(keys)} values for each element ({', '.join(keys)}), and the "
-                    f"optimizer's records on disk have room for {unit.disk.records[0].state_count}"
-                )
-            run.scalars = {key: _scalar(name, value, None) for key, (name, value) in what.scalars}
-            if what != Description():
-                run.scalars[KEYS] = keys
-        _take_on_disk(unit, unit.disk, fill, runs, offload)
+    store = unit.store
+    assert store is not None
+    for part, what in slices:
+        _take_entries(part, what, state, store.state_room, on_device)
+    if not any(what.tensors for _, what in slices):
         return
-    for run, what in runs:
-        assert run.leaf is not None
-        former = state.pop(run.leaf, {})
-        if what == Description():
-            continue
-        wide = [key for key, (_, value) in what.scalars if isinstance(value, list) and len(value) > 1]
-        if wide and not _is_whole(run):
+    with open_all(store, Access.WRITE) as tiles:
+        for _, _, view in tiles:
+            for part, what in slices:
+                if view.start <= part.start and part.stop <= view.stop:
+                    found = part.tensors_in(view, state)
+                    for key, _ in what.tensors:
+                        _fill_on(found[key].view(-1), unit.start + part.start, key, fill)
+
+
+def _take_entries(
+    part: ShardSlice, what: Description, state: State, room: int | None, on_device: bool
+) -> None:
+    """Give a slice the state entries of its description; their tensors are filled afterwards."""
+    keys = [key for key, _ in what.tensors]
+    if part.leaf is None:
+        assert room is not None
+        if len(keys) > room:
             raise CheckpointError(
-                f"the checkpoint has {wide[0]!r} of whole parameters, which flat shards cannot take: load it "
-                "at stage 0 or on one rank, without offload_optimizer, or with load_optimizer_states=False"
+                f"the checkpoint has {len(keys)} values for each element ({', '.join(keys)}), and the "
+                f"optimizer's records on disk have room for {room}"
             )
-        device = run.leaf.device if on_device else None
-        own: dict[str, Any] = {key: _scalar(name, value, device) for key, (name, value) in what.scalars}
-        for key, name in what.tensors:
-            dtype = run.leaf.dtype if name == AS_MASTER else DTYPES[name]
-            present = former.get(key)
-            if present is None or not is_elementwise(present, run.leaf) or present.dtype != dtype:
-                present = torch.zeros_like(run.leaf, dtype=dtype, requires_grad=False)
-            own[key] = present
-            _fill_on(own[key].view(-1), unit.start + run.start, key, fill)
-        state[run.leaf] = own
+        part.scalars = {key: _scalar(name, value, None) for key, (name, value) in what.scalars}
+        part.on_disk = keys
+        return
+    former = state.pop(part.leaf, {})
+    if what == Description():
+        return
+    wide = [key for key, (_, value) in what.scalars if isinstance(value, list) and len(value) > 1]
+    if wide and not _is_whole(part):
+        raise CheckpointError(
+            f"the checkpoint has {wide[0]!r} of whole parameters, which flat shards cannot take: load it "
+            "at stage 0 or on one rank, without offload_optimizer, or with load_optimizer_states=False"
+        )
+    device = part.leaf.device if on_device else None
+    own: dict[str, Any] = {key: _scalar(name, value, device) for key, (name, value) in what.scalars}
+    for key, name in what.tensors:
+        dtype = part.leaf.dtype if name == AS_MASTER else DTYPES[name]
+        present = former.get(key)
+        if present is None or not is_elementwise(present, part.leaf) or present.dtype != dtype:
+            present = torch.zeros_like(part.leaf, dtype=dtype, requires_grad=False)
+        own[key] = present
+    state[part.leaf] = own
 
 
 def _fill_on(target: Tensor, first: int, kind: str, fill: Fill) -> None:
@@ -334,63 +282,5 @@ def _fill_on(target: Tensor, first: int, kind: str, fill: Fill) -> None:
 _PIECE_NUMEL = 8 << 20
 
 
-def _take_frozen(unit: Unit, fill: Fill) -> None:
-    home = unit.home
-    if isinstance(home, DiskValues):
-        reading = home.start_read()
-        values = reading.wait().clone()
-        reading.release()
-        fill(values, unit.layout.shard_range(unit.comm.rank)[0], VALUE)
-        home.write(0, values)
-        home.finish_writes()
-    elif isinstance(home, Tensor):
-        _fill_on(home, unit.layout.shard_range(unit.comm.rank)[0], VALUE, fill)
-    else:
-        _fill_on(unit.full, 0, VALUE, fill)
-
-
-def _take_on_disk(
-    unit: Unit,
-    disk: DiskState,
-    fill: Fill,
-    runs: Sequence[Described] | None,
-    offload: Offload,
-) -> None:
-    """Values (``runs`` None) or states, record by record: read, change, write."""
-    ring = offload.ring
-    ring.drain()
-    for record in disk.records:
-        buffer = ring.take()
-        writes = []
-        try:
-            disk.read(record, buffer).wait()
-            first = unit.start + record.start
-            if runs is None:
-                fill(record.region(buffer, 0), first, VALUE)
-                _publish(unit, record.start, record.region(buffer, 0))
-            for run, what in runs or ():
-                if not record.start <= run.start < record.stop:
-                    continue
-                span = slice(run.start - record.start, run.stop - record.start)
-                for index, (key, _) in enumerate(what.tensors):
-                    fill(record.region(buffer, 1 + index)[span], unit.start + run.start, key)
-            writes.append(disk.write(record, buffer))
-        finally:
-            ring.give_back(buffer, *writes)
-    ring.drain()
-
-
 def _scalar(dtype: str, value: Any, device: torch.device | None) -> Any:
     return torch.tensor(value, dtype=DTYPES[dtype], device=device) if dtype else value
-
-
-def _publish(unit: Unit, start: int, values: Tensor) -> None:
-    """Bring master values to where the unit's parameters are read from. Raises DiskError."""
-    target = unit.target
-    if isinstance(target, DiskValues):
-        target.write(start, values)
-        target.finish_writes()
-    elif target is not None:
-        part = target[start : start + values.numel()]
-        if part.data_ptr() != values.data_ptr():
-            part.copy_(values)

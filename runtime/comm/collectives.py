@@ -31,10 +31,10 @@ from .pending import (
     HostChannel,
     Noted,
     Pending,
-    SummedPieces,
     Work,
     await_work,
     exchange_objects,
+    sum_pieces,
 )
 from .process_group import new_group
 from .shared_connect import connect
@@ -274,10 +274,11 @@ class Comm:
             pieces = shard if direct else torch.empty_like(shard, dtype=bucket.dtype)
             sent = _reduce_scatter_flat(pieces, bucket, group=self._reduce_group, async_op=True)
             work = Work(sent, *noted, bucket)
-            return work if direct else SummedPieces(work, shard, pieces.view(1, -1), bucket)
+            return work if direct else work.then(lambda: sum_pieces(shard, pieces.view(1, -1)))
         pieces = torch.empty_like(bucket)
         sent = dist.all_to_all_single(pieces, bucket, group=self._reduce_group, async_op=True)
-        return SummedPieces(Work(sent, *noted, bucket), shard, pieces.view(w, -1), bucket, self.rank)
+        work = Work(sent, *noted, bucket)
+        return work.then(lambda: sum_pieces(shard, pieces.view(w, -1), self.rank))
 
     def reduced_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The narrowest dtype that holds a reduced shard of a ``dtype`` bucket without a further rounding."""

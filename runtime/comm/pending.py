@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,22 +16,55 @@ from .deadlock import Key, watch
 _LOOK = timedelta(seconds=1)
 
 
-class Pending(Protocol):
-    """Something under way; ``wait`` returns when its result may be used (on the current stream for NCCL)."""
+class Pending:
+    """Represents something under way. This base class is what has ended already."""
 
-    def wait(self) -> None: ...
+    __slots__ = ()
+
+    def wait(self) -> None:
+        """Return when the result may be used: by the current stream, where a device does the work."""
+
+    def synchronize(self) -> None:
+        """Block the host until the result is there."""
+        self.wait()
+
+    @property
+    def ready(self) -> bool:
+        """Tell whether ``wait`` would not block for the work of another thread."""
+        return True
+
+    @property
+    def event(self) -> torch.cuda.Event | None:
+        """The event behind a copy, for a stream to wait for; None if there is none."""
+        return None
+
+    def then(self, function: Callable[[], object]) -> Pending:
+        """Return this work followed by ``function``, which is called once, by the first ``wait``."""
+        return _Then(self, function)
+
+
+DONE = Pending()
+"""Has ended already."""
+
+
+class _Then(Pending):
+    __slots__ = ("_before", "_function")
+
+    def __init__(self, before: Pending, function: Callable[[], object]) -> None:
+        self._before, self._function = before, function
+
+    def wait(self) -> None:
+        self._before.wait()
+        function, self._function, self._before = self._function, _nothing, DONE
+        function()
+
+
+def _nothing() -> None:
+    return None
 
 
 Exchange = Callable[[object], "list[Any]"]
 """Gives every rank's picklable value, in rank order. Collective."""
-
-
-class _Done:
-    def wait(self) -> None:
-        return None
-
-
-DONE: Pending = _Done()
 
 
 def await_work(work: Any, key: Key, what: str) -> None:
@@ -54,7 +87,7 @@ def await_work(work: Any, key: Key, what: str) -> None:
                     return
 
 
-class Work:
+class Work(Pending):
     """Waits for a torch Work and keeps its tensors alive until then."""
 
     __slots__ = ("_keep", "_key", "_what", "_work")
@@ -72,7 +105,7 @@ class Work:
         self._work, self._keep = None, ()
 
 
-class Noted:
+class Noted(Pending):
     """A transfer through shared memory, whose wait is noted for the watch."""
 
     __slots__ = ("_key", "_transfer", "_what")
@@ -85,24 +118,7 @@ class Noted:
             self._transfer.wait()
 
 
-class SummedPieces:
-    """A reduce-scatter under way: received pieces are summed into the shard when it is waited for."""
-
-    __slots__ = ("_bucket", "_first", "_pieces", "_shard", "_work")
-
-    def __init__(self, work: Work, shard: Tensor, pieces: Tensor, bucket: Tensor, first: int = 0) -> None:
-        self._work, self._shard, self._pieces, self._bucket = work, shard, pieces, bucket
-        self._first = first
-
-    def wait(self) -> None:
-        if self._work is None:
-            return
-        self._work.wait()
-        sum_pieces(self._shard, self._pieces, self._first)
-        self._work = self._pieces = self._bucket = None  # type: ignore[assignment]
-
-
-def sum_pieces(shard: Tensor, pieces: Tensor, first: int) -> None:
+def sum_pieces(shard: Tensor, pieces: Tensor, first: int = 0) -> None:
     """``shard`` (s elements, any dtype) becomes the sum over axis 0 of ``pieces`` (n, s).
 
     Row ``first`` comes before the others: the order that sums in shared memory have, too.

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from ..errors import RankMismatchError, ZlaunchError
+from .pending import Pending
 
 CHUNK_BYTES = 1 << 30
 """The arena grows by this much address space at a time; only pages that are written take memory."""
@@ -79,7 +80,7 @@ class _Peer:
         self.gone = False
 
 
-class Transfer:
+class PeerTransfer(Pending):
     """One collective under way on this rank."""
 
     def __init__(
@@ -90,7 +91,7 @@ class Transfer:
         read: Callable[[_Peer, int, int], None],
         *,
         exclusive: bool,
-        then: Callable[[], Transfer] | None = None,
+        then: Callable[[], PeerTransfer] | None = None,
     ) -> None:
         self._shared, self.key, self._read, self._then = shared, key, read, then
         self._exclusive = exclusive
@@ -99,7 +100,7 @@ class Transfer:
         """Peers whose part is still to be read, in the order in which it must be."""
         self.readers = {peer.rank for peer in peers}
         """Peers that may still read this rank's part."""
-        self._next: Transfer | None = None
+        self._next: PeerTransfer | None = None
 
     def advance(self) -> None:
         """Read what is ready."""
@@ -160,7 +161,7 @@ class SharedMemory:
         self.started: dict[int, int] = {}
         """How many collectives of a channel have been started."""
         self._identities: dict[tuple[int, int], Identity] = {}
-        self._transfers: dict[tuple[int, int], Transfer] = {}
+        self._transfers: dict[tuple[int, int], PeerTransfer] = {}
 
     # -- memory
 
@@ -205,7 +206,7 @@ class SharedMemory:
 
     # -- collectives
 
-    def all_gather(self, channel: int, full: Tensor, source: Tensor, label: int = 0) -> Transfer:
+    def all_gather(self, channel: int, full: Tensor, source: Tensor, label: int = 0) -> PeerTransfer:
         """Start to fill the other ranks' slices of ``full`` (w * s elements) from their ``source`` (s
         elements, shared, of any floating dtype). This rank's own slice is the caller's to fill; ``source``
         must not change before :meth:`settle`.
@@ -214,7 +215,7 @@ class SharedMemory:
 
     def _gather(
         self, key: tuple[int, int], full: Tensor, source: Tensor, label: int, exclusive: bool
-    ) -> Transfer:
+    ) -> PeerTransfer:
         numel, dtype = source.numel(), source.dtype
 
         def read(peer: _Peer, chunk: int, offset: int) -> None:
@@ -224,7 +225,7 @@ class SharedMemory:
 
         return self._begin(key, source, read, (label, numel << 4 | dtype.itemsize), exclusive)
 
-    def reduce_scatter(self, channel: int, shard: Tensor, bucket: Tensor, label: int = 0) -> Transfer:
+    def reduce_scatter(self, channel: int, shard: Tensor, bucket: Tensor, label: int = 0) -> PeerTransfer:
         """Start to fill ``shard`` with this rank's slice of the sum over ranks of ``bucket`` (w * s, shared).
 
         It may be this rank's slice of the bucket itself. The order of summation is fixed: this rank's part
@@ -238,8 +239,8 @@ class SharedMemory:
         shard: Tensor,
         bucket: Tensor,
         label: int,
-        then: Callable[[], Transfer] | None = None,
-    ) -> Transfer:
+        then: Callable[[], PeerTransfer] | None = None,
+    ) -> PeerTransfer:
         numel, dtype, start = shard.numel(), bucket.dtype, self.rank * shard.numel()
         own = bucket[start : start + numel]
         in_place = own.data_ptr() == shard.data_ptr()
@@ -259,7 +260,7 @@ class SharedMemory:
 
         return self._begin(key, bucket, read, (label, numel << 4 | dtype.itemsize), True, then)
 
-    def all_reduce(self, channel: int, tensor: Tensor, label: int = 0) -> Transfer:
+    def all_reduce(self, channel: int, tensor: Tensor, label: int = 0) -> PeerTransfer:
         """Start to sum ``tensor`` (w * s elements, shared) over the ranks, in place."""
         numel = tensor.numel() // self.world_size
         assert numel * self.world_size == tensor.numel()
@@ -282,10 +283,10 @@ class SharedMemory:
         read: Callable[[_Peer, int, int], None],
         identity: Identity,
         exclusive: bool,
-        then: Callable[[], Transfer] | None = None,
-    ) -> Transfer:
+        then: Callable[[], PeerTransfer] | None = None,
+    ) -> PeerTransfer:
         peers = list(self._peers.values())
-        transfer = Transfer(self, key, peers, read, exclusive=exclusive, then=then)
+        transfer = PeerTransfer(self, key, peers, read, exclusive=exclusive, then=then)
         self._transfers[key] = transfer
         self._identities[key] = identity
         place = self._place_of(source)

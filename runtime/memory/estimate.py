@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from ..offload.manager import OffloadOptions, Place
+from ..offload.manager import OffloadOptions, Tier
 
 GIB = 2**30
 _UNITS = ((GIB, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
@@ -87,7 +87,7 @@ def plan(s: Setting) -> Plan:
     """What a rank holds between and during steps, activations aside."""
     shards = s.world_size if s.stage >= 1 else 1
     own = -(-s.trainable // shards)
-    away = own if s.offload.optimizer is not Place.DEVICE else 0
+    away = own if s.offload.optimizer is not Tier.DEVICE else 0
     away = round(away * s.offload.ratio) if s.trains else 0
     here = (own if s.trains else 0) - away
     return Plan(_parameters(s), _gradients(s, here, away), _optimizer(s, here, away), _snapshot(s, away))
@@ -102,7 +102,7 @@ def peak(s: Setting, present: Amounts) -> Amounts:
     found = plan(s)
     shards = s.world_size if s.stage >= 1 else 1
     own = -(-s.trainable // shards) if s.trains else 0
-    away = round(own * s.offload.ratio) if s.offload.optimizer is not Place.DEVICE else 0
+    away = round(own * s.offload.ratio) if s.offload.optimizer is not Tier.DEVICE else 0
     alias = s.dtype_bytes == _ACCUMULATE_BYTES and s.stage < 3
     masters = 0 if alias else (own - away) * _ACCUMULATE_BYTES
     made = found.parameters.device + masters
@@ -117,17 +117,17 @@ def _snapshot(s: Setting, away: int) -> Amounts:
     if not s.snapshots:
         return Amounts()
     written = -(-s.trainable // s.world_size)
-    if s.offload.optimizer is Place.DISK:
+    if s.offload.optimizer is Tier.DISK:
         written = max(0, written - away)
-    frozen = -(-s.frozen // s.world_size) if s.offload.parameters is not Place.DISK else 0
+    frozen = -(-s.frozen // s.world_size) if s.offload.parameters is not Tier.DISK else 0
     nbytes = written * (1 + s.states) * _ACCUMULATE_BYTES + frozen * s.dtype_bytes
-    return _place(Place.HOST, nbytes, not s.device_is_host)
+    return _of_tier(Tier.HOST, nbytes, not s.device_is_host)
 
 
-def _place(place: Place, nbytes: int, pin: bool) -> Amounts:
-    if place is Place.DEVICE:
+def _of_tier(tier: Tier, nbytes: int, pin: bool) -> Amounts:
+    if tier is Tier.DEVICE:
         return Amounts(device=nbytes)
-    if place is Place.HOST:
+    if tier is Tier.HOST:
         return Amounts(host=nbytes, pinned=nbytes if pin else 0)
     return Amounts(disk=nbytes)
 
@@ -140,19 +140,19 @@ def _parameters(s: Setting) -> Amounts:
     gathered = Amounts(device=(root + 2 * max(rest, default=0)) * s.dtype_bytes)
     own_frozen = -(-s.frozen // s.world_size)
     own = -(-s.trainable // s.world_size)
-    if s.trains and s.offload.parameters is s.offload.optimizer is Place.DEVICE:
+    if s.trains and s.offload.parameters is s.offload.optimizer is Tier.DEVICE:
         own = 0  # the masters serve
-    elif s.trains and s.offload.parameters is s.offload.optimizer is Place.HOST and s.dtype_bytes == 4:
+    elif s.trains and s.offload.parameters is s.offload.optimizer is Tier.HOST and s.dtype_bytes == 4:
         own = 0
     at_rest = own + own_frozen
-    if s.offload.parameters is not Place.DISK:
-        return gathered + _place(s.offload.parameters, at_rest * s.dtype_bytes, s.offload.pin)
+    if s.offload.parameters is not Tier.DISK:
+        return gathered + _of_tier(s.offload.parameters, at_rest * s.dtype_bytes, s.offload.pin)
     in_host = min(at_rest, s.offload.max_in_cpu_numel)
     reading = 2 * max(rest, default=root) // s.world_size
     return (
         gathered
-        + _place(Place.HOST, (in_host + reading) * s.dtype_bytes, s.offload.pin)
-        + _place(Place.DISK, (at_rest - in_host) * s.dtype_bytes, False)
+        + _of_tier(Tier.HOST, (in_host + reading) * s.dtype_bytes, s.offload.pin)
+        + _of_tier(Tier.DISK, (at_rest - in_host) * s.dtype_bytes, False)
     )
 
 
@@ -164,10 +164,10 @@ def _gradients(s: Setting, here: int, away: int) -> Amounts:
         sums = Amounts(device=s.trainable * _ACCUMULATE_BYTES)
     else:
         sums = Amounts(device=_BUCKETS * largest * s.dtype_bytes + here * _ACCUMULATE_BYTES)
-    if s.offload.optimizer is Place.HOST:
+    if s.offload.optimizer is Tier.HOST:
         landing = s.dtype_bytes + (_ACCUMULATE_BYTES if s.accumulates else 0)
-        sums += _place(Place.HOST, away * landing, s.offload.pin)
-    elif s.offload.optimizer is Place.DISK:
+        sums += _of_tier(Tier.HOST, away * landing, s.offload.pin)
+    elif s.offload.optimizer is Tier.DISK:
         sums += Amounts(disk=away * _ACCUMULATE_BYTES)
     return sums
 
@@ -177,13 +177,13 @@ def _optimizer(s: Setting, here: int, away: int) -> Amounts:
     kept = s.states + (0 if alias else 1)
     result = Amounts(device=here * kept * _ACCUMULATE_BYTES)
     nbytes = away * (s.states + 1) * _ACCUMULATE_BYTES
-    if s.offload.optimizer is Place.HOST:
+    if s.offload.optimizer is Tier.HOST:
         masters = away * _ACCUMULATE_BYTES
         return result + Amounts(host=nbytes, pinned=masters if s.offload.pin else 0)
-    if s.offload.optimizer is Place.DISK:
+    if s.offload.optimizer is Tier.DISK:
         tile = min(s.offload.tile_numel, away) * (s.states + 3) * _ACCUMULATE_BYTES
         ring = s.offload.buffer_count * tile
-        return result + Amounts(disk=nbytes) + _place(Place.HOST, ring, s.offload.pin)
+        return result + Amounts(disk=nbytes) + _of_tier(Tier.HOST, ring, s.offload.pin)
     return result
 
 
@@ -222,19 +222,19 @@ def alternatives(s: Setting) -> Iterator[tuple[str, Setting]]:
             yield f'"stage": {stage}', replace(s, stage=stage)
     for stage in sorted({max(1, s.stage), 3}):
         changed = f'"stage": {stage}, ' if stage != s.stage else ""
-        host = replace(s.offload, optimizer=Place.HOST)
-        if s.offload.optimizer is Place.DEVICE and not s.device_is_host:
+        host = replace(s.offload, optimizer=Tier.HOST)
+        if s.offload.optimizer is Tier.DEVICE and not s.device_is_host:
             text = f'{changed}"offload_optimizer": {{"device": "cpu"}}'
             yield text, replace(s, stage=stage, offload=host)
             if stage == 3:
-                both = replace(host, parameters=Place.HOST)
+                both = replace(host, parameters=Tier.HOST)
                 yield f'{text}, "offload_param": {{"device": "cpu"}}', replace(s, stage=3, offload=both)
         nvme = f'{changed}"offload_optimizer": {{"device": "nvme", "nvme_path": "..."}}'
-        if s.offload.optimizer is not Place.DISK:
-            disk = replace(s.offload, optimizer=Place.DISK)
+        if s.offload.optimizer is not Tier.DISK:
+            disk = replace(s.offload, optimizer=Tier.DISK)
             yield nvme, replace(s, stage=stage, offload=disk)
-        if stage == 3 and s.offload.parameters is not Place.DISK:
-            both = replace(s.offload, optimizer=Place.DISK, parameters=Place.DISK, max_in_cpu_numel=0)
+        if stage == 3 and s.offload.parameters is not Tier.DISK:
+            both = replace(s.offload, optimizer=Tier.DISK, parameters=Tier.DISK, max_in_cpu_numel=0)
             text = f'{nvme}, "offload_param": {{"device": "nvme", "nvme_path": "...", "max_in_cpu": 0}}'
             yield text, replace(s, stage=3, offload=both)
 

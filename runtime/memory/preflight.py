@@ -14,6 +14,7 @@ from ..log import say
 from ..offload.manager import OffloadOptions
 from ..precision.policy import Precision
 from ..zero import placeholder
+from ..zero.unit import owner_of
 from ..zero.unit_policy import Block, ShardingOptions
 from .estimate import Amounts, MemoryPlanError, Setting, check, describe
 from .resources import available, other_drive_bytes
@@ -80,12 +81,12 @@ def _present(parameters: Sequence[nn.Parameter], comm: Comm) -> tuple[int, int]:
     """
     in_host = on_device = 0
     for parameter in parameters:
-        unit = placeholder.owner(parameter)
+        unit = owner_of(parameter)
         nbytes = placeholder.shape_of(parameter).numel() * parameter.dtype.itemsize
         place = parameter.device.type
         if unit is not None:
             nbytes //= comm.world_size
-            place = unit.home.device.type if isinstance(unit.home, torch.Tensor) else "disk"
+            place = "disk" if unit.values.tensor is None else unit.values.tensor.device.type
         if place == "cuda":
             on_device += nbytes
         elif place == "cpu" and (comm.device.type == "cpu" or unit is not None):

@@ -15,11 +15,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
+from ..errors import DiskError
+
 ALIGN_BYTES = 4096
-
-
-class DiskError(OSError):
-    """A transfer that did not happen as asked; the text names the file and what to do."""
 
 
 def aligned(nbytes: int) -> int:
@@ -38,7 +36,7 @@ def aligned_buffer(nbytes: int) -> memoryview:
     return memoryview(memory)
 
 
-class File:
+class ScratchFile:
     """An open file for transfers; unbuffered where the file system allows it."""
 
     def __init__(self, path: str | os.PathLike[str], *, direct: bool = True) -> None:
@@ -94,7 +92,7 @@ def _explain(error: OSError, nbytes: int) -> str:
     return error.strerror or str(error)
 
 
-class Transfer:
+class DiskTransfer:
     """A read or a write under way, in blocks."""
 
     def __init__(self, parts: Sequence[Future[None]]) -> None:
@@ -132,28 +130,37 @@ class DiskEngine:
         self._lock = threading.Lock()
         self.read_bytes = self.written_bytes = 0
 
-    def read(self, file: File, buffer: memoryview, offset: int = 0) -> Transfer:
+    def read(self, file: ScratchFile, buffer: memoryview, offset: int = 0) -> DiskTransfer:
         """Start to fill ``buffer`` from the file. Memory, length and offset must be aligned."""
         return self._start(file, buffer, offset, self._read_block)
 
     def write(
-        self, file: File, buffer: memoryview, offset: int = 0, *, after: Callable[[], None] | None = None
-    ) -> Transfer:
+        self,
+        file: ScratchFile,
+        buffer: memoryview,
+        offset: int = 0,
+        *,
+        after: Callable[[], None] | None = None,
+    ) -> DiskTransfer:
         """Start to write ``buffer`` to the file, once ``after`` has returned; it must stay untouched until
         the transfer is waited for.
         """
         if after is None:
             return self._start(file, buffer, offset, self._write_block)
 
-        def write_block(file: File, block: memoryview, offset: int) -> None:
+        def write_block(file: ScratchFile, block: memoryview, offset: int) -> None:
             after()
             self._write_block(file, block, offset)
 
         return self._start(file, buffer, offset, write_block)
 
     def _start(
-        self, file: File, buffer: memoryview, offset: int, move: Callable[[File, memoryview, int], None]
-    ) -> Transfer:
+        self,
+        file: ScratchFile,
+        buffer: memoryview,
+        offset: int,
+        move: Callable[[ScratchFile, memoryview, int], None],
+    ) -> DiskTransfer:
         if len(buffer) % ALIGN_BYTES or offset % ALIGN_BYTES:
             raise ValueError(f"{file.path}: {len(buffer)} bytes at {offset} are not aligned")
         file.check()
@@ -161,9 +168,9 @@ class DiskEngine:
         for start in range(0, len(buffer), self.block_bytes):
             block = buffer[start : start + self.block_bytes]
             parts.append(self._pool.submit(move, file, block, offset + start))
-        return Transfer(parts)
+        return DiskTransfer(parts)
 
-    def _read_block(self, file: File, block: memoryview, offset: int) -> None:
+    def _read_block(self, file: ScratchFile, block: memoryview, offset: int) -> None:
         done = 0
         while done < len(block):
             try:
@@ -178,7 +185,7 @@ class DiskEngine:
         with self._lock:
             self.read_bytes += len(block)
 
-    def _write_block(self, file: File, block: memoryview, offset: int) -> None:
+    def _write_block(self, file: ScratchFile, block: memoryview, offset: int) -> None:
         done = 0
         while done < len(block):
             try:

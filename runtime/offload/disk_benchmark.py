@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from .disk import DiskEngine, DiskError, File, aligned, aligned_buffer
+from ..errors import DiskError
+from .disk import DiskEngine, ScratchFile, aligned, aligned_buffer
 
 BLOCKS_BYTES = (256 << 10, 1 << 20, 4 << 20)
 THREADS = (1, 2, 4, 8)
@@ -63,7 +64,7 @@ def measure(folder: str | os.PathLike[str], nbytes: int) -> Iterator[Speed]:
     free = shutil.disk_usage(folder).free
     if nbytes > free:
         raise DiskError(28, f"{folder}: {nbytes / 2**30:.2f} GiB asked for, {free / 2**30:.2f} GiB are free")
-    file = File(path)
+    file = ScratchFile(path)
     try:
         os.unlink(path)  # gone with the descriptor, whatever happens
         file.reserve(nbytes)
@@ -77,7 +78,7 @@ def measure(folder: str | os.PathLike[str], nbytes: int) -> Iterator[Speed]:
         file.close()
 
 
-def _measure(file: File, buffer: memoryview, block_bytes: int, threads: int) -> Speed:
+def _measure(file: ScratchFile, buffer: memoryview, block_bytes: int, threads: int) -> Speed:
     engine = DiskEngine(block_bytes=block_bytes, threads=threads)
     try:
         times: dict[str, list[float]] = {"read": [], "write": []}

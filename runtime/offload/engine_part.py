@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..config import Effective
 from ..errors import OffloadedError
-from ..zero.moved_states import STATES
+from ..zero.ownership import STATES
 from .manager import Offload
 from .states import States
 

@@ -1,32 +1,38 @@
-"""Where state and parameters rest, and what that takes: one object an engine."""
+"""Decides where each unit's shard is kept, and owns the memory and the files: one object an engine."""
 
 from __future__ import annotations
 
 import ctypes
-from collections import deque
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from threading import Condition
 
 import torch
 from torch import Tensor
 
 from ..comm.collectives import Comm
-from .disk import DiskEngine, File, Transfer, aligned
+from ..comm.pending import Pending
+from ..zero.store import (
+    TILE_NUMEL,
+    DeviceStore,
+    DeviceValues,
+    ShardFacts,
+    ShardStore,
+    ValueStore,
+    master_on_device,
+    tile_ranges,
+    values_on_device,
+)
+from .buffers import BufferRing, Space, WriteBehind
+from .disk import DiskEngine
+from .disk_store import DiskStore, DiskValues
+from .host_store import HostStore, HostValues, UploadBuffers
 from .scratch import ScratchFolder
 from .transfer import HostLink
 
-TILE_NUMEL = 4 << 20
-"""Elements of a shard that are moved and updated together, unless sub_group_size is less: long transfers run
-at a disk's full speed, and a few of them in memory cost little.
-"""
-TILE_ALIGN = 4096
-"""Tiles start at multiples of this many elements, whole pages in every dtype."""
 
-
-class Place(Enum):
-    """Where something rests between its uses."""
+class Tier(Enum):
+    """Names a kind of memory that shards are kept in."""
 
     DEVICE = "none"
     HOST = "cpu"
@@ -37,8 +43,8 @@ class Place(Enum):
 class OffloadOptions:
     """What the config says about offload; sizes in elements of a rank's own shards."""
 
-    optimizer: Place = Place.DEVICE
-    parameters: Place = Place.DEVICE
+    optimizer: Tier = Tier.DEVICE
+    parameters: Tier = Tier.DEVICE
     optimizer_path: str | None = None
     parameters_path: str | None = None
     pin: bool = True
@@ -58,12 +64,12 @@ class OffloadOptions:
     @property
     def any(self) -> bool:
         """Whether anything leaves the device."""
-        return self.optimizer is not Place.DEVICE or self.parameters is not Place.DEVICE
+        return self.optimizer is not Tier.DEVICE or self.parameters is not Tier.DEVICE
 
     @property
     def disk(self) -> bool:
         """Whether anything rests on disk."""
-        return Place.DISK in (self.optimizer, self.parameters)
+        return Tier.DISK in (self.optimizer, self.parameters)
 
 
 def _give_freed_memory_back() -> None:
@@ -81,128 +87,8 @@ def _give_freed_memory_back() -> None:
 _M_MMAP_THRESHOLD = -3
 
 
-class Space:
-    """A file that grows as pieces of it are given out."""
-
-    def __init__(self, folder: ScratchFolder, name: str) -> None:
-        self.file = File(folder.path / name)
-        self.nbytes = 0
-
-    def allocate(self, nbytes: int) -> int:
-        """Set ``nbytes`` aside and return their offset. Raises DiskError when the disk is full."""
-        offset = self.nbytes
-        self.file.reserve(nbytes, offset)
-        self.nbytes += aligned(nbytes)
-        return offset
-
-
-class BufferRing:
-    """At most ``count`` equal buffers of host memory; one that is being written to disk is lent again
-    afterwards.
-    """
-
-    def __init__(self, link: HostLink, count: int) -> None:
-        self._link, self._count = link, max(1, count)
-        self.nbytes = 0
-        self._free: list[Tensor] = []
-        self._lent = 0
-        self._writing: deque[tuple[Tensor, list[Transfer]]] = deque()
-        self._changed = Condition()
-
-    def fit(self, nbytes: int) -> None:
-        """Make later buffers at least this large."""
-        if nbytes > self.nbytes:
-            self.nbytes = nbytes
-            for buffer in self._free:
-                self._link.pool.give_back(buffer)
-            self._free.clear()
-            self._link.pool.trim()
-
-    def take(self) -> Tensor:
-        """A uint8 buffer of ``nbytes``; waits for one that is being written. Raises that write's
-        DiskError.
-        """
-        while True:
-            with self._changed:
-                if self._free:
-                    self._lent += 1
-                    return self._free.pop()
-                if self._lent + len(self._writing) < self._count:
-                    self._lent += 1
-                    return self._link.pool.take(self.nbytes)
-                if not self._writing:
-                    self._changed.wait()
-                    continue
-                buffer, transfers = self._writing.popleft()
-                self._lent += 1
-            try:
-                for transfer in transfers:
-                    transfer.wait()
-            except BaseException:
-                self.give_back(buffer)
-                raise
-            return buffer
-
-    def give_back(self, buffer: Tensor, *transfers: Transfer) -> None:
-        """Return a buffer that is free, or will be when these writes have ended."""
-        with self._changed:
-            self._lent -= 1
-            if transfers:
-                self._writing.append((buffer, list(transfers)))
-            else:
-                self._free.append(buffer)
-            self._changed.notify()
-
-    @property
-    def spare(self) -> bool:
-        """Whether ``take`` would not wait."""
-        with self._changed:
-            written = bool(self._writing) and all(transfer.done for transfer in self._writing[0][1])
-            return written or bool(self._free) or self._lent + len(self._writing) < self._count
-
-    def drain(self) -> None:
-        """Wait for every write. Raises the first DiskError."""
-        while True:
-            with self._changed:
-                if not self._writing:
-                    return
-                buffer, transfers = self._writing.popleft()
-                self._lent += 1
-            try:
-                for transfer in transfers:
-                    transfer.wait()
-            finally:
-                self.give_back(buffer)
-
-
-class WriteBehind:
-    """Buffers whose content is being written to disk, a few at most, whoever wrote them."""
-
-    LIMIT = 4
-
-    def __init__(self, link: HostLink) -> None:
-        self._link = link
-        self._pending: deque[tuple[Transfer, Tensor]] = deque()
-
-    def take(self, nbytes: int) -> Tensor:
-        """A uint8 buffer of at least ``nbytes``; waits for the oldest write if there are too many. Raises
-        that write's DiskError.
-        """
-        while len(self._pending) >= self.LIMIT:
-            transfer, buffer = self._pending.popleft()
-            try:
-                transfer.wait()
-            finally:
-                self._link.pool.give_back(buffer)
-        return self._link.take(nbytes)
-
-    def add(self, transfer: Transfer, buffer: Tensor) -> None:
-        """Keep ``buffer`` until the transfer has ended."""
-        self._pending.append((transfer, buffer))
-
-
 class Offload:
-    """Decides where each unit's state and parameters rest, and owns what they rest in.
+    """Makes the stores of an engine's shards on the device, in host memory and on disk, as the options say.
 
     Raises DiskError where ``nvme_path`` cannot be used.
     """
@@ -216,15 +102,17 @@ class Offload:
         self.value_space: Space | None = None
         self.ring = BufferRing(self.link, options.buffer_count)
         self.behind = WriteBehind(self.link)
-        if options.parameters is not Place.DEVICE:
+        self._uploads = UploadBuffers(self.link)
+        if options.parameters is not Tier.DEVICE:
             _give_freed_memory_back()
         if options.disk:
             self.engine = DiskEngine(block_bytes=options.block_bytes, threads=options.threads)
-        if options.optimizer is Place.DISK:
+        if options.optimizer is Tier.DISK:
             self.state_space = self._space(options.optimizer_path, "optimizer.bin")
-        if options.parameters is Place.DISK:
+        if options.parameters is Tier.DISK:
             self.value_space = self._space(options.parameters_path, "parameters.bin")
         self._values_in_host = 0
+        self._leaving = 0
 
     def _space(self, path: str | None, name: str) -> Space:
         assert path is not None
@@ -234,17 +122,77 @@ class Offload:
             self.folders.append(folder)
         return Space(folder, name)
 
-    def place_values(self, numel: int) -> Place:
-        """Where a further ``numel`` elements of sharded parameters rest."""
-        if self.options.parameters is not Place.DISK:
+    def expect(self, numel: int) -> None:
+        """Learn how many trainable elements there will be: ``options.ratio`` of them leaves the device."""
+        self._leaving = round(numel * self.options.ratio)
+
+    def make(self, values: Tensor, facts: ShardFacts) -> tuple[ShardStore | None, ValueStore]:
+        """Make the stores of a shard."""
+        tier = Tier.DEVICE
+        if facts.trainable and (facts.is_new or self._leaving > 0):
+            tier = self.options.optimizer
+            self._leaving -= 0 if facts.is_new else facts.numel
+        if not facts.trainable:
+            return None, self._make_values(values, facts, None, tier)
+        tiles = tile_ranges(values.numel(), self.options.tile_numel)
+        if tier is Tier.DISK:
+            assert self.engine is not None and self.state_space is not None
+            kept = self._make_values(values, facts, None, tier)
+            return DiskStore(
+                values.to(facts.master_dtype),
+                kept,
+                facts.dtype,
+                facts.cuts,
+                tiles,
+                state_room=self.options.state_count,
+                engine=self.engine,
+                space=self.state_space,
+                ring=self.ring,
+                link=self.link,
+            ), kept
+        if tier is Tier.HOST:
+            master = self._empty(values.numel(), facts.master_dtype).copy_(values)
+            kept = self._make_values(values, facts, master, tier)
+            return HostStore(self.link, self._uploads, master, kept, facts.dtype, facts.cuts, tiles), kept
+        master = master_on_device(values, facts)
+        kept = self._make_values(values, facts, master, tier)
+        return DeviceStore(master, kept, facts.cuts), kept
+
+    def _make_values(
+        self, values: Tensor, facts: ShardFacts, master: Tensor | None, master_tier: Tier
+    ) -> ValueStore:
+        """Make the store that gathers read: the master itself, where that can be."""
+        if facts.in_unit is not None:
+            return DeviceValues(facts.in_unit, self._upload)
+        tier = self._values_tier(values.numel())
+        if master is not None and master_tier is tier is Tier.DEVICE:
+            return DeviceValues(master)
+        if master is not None and master_tier is tier and master.dtype == facts.dtype:
+            return HostValues(self.link, master)
+        if tier is Tier.DISK:
+            assert self.engine is not None and self.value_space is not None
+            narrow = values.to(facts.dtype)
+            return DiskValues(
+                narrow, engine=self.engine, space=self.value_space, behind=self.behind, link=self.link
+            )
+        if tier is Tier.HOST:
+            return HostValues(self.link, self._empty(values.numel(), facts.dtype).copy_(values))
+        return DeviceValues(values_on_device(values, facts), self._upload)
+
+    def _upload(self, source: Tensor, target: Tensor, after: torch.cuda.Event | None) -> Pending:
+        return self.link.upload(source, target, after)
+
+    def _values_tier(self, numel: int) -> Tier:
+        """Choose where a further ``numel`` elements of sharded parameters are kept."""
+        if self.options.parameters is not Tier.DISK:
             return self.options.parameters
         if self._values_in_host + numel <= self.options.max_in_cpu_numel:
             self._values_in_host += numel
-            return Place.HOST
-        return Place.DISK
+            return Tier.HOST
+        return Tier.DISK
 
-    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Flat host memory that stays, also a source of gathers."""
+    def _empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return flat host memory that stays; gathers between CPU ranks may send from it."""
         if self.comm.shared:
             return self.comm.empty(numel, dtype)
         return self.link.empty(numel, dtype)

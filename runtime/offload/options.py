@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..config import ConfigError, Effective
-from ..optim.update_rule import Rule
-from .manager import TILE_NUMEL, OffloadOptions, Place
+from ..optim.update_rule import UpdateRule
+from ..zero.store import TILE_NUMEL
+from .manager import OffloadOptions, Tier
 
 if TYPE_CHECKING:
     from ..config.schema import Config
@@ -20,8 +21,8 @@ def offload_options(config: Config, state_count: int) -> OffloadOptions:
     optimizer, parameters = zero.offload_optimizer, zero.offload_param
     sections = [part for part in (optimizer, parameters) if part is not None and part.device != "none"]
     return OffloadOptions(
-        optimizer=Place(optimizer.device) if optimizer else Place.DEVICE,
-        parameters=Place(parameters.device) if parameters else Place.DEVICE,
+        optimizer=Tier(optimizer.device) if optimizer else Tier.DEVICE,
+        parameters=Tier(parameters.device) if parameters else Tier.DEVICE,
         optimizer_path=optimizer.nvme_path if optimizer else None,
         parameters_path=parameters.nvme_path if parameters else None,
         pin=all(section.pin_memory for section in sections),
@@ -41,7 +42,7 @@ def choose_offload(effective: Effective, optimizer: torch.optim.Optimizer | None
     states = state_count(optimizer)
     if optimizer is not None and section is not None and section.device == "nvme":
         try:
-            states = Rule(optimizer).elementwise_states()
+            states = UpdateRule(optimizer).elementwise_states()
         except ValueError as error:
             raise ConfigError([f"{effective.loaded.origin}: {error}"]) from None
     return offload_options(effective.config, states)

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from weakref import WeakSet
 
-from .disk import DiskError
+from ..errors import DiskError
 
 _PREFIX = "zlaunch-"
 _LOCK = "lock"

@@ -15,26 +15,20 @@ from ..comm.pending import Pending
 from ..environment import read_environment
 from ..errors import OffloadedError
 from ..memory.resources import PINNED_SHARE, host_bytes
-from ..optim.sharded_optimizer import ShardStep
+from ..optim.sharded_optimizer import ShardedOptimizer
 from ..zero.hooks import ShardedModel
-from ..zero.moved_states import (
+from ..zero.ownership import (
     BUFFERS,
     GRADIENTS,
     MASTERS,
     OPTIMIZER,
     STATES,
     VALUES,
+    UnitState,
     check_here,
-    gradient_tensors,
-    hide,
-    is_in_pass,
-    release_buffers,
-    show,
-    value_tensors,
 )
 from ..zero.reduce import GradientReducer
-from ..zero.unit import UnitState
-from .transfer import HostLink, settled
+from .transfer import HostLink
 
 _LET_GO_S = 0.2
 
@@ -81,7 +75,9 @@ class States:
     back, and gives new ones when it is written again.
     """
 
-    def __init__(self, sharded: ShardedModel, reducer: GradientReducer, step: ShardStep | None) -> None:
+    def __init__(
+        self, sharded: ShardedModel, reducer: GradientReducer, step: ShardedOptimizer | None
+    ) -> None:
         self._sharded, self._reducer, self._step = sharded, reducer, step
         self._device = sharded.comm.device
         self.away: set[str] = set()
@@ -112,7 +108,7 @@ class States:
         for unit in self._sharded.units:
             unit.away = frozenset(away)
             if VALUES in names and not unit.shard_params:
-                hide(unit)
+                unit.hide()
         self.away = away
         if not non_blocking:
             for each in moved:
@@ -120,7 +116,7 @@ class States:
         for each in moved:
             self._release(each)
         if BUFFERS in names:
-            release_buffers(self._reducer)
+            self._reducer.release_buffers()
         if kept:
             _complain(kept)
         if self._device.type == "cuda" and not non_blocking:
@@ -156,14 +152,14 @@ class States:
             for moved, arrival in coming:
                 arrival.wait()
                 if not non_blocking:
-                    settled(arrival)
+                    arrival.synchronize()
                 if moved.buffer is not None:
                     moved.link.give_back(moved.buffer)
         self.away = set()
         for unit in self._sharded.units:
             unit.away = frozenset()
             if unit.state is UnitState.AWAY:
-                show(unit)
+                unit.show()
         if self._device.type == "cpu":  # nothing is gained by keeping it
             for link in self._links.values():
                 link.pool.trim()
@@ -182,19 +178,19 @@ class States:
         Raises OffloadedError inside a pass of the model and where a parameter is being held.
         """
         sharded = self._sharded
-        if is_in_pass(sharded):
+        if sharded.is_in_pass:
             raise OffloadedError(
                 "engine.offload_states() was called inside a forward or backward pass, or after one that an "
                 "exception has ended: call it between two passes (engine.zero_grad() ends a broken one)"
             )
         if self._step is not None:
             self._step.wait()
-        sharded.free_all()
+        sharded.reshard_all()
         for unit in sharded.units:
             if unit.state is UnitState.AWAY:
                 continue
             if not unit.shard_params:
-                unit.ensure_full()
+                unit.wait_unsharded()
             elif unit.state is not UnitState.SHARDED:
                 raise OffloadedError(
                     f"engine.offload_states() was called while {unit.names[0]} is gathered: leave "
@@ -224,17 +220,17 @@ class States:
         """Yield every tensor of the engine's that lies on a state's memory."""
         for unit in self._sharded.units:
             if not unit.shard_params:
-                yield from ((VALUES, tensor) for tensor in value_tensors(unit))
-            if isinstance(unit.home, Tensor):
-                yield VALUES, unit.home
-            if unit.master is not None:
-                yield MASTERS, unit.master
-        yield from ((GRADIENTS, tensor) for tensor in gradient_tensors(self._reducer))
+                yield from ((VALUES, tensor) for tensor in unit.value_tensors())
+            elif unit.values.tensor is not None:
+                yield VALUES, unit.values.tensor
+            if unit.store is not None and unit.store.master is not None:
+                yield MASTERS, unit.store.master
+        yield from ((GRADIENTS, tensor) for tensor in self._reducer.tensors())
         if self._step is None:
             return
-        for run in self._step.runs:
-            if run.leaf is not None:
-                yield MASTERS, run.leaf
+        for part in self._step.slices:
+            if part.leaf is not None:
+                yield MASTERS, part.leaf
         for value in self._step.optimizer.state.values():
             yield from ((OPTIMIZER, tensor) for tensor in _inside(value))
 

@@ -104,8 +104,8 @@ class HostLink:
     def upload(self, source: Tensor, target: Tensor, *after: torch.cuda.Event | None) -> Pending:
         """Start ``target`` (device) <- ``source`` (host), not before any of ``after``.
 
-        ``wait`` makes the current stream wait for it. ``source`` must not change until then; ``settled`` of
-        the result blocks the host.
+        ``wait`` makes the current stream wait for it, ``synchronize`` the host. ``source`` must not change
+        until then.
         """
         if self._up is None:
             target.copy_(source)
@@ -132,33 +132,29 @@ class HostLink:
         return event
 
 
-class HostEvent:
+class HostEvent(Pending):
     """Values on their way to the host."""
 
+    __slots__ = ("_event",)
+
     def __init__(self, event: torch.cuda.Event) -> None:
-        self.event = event
+        self._event = event
 
     def wait(self) -> None:
-        self.event.synchronize()
+        self._event.synchronize()
+
+    @property
+    def event(self) -> torch.cuda.Event:
+        return self._event
 
 
 class StreamEvent(HostEvent):
     """Values on their way to the device: a stream waits, the host does not."""
 
+    __slots__ = ()
+
     def wait(self) -> None:
-        torch.cuda.current_stream().wait_event(self.event)
+        torch.cuda.current_stream().wait_event(self._event)
 
-    def settled(self) -> None:
-        """Block the host until the copy has ended."""
-        self.event.synchronize()
-
-
-def end_of(pending: Pending) -> torch.cuda.Event | None:
-    """Return the event behind a copy to the host, for a stream to wait for; None if there is nothing."""
-    return pending.event if isinstance(pending, HostEvent) else None
-
-
-def settled(pending: Pending | None) -> None:
-    """Block the host until an upload has ended."""
-    if isinstance(pending, StreamEvent):
-        pending.settled()
+    def synchronize(self) -> None:
+        self._event.synchronize()

@@ -1,24 +1,22 @@
-"""The part of an optimizer step that happens away from the device, at once or in the background."""
+"""Runs the part of an optimizer step that is not on the device, at once or in the background."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-from itertools import chain
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from ..comm.collectives import Comm
 from ..comm.pending import Pending
-from ..offload.manager import Offload, Place
-from ..offload.transfer import settled
+from ..zero.store import DeviceStore
 from ..zero.unit import Unit
-from .offloaded_step import Stepped, step_in_host, step_on_disk
-from .slices import Run
-from .update_rule import Rule
+from .offloaded_step import step_tiles
+from .slices import ShardSlice
+from .update_rule import UpdateRule
 
 
-class Away:
+class BackgroundStep:
     """Steps the units whose state is in host memory or on disk.
 
     With ``background``, :meth:`start` returns at once: a thread goes through the units in order while the
@@ -27,9 +25,9 @@ class Away:
     that starts when a rank first touches a parameter could meet another collective of that rank.
     """
 
-    def __init__(self, offload: Offload, units: Sequence[Unit], comm: Comm, background: bool) -> None:
+    def __init__(self, units: Sequence[Unit], comm: Comm, background: bool) -> None:
         """``units`` may come to hold others."""
-        self._offload, self._comm, self._all_units = offload, comm, units
+        self._comm, self._all_units = comm, units
         gathers = any(not unit.shard_params and unit.stop - unit.start < unit.numel for unit in self._units)
         self._background = background and not gathers
         self._thread: threading.Thread | None = None
@@ -39,19 +37,19 @@ class Away:
 
     @property
     def _units(self) -> list[Unit]:
-        return [unit for unit in self._all_units if unit.state_place is not Place.DEVICE]
+        return [unit for unit in self._all_units if not isinstance(unit.store, DeviceStore)]
 
     def brings(self, unit: Unit) -> bool:
         """Whether the new values of ``unit`` come without a refresh by the caller."""
-        return self._background and unit.state_place is not Place.DEVICE
+        return self._background and not isinstance(unit.store, DeviceStore)
 
-    def start(self, rule: Rule, runs: Sequence[Run]) -> None:
+    def start(self, rule: UpdateRule, slices: Sequence[ShardSlice]) -> None:
         """Do the step, or begin it. Raises DiskError if it was done at once."""
-        after = self._offload.link.mark()
-        stepped = chain(
-            step_in_host(self._offload, rule, runs, rule.optimizer.state, after),
-            step_on_disk(self._offload, rule, runs, after),
-        )
+        after: torch.cuda.Event | None = None
+        if self._comm.device.type == "cuda":
+            after = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            after.record(torch.cuda.current_stream(self._comm.device))
+        stepped = step_tiles(rule, slices, rule.optimizer.state, after)
         arrivals = {id(unit): _Arrival() for unit in self._units}
         self._arrivals = list(arrivals.values())
         if not self._background:
@@ -62,8 +60,8 @@ class Away:
             return
         for unit in self._units:
             arrival = arrivals[id(unit)]
-            if unit.gradient_home is not None:
-                unit.gradient_home.reader = arrival
+            if unit.store is not None:
+                unit.store.reader = arrival
             if unit.shard_params:
                 unit.updated = arrival
             else:
@@ -73,7 +71,12 @@ class Away:
         )
         self._thread.start()
 
-    def _run(self, rule: Rule, stepped: Stepped, arrivals: dict[int, _Arrival]) -> None:
+    def _run(
+        self,
+        rule: UpdateRule,
+        stepped: Iterator[tuple[Unit, list[Pending]]],
+        arrivals: dict[int, _Arrival],
+    ) -> None:
         try:
             if self._comm.device.type == "cuda":
                 torch.cuda.set_device(self._comm.device)
@@ -105,11 +108,11 @@ class Away:
             self._thread = None
         self.check()
         for arrival in self._arrivals:
-            arrival.settle()
+            arrival.synchronize()
         self._arrivals.clear()
 
 
-class _Arrival:
+class _Arrival(Pending):
     """New values of one unit, on their way."""
 
     def __init__(self) -> None:
@@ -134,7 +137,7 @@ class _Arrival:
         for upload in self._uploads:
             upload.wait()
 
-    def settle(self) -> None:
-        """Block the host until the device has the values."""
+    def synchronize(self) -> None:
+        """Block the host until the device has the values, as far as they have come."""
         for upload in self._uploads:
-            settled(upload)
+            upload.synchronize()

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .slices import Run
+from .slices import ShardSlice
 
 Entries = dict[str, tuple[Tensor, float | None]]
 """A state entry by name: the tensor, and the one value of all its elements if it has one for each."""
@@ -44,19 +44,23 @@ def _used(optimizer: torch.optim.Optimizer) -> ValueError:
     )
 
 
-def give_initial_state(optimizer: torch.optim.Optimizer, groups: list[Entries], runs: Sequence[Run]) -> None:
-    """The same for the shards. Raises ValueError for shards on disk, whose state begins with zeros."""
-    for run in runs:
-        entries = groups[run.group]
+def give_initial_state(
+    optimizer: torch.optim.Optimizer, groups: list[Entries], slices: Sequence[ShardSlice]
+) -> None:
+    """Give the shards the initial state of their parameters. Raises ValueError for shards on disk, whose
+    state begins with zeros.
+    """
+    for part in slices:
+        entries = groups[part.group]
         if not entries:
             continue
-        if run.leaf is None:
+        if part.leaf is None:
             raise ValueError(
                 f"optimizer {type(optimizer).__name__} cannot be offloaded to NVMe: its state does not begin "
                 "at its first step"
             )
         state: dict[str, Any] = {}
         for key, (tensor, alike) in entries.items():
-            state[key] = tensor.clone() if alike is None else torch.full_like(run.leaf, alike)
+            state[key] = tensor.clone() if alike is None else torch.full_like(part.leaf, alike)
             state[key].requires_grad_(False)
-        optimizer.state[run.leaf] = state
+        optimizer.state[part.leaf] = state

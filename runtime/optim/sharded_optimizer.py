@@ -13,19 +13,18 @@ from ...cuda_ops.arguments import Scalar
 from ...cuda_ops.norm import prepare_step
 from .. import preemption
 from ..comm.collectives import Comm
-from ..offload.host_gradient import squares_of_parts
-from ..offload.manager import Offload, Place
 from ..precision.step_result import StepResult
 from ..zero.reduce import GradientReducer
+from ..zero.store import DeviceStore, squares_of
 from ..zero.unit import Unit
-from .background_step import Away
+from .background_step import BackgroundStep
 from .initial_state import give_initial_state, take_initial_state
 from .optimizer_handle import Inner, run_hooks
-from .slices import Label, Run, make_runs, separate_unused, split_runs
-from .update_rule import Rule, Update, step_once
+from .slices import Label, ShardSlice, make_slices, separate_unused, split_slices
+from .update_rule import SliceUpdate, UpdateRule, step_once
 
 
-class ShardStep:
+class ShardedOptimizer:
     """Steps this rank's shards by the rule of a torch optimizer over the model's parameters.
 
     That optimizer stays the caller's (schedulers keep working, ``param_groups`` stay live); an inner one of
@@ -41,28 +40,28 @@ class ShardStep:
         *,
         sharded: bool,
         whole: bool = False,
-        offload: Offload | None = None,
+        offloaded: bool = False,
         background: bool = False,
         on_device: bool = False,
     ) -> None:
-        """``whole``: the optimizer gets whole tensors, which this rank must have. ``background``: what is
-        offloaded is updated while the caller goes on. ``on_device``: decisions are
-        made there where that is possible, so that the host never waits for it.
+        """``whole``: the optimizer gets whole tensors, which this rank must have. ``offloaded``: some units
+        are not on the device; ``background``: those are updated while the caller goes on. ``on_device``:
+        decisions are made there where that is possible, so that the host never waits for it.
         """
         self._initial = take_initial_state(optimizer)
         self._inner = Inner(optimizer)
         self.optimizer = self._inner.optimizer
         self.units = list(units)
         self._reducer, self._comm, self._sharded, self._whole = reducer, comm, sharded, whole
-        self._runs: list[Run] = []
+        self._slices: list[ShardSlice] = []
         self._take_units(units)
         self._fused = self._choose_fused()
-        self._rule = Rule(self.optimizer)
+        self._rule = UpdateRule(self.optimizer)
         self._written: set[int] = set()
         """Units whose values beside the master the last step has written already."""
-        self._away = Away(offload, self.units, comm, background) if offload is not None else None
+        self._background = BackgroundStep(self.units, comm, background) if offloaded else None
         self._on_device = on_device
-        self.decides_on_device = on_device and self._fused and self._away is None
+        self.decides_on_device = on_device and self._fused and self._background is None
 
     @property
     def outer(self) -> torch.optim.Optimizer:
@@ -70,11 +69,11 @@ class ShardStep:
         return self._inner.outer
 
     def _take_units(self, units: Sequence[Unit]) -> None:
-        """Make the runs of units and put them into the optimizer's groups."""
-        made = make_runs(units, self._whole)
-        self._runs += made
+        """Make the slices of units and put them into the optimizer's groups."""
+        made = make_slices(units, self._whole)
+        self._slices += made
         for index, group in enumerate(self.optimizer.param_groups):
-            group["params"] += [run.leaf for run in made if run.group == index and run.leaf is not None]
+            group["params"] += [part.leaf for part in made if part.group == index and part.leaf is not None]
         give_initial_state(self.optimizer, self._initial, made)
 
     def set_units(self, units: Sequence[Unit]) -> None:
@@ -87,11 +86,11 @@ class ShardStep:
         self._initial += [self._initial[0] if self._initial else {} for _ in further]
         new = [unit for unit in units if all(unit is not old for old in self.units)]
         gone = [old for old in self.units if all(old is not unit for unit in units)]
-        self._runs = [run for run in self._runs if all(run.unit is not unit for unit in gone)]
+        self._slices = [part for part in self._slices if all(part.unit is not unit for unit in gone)]
         self.units[:] = units
         self._take_units(new)
         self._fused = self._choose_fused()
-        self.decides_on_device = self._on_device and self._fused and self._away is None
+        self.decides_on_device = self._on_device and self._fused and self._background is None
 
     def take_hyperparameters(self) -> None:
         """Let the inner optimizer have what the script has set in the groups."""
@@ -117,16 +116,14 @@ class ShardStep:
         return fused
 
     @property
-    def runs(self) -> Sequence[Run]:
-        """The pieces of this rank's shards that the optimizer sees; :meth:`wait` before their values are
-        read.
-        """
-        return self._runs
+    def slices(self) -> Sequence[ShardSlice]:
+        """Return what the optimizer sees of this rank's shards; :meth:`wait` before their values are read."""
+        return self._slices
 
-    def split(self, label: Callable[[Unit, int], Label]) -> list[tuple[Run, Label]]:
-        """Cut the runs so that the parameters of each have one label; all runs with theirs."""
-        labelled = split_runs(self._runs, label, self.optimizer)
-        self._runs = [run for run, _ in labelled]
+    def split(self, label: Callable[[Unit, int], Label]) -> list[tuple[ShardSlice, Label]]:
+        """Cut the slices so that the parameters of each have one label; return all of them with theirs."""
+        labelled = split_slices(self._slices, label, self.optimizer)
+        self._slices = [part for part, _ in labelled]
         return labelled
 
     def step(self, *, divisor: Scalar, clip: float, check_finite: bool) -> StepResult:
@@ -140,7 +137,7 @@ class ShardStep:
         for unit in self.units:
             if not unit.shard_params:
                 # nothing touched it since the last step, whose values may still be arriving
-                unit.ensure_full()
+                unit.wait_unsharded()
                 unit.writes.bring()
         self._inner.take()
         mine = self._reducer.used()
@@ -192,18 +189,18 @@ class ShardStep:
 
     def check(self) -> None:
         """Raises what ended a step half-way: the values are of two steps then, and nothing may go on."""
-        if self._away is not None:
-            self._away.check()
+        if self._background is not None:
+            self._background.check()
 
     def finish(self) -> None:
         """No step will follow. Raises what ended the last one early, if nobody has been told."""
-        if self._away is not None:
-            self._away.finish()
+        if self._background is not None:
+            self._background.finish()
 
     def wait(self) -> None:
         """Return when the last step has ended everywhere. Raises what ended it early, a DiskError for one."""
-        if self._away is not None:
-            self._away.wait()
+        if self._background is not None:
+            self._background.wait()
 
     def _agree(self, used: list[bool]) -> Tensor:
         """The sum of squares of all gradients, how many ranks want to stop, for each parameter how many had a
@@ -220,35 +217,36 @@ class ShardStep:
         return self._comm.all_reduce_scalars(torch.cat([total.reshape(1), mine]))
 
     def _squares(self) -> list[Tensor]:
-        """Of every cut of every unit, in order: the sum is the same wherever the gradients are."""
-        here = [(u, u.grad) for u in self.units if u.gradient_home is None and u.grad is not None]
-        found = iter(squares_of_parts([grad[start:stop] for u, grad in here for start, stop in u.cuts]))
+        """Sum the squares of every cut, in the order of the units wherever their gradients are."""
+        stores = [unit.store for unit in self.units if unit.store is not None and unit.store.has_grad]
+        here = [store for store in stores if isinstance(store, DeviceStore)]
+        found = iter(squares_of([part for store in here for part in store.grad_parts()]))
         squares: list[Tensor] = []
-        for unit in self.units:
-            if unit.gradient_home is not None:
-                if unit.gradient_home.delivered:
-                    squares += unit.gradient_home.squares()
-            elif unit.grad is not None:
-                squares += islice(found, len(unit.cuts))
+        for store in stores:
+            squares += (
+                islice(found, len(store.cuts)) if isinstance(store, DeviceStore) else store.grad_squares()
+            )
         return _all_on(squares, self._comm.device)
 
     def _apply(self, used: list[bool]) -> None:
         run_hooks(self.outer, before=True)
-        self._runs = separate_unused(self._runs, self.units, used, self.optimizer)
+        self._slices = separate_unused(self._slices, self.units, used, self.optimizer)
         self._apply_here(self._rule.divisor, self._rule.found_inf)
-        if self._away is not None:
-            self._away.start(self._rule, self._runs)
+        if self._background is not None:
+            self._background.start(self._rule, self._slices)
         self.outer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers look for it
         stay = [unit for unit in self.units if not unit.shard_params]
-        for unit in self.units:
-            unit.send_home()
+        with torch.no_grad():
+            for unit in self.units:
+                if isinstance(unit.store, DeviceStore) and id(unit) not in self._written:
+                    unit.values.write(0, unit.store.master)
         for unit in stay:
-            if self._away is None or not self._away.brings(unit):
-                unit.start_refresh(written=id(unit) in self._written)
+            if self._background is None or not self._background.brings(unit):
+                unit.refresh()
         if self._comm.settle():
             for unit in stay:
-                if self._away is None or not self._away.brings(unit):
-                    unit.ensure_full()
+                if self._background is None or not self._background.brings(unit):
+                    unit.wait_unsharded()
         for unit in self.units:
             unit.stepped()
         self._inner.give()
@@ -259,22 +257,23 @@ class ShardStep:
         the rest by the optimizer's own step.
         """
         rest: list[Tensor] = []
-        in_one_pass: list[Update] = []
+        in_one_pass: list[SliceUpdate] = []
         missed: set[int] = set()
         self._written.clear()
-        for run in self._runs:
-            if run.unit.state_place is not Place.DEVICE or not run.used or run.unit.grad is None:
+        for part in self._slices:
+            store = part.unit.store
+            if not isinstance(store, DeviceStore) or not part.used or not store.has_grad:
                 continue
-            assert run.leaf is not None
-            grad = run.unit.grad[run.start : run.stop].view(run.leaf.shape)
-            out = run.unit.values_beside_master
-            if out is not None and self._rule.has_kernel(run.group, run.leaf, out):
-                in_one_pass.append(Update(run.group, run.leaf, grad, out[run.start : run.stop]))
-                self._written.add(id(run.unit))
+            assert part.leaf is not None
+            grad = store.grad()[part.start : part.stop].view(part.leaf.shape)
+            out = None if part.unit.shard_params else store.narrow_copy
+            if out is not None and self._rule.has_kernel(part.group, part.leaf, out):
+                in_one_pass.append(SliceUpdate(part.group, part.leaf, grad, out[part.start : part.stop]))
+                self._written.add(id(part.unit))
             else:
-                missed.add(id(run.unit))
-                run.leaf.grad = grad
-                rest.append(run.leaf)
+                missed.add(id(part.unit))
+                part.leaf.grad = grad
+                rest.append(part.leaf)
         self._written -= missed
         self._rule.apply(in_one_pass, self.optimizer.state)
         if not rest:
@@ -294,18 +293,19 @@ class ShardStep:
         """Parameters with inf or NaN in this rank's shard of the gradients."""
         names: list[str] = []
         for unit in self.units:
-            if unit.gradient_home is not None:  # as closely as is known where it rests
-                squares = unit.gradient_home.squares() if unit.gradient_home.delivered else []
-                bad = [cut for cut, square in zip(unit.cuts, squares, strict=False) if not square.isfinite()]
-                for low, high in bad:
+            store = unit.store
+            if store is None or not store.has_grad:
+                continue
+            if isinstance(store, DeviceStore):
+                for index, first, last in unit.layout.overlaps(unit.start, unit.stop):
+                    if not bool(torch.isfinite(store.grad()[first - unit.start : last - unit.start]).all()):
+                        names.append(unit.names[index])
+                continue
+            # as closely as is known where the gradient is
+            for (low, high), square in zip(store.cuts, store.grad_squares(), strict=False):
+                if not square.isfinite():
                     slots = unit.layout.overlaps(unit.start + low, unit.start + high)
                     names += [unit.names[index] for index, _, _ in slots]
-                continue
-            if unit.grad is None:
-                continue
-            for index, first, last in unit.layout.overlaps(unit.start, unit.stop):
-                if not bool(torch.isfinite(unit.grad[first - unit.start : last - unit.start]).all()):
-                    names.append(unit.names[index])
         return names
 
 

@@ -1,4 +1,4 @@
-"""The pieces of the units' shards that an optimizer sees."""
+"""Cuts the shards of units into the slices that an optimizer sees."""
 
 from __future__ import annotations
 
@@ -9,17 +9,14 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ..offload.manager import Place
+from ..zero.store import DeviceStore, TileView
 from ..zero.unit import Unit
-from .update_rule import is_elementwise
-
-KEYS = "\0elementwise"
-"""Among the scalars of a run on disk: the names of its state tensors there, in the order of the regions."""
+from .update_rule import State, is_elementwise
 
 
 @dataclass(slots=True, eq=False)
-class Run:
-    """Elements ``start`` to ``stop`` of a unit's shard, all of one optimizer group.
+class ShardSlice:
+    """Describes elements ``start`` to ``stop`` of a unit's shard, all of one optimizer group.
 
     The leaf is flat, or, for an optimizer that needs whole tensors, one parameter in its shape (a scalar in
     the shape (1,)).
@@ -34,117 +31,141 @@ class Run:
     used: bool = True
     """Some rank had a gradient for it in this step."""
     scalars: dict[str, Any] = field(default_factory=dict)
-    """Of a run on disk: the state entries that are not tensors of its size."""
+    """On disk: the state entries that are not tensors of its size."""
+    on_disk: list[str] = field(default_factory=list)
+    """On disk: the names of its state tensors there, in their order."""
+
+    def span(self, tile: TileView) -> slice:
+        """Return where the slice is in a tile that holds it."""
+        return slice(self.start - tile.start, self.stop - tile.start)
+
+    def tensors_in(self, tile: TileView, state: State) -> dict[str, Tensor]:
+        """Find the optimizer's state of each element, by name: in the open tile or in ``state``."""
+        if self.leaf is None:
+            return {
+                name: region[self.span(tile)] for name, region in zip(self.on_disk, tile.state, strict=False)
+            }
+        own = state.get(self.leaf, {})
+        return {name: value for name, value in own.items() if is_elementwise(value, self.leaf)}
+
+    def entries(self, state: State) -> dict[str, Any]:
+        """Return the optimizer's state entries; on disk, those that are not tensors of its size."""
+        return self.scalars if self.leaf is None else state.get(self.leaf, {})
 
 
-def make_runs(units: Sequence[Unit], whole: bool) -> list[Run]:
-    """One for each piece, or with ``whole`` for each parameter; off the device pieces are cut at the borders
-    of tiles.
+def make_slices(units: Sequence[Unit], whole: bool) -> list[ShardSlice]:
+    """Make a slice of each piece, or with ``whole`` of each parameter; off the device pieces are cut at the
+    borders of tiles.
     """
-    runs = []
+    slices = []
     for unit in units:
         if whole:
-            runs += _whole_runs(unit)
+            slices += _whole_slices(unit)
             continue
+        store = unit.store
+        assert store is not None
         for piece in unit.pieces:
-            if unit.state_place is Place.DEVICE:
-                ranges = [(piece.start, piece.stop)]
-            else:
-                ranges = [cut for cut in unit.cuts if piece.start <= cut[0] and cut[1] <= piece.stop]
+            ranges = [(piece.start, piece.stop)]
+            if not isinstance(store, DeviceStore):
+                ranges = [cut for cut in store.cuts if piece.start <= cut[0] and cut[1] <= piece.stop]
             for start, stop in ranges:
                 leaf = None
-                if unit.master is not None:
-                    leaf = unit.master[start:stop].detach().requires_grad_()
-                runs.append(Run(unit, start, stop, piece.group, leaf))
-    return runs
+                if store.master is not None:
+                    leaf = store.master[start:stop].detach().requires_grad_()
+                slices.append(ShardSlice(unit, start, stop, piece.group, leaf))
+    return slices
 
 
-def _whole_runs(unit: Unit) -> list[Run]:
-    assert unit.master is not None and unit.stop - unit.start == unit.numel
-    runs = []
+def _whole_slices(unit: Unit) -> list[ShardSlice]:
+    assert unit.store is not None and unit.stop - unit.start == unit.numel
+    master = unit.store.master
+    assert master is not None
+    slices = []
     for slot, shape in zip(unit.layout.slots, unit.shapes, strict=True):
         if slot.group >= 0:
-            leaf = unit.master[slot.offset : slot.stop].view(shape or (1,)).detach().requires_grad_()
-            runs.append(Run(unit, slot.offset, slot.stop, slot.group, leaf))
-    return runs
+            leaf = master[slot.offset : slot.stop].view(shape or (1,)).detach().requires_grad_()
+            slices.append(ShardSlice(unit, slot.offset, slot.stop, slot.group, leaf))
+    return slices
 
 
 def separate_unused(
-    runs: list[Run], units: Sequence[Unit], used: list[bool], optimizer: torch.optim.Optimizer
-) -> list[Run]:
-    """Mark the runs whose parameters had no gradient on any rank; torch leaves such parameters alone.
+    slices: list[ShardSlice], units: Sequence[Unit], used: list[bool], optimizer: torch.optim.Optimizer
+) -> list[ShardSlice]:
+    """Mark the slices whose parameters had no gradient on any rank; torch leaves such parameters alone.
 
-    ``used`` has a flag for each parameter of each unit, in order. A run that holds both kinds is split for
-    good, its state with it: each part counts its own steps. Returns all runs, in order.
+    ``used`` has a flag for each parameter of each unit, in order. A slice that holds both kinds is split for
+    good, its state with it: each part counts its own steps. Returns all slices, in order.
     """
     if all(used):
-        for run in runs:
-            run.used = True
-        return runs
+        for part in slices:
+            part.used = True
+        return slices
     flags = iter(used)
     unused = {(id(unit), i) for unit in units for i in range(len(unit.parameters)) if not next(flags)}
-    split = split_runs(runs, lambda unit, index: (id(unit), index) not in unused, optimizer)
-    for run, is_used in split:
-        run.used = is_used
-    return [run for run, _ in split]
+    split = split_slices(slices, lambda unit, index: (id(unit), index) not in unused, optimizer)
+    for part, is_used in split:
+        part.used = is_used
+    return [part for part, _ in split]
 
 
 Label = TypeVar("Label")
 
 
-def split_runs(
-    runs: list[Run], label: Callable[[Unit, int], Label], optimizer: torch.optim.Optimizer
-) -> list[tuple[Run, Label]]:
-    """Split for good, state included, every run whose parameters have different labels; all runs in order,
-    with the label of each. ``label`` is asked for the parameters of a unit by index.
+def split_slices(
+    slices: list[ShardSlice], label: Callable[[Unit, int], Label], optimizer: torch.optim.Optimizer
+) -> list[tuple[ShardSlice, Label]]:
+    """Split for good, state included, every slice whose parameters have different labels. Return all slices
+    in order, with the label of each. ``label`` is asked for the parameters of a unit by index.
     """
-    result: list[tuple[Run, Label]] = []
-    for run in runs:
-        parts = _parts(run, label)
-        made = [run] if len(parts) == 1 else _split(run, [part[:2] for part in parts], optimizer)
-        result += [(new, part[2]) for new, part in zip(made, parts, strict=True)]
+    result: list[tuple[ShardSlice, Label]] = []
+    for part in slices:
+        ranges = _parts(part, label)
+        made = [part] if len(ranges) == 1 else _split(part, [found[:2] for found in ranges], optimizer)
+        result += [(new, found[2]) for new, found in zip(made, ranges, strict=True)]
     return result
 
 
-def _parts(run: Run, label: Callable[[Unit, int], Label]) -> list[tuple[int, int, Label]]:
-    """``(start, stop, label)`` of the parts of a run, in shard coordinates, without gaps between them."""
-    first = run.unit.start
-    parts: list[tuple[int, int, Label]] = []
-    for index, low, _ in run.unit.layout.overlaps(first + run.start, first + run.stop):
-        own = label(run.unit, index)
-        if not parts:
-            parts.append((run.start, run.stop, own))
-        elif parts[-1][2] != own:
-            start, _, before = parts[-1]
-            parts[-1] = (start, low - first, before)
-            parts.append((low - first, run.stop, own))
-    return parts
+def _parts(part: ShardSlice, label: Callable[[Unit, int], Label]) -> list[tuple[int, int, Label]]:
+    """``(start, stop, label)`` of the parts of a slice, in shard coordinates, without gaps between them."""
+    first = part.unit.start
+    ranges: list[tuple[int, int, Label]] = []
+    for index, low, _ in part.unit.layout.overlaps(first + part.start, first + part.stop):
+        own = label(part.unit, index)
+        if not ranges:
+            ranges.append((part.start, part.stop, own))
+        elif ranges[-1][2] != own:
+            start, _, before = ranges[-1]
+            ranges[-1] = (start, low - first, before)
+            ranges.append((low - first, part.stop, own))
+    return ranges
 
 
-def _split(run: Run, parts: list[tuple[int, int]], optimizer: torch.optim.Optimizer) -> list[Run]:
-    if run.leaf is None:
+def _split(
+    part: ShardSlice, ranges: list[tuple[int, int]], optimizer: torch.optim.Optimizer
+) -> list[ShardSlice]:
+    if part.leaf is None:
         copies = [
-            {k: v.clone() if isinstance(v, Tensor) else v for k, v in run.scalars.items()} for _ in parts
+            {k: v.clone() if isinstance(v, Tensor) else v for k, v in part.scalars.items()} for _ in ranges
         ]
         return [
-            Run(run.unit, start, stop, run.group, None, run.used, scalars)
-            for (start, stop), scalars in zip(parts, copies, strict=True)
+            ShardSlice(part.unit, start, stop, part.group, None, part.used, scalars, list(part.on_disk))
+            for (start, stop), scalars in zip(ranges, copies, strict=True)
         ]
-    state = optimizer.state.pop(run.leaf, {})
+    state = optimizer.state.pop(part.leaf, {})
     made = []
-    for start, stop in parts:
-        low, high = start - run.start, stop - run.start
-        leaf = run.leaf.detach()[low:high].requires_grad_()
-        made.append(Run(run.unit, start, stop, run.group, leaf, run.used))
+    for start, stop in ranges:
+        low, high = start - part.start, stop - part.start
+        leaf = part.leaf.detach()[low:high].requires_grad_()
+        made.append(ShardSlice(part.unit, start, stop, part.group, leaf, part.used))
         if state:
             optimizer.state[leaf] = {
                 key: value[low:high]
-                if is_elementwise(value, run.leaf)
+                if is_elementwise(value, part.leaf)
                 else (value.clone() if isinstance(value, Tensor) else value)
                 for key, value in state.items()
             }
     for group in optimizer.param_groups:
-        position = next((i for i, leaf in enumerate(group["params"]) if leaf is run.leaf), None)
+        position = next((i for i, leaf in enumerate(group["params"]) if leaf is part.leaf), None)
         if position is not None:
             group["params"][position : position + 1] = [part.leaf for part in made]
     return made

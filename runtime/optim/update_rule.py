@@ -18,7 +18,7 @@ State = MutableMapping[Tensor, dict[str, Any]]
 
 
 @dataclass(slots=True)
-class Update:
+class SliceUpdate:
     """One flat piece and its gradient, all of the same number of elements and on one device."""
 
     group: int
@@ -31,7 +31,7 @@ class Update:
     """Gets the new values in its own dtype."""
 
 
-class Rule:
+class UpdateRule:
     """A torch optimizer's rule, applied piece by piece.
 
     Between :meth:`begin` and :meth:`end` the hyper-parameters are those of :meth:`begin`: a scheduler may
@@ -69,10 +69,10 @@ class Rule:
                 if key not in before or value is not before[key]:
                     live[key] = value
 
-    def apply(self, updates: Sequence[Update], state: State) -> None:
+    def apply(self, updates: Sequence[SliceUpdate], state: State) -> None:
         """Update every piece once. ``state`` is keyed by leaf, as in the optimizer itself."""
-        rest: list[Update] = []
-        in_one_pass: list[Update] = []
+        rest: list[SliceUpdate] = []
+        in_one_pass: list[SliceUpdate] = []
         for update in updates:
             fits = self.has_kernel(update.group, update.leaf, update.out)
             (in_one_pass if fits else rest).append(update)
@@ -108,7 +108,7 @@ class Rule:
         else:
             torch._foreach_add_(counts, self._advance)
 
-    def _run_kernel(self, update: Update, state: State) -> None:
+    def _run_kernel(self, update: SliceUpdate, state: State) -> None:
         group, leaf = self._groups[update.group], update.leaf.detach()
         own = state.setdefault(update.leaf, {})
         scale: dict[str, Any] = {
@@ -153,7 +153,7 @@ class Rule:
             **scale,
         )
 
-    def _run_torch(self, updates: Sequence[Update], state: State) -> None:
+    def _run_torch(self, updates: Sequence[SliceUpdate], state: State) -> None:
         optimizer, device = self.optimizer, updates[0].leaf.device
         shadow: Any = object.__new__(type(optimizer))
         shadow.__dict__.update(optimizer.__dict__)
@@ -193,7 +193,7 @@ class Rule:
                 state: State = defaultdict(dict)
                 self.begin(1.0)
                 with torch.no_grad():
-                    self._run_torch([Update(index, leaf, torch.zeros(16))], state)
+                    self._run_torch([SliceUpdate(index, leaf, torch.zeros(16))], state)
                 counts.append(sum(is_elementwise(value, leaf) for value in state[leaf].values()))
         except Exception as error:
             raise ValueError(

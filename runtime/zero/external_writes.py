@@ -8,22 +8,39 @@ the unit.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
+from torch import Tensor, nn
 
-from ..offload.disk_shard import take_changed
+from .store import Access, ShardStore, ValueStore, open_all, take_changed
 
-if TYPE_CHECKING:
-    from .unit import Unit
 
-_PIECE_NUMEL = 4_000_000
+class WrittenUnit(Protocol):
+    """A unit whose parameters may be written to."""
+
+    name: str
+    names: list[str]
+    parameters: list[nn.Parameter]
+    full: Tensor
+    start: int
+    stop: int
+    provisional: bool
+    shard_params: bool
+    store: ShardStore | None
+    values: ValueStore
+
+    def own_part(self) -> Tensor:
+        """Return this rank's slice of the flat buffer."""
+
+    def references(self) -> int:
+        """Count the tensors on the flat buffer's memory."""
 
 
 class Writes:
     """Notices that a unit's parameters may have been written to since :meth:`forget`."""
 
-    def __init__(self, unit: Unit) -> None:
+    def __init__(self, unit: WrittenUnit) -> None:
         self._unit = unit
         self._exposed = False
         self._versions = self._references = 0
@@ -33,11 +50,11 @@ class Writes:
     @property
     def matter(self) -> bool:
         """Whether the masters would not follow by themselves."""
-        unit = self._unit
-        if not unit.trainable or unit.shard_params:
+        store = self._unit.store
+        if store is None or self._unit.shard_params:
             return False
-        return unit.disk is not None or (
-            unit.master is not None and unit.master.data_ptr() != unit.full[unit.start :].data_ptr()
+        return (
+            store.master is None or store.master.data_ptr() != self._unit.full[self._unit.start :].data_ptr()
         )
 
     def expose(self) -> None:
@@ -69,11 +86,11 @@ class Writes:
         for parameter, name, before in zip(unit.parameters, unit.names, self._each, strict=False):
             if parameter._version != before:
                 return name
-        own = unit.own_part
-        if not self._exposed or not isinstance(unit.home, torch.Tensor):
+        if not self._exposed or unit.values.tensor is None:
             return None
-        unit.await_home()
-        return None if torch.equal(unit.home.to(own.device, own.dtype), own) else unit.name
+        unit.values.flush()
+        own = unit.own_part()
+        return None if torch.equal(unit.values.tensor.to(own.device, own.dtype), own) else unit.name
 
     def stepped(self) -> None:
         """The engine has moved every version counter by one."""
@@ -88,11 +105,9 @@ class Writes:
         unit = self._unit
         if not self.matter or not (self._exposed or self._count() != self._versions):
             return
+        assert unit.store is not None
         own = unit.full[unit.start : unit.stop]
-        with torch.no_grad():
-            if unit.disk is not None:
-                unit.disk.take_changes(own)
-            elif unit.master is not None:
-                for start in range(0, own.numel(), _PIECE_NUMEL):
-                    take_changed(unit.master[start : start + _PIECE_NUMEL], own[start : start + _PIECE_NUMEL])
+        with torch.no_grad(), open_all(unit.store, Access.MASTER) as tiles:
+            for _, _, tile in tiles:
+                take_changed(tile.master, own[tile.start : tile.stop])
         self.forget()

@@ -12,17 +12,17 @@ import torch
 from torch import Tensor, nn
 
 from ..comm.collectives import Comm
-from ..offload.disk import DiskError
+from ..errors import DiskError
 from . import placeholder
-from .adopt import abandon, detach
 from .inert_hook import Hook
 from .output_tensors import arm, tensors_in
+from .ownership import Owner, UnitState
 from .passes import Pass
 from .prefetch import OrderHint, Prefetch
 from .reduce import GradientReducer
 from .saved_tensors import SavedTensors, outside_transforms
 from .state_dict_hooks import intercept_module
-from .unit import Unit, UnitState
+from .unit import Unit, owner_of
 from .unit_policy import Block, ShardingOptions
 
 
@@ -35,17 +35,18 @@ class ShardedModel:
     """Drives the units of ``module`` through its forward and backward passes.
 
     Note [When does what happen]
-        forward, before a block: its units become FULL; the block that followed it last time is gathered
-        ahead. forward, after a block: its units are freed, but for the last block's, which the backward pass
-        needs at once. What the graph has saved of them is a place in the unit (``saved.py``), which is
-            filled again when the backward pass gets there: that is what makes it right.
-            Each output that can be found, and the tensor it is a view of, gets a hook that fires when its
-            gradient is known: that is what makes it early enough to overlap.
-        backward, at a block's output: its units become FULL, the block before it is gathered ahead. backward,
-        at a parameter's gradient: it moves into the unit's bucket; the last one frees the unit and reduces.
-        backward, at the end: what is incomplete is reduced, everything is freed. This callback is queued from
-        the
-            root's output: queued inside a reentrant checkpoint it would run too early.
+        forward, before a block: its units are unsharded; the block that followed it last time is gathered
+            ahead.
+        forward, after a block: its units are resharded, but for the last block's, which the backward pass
+            needs at once. What the graph has saved of them is a place in the unit (``saved_tensors.py``),
+            which is filled again when the backward pass gets there: that is what makes it right. Each output
+            that can be found, and the tensor it is a view of, gets a hook that fires when its gradient is
+            known: that is what makes it early enough to overlap.
+        backward, at a block's output: its units are unsharded, the block before it is gathered ahead.
+        backward, at a parameter's gradient: it moves into the unit's bucket; the last one reshards the unit
+            and reduces.
+        backward, at the end: what is incomplete is reduced, everything is resharded. This callback is queued
+            from the root's output: queued inside a reentrant checkpoint it would run too early.
     Inside a backward pass (recomputation under activation checkpointing) forward hooks only gather: a
     recomputation may stop before the forward hook that would free.
     """
@@ -75,7 +76,7 @@ class ShardedModel:
         self._pass = Pass(one_thread=options.shard_params)
         self._backward = False
         self._passed: list[Block] = []
-        """Blocks with frozen units whose backward has begun; see _free_passed."""
+        """Blocks with frozen units whose backward has begun; see _reshard_passed."""
         self._forward_order, self._backward_order = OrderHint(), OrderHint()
         self.loss_scale: Callable[[], float | Tensor] | None = None
         """What a loss is to be multiplied with; None where nothing is."""
@@ -99,7 +100,7 @@ class ShardedModel:
         module lives: an engine that only the collector of cycles would end ends at another time on each rank.
         """
         self._install()
-        self._restore = intercept_module(module, self)
+        self._restore = intercept_module(module, self.gathered)
 
     # -- installation
 
@@ -159,10 +160,10 @@ class ShardedModel:
         first: DiskError | None = None
         for unit in self.units:
             try:
-                detach(unit)
+                unit.detach()
             except DiskError as error:
                 first = first or error
-                abandon(unit)
+                unit.abandon()
         if first is not None:
             raise first
 
@@ -171,7 +172,7 @@ class ShardedModel:
     def _before_root(self, module: nn.Module, args: Any) -> None:
         if placeholder.in_backward():
             self._enter(module)
-            self._fill(self._root)
+            self._unshard(self._root)
             return
         if self._backward:
             self._abandon()
@@ -181,12 +182,12 @@ class ShardedModel:
             self._kept.close()
             if self._unhooked:
                 self._unhooked = False
-                self.free_all()
+                self.reshard_all()
             if self.before_forward is not None:
                 self.before_forward()
         self._pass.begin(sys._getframe())
         self._enter(module)
-        self._fill(self._root)
+        self._unshard(self._root)
 
     def _enter(self, module: nn.Module) -> None:
         if not self._saved.enter(module):
@@ -209,25 +210,25 @@ class ShardedModel:
         if not self.options.shard_params:
             return
         for tensor in tensors_in(output):
-            unit = placeholder.owner(tensor)
+            unit = owner_of(tensor)
             if unit is not None and unit.shard_params:
                 self._kept.enter_context(unit.hold())
         # where the output does not tell, gradients may come all the same
         expected = armed or torch.is_grad_enabled()
         for block in self.blocks:
             if not expected or not (block.is_root or self._forward_order.is_last(block.index)):
-                self._free_after_forward(block)
+                self._reshard_after_forward(block)
 
-    def _free_after_forward(self, block: Block) -> None:
+    def _reshard_after_forward(self, block: Block) -> None:
         if not self._unhooked:
-            self._free(block)
+            self._reshard(block)
 
     def _before(self, block: Block) -> Callable[..., None]:
         def before(module: nn.Module, args: Any) -> None:
             if not self._pass.depth and self.before_forward is not None and not placeholder.in_backward():
                 self.before_forward()
             self._enter(module)
-            self._fill(block)
+            self._unshard(block)
             if not block.is_root and self.options.shard_params and not placeholder.in_backward():
                 self._forward_order.visit(block.index)
                 self._prefetch.after(self._forward_order, block.index)
@@ -238,8 +239,8 @@ class ShardedModel:
         def at_gradient() -> None:
             if not self._backward:
                 self._begin_backward()
-            self._free_passed(block)
-            self._fill(block)
+            self._reshard_passed(block)
+            self._unshard(block)
             self._backward_order.visit(block.index)
             self._prefetch.after(self._backward_order, block.index)
 
@@ -249,7 +250,7 @@ class ShardedModel:
                 return
             armed = arm(output, at_gradient)
             if not (armed and self._pass.depth and self._forward_order.is_last(block.index)):
-                self._free_after_forward(block)
+                self._reshard_after_forward(block)
 
         return after
 
@@ -272,7 +273,7 @@ class ShardedModel:
         if not self._pass.depth:
             self._forward_order.end()
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
-        self._fill(self._root)
+        self._unshard(self._root)
 
     def _on_gradient(self, unit: Unit, index: int) -> Callable[[Tensor], None]:
         # weak: torch keeps such a hook where the collector of cycles does not see it
@@ -306,7 +307,7 @@ class ShardedModel:
             if any(not other.trainable for other in block.units):
                 self._passed.append(block)
             else:
-                unit.free()
+                unit.reshard()
 
     def _unscaled_pass(self, grad: Tensor) -> Tensor:
         """A parameter's gradient in a pass that ``engine.backward`` has not started."""
@@ -323,7 +324,7 @@ class ShardedModel:
         if not self._backward and placeholder.in_backward():
             self._begin_backward()
 
-    def _free_passed(self, current: Block) -> None:
+    def _reshard_passed(self, current: Block) -> None:
         """Free blocks with frozen parameters once an earlier block's output has its gradient.
 
         A gradient may still have to pass through a frozen weight after the last trainable one has its own, so
@@ -331,7 +332,7 @@ class ShardedModel:
         """
         for block in self._passed:
             if block is not current:
-                self._free(block)
+                self._reshard(block)
         self._passed = [block for block in self._passed if block is current]
 
     def _end_backward(self) -> None:
@@ -351,33 +352,34 @@ class ShardedModel:
         self._backward_order.end()
         self._passed.clear()
         for block in self.blocks:
-            self._free(block)
+            self._reshard(block)
 
     # -- gathering
 
-    def _fill(self, block: Block) -> None:
+    def _unshard(self, block: Block) -> None:
         with outside_transforms():
             self._gather(block)
 
     def _gather(self, block: Block) -> None:
         for unit in block.units:
             if unit.state is UnitState.SHARDED:
-                unit.start_gather()
+                unit.unshard()
         for unit in block.units:
-            unit.ensure_full()
+            unit.wait_unsharded()
 
-    def _free(self, block: Block) -> None:
+    def _reshard(self, block: Block) -> None:
         with outside_transforms():
             for unit in block.units:
                 if unit.shard_params:
-                    unit.free()
+                    unit.reshard()
 
-    def _on_demand(self, unit: Unit) -> bool:
+    def _on_demand(self, unit: Owner) -> bool:
         """A freed parameter is used where no module hook announced it. Inside a pass of this model, serve it.
 
         From then on its unit is treated as the root's: gathered through the whole pass, since nothing tells
         when the backward pass needs it.
         """
+        assert isinstance(unit, Unit)
         if not self._pass.depth and not placeholder.in_backward():
             return False
         if placeholder.in_backward() and not self._backward:
@@ -388,21 +390,29 @@ class ShardedModel:
             self._root.units.append(unit)
             self._block_of[id(unit)] = self._root
         with outside_transforms():
-            unit.ensure_full()
+            unit.wait_unsharded()
         return True
 
-    def free_all(self) -> None:
+    def reshard_all(self) -> None:
         """Free what may be freed: the master values have changed, or a pass was left half-way."""
         if self._pass.was_cut_off():
             self.abandon_forward()
         self._kept.close()
         self._unhooked = False
         for block in self.blocks:
-            self._free(block)
+            self._reshard(block)
+
+    @property
+    def is_in_pass(self) -> bool:
+        """Tell whether a forward or backward pass is going on, or one has ended in an exception with
+        gradients on their way.
+        """
+        calling = bool(self._pass.depth) and not self._pass.was_cut_off()
+        return placeholder.in_backward() or calling or self.reducer.is_busy
 
     @contextmanager
     def gathered(self, units: Iterable[Unit]) -> Iterator[None]:
-        """Keep ``units`` FULL inside the context. Collective; ranks must enter alike."""
+        """Keep ``units`` unsharded inside the context. Collective; ranks must enter alike."""
         with ExitStack() as stack:
             for unit in units:
                 stack.enter_context(unit.hold())

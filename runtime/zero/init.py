@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from ..comm.collectives import Comm
 from ..config import Config, load
 from ..log import say, set_level
-from ..offload.manager import Offload, OffloadOptions, Place
+from ..offload.manager import Offload, OffloadOptions, Tier
 from ..precision.policy import choose_precision, dtype_named
 from . import placeholder
-from .adopt import hand_over
 from .eligible import is_shardable
 from .layout import make_layout
-from .unit import Unit, UnitState
+from .ownership import Owner, UnitState
+from .unit import Unit, owner_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -106,7 +106,7 @@ def _options(settings: Config | None, remote_device: str | None, pin: bool) -> O
     if device not in ("none", "cpu", "nvme"):
         raise ValueError(f'remote_device {device!r}: expected "none", "cpu" or "nvme"')
     return OffloadOptions(
-        parameters=Place(device),
+        parameters=Tier(device),
         parameters_path=path,
         pin=pin or (section is not None and section.pin_memory),
         max_in_cpu_numel=int(section.max_in_cpu) if section is not None else 0,
@@ -159,14 +159,14 @@ class _Builder:
             undo()
         self._restore.clear()
         if whole:
-            self.settle()
+            self.reshard_touched()
             self._say()
         self._is_open = False
         used = {id(p) for module in self._modules for p in module._parameters.values() if p is not None}
         for unit in list(self._alive):  # parameters that were replaced, as tied weights are
             for parameter in list(unit.parameters):
                 if id(parameter) not in used:
-                    hand_over(unit, parameter)
+                    unit.hand_over(parameter)
 
     def _say(self) -> None:
         """Print what the ranks keep, since no plan has been made yet."""
@@ -174,7 +174,7 @@ class _Builder:
             return
         numel = sum(unit.numel for unit in self._alive)
         nbytes = sum(unit.layout.shard_numel * unit.dtype.itemsize for unit in self._alive)
-        places = {"disk" if not isinstance(u.home, Tensor) else u.home.device.type for u in self._alive}
+        places = {"disk" if (t := u.values.tensor) is None else t.device.type for u in self._alive}
         dtypes = ", ".join(sorted({str(unit.dtype) for unit in self._alive}))
         say(
             f"zero.Init: {numel:,} elements in {dtypes}, {nbytes / 2**20:,.1f} MiB on each rank "
@@ -197,7 +197,7 @@ class _Builder:
                 for member in module.modules():  # a copy of a module has parameters, but ran no constructor
                     if member is module or id(member) not in self._under_construction:
                         self.shard(member)
-                self.settle()
+                self.reshard_touched()
 
         kind.__init__ = construct  # type: ignore[method-assign,assignment]
         self._restore.append(lambda: setattr(kind, "__init__", original))
@@ -208,7 +208,7 @@ class _Builder:
             for child in module.children():
                 child.apply(function)
             function(module)
-            self.settle()
+            self.reshard_touched()
             return module
 
         return apply
@@ -237,7 +237,7 @@ class _Builder:
                 dtype=self._dtype or dtype,
                 shard_optimizer=True,
                 shard_params=True,
-                offload=self._offload,
+                stores=self._offload,
                 provisional=True,
             )
             unit.on_demand = self._on_demand
@@ -256,7 +256,8 @@ class _Builder:
         unit.on_empty = end
         finalize(module, end)
 
-    def _on_demand(self, unit: Unit) -> bool:
+    def _on_demand(self, unit: Owner) -> bool:
+        assert isinstance(unit, Unit)
         if not self._is_open:
             if placeholder.settings.empty_placeholders:
                 return False
@@ -264,13 +265,13 @@ class _Builder:
                 f"{unit.name}.{unit.names[0]} was built in zlaunch.zero.Init and is sharded: give the model "
                 "to zlaunch.initialize, or reach its values in zlaunch.zero.GatheredParameters"
             )
-        unit.ensure_full()
+        unit.wait_unsharded()
         self._touched.setdefault(id(unit), unit)
         return True
 
-    def settle(self) -> None:
+    def reshard_touched(self) -> None:
         """Shard again what was touched, with rank 0's values, unless somebody still holds a view of it."""
-        touched = [unit for unit in self._touched.values() if unit.state is UnitState.FULL]
+        touched = [unit for unit in self._touched.values() if unit.state is UnitState.UNSHARDED]
         if not touched:
             return
         viewed = [float(self._is_open and _stays_viewed(unit)) for unit in touched]
@@ -279,8 +280,8 @@ class _Builder:
         for unit, count in zip(touched, counts.tolist(), strict=True):
             if not count:
                 self._comm.broadcast(unit.full)
-                unit.store()
-                unit.free()
+                unit.write_back()
+                unit.reshard()
                 del self._touched[id(unit)]
 
 
@@ -320,7 +321,7 @@ def GatheredParameters(
         params = list(params.parameters())
     elif isinstance(params, Tensor):
         params = [params]
-    owners = [placeholder.owner(parameter) for parameter in params] if enabled else []
+    owners = [owner_of(parameter) for parameter in params] if enabled else []
     units = list({id(unit): unit for unit in owners if unit is not None}.values())
     with ExitStack() as stack:
         for unit in units:
@@ -329,4 +330,4 @@ def GatheredParameters(
         if modifier_rank is not None:
             for unit in units:
                 unit.comm.broadcast(unit.full, modifier_rank)
-                unit.store()
+                unit.write_back()

@@ -19,7 +19,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -27,9 +27,7 @@ from torch import Tensor, nn
 
 from ..errors import ParameterError
 from .freed import read_freed
-
-if TYPE_CHECKING:
-    from .unit import Unit
+from .ownership import Owner
 
 
 @dataclass(slots=True)
@@ -45,7 +43,7 @@ class Settings:
 
 
 settings = Settings()
-_owners: WeakValueDictionary[int, Unit] = WeakValueDictionary()
+_owners: WeakValueDictionary[int, Owner] = WeakValueDictionary()
 """id of a parameter -> its unit. Not an attribute of the parameter: that would be pickled with it."""
 
 _T = Tensor
@@ -74,7 +72,7 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def adopt(parameter: nn.Parameter, unit: Unit) -> None:
+def adopt(parameter: nn.Parameter, unit: Owner) -> None:
     """Remember which unit a parameter belongs to. Raises ValueError if it already belongs to a live one."""
     if owner(parameter) is not None:
         raise ValueError("these parameters already belong to an engine: call engine.destroy() on it first")
@@ -86,7 +84,7 @@ def release(parameter: nn.Parameter) -> None:
     _owners.pop(id(parameter), None)
 
 
-def owner(parameter: Tensor) -> Unit | None:
+def owner(parameter: Tensor) -> Owner | None:
     """The unit of a parameter, if a live engine manages it."""
     unit = _owners.get(id(parameter))
     return unit if unit is not None and id(parameter) in unit.index_of else None
@@ -174,7 +172,7 @@ class ManagedParameter(nn.Parameter):
         """The values, outside autograd; what is written to them reaches the master values."""
         unit = owner(self)
         if unit is not None:
-            unit.writes.expose()
+            unit.expose()
         return DATA.__get__(self)  # type: ignore[no-any-return]
 
     @data.setter
@@ -233,7 +231,7 @@ class PendingParameter(ManagedParameter):
         for parameter in _watched((*args, *(kwargs or {}).values()), PendingParameter):
             unit = owner(parameter)
             if unit is not None:
-                unit.ensure_full()
+                unit.wait_unsharded()
             else:
                 parameter.__class__ = nn.Parameter
         return func(*args, **(kwargs or {}))
@@ -241,7 +239,7 @@ class PendingParameter(ManagedParameter):
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         unit = owner(self)
         if unit is not None:
-            unit.ensure_full()
+            unit.wait_unsharded()
         return ManagedParameter.__deepcopy__(self, memo)
 
 
@@ -281,6 +279,14 @@ class ShardedParameter(ManagedParameter):
             "a parameter that is sharded (ZeRO stage 3) cannot be pickled: "
             "save engine.module.state_dict(), called on all ranks, or use engine.save_16bit_model(dir)"
         )
+
+
+def own_class(parameter: nn.Parameter) -> type[nn.Parameter]:
+    """Return the class that a parameter had before any engine."""
+    for kind in type(parameter).__mro__:
+        if issubclass(kind, nn.Parameter) and not issubclass(kind, ManagedParameter):
+            return kind
+    return nn.Parameter
 
 
 @dataclass(frozen=True, slots=True)

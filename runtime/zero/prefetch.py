@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from ..comm.collectives import Comm
-from ..offload.disk_shard import DiskValues
+from .ownership import UnitState
 from .saved_tensors import outside_transforms
-from .unit import UnitState
 from .unit_policy import Block
 
 
@@ -54,19 +54,19 @@ class Prefetch:
         if not self._enabled:
             return
         following: int | None = index
-        for _ in range(2):
+        for ahead in itertools.count(1):
             following = order.after(following) if following is not None else None
             if following is None:
                 return
             block = self._blocks[following]
             if any(unit.state is UnitState.SHARDED for unit in block.units):
                 self._start(block)
-            if not any(isinstance(unit.home, DiskValues) for unit in block.units):
+            if ahead >= max((unit.values.blocks_ahead for unit in block.units), default=1):
                 return
 
     def _start(self, block: Block) -> None:
         alone = self._comm.world_size == 1
-        if alone and not any(unit.rests_elsewhere for unit in block.units):
+        if alone and all(unit.values.is_gathered_directly for unit in block.units):
             return  # a copy that takes as long now as later
         live = sum(
             unit.numel
@@ -77,5 +77,5 @@ class Prefetch:
         if live + sum(unit.numel for unit in block.units) <= self._max_live_numel:
             with outside_transforms():
                 for unit in block.units:
-                    if unit.state is UnitState.SHARDED and unit.update_ready:
-                        unit.start_gather()
+                    if unit.state is UnitState.SHARDED and unit.updated.ready:
+                        unit.unshard()

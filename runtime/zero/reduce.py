@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -11,7 +11,8 @@ from torch import Tensor
 
 from ..comm.collectives import Comm
 from ..comm.pending import DONE, Pending
-from .moved_states import GRADIENTS, VALUES
+from .ownership import GRADIENTS, VALUES
+from .store import DeviceStore, ShardStore
 from .unit import Unit
 
 MAX_IN_FLIGHT = 2
@@ -36,8 +37,8 @@ class _Bucket:
     """The gradient side of one unit.
 
     ``tensor`` is flat with ``unit.numel`` elements. With persistent buckets (stages 0 and 1) it is fp32,
-    local sums of the micro-batches stay in it, and ``unit.grad`` is a view of it; with transient ones it is
-    lent from a pool, in the dtype that is sent, from a unit's first gradient until its reduction.
+    local sums of the micro-batches stay in it, and this rank's part is the gradient. A transient one is lent
+    from a pool, in the dtype that is sent, from a unit's first gradient until its reduction.
     """
 
     unit: Unit
@@ -56,9 +57,21 @@ class _Bucket:
     carry: Tensor | None = None
     """Persistent: sums of an earlier backward pass of the same step, to be added to the next."""
     fresh: bool = True
-    """``unit.grad`` holds nothing of the current step."""
+    """No reduction has been started in the current step."""
     used: list[bool] = field(default_factory=list)
     """Which parameters had a gradient in the current step."""
+
+    @property
+    def store(self) -> ShardStore:
+        """Return the store of the unit, which is trained."""
+        assert self.unit.store is not None
+        return self.unit.store
+
+    @property
+    def own(self) -> Tensor:
+        """Return this rank's part of a persistent bucket."""
+        assert self.tensor is not None
+        return self.tensor[self.unit.start : self.unit.stop]
 
     def reset_pass(self) -> None:
         self.seen = [False] * len(self.unit.parameters)
@@ -83,8 +96,8 @@ class _Reduction:
     """The buffer that goes back to the pool afterwards."""
     shard: Tensor
     """What it writes: the unit's gradient, or what is added to that afterwards."""
-    fresh: bool
-    """The first of its unit in this step."""
+    first: bool
+    """The first of its unit in this step: it replaces what was there."""
 
 
 class _BufferPool:
@@ -92,25 +105,25 @@ class _BufferPool:
 
     def __init__(self, comm: Comm) -> None:
         self._comm = comm
-        self._free: list[Tensor] = []
+        self.free: list[Tensor] = []
 
     def lend(self, dtype: torch.dtype, numel: int) -> Tensor:
         """A flat tensor of ``numel`` elements, part of the smallest free buffer that is large enough."""
-        fitting = [i for i, t in enumerate(self._free) if t.dtype == dtype and t.numel() >= numel]
+        fitting = [i for i, t in enumerate(self.free) if t.dtype == dtype and t.numel() >= numel]
         if not fitting:
             return self._comm.empty(numel, dtype)
-        return self._free.pop(min(fitting, key=lambda i: self._free[i].numel()))[:numel]
+        return self.free.pop(min(fitting, key=lambda i: self.free[i].numel()))[:numel]
 
     def give_back(self, tensor: Tensor) -> None:
-        self._free.append(tensor if tensor._base is None else tensor._base)
+        self.free.append(tensor if tensor._base is None else tensor._base)
 
     def end_pass(self) -> None:
         if not self._comm.shared:
-            self._free.clear()
+            self.free.clear()
 
     @property
     def nbytes(self) -> int:
-        return sum(t.nbytes for t in self._free)
+        return sum(t.nbytes for t in self.free)
 
 
 class GradientReducer:
@@ -154,25 +167,27 @@ class GradientReducer:
                 bucket.unit.gradients = self
                 self._clear_bucket(bucket)
 
-    def has(self, unit: Unit, index: int) -> bool:
+    def has(self, unit: object, index: int) -> bool:
         """Whether this rank has taken a gradient of parameter ``index`` since the last step."""
         bucket = self._buckets.get(id(unit))
         return bucket is not None and bucket.used[index]
 
-    def forget(self, unit: Unit, index: int) -> None:
+    def forget(self, unit: object, index: int) -> None:
         """Drop the gradient of one parameter. Between two passes. Raises RuntimeError where it is on disk."""
         bucket = self._buckets[id(unit)]
         if not bucket.used[index]:
             return
+        unit = bucket.unit
         slot = unit.layout.slots[index]
         if bucket.tensor is not None:
             bucket.tensor[slot.offset : slot.stop].zero_()
-        for shard in (bucket.carry, unit.reduced_gradient() if not bucket.fresh else None):
+        for shard in (bucket.carry, bucket.store.grad() if bucket.store.has_grad else None):
             if shard is not None:
                 low, high = max(slot.offset, unit.start), min(slot.stop, unit.stop)
                 if low < high:
                     shard[low - unit.start : high - unit.start].zero_()
-        unit.gradient_was_written()
+        if bucket.store.has_grad:
+            bucket.store.grad_changed()
         bucket.written[index] = bucket.used[index] = False
 
     def clear(self) -> None:
@@ -196,6 +211,7 @@ class GradientReducer:
     @staticmethod
     def _clear_bucket(bucket: _Bucket) -> None:
         bucket.fresh, bucket.reduced, bucket.carry = True, False, None
+        bucket.store.drop_grad()
         bucket.written = [False] * len(bucket.unit.parameters)
         bucket.used = [False] * len(bucket.unit.parameters)
         bucket.reset_pass()
@@ -204,9 +220,25 @@ class GradientReducer:
         """For each parameter of each unit, in order: did this rank have a gradient for it in this step?"""
         return [flag for bucket in self._buckets.values() for flag in bucket.used]
 
-    def holds(self, unit: Unit) -> bool:
-        """Whether the unit's gradient of this step, or a part of its sum, has been reduced."""
-        return not self._buckets[id(unit)].fresh
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield the tensors on the memory that gradients are collected in."""
+        for bucket in self._buckets.values():
+            for tensor in (bucket.tensor, bucket.carry, *bucket.views):
+                if tensor is not None:
+                    yield tensor
+            if isinstance(bucket.store, DeviceStore) and bucket.store.grad_memory is not None:
+                yield bucket.store.grad_memory
+
+    def release_buffers(self) -> None:
+        """Give up the memory that is kept to send gradients from; it comes back when it is written."""
+        for buffer in self._pool.free:
+            self.comm.release(buffer.untyped_storage())
+
+    @property
+    def is_busy(self) -> bool:
+        """Tell whether gradients are on their way."""
+        lent = any(bucket.tensor is not None for bucket in self._buckets.values())
+        return bool(self._in_flight) or (self.options.transient and lent)
 
     @property
     def buffer_bytes(self) -> int:
@@ -259,15 +291,13 @@ class GradientReducer:
         else:
             accumulate = torch.promote_types(unit.dtype, torch.float32)
             tensor = self.comm.empty(unit.numel, accumulate).zero_()
-            unit.grad = tensor[unit.start : unit.stop]
         bucket.set_tensor(tensor)
 
     def _carry(self, bucket: _Bucket) -> None:
         """Save the reduced sums of a persistent bucket, which is about to collect local gradients again."""
         while any(reduction.bucket is bucket for reduction in self._in_flight):
             self._retire()
-        assert bucket.unit.grad is not None
-        bucket.carry = bucket.unit.grad.clone()
+        bucket.carry = bucket.own.clone()
         bucket.reduced = False
         bucket.written = [False] * len(bucket.written)
 
@@ -308,37 +338,30 @@ class GradientReducer:
         bucket.fresh = False
 
     def _reduce_transient(self, bucket: _Bucket) -> _Reduction:
-        unit, sent, fresh = bucket.unit, bucket.tensor, bucket.fresh
+        unit, sent, first = bucket.unit, bucket.tensor, bucket.fresh
         assert sent is not None
-        numel, device = unit.stop - unit.start, unit.device
-        if unit.grad is None and unit.gradient_home is None:
-            accumulate = torch.promote_types(unit.dtype, torch.float32)
-            unit.grad = torch.empty(numel, dtype=accumulate, device=device)
-        if unit.grad is not None and fresh:
-            shard = unit.grad
-        else:
-            shard = torch.empty(numel, dtype=self.comm.reduced_dtype(sent.dtype), device=device)
-        return _Reduction(self.comm.reduce_scatter(shard, sent, unit.tag), bucket, sent, shard, fresh)
+        shard = bucket.store.room_for_grad(first, self.comm.reduced_dtype(sent.dtype))
+        return _Reduction(self.comm.reduce_scatter(shard, sent, unit.tag), bucket, sent, shard, first)
 
     def _reduce_persistent(self, bucket: _Bucket) -> _Reduction:
         unit = bucket.unit
-        assert bucket.tensor is not None and unit.grad is not None
+        assert bucket.tensor is not None
         if self.comm.world_size == 1:
-            return _Reduction(DONE, bucket, None, unit.grad, True)
+            return _Reduction(DONE, bucket, None, bucket.own, True)
         # the sum of several passes has more digits than one gradient: rounding it would lose them
         own = unit.dtype if self.passes <= 1 else bucket.tensor.dtype
         dtype = self.options.dtype or own
         narrow = None
         if bucket.tensor.dtype != dtype:
             narrow = self._pool.lend(dtype, unit.numel).copy_(bucket.tensor)
-        send = bucket.tensor if narrow is None else narrow
+        wide, send = bucket.tensor, bucket.tensor if narrow is None else narrow
         if unit.stop - unit.start < unit.numel:
-            pending = self.comm.reduce_scatter(unit.grad, send, unit.tag)
+            pending = self.comm.reduce_scatter(bucket.own, send, unit.tag)
         else:
             pending = self.comm.all_reduce(send, unit.tag)
             if narrow is not None:
-                pending = _CopyBack(pending, narrow, bucket.tensor)
-        return _Reduction(pending, bucket, narrow, unit.grad, True)
+                pending = pending.then(lambda: wide.copy_(send))
+        return _Reduction(pending, bucket, narrow, bucket.own, True)
 
     def _retire(self) -> None:
         done = self._in_flight.popleft()
@@ -347,14 +370,9 @@ class GradientReducer:
             self._pool.give_back(done.lent)
         bucket = done.bucket
         if bucket.carry is not None:
-            assert bucket.unit.grad is not None
-            bucket.unit.grad.add_(bucket.carry)
+            done.shard.add_(bucket.carry)
             bucket.carry = None
-        home, grad = bucket.unit.gradient_home, bucket.unit.grad
-        if home is not None:
-            home.deliver(done.shard, fresh=done.fresh, stays=not self.options.transient)
-        elif grad is not None and done.shard is not grad:
-            grad.add_(done.shard)
+        bucket.store.add_grad(done.shard, first=done.first, stays=not self.options.transient)
 
     def finish(self) -> None:
         """The backward pass is over: reduce what is incomplete or came twice, and wait for everything."""
@@ -387,14 +405,3 @@ class GradientReducer:
         self.comm.broadcast(order)
         buckets = list(self._buckets.values())
         self._order = [buckets[i] for i in order.tolist()]
-
-
-class _CopyBack:
-    """An all-reduce in a narrower dtype: the result goes back into the wide bucket when it is waited for."""
-
-    def __init__(self, pending: Pending, narrow: Tensor, wide: Tensor) -> None:
-        self._pending, self._narrow, self._wide = pending, narrow, wide
-
-    def wait(self) -> None:
-        self._pending.wait()
-        self._wide.copy_(self._narrow)

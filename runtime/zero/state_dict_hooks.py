@@ -2,32 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
 
 import torch
 from torch import nn
 
 from . import placeholder
 from .inert_hook import Hook
-from .moved_states import MASTERS, VALUES
-
-if TYPE_CHECKING:
-    from .hooks import ShardedModel
-    from .unit import Unit
+from .ownership import MASTERS, VALUES
+from .unit import Unit, owner_of
 
 
 def _units(module: nn.Module, *, recurse: bool) -> list[Unit]:
     found: dict[int, Unit] = {}
     for parameter in module.parameters(recurse=recurse):
-        unit = placeholder.owner(parameter)
+        unit = owner_of(parameter)
         if unit is not None:
             found[id(unit)] = unit
     return list(found.values())
 
 
-def intercept_module(root: nn.Module, model: ShardedModel) -> Callable[[], None]:
+def intercept_module(
+    root: nn.Module, gathered: Callable[[Iterable[Unit]], AbstractContextManager[None]]
+) -> Callable[[], None]:
     """Guard ``state_dict``, ``load_state_dict``, ``zero_grad`` and ``to``/``half``/``cuda`` of every module;
     returns the way back.
 
@@ -41,7 +40,7 @@ def intercept_module(root: nn.Module, model: ShardedModel) -> Callable[[], None]
 
     def hold(module: nn.Module) -> None:
         stack = ExitStack()
-        stack.enter_context(model.gathered(_units(module, recurse=False)))
+        stack.enter_context(gathered(_units(module, recurse=False)))
         stacks.setdefault(id(module), []).append(stack)
 
     def let_go(module: nn.Module) -> None:
@@ -53,7 +52,7 @@ def intercept_module(root: nn.Module, model: ShardedModel) -> Callable[[], None]
 
     def after_state(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         for name, parameter in module._parameters.items():
-            unit = placeholder.owner(parameter) if parameter is not None else None
+            unit = owner_of(parameter) if parameter is not None else None
             if unit is not None and unit.shard_params and prefix + name in state:
                 state[prefix + name] = state[prefix + name].detach().clone()
         let_go(module)
@@ -65,7 +64,7 @@ def intercept_module(root: nn.Module, model: ShardedModel) -> Callable[[], None]
 
     def after_load(module: nn.Module, incompatible: Any) -> None:
         for unit in _units(module, recurse=False):
-            unit.store()
+            unit.write_back()
         let_go(module)
 
     for module in root.modules():
@@ -123,7 +122,7 @@ class _ZeroGrad:
         rest: list[nn.Parameter] = []
         units: dict[int, Unit] = {}
         for parameter in self._module.parameters():
-            unit = placeholder.owner(parameter)
+            unit = owner_of(parameter)
             if unit is None or not unit.trainable:
                 rest.append(parameter)
             elif self._is_root:

@@ -10,12 +10,11 @@ import torch
 from torch import nn
 
 from ..comm.collectives import Comm
-from ..offload.manager import TILE_NUMEL, Offload, Place
 from . import placeholder
-from .adopt import detach
 from .eligible import is_shardable
 from .layout import make_layout
 from .leaf_modules import z3_leaf_module
+from .store import TILE_NUMEL, StoreFactory
 from .unit import Unit
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
@@ -153,28 +152,20 @@ def build_units(
     dtype: torch.dtype | None,
     comm: Comm,
     options: ShardingOptions,
-    offload: Offload | None = None,
+    stores: StoreFactory | None = None,
 ) -> None:
     """Fill in every block's units: one for each (dtype, trained or not) pair among its parameters.
 
     ``groups`` maps the id of a parameter to its optimizer group; ``dtype`` is the compute dtype, None to keep
     each parameter's own. Collective: values are rank 0's. Raises DiskError.
     """
-    leaving = sum(
-        placeholder.shape_of(p).numel() for block in blocks for _, p in block.parameters if p.requires_grad
-    )
-    leaving = round(leaving * offload.options.ratio) if offload is not None else 0
     persistent = 0
     for block in blocks:
         for members in _by_kind(block.parameters, groups):
-            state_place = Place.DEVICE
             numel = sum(placeholder.shape_of(p).numel() for _, p in members)
             small = numel <= options.persistence_numel and persistent + numel <= options.all_persistent_numel
             persistent += numel if small else 0
-            if offload is not None and leaving > 0 and members[0][1].requires_grad:
-                state_place = offload.options.optimizer
-                leaving -= numel
-            unit = _make_unit(block, members, groups, dtype, comm, options, offload, state_place, small=small)
+            unit = _make_unit(block, members, groups, dtype, comm, options, stores, small=small)
             block.units.append(unit)
 
 
@@ -184,7 +175,7 @@ def rebuild_units(
     dtype: torch.dtype | None,
     comm: Comm,
     options: ShardingOptions,
-    offload: Offload | None = None,
+    stores: StoreFactory | None = None,
 ) -> list[Unit] | None:
     """Units for a block of which parameters have come to be trained, with their present values: those that
     stay, and new ones in the place of those that held such parameters. None if there are no such.
@@ -200,13 +191,13 @@ def rebuild_units(
             units.append(unit)
             continue
         rebuilt, was_sharded = True, unit.shard_params
-        detach(unit)
-        place = offload.options.optimizer if offload is not None else Place.DEVICE
+        unit.detach()
         for alike in _by_kind(members, groups):
-            own = place if alike[0][1].requires_grad else Place.DEVICE
             # not sharded only where the former was not: all of those together may not become more
             small = not was_sharded
-            units.append(_make_unit(block, alike, groups, dtype, comm, options, offload, own, small=small))
+            units.append(
+                _make_unit(block, alike, groups, dtype, comm, options, stores, small=small, is_new=True)
+            )
     return units if rebuilt else None
 
 
@@ -233,10 +224,10 @@ def _make_unit(
     dtype: torch.dtype | None,
     comm: Comm,
     options: ShardingOptions,
-    offload: Offload | None,
-    state_place: Place,
+    stores: StoreFactory | None,
     *,
     small: bool,
+    is_new: bool = False,
 ) -> Unit:
     trainable = members[0][1].requires_grad
     numels = [placeholder.shape_of(p).numel() for _, p in members]
@@ -250,8 +241,8 @@ def _make_unit(
         dtype=dtype or members[0][1].dtype,
         shard_optimizer=options.shard_optimizer,
         shard_params=options.shard_params and not small,
-        offload=offload,
-        state_place=state_place,
+        stores=stores,
+        is_new=is_new,
         tile_numel=options.tile_numel,
         poison=options.poison,
         stage3=options.shard_params,

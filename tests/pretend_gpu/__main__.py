@@ -29,7 +29,7 @@ def main() -> None:
     options = parser.parse_args()
     faulthandler.dump_traceback_later(_LIMIT_S, exit=True)
     device.install()
-    from zlaunch.runtime.offload.disk import Transfer
+    from zlaunch.runtime.offload.disk import DiskTransfer
 
     from .cases import CASES, train
     from .kernels import install, launched
@@ -37,7 +37,7 @@ def main() -> None:
 
     if options.kernels:
         install(options.kernels)
-    waiting: Any = Transfer
+    waiting: Any = DiskTransfer
     waiting.wait = meeting(waiting.wait)
     for name in options.cases:
         try:

@@ -53,15 +53,15 @@ def _gathers_do_not_wait_for_uploads() -> list[Change]:
 def _a_source_is_dropped_while_it_is_copied() -> list[Change]:
     import torch
 
-    from zlaunch.runtime.offload.host_gradient import HostGradient
+    from zlaunch.runtime.offload.host_store import HostStore
 
-    deliver = HostGradient.deliver
+    deliver = HostStore.add_grad
 
     def no_source(self: Any, shard: Any, **how: Any) -> None:
         deliver(self, shard, **how)
         self._source = None
 
-    return [(torch.Tensor, "record_stream", _nothing), (HostGradient, "deliver", no_source)]
+    return [(torch.Tensor, "record_stream", _nothing), (HostStore, "add_grad", no_source)]
 
 
 def _the_step_reads_gradients_before_they_arrive() -> list[Change]:
@@ -71,15 +71,23 @@ def _the_step_reads_gradients_before_they_arrive() -> list[Change]:
 
 
 def _new_values_overwrite_what_is_being_uploaded() -> list[Change]:
-    from zlaunch.runtime.optim import offloaded_step
+    from zlaunch.runtime.offload.transfer import StreamEvent
 
-    return [(offloaded_step, "settled", _nothing)]
+    return [(StreamEvent, "synchronize", _nothing)]
 
 
 def _a_gather_does_not_wait_for_the_values_home() -> list[Change]:
-    from zlaunch.runtime.zero import unit
+    from zlaunch.runtime.comm.pending import DONE
+    from zlaunch.runtime.offload.host_store import HostValues
 
-    return [(unit, "end_of", _nothing)]
+    write = HostValues.write
+
+    def forgets(self: Any, start: int, values: Any, after: Any = None) -> Any:
+        pending = write(self, start, values, after)
+        self._sent = DONE
+        return pending
+
+    return [(HostValues, "write", forgets)]
 
 
 def _the_next_forward_does_not_wait_for_the_step() -> list[Change]:

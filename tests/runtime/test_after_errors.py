@@ -18,7 +18,8 @@ from tests.limits import LIMIT_S
 from tests.runtime.models import Net, batches, config, loss_of, net, train_engine
 from tests.runtime.test_offload import _engine, in_background
 from tests.runtime.workers import run_workers
-from zlaunch.runtime.offload.disk import DiskEngine, DiskError, File
+from zlaunch.runtime.errors import DiskError
+from zlaunch.runtime.offload.disk import DiskEngine, ScratchFile
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -80,7 +81,7 @@ def _write_fails(folder: str, background: bool) -> list[str]:
     train_engine(engine, batches(1, 12))
     plain, count = DiskEngine._write_block, 0
 
-    def fails(self: DiskEngine, file: File, block: memoryview, offset: int) -> None:
+    def fails(self: DiskEngine, file: ScratchFile, block: memoryview, offset: int) -> None:
         nonlocal count
         here = file.path.name == "optimizer.bin"
         count += here

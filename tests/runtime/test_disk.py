@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.limits import LIMIT_S
-from zlaunch.runtime.offload.disk import ALIGN_BYTES, DiskEngine, DiskError, File, aligned, aligned_buffer
+from zlaunch.runtime.errors import DiskError
+from zlaunch.runtime.offload.disk import ALIGN_BYTES, DiskEngine, ScratchFile, aligned, aligned_buffer
 from zlaunch.runtime.offload.scratch import ScratchFolder
 
 
@@ -30,7 +31,7 @@ def test_what_was_written_is_read_back(
 ) -> None:
     path = tmp_path_factory.mktemp("disk") / "file"
     engine = DiskEngine(block_bytes=block * ALIGN_BYTES, threads=threads)
-    file = File(path)
+    file = ScratchFile(path)
     data, back = aligned_buffer(pages * ALIGN_BYTES), aligned_buffer(pages * ALIGN_BYTES)
     data[:] = os.urandom(len(data))
     engine.write(file, data, offset * ALIGN_BYTES).wait()
@@ -42,7 +43,7 @@ def test_what_was_written_is_read_back(
 
 
 def test_many_transfers_at_once(tmp_path: Path) -> None:
-    engine, file = DiskEngine(block_bytes=ALIGN_BYTES, threads=4), File(tmp_path / "file")
+    engine, file = DiskEngine(block_bytes=ALIGN_BYTES, threads=4), ScratchFile(tmp_path / "file")
     buffers = [aligned_buffer(8 * ALIGN_BYTES) for _ in range(20)]
     for i, buffer in enumerate(buffers):
         buffer[:] = bytes([i]) * len(buffer)
@@ -56,7 +57,7 @@ def test_many_transfers_at_once(tmp_path: Path) -> None:
 
 
 def test_a_truncated_file_is_named(tmp_path: Path) -> None:
-    engine, file = DiskEngine(), File(tmp_path / "state.bin")
+    engine, file = DiskEngine(), ScratchFile(tmp_path / "state.bin")
     file.reserve(16 * ALIGN_BYTES)
     os.truncate(tmp_path / "state.bin", 8 * ALIGN_BYTES)
     with pytest.raises(DiskError, match=r"state.bin: ends at 32768: somebody has truncated it"):
@@ -64,7 +65,7 @@ def test_a_truncated_file_is_named(tmp_path: Path) -> None:
 
 
 def test_what_is_not_aligned_is_refused(tmp_path: Path) -> None:
-    engine, file = DiskEngine(), File(tmp_path / "file")
+    engine, file = DiskEngine(), ScratchFile(tmp_path / "file")
     with pytest.raises(ValueError, match="not aligned"):
         engine.write(file, aligned_buffer(ALIGN_BYTES)[:100])
     with pytest.raises(ValueError, match="not aligned"):
@@ -76,7 +77,7 @@ def test_what_is_not_aligned_is_refused(tmp_path: Path) -> None:
 
 def test_a_path_that_cannot_be_is_named(tmp_path: Path) -> None:
     with pytest.raises(DiskError, match=r"nowhere/file: cannot be opened: No such file or directory"):
-        File(tmp_path / "nowhere" / "file")
+        ScratchFile(tmp_path / "nowhere" / "file")
 
 
 def test_a_file_system_without_o_direct_is_used_through_the_cache() -> None:
@@ -85,7 +86,7 @@ def test_a_file_system_without_o_direct_is_used_through_the_cache() -> None:
         pytest.skip("no /dev/shm")
     path = shared / f"zlaunch-test-{os.getpid()}"
     try:
-        engine, file = DiskEngine(), File(path)
+        engine, file = DiskEngine(), ScratchFile(path)
         data, back = aligned_buffer(3 * ALIGN_BYTES), aligned_buffer(3 * ALIGN_BYTES)
         data[:] = os.urandom(len(data))
         engine.write(file, data).wait()
@@ -103,7 +104,7 @@ def test_a_full_disk_is_said_before_and_during(tmp_path: Path) -> None:
     if mounted.returncode:
         pytest.skip(f"cannot mount: {mounted.stderr.decode()}")
     try:
-        engine, file = DiskEngine(), File(tmp_path / "file")
+        engine, file = DiskEngine(), ScratchFile(tmp_path / "file")
         with pytest.raises(DiskError, match=r"no space left for 0.00 GiB: free some, or take") as caught:
             file.reserve(4 << 20)
         assert caught.value.errno == errno.ENOSPC

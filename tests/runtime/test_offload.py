@@ -20,8 +20,8 @@ import zlaunch
 from tests.limits import LIMIT_S
 from tests.runtime.models import batches, config, loss_of, net, train_engine
 from tests.runtime.workers import run_workers
+from zlaunch.runtime.errors import DiskError
 from zlaunch.runtime.memory.estimate import MemoryPlanError
-from zlaunch.runtime.offload.disk import DiskError
 from zlaunch.runtime.offload.scratch import ScratchFolder
 from zlaunch.runtime.optim.lion import Lion
 
@@ -200,16 +200,16 @@ def test_parameters_without_a_gradient_are_left_alone(tmp_path: Path, world: int
 def in_background(on: bool = True) -> Iterator[None]:
     """Engines made inside do offloaded steps in a thread of their own, as they do on a GPU."""
     from zlaunch.runtime import api
-    from zlaunch.runtime.optim.sharded_optimizer import ShardStep
+    from zlaunch.runtime.optim.sharded_optimizer import ShardedOptimizer
 
-    def make(*args: Any, **kwargs: Any) -> ShardStep:
-        return ShardStep(*args, **{**kwargs, "background": on})
+    def make(*args: Any, **kwargs: Any) -> ShardedOptimizer:
+        return ShardedOptimizer(*args, **{**kwargs, "background": on})
 
-    api.ShardStep = make  # type: ignore[assignment,misc]
+    api.ShardedOptimizer = make  # type: ignore[assignment,misc]
     try:
         yield
     finally:
-        api.ShardStep = ShardStep  # type: ignore[misc]
+        api.ShardedOptimizer = ShardedOptimizer  # type: ignore[misc]
 
 
 def _background(folder: str) -> list[str]:

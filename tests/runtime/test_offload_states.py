@@ -13,7 +13,7 @@ from torch import Tensor
 import zlaunch
 from tests.runtime.models import batches, config, loss_of, net
 from tests.runtime.workers import run_workers
-from zlaunch.runtime.zero.moved_states import STATES
+from zlaunch.runtime.zero.ownership import STATES
 
 TRAINING = [name for name in STATES if name != "lp_params"]
 """What OpenRLHF moves: the weights stay, since it copies them to the inference engine."""
@@ -121,9 +121,9 @@ def _storages(engine: Any) -> dict[str, list[Any]]:
     """Every storage of each kind of state."""
     found: dict[str, list[Tensor]] = {name: [] for name in STATES}
     for unit in engine._sharded.units:
-        found["lp_params"].append(unit.home if unit.shard_params else unit.full)
-        if unit.master is not None:
-            found["hp_params"].append(unit.master)
+        found["lp_params"].append(unit.values.tensor if unit.shard_params else unit.full)
+        if unit.store is not None and unit.store.master is not None:
+            found["hp_params"].append(unit.store.master)
             found["lp_grads"].append(unit.grad)
     for state in engine._shard_step.optimizer.state.values():
         found["optim_states"] += [value for value in state.values() if value.dim()]
@@ -183,7 +183,11 @@ def _masters_that_are_the_parameters(stage: int, kind: str) -> str:
     engine = _engine(stage, kind)
     data = batches(1, 2)[0]
     wanted = loss_of(engine, data).item()
-    storages = [unit.master.untyped_storage() for unit in engine._sharded.units if unit.master is not None]
+    storages = [
+        unit.store.master.untyped_storage()
+        for unit in engine._sharded.units
+        if unit.store is not None and unit.store.master is not None
+    ]
     engine.offload_states(TRAINING)
     assert not any(_is_free(storage) for storage in storages)
     assert loss_of(engine, data).item() == wanted

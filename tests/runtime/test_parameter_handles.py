@@ -194,7 +194,7 @@ def _gathered() -> None:
     def fails() -> None:
         raise OSError("no such tensor")
 
-    second.start_gather = fails  # type: ignore[method-assign]
+    second.unshard = fails  # type: ignore[method-assign]
     for context in (
         lambda: zlaunch.zero.GatheredParameters([first.parameters[0], second.parameters[0]]),
         lambda: engine._sharded.gathered([first, second]),

@@ -180,7 +180,7 @@ def _written_within() -> None:
         with pytest.raises(zlaunch.ParameterError, match=r"changed in place while it was gathered"):
             engine(torch.randn(2, 24))
             engine.zero_grad()
-            engine._sharded.free_all()
+            engine._sharded.reshard_all()
         handle.remove()
         weight = model.layers[1].up.weight
         with (

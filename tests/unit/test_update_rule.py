@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from zlaunch.runtime.optim.update_rule import Rule
+from zlaunch.runtime.optim.update_rule import UpdateRule
 
 
 @pytest.mark.parametrize("count", [None, 3, 3.0, torch.tensor(3.0)])
 def test_steps_are_counted_from_what_is_there(count: Any) -> None:
     leaf = torch.zeros(4)
-    rule = Rule(torch.optim.AdamW([torch.nn.Parameter(torch.zeros(4))], fused=True))
+    rule = UpdateRule(torch.optim.AdamW([torch.nn.Parameter(torch.zeros(4))], fused=True))
     state: dict[torch.Tensor, dict[str, Any]] = {leaf: {"exp_avg": torch.ones(4)}}
     if count is not None:
         state[leaf]["step"] = count.clone() if isinstance(count, torch.Tensor) else count

@@ -39,7 +39,7 @@ def bench() -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print all that was measured as JSON.")
 def io(path: str, size: float, params: float | None, world_size: int, as_json: bool) -> None:
     """Measure the disk under the folder PATH and print the best aio block for the config."""
-    from zlaunch.runtime.offload.disk import DiskError
+    from zlaunch.runtime.errors import DiskError
     from zlaunch.runtime.offload.disk_benchmark import Speed, measure
 
     if not os.path.isdir(path):

@@ -181,7 +181,7 @@ class DeepSpeedEngine(ConfigGetters, Engine):
 
     def empty_partition_cache(self) -> None:
         """Free what sharded parameters are gathered at the moment."""
-        self._sharded.free_all()
+        self._sharded.reshard_all()
 
     # -- saving
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from zlaunch.compat.deepspeed.missing import absent
 from zlaunch.runtime.optim.optimizer_handle import ZeroOptimizer
-from zlaunch.runtime.zero.moved_states import MASTERS
+from zlaunch.runtime.zero.ownership import MASTERS
 
 _unknown = absent("engine.optimizer")
 

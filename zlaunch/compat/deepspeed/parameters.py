@@ -20,8 +20,8 @@ from zlaunch.runtime.precision.policy import choose_precision
 from zlaunch.runtime.zero import placeholder
 from zlaunch.runtime.zero.init import GatheredParameters as _GatheredParameters
 from zlaunch.runtime.zero.init import Init as _Init
-from zlaunch.runtime.zero.moved_states import VALUES
-from zlaunch.runtime.zero.unit import Unit, UnitState
+from zlaunch.runtime.zero.ownership import VALUES, UnitState
+from zlaunch.runtime.zero.unit import Unit, owner_of
 
 
 class ZeroParamType(Enum):
@@ -41,7 +41,7 @@ class ZeroParamStatus(Enum):
 
 
 _STATUS = {
-    UnitState.FULL: ZeroParamStatus.AVAILABLE,
+    UnitState.UNSHARDED: ZeroParamStatus.AVAILABLE,
     UnitState.GATHERING: ZeroParamStatus.INFLIGHT,
     UnitState.SHARDED: ZeroParamStatus.NOT_AVAILABLE,
     UnitState.AWAY: ZeroParamStatus.NOT_AVAILABLE,
@@ -50,7 +50,7 @@ _STATUS = {
 
 def _unit(parameter: Tensor) -> Unit:
     """Raises AttributeError, which makes ``hasattr`` say no, for a parameter that stage 3 does not manage."""
-    unit = placeholder.owner(parameter)
+    unit = owner_of(parameter)
     if unit is None or not unit.stage3:
         raise AttributeError("not a parameter of ZeRO stage 3")
     return unit
@@ -79,13 +79,10 @@ def _own(parameter: Tensor) -> Tensor:
         return torch.empty(0, dtype=unit.dtype, device=unit.device)
     if not unit.shard_params:
         return parameter.data.reshape(-1)[low - slot.offset : high - slot.offset]
-    if isinstance(unit.home, Tensor):
-        return unit.home.detach()[low - start : high - start]
-    assert unit.home is not None
-    reading = unit.home.start_read()
-    part = reading.wait()[low - start : high - start].clone()
-    reading.release()
-    return part
+    if unit.values.tensor is not None:
+        return unit.values.tensor.detach()[low - start : high - start]
+    with unit.values.read() as values:
+        return values[low - start : high - start].clone()
 
 
 def _all_gather(parameter: Tensor, param_list: Iterable[Tensor] | None = None, **ignored: Any) -> None:
@@ -109,12 +106,12 @@ def _partition(
     """
     for each in [parameter] if param_list is None else param_list:
         unit = _unit(each)
-        if has_been_updated and unit.state is UnitState.FULL:
-            unit.store()
+        if has_been_updated and unit.state is UnitState.UNSHARDED:
+            unit.write_back()
         if free_data:
             if id(unit) in _held:
                 _held.pop(id(unit)).close()
-            unit.free()
+            unit.reshard()
 
 
 _held: dict[int, ExitStack] = {}

@@ -1,0 +1,229 @@
+"""Shards of units in host memory: values, master values and gradients."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from ..comm.pending import DONE, Pending
+from ..zero.store import Access, MemoryTile, OpenTile, Range, ShardReader, TileView, ValueStore, squares_of
+from .transfer import HostLink
+
+
+class HostValues:
+    """Keeps a unit's shard in host memory, in the compute dtype."""
+
+    blocks_ahead = 1
+
+    def __init__(self, link: HostLink, tensor: Tensor) -> None:
+        """Takes over ``tensor``, which has the first values."""
+        self._link = link
+        self.tensor: Tensor | None = tensor
+        self.is_gathered_directly = not link.cuda
+        self._sent: Pending = DONE
+        """New values on their way from the device."""
+
+    def start_gather(self, unit: ShardReader) -> Pending:
+        """Copy the shard to the device, and gather behind that."""
+        assert self.tensor is not None
+        if not self._link.cuda:
+            return unit.gather_from(self.tensor)
+        own = unit.own_part()
+        upload = self._link.upload(self.tensor, own, self._link.mark(), self._sent.event)
+        with self._link.behind_uploads():
+            return upload.then(unit.gather_from(own).wait)
+
+    def write(self, start: int, values: Tensor, after: torch.cuda.Event | None = None) -> Pending:
+        """Replace elements; what comes from the device arrives later (:meth:`flush`)."""
+        assert self.tensor is not None
+        target = self.tensor[start : start + values.numel()]
+        if values.device.type != target.device.type:
+            self._sent = self._link.download(values.to(target.dtype), target)
+        elif target.data_ptr() != values.data_ptr():
+            self.flush()
+            target.copy_(values)
+        return DONE
+
+    def flush(self) -> None:
+        """Wait for values on their way from the device."""
+        self._sent.wait()
+        self._sent = DONE
+
+    @contextmanager
+    def read(self) -> Iterator[Tensor]:
+        """Give the values."""
+        assert self.tensor is not None
+        self.flush()
+        yield self.tensor
+
+    def release(self) -> None:
+        """Give the memory back."""
+        if self.tensor is not None:
+            self._link.release(self.tensor)
+            self.tensor = None
+
+
+class UploadBuffers:
+    """Lends page-locked memory for new values on their way to the device: two tiles at most."""
+
+    def __init__(self, link: HostLink) -> None:
+        self._link = link
+        self._sent: deque[tuple[Pending, Tensor]] = deque()
+
+    def take(self, nbytes: int) -> Tensor:
+        """Lend a uint8 buffer of at least ``nbytes``."""
+        self._retire(1)
+        return self._link.pool.take(nbytes)
+
+    def give_back(self, buffer: Tensor, sent: Pending) -> None:
+        """Take a buffer back, to be lent again once ``sent`` has read it."""
+        self._sent.append((sent, buffer))
+
+    def drain(self) -> None:
+        """Wait until all have been read."""
+        self._retire(0)
+
+    def _retire(self, left: int) -> None:
+        while len(self._sent) > left:
+            sent, buffer = self._sent.popleft()
+            sent.synchronize()
+            self._link.pool.give_back(buffer)
+
+
+class HostStore:
+    """Keeps master values and gradient of a unit in host memory; the optimizer has the state there, too.
+
+    The first micro-batch's gradient stays in the dtype it was reduced in; from the second on, the sum is kept
+    in fp32. It is added to on the device, to which it comes for that: copies run beside the backward pass,
+    and the host waits for none of them.
+    """
+
+    state_room: int | None = None
+    has_room = False
+
+    def __init__(
+        self,
+        link: HostLink,
+        buffers: UploadBuffers,
+        master: Tensor,
+        values: ValueStore,
+        dtype: torch.dtype,
+        cuts: Sequence[Range],
+        tiles: Sequence[Range],
+    ) -> None:
+        """Takes over ``master`` (flat, in host memory). ``dtype``: what the model computes in."""
+        self.master: Tensor | None = master
+        self.values, self.cuts, self.tiles = values, cuts, tiles
+        self._link, self._buffers, self._dtype = link, buffers, dtype
+        self._landing: Tensor | None = None
+        self._sum: Tensor | None = None
+        self._arrival: Pending = DONE
+        self._source: Tensor | None = None
+        self._summing = False
+        self._squares: list[Tensor] | None = None
+        self.has_grad = False
+        self.reader: Pending = DONE
+
+    # -- tiles
+
+    def open(self, tile: Range, access: Access) -> OpenTile:
+        """Show a part of the shard; for a step with room for new values in another dtype."""
+        assert self.master is not None
+        start, stop = tile
+        view = TileView(start, stop, self.master[start:stop])
+        if access is not Access.STEP:
+            return MemoryTile(self.values, view)
+        view.grad = self.grad()[start:stop]
+        if self._dtype == self.master.dtype:
+            return MemoryTile(self.values, view)
+        target = self.values.tensor
+        if target is not None and target.device.type == "cpu":
+            view.out = target[start:stop]
+            return MemoryTile(self.values, view)
+        nbytes = (stop - start) * self._dtype.itemsize
+        buffer = self._buffers.take(nbytes)
+        view.out = buffer[:nbytes].view(self._dtype)
+        return _BufferedTile(self.values, view, self._buffers, buffer)
+
+    def drain(self) -> None:
+        """Wait for uploads."""
+        self._buffers.drain()
+
+    # -- gradient
+
+    def room_for_grad(self, first: bool, dtype: torch.dtype) -> Tensor:
+        """Return memory on the device."""
+        assert self.master is not None
+        return torch.empty(self.master.numel(), dtype=dtype, device=self._link.device)
+
+    def add_grad(self, shard: Tensor, *, first: bool, stays: bool) -> None:
+        """Start to copy a gradient down, or the sum of it and the former ones."""
+        self.reader.wait()
+        self.reader = DONE
+        if first:
+            if self._landing is None or self._landing.dtype != shard.dtype:
+                self._landing = self._link.empty(shard.numel(), shard.dtype)
+            total, home, self._summing = shard, self._landing, False
+        else:
+            total, home = self._added(shard), self._room_for_sum(shard)
+            self._summing = True
+        self._squares = squares_of([total[start:stop] for start, stop in self.cuts])
+        self._source, self._arrival = total, self._link.download(total, home)
+        self.has_grad = True
+
+    def _added(self, shard: Tensor) -> Tensor:
+        """Bring the sum so far to the device, and add a gradient."""
+        before = self._sum if self._summing else self._landing
+        assert before is not None
+        there = torch.empty_like(before, device=shard.device)
+        self._link.upload(before, there, self._link.mark(), self._arrival.event).wait()
+        return there.to(torch.promote_types(shard.dtype, torch.float32)).add_(shard)
+
+    def _room_for_sum(self, shard: Tensor) -> Tensor:
+        if self._sum is None:
+            self._sum = self._link.empty(shard.numel(), torch.promote_types(shard.dtype, torch.float32))
+        return self._sum
+
+    def drop_grad(self) -> None:
+        """Forget the gradient; its memory is used again."""
+        self.has_grad = False
+
+    def grad(self) -> Tensor:
+        """Return the gradient, once it has arrived: fp32, or the dtype it was reduced in."""
+        self._arrival.wait()
+        self._arrival, self._source = DONE, None
+        grad = self._sum if self._summing else self._landing
+        assert grad is not None
+        return grad
+
+    def grad_squares(self) -> list[Tensor]:
+        """Return the sums that were made on the device, or make them of what was changed since."""
+        if self._squares is None:
+            return squares_of([self.grad()[start:stop] for start, stop in self.cuts])
+        return self._squares
+
+    def grad_changed(self) -> None:
+        """Forget the sums of squares."""
+        self._squares = None
+
+
+class _BufferedTile(MemoryTile):
+    """A tile whose new values leave for the device, or for a disk, from a buffer of their own."""
+
+    def __init__(self, values: ValueStore, view: TileView, buffers: UploadBuffers, buffer: Tensor) -> None:
+        super().__init__(values, view)
+        self._buffers, self._buffer, self._sent = buffers, buffer, DONE
+
+    def publish(self, after: torch.cuda.Event | None = None) -> Pending:
+        self._sent = super().publish(after)
+        return self._sent
+
+    def close(self) -> None:
+        self._buffers.give_back(self._buffer, self._sent)
+
+    def abandon(self) -> None:
+        self.close()

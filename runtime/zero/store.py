@@ -1,0 +1,444 @@
+"""What a rank keeps of a unit between its uses.
+
+A unit's :class:`ValueStore` has what gathers send: this rank's values in the compute dtype. A trained unit
+has a :class:`ShardStore` besides: what the optimizer updates (master values, gradient, and on disk its
+state), in tiles. The stores here are on the compute device; others implement the same protocols elsewhere,
+and a :class:`StoreFactory` decides for each unit.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from ...cuda_ops.norm import sums_of_squares
+from ..comm.collectives import Comm
+from ..comm.pending import DONE, Pending
+
+TILE_NUMEL = 4 << 20
+"""Elements of a shard that are moved and updated together, unless sub_group_size is less: long transfers run
+at a disk's full speed, and a few of them in memory cost little.
+"""
+TILE_ALIGN = 4096
+"""Tiles start at multiples of this many elements, whole pages in every dtype."""
+
+Range = tuple[int, int]
+"""First and last-plus-one element of a unit's shard."""
+T = TypeVar("T")
+
+
+class Access(Enum):
+    """What a tile is opened for."""
+
+    READ = auto()
+    """To read the master values and the state."""
+    REPLACE = auto()
+    """To replace the master values without reading them."""
+    MASTER = auto()
+    """To change the master values."""
+    WRITE = auto()
+    """To change the master values and the state."""
+    STEP = auto()
+    """To update the master values and the state by the gradient."""
+
+
+@dataclass(slots=True)
+class TileView:
+    """Shows elements ``start`` to ``stop`` of a shard, as flat tensors of that length in one memory."""
+
+    start: int
+    stop: int
+    master: Tensor
+    grad: Tensor | None = None
+    """The summed gradient, for a step."""
+    out: Tensor | None = None
+    """For a step: gets the new values in the compute dtype; None where the master itself is read."""
+    state: Sequence[Tensor] = ()
+    """On disk: the optimizer's state, one tensor after the other. Elsewhere the optimizer itself has it."""
+
+
+class OpenTile(Protocol):
+    """A tile while it is used."""
+
+    def wait(self) -> TileView:
+        """Return the tile's content once it is in memory. Raises DiskError."""
+
+    def publish(self, after: torch.cuda.Event | None = None) -> Pending:
+        """Bring the new values (``out``, or else the master) to where gathers read, not before ``after``."""
+
+    def close(self) -> None:
+        """Write what was opened for writing back."""
+
+    def abandon(self) -> None:
+        """Close without writing."""
+
+
+class ShardReader(Protocol):
+    """What fills a unit from every rank's values."""
+
+    def own_part(self) -> Tensor:
+        """Return this rank's slice of the flat buffer, whose memory is there."""
+
+    def gather_from(self, source: Tensor) -> Pending:
+        """Start to fill the flat buffer from every rank's ``source``."""
+
+
+class ValueStore(Protocol):
+    """Keeps this rank's values of a unit in the compute dtype (or the master's, where that is read)."""
+
+    blocks_ahead: int
+    """How many blocks to gather ahead at least, so that their transfers overlap."""
+    is_gathered_directly: bool
+    """Whether a gather needs nothing but the other ranks."""
+
+    @property
+    def tensor(self) -> Tensor | None:
+        """Return the values, flat, where they are in memory; :meth:`flush` comes before reading them."""
+
+    def start_gather(self, unit: ShardReader) -> Pending:
+        """Start to fill a unit. Raises DiskError."""
+
+    def write(self, start: int, values: Tensor, after: torch.cuda.Event | None = None) -> Pending:
+        """Replace elements from ``start`` on by flat ``values`` of any dtype and memory, not before
+        ``after``. On the way to a device, ``values`` must not change until the result is synchronized. Raises
+        DiskError of an earlier write.
+        """
+
+    def flush(self) -> None:
+        """Return when what was written is there. Raises DiskError."""
+
+    def read(self) -> AbstractContextManager[Tensor]:
+        """Give the values, flat, inside the context. Raises DiskError."""
+
+    def release(self) -> None:
+        """Give the memory back."""
+
+
+class ShardStore(Protocol):
+    """Keeps what this rank updates of a unit."""
+
+    values: ValueStore
+    cuts: Sequence[Range]
+    """The ranges whose squares are summed: the same wherever the gradient is, so that the norm is, too."""
+    tiles: Sequence[Range]
+    has_grad: bool
+    """Whether a gradient of the present step has been reduced into it."""
+    reader: Pending
+    """A step in the background that still reads the gradient."""
+    state_room: int | None
+    """On disk: how many tensors of optimizer state there is room for; None where the optimizer has them."""
+
+    @property
+    def master(self) -> Tensor | None:
+        """Return the master values, flat, where they are in memory."""
+
+    @property
+    def has_room(self) -> bool:
+        """Tell whether ``open`` would not wait for another tile."""
+
+    def open(self, tile: Range, access: Access) -> OpenTile:
+        """Begin to bring a tile into memory. Raises DiskError of an earlier write."""
+
+    def drain(self) -> None:
+        """Return when all tiles that were closed are written. Raises DiskError."""
+
+    def room_for_grad(self, first: bool, dtype: torch.dtype) -> Tensor:
+        """Return a flat tensor of the shard's size for a reduction, whose result goes to :meth:`add_grad`."""
+
+    def add_grad(self, shard: Tensor, *, first: bool, stays: bool) -> None:
+        """Take a reduced gradient: the ``first`` of a step replaces what was there, others are added. With
+        ``stays`` it is left untouched until the step, so that it need not be copied.
+        """
+
+    def drop_grad(self) -> None:
+        """Begin a new step, without a gradient."""
+
+    def grad_squares(self) -> list[Tensor]:
+        """Sum the squares of the gradient's :attr:`cuts`: 0-dim float64 each."""
+
+    def grad(self) -> Tensor:
+        """Return the gradient, flat. Raises RuntimeError where it is on disk."""
+
+    def grad_changed(self) -> None:
+        """Take note that somebody has changed what :meth:`grad` gave."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardFacts:
+    """Describes the shard that stores are made for."""
+
+    dtype: torch.dtype
+    """What the model computes in."""
+    comm: Comm
+    trainable: bool
+    in_unit: Tensor | None
+    """This rank's part of the flat buffer, where that stays whole; None where it is sharded."""
+    cuts: Sequence[Range]
+    is_new: bool
+    """Made for parameters that come to be trained in the middle of a run."""
+    numel: int
+    """Elements of all ranks, without padding."""
+
+    @property
+    def master_dtype(self) -> torch.dtype:
+        """Return the dtype of master values: fp32, or float64 for such a model."""
+        return torch.promote_types(self.dtype, torch.float32)
+
+
+class StoreFactory(Protocol):
+    """Decides where each unit's shard is kept."""
+
+    def make(self, values: Tensor, facts: ShardFacts) -> tuple[ShardStore | None, ValueStore]:
+        """Make the stores of a shard with these first ``values`` (flat, on the device); no ShardStore for a
+        frozen one. Raises DiskError.
+        """
+
+
+class DeviceStores:
+    """Keeps every shard on the compute device."""
+
+    def make(self, values: Tensor, facts: ShardFacts) -> tuple[ShardStore | None, ValueStore]:
+        """Make stores on the device."""
+        if facts.trainable:
+            master = master_on_device(values, facts)
+            store = DeviceStore(
+                master, DeviceValues(facts.in_unit if facts.in_unit is not None else master), facts.cuts
+            )
+            return store, store.values
+        return None, DeviceValues(values_on_device(values, facts))
+
+
+def master_on_device(values: Tensor, facts: ShardFacts) -> Tensor:
+    """Return the master values on the device: the unit's own memory where that has their dtype."""
+    if facts.in_unit is None:
+        return facts.comm.empty(values.numel(), facts.master_dtype).copy_(values)
+    if facts.in_unit.dtype == facts.master_dtype:
+        return facts.in_unit
+    return values.to(facts.master_dtype, copy=True)
+
+
+def values_on_device(values: Tensor, facts: ShardFacts) -> Tensor:
+    """Return the values on the device in the compute dtype: the unit's own memory where that stays."""
+    if facts.in_unit is not None:
+        return facts.in_unit
+    return facts.comm.empty(values.numel(), facts.dtype).copy_(values)
+
+
+class DeviceValues:
+    """Keeps values on the device: the master values themselves, or a part of a unit that stays whole."""
+
+    blocks_ahead = 1
+    is_gathered_directly = True
+
+    def __init__(
+        self,
+        tensor: Tensor,
+        upload: Callable[[Tensor, Tensor, torch.cuda.Event | None], Pending] | None = None,
+    ) -> None:
+        """``upload(source, target, after)`` starts a copy from host memory, for masters that are there."""
+        self.tensor: Tensor = tensor
+        self._upload = upload
+
+    def start_gather(self, unit: ShardReader) -> Pending:
+        """Gather from the values."""
+        return unit.gather_from(self.tensor)
+
+    def write(self, start: int, values: Tensor, after: torch.cuda.Event | None = None) -> Pending:
+        """Replace elements; nothing is done where ``values`` are the elements themselves."""
+        target = self.tensor[start : start + values.numel()]
+        if target.data_ptr() == values.data_ptr():
+            return DONE
+        if self._upload is not None and values.device.type != target.device.type:
+            return self._upload(values, target, after)
+        target.copy_(values)
+        return DONE
+
+    def flush(self) -> None:
+        """Do nothing: the device's stream keeps the order."""
+
+    @contextmanager
+    def read(self) -> Iterator[Tensor]:
+        """Give the values."""
+        yield self.tensor
+
+    def release(self) -> None:
+        """Do nothing: the memory ends with its tensor."""
+
+
+class DeviceStore:
+    """Keeps master values and gradient on the device; the optimizer itself has the state."""
+
+    state_room: int | None = None
+    has_room = True
+
+    def __init__(self, master: Tensor, values: ValueStore, cuts: Sequence[Range]) -> None:
+        self.master: Tensor = master
+        self.values, self.cuts = values, cuts
+        self.tiles: Sequence[Range] = [(0, master.numel())]
+        self.has_grad = False
+        self.reader: Pending = DONE
+        self.grad_memory: Tensor | None = None
+        """The gradient in the master's dtype, kept from step to step."""
+
+    @property
+    def narrow_copy(self) -> Tensor | None:
+        """Return the values beside the master in another dtype; None where there are none on the device."""
+        if isinstance(self.values, DeviceValues) and self.values.tensor.dtype != self.master.dtype:
+            return self.values.tensor
+        return None
+
+    def open(self, tile: Range, access: Access) -> OpenTile:
+        """Show a part of the shard."""
+        start, stop = tile
+        grad = self.grad()[start:stop] if access is Access.STEP else None
+        return MemoryTile(self.values, TileView(start, stop, self.master[start:stop], grad))
+
+    def drain(self) -> None:
+        """Do nothing."""
+
+    def room_for_grad(self, first: bool, dtype: torch.dtype) -> Tensor:
+        """Return the gradient itself for the first of a step."""
+        if self.grad_memory is None:
+            self.grad_memory = torch.empty_like(self.master)
+        return self.grad_memory if first else torch.empty_like(self.master, dtype=dtype)
+
+    def add_grad(self, shard: Tensor, *, first: bool, stays: bool) -> None:
+        """Take a gradient; one that ``stays``, or that was reduced into the gradient's memory, is it."""
+        if stays or self.grad_memory is None:
+            self.grad_memory = shard
+        elif not first:
+            self.grad_memory.add_(shard)
+        elif shard is not self.grad_memory:
+            self.grad_memory.copy_(shard)
+        self.has_grad = True
+
+    def drop_grad(self) -> None:
+        """Forget the gradient; its memory is used again."""
+        self.has_grad = False
+
+    def grad(self) -> Tensor:
+        """Return the gradient."""
+        assert self.grad_memory is not None
+        return self.grad_memory
+
+    def grad_parts(self) -> list[Tensor]:
+        """Return the parts of the gradient whose squares are summed."""
+        return [self.grad()[start:stop] for start, stop in self.cuts]
+
+    def grad_squares(self) -> list[Tensor]:
+        """Sum the squares."""
+        return squares_of(self.grad_parts())
+
+    def grad_changed(self) -> None:
+        """Do nothing: squares are summed when they are asked for."""
+
+
+class MemoryTile:
+    """A tile of a shard in memory: nothing has to be read or written."""
+
+    def __init__(self, values: ValueStore, view: TileView) -> None:
+        self._values, self.view = values, view
+
+    def wait(self) -> TileView:
+        """Return the tile at once."""
+        return self.view
+
+    def publish(self, after: torch.cuda.Event | None = None) -> Pending:
+        """Hand the new values over."""
+        new = self.view.master if self.view.out is None else self.view.out
+        return self._values.write(self.view.start, new, after)
+
+    def close(self) -> None:
+        """Do nothing."""
+
+    def abandon(self) -> None:
+        """Do nothing."""
+
+
+_Tiles = Generator[tuple[T, OpenTile, TileView], None, None]
+
+
+def open_tiles(work: Sequence[tuple[ShardStore, Range, T]], access: Access) -> closing[_Tiles[T]]:
+    """Open tiles one after the other, each with what the caller has put beside it, and close each when the
+    next one is asked for. Those that follow are read as far ahead as there is room.
+
+    The result is a context; inside it after an exception the present tile is not written. Raises DiskError.
+    """
+    return closing(_each_tile(work, access))
+
+
+def open_all(store: ShardStore, access: Access) -> closing[_Tiles[None]]:
+    """Open all tiles of a store, as :func:`open_tiles` does."""
+    return open_tiles([(store, tile, None) for tile in store.tiles], access)
+
+
+def _each_tile(work: Sequence[tuple[ShardStore, Range, T]], access: Access) -> _Tiles[T]:
+    ahead: deque[OpenTile] = deque()
+    position = 0
+    for store in _distinct(store for store, _, _ in work):
+        store.drain()
+    try:
+        for _, _, item in work:
+            while position < len(work) and (not ahead or work[position][0].has_room):
+                store, tile, _ = work[position]
+                ahead.append(store.open(tile, access))
+                position += 1
+            current = ahead.popleft()
+            try:
+                yield item, current, current.wait()
+            except BaseException:
+                current.abandon()
+                raise
+            current.close()
+        for store in _distinct(store for store, _, _ in work):
+            store.drain()
+    finally:
+        for unused in ahead:
+            unused.abandon()
+
+
+def _distinct(stores: Iterable[ShardStore]) -> list[ShardStore]:
+    return list({id(store): store for store in stores}.values())
+
+
+def squares_of(parts: Sequence[Tensor]) -> list[Tensor]:
+    """Sum the squares of flat tensors of one device: 0-dim float64 each, whatever the others are."""
+    narrow = iter(sums_of_squares([part for part in parts if part.dtype != torch.float64]))
+    return [part.square().sum() if part.dtype == torch.float64 else next(narrow) for part in parts]
+
+
+def take_changed(master: Tensor, values: Tensor) -> None:
+    """Overwrite the elements of ``master`` (flat) that do not round to ``values`` (any dtype, any device);
+    the others keep their further digits.
+    """
+    for start in range(0, master.numel(), _PIECE_NUMEL):
+        kept = master[start : start + _PIECE_NUMEL]
+        new = values[start : start + _PIECE_NUMEL].to(kept.device)
+        kept.copy_(torch.where(kept.to(new.dtype) != new, new.to(kept.dtype), kept))
+
+
+_PIECE_NUMEL = 4_000_000
+
+
+def tile_ranges(numel: int, tile_numel: int) -> list[Range]:
+    """Cut ``[0, numel)`` into ranges of at most ``tile_numel`` elements, from multiples of TILE_ALIGN on."""
+    step = max(TILE_ALIGN, tile_numel // TILE_ALIGN * TILE_ALIGN)
+    return [(start, min(start + step, numel)) for start in range(0, numel, step)]
+
+
+def cuts_of(pieces: Sequence[Range], numel: int, tile_numel: int) -> list[Range]:
+    """Cut the pieces of a shard at tile borders: what norms are summed over, wherever the gradient is."""
+    tiles = tile_ranges(numel, tile_numel)
+    return [
+        (max(start, low), min(stop, high))
+        for start, stop in pieces
+        for low, high in tiles
+        if start < high and stop > low
+    ]
