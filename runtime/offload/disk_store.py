@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..comm.pending import DONE, Pending
-from ..zero.store import Access, OpenTile, Range, ShardReader, TileView, ValueStore, squares_of
+from ..zero.store import Access, OpenTile, Range, ShardReader, ShardStore, TileView, ValueStore, squares_of
 from .buffers import BufferRing, Space, WriteBehind
 from .disk import DiskEngine, DiskTransfer, aligned
 from .transfer import HostLink
@@ -69,7 +69,7 @@ class DiskTile:
         return buffer[self.file_bytes : self.file_bytes + self.numel * dtype.itemsize].view(dtype)
 
 
-class DiskStore:
+class DiskStore(ShardStore):
     """Keeps the tiles of one unit on disk, gradient included."""
 
     def __init__(
@@ -89,9 +89,8 @@ class DiskStore:
         """Write ``master`` (flat, on the device) as the first values. ``dtype``: what the model computes in.
         Raises DiskError.
         """
-        self.values, self.cuts, self.tiles = values, cuts, tiles
-        self.master: Tensor | None = None
-        self.state_room: int | None = state_room
+        super().__init__(None, values, cuts, tiles)
+        self.state_room = state_room
         self._numel, self._dtype = master.numel(), dtype
         self._engine, self._file, self._ring, self._link = engine, space.file, ring, link
         self._tiles: list[DiskTile] = []
@@ -103,18 +102,11 @@ class DiskStore:
         self._squares: list[Tensor] = []
         self._resident: Tensor | None = None
         """The gradient, where it stays on the device until the step; it is not on disk then."""
-        self.has_grad = False
-        self.reader: Pending = DONE
         for tile in self._tiles:
             opened = self._open(tile, Access.REPLACE)
             opened.wait().master.copy_(master[tile.start : tile.stop])
             opened.close()
         ring.drain()
-
-    @property
-    def master_dtype(self) -> torch.dtype:
-        """Return the dtype of master values and state."""
-        return self._tiles[0].dtype
 
     # -- tiles
 
@@ -214,10 +206,6 @@ class DiskStore:
         """Start to copy a part of a gradient to host memory, in the target's dtype."""
         return self._link.download(part.to(target.dtype), target)
 
-    def drop_grad(self) -> None:
-        """Forget the gradient."""
-        self.has_grad = False
-
     def grad_squares(self) -> list[Tensor]:
         """Return the sums that were made when the gradient came."""
         return self._squares
@@ -233,30 +221,29 @@ class DiskStore:
 
     def grad_changed(self) -> None:
         """Sum the squares again."""
-        self._squares = squares_of([self.grad()[start:stop] for start, stop in self.cuts])
+        self._squares = super().grad_squares()
 
 
-class _BufferedTile:
+class _BufferedTile(OpenTile):
     """A tile on its way into a buffer, in it, and on its way back."""
 
     def __init__(
         self, store: DiskStore, tile: DiskTile, access: Access, buffer: Tensor, read: DiskTransfer | None
     ) -> None:
-        self._store, self._tile, self._access, self._buffer, self._read = store, tile, access, buffer, read
-        self._view: TileView | None = None
+        self._values, self._store, self._tile, self._access = store.values, store, tile, access
+        self._buffer, self._read = buffer, read
+        self._shown: TileView | None = None
         self._sent: Pending = DONE
 
     def wait(self) -> TileView:
-        if self._view is None:
+        if self._shown is None:
             if self._read is not None:
                 self._read.wait()
-            self._view = self._store._view(self._tile, self._access, self._buffer)
-        return self._view
+            self._shown = self._store._view(self._tile, self._access, self._buffer)
+        return self._shown
 
     def publish(self, after: torch.cuda.Event | None = None) -> Pending:
-        view = self.wait()
-        new = view.master if view.out is None else view.out
-        self._sent = self._store.values.write(view.start, new, after)
+        self._sent = super().publish(after)
         return self._sent
 
     def close(self) -> None:
@@ -268,10 +255,9 @@ class _BufferedTile:
         self._store._ring.give_back(self._buffer, *arriving)
 
 
-class DiskValues:
+class DiskValues(ValueStore):
     """Keeps a unit's shard of the values on disk, in the compute dtype."""
 
-    tensor: Tensor | None = None
     blocks_ahead = 2
     is_gathered_directly = False
 
@@ -279,6 +265,7 @@ class DiskValues:
         self, values: Tensor, *, engine: DiskEngine, space: Space, behind: WriteBehind, link: HostLink
     ) -> None:
         """Write ``values`` (flat, in the compute dtype). Raises DiskError."""
+        super().__init__(None)
         self._engine, self._file, self._behind, self._link = engine, space.file, behind, link
         self._numel, self._dtype = values.numel(), values.dtype
         self._nbytes = aligned(self._numel * self._dtype.itemsize)
@@ -332,9 +319,6 @@ class DiskValues:
         for transfer in self._writes:
             transfer.wait()
         self._writes.clear()
-
-    def release(self) -> None:
-        """Do nothing: the file ends with the engine."""
 
 
 class _Reading(Pending):

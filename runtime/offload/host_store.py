@@ -3,35 +3,31 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from ..comm.pending import DONE, Pending
-from ..zero.store import Access, MemoryTile, OpenTile, Range, ShardReader, TileView, ValueStore, squares_of
+from ..zero.store import Access, OpenTile, Range, ShardReader, ShardStore, TileView, ValueStore, squares_of
 from .transfer import HostLink
 
 
-class HostValues:
+class HostValues(ValueStore):
     """Keeps a unit's shard in host memory, in the compute dtype."""
 
-    blocks_ahead = 1
-
     def __init__(self, link: HostLink, tensor: Tensor) -> None:
-        """Takes over ``tensor``, which has the first values."""
+        """Take over ``tensor``, which has the first values."""
+        super().__init__(tensor)
         self._link = link
-        self.tensor: Tensor | None = tensor
         self.is_gathered_directly = not link.cuda
         self._sent: Pending = DONE
         """New values on their way from the device."""
 
     def start_gather(self, unit: ShardReader) -> Pending:
         """Copy the shard to the device, and gather behind that."""
-        assert self.tensor is not None
-        if not self._link.cuda:
-            return unit.gather_from(self.tensor)
+        if self.is_gathered_directly or self.tensor is None:
+            return super().start_gather(unit)
         own = unit.own_part()
         upload = self._link.upload(self.tensor, own, self._link.mark(), self._sent.event)
         with self._link.behind_uploads():
@@ -52,13 +48,6 @@ class HostValues:
         """Wait for values on their way from the device."""
         self._sent.wait()
         self._sent = DONE
-
-    @contextmanager
-    def read(self) -> Iterator[Tensor]:
-        """Give the values."""
-        assert self.tensor is not None
-        self.flush()
-        yield self.tensor
 
     def release(self) -> None:
         """Give the memory back."""
@@ -94,16 +83,13 @@ class UploadBuffers:
             self._link.pool.give_back(buffer)
 
 
-class HostStore:
+class HostStore(ShardStore):
     """Keeps master values and gradient of a unit in host memory; the optimizer has the state there, too.
 
     The first micro-batch's gradient stays in the dtype it was reduced in; from the second on, the sum is kept
     in fp32. It is added to on the device, to which it comes for that: copies run beside the backward pass,
     and the host waits for none of them.
     """
-
-    state_room: int | None = None
-    has_room = False
 
     def __init__(
         self,
@@ -116,8 +102,7 @@ class HostStore:
         tiles: Sequence[Range],
     ) -> None:
         """Takes over ``master`` (flat, in host memory). ``dtype``: what the model computes in."""
-        self.master: Tensor | None = master
-        self.values, self.cuts, self.tiles = values, cuts, tiles
+        super().__init__(master, values, cuts, tiles)
         self._link, self._buffers, self._dtype = link, buffers, dtype
         self._landing: Tensor | None = None
         self._sum: Tensor | None = None
@@ -125,8 +110,6 @@ class HostStore:
         self._source: Tensor | None = None
         self._summing = False
         self._squares: list[Tensor] | None = None
-        self.has_grad = False
-        self.reader: Pending = DONE
 
     # -- tiles
 
@@ -136,14 +119,14 @@ class HostStore:
         start, stop = tile
         view = TileView(start, stop, self.master[start:stop])
         if access is not Access.STEP:
-            return MemoryTile(self.values, view)
+            return OpenTile(self.values, view)
         view.grad = self.grad()[start:stop]
         if self._dtype == self.master.dtype:
-            return MemoryTile(self.values, view)
+            return OpenTile(self.values, view)
         target = self.values.tensor
         if target is not None and target.device.type == "cpu":
             view.out = target[start:stop]
-            return MemoryTile(self.values, view)
+            return OpenTile(self.values, view)
         nbytes = (stop - start) * self._dtype.itemsize
         buffer = self._buffers.take(nbytes)
         view.out = buffer[:nbytes].view(self._dtype)
@@ -188,10 +171,6 @@ class HostStore:
             self._sum = self._link.empty(shard.numel(), torch.promote_types(shard.dtype, torch.float32))
         return self._sum
 
-    def drop_grad(self) -> None:
-        """Forget the gradient; its memory is used again."""
-        self.has_grad = False
-
     def grad(self) -> Tensor:
         """Return the gradient, once it has arrived: fp32, or the dtype it was reduced in."""
         self._arrival.wait()
@@ -202,16 +181,14 @@ class HostStore:
 
     def grad_squares(self) -> list[Tensor]:
         """Return the sums that were made on the device, or make them of what was changed since."""
-        if self._squares is None:
-            return squares_of([self.grad()[start:stop] for start, stop in self.cuts])
-        return self._squares
+        return super().grad_squares() if self._squares is None else self._squares
 
     def grad_changed(self) -> None:
         """Forget the sums of squares."""
         self._squares = None
 
 
-class _BufferedTile(MemoryTile):
+class _BufferedTile(OpenTile):
     """A tile whose new values leave for the device, or for a disk, from a buffer of their own."""
 
     def __init__(self, values: ValueStore, view: TileView, buffers: UploadBuffers, buffer: Tensor) -> None:

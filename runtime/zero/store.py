@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Protocol, TypeVar
@@ -64,22 +64,6 @@ class TileView:
     """On disk: the optimizer's state, one tensor after the other. Elsewhere the optimizer itself has it."""
 
 
-class OpenTile(Protocol):
-    """A tile while it is used."""
-
-    def wait(self) -> TileView:
-        """Return the tile's content once it is in memory. Raises DiskError."""
-
-    def publish(self, after: torch.cuda.Event | None = None) -> Pending:
-        """Bring the new values (``out``, or else the master) to where gathers read, not before ``after``."""
-
-    def close(self) -> None:
-        """Write what was opened for writing back."""
-
-    def abandon(self) -> None:
-        """Close without writing."""
-
-
 class ShardReader(Protocol):
     """What fills a unit from every rank's values."""
 
@@ -90,81 +74,119 @@ class ShardReader(Protocol):
         """Start to fill the flat buffer from every rank's ``source``."""
 
 
-class ValueStore(Protocol):
+class ValueStore:
     """Keeps this rank's values of a unit in the compute dtype (or the master's, where that is read)."""
 
-    blocks_ahead: int
+    blocks_ahead = 1
     """How many blocks to gather ahead at least, so that their transfers overlap."""
-    is_gathered_directly: bool
+    is_gathered_directly = True
     """Whether a gather needs nothing but the other ranks."""
 
-    @property
-    def tensor(self) -> Tensor | None:
-        """Return the values, flat, where they are in memory; :meth:`flush` comes before reading them."""
+    def __init__(self, tensor: Tensor | None) -> None:
+        self.tensor = tensor
+        """The values, flat, where they are in memory; :meth:`flush` comes before reading them."""
 
     def start_gather(self, unit: ShardReader) -> Pending:
         """Start to fill a unit. Raises DiskError."""
+        assert self.tensor is not None
+        return unit.gather_from(self.tensor)
 
     def write(self, start: int, values: Tensor, after: torch.cuda.Event | None = None) -> Pending:
         """Replace elements from ``start`` on by flat ``values`` of any dtype and memory, not before
         ``after``. On the way to a device, ``values`` must not change until the result is synchronized. Raises
         DiskError of an earlier write.
         """
+        raise NotImplementedError
 
     def flush(self) -> None:
         """Return when what was written is there. Raises DiskError."""
 
-    def read(self) -> AbstractContextManager[Tensor]:
+    @contextmanager
+    def read(self) -> Iterator[Tensor]:
         """Give the values, flat, inside the context. Raises DiskError."""
+        assert self.tensor is not None
+        self.flush()
+        yield self.tensor
 
     def release(self) -> None:
         """Give the memory back."""
 
 
-class ShardStore(Protocol):
+class OpenTile:
+    """A tile of a shard while it is used. This base class is one in memory: nothing is read or written."""
+
+    def __init__(self, values: ValueStore, view: TileView) -> None:
+        self._values, self._view = values, view
+
+    def wait(self) -> TileView:
+        """Return the tile's content once it is in memory. Raises DiskError."""
+        return self._view
+
+    def publish(self, after: torch.cuda.Event | None = None) -> Pending:
+        """Bring the new values (``out``, or else the master) to where gathers read, not before ``after``."""
+        view = self.wait()
+        return self._values.write(view.start, view.master if view.out is None else view.out, after)
+
+    def close(self) -> None:
+        """Write what was opened for writing back."""
+
+    def abandon(self) -> None:
+        """Close without writing."""
+
+
+class ShardStore:
     """Keeps what this rank updates of a unit."""
 
-    values: ValueStore
-    cuts: Sequence[Range]
-    """The ranges whose squares are summed: the same wherever the gradient is, so that the norm is, too."""
-    tiles: Sequence[Range]
-    has_grad: bool
-    """Whether a gradient of the present step has been reduced into it."""
-    reader: Pending
-    """A step in the background that still reads the gradient."""
-    state_room: int | None
+    state_room: int | None = None
     """On disk: how many tensors of optimizer state there is room for; None where the optimizer has them."""
 
-    @property
-    def master(self) -> Tensor | None:
-        """Return the master values, flat, where they are in memory."""
+    def __init__(
+        self, master: Tensor | None, values: ValueStore, cuts: Sequence[Range], tiles: Sequence[Range]
+    ) -> None:
+        self.master = master
+        """The master values, flat, where they are in memory."""
+        self.values = values
+        self.cuts = cuts
+        """The ranges whose squares are summed, the same wherever the gradient is: so the norm is, too."""
+        self.tiles = tiles
+        self.has_grad = False
+        """Whether a gradient of the present step has been reduced into it."""
+        self.reader: Pending = DONE
+        """A step in the background that still reads the gradient."""
 
     @property
     def has_room(self) -> bool:
         """Tell whether ``open`` would not wait for another tile."""
+        return False
 
     def open(self, tile: Range, access: Access) -> OpenTile:
         """Begin to bring a tile into memory. Raises DiskError of an earlier write."""
+        raise NotImplementedError
 
     def drain(self) -> None:
         """Return when all tiles that were closed are written. Raises DiskError."""
 
     def room_for_grad(self, first: bool, dtype: torch.dtype) -> Tensor:
         """Return a flat tensor of the shard's size for a reduction, whose result goes to :meth:`add_grad`."""
+        raise NotImplementedError
 
     def add_grad(self, shard: Tensor, *, first: bool, stays: bool) -> None:
         """Take a reduced gradient: the ``first`` of a step replaces what was there, others are added. With
         ``stays`` it is left untouched until the step, so that it need not be copied.
         """
+        raise NotImplementedError
 
     def drop_grad(self) -> None:
-        """Begin a new step, without a gradient."""
+        """Begin a new step, without a gradient; its memory is used again."""
+        self.has_grad = False
 
     def grad_squares(self) -> list[Tensor]:
         """Sum the squares of the gradient's :attr:`cuts`: 0-dim float64 each."""
+        return squares_of([self.grad()[start:stop] for start, stop in self.cuts])
 
     def grad(self) -> Tensor:
         """Return the gradient, flat. Raises RuntimeError where it is on disk."""
+        raise NotImplementedError
 
     def grad_changed(self) -> None:
         """Take note that somebody has changed what :meth:`grad` gave."""
@@ -231,11 +253,10 @@ def values_on_device(values: Tensor, facts: ShardFacts) -> Tensor:
     return facts.comm.empty(values.numel(), facts.dtype).copy_(values)
 
 
-class DeviceValues:
+class DeviceValues(ValueStore):
     """Keeps values on the device: the master values themselves, or a part of a unit that stays whole."""
 
-    blocks_ahead = 1
-    is_gathered_directly = True
+    tensor: Tensor
 
     def __init__(
         self,
@@ -243,12 +264,8 @@ class DeviceValues:
         upload: Callable[[Tensor, Tensor, torch.cuda.Event | None], Pending] | None = None,
     ) -> None:
         """``upload(source, target, after)`` starts a copy from host memory, for masters that are there."""
-        self.tensor: Tensor = tensor
+        super().__init__(tensor)
         self._upload = upload
-
-    def start_gather(self, unit: ShardReader) -> Pending:
-        """Gather from the values."""
-        return unit.gather_from(self.tensor)
 
     def write(self, start: int, values: Tensor, after: torch.cuda.Event | None = None) -> Pending:
         """Replace elements; nothing is done where ``values`` are the elements themselves."""
@@ -260,30 +277,14 @@ class DeviceValues:
         target.copy_(values)
         return DONE
 
-    def flush(self) -> None:
-        """Do nothing: the device's stream keeps the order."""
 
-    @contextmanager
-    def read(self) -> Iterator[Tensor]:
-        """Give the values."""
-        yield self.tensor
-
-    def release(self) -> None:
-        """Do nothing: the memory ends with its tensor."""
-
-
-class DeviceStore:
+class DeviceStore(ShardStore):
     """Keeps master values and gradient on the device; the optimizer itself has the state."""
 
-    state_room: int | None = None
-    has_room = True
+    master: Tensor
 
     def __init__(self, master: Tensor, values: ValueStore, cuts: Sequence[Range]) -> None:
-        self.master: Tensor = master
-        self.values, self.cuts = values, cuts
-        self.tiles: Sequence[Range] = [(0, master.numel())]
-        self.has_grad = False
-        self.reader: Pending = DONE
+        super().__init__(master, values, cuts, [(0, master.numel())])
         self.grad_memory: Tensor | None = None
         """The gradient in the master's dtype, kept from step to step."""
 
@@ -298,10 +299,7 @@ class DeviceStore:
         """Show a part of the shard."""
         start, stop = tile
         grad = self.grad()[start:stop] if access is Access.STEP else None
-        return MemoryTile(self.values, TileView(start, stop, self.master[start:stop], grad))
-
-    def drain(self) -> None:
-        """Do nothing."""
+        return OpenTile(self.values, TileView(start, stop, self.master[start:stop], grad))
 
     def room_for_grad(self, first: bool, dtype: torch.dtype) -> Tensor:
         """Return the gradient itself for the first of a step."""
@@ -319,10 +317,6 @@ class DeviceStore:
             self.grad_memory.copy_(shard)
         self.has_grad = True
 
-    def drop_grad(self) -> None:
-        """Forget the gradient; its memory is used again."""
-        self.has_grad = False
-
     def grad(self) -> Tensor:
         """Return the gradient."""
         assert self.grad_memory is not None
@@ -331,35 +325,6 @@ class DeviceStore:
     def grad_parts(self) -> list[Tensor]:
         """Return the parts of the gradient whose squares are summed."""
         return [self.grad()[start:stop] for start, stop in self.cuts]
-
-    def grad_squares(self) -> list[Tensor]:
-        """Sum the squares."""
-        return squares_of(self.grad_parts())
-
-    def grad_changed(self) -> None:
-        """Do nothing: squares are summed when they are asked for."""
-
-
-class MemoryTile:
-    """A tile of a shard in memory: nothing has to be read or written."""
-
-    def __init__(self, values: ValueStore, view: TileView) -> None:
-        self._values, self.view = values, view
-
-    def wait(self) -> TileView:
-        """Return the tile at once."""
-        return self.view
-
-    def publish(self, after: torch.cuda.Event | None = None) -> Pending:
-        """Hand the new values over."""
-        new = self.view.master if self.view.out is None else self.view.out
-        return self._values.write(self.view.start, new, after)
-
-    def close(self) -> None:
-        """Do nothing."""
-
-    def abandon(self) -> None:
-        """Do nothing."""
 
 
 _Tiles = Generator[tuple[T, OpenTile, TileView], None, None]
