@@ -18,8 +18,6 @@ import torch
 from torch import Tensor
 
 from zlaunch.cuda_ops import loader
-from zlaunch.cuda_ops.compress import dequantize_int8, pack_signs, quantize_int8
-from zlaunch.cuda_ops.convert import scaled_cast
 from zlaunch.cuda_ops.norm import prepare_step, sum_of_squares, sums_of_squares
 from zlaunch.cuda_ops.step import adam_step
 
@@ -34,7 +32,6 @@ def cases(numel: int) -> dict[str, Case]:
     grad, out = (torch.ones(numel, dtype=torch.bfloat16, device=device) for _ in range(2))
     step, lr, multiplier = (torch.full((), x, device=device) for x in (5.0, 1e-4, 0.5))
     found_inf = torch.zeros((), device=device)
-    codes, scales = quantize_int8(grad)
     parts = list(grad.split(-(-numel // 52)))  # as many units as a model of 1.5 billion parameters has
 
     def ours() -> None:
@@ -53,11 +50,6 @@ def cases(numel: int) -> dict[str, Case]:
         "norms of 52, torch": (2, lambda: torch._foreach_norm(parts)),
         "norm, torch": (2, lambda: torch._foreach_norm([grad])),
         "prepare": (0, lambda: prepare_step(torch.ones((), device=device), divisor=multiplier, clip=1.0)),
-        "cast fp32 to bf16": (6, lambda: scaled_cast(wide, out, multiplier)),
-        "cast, torch": (6, lambda: out.copy_(wide.mul_(multiplier))),
-        "quantize int8": (3, lambda: quantize_int8(grad)),
-        "dequantize int8": (3, lambda: dequantize_int8(codes, scales, out)),
-        "pack signs": (8.125, lambda: pack_signs(wide)),
     }
 
 

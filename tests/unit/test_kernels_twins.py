@@ -20,8 +20,6 @@ from torch import Tensor
 
 from tests.limits import LIMIT_S
 from zlaunch.cuda_ops import host, loader
-from zlaunch.cuda_ops.compress import dequantize_int8, pack_signs, quantize_int8, unpack_signs
-from zlaunch.cuda_ops.convert import scaled_cast
 from zlaunch.cuda_ops.loss_scale import LossScaleState, update_loss_scale
 from zlaunch.cuda_ops.norm import prepare_step, sum_of_squares
 from zlaunch.cuda_ops.step import adam_step, lion_step, sgd_step
@@ -299,26 +297,6 @@ def test_loss_scale_is_that_of_the_host(
     assert again.state_dict() == mine.state_dict()
 
 
-@given(st.integers(0, 2000), st.sampled_from([0, 8, 64, 1024]))
-def test_error_feedback_loses_nothing(numel: int, block: int) -> None:
-    values, error = torch.randn(numel), torch.randn(numel)
-    total = values + error
-    signs, scales = pack_signs(values, block=block, error=error)
-    assert signs.numel() == -(-numel // 8)
-    torch.testing.assert_close(unpack_signs(signs, scales, numel, block=block) + error, total)
-    assert torch.equal(torch.from_numpy(np.packbits((total >= 0).numpy(), bitorder="little")), signs)
-
-
-@given(st.integers(0, 2000), st.sampled_from([32, 256]), st.floats(1e-30, 1e30))
-def test_int8_is_half_a_code_off_at_most(numel: int, block: int, size: float) -> None:
-    values = torch.randn(numel) * size
-    codes, scales = quantize_int8(values, block=block)
-    back = torch.empty_like(values)
-    dequantize_int8(codes, scales, back, block=block)
-    allowed = scales.repeat_interleave(block)[:numel] * 0.5001
-    assert bool(((back - values).abs() <= allowed).all())
-
-
 # -- modes and mistakes
 
 
@@ -370,7 +348,7 @@ def test_what_stands_in_the_way_of_cupy(
 
 
 def test_importing_loads_neither_cupy_nor_numba() -> None:
-    code = "import sys, zlaunch.cuda_ops.step, zlaunch.cuda_ops.compress, zlaunch.cuda_ops.norm\n"
+    code = "import sys, zlaunch.cuda_ops.step, zlaunch.cuda_ops.norm\n"
     code += "print({'cupy', 'numba'} & set(sys.modules))"
     root = Path(__file__).resolve().parents[2]
     environment = {**os.environ, "PYTHONPATH": str(root)}
@@ -399,17 +377,6 @@ F, B, N = torch.zeros(8), torch.zeros(8, dtype=torch.bfloat16), None
         (lambda: sum_of_squares(F.double()), "tensor is torch.float64"),
         (lambda: prepare_step(F, divisor=1.0, clip=0.0), "sum_squares"),
         (lambda: prepare_step(torch.tensor(1.0), divisor=1.0, clip=-1.0), "clip is -1.0"),
-        (lambda: scaled_cast(F, B[:3], 1.0), "dst has 3 elements"),
-        (lambda: pack_signs(F, block=12), "block is 12, expected a multiple of 8"),
-        (
-            lambda: unpack_signs(torch.zeros(2, dtype=torch.uint8), F[:1], 8),
-            "signs has 2 elements",
-        ),
-        (lambda: quantize_int8(F, block=0), "block is 0"),
-        (
-            lambda: dequantize_int8(torch.zeros(8, dtype=torch.int8), F, B),
-            "scales has 8 elements",
-        ),
         (lambda: LossScaleState("cpu", scale=1.0, window=0), "window is 0"),
     ],
 )
