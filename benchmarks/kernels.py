@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from zlaunch.cuda_ops import loader
+from zlaunch.cuda_ops.arguments import AdamArgs
 from zlaunch.cuda_ops.norm import prepare_step, sum_of_squares, sums_of_squares
 from zlaunch.cuda_ops.step import adam_step
 
@@ -35,8 +36,8 @@ def cases(numel: int) -> dict[str, Case]:
     parts = list(grad.split(-(-numel // 52)))  # as many units as a model of 1.5 billion parameters has
 
     def ours() -> None:
-        scalars = {"step": step, "lr": lr, "multiplier": multiplier, "found_inf": found_inf}
-        adam_step(master, exp_avg, exp_avg_sq, grad, out, decoupled=True, **ADAMW, **scalars)
+        args = AdamArgs(lr=lr, multiplier=multiplier, found_inf=found_inf, decoupled=True, **ADAMW)
+        adam_step(master, exp_avg, exp_avg_sq, grad, out, step, args)
 
     return {
         "copy, fp32": (8, lambda: wide.copy_(master)),

@@ -1,8 +1,11 @@
-"""Checks of what callers hand in. Each raises a ValueError that names the argument."""
+"""Arguments of the optimizer steps, and checks of what callers hand in; a ValueError names the argument."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -12,6 +15,72 @@ Scalar = Tensor | float
 
 HALVES = (torch.bfloat16, torch.float16)
 FLOATS = (torch.float32, *HALVES)
+A = TypeVar("A", bound="StepArgs")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepArgs:
+    """Coefficients of an optimizer step, made once for all the pieces of a param group."""
+
+    lr: Scalar
+    weight_decay: float
+    multiplier: Scalar
+    """The factor of the gradient: it unscales, averages and clips."""
+    found_inf: Scalar | None = None
+    """Nothing is written where it is not 0."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdamArgs(StepArgs):
+    """Coefficients of Adam, or of AdamW if ``decoupled``."""
+
+    beta1: float
+    beta2: float
+    eps: float
+    decoupled: bool
+
+    def __post_init__(self) -> None:
+        check_range("beta1", self.beta1, 0.0, 1.0)
+        check_range("beta2", self.beta2, 0.0, 1.0)
+
+    def log_betas(self) -> tuple[float, float]:
+        """Return both logarithms: ``1 - beta**step`` is ``-expm1(step * log(beta))``, exact in fp32 too."""
+        first, second = (math.log(b) if b > 0 else -math.inf for b in (self.beta1, self.beta2))
+        return first, second
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SgdArgs(StepArgs):
+    """Coefficients of SGD."""
+
+    momentum: float
+    dampening: float
+    nesterov: bool
+
+    def __post_init__(self) -> None:
+        if self.nesterov and (self.momentum <= 0 or self.dampening != 0):
+            raise ValueError("nesterov needs a momentum above 0 and a dampening of 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LionArgs(StepArgs):
+    """Coefficients of Lion."""
+
+    beta1: float
+    beta2: float
+
+    def __post_init__(self) -> None:
+        check_range("beta1", self.beta1, 0.0, 1.0)
+        check_range("beta2", self.beta2, 0.0, 1.0)
+
+
+def on_host(args: A) -> A | None:
+    """Return the arguments with all their scalars as plain numbers; None if the step is to be skipped."""
+    if args.found_inf is not None and float(args.found_inf) != 0:
+        return None
+    if isinstance(args.lr, float) and isinstance(args.multiplier, float) and args.found_inf is None:
+        return args
+    return replace(args, lr=float(args.lr), multiplier=float(args.multiplier), found_inf=None)
 
 
 def check_flat(name: str, tensor: Tensor, dtypes: Sequence[torch.dtype], like: Tensor | None = None) -> None:

@@ -13,6 +13,7 @@ from tests.unit.test_kernels_math import (
     FLOATS,
     OUTS,
     SIZES,
+    adam,
     compare_adam,
     compare_lion,
     compare_loss_scale,
@@ -20,11 +21,12 @@ from tests.unit.test_kernels_math import (
     compare_norms,
     compare_prepare,
     compare_sgd,
+    lion,
+    sgd,
 )
 from zlaunch.cuda_ops import loader
 from zlaunch.cuda_ops.loss_scale import LossScaleState, update_loss_scale
 from zlaunch.cuda_ops.norm import prepare_step, sum_of_squares, sums_of_squares
-from zlaunch.cuda_ops.step import adam_step, lion_step, sgd_step
 
 pytestmark = pytest.mark.gpu
 LARGE = 5_000_011  # several strides of the largest grid, and a tail
@@ -82,10 +84,10 @@ def everything(numel: int = 1000) -> list[torch.Tensor]:
     norm, multiplier, found_inf = prepare_step(total, divisor=four, clip=1.0)
     common: dict[str, Any] = {"lr": lr, "weight_decay": 0.0, "multiplier": multiplier, "found_inf": found_inf}
     betas = {"beta1": 0.9, "beta2": 0.99}
-    adam_step(master, m, v, grad, out, step=step, eps=1e-8, decoupled=True, **betas, **common)
+    adam(master, m, v, grad, out, step=step, eps=1e-8, decoupled=True, **betas, **common)
     rule = {"momentum": 0.9, "dampening": 0.0, "nesterov": False}
-    sgd_step(master, m, grad, out, step=step, **rule, **common)
-    lion_step(master, m, grad, out, **betas, **common)
+    sgd(master, m, grad, out, step=step, **rule, **common)
+    lion(master, m, grad, out, **betas, **common)
     return [total, norm, multiplier, master, m, v, out]
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from zlaunch.cuda_ops import loader
+from zlaunch.cuda_ops.arguments import AdamArgs, LionArgs, SgdArgs
 from zlaunch.cuda_ops.loss_scale import LossScaleState, update_loss_scale
 from zlaunch.cuda_ops.norm import prepare_step, sum_of_squares, sums_of_squares
 from zlaunch.cuda_ops.step import adam_step, lion_step, sgd_step
@@ -102,6 +103,18 @@ def compare_step(
         assert torch.equal(out.nan_to_num(), master.to(out_dtype).nan_to_num())
 
 
+def adam(*tensors: Any, step: Any, **options: Any) -> None:
+    adam_step(*tensors, step, AdamArgs(**options))
+
+
+def sgd(*tensors: Any, step: Any, **options: Any) -> None:
+    sgd_step(*tensors, step, SgdArgs(**options))
+
+
+def lion(*tensors: Any, **options: Any) -> None:
+    lion_step(*tensors, LionArgs(**options))
+
+
 def scalars(on_device: bool, device: str, **numbers: float) -> dict[str, Any]:
     return {k: torch.tensor(v, device=device) if on_device else v for k, v in numbers.items()}
 
@@ -121,7 +134,7 @@ def compare_adam(
     for on_device, count, decoupled in itertools.product((False, True), (1.0, 1000.0), (False, True)):
         numbers = scalars(on_device, device, step=count, lr=1e-2, multiplier=0.25, found_inf=found)
         options = {**ADAM, **numbers, "decoupled": decoupled, **more}
-        compare_step(adam_step, 2, numel, (grad, out), device, **options)
+        compare_step(adam, 2, numel, (grad, out), device, **options)
 
 
 def compare_sgd(
@@ -130,7 +143,7 @@ def compare_sgd(
     for on_device, count, rule in itertools.product((False, True), (1.0, 2.0), SGD):
         numbers = scalars(on_device, device, step=count, lr=1e-2, multiplier=0.25, found_inf=found)
         options = {**rule, **numbers, **more}
-        compare_step(sgd_step, int(rule["momentum"] > 0), numel, (grad, out), device, **options)
+        compare_step(sgd, int(rule["momentum"] > 0), numel, (grad, out), device, **options)
 
 
 def compare_lion(
@@ -138,7 +151,7 @@ def compare_lion(
 ) -> None:
     for on_device in (False, True):
         numbers = scalars(on_device, device, lr=1e-2, multiplier=0.25, found_inf=found)
-        compare_step(lion_step, 1, numel, (grad, out), device, **LION, **numbers, **more)
+        compare_step(lion, 1, numel, (grad, out), device, **LION, **numbers, **more)
 
 
 def compare_norm(device: str, dtype: torch.dtype, numel: int, offset: int = 0) -> None:
@@ -250,10 +263,10 @@ def cast_by_a_step(source: Tensor, dtype: torch.dtype) -> Tensor:
     common: dict[str, Any] = {**plain, "multiplier": 1.0, "found_inf": None}
     if dtype == torch.float32:
         master = torch.zeros(source.shape)
-        sgd_step(master, None, source, None, lr=-1.0, **common)
+        sgd(master, None, source, None, lr=-1.0, **common)
         return master
     out = torch.empty_like(source, dtype=dtype)
-    sgd_step(source.clone(), None, torch.zeros_like(source), out, lr=0.0, **common)
+    sgd(source.clone(), None, torch.zeros_like(source), out, lr=0.0, **common)
     return out
 
 
