@@ -17,12 +17,12 @@ from .fields import (
     Size,
     always,
     ok,
-    results,
-    speed,
 )
 from .fields import Integer as LastIteration
+from .unsupported import with_missing
 
 
+@with_missing("optimizer")
 class Optimizer(Section):
     """The optimizer to build when the script passes none."""
 
@@ -30,8 +30,6 @@ class Optimizer(Section):
     """Adam, AdamW, SGD or another class of torch.optim; upper and lower case are the same."""
     params: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the optimizer."""
-    legacy_fusion: Bool = speed(False)
-    """Build the fused 16-bit optimizer of old."""
 
 
 class Scheduler(Section):
@@ -50,6 +48,7 @@ class Params(Section):
     """Arguments without a default."""
 
 
+@with_missing("optimizer.params")
 class AdamParams(Params):
     """Arguments of Adam and AdamW."""
 
@@ -61,8 +60,6 @@ class AdamParams(Params):
     """Added to the denominator."""
     weight_decay: NonNegative = ok(0.0)
     """Weight decay."""
-    bias_correction: Bool = results(True, feature="Adam without bias correction")
-    """Correct the bias of the moments."""
     amsgrad: Bool = ok(False)
     """Use the maximum of past second moments."""
     adam_w_mode: Bool = ok(True)
@@ -73,14 +70,8 @@ class AdamParams(Params):
     """Use one kernel for all parameters."""
     foreach: Bool | None = ok(None)
     """Use multi-tensor operations."""
-    capturable: Bool = speed(False)
-    """Allow capture in a CUDA graph."""
     set_grad_none: Bool = always(True, "a gradient's memory is used again at once")
     """Set gradients to None after a step."""
-    fp32_optimizer_states: Bool = results(True)
-    """Keep the moments in fp32."""
-    freeze_step: Count | None = results(None)
-    """Steps before a compressed optimizer freezes its variance."""
 
 
 class SGDParams(Params):
