@@ -104,7 +104,7 @@ class _Schedule(Params):
     """Last finished step when resuming."""
 
 
-class WarmupLR(_Schedule):
+class WarmupLRParams(_Schedule):
     """Rise from warmup_min_lr to warmup_max_lr, then stay."""
 
     warmup_min_lr: NonNegative = ok(0.0)
@@ -117,7 +117,7 @@ class WarmupLR(_Schedule):
     """Shape of the warm-up."""
 
 
-class WarmupDecayLR(WarmupLR):
+class WarmupDecayLRParams(WarmupLRParams):
     """Warm-up, then a straight line down to zero."""
 
     required: ClassVar[tuple[str, ...]] = ("total_num_steps",)
@@ -128,7 +128,7 @@ class WarmupDecayLR(WarmupLR):
     """Learning rate after the warm-up."""
 
 
-class WarmupCosineLR(_Schedule):
+class WarmupCosineLRParams(_Schedule):
     """Warm-up, then a half cosine down, as shares of the optimizer's learning rate."""
 
     required: ClassVar[tuple[str, ...]] = ("total_num_steps",)
@@ -145,7 +145,7 @@ class WarmupCosineLR(_Schedule):
     """Shape of the warm-up."""
 
 
-class OneCycle(_Schedule):
+class OneCycleParams(_Schedule):
     """Up, down, then a slow decay; momentum runs the other way."""
 
     required: ClassVar[tuple[str, ...]] = ("cycle_min_lr", "cycle_max_lr")
@@ -176,7 +176,7 @@ class OneCycle(_Schedule):
     """Decay of the momentum after the cycle."""
 
 
-class LRRangeTest(_Schedule):
+class LRRangeTestParams(_Schedule):
     """Raise the learning rate step by step to find where training breaks."""
 
     lr_range_test_min_lr: Positive = ok(1e-3)
@@ -191,7 +191,11 @@ class LRRangeTest(_Schedule):
 
 OPTIMIZER_PARAMS: dict[str, type[Params]] = {"Adam": AdamParams, "AdamW": AdamParams, "SGD": SGDParams}
 SCHEDULER_PARAMS: dict[str, type[Params]] = {
-    model.__name__: model for model in (WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest)
+    "WarmupLR": WarmupLRParams,
+    "WarmupDecayLR": WarmupDecayLRParams,
+    "WarmupCosineLR": WarmupCosineLRParams,
+    "OneCycle": OneCycleParams,
+    "LRRangeTest": LRRangeTestParams,
 }
 
 OTHER_NAMES = {"learning_rate": "lr", "learningRate": "lr"}

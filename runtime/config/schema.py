@@ -18,7 +18,7 @@ from .fields import (
     section,
 )
 from .optimizers import OPTIMIZER_PARAMS, SCHEDULER_PARAMS, Optimizer, Scheduler
-from .sections import AIO, BF16, FP16, ActivationCheckpointing, Checkpoint, DataTypes
+from .sections import AIO, BF16, FP16, ActivationCheckpointing, CheckpointSection, DataTypes
 from .unsupported import with_missing
 from .zero import Zero
 
@@ -80,7 +80,7 @@ class Config(Section):
     """Disk access."""
     activation_checkpointing: ActivationCheckpointing = section(ActivationCheckpointing)
     """Activation checkpointing."""
-    checkpoint: Checkpoint = section(Checkpoint)
+    checkpoint: CheckpointSection = section(CheckpointSection)
     """Checkpoints."""
 
 

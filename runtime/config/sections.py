@@ -111,7 +111,7 @@ Validation = Annotated[Literal["Warn", "Ignore", "Fail"], BeforeValidator(_capit
 
 
 @with_missing("checkpoint")
-class Checkpoint(Section):
+class CheckpointSection(Section):
     """Saving and loading."""
 
     asynchronous: Bool = ok(False)
