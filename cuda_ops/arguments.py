@@ -84,7 +84,9 @@ def on_host(args: A) -> A | None:
 
 
 def check_flat(name: str, tensor: Tensor, dtypes: Sequence[torch.dtype], like: Tensor | None = None) -> None:
-    """``tensor`` is 1-dim, contiguous, of one of ``dtypes``; on the device and of the length of ``like``."""
+    """Check that ``tensor`` is flat, without gaps, of one of ``dtypes``, on the device and of the length
+    of ``like``.
+    """
     if tensor.dtype not in dtypes:
         raise ValueError(f"{name} is {tensor.dtype}, expected {' or '.join(map(str, dtypes))}")
     if tensor.dim() != 1 or not tensor.is_contiguous():
@@ -104,7 +106,7 @@ def check_device(name: str, tensor: Tensor, like: Tensor) -> None:
 
 
 def check_scalar(name: str, value: Scalar, like: Tensor) -> None:
-    """``value`` is a number, or a 0-dim float32 tensor on the device of ``like``."""
+    """Check that ``value`` is a number, or a 0-dim float32 tensor on the device of ``like``."""
     if isinstance(value, Tensor):
         if value.dim() != 0 or value.dtype != torch.float32:
             raise ValueError(
@@ -115,6 +117,6 @@ def check_scalar(name: str, value: Scalar, like: Tensor) -> None:
 
 
 def check_range(name: str, value: float, low: float, high: float) -> None:
-    """``low <= value < high``."""
+    """Check that ``low <= value < high``."""
     if not low <= value < high:
         raise ValueError(f"{name} is {value}, expected {low} <= {name} < {high}")

@@ -208,7 +208,7 @@ def _drop(data: dict[str, Any], loc: tuple[int | str, ...]) -> None:
 
 
 def _support(part: Section, path: str, report: ConfigReport, feature: str = "") -> None:
-    """ConfigReport keys that are set to something else than their default and are not used as they say.
+    """Report keys that are set to something else than their default and are not used as they say.
 
     ``feature``: what the section is, if a key that switches it on is to be refused by that name.
     """

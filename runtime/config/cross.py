@@ -23,7 +23,7 @@ def show(value: Any) -> str:
 
 
 def cross(config: Config, report: ConfigReport) -> Config:
-    """ConfigReport keys that do not go together; return the config without what has no meaning in it."""
+    """Report keys that do not go together; return the config without what has no meaning in it."""
     problems = report.problems
     if config.fp16.enabled and config.bf16.enabled:
         problems.append(("bf16.enabled", "fp16 and bf16 are both enabled, enable only one"))

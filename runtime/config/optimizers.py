@@ -27,7 +27,7 @@ class Optimizer(Section):
     """The optimizer to build when the script passes none."""
 
     type: str = Field()
-    """Adam, AdamW, SGD or another class of torch.optim; upper and lower case are the same."""
+    """Adam, AdamW, SGD or another class of torch.optim; upper and lower case do not matter."""
     params: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the optimizer."""
 
@@ -159,11 +159,11 @@ class OneCycleParams(_Schedule):
     cycle_first_step_size: Count = ok(2000)
     """Steps of the first half."""
     cycle_second_step_size: Count | None = ok(None)
-    """Steps of the second half; null is the same as the first."""
+    """Steps of the second half; null is as many as in the first."""
     cycle_first_stair_count: Size = ok(0)
     """Stairs in the first half."""
     cycle_second_stair_count: Size | None = ok(None)
-    """Stairs in the second half; null is the same as in the first."""
+    """Stairs in the second half; null is as many as in the first."""
     decay_step_size: Size = ok(0)
     """Steps of one decay interval; 0 is no decay."""
     cycle_momentum: Bool = ok(True)

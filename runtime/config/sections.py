@@ -72,7 +72,7 @@ class AIO(Section):
     block_size: Bucket = ok(1_048_576)
     """Bytes of one request, a multiple of 4096."""
     queue_depth: Count = ok(8)
-    """Requests under way at once, each in a thread of its own."""
+    """Requests under way at once, each in its own thread."""
     intra_op_parallelism: Count = ok(1, "thread_count")
     """Threads; the larger of this and queue_depth is used."""
     single_submit: Bool = always(False, "each thread submits its own request")
@@ -100,7 +100,7 @@ class Writer(Section):
     """How checkpoint files are written."""
 
     decoupled: Bool = ok(False)
-    """Write in the background; the same as checkpoint.asynchronous."""
+    """Write in the background, as with checkpoint.asynchronous."""
 
 
 def _capital(value: Any) -> Any:
@@ -133,5 +133,5 @@ class CheckpointSection(Section):
 
     @property
     def is_asynchronous(self) -> bool:
-        """Under either name."""
+        """Tell whether checkpoints are written in the background, under either key."""
         return self.asynchronous or (self.writer is not None and self.writer.decoupled)

@@ -40,7 +40,7 @@ class OffloadParam(Section):
     device: Device = ok("none")
     """Where sharded parameters live: none (on the GPU), cpu or nvme."""
     nvme_path: str | None = ok(None)
-    """Folder on the NVMe drive; "~" is the home folder of whoever trains."""
+    """Folder on the NVMe drive; "~" is the home folder of the user who trains."""
     buffer_count: Count = always(5, "buffers are made as they are needed")
     """Buffers for NVMe transfers."""
     buffer_size: Bucket = always(100_000_000, "a buffer has the size of what it holds: none is too small")
@@ -58,7 +58,7 @@ class OffloadOptimizer(Section):
     device: Device = ok("none")
     """Where optimizer state lives: none (on the GPU), cpu or nvme."""
     nvme_path: str | None = ok(None)
-    """Folder on the NVMe drive; "~" is the home folder of whoever trains."""
+    """Folder on the NVMe drive; "~" is the home folder of the user who trains."""
     buffer_count: Count = ok(4)
     """Tiles in host memory at once while NVMe state is updated."""
     pin_memory: Bool = ok(True)
