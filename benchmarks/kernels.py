@@ -60,7 +60,7 @@ def torch_adamw(
     """What a step takes without our kernel: three passes."""
     wide.copy_(grad)
     steps = [torch.full((), 5.0, device=master.device)]
-    flags = {"amsgrad": False, "maximize": False, "lr": 1e-4}
+    flags: dict[str, Any] = {"amsgrad": False, "maximize": False, "lr": 1e-4}
     torch._fused_adamw_([master], [wide], [exp_avg], [exp_avg_sq], [], steps, **ADAMW, **flags)
     out.copy_(master)
 

@@ -95,7 +95,9 @@ def io_only(engine: Any) -> float:
     """Seconds to read and write back every record of the step, with the step's own buffers."""
     from collections import deque
 
-    ring, ahead = engine._offload.ring, deque()
+    offload, ahead = engine._offload, deque[Any]()
+    assert offload is not None
+    ring = offload.ring
     records = [(u.disk, r) for u in engine._sharded.units if u.disk is not None for r in u.disk.records]
     position = 0
     started = time.perf_counter()
@@ -139,7 +141,9 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     passes: list[float] = []
     steps: list[float] = []
     copies: list[float] = []
-    disk_engine = engine._offload.engine
+    offload = engine._offload
+    assert offload is not None
+    disk_engine = offload.engine
     moved = 0, 0
     for _ in range(args.rounds + 1):
         started = time.perf_counter()
@@ -154,7 +158,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
             copies.append(io_only(engine))
     peak = memory_bytes("VmHWM") - before
     numel = args.layers * args.width**2
-    ring = 4 * engine._offload.ring.nbytes if args.device == "nvme" else 0
+    ring = 4 * offload.ring.nbytes if args.device == "nvme" else 0
     engine.destroy()
     return {
         "numel": numel,

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from zlaunch.runtime.config import Config, load
+from zlaunch.runtime.config import Config, ConfigError, load
 from zlaunch.runtime.config.fields import Section
 from zlaunch.runtime.config.keys import extra, section_of
 from zlaunch.runtime.config.optimizers import OPTIMIZER_PARAMS, SCHEDULER_PARAMS
@@ -228,7 +228,7 @@ def test_the_opposite_of_what_holds_is_said_in_one_line():
     ],
 )
 def test_what_would_change_results_is_refused(source, path):
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(ConfigError) as caught:
         load(source)
     (line,) = caught.value.problems
     assert line.startswith(f"<dict>: {path}: false asks for ") and "is not supported yet" in line

@@ -104,15 +104,15 @@ def compare_step(
 
 
 def adam(*tensors: Any, step: Any, **options: Any) -> None:
-    adam_step(*tensors, step, AdamArgs(**options))
+    adam_step(*tensors, step=step, args=AdamArgs(**options))
 
 
 def sgd(*tensors: Any, step: Any, **options: Any) -> None:
-    sgd_step(*tensors, step, SgdArgs(**options))
+    sgd_step(*tensors, step=step, args=SgdArgs(**options))
 
 
 def lion(*tensors: Any, **options: Any) -> None:
-    lion_step(*tensors, LionArgs(**options))
+    lion_step(*tensors, args=LionArgs(**options))
 
 
 def scalars(on_device: bool, device: str, **numbers: float) -> dict[str, Any]:

@@ -141,7 +141,7 @@ def test_fp32_without_out_is_torch_to_the_bit(decoupled: bool) -> None:
         optimizer.step()
         numbers = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1, "decoupled": decoupled}
         numbers |= {"multiplier": 0.25, "found_inf": None, "step": count, "lr": 1e-2}
-        adam(master, m, v, grad, None, **numbers)  # type: ignore[arg-type]
+        adam(master, m, v, grad, None, **numbers)
         assert torch.equal(master, parameter)
 
 
@@ -391,14 +391,14 @@ SGD = {"step": 1, "lr": 0.1, "dampening": 0.0, "weight_decay": 0.0, "multiplier"
 
 def test_sgd_wants_a_buffer_exactly_with_momentum() -> None:
     with pytest.raises(ValueError, match="momentum_buffer is missing"):
-        sgd(F, None, F, None, momentum=0.9, nesterov=False, **SGD)  # type: ignore[arg-type]
+        sgd(F, None, F, None, momentum=0.9, nesterov=False, **SGD)
     with pytest.raises(ValueError, match="momentum_buffer is given"):
-        sgd(F, F, F, None, momentum=0.0, nesterov=False, **SGD)  # type: ignore[arg-type]
+        sgd(F, F, F, None, momentum=0.0, nesterov=False, **SGD)
     with pytest.raises(ValueError, match="nesterov"):
-        sgd(F, None, F, None, momentum=0.0, nesterov=True, **SGD)  # type: ignore[arg-type]
+        sgd(F, None, F, None, momentum=0.0, nesterov=True, **SGD)
 
 
 def test_sgd_forgets_what_a_fresh_buffer_holds(way: str) -> None:
     master, buffer, grad = torch.ones(2000), torch.full((2000,), torch.nan), torch.ones(2000)
-    sgd(master, buffer, grad, None, momentum=0.9, nesterov=False, **SGD)  # type: ignore[arg-type]
+    sgd(master, buffer, grad, None, momentum=0.9, nesterov=False, **SGD)
     assert torch.equal(buffer, grad) and torch.allclose(master, torch.tensor(0.9))
