@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from zlaunch.cuda_ops import loader
-from zlaunch.cuda_ops.compress import dequantize_int8, pack_signs, quantize_int8
-from zlaunch.cuda_ops.convert import scaled_cast
+from zlaunch.cuda_ops.arguments import AdamArgs
 from zlaunch.cuda_ops.norm import prepare_step, sum_of_squares, sums_of_squares
 from zlaunch.cuda_ops.step import adam_step
 
@@ -34,12 +33,11 @@ def cases(numel: int) -> dict[str, Case]:
     grad, out = (torch.ones(numel, dtype=torch.bfloat16, device=device) for _ in range(2))
     step, lr, multiplier = (torch.full((), x, device=device) for x in (5.0, 1e-4, 0.5))
     found_inf = torch.zeros((), device=device)
-    codes, scales = quantize_int8(grad)
     parts = list(grad.split(-(-numel // 52)))  # as many units as a model of 1.5 billion parameters has
 
     def ours() -> None:
-        scalars = {"step": step, "lr": lr, "multiplier": multiplier, "found_inf": found_inf}
-        adam_step(master, exp_avg, exp_avg_sq, grad, out, decoupled=True, **ADAMW, **scalars)
+        args = AdamArgs(lr=lr, multiplier=multiplier, found_inf=found_inf, decoupled=True, **ADAMW)
+        adam_step(master, exp_avg, exp_avg_sq, grad, out, step, args)
 
     return {
         "copy, fp32": (8, lambda: wide.copy_(master)),
@@ -53,11 +51,6 @@ def cases(numel: int) -> dict[str, Case]:
         "norms of 52, torch": (2, lambda: torch._foreach_norm(parts)),
         "norm, torch": (2, lambda: torch._foreach_norm([grad])),
         "prepare": (0, lambda: prepare_step(torch.ones((), device=device), divisor=multiplier, clip=1.0)),
-        "cast fp32 to bf16": (6, lambda: scaled_cast(wide, out, multiplier)),
-        "cast, torch": (6, lambda: out.copy_(wide.mul_(multiplier))),
-        "quantize int8": (3, lambda: quantize_int8(grad)),
-        "dequantize int8": (3, lambda: dequantize_int8(codes, scales, out)),
-        "pack signs": (8.125, lambda: pack_signs(wide)),
     }
 
 
@@ -67,7 +60,7 @@ def torch_adamw(
     """What a step takes without our kernel: three passes."""
     wide.copy_(grad)
     steps = [torch.full((), 5.0, device=master.device)]
-    flags = {"amsgrad": False, "maximize": False, "lr": 1e-4}
+    flags: dict[str, Any] = {"amsgrad": False, "maximize": False, "lr": 1e-4}
     torch._fused_adamw_([master], [wide], [exp_avg], [exp_avg_sq], [], steps, **ADAMW, **flags)
     out.copy_(master)
 

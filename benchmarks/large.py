@@ -131,6 +131,7 @@ def bounds(numel: int) -> dict[str, float]:
     """Seconds that offloading ``numel`` parameters takes at least: down, up, and the step on the CPU."""
     import torch
 
+    from zlaunch.cuda_ops.arguments import AdamArgs
     from zlaunch.cuda_ops.step import adam_step
     from zlaunch.runtime.offload.transfer import HostLink
 
@@ -138,13 +139,13 @@ def bounds(numel: int) -> dict[str, float]:
     link = HostLink(device, pin=True)
     count = min(numel, 1 << 27)
     host, there = link.empty(count, torch.bfloat16), torch.zeros(count, dtype=torch.bfloat16, device=device)
-    state = [torch.zeros(count) for _ in range(3)]
+    master, exp_avg, exp_avg_sq = (torch.zeros(count) for _ in range(3))
     out = torch.empty(count, dtype=torch.bfloat16)
-    scalars: dict[str, Any] = {"step": 5.0, "lr": 1e-4, "multiplier": 0.5, "found_inf": None}
     rates: dict[str, Any] = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
+    args = AdamArgs(lr=1e-4, multiplier=0.5, decoupled=True, **rates)
 
     def cpu_step() -> None:
-        adam_step(*state, host, out, decoupled=True, **rates, **scalars)
+        adam_step(master, exp_avg, exp_avg_sq, host, out, 5.0, args)
 
     calls = {
         "down_s": lambda: link.download(there, host).wait(),

@@ -192,13 +192,13 @@ def compare(bench: Bench, systems: Systems, rounds: int, baselines: list[str]) -
 
 def many_hosts(folder: Path, count: int) -> dict[str, Any]:
     """`count` agents behind one sshd: start, kill one worker, see all gone; the launcher's memory by host."""
-    from tests.cluster.testbed import Testbed, wait_for
+    from tests.cluster.testbed import Testbed
 
     bed = Testbed(folder / "bed", count=1, slurm=False)
     bed.up()
     try:
         few = max(1, count // 16)
-        results = {n: _start_and_kill(bed, folder / str(n), n, wait_for) for n in (few, count)}
+        results = {n: _start_and_kill(bed, folder / str(n), n) for n in (few, count)}
     finally:
         bed.down()
     growth_mb = (results[count]["peak_mb"] - results[few]["peak_mb"]) / (count - few)
@@ -211,7 +211,9 @@ def many_hosts(folder: Path, count: int) -> dict[str, Any]:
     return {"count": count, "growth_mb_per_host": growth_mb, **r}
 
 
-def _start_and_kill(bed: Any, folder: Path, count: int, wait_for: Callable[..., None]) -> dict[str, float]:
+def _start_and_kill(bed: Any, folder: Path, count: int) -> dict[str, float]:
+    from tests.limits import wait_until
+
     folder.mkdir()
     names = [f"m{i:03d}" for i in range(1, count + 1)]
     block = "".join(f"Host {name}\n  HostName {bed.address('n1')}\n" for name in names)
@@ -250,12 +252,12 @@ def _start_and_kill(bed: Any, folder: Path, count: int, wait_for: Callable[..., 
             return []
         return [event for event in map(json.loads, lines) if event["type"] == "spawn"]
 
-    wait_for(lambda: len(spawned()) == count or process.poll() is not None, "all workers", 500)
+    wait_until(lambda: len(spawned()) == count or process.poll() is not None, "all workers")
     started_s = time.monotonic() - began
     began = time.monotonic()
     bed.enter("n1", "kill", "-9", str(spawned()[count // 2]["pid"]))
     out, _ = process.communicate(timeout=120)
-    wait_for(lambda: not bed.processes(), "all gone", 60)
+    wait_until(lambda: not bed.processes(), "all gone")
     code, peak_kb = out.split()[-2:]
     return {
         "started_s": started_s,

@@ -131,7 +131,9 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     passes: list[float] = []
     steps: list[float] = []
     copies: list[float] = []
-    disk_engine = engine._offload.engine
+    offload = engine._offload
+    assert offload is not None
+    disk_engine = offload.engine
     moved = 0, 0
     for _ in range(args.rounds + 1):
         started = time.perf_counter()
@@ -146,7 +148,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
             copies.append(io_only(engine))
     peak = memory_bytes("VmHWM") - before
     numel = args.layers * args.width**2
-    ring = 4 * engine._offload.ring.nbytes if args.device == "nvme" else 0
+    ring = 4 * offload.ring.nbytes if args.device == "nvme" else 0
     engine.destroy()
     return {
         "numel": numel,

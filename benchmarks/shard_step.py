@@ -25,9 +25,10 @@ from typing import Any
 import torch
 
 from zlaunch.cuda_ops import host, loader
+from zlaunch.cuda_ops.arguments import AdamArgs
 from zlaunch.cuda_ops.step import adam_step
 
-ADAMW = {"lr": 1e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
+ADAMW: dict[str, Any] = {"lr": 1e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
 STEP_BYTES, TRIAD_BYTES = 28, 12
 OURS, CHUNKS, TORCH, DEEPSPEED = "numba", "torch in chunks", "torch", "deepspeed"
 
@@ -47,8 +48,8 @@ class Shard:
 def ours(shard: Shard) -> None:
     shard.steps += 1
     state = shard.master, shard.exp_avg, shard.exp_avg_sq
-    scalars = {"step": shard.steps, "multiplier": 1.0, "found_inf": 0.0, "decoupled": True}
-    adam_step(*state, shard.grad, shard.out, **ADAMW, **scalars)  # type: ignore[arg-type]
+    args = AdamArgs(multiplier=1.0, found_inf=0.0, decoupled=True, **ADAMW)
+    adam_step(*state, shard.grad, shard.out, shard.steps, args)
 
 
 def torch_in_chunks(shard: Shard) -> None:

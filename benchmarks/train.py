@@ -41,7 +41,7 @@ def run(systems: list[str], args: argparse.Namespace, rounds: int, steps: int) -
         command += [f"--{name}={value}" for name, value in options.items()]
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         subprocess.run(command, check=True, cwd=ROOT, env={**os.environ, "PYTHONPATH": path})
-        return json.loads(out.read_text())  # type: ignore[no-any-return]
+        return json.loads(out.read_text())
 
 
 def main() -> None:

@@ -1,8 +1,11 @@
-"""Checks of what callers hand in. Each raises a ValueError that names the argument."""
+"""Arguments of the optimizer steps, and checks of what callers hand in; a ValueError names the argument."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -12,10 +15,78 @@ Scalar = Tensor | float
 
 HALVES = (torch.bfloat16, torch.float16)
 FLOATS = (torch.float32, *HALVES)
+A = TypeVar("A", bound="StepArgs")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepArgs:
+    """Coefficients of an optimizer step, made once for all the pieces of a param group."""
+
+    lr: Scalar
+    weight_decay: float
+    multiplier: Scalar
+    """The factor of the gradient: it unscales, averages and clips."""
+    found_inf: Scalar | None = None
+    """Nothing is written where it is not 0."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdamArgs(StepArgs):
+    """Coefficients of Adam, or of AdamW if ``decoupled``."""
+
+    beta1: float
+    beta2: float
+    eps: float
+    decoupled: bool
+
+    def __post_init__(self) -> None:
+        check_range("beta1", self.beta1, 0.0, 1.0)
+        check_range("beta2", self.beta2, 0.0, 1.0)
+
+    def log_betas(self) -> tuple[float, float]:
+        """Return both logarithms: ``1 - beta**step`` is ``-expm1(step * log(beta))``, exact in fp32 too."""
+        first, second = (math.log(b) if b > 0 else -math.inf for b in (self.beta1, self.beta2))
+        return first, second
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SgdArgs(StepArgs):
+    """Coefficients of SGD."""
+
+    momentum: float
+    dampening: float
+    nesterov: bool
+
+    def __post_init__(self) -> None:
+        if self.nesterov and (self.momentum <= 0 or self.dampening != 0):
+            raise ValueError("nesterov needs a momentum above 0 and a dampening of 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LionArgs(StepArgs):
+    """Coefficients of Lion."""
+
+    beta1: float
+    beta2: float
+
+    def __post_init__(self) -> None:
+        check_range("beta1", self.beta1, 0.0, 1.0)
+        check_range("beta2", self.beta2, 0.0, 1.0)
+
+
+def on_host(args: A) -> A | None:
+    """Return the arguments with all their scalars as plain numbers; None if the step is to be skipped."""
+    if args.found_inf is not None and float(args.found_inf) != 0:
+        return None
+    if isinstance(args.lr, float) and isinstance(args.multiplier, float) and args.found_inf is None:
+        return args
+    return replace(args, lr=float(args.lr), multiplier=float(args.multiplier), found_inf=None)
 
 
 def check_flat(name: str, tensor: Tensor, dtypes: Sequence[torch.dtype], like: Tensor | None = None) -> None:
-    """``tensor`` is 1-dim, contiguous, of one of ``dtypes``; on the device and of the length of ``like``."""
+    """Check that ``tensor`` is flat, without gaps, of one of ``dtypes``, on the device and of the length
+    of ``like``.
+    """
     if tensor.dtype not in dtypes:
         raise ValueError(f"{name} is {tensor.dtype}, expected {' or '.join(map(str, dtypes))}")
     if tensor.dim() != 1 or not tensor.is_contiguous():
@@ -35,7 +106,7 @@ def check_device(name: str, tensor: Tensor, like: Tensor) -> None:
 
 
 def check_scalar(name: str, value: Scalar, like: Tensor) -> None:
-    """``value`` is a number, or a 0-dim float32 tensor on the device of ``like``."""
+    """Check that ``value`` is a number, or a 0-dim float32 tensor on the device of ``like``."""
     if isinstance(value, Tensor):
         if value.dim() != 0 or value.dtype != torch.float32:
             raise ValueError(
@@ -46,6 +117,6 @@ def check_scalar(name: str, value: Scalar, like: Tensor) -> None:
 
 
 def check_range(name: str, value: float, low: float, high: float) -> None:
-    """``low <= value < high``."""
+    """Check that ``low <= value < high``."""
     if not low <= value < high:
         raise ValueError(f"{name} is {value}, expected {low} <= {name} < {high}")

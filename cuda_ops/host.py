@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from . import loader, twins
-from .arguments import Scalar
+from .arguments import AdamArgs, LionArgs, Scalar, SgdArgs, StepArgs, on_host
 
 _CHUNK = 1 << 20
 """Elements that the twins take at a time: less costs more in Python than it gains in the cache."""
@@ -29,13 +29,13 @@ _CHUNKS_A_THREAD = 4
 
 
 def wanted(tensor: Tensor) -> bool:
-    """Whether steps on ``tensor`` belong here, and not to the plain twins."""
+    """Tell whether steps on ``tensor`` belong here, and not to the plain twins."""
     return tensor.device.type == "cpu" and loader.mode() != "torch"
 
 
 @functools.cache
 def kernel(name: str) -> Any:
-    """numba's kernel, compiled or from its cache, or None without a numba that works."""
+    """Return numba's kernel, compiled or from its cache, or None without a numba that works."""
     try:
         from . import host_kernels
 
@@ -50,59 +50,28 @@ def adam(
     exp_avg_sq: Tensor,
     grad: Tensor,
     out: Tensor | None,
-    *,
     step: Scalar,
-    lr: Scalar,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    decoupled: bool,
-    multiplier: Scalar,
-    found_inf: Scalar | None,
+    args: AdamArgs,
 ) -> None:
-    if _skip(found_inf):
+    """Step Adam or AdamW."""
+    if (given := on_host(args)) is None:
         return
-    step, lr, multiplier = float(step), float(lr), float(multiplier)
-    common: dict[str, Any] = {
-        "lr": lr,
-        "beta1": beta1,
-        "beta2": beta2,
-        "eps": eps,
-        "weight_decay": weight_decay,
-    }
+    step, lr, multiplier, decay = float(step), float(given.lr), float(given.multiplier), given.weight_decay
     if out is None and grad.dtype == torch.float32 and multiplier != 0:
         # what torch.optim does, to the bit
-        twins.fused_adam(
-            master,
-            exp_avg,
-            exp_avg_sq,
-            grad,
-            step=step,
-            decoupled=decoupled,
-            divisor=1 / multiplier,
-            **common,
-        )
+        twins.fused_adam(master, exp_avg, exp_avg_sq, grad, step, given, divisor=1 / multiplier)
         return
     coefficients = (
         multiplier,
-        0.0 if decoupled else weight_decay,
-        1 - lr * weight_decay if decoupled else 1.0,
-        1 - beta1,
-        1 - beta2,
-        lr / (1 - beta1**step),
-        1 / math.sqrt(1 - beta2**step),
-        eps,
+        0.0 if given.decoupled else decay,
+        1 - lr * decay if given.decoupled else 1.0,
+        1 - given.beta1,
+        1 - given.beta2,
+        lr / (1 - given.beta1**step),
+        1 / math.sqrt(1 - given.beta2**step),
+        given.eps,
     )
-    common |= {"step": step, "decoupled": decoupled, "multiplier": multiplier, "found_inf": None}
-    _run(
-        "adam",
-        (master, exp_avg, exp_avg_sq),
-        grad,
-        out,
-        coefficients,
-        functools.partial(twins.adam, **common),
-    )
+    _run("adam", (master, exp_avg, exp_avg_sq), grad, out, coefficients, twins.adam, step, given)
 
 
 def sgd(
@@ -110,65 +79,40 @@ def sgd(
     momentum_buffer: Tensor | None,
     grad: Tensor,
     out: Tensor | None,
-    *,
     step: Scalar,
-    lr: Scalar,
-    momentum: float,
-    dampening: float,
-    nesterov: bool,
-    weight_decay: float,
-    multiplier: Scalar,
-    found_inf: Scalar | None,
+    args: SgdArgs,
 ) -> None:
-    if _skip(found_inf):
+    """Step SGD."""
+    if (given := on_host(args)) is None:
         return
-    step, lr, multiplier = float(step), float(lr), float(multiplier)
+    step = float(step)
     first = step == 1
     coefficients = (
-        multiplier,
-        weight_decay,
-        lr,
-        0.0 if first else momentum,
-        1.0 if first else 1 - dampening,
-        1.0 if nesterov else 0.0,
-        momentum if nesterov else 1.0,
+        float(given.multiplier),
+        given.weight_decay,
+        float(given.lr),
+        0.0 if first else given.momentum,
+        1.0 if first else 1 - given.dampening,
+        1.0 if given.nesterov else 0.0,
+        given.momentum if given.nesterov else 1.0,
     )
-    common: dict[str, Any] = {"step": step, "lr": lr, "momentum": momentum, "dampening": dampening}
-    common |= {
-        "nesterov": nesterov,
-        "weight_decay": weight_decay,
-        "multiplier": multiplier,
-        "found_inf": None,
-    }
     if first and momentum_buffer is not None:
         momentum_buffer.zero_()  # whatever it held, NaN times 0 is NaN
-    _run("sgd", (master, momentum_buffer), grad, out, coefficients, functools.partial(twins.sgd, **common))
+    _run("sgd", (master, momentum_buffer), grad, out, coefficients, twins.sgd, step, given)
 
 
-def lion(
-    master: Tensor,
-    exp_avg: Tensor,
-    grad: Tensor,
-    out: Tensor | None,
-    *,
-    lr: Scalar,
-    beta1: float,
-    beta2: float,
-    weight_decay: float,
-    multiplier: Scalar,
-    found_inf: Scalar | None,
-) -> None:
-    if _skip(found_inf):
+def lion(master: Tensor, exp_avg: Tensor, grad: Tensor, out: Tensor | None, args: LionArgs) -> None:
+    """Step Lion."""
+    if (given := on_host(args)) is None:
         return
-    lr, multiplier = float(lr), float(multiplier)
-    common: dict[str, Any] = {"lr": lr, "beta1": beta1, "beta2": beta2, "weight_decay": weight_decay}
-    common |= {"multiplier": multiplier, "found_inf": None}
-    coefficients = (multiplier, weight_decay, lr, 1 - beta1, 1 - beta2)
-    _run("lion", (master, exp_avg), grad, out, coefficients, functools.partial(twins.lion, **common))
-
-
-def _skip(found_inf: Scalar | None) -> bool:
-    return found_inf is not None and float(found_inf) != 0
+    coefficients = (
+        float(given.multiplier),
+        given.weight_decay,
+        float(given.lr),
+        1 - given.beta1,
+        1 - given.beta2,
+    )
+    _run("lion", (master, exp_avg), grad, out, coefficients, twins.lion, given)
 
 
 def _run(
@@ -178,15 +122,16 @@ def _run(
     out: Tensor | None,
     coefficients: Sequence[float],
     twin: Callable[..., None],
+    *numbers: float | StepArgs,
 ) -> None:
-    """The kernel, or else the twin, on chunks of the flat tensors."""
+    """Run the kernel, or else the twin with ``numbers``, on chunks of the flat tensors."""
     compiled = kernel(name)
     if compiled is None:
         flat = [*state, grad, out]
 
         def with_torch(start: int, stop: int) -> None:
             with torch.no_grad():  # which each thread has for itself
-                twin(*(None if tensor is None else tensor[start:stop] for tensor in flat))
+                twin(*(None if tensor is None else tensor[start:stop] for tensor in flat), *numbers)
 
         _in_chunks(with_torch, grad.numel(), _CHUNK)
         return
@@ -210,7 +155,7 @@ def _run(
 
 
 def _raw(tensor: Tensor | None) -> tuple[Any, int]:
-    """The bytes of a tensor and the kernels' name for its dtype."""
+    """Return the bytes of a tensor and the kernels' name for its dtype."""
     if tensor is None:
         return np.empty(0, np.uint8), 0
     kind = (torch.float32, torch.bfloat16, torch.float16).index(tensor.dtype) + 1
@@ -239,7 +184,7 @@ def _in_chunks(function: Callable[[int, int], None], numel: int, limit: int) -> 
 
 @functools.cache
 def _pool(threads: int) -> ThreadPoolExecutor:
-    """Threads in which torch runs operations serially; those of the caller and of others stay as they are."""
+    """Return threads in which torch runs operations serially; the threads of others stay as they are."""
     started = threading.Barrier(threads + 1)
 
     def serial() -> None:

@@ -28,7 +28,7 @@ Array = Any
 
 
 def _compiled(function: Callable[..., None]) -> Any:
-    """Machine code is kept in numba's cache where it finds a folder that it can write to."""
+    """Compile with numba, which keeps the machine code in its cache where it finds a folder to write to."""
     decorate = functools.partial(numba.njit, nogil=True, error_model="numpy", boundscheck=False)
     try:
         return decorate(function, cache=True)
@@ -43,13 +43,13 @@ _part: Any = functools.partial(
 
 @_part
 def _views(raw: Array, kind: int) -> Any:
-    """The bytes as 16-bit and as fp32 elements; the wrong one is not used."""
+    """View the bytes as 16-bit and as fp32 elements; the wrong one is not used."""
     return raw.view(np.uint16), raw.view(np.float32) if kind == FLOAT32 else np.empty(0, np.float32)
 
 
 @_part
 def _widen(half: Array, wide: Array, kind: int, start: Index, values: Array, count: Index) -> None:
-    """``count`` elements from ``start`` on as fp32 in ``values``."""
+    """Write ``count`` elements from ``start`` on as fp32 into ``values``."""
     bits = values.view(np.uint32)
     if kind == FLOAT32:
         for i in range(count):
@@ -69,7 +69,7 @@ def _widen(half: Array, wide: Array, kind: int, start: Index, values: Array, cou
 
 @_part
 def _narrow(source: Array, half: Array, kind: int, start: Index, scratch: Array, count: Index) -> None:
-    """The bits of fp32 elements cast to the kind of ``half``, to the nearest, ties to even; NaN stays NaN."""
+    """Cast the bits of fp32 elements to the kind of ``half``, to the nearest, ties to even; NaN stays NaN."""
     if kind == BFLOAT16:
         for i in range(count):
             u = source[start + i]
@@ -104,8 +104,8 @@ def adam(
     out_kind: int,
     coefficients: tuple[np.float32, ...],
 ) -> None:
-    """``coefficients``: multiplier, L2 factor, 1 - lr * decay, 1 - beta1, 1 - beta2, lr / correction1,
-    1 / sqrt(correction2), eps.
+    """Step Adam. ``coefficients``: multiplier, L2 factor, 1 - lr * decay, 1 - beta1, 1 - beta2, lr /
+    correction1, 1 / sqrt(correction2), eps.
     """
     factor, l2, decay, one_beta1, one_beta2, step_size, root, eps = coefficients
     half, wide = _views(grad, grad_kind)
@@ -134,8 +134,8 @@ def sgd(
     out_kind: int,
     coefficients: tuple[np.float32, ...],
 ) -> None:
-    """``coefficients``: multiplier, L2 factor, lr, momentum, kept part of the gradient, what the update takes
-    of the gradient and of the buffer. An empty buffer: no momentum.
+    """Step SGD. ``coefficients``: multiplier, L2 factor, lr, momentum, kept part of the gradient, what the
+    update takes of the gradient and of the buffer. An empty buffer: no momentum.
     """
     factor, l2, lr, momentum, kept, own, carried = coefficients
     half, wide = _views(grad, grad_kind)
@@ -166,7 +166,7 @@ def lion(
     out_kind: int,
     coefficients: tuple[np.float32, ...],
 ) -> None:
-    """``coefficients``: multiplier, weight decay, lr, 1 - beta1, 1 - beta2."""
+    """Step Lion. ``coefficients``: multiplier, weight decay, lr, 1 - beta1, 1 - beta2."""
     factor, decay, lr, one_beta1, one_beta2 = coefficients
     half, wide = _views(grad, grad_kind)
     bits, narrow = w.view(np.uint32), out.view(np.uint16)
@@ -184,7 +184,7 @@ def lion(
 
 
 def ready(name: str) -> Any:
-    """The kernel of that name after a call without elements, so that what can fail has failed by then."""
+    """Return the kernel of that name after a call without elements: what can fail has failed by then."""
     function, states, coefficients = {"adam": (adam, 3, 8), "sgd": (sgd, 2, 7), "lion": (lion, 2, 5)}[name]
     raw = np.empty(0, np.uint8)
     function(*[np.empty(0, np.float32)] * states, raw, NONE, raw, NONE, (np.float32(1),) * coefficients)

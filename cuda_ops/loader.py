@@ -51,12 +51,12 @@ def set_mode(mode: str) -> None:
 
 
 def mode() -> str:
-    """The present mode."""
+    """Return the present mode."""
     return _mode
 
 
 def use_kernels(tensor: Tensor) -> bool:
-    """Whether operations on ``tensor`` run as CUDA kernels.
+    """Tell whether operations on ``tensor`` run as CUDA kernels.
 
     Raises RuntimeError in mode "cupy" if it is a CUDA tensor and CuPy cannot be used.
     """
@@ -72,7 +72,7 @@ def use_kernels(tensor: Tensor) -> bool:
 
 @functools.cache
 def obstacle() -> str:
-    """Why CuPy's kernels cannot be used with this torch; empty if they can."""
+    """Say why CuPy's kernels cannot be used with this torch; an empty text if they can."""
     if torch.version.cuda is None:
         return "this torch is not built for CUDA"
     extra = "cuda13" if int(torch.version.cuda.split(".")[0]) >= 13 else "cuda12"
@@ -113,7 +113,7 @@ def _stream_of(device: torch.device) -> Iterator[int]:
 
 @functools.cache
 def _external(pointer: int, device_index: int) -> Any:
-    """CuPy's object for a stream of torch's: streams are few, and live as long as the process."""
+    """Return CuPy's object for a stream of torch's: streams are few, and live as long as the process."""
     return cupy().cuda.ExternalStream(pointer, device_index)
 
 
@@ -123,20 +123,22 @@ def _warn_once(reason: str) -> None:
 
 
 def cupy() -> Any:
-    """The module, imported on first use; it has no types."""
+    """Import the module on first use; it has no types."""
     import cupy  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
     return cupy
 
 
 def source(name: str) -> str:
-    """The CUDA C++ of a kernel file, complete."""
+    """Return the complete CUDA C++ of a kernel file."""
     folder = files("zlaunch.cuda_ops") / "kernels"
     return (folder / "common.cu").read_text() + (folder / f"{name}.cu").read_text()
 
 
 def define(name: str, dtype: torch.dtype | None) -> str:
-    """The compiler option that makes ``name`` the storage type of ``dtype``; None for no tensor at all."""
+    """Return the compiler option that makes ``name`` the storage type of ``dtype``; None for no tensor at
+    all.
+    """
     return f"-D{name}={'NONE' if dtype is None else _SUFFIX[dtype]}"
 
 
@@ -147,27 +149,27 @@ def _module(name: str, defines: tuple[str, ...]) -> Any:
 
 @functools.cache
 def _function(name: str, kernel: str, defines: tuple[str, ...], device_index: int) -> Any:
-    """One for each device: a module is loaded into the current one."""
+    """Load a kernel for one device: a module is loaded into the current one."""
     return _module(name, defines).get_function(kernel)
 
 
 def blocks_for(items: int) -> int:
-    """Blocks of ``THREADS`` threads for so many items, one a thread."""
+    """Return the number of blocks of ``THREADS`` threads for so many items, one a thread."""
     return max(1, min(-(-items // THREADS), MAX_BLOCKS))
 
 
 def vector_blocks(tensor: Tensor) -> int:
-    """Blocks for a kernel that takes the elements of ``tensor`` in vectors."""
+    """Return the number of blocks for a kernel that takes the elements of ``tensor`` in vectors."""
     return blocks_for(-(-tensor.numel() // VECTOR))
 
 
 def scalar(value: Scalar) -> tuple[Tensor | None, float]:
-    """A Scalar as two kernel arguments: the pointer, or the value where that is null."""
+    """Turn a Scalar into two kernel arguments: the pointer, or the value where that is null."""
     return (value, 0.0) if isinstance(value, Tensor) else (None, float(value))
 
 
 def argument(value: Tensor | float | None) -> Any:
-    """A kernel's argument as the numpy scalar that holds its bytes."""
+    """Turn a kernel's argument into the numpy scalar that holds its bytes."""
     if value is None:
         return np.uintp(0)
     if isinstance(value, Tensor):

@@ -14,7 +14,8 @@ from .twins import as_tensor
 
 
 class LossScaleState:
-    """``values``: float64 of 9 elements on ``device``, exact for any count of steps.
+    """State of the loss scaler. ``values``: float64 of 9 elements on ``device``, exact for any count of
+    steps.
 
     They are: the scale, overflows left before it shrinks, steps, the step of the last overflow, whether one
     came at the smallest scale; then the constants window, min_scale, hysteresis, consecutive_hysteresis.
@@ -38,22 +39,23 @@ class LossScaleState:
 
     @property
     def scale(self) -> Tensor:
-        """What the current losses are multiplied with: a 0-dim float32 tensor, a copy."""
+        """Return what current losses are multiplied with: a 0-dim float32 tensor, a copy."""
         return self.values[0].float()
 
     @property
     def at_floor(self) -> Tensor:
-        """1 once gradients have overflowed at ``min_scale``, where LossScaler raises; 0-dim float64, a
-        view."""
+        """Return 1 once gradients have overflowed at ``min_scale``, where LossScaler raises: a 0-dim
+        float64 view.
+        """
         return self.values[4]
 
     def state_dict(self) -> dict[str, float | int]:
-        """The same as LossScaler's; waits for the device."""
+        """Return the state in LossScaler's form; waits for the device."""
         scale, left, step, last_overflow = self.values[:4].tolist()
         return {"scale": scale, "left": int(left), "step": int(step), "last_overflow": int(last_overflow)}
 
     def load_state_dict(self, state: dict[str, float | int]) -> None:
-        """Inverse of :meth:`state_dict`."""
+        """Take over what :meth:`state_dict` gave."""
         numbers = [float(state[name]) for name in ("scale", "left", "step", "last_overflow")]
         self.values[:5] = torch.tensor([*numbers, 0.0], dtype=torch.float64)
 

@@ -58,7 +58,9 @@ def _sum_by_torch(tensor: Tensor) -> Tensor:
 
 
 def _sum_in_rows(tensor: Tensor) -> Tensor:
-    """By rows: torch adds up a long fp32 tensor so plainly that the norm of 64M elements can be 1% off."""
+    """Sum by rows: torch adds up a long fp32 tensor so plainly that the norm of 64M elements can be 1%
+    off.
+    """
     whole = tensor.numel() // _ROW * _ROW
     norms: Tensor = torch.linalg.vector_norm(tensor[:whole].view(-1, _ROW), dim=1)
     rest: Tensor = torch.linalg.vector_norm(tensor[whole:])
@@ -94,7 +96,8 @@ def _table(tensors: Sequence[Tensor], counts: Sequence[int]) -> Tensor:
 
 @torch.no_grad()
 def prepare_step(sum_squares: Tensor, *, divisor: Scalar, clip: float) -> tuple[Tensor, Tensor, Tensor]:
-    """``(norm, multiplier, found_inf)`` for a step, 0-dim float32 tensors on the device of ``sum_squares``.
+    """Return ``(norm, multiplier, found_inf)`` of a step, 0-dim float32 tensors on the device of
+    ``sum_squares``.
 
     ``sum_squares``: 0-dim float32 or float64, over all ranks. ``divisor``: what the summed gradients have
     to be divided by. ``clip``: the largest norm allowed, 0 for any. norm = sqrt(sum_squares) / divisor;

@@ -54,7 +54,7 @@ class PinnedPool:
         finalize(self, _unlock, self._pinned).atexit = False
 
     def take(self, nbytes: int) -> Tensor:
-        """A buffer of at least ``nbytes`` bytes (rounded up to whole pages), content undefined.
+        """Lend a buffer of at least ``nbytes`` bytes (rounded up to whole pages), content undefined.
 
         The smallest free one that is large enough and at most twice as large, or a new one.
         """
@@ -77,7 +77,7 @@ class PinnedPool:
             self._free.append(buffer)
 
     def statistics(self) -> PoolStatistics:
-        """How much memory there is and was."""
+        """Tell how much memory there is and was."""
         return PoolStatistics(self._held, self._locked, self._lent, self._peak)
 
     def drop(self, buffer: Tensor) -> None:
@@ -96,7 +96,7 @@ class PinnedPool:
             self._free.clear()
 
     def close(self) -> None:
-        """Unlock everything, lent buffers too. The pool is empty afterwards."""
+        """Unlock everything, lent buffers too; the pool is empty afterwards."""
         with self._lock:
             for buffer in list(self._made.values()):
                 self._forget(buffer)

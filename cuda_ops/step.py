@@ -13,7 +13,18 @@ import torch
 from torch import Tensor
 
 from . import host, loader, twins
-from .arguments import FLOATS, HALVES, Scalar, check_flat, check_range, check_scalar
+from .arguments import (
+    FLOATS,
+    HALVES,
+    AdamArgs,
+    LionArgs,
+    Scalar,
+    SgdArgs,
+    StepArgs,
+    check_flat,
+    check_range,
+    check_scalar,
+)
 
 
 @torch.no_grad()
@@ -23,59 +34,35 @@ def adam_step(
     exp_avg_sq: Tensor,
     grad: Tensor,
     out: Tensor | None,
-    *,
     step: Scalar,
-    lr: Scalar,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    decoupled: bool,
-    multiplier: Scalar,
-    found_inf: Scalar | None,
+    args: AdamArgs,
 ) -> None:
-    """Adam, or AdamW if ``decoupled``, on ``grad * multiplier``: the formulas of torch.optim.
+    """Step Adam, or AdamW if ``args.decoupled``, on ``grad * args.multiplier``: the formulas of torch.optim.
 
     ``master``, ``exp_avg``, ``exp_avg_sq``: flat fp32 of n elements, updated in place. ``grad``: n elements
     of fp32, bf16 or fp16. ``out``: None, or n elements of bf16 or fp16 that get the cast of the new master.
-    ``step``: the count with this step in it, 1 at the first. Nothing is written if ``found_inf`` is not 0.
+    ``step``: the count with this step in it, 1 at the first.
 
     Bytes a parameter, 16 bit in and out: 2 (grad) + 12 + 12 (state, read and written) + 2 (out) = 28.
     ``grad`` is left as it is, with one exception: on the CPU, in fp32 and without ``out``, this is torch's
     fused operation with ``grad_scale``, which leaves the unscaled gradient behind. Raises ValueError for
-    wrong dtypes, shapes, devices or coefficients.
+    wrong dtypes, shapes or devices.
     """
-    _check(master, grad, out, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
-    _check_scalars(master, step=step, lr=lr, multiplier=multiplier, found_inf=found_inf)
-    check_range("beta1", beta1, 0.0, 1.0)
-    check_range("beta2", beta2, 0.0, 1.0)
+    _check(master, grad, out, args, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
+    check_scalar("step", step, master)
     if not isinstance(step, Tensor):
         check_range("step", step, 1.0, math.inf)
     if loader.use_kernels(master):
+        rates = (*args.log_betas(), 1 - args.beta1, 1 - args.beta2)
         _launch(
             "adam",
             (master, exp_avg, exp_avg_sq, grad, out),
-            (step, lr, multiplier, found_inf),
-            (_log(beta1), _log(beta2), 1 - beta1, 1 - beta2, eps, weight_decay, int(decoupled)),
+            (step, args.lr, args.multiplier, args.found_inf),
+            (*rates, float(args.eps), float(args.weight_decay), int(args.decoupled)),
         )
         return
     run = host.adam if host.wanted(master) else twins.adam
-    run(
-        master,
-        exp_avg,
-        exp_avg_sq,
-        grad,
-        out,
-        step=step,
-        lr=lr,
-        beta1=beta1,
-        beta2=beta2,
-        eps=eps,
-        weight_decay=weight_decay,
-        decoupled=decoupled,
-        multiplier=multiplier,
-        found_inf=found_inf,
-    )
+    run(master, exp_avg, exp_avg_sq, grad, out, step, args)
 
 
 @torch.no_grad()
@@ -84,101 +71,54 @@ def sgd_step(
     momentum_buffer: Tensor | None,
     grad: Tensor,
     out: Tensor | None,
-    *,
     step: Scalar,
-    lr: Scalar,
-    momentum: float,
-    dampening: float,
-    nesterov: bool,
-    weight_decay: float,
-    multiplier: Scalar,
-    found_inf: Scalar | None,
+    args: SgdArgs,
 ) -> None:
-    """torch.optim.SGD on ``grad * multiplier``; tensors, scalars and errors as in :func:`adam_step`.
+    """Step torch.optim.SGD on ``grad * args.multiplier``; tensors and errors as in :func:`adam_step`.
 
     ``momentum_buffer``: flat fp32 like ``master``, or None if ``momentum`` is 0. At step 1 it becomes the
     gradient, whatever it held. Bytes a parameter, 16 bit in and out: 2 + 8 + 8 + 2 = 20, 12 without momentum.
     """
-    _check(master, grad, out, momentum_buffer=momentum_buffer)
-    _check_scalars(master, step=step, lr=lr, multiplier=multiplier, found_inf=found_inf)
+    _check(master, grad, out, args, momentum_buffer=momentum_buffer)
+    check_scalar("step", step, master)
+    momentum = args.momentum
     if (momentum_buffer is None) != (momentum == 0):
         raise ValueError(
             f"momentum_buffer is {'missing' if momentum else 'given'}, but momentum is {momentum}"
         )
-    if nesterov and (momentum <= 0 or dampening != 0):
-        raise ValueError("nesterov needs a momentum above 0 and a dampening of 0")
     if loader.use_kernels(master):
         _launch(
             "sgd",
             (master, momentum_buffer, grad, out),
-            (step, lr, multiplier, found_inf),
-            (float(momentum), 1.0 - dampening, float(weight_decay), int(nesterov)),
+            (step, args.lr, args.multiplier, args.found_inf),
+            (float(momentum), 1.0 - args.dampening, float(args.weight_decay), int(args.nesterov)),
         )
         return
     run = host.sgd if host.wanted(master) else twins.sgd
-    run(
-        master,
-        momentum_buffer,
-        grad,
-        out,
-        step=step,
-        lr=lr,
-        momentum=momentum,
-        dampening=dampening,
-        nesterov=nesterov,
-        weight_decay=weight_decay,
-        multiplier=multiplier,
-        found_inf=found_inf,
-    )
+    run(master, momentum_buffer, grad, out, step, args)
 
 
 @torch.no_grad()
-def lion_step(
-    master: Tensor,
-    exp_avg: Tensor,
-    grad: Tensor,
-    out: Tensor | None,
-    *,
-    lr: Scalar,
-    beta1: float,
-    beta2: float,
-    weight_decay: float,
-    multiplier: Scalar,
-    found_inf: Scalar | None,
-) -> None:
-    """Lion on ``grad * multiplier``; tensors, scalars and errors as in :func:`adam_step`.
+def lion_step(master: Tensor, exp_avg: Tensor, grad: Tensor, out: Tensor | None, args: LionArgs) -> None:
+    """Step Lion on ``grad * args.multiplier``; tensors and errors as in :func:`adam_step`.
 
     The formula is Algorithm 2 of "Symbolic Discovery of Optimization Algorithms" (Chen et al., 2023), weight
     decay decoupled. Bytes a parameter, 16 bit in and out: 2 + 8 + 8 + 2 = 20.
     """
-    _check(master, grad, out, exp_avg=exp_avg)
-    _check_scalars(master, lr=lr, multiplier=multiplier, found_inf=found_inf)
-    check_range("beta1", beta1, 0.0, 1.0)
-    check_range("beta2", beta2, 0.0, 1.0)
+    _check(master, grad, out, args, exp_avg=exp_avg)
     if loader.use_kernels(master):
         _launch(
             "lion",
             (master, exp_avg, grad, out),
-            (lr, multiplier, found_inf),
-            (1.0 - beta1, 1.0 - beta2, float(weight_decay)),
+            (args.lr, args.multiplier, args.found_inf),
+            (1.0 - args.beta1, 1.0 - args.beta2, float(args.weight_decay)),
         )
         return
     run = host.lion if host.wanted(master) else twins.lion
-    run(
-        master,
-        exp_avg,
-        grad,
-        out,
-        lr=lr,
-        beta1=beta1,
-        beta2=beta2,
-        weight_decay=weight_decay,
-        multiplier=multiplier,
-        found_inf=found_inf,
-    )
+    run(master, exp_avg, grad, out, args)
 
 
-def _check(master: Tensor, grad: Tensor, out: Tensor | None, **state: Tensor | None) -> None:
+def _check(master: Tensor, grad: Tensor, out: Tensor | None, args: StepArgs, **state: Tensor | None) -> None:
     check_flat("master", master, (torch.float32,))
     for name, tensor in state.items():
         if tensor is not None:
@@ -186,18 +126,10 @@ def _check(master: Tensor, grad: Tensor, out: Tensor | None, **state: Tensor | N
     check_flat("grad", grad, FLOATS, master)
     if out is not None:
         check_flat("out", out, HALVES, master)
-
-
-def _check_scalars(master: Tensor, **scalars: Scalar | None) -> None:
-    for name, value in scalars.items():
-        if value is not None:
-            check_scalar(name, value, master)
-
-
-def _log(beta: float) -> float:
-    """So that the kernel can compute ``1 - beta**step`` as ``-expm1(step * log(beta))``, exact in fp32
-    too."""
-    return math.log(beta) if beta > 0 else -math.inf
+    check_scalar("lr", args.lr, master)
+    check_scalar("multiplier", args.multiplier, master)
+    if args.found_inf is not None:
+        check_scalar("found_inf", args.found_inf, master)
 
 
 def _launch(
@@ -206,7 +138,7 @@ def _launch(
     scalars: tuple[Scalar | None, ...],
     coefficients: tuple[float, ...],
 ) -> None:
-    """``tensors`` end with grad and out; a found_inf of None is 0."""
+    """Launch a kernel of ``step.cu``: ``tensors`` end with grad and out; a found_inf of None is 0."""
     *_, grad, out = tensors
     assert grad is not None
     if grad.numel() == 0:

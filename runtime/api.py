@@ -320,7 +320,7 @@ def _check_parameters(model: nn.Module, comm: Comm) -> None:
 def _plan(model: nn.Module, effective: Effective, comm: Comm) -> tuple[list[Block], ShardingOptions]:
     """Decide which parameters go together."""
     leaf = effective.config.zero_optimization.leaf_module
-    mark_leaves(model, leaf.classes, leaf.names, leaf.name_suffixes)
+    mark_leaves(model, classes=leaf.classes, names=leaf.names, suffixes=leaf.name_suffixes)
     cpu, poison = comm.device.type == "cpu", read_environment().debug_free == "poison"
     options = sharding_options(effective.config, cpu=cpu, poison=poison)
     return plan_blocks(model, options), options

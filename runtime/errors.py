@@ -23,5 +23,5 @@ class OffloadedError(ZlaunchError):
     """A state was needed that ``engine.offload_states`` has moved to host memory, or that it cannot move."""
 
 
-class DiskError(ZlaunchError, OSError):
+class DiskError(OSError, ZlaunchError):
     """A transfer from or to a disk did not happen as asked; the text names the file and what to do."""

@@ -29,7 +29,7 @@ _EXPECTED = {
 
 
 @dataclass
-class Report:
+class ConfigReport:
     """What was found; every list keeps the order of the file."""
 
     strict: bool | None = None
@@ -44,10 +44,10 @@ class Report:
     """Keys, with their values, that ask for the opposite of what always holds."""
 
 
-def check(data: dict[str, Any]) -> tuple[Config | None, Report]:
+def check(data: dict[str, Any]) -> tuple[Config | None, ConfigReport]:
     """Validate `data`; the config is None only if there are problems."""
     strict = data.get("strict")
-    report = Report(strict=strict if isinstance(strict, bool) else None)
+    report = ConfigReport(strict=strict if isinstance(strict, bool) else None)
     data, report.problems = modern(data)
     clean = _walk(data, Config, "", report)
     _named(clean, "optimizer", report)
@@ -72,7 +72,7 @@ def _takes_auto(info: FieldInfo) -> bool:
     return False
 
 
-def _walk(data: dict[str, Any], model: type[Section], path: str, report: Report) -> dict[str, Any]:
+def _walk(data: dict[str, Any], model: type[Section], path: str, report: ConfigReport) -> dict[str, Any]:
     """Return `data` under the fields' own names, without unknown keys and "auto"."""
     clean: dict[str, Any] = {}
     spellings = names(model)
@@ -109,7 +109,7 @@ def _walk(data: dict[str, Any], model: type[Section], path: str, report: Report)
     return clean
 
 
-def _named(clean: dict[str, Any], key: str, report: Report) -> None:
+def _named(clean: dict[str, Any], key: str, report: ConfigReport) -> None:
     """Check the type and the params of the optimizer or the scheduler, in place."""
     part = clean.get(key)
     if not isinstance(part, dict):
@@ -153,7 +153,7 @@ def _named(clean: dict[str, Any], key: str, report: Report) -> None:
         part["params"] = _free_params(params, path, report)
 
 
-def _free_params(params: dict[str, Any], path: str, report: Report) -> dict[str, Any]:
+def _free_params(params: dict[str, Any], path: str, report: ConfigReport) -> dict[str, Any]:
     """Take arguments of a torch class as they are; YAML's numeric strings become numbers."""
     clean: dict[str, Any] = {}
     for name, value in params.items():
@@ -168,7 +168,7 @@ def _free_params(params: dict[str, Any], path: str, report: Report) -> dict[str,
     return clean
 
 
-def _validate(model: type[S], data: dict[str, Any], path: str, report: Report) -> S | None:
+def _validate(model: type[S], data: dict[str, Any], path: str, report: ConfigReport) -> S | None:
     """Build the model; wrong values are reported and dropped, so that the other checks still run."""
     for _ in range(4):
         try:
@@ -207,7 +207,7 @@ def _drop(data: dict[str, Any], loc: tuple[int | str, ...]) -> None:
     parent.pop(str(name), None)
 
 
-def _support(part: Section, path: str, report: Report, feature: str = "") -> None:
+def _support(part: Section, path: str, report: ConfigReport, feature: str = "") -> None:
     """Report keys that are set to something else than their default and are not used as they say.
 
     ``feature``: what the section is, if a key that switches it on is to be refused by that name.

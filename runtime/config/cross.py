@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from .schema import Config
 
 if TYPE_CHECKING:
-    from .check import Report
+    from .check import ConfigReport
 
 LATER = "is not supported yet, and ignoring it would change results or memory use; remove it"
 
@@ -22,7 +22,7 @@ def show(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def cross(config: Config, report: Report) -> Config:
+def cross(config: Config, report: ConfigReport) -> Config:
     """Report keys that do not go together; return the config without what has no meaning in it."""
     problems = report.problems
     if config.fp16.enabled and config.bf16.enabled:
@@ -44,7 +44,7 @@ def cross(config: Config, report: Report) -> Config:
     return _offload(config, report)
 
 
-def _offload(config: Config, report: Report) -> Config:
+def _offload(config: Config, report: ConfigReport) -> Config:
     zero = config.zero_optimization
     # initialize refuses an open stage; what depends on the stage is not judged until it is filled in
     is_open = "zero_optimization.stage" in report.auto

@@ -33,33 +33,9 @@ class OpenSection(Section):
     model_config = ConfigDict(extra="allow")
 
 
-def _field(level: Level | None, default: Any, aliases: tuple[str, ...]) -> Any:
-    extra: dict[str, Any] = {}
-    if level:
-        extra["support"] = level
-    if aliases:
-        extra["aliases"] = list(aliases)
-    return Field(default, json_schema_extra=extra)
-
-
 def ok(default: Any, *aliases: str) -> Any:
-    """Return a field at its section's support level, also accepted under `aliases`."""
-    return _field(None, default, aliases)
-
-
-def speed(default: Any, *aliases: str) -> Any:
-    """Return a known but unsupported field that changes only speed or diagnostics (warning)."""
-    return _field("speed", default, aliases)
-
-
-def results(default: Any, *aliases: str, feature: str = "", off: tuple[Any, ...] = ()) -> Any:
-    """Return a known but unsupported field that changes results or memory (error).
-
-    ``feature`` names what is missing; the values of ``off`` do not ask for it, just like the default.
-    """
-    info = _field("results", default, aliases)
-    info.json_schema_extra |= {key: value for key, value in (("feature", feature), ("off", off)) if value}
-    return info
+    """Return a field that the runtime reads, also accepted under `aliases`."""
+    return Field(default, json_schema_extra={"aliases": list(aliases)} if aliases else {})
 
 
 def always(default: Any, why: str, *aliases: str, holds: Any = None) -> Any:
@@ -67,17 +43,17 @@ def always(default: Any, why: str, *aliases: str, holds: Any = None) -> Any:
 
     ``holds`` is the value that always holds: a file that sets another is told so; None if any will do.
     """
-    info = _field("always", default, aliases)
-    info.json_schema_extra["why"] = why
+    extra: dict[str, Any] = {"support": "always", "why": why}
+    if aliases:
+        extra["aliases"] = list(aliases)
     if holds is not None:
-        info.json_schema_extra["holds"] = holds
-    return info
+        extra["holds"] = holds
+    return Field(default, json_schema_extra=extra)
 
 
 def section(model: type[Section], *aliases: str) -> Any:
     """Return a sub-section that is filled with its defaults when absent."""
-    extra: dict[str, Any] = {"aliases": list(aliases)} if aliases else {}
-    return Field(default_factory=model, json_schema_extra=extra)
+    return Field(default_factory=model, json_schema_extra={"aliases": list(aliases)} if aliases else {})
 
 
 def real(value: Any) -> int | float | None:

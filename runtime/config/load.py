@@ -7,7 +7,7 @@ import binascii
 import numbers
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -25,11 +25,14 @@ _MAX_VALUES = 200_000
 
 
 class ConfigError(ValueError):
-    """Everything that is wrong with a config, one problem a line."""
+    """Everything that is wrong with a config, one problem a line; ``warnings`` were found beside them."""
 
-    def __init__(self, problems: list[str]) -> None:
-        self.problems = tuple(problems)
+    def __init__(self, problems: Sequence[str], warnings: Sequence[str] = ()) -> None:
+        self.problems, self.warnings = tuple(problems), tuple(warnings)
         super().__init__("\n".join(problems))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.problems, self.warnings)
 
 
 class ConfigFileError(ConfigError):
@@ -71,9 +74,9 @@ def load(source: str | os.PathLike[str] | Mapping[str, Any]) -> Loaded:
         raw = {}
     config, report = check(raw)
     problems += report.problems
-    if problems or config is None:
-        raise ConfigError([_line(origin, *problem) for problem in dict.fromkeys(problems)])
     warnings = tuple(_line(origin, *warning) for warning in report.warnings)
+    if problems or config is None:
+        raise ConfigError([_line(origin, *problem) for problem in dict.fromkeys(problems)], warnings)
     return Loaded(
         config, raw, origin, frozenset(report.given), frozenset(report.auto), warnings, report.dropped
     )
@@ -135,16 +138,25 @@ def _parse_json(text: str, path: str) -> tuple[Any, list[tuple[str, str]]]:
         _fail(path, str(error))
 
 
-class _Loader(yaml.SafeLoader):
-    """YAML where only true and false are booleans."""
+class _YamlLoader(yaml.SafeLoader):
+    """YAML where only true and false are booleans, and 1:30 is no number."""
+
+    def construct_number(self, node: yaml.ScalarNode) -> Any:
+        """Return a number; YAML 1.1 would read 1:30 as 90, it stays the text that somebody wrote."""
+        if ":" in node.value:
+            return node.value
+        whole = node.tag.endswith(":int")
+        return self.construct_yaml_int(node) if whole else self.construct_yaml_float(node)
 
 
+for _kind in ("int", "float"):
+    _YamlLoader.add_constructor(f"tag:yaml.org,2002:{_kind}", _YamlLoader.construct_number)
 # YAML 1.1 also reads yes, no, on, off as booleans and dates as dates: none is meant in a config.
-_Loader.yaml_implicit_resolvers = {
+_YamlLoader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in rules if not tag.endswith((":bool", ":timestamp"))]
     for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
-_Loader.add_implicit_resolver(
+_YamlLoader.add_implicit_resolver(
     "tag:yaml.org,2002:bool", re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF")
 )
 
@@ -152,7 +164,7 @@ _Loader.add_implicit_resolver(
 def _parse_yaml(text: str, path: str) -> tuple[Any, list[tuple[str, str]]]:
     doubled: list[tuple[str, str]] = []
     try:
-        loader = _Loader(text)
+        loader = _YamlLoader(text)
         node = loader.get_single_node()
         if node is None:
             return None, []
@@ -234,6 +246,8 @@ class _Plain:
 
     def copy_leaf(self, value: Any, path: str) -> Any:
         try:
+            if str(getattr(value, "dtype", "")) == "bool" and getattr(value, "shape", None) == ():  # numpy's
+                return bool(value)
             if isinstance(value, numbers.Integral):
                 return int(value)
             if isinstance(value, numbers.Real):

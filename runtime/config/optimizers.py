@@ -17,21 +17,19 @@ from .fields import (
     Size,
     always,
     ok,
-    results,
-    speed,
 )
 from .fields import Integer as LastIteration
+from .unsupported import with_missing
 
 
+@with_missing("optimizer")
 class Optimizer(Section):
     """The optimizer to build when the script passes none."""
 
     type: str = Field()
-    """Adam, AdamW, SGD or another class of torch.optim; upper and lower case are the same."""
+    """Adam, AdamW, SGD or another class of torch.optim; upper and lower case do not matter."""
     params: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the optimizer."""
-    legacy_fusion: Bool = speed(False)
-    """Build the fused 16-bit optimizer of old."""
 
 
 class Scheduler(Section):
@@ -50,6 +48,7 @@ class Params(Section):
     """Arguments without a default."""
 
 
+@with_missing("optimizer.params")
 class AdamParams(Params):
     """Arguments of Adam and AdamW."""
 
@@ -61,8 +60,6 @@ class AdamParams(Params):
     """Added to the denominator."""
     weight_decay: NonNegative = ok(0.0)
     """Weight decay."""
-    bias_correction: Bool = results(True, feature="Adam without bias correction")
-    """Correct the bias of the moments."""
     amsgrad: Bool = ok(False)
     """Use the maximum of past second moments."""
     adam_w_mode: Bool = ok(True)
@@ -73,14 +70,8 @@ class AdamParams(Params):
     """Use one kernel for all parameters."""
     foreach: Bool | None = ok(None)
     """Use multi-tensor operations."""
-    capturable: Bool = speed(False)
-    """Allow capture in a CUDA graph."""
     set_grad_none: Bool = always(True, "a gradient's memory is used again at once")
     """Set gradients to None after a step."""
-    fp32_optimizer_states: Bool = results(True)
-    """Keep the moments in fp32."""
-    freeze_step: Count | None = results(None)
-    """Steps before a compressed optimizer freezes its variance."""
 
 
 class SGDParams(Params):
@@ -113,7 +104,7 @@ class _Schedule(Params):
     """Last finished step when resuming."""
 
 
-class WarmupLR(_Schedule):
+class WarmupLRParams(_Schedule):
     """Rise from warmup_min_lr to warmup_max_lr, then stay."""
 
     warmup_min_lr: NonNegative = ok(0.0)
@@ -126,7 +117,7 @@ class WarmupLR(_Schedule):
     """Shape of the warm-up."""
 
 
-class WarmupDecayLR(WarmupLR):
+class WarmupDecayLRParams(WarmupLRParams):
     """Warm-up, then a straight line down to zero."""
 
     required: ClassVar[tuple[str, ...]] = ("total_num_steps",)
@@ -137,7 +128,7 @@ class WarmupDecayLR(WarmupLR):
     """Learning rate after the warm-up."""
 
 
-class WarmupCosineLR(_Schedule):
+class WarmupCosineLRParams(_Schedule):
     """Warm-up, then a half cosine down, as shares of the optimizer's learning rate."""
 
     required: ClassVar[tuple[str, ...]] = ("total_num_steps",)
@@ -154,7 +145,7 @@ class WarmupCosineLR(_Schedule):
     """Shape of the warm-up."""
 
 
-class OneCycle(_Schedule):
+class OneCycleParams(_Schedule):
     """Up, down, then a slow decay; momentum runs the other way."""
 
     required: ClassVar[tuple[str, ...]] = ("cycle_min_lr", "cycle_max_lr")
@@ -168,11 +159,11 @@ class OneCycle(_Schedule):
     cycle_first_step_size: Count = ok(2000)
     """Steps of the first half."""
     cycle_second_step_size: Count | None = ok(None)
-    """Steps of the second half; null is the same as the first."""
+    """Steps of the second half; null is as many as in the first."""
     cycle_first_stair_count: Size = ok(0)
     """Stairs in the first half."""
     cycle_second_stair_count: Size | None = ok(None)
-    """Stairs in the second half; null is the same as in the first."""
+    """Stairs in the second half; null is as many as in the first."""
     decay_step_size: Size = ok(0)
     """Steps of one decay interval; 0 is no decay."""
     cycle_momentum: Bool = ok(True)
@@ -185,7 +176,7 @@ class OneCycle(_Schedule):
     """Decay of the momentum after the cycle."""
 
 
-class LRRangeTest(_Schedule):
+class LRRangeTestParams(_Schedule):
     """Raise the learning rate step by step to find where training breaks."""
 
     lr_range_test_min_lr: Positive = ok(1e-3)
@@ -200,7 +191,11 @@ class LRRangeTest(_Schedule):
 
 OPTIMIZER_PARAMS: dict[str, type[Params]] = {"Adam": AdamParams, "AdamW": AdamParams, "SGD": SGDParams}
 SCHEDULER_PARAMS: dict[str, type[Params]] = {
-    model.__name__: model for model in (WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest)
+    "WarmupLR": WarmupLRParams,
+    "WarmupDecayLR": WarmupDecayLRParams,
+    "WarmupCosineLR": WarmupCosineLRParams,
+    "OneCycle": OneCycleParams,
+    "LRRangeTest": LRRangeTestParams,
 }
 
 OTHER_NAMES = {"learning_rate": "lr", "learningRate": "lr"}

@@ -67,7 +67,7 @@ class Effective:
         ]
 
     def changed_defaults(self) -> list[str]:
-        """A line for each key in use that is not given and whose default DeepSpeed has changed."""
+        """Return a line for each key in use that is not given and whose default DeepSpeed has changed."""
         values = dict(_leaves(self.to_dict()))
         unused = [] if self.config.bf16.enabled else ["bf16.check_grad_overflow"]
         return [

@@ -15,42 +15,17 @@ from .fields import (
     Steps,
     always,
     ok,
-    results,
     section,
-    speed,
 )
 from .optimizers import OPTIMIZER_PARAMS, SCHEDULER_PARAMS, Optimizer, Scheduler
-from .sections import (
-    AIO,
-    BF16,
-    FP16,
-    ActivationCheckpointing,
-    Checkpoint,
-    DataTypes,
-    Eigenvalue,
-    Feature,
-    Pipeline,
-    ProgressiveLayerDrop,
-    TensorParallel,
-    Tool,
-    TorchAutocast,
-)
-from .tools import (
-    Autotuning,
-    Comet,
-    CommsLogger,
-    Compile,
-    Elasticity,
-    FileMonitor,
-    FlopsProfiler,
-    Timers,
-    WandB,
-)
+from .sections import AIO, BF16, FP16, ActivationCheckpointing, CheckpointSection, DataTypes
+from .unsupported import with_missing
 from .zero import Zero
 
 Json = dict[str, Any]
 
 
+@with_missing("")
 class Config(Section):
     """A DeepSpeed config file as zlaunch reads it."""
 
@@ -63,10 +38,6 @@ class Config(Section):
     """Samples of one forward pass on one rank."""
     gradient_accumulation_steps: Count | None = ok(None)
     """Forward and backward passes of one optimizer step."""
-    managed_gradient_accumulation: Bool = results(
-        True, feature="gradient accumulation by the script's own count"
-    )
-    """The engine counts micro batches; false leaves that to the script."""
     steps_per_print: Steps | None = ok(None)
     """Steps between two progress lines; null and inf print none."""
     dump_state: Bool = ok(False)
@@ -79,39 +50,19 @@ class Config(Section):
     """Divisor used by prescale_gradients."""
     gradient_allreduce_op: Literal["mean", "sum"] = ok("mean")
     """How gradients of the ranks are put together (sum: not with stage 3)."""
-    sparse_gradients: Bool = speed(False)
-    """Reduce embedding gradients sparsely; they are reduced densely."""
     communication_data_type: Dtype | None = ok(None)
     """Type in which gradients are reduced; null is the model's."""
-    seq_parallel_communication_data_type: Dtype = speed("fp32")
-    """Type of sequence-parallel communication."""
-    disable_allgather: Bool = speed(False)
-    """Broadcast updated parameters instead of gathering them."""
     zero_allow_untested_optimizer: Bool = ok(False)
     """Give flat shards to an optimizer that is not known to treat every element by itself; without it such an
     optimizer is refused, but at stage 0 and on one rank.
     """
     zero_force_ds_cpu_optimizer: Bool = always(True, "what cannot be offloaded is refused in any case")
     """Refuse other optimizers with CPU offload."""
-    graph_harvesting: Bool = speed(False)
-    """Record the optimizer step in a CUDA graph."""
-    wall_clock_breakdown: Bool = speed(False)
-    """Time forward, backward and step."""
-    memory_breakdown: Bool = speed(False)
-    """Print memory use."""
     dataloader_drop_last: Bool = ok(False)
     """Drop the last batch when it is not full."""
     log_level: LogLevel | None = ok(None)
     """Least level of the messages shown (debug, info, warning, error, critical), zlaunch's own and those of
     the DeepSpeed logger."""
-    sequence_parallel_size: Count = results(1, feature="sequence parallelism")
-    """Ranks that share one sequence."""
-    data_parallel_size: Count | None = results(None, feature="a mesh of ranks", off=(1,))
-    """Data-parallel ranks of a mesh."""
-    vocabulary_size: Count | None = speed(None)
-    """Vocabulary size, a hint for alignment."""
-    use_data_before_expert_parallelism: Bool = results(False, feature="expert parallelism")
-    """Order of the ranks in expert groups."""
 
     optimizer: Optimizer | None = ok(None)
     """The optimizer."""
@@ -125,67 +76,12 @@ class Config(Section):
     """bf16."""
     data_types: DataTypes = section(DataTypes)
     """Types."""
-    torch_autocast: TorchAutocast = section(TorchAutocast)
-    """torch.autocast."""
-    amp: Feature = section(Feature)
-    """NVIDIA apex."""
     aio: AIO = section(AIO)
     """Disk access."""
     activation_checkpointing: ActivationCheckpointing = section(ActivationCheckpointing)
     """Activation checkpointing."""
-    checkpoint: Checkpoint = section(Checkpoint)
+    checkpoint: CheckpointSection = section(CheckpointSection)
     """Checkpoints."""
-    tensorboard: FileMonitor = section(FileMonitor)
-    """TensorBoard."""
-    wandb: WandB = section(WandB)
-    """Weights & Biases."""
-    csv_monitor: FileMonitor = section(FileMonitor)
-    """CSV files."""
-    comet: Comet = section(Comet)
-    """Comet."""
-    flops_profiler: FlopsProfiler = section(FlopsProfiler)
-    """FLOPS profiler."""
-    comms_logger: CommsLogger = section(CommsLogger)
-    """Communication log."""
-    timers: Timers = section(Timers)
-    """Timers."""
-    compile: Compile = section(Compile)
-    """DeepCompile."""
-    elasticity: Elasticity = section(Elasticity)
-    """Elastic batch sizes."""
-    autotuning: Autotuning = section(Autotuning)
-    """Autotuning."""
-
-    eigenvalue: Eigenvalue = section(Eigenvalue)
-    """Eigenvalues."""
-    progressive_layer_drop: ProgressiveLayerDrop = section(ProgressiveLayerDrop)
-    """Progressive layer drop."""
-    curriculum_learning: Feature = section(Feature)
-    """Curriculum learning."""
-    data_efficiency: Feature = section(Feature)
-    """Data efficiency."""
-    expert_parallel: Feature = section(Feature)
-    """Expert parallelism."""
-    hybrid_engine: Feature = section(Feature)
-    """Hybrid engine."""
-    msamp: Feature = section(Feature)
-    """MS-AMP."""
-    nebula: Tool = section(Tool)
-    """Nebula checkpoints."""
-    tensor_parallel: TensorParallel = section(TensorParallel)
-    """Tensor parallelism."""
-    pipeline: Pipeline = section(Pipeline)
-    """Pipeline parallelism."""
-    sparse_attention: Json | None = results(None, feature="sparse attention")
-    """Sparse attention."""
-    compression_training: Json | None = results(None, feature="compression")
-    """Compression."""
-    quantize_training: Json | None = results(None, feature="quantization-aware training")
-    """Quantization-aware training."""
-    weight_quantization: Json | None = results(None, feature="weight quantization")
-    """Weight quantization."""
-    datastates_ckpt: Json | None = speed(None)
-    """DataStates checkpoints."""
 
 
 def json_schema() -> Json:

@@ -1,8 +1,8 @@
-"""The smaller config sections: precision, disk, checkpoints, and features that are only recognised."""
+"""The smaller config sections: precision, disk, activations, checkpoints."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
 
@@ -11,22 +11,17 @@ from .fields import (
     Bucket,
     Count,
     Dtype,
-    Fraction,
-    Level,
     NonNegative,
-    OpenSection,
     Positive,
     Power,
     Section,
-    Whole,
     always,
     ok,
-    results,
-    section,
-    speed,
 )
+from .unsupported import with_missing
 
 
+@with_missing("fp16")
 class FP16(Section):
     """Half precision with loss scaling."""
 
@@ -46,10 +41,9 @@ class FP16(Section):
     """Refill the hysteresis after every good step."""
     min_loss_scale: Positive = ok(1.0)
     """The dynamic scale never falls below this."""
-    fp16_master_weights_and_grads: Bool = results(False, feature="fp16 master weights")
-    """Keep master weights and gradients in fp16."""
 
 
+@with_missing("bf16")
 class BF16(Section):
     """bfloat16 without loss scaling."""
 
@@ -59,12 +53,9 @@ class BF16(Section):
     """Add gradients to the fp32 buffer as soon as they are produced."""
     check_grad_overflow: Bool = ok(True, "check_overflow")
     """Skip a step whose gradients are not finite."""
-    bf16_master_weights_and_grads: Bool = results(False, feature="bf16 master weights")
-    """Keep master weights and gradients in bf16."""
-    bf16_optimizer_states: Bool = results(False, feature="bf16 optimizer state")
-    """Keep optimizer state in bf16."""
 
 
+@with_missing("data_types")
 class DataTypes(Section):
     """Types of the tensors that the engine keeps."""
 
@@ -72,27 +63,25 @@ class DataTypes(Section):
     """Type in which gradients are summed; only fp32 now, which null means too."""
     param_dtype: Dtype | None = ok(None)
     """Type of the parameters; must agree with fp16 and bf16."""
-    buffer_dtype: Dtype | None = results(None, feature="buffers of another type")
-    """Type of the buffers."""
 
 
+@with_missing("aio")
 class AIO(Section):
     """Asynchronous disk access for NVMe offload."""
 
     block_size: Bucket = ok(1_048_576)
     """Bytes of one request, a multiple of 4096."""
     queue_depth: Count = ok(8)
-    """Requests under way at once, each in a thread of its own."""
+    """Requests under way at once, each in its own thread."""
     intra_op_parallelism: Count = ok(1, "thread_count")
     """Threads; the larger of this and queue_depth is used."""
     single_submit: Bool = always(False, "each thread submits its own request")
     """Submit requests one by one."""
     overlap_events: Bool = always(True, "requests are waited for while others are submitted", holds=True)
     """Submit and wait at once."""
-    use_gds: Bool = speed(False)
-    """Use GPUDirect Storage."""
 
 
+@with_missing("activation_checkpointing")
 class ActivationCheckpointing(Section):
     """Recomputing activations in the backward pass."""
 
@@ -100,44 +89,18 @@ class ActivationCheckpointing(Section):
     """Checkpoint every transformer block of the model, without a change to the script (zlaunch's own key)."""
     partition_activations: Bool = ok(False)
     """Shard saved activations over model-parallel ranks, where zlaunch.checkpointing.configure got some."""
-    contiguous_memory_optimization: Bool = speed(False)
-    """Copy saved activations into one buffer."""
     cpu_checkpointing: Bool = ok(False)
     """Keep saved activations in CPU memory, of blocks (enabled) and of zlaunch.checkpointing.checkpoint."""
     number_checkpoints: Count | None = ok(None)
     """With enabled: checkpoint only this many blocks, evenly spaced; the others keep all activations."""
-    synchronize_checkpoint_boundary: Bool = speed(False)
-    """Synchronize the device at each boundary."""
-    profile: Bool = speed(False)
-    """Time forward and backward of each segment."""
 
 
-class ParallelWrite(Section):
-    """Writing a checkpoint from several ranks."""
-
-    level: ClassVar[Level] = "speed"
-
-    pipeline_stage: Bool = ok(False)
-    """Write pipeline stages in parallel."""
-
-
+@with_missing("checkpoint.writer")
 class Writer(Section):
     """How checkpoint files are written."""
 
-    type: Literal["FAST", "PYTHON", "MOCK"] | None = speed(None)
-    """Kind of writer."""
-    io_buffer_size: Bucket = speed(64 * 1024 * 1024)
-    """Bytes of the write buffer."""
-    io_buffer_double: Bool = speed(True)
-    """Fill one buffer while another is written."""
-    show_statistics: Bool = speed(False)
-    """Print write speeds."""
-    data_parallel: Literal["replica", "socket", "machine"] | None = speed(None)
-    """Ranks that share the writing."""
     decoupled: Bool = ok(False)
-    """Write in the background; the same as checkpoint.asynchronous."""
-    io_multiplier: Count = speed(1)
-    """Files for one rank."""
+    """Write in the background, as with checkpoint.asynchronous."""
 
 
 def _capital(value: Any) -> Any:
@@ -147,7 +110,8 @@ def _capital(value: Any) -> Any:
 Validation = Annotated[Literal["Warn", "Ignore", "Fail"], BeforeValidator(_capital)]
 
 
-class Checkpoint(Section):
+@with_missing("checkpoint")
+class CheckpointSection(Section):
     """Saving and loading."""
 
     asynchronous: Bool = ok(False)
@@ -162,10 +126,6 @@ class Checkpoint(Section):
     """Each node keeps what its ranks save on its own disk."""
     tag_validation: Validation = ok("Warn")
     """Where ranks save under different tags: Fail is an error; Warn and Ignore save all under rank 0's."""
-    load_universal: Bool = results(False, feature="DeepSpeed's universal checkpoints")
-    """Load DeepSpeed's universal format."""
-    parallel_write: ParallelWrite = section(ParallelWrite)
-    """Parallel writing."""
     checkpoint_serialization: Bool = always(True, "nothing is pickled")
     """Pickle a checkpoint as torch does."""
     writer: Writer | None = ok(None)
@@ -173,86 +133,5 @@ class Checkpoint(Section):
 
     @property
     def is_asynchronous(self) -> bool:
-        """Under either name."""
+        """Tell whether checkpoints are written in the background, under either key."""
         return self.asynchronous or (self.writer is not None and self.writer.decoupled)
-
-
-class TorchAutocast(Section):
-    """Mixed precision by torch.autocast."""
-
-    level: ClassVar[Level] = "results"
-    gate: ClassVar[str] = "enabled"
-
-    enabled: Bool = ok(False)
-    """Run the forward under torch.autocast."""
-    dtype: Dtype | None = ok(None)
-    """Type of the cast."""
-    lower_precision_safe_modules: list[str] | None = ok(None)
-    """Modules whose parameters are communicated in that type."""
-
-
-class Feature(OpenSection):
-    """A rarely used feature that would change results; its keys are not checked."""
-
-    level: ClassVar[Level] = "results"
-    gate: ClassVar[str] = "enabled"
-
-    enabled: Bool = ok(False)
-    """Use the feature."""
-
-
-class Tool(Feature):
-    """A rarely used tool that would not change results; its keys are not checked."""
-
-    level: ClassVar[Level] = "speed"
-
-
-class Eigenvalue(Feature):
-    """Largest eigenvalues of the layers, for quantization."""
-
-    max_iter: Count = ok(100)
-    """Most iterations."""
-    tol: NonNegative = ok(1e-2)
-    """Tolerance."""
-    stability: NonNegative = ok(1e-6)
-    """Added for stability."""
-    gas_boundary_resolution: Count = ok(1)
-    """Steps between two estimates."""
-
-
-class ProgressiveLayerDrop(Feature):
-    """Dropping layers while training."""
-
-    theta: Fraction = ok(1.0)
-    """Share of the layers kept."""
-    gamma: NonNegative = ok(0.001)
-    """Speed of the decay."""
-
-
-class TensorParallel(OpenSection):
-    """Automatic tensor parallelism; other keys are not checked."""
-
-    level: ClassVar[Level] = "results"
-    gate: ClassVar[str] = "autotp_size"
-
-    autotp_size: Whole = results(0, off=(1,))
-    """Tensor-parallel ranks; 0 and 1 are off."""
-
-
-class Pipeline(Section):
-    """Pipeline parallelism; read only with a pipeline module, which does not exist here."""
-
-    level: ClassVar[Level] = "speed"
-
-    stages: Any = ok("auto")
-    """Number of stages."""
-    partition: str = ok("best")
-    """How layers are split."""
-    seed_layers: Bool = ok(False)
-    """Seed each layer."""
-    activation_checkpoint_interval: Whole = ok(0)
-    """Layers between saved activations."""
-    pipe_partitioned: Bool = ok(True)
-    """Shard activations between stages."""
-    grad_partitioned: Bool = ok(True)
-    """Shard gradients between stages."""

@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, WithJsonSchema
 
 from .fields import (
     MAX,
-    AutoInt,
     Bool,
     Bucket,
     Count,
     Fraction,
-    Integer,
-    Level,
     Section,
     Size,
     Stage,
-    Whole,
     always,
     ok,
     real,
-    results,
     section,
-    speed,
 )
+from .unsupported import with_missing
 
 Device = Literal["none", "cpu", "nvme"]
 _TILE = 1_000_000_000
@@ -45,7 +40,7 @@ class OffloadParam(Section):
     device: Device = ok("none")
     """Where sharded parameters live: none (on the GPU), cpu or nvme."""
     nvme_path: str | None = ok(None)
-    """Folder on the NVMe drive; "~" is the home folder of whoever trains."""
+    """Folder on the NVMe drive; "~" is the home folder of the user who trains."""
     buffer_count: Count = always(5, "buffers are made as they are needed")
     """Buffers for NVMe transfers."""
     buffer_size: Bucket = always(100_000_000, "a buffer has the size of what it holds: none is too small")
@@ -56,13 +51,14 @@ class OffloadParam(Section):
     """Use page-locked CPU memory."""
 
 
+@with_missing("zero_optimization.offload_optimizer")
 class OffloadOptimizer(Section):
     """Where the optimizer state lives and steps."""
 
     device: Device = ok("none")
     """Where optimizer state lives: none (on the GPU), cpu or nvme."""
     nvme_path: str | None = ok(None)
-    """Folder on the NVMe drive; "~" is the home folder of whoever trains."""
+    """Folder on the NVMe drive; "~" is the home folder of the user who trains."""
     buffer_count: Count = ok(4)
     """Tiles in host memory at once while NVMe state is updated."""
     pin_memory: Bool = ok(True)
@@ -75,35 +71,6 @@ class OffloadOptimizer(Section):
     """Initialise NVMe state without an extra pass."""
     ratio: Fraction = ok(1.0)
     """Share of the optimizer state that is offloaded."""
-    super_offload: Bool = speed(False)
-    """Use the offload engine for tightly coupled CPU and GPU."""
-    cpuadam_cores_perc: Fraction = speed(0.8)
-    """Share of the CPU cores that the CPU optimizer may use."""
-
-
-class ZenFlow(Section):
-    """Asynchronous updates of the less important gradients on the CPU."""
-
-    level: ClassVar[Level] = "results"
-
-    topk_ratio: Fraction = ok(0.1)
-    """Share of the gradients updated on the GPU at once."""
-    select_strategy: Literal["auto", "step", "epoch"] = ok("auto")
-    """When the important columns are chosen again."""
-    select_interval: AutoInt = ok("auto")
-    """How often the important columns are chosen again."""
-    update_interval: AutoInt = ok("auto")
-    """How often the rest is updated."""
-    overlap_step: Bool = ok(False)
-    """Run the CPU step beside the next forward and backward."""
-    offload: Bool = ok(False)
-    """Keep the selected state on the CPU as well."""
-    auto_ratio: Fraction = ok(0.99)
-    """Threshold used by the automatic update interval."""
-    full_warm_up_rounds: Whole = ok(0)
-    """Steps at the start that update everything."""
-    pt_reserved_cores_perc: Fraction = ok(0.5)
-    """Share of the CPU cores kept for PyTorch."""
 
 
 class LeafModule(Section):
@@ -123,17 +90,7 @@ class LeafModule(Section):
     """Endings of module names inside the model."""
 
 
-class LoCo(Section):
-    """Error feedback for quantized gradients."""
-
-    level: ClassVar[Level] = "results"
-
-    err_beta: Fraction = ok(0.8)
-    """Weight of the accumulated error."""
-    reset_T: Count = ok(1024)
-    """Steps between resets of the error."""
-
-
+@with_missing("zero_optimization")
 class Zero(Section):
     """What is sharded over the data-parallel ranks, and how it moves."""
 
@@ -155,16 +112,12 @@ class Zero(Section):
     2 million on CPU ranks)."""
     overlap_comm: Bool | None = always(None, "reductions run beside the backward pass", holds=True)
     """Reduce on a side stream."""
-    load_from_fp32_weights: Bool = results(True, feature="loading the 16-bit weights of a checkpoint")
-    """Load the fp32 master weights from a checkpoint, not the 16-bit ones."""
     elastic_checkpoint: Bool = always(False, "any number of ranks loads any checkpoint", holds=True)
     """Allow loading on another number of ranks."""
     offload_param: OffloadParam | None = ok(None)
     """Parameter offload."""
     offload_optimizer: OffloadOptimizer | None = ok(None)
     """Optimizer offload."""
-    zenflow: ZenFlow | None = results(None, feature="ZenFlow")
-    """ZenFlow; being present switches it on."""
     sub_group_size: Tile = ok(_TILE)
     """Elements of a rank's shard in one tile of an offloaded optimizer step; at most 4194304. 0 is the
     default."""
@@ -172,8 +125,6 @@ class Zero(Section):
     """Old spelling: true is offload_optimizer with device cpu."""
     cpu_offload_param: Bool | None = ok(None)
     """Old spelling: true is offload_param with device cpu."""
-    cpu_offload_use_pin_memory: Bool | None = speed(None)
-    """Old spelling of pin_memory."""
     stage3_prefetch_bucket_size: Size = ok(50_000_000, "prefetch_bucket_size")
     """Elements gathered ahead of use; "auto" is 0.9 * hidden_size squared."""
     stage3_param_persistence_threshold: Size = ok(100_000, "param_persistence_threshold")
@@ -199,43 +150,13 @@ class Zero(Section):
     stage3_module_granularity_threshold: Size = ok(0, "module_granularity_threshold")
     """Blocks smaller than this, and all smaller than 4096 elements, are fetched with the root, for a whole
     step."""
-    stage3_use_all_reduce_for_fetch_params: Bool = speed(False, "use_all_reduce_for_fetch_params")
-    """Fetch with all-reduce instead of all-gather."""
-    stage3_allgather_sequential: Bool = speed(False, "allgather_sequential")
-    """Gather parameters one by one."""
     ignore_unused_parameters: Bool = ok(True)
     """False: a step fails, naming them, when parameters have got no gradient on some rank."""
-    legacy_stage1: Bool = results(False, feature="the old stage 1")
-    """The old stage 1; never available here."""
     round_robin_gradients: Bool = always(False, "every rank has an equal slice of every bucket")
     """Spread gradients over the ranks in turn (stages 1 and 2)."""
-    zero_hpz_partition_size: Count = results(1, feature="a copy of the parameters on each node (ZeRO++ hpZ)")
-    """Ranks that hold a second copy of the parameters (ZeRO++ hpZ)."""
-    zero_quantized_weights: Bool = results(False, feature="quantized weights (ZeRO++ qwZ)")
-    """Gather quantized weights (ZeRO++ qwZ)."""
-    zero_quantized_nontrainable_weights: Bool = results(
-        False, feature="quantized frozen weights (ZeRO++ qwZ)"
-    )
-    """Gather quantized frozen weights."""
-    zero_quantized_gradients: Bool = results(False, feature="quantized gradients (ZeRO++ qgZ)")
-    """Reduce quantized gradients (ZeRO++ qgZ)."""
-    zeropp_loco_param: LoCo | None = results(None, feature="quantized gradients (ZeRO++ qgZ)")
-    """Error feedback for quantized gradients; being present switches it on."""
-    mics_shard_size: Integer = results(-1, feature="MiCS", off=(0,))
-    """Ranks that share one copy of the model (MiCS); -1 and 0 are off."""
-    mics_hierarchical_params_gather: Bool = results(False, feature="MiCS")
-    """Gather parameters in two steps (MiCS)."""
     memory_efficient_linear: Bool = always(True, "no layer keeps them", holds=True)
     """Do not keep gathered weights for the backward of linear layers."""
-    pipeline_loading_checkpoint: Bool = speed(False)
-    """Load a checkpoint in a pipelined way."""
     override_module_apply: Bool = always(True, "zero.Init does it", holds=True)
     """Gather parameters inside nn.Module.apply."""
-    log_trace_cache_warnings: Bool = speed(False)
-    """Log when the order of modules changes."""
-    enable_sanity_checks: Bool = speed(False)
-    """Extra checks of gradients and parameters."""
-    save_muon_momentum_buffer_in_memory: Bool = speed(False)
-    """Keep Muon's momentum in memory."""
     leaf_module: LeafModule = section(LeafModule)
     """Modules gathered as one unit."""

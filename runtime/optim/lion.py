@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ...cuda_ops.arguments import LionArgs
 from ...cuda_ops.step import lion_step
 
 
@@ -35,6 +36,13 @@ class Lion(torch.optim.Optimizer):
             with torch.enable_grad():
                 result = closure()
         for group in self.param_groups:
+            args = LionArgs(
+                lr=group["lr"],
+                beta1=float(group["betas"][0]),
+                beta2=float(group["betas"][1]),
+                weight_decay=float(group["weight_decay"]),
+                multiplier=1.0,
+            )
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
@@ -49,12 +57,7 @@ class Lion(torch.optim.Optimizer):
                     state["exp_avg"].view(-1),
                     parameter.grad.view(-1),
                     None,
-                    lr=group["lr"],
-                    beta1=float(group["betas"][0]),
-                    beta2=float(group["betas"][1]),
-                    weight_decay=float(group["weight_decay"]),
-                    multiplier=1.0,
-                    found_inf=None,
+                    args,
                 )
         return result
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...cuda_ops.arguments import Scalar
+from ...cuda_ops.arguments import AdamArgs, LionArgs, Scalar, SgdArgs
 from ...cuda_ops.step import adam_step, lion_step, sgd_step
 from .lion import Lion
 
@@ -43,6 +43,8 @@ class UpdateRule:
         self.optimizer = optimizer
         self._groups: list[dict[str, Any]] = []
         self._after: list[dict[str, Any]] = []
+        self._args: dict[int, AdamArgs | SgdArgs | LionArgs] = {}
+        """The kernels' arguments of each group, since :meth:`begin`."""
         self.divisor: Scalar = 1.0
         self.found_inf: Tensor | None = None
         self._multiplier: Scalar = 1.0
@@ -57,6 +59,7 @@ class UpdateRule:
         """
         self._groups = [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
         self._after = [dict(group) for group in self._groups]
+        self._args = {}
         self.divisor, self.found_inf = divisor, found_inf
         self._multiplier = 1.0 / divisor
         self._advance = 1.0 if found_inf is None else 1.0 - found_inf
@@ -109,49 +112,48 @@ class UpdateRule:
             torch._foreach_add_(counts, self._advance)
 
     def _run_kernel(self, update: SliceUpdate, state: State) -> None:
-        group, leaf = self._groups[update.group], update.leaf.detach()
+        args = self._args.get(update.group) or self._kernel_args(update.group)
+        leaf = update.leaf.detach()
         own = state.setdefault(update.leaf, {})
-        scale: dict[str, Any] = {
+        if isinstance(args, AdamArgs):
+            adam_step(leaf, own["exp_avg"], own["exp_avg_sq"], update.grad, update.out, own["step"], args)
+        elif isinstance(args, LionArgs):
+            if "exp_avg" not in own:
+                own["exp_avg"] = torch.zeros_like(leaf)
+            lion_step(leaf, own["exp_avg"], update.grad, update.out, args)
+        else:
+            first = own.get("momentum_buffer") is None
+            if first and args.momentum:
+                own["momentum_buffer"] = torch.zeros_like(leaf)
+            count = 1.0 if first else 2.0
+            sgd_step(leaf, own.get("momentum_buffer"), update.grad, update.out, count, args)
+
+    def _kernel_args(self, index: int) -> AdamArgs | SgdArgs | LionArgs:
+        """Make the kernels' arguments for a group, once for all its pieces."""
+        group = self._groups[index]
+        common: dict[str, Any] = {
             "lr": group["lr"],
             "weight_decay": float(group["weight_decay"]),
             "multiplier": self._multiplier,
             "found_inf": self.found_inf,
         }
+        args: AdamArgs | SgdArgs | LionArgs
         if isinstance(self.optimizer, torch.optim.SGD):
-            first = own.get("momentum_buffer") is None
-            if first and group["momentum"]:
-                own["momentum_buffer"] = torch.zeros_like(leaf)
-            sgd_step(
-                leaf,
-                own.get("momentum_buffer"),
-                update.grad,
-                update.out,
-                step=1.0 if first else 2.0,
+            args = SgdArgs(
                 momentum=float(group["momentum"]),
                 dampening=float(group["dampening"]),
                 nesterov=bool(group["nesterov"]),
-                **scale,
+                **common,
             )
-            return
-        beta1, beta2 = map(float, group["betas"])
-        if isinstance(self.optimizer, Lion):
-            if "exp_avg" not in own:
-                own["exp_avg"] = torch.zeros_like(leaf)
-            lion_step(leaf, own["exp_avg"], update.grad, update.out, beta1=beta1, beta2=beta2, **scale)
-            return
-        adam_step(
-            leaf,
-            own["exp_avg"],
-            own["exp_avg_sq"],
-            update.grad,
-            update.out,
-            step=own["step"],
-            beta1=beta1,
-            beta2=beta2,
-            eps=float(group["eps"]),
-            decoupled=is_decoupled(self.optimizer, group),
-            **scale,
-        )
+        else:
+            common["beta1"], common["beta2"] = map(float, group["betas"])
+            if isinstance(self.optimizer, Lion):
+                args = LionArgs(**common)
+            else:
+                decoupled = is_decoupled(self.optimizer, group)
+                args = AdamArgs(eps=float(group["eps"]), decoupled=decoupled, **common)
+        self._args[index] = args
+        return args
 
     def _run_torch(self, updates: Sequence[SliceUpdate], state: State) -> None:
         optimizer, device = self.optimizer, updates[0].leaf.device

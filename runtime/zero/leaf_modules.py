@@ -2,90 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from torch import nn
 
-_LEAF = "_z3_leaf"
-
-
-def set_z3_leaf_modules(
-    model: nn.Module, leaf_module_classes: Iterable[type[nn.Module] | str], raise_if_not_found: bool = True
-) -> list[nn.Module]:
-    """Mark the modules of these classes (or names of classes); to be called before ``initialize``. Returns
-    them. Raises ValueError if there are none.
-    """
-    wanted = list(leaf_module_classes)
-    found = [
-        module
-        for module in model.modules()
-        if any(
-            type(module).__name__ == kind or f"{type(module).__module__}.{type(module).__qualname__}" == kind
-            if isinstance(kind, str)
-            else isinstance(module, kind)
-            for kind in wanted
-        )
-    ]
-    return _mark(found, True, raise_if_not_found, wanted)
-
-
-def unset_z3_leaf_modules(
-    model: nn.Module, leaf_module_classes: Iterable[type[nn.Module]], raise_if_not_found: bool = True
-) -> list[nn.Module]:
-    """The opposite."""
-    wanted = list(leaf_module_classes)
-    found = [module for module in model.modules() if any(isinstance(module, kind) for kind in wanted)]
-    return _mark(found, False, raise_if_not_found, wanted)
-
-
-def set_z3_leaf_modules_by_name(
-    model: nn.Module, module_names: Iterable[str], flag: bool = True, raise_if_not_found: bool = True
-) -> list[nn.Module]:
-    """The same by the modules' names in the model; ``flag`` False unmarks them."""
-    wanted = set(module_names)
-    found = [module for name, module in model.named_modules() if name in wanted]
-    return _mark(found, flag, raise_if_not_found, sorted(wanted))
-
-
-def set_z3_leaf_modules_by_suffix(
-    model: nn.Module,
-    module_name_suffixes: Iterable[str],
-    flag: bool = True,
-    raise_if_not_found: bool = True,
-) -> list[nn.Module]:
-    """The same by the ends of those names."""
-    wanted = tuple(module_name_suffixes)
-    found = [module for name, module in model.named_modules() if name.endswith(wanted)]
-    return _mark(found, flag, raise_if_not_found, wanted)
+_MARK = "_z3_leaf"
 
 
 def mark_leaves(
-    model: nn.Module, classes: Sequence[str], names: Sequence[str], suffixes: Sequence[str]
-) -> None:
-    """What ``zero_optimization.leaf_module`` says; what the model does not have is passed over."""
-    set_z3_leaf_modules(model, classes, raise_if_not_found=False)
-    set_z3_leaf_modules_by_name(model, names, raise_if_not_found=False)
-    set_z3_leaf_modules_by_suffix(model, suffixes, raise_if_not_found=False)
+    model: nn.Module,
+    *,
+    classes: Iterable[type[nn.Module] | str] = (),
+    names: Iterable[str] = (),
+    suffixes: Iterable[str] = (),
+    flag: bool = True,
+) -> list[nn.Module]:
+    """Mark modules of the model as leaves, before its units are planned, and return them.
 
-
-def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
-    """Mark or unmark one."""
-    setattr(model, _LEAF, flag)
-
-
-def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
-    """Those that are marked."""
-    return [module for module in model.modules() if z3_leaf_module(module)]
-
-
-def z3_leaf_module(model: nn.Module) -> bool:
-    """Whether it is marked."""
-    return bool(getattr(model, _LEAF, False))
-
-
-def _mark(found: list[nn.Module], flag: bool, must: bool, wanted: object) -> list[nn.Module]:
-    if not found and must:
-        raise ValueError(f"no module of the model is one of {wanted}")
+    ``classes``: classes, or names of them, bare or with their module. ``names``: of modules in the model;
+    ``suffixes``: how such names end. What the model does not have is passed over.
+    ``flag`` False unmarks.
+    """
+    kinds, wanted, ends = list(classes), set(names), tuple(suffixes)
+    found = [
+        module
+        for name, module in model.named_modules()
+        if name in wanted or name.endswith(ends) or any(_is_a(module, kind) for kind in kinds)
+    ]
     for module in found:
-        setattr(module, _LEAF, flag)
+        setattr(module, _MARK, flag)
     return found
+
+
+def is_leaf(module: nn.Module) -> bool:
+    """Tell whether a module is marked as a leaf."""
+    return bool(getattr(module, _MARK, False))
+
+
+def _is_a(module: nn.Module, kind: type[nn.Module] | str) -> bool:
+    if not isinstance(kind, str):
+        return isinstance(module, kind)
+    own = type(module)
+    return kind in (own.__name__, f"{own.__module__}.{own.__qualname__}")

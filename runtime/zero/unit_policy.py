@@ -13,7 +13,7 @@ from ..comm.collectives import Comm
 from . import placeholder
 from .eligible import is_shardable
 from .layout import make_layout
-from .leaf_modules import z3_leaf_module
+from .leaf_modules import is_leaf
 from .store import TILE_NUMEL, StoreFactory
 from .unit import Unit
 
@@ -71,7 +71,7 @@ def _has_parameters(module: nn.Module) -> bool:
 
 
 def _holds_blocks(module: nn.Module, containers: tuple[type[nn.Module], ...]) -> bool:
-    if z3_leaf_module(module):
+    if is_leaf(module):
         return False
     if isinstance(module, containers) and sum(_has_parameters(c) for c in module.children()) > 1:
         return True
@@ -92,7 +92,7 @@ def find_modules(root: nn.Module) -> list[tuple[str, nn.Module]]:
             if not _has_parameters(child):
                 continue
             lists = (nn.ModuleList,) if isinstance(parent, _CONTAINERS) else _CONTAINERS
-            if (isinstance(child, _CONTAINERS) and not z3_leaf_module(child)) or _holds_blocks(child, lists):
+            if (isinstance(child, _CONTAINERS) and not is_leaf(child)) or _holds_blocks(child, lists):
                 visit(f"{prefix}{name}.", child)
             else:
                 found.append((prefix + name, child))

@@ -90,7 +90,7 @@ def _sharded_construction() -> list[Any]:
     with deepspeed.zero.Init():
         config = T5Config(vocab_size=64, d_model=32, d_kv=16, d_ff=64, num_layers=2, num_heads=2)
         model = T5ForConditionalGeneration(config)
-    parameter = model.shared.weight
+    parameter: Any = model.shared.weight
     assert parameter.dtype == torch.float16 and parameter.shape == torch.Size([0])
     assert parameter.ds_shape == torch.Size([64, 32]) and parameter.ds_numel == 2048
 
@@ -104,7 +104,7 @@ def _sharded_construction() -> list[Any]:
     assert maybe_zero_3(parameter).shape == (64, 32)
 
     with deepspeed.zero.Init(config_dict_or_path={**BASE, "zero_optimization": {"stage": 3}}):
-        embedding = nn.Embedding(50, 16)
+        embedding: Any = nn.Embedding(50, 16)
     with deepspeed.zero.GatheredParameters(embedding.weight, modifier_rank=0):
         if deepspeed.comm.get_rank() == 0:
             nn.init.constant_(embedding.weight, 0.25)

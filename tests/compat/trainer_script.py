@@ -11,7 +11,7 @@ import deepspeed
 import torch
 from torch.utils.data import Dataset
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Trainer, TrainingArguments, set_seed
-from transformers.integrations import HfDeepSpeedConfig
+from transformers.integrations import HfDeepSpeedConfig  # type: ignore[attr-defined]
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 FOLDER = sys.argv[1]
@@ -168,9 +168,10 @@ def inference() -> None:
         given = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}
         alive = HfDeepSpeedConfig(given)
         model = AutoModelForCausalLM.from_pretrained(f"{FOLDER}/saved")
-        sharded = [p for p in model.parameters() if not p.ds_persist]
+        parameters: list[Any] = list(model.parameters())
+        sharded = [p for p in parameters if not p.ds_persist]
         assert sharded and all(p.numel() == 0 for p in sharded)
-        assert sum(p.ds_numel for p in model.parameters()) == sum(p.numel() for p in plain.parameters())
+        assert sum(p.ds_numel for p in parameters) == sum(p.numel() for p in plain.parameters())
         engine, optimizer, _, _ = deepspeed.initialize(model=model, config=given)
         assert optimizer is None
         engine.module.eval()

@@ -167,6 +167,7 @@ def gradually(side: Side) -> None:
         run_steps(trainer, range(4 - index, 6 - index))
 
 
+OURS: dict[str, Any] = dict(SCHEDULES)
 SCHEDULERS: dict[str, Callable[[Any], Any]] = {
     "StepLR": lambda o: torch.optim.lr_scheduler.StepLR(o, 2, 0.5),
     "CosineAnnealingLR": lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 5),
@@ -177,11 +178,11 @@ SCHEDULERS: dict[str, Callable[[Any], Any]] = {
         [torch.optim.lr_scheduler.ConstantLR(o, 0.1), torch.optim.lr_scheduler.ExponentialLR(o, 0.9)],
         milestones=[2],
     ),
-    "WarmupLR": lambda o: SCHEDULES["WarmupLR"](o, warmup_max_lr=0.05, warmup_num_steps=4),
-    "WarmupDecayLR": lambda o: SCHEDULES["WarmupDecayLR"](
+    "WarmupLR": lambda o: OURS["WarmupLR"](o, warmup_max_lr=0.05, warmup_num_steps=4),
+    "WarmupDecayLR": lambda o: OURS["WarmupDecayLR"](
         o, total_num_steps=6, warmup_max_lr=0.05, warmup_num_steps=3
     ),
-    "WarmupCosineLR": lambda o: SCHEDULES["WarmupCosineLR"](o, total_num_steps=6, warmup_num_steps=3),
+    "WarmupCosineLR": lambda o: OURS["WarmupCosineLR"](o, total_num_steps=6, warmup_num_steps=3),
 }
 
 

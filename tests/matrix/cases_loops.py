@@ -300,7 +300,7 @@ def _samples(count: int = 24) -> Tensor:
 @feature("loops", "torch_data_loader")
 def data_loader(side: Side) -> None:
     data = torch.utils.data.TensorDataset(_samples())
-    sampler = None
+    sampler: Any = None
     if not side.is_plain:
         sampler = torch.utils.data.DistributedSampler(data, side.world, side.rank, shuffle=False)
     size = 4 if side.is_plain else 4 // side.world

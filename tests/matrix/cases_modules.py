@@ -66,7 +66,7 @@ def conv_transposed() -> nn.Module:
 
 @model("modules", "channels_last", data=images)
 def channels_last() -> nn.Module:
-    return conv2d().to(memory_format=torch.channels_last)
+    return conv2d().to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch has it
 
 
 @feature("modules", "channels_last_inputs_and_evaluation")
@@ -74,7 +74,7 @@ def channels_last_inputs(side: Side) -> None:
     def data(step: int) -> tuple[Tensor]:
         return (images(step)[0].contiguous(memory_format=torch.channels_last),)
 
-    trainer = train(side, conv2d().to(memory_format=torch.channels_last), data=data)
+    trainer = train(side, channels_last(), data=data)
     trainer.call.eval()
     with torch.no_grad():
         side.record_share("output", trainer.call(side.share(data(9)[0])))

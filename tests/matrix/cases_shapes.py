@@ -204,7 +204,7 @@ def lists_in_a_list() -> nn.Module:
 
         def forward(self, x: Tensor) -> Tensor:
             for weights in self.weights:
-                for weight in weights:
+                for weight in weights:  # type: ignore[attr-defined]  # a ParameterList
                     x = x + torch.tanh(x @ weight)
             return x
 

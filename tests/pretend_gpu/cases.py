@@ -153,7 +153,8 @@ def train(case: Case) -> dict[str, Any]:
             zlaunch.checkpointing.checkpoint_blocks(model)
         engine, *_ = zlaunch.initialize(model=model, config=settings)
         assert device.type == engine.device.type == "cuda"
-        losses, waits = [], {}
+        losses: list[Any] = []
+        waits: dict[Any, Any] = {}
         for index, batch in enumerate(batches(_STEPS, 6 * case.accumulation)):
             micros = [micro.chunk(world)[rank].pin_memory() for micro in batch.chunk(case.accumulation)]
             if index == _WARM:

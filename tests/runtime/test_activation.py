@@ -278,7 +278,8 @@ def test_blocks_stay_what_they_were() -> None:
     want = _backward(plain, batches(1, 4)[0])
     for other in copies:
         mine = other.layers[0].forward
-        assert isinstance(mine, functools.partial) and mine.func.__self__ is other.layers[0]
+        assert isinstance(mine, functools.partial)
+        assert mine.func.__self__ is other.layers[0]  # type: ignore[attr-defined]  # a method
         assert _equal(_backward(other, batches(1, 4)[0]), want)
     assert all(p.grad is None for p in model.parameters())
     zlaunch.checkpointing.checkpoint_blocks(copies[0])  # a copy can be wrapped itself
@@ -378,7 +379,7 @@ def test_any_argument_and_result(parked: bool) -> None:
         loss = (call(_all_kinds, x=outer, weight=weight, scale=1.0, pair=(x, x), mask=mask).hidden ** 2).sum()
         loss.backward(retain_graph=True)
         loss.backward()
-        return [loss.detach(), weight.grad.clone(), given.grad.clone()]
+        return [loss.detach(), weight.grad.clone(), given.grad.clone()]  # type: ignore[attr-defined]  # set by backward
 
     want = run(lambda function, *args, **kwargs: function(*args, **kwargs))
     assert _equal(run(checkpoint), want)

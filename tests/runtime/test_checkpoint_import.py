@@ -177,7 +177,7 @@ def test_weights_of_torch_and_hugging_face(tmp_path: Path, kind: str) -> None:
         names = sorted(untied)
         suffix = "bin" if kind.startswith("bin") else "safetensors"
         stem = "pytorch_model" if suffix == "bin" else "model"
-        places = {}
+        places: dict[Any, Any] = {}
         for index, part in enumerate((names[:4], names[4:])):
             file = f"{stem}-{index}.{suffix}"
             places |= dict.fromkeys(part, file)

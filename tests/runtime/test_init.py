@@ -17,6 +17,7 @@ import zlaunch
 from tests.runtime.models import Net, batches, config, net, train_engine
 from tests.runtime.workers import run_workers
 from zlaunch.runtime.zero import placeholder
+from zlaunch.runtime.zero.unit import owner_of
 
 
 class Initialised(Net):
@@ -68,7 +69,7 @@ def _same_training(folder: str) -> list[str]:
             engine.destroy()
             with zlaunch.zero.Init(config_dict_or_path=settings):
                 model = _build(5 + rank, tied=tied)  # other ranks' values are rank 0's
-            owners = [placeholder.owner(p) for p in model.parameters()]
+            owners = [owner_of(p) for p in model.parameters()]
             assert all(unit is not None and unit.full.untyped_storage().nbytes() == 0 for unit in owners)
             with zlaunch.zero.GatheredParameters(model):
                 for name, value in model.named_parameters():

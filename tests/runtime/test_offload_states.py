@@ -124,10 +124,10 @@ def _storages(engine: Any) -> dict[str, list[Any]]:
         found["lp_params"].append(unit.values.tensor if unit.shard_params else unit.full)
         if unit.store is not None and unit.store.master is not None:
             found["hp_params"].append(unit.store.master)
-            found["lp_grads"].append(unit.grad)
+            found["lp_grads"].append(unit.store.grad_memory)
     for state in engine._shard_step.optimizer.state.values():
         found["optim_states"] += [value for value in state.values() if value.dim()]
-    found["contiguous_grad_buffer"] = list(engine._reducer._pool._free)
+    found["contiguous_grad_buffer"] = list(engine._reducer._pool.free)
     return {name: [tensor.untyped_storage() for tensor in tensors] for name, tensors in found.items()}
 
 

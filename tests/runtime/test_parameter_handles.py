@@ -107,8 +107,8 @@ def _taken(stage: int) -> None:
     model.layers[0].up = former
     if stage < 3:
         weight = model.layers[1].down.weight
-        own = torch.Tensor.data.__get__(weight)
-        torch.Tensor.data.__set__(weight, torch.ones_like(own))  # as a library in C++ might
+        own = torch.Tensor.data.__get__(weight)  # type: ignore[attr-defined]
+        torch.Tensor.data.__set__(weight, torch.ones_like(own))  # type: ignore[attr-defined]  # as a library in C++ might
         engine.backward(loss_of(engine, tokens))
         with pytest.raises(zlaunch.ParameterError, match=r"layers\.1\.down\.weight no longer lies"):
             engine.step()

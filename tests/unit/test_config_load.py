@@ -3,10 +3,12 @@
 import base64
 import json
 import math
+import pickle
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
@@ -45,7 +47,7 @@ def test_json_with_comments(tmp_path):
     loaded = load(write(tmp_path, "ds.json", COMMENTED))
     assert loaded.origin == "ds.json"
     assert loaded.config.train_batch_size == 8
-    assert loaded.config.wandb.project == "a // b # c /* d */"
+    assert loaded.raw["wandb"]["project"] == "a // b # c /* d */"
     assert loaded.config.zero_optimization.reduce_bucket_size == 500_000_000
     assert loaded.given == {
         "train_batch_size",
@@ -128,6 +130,28 @@ def test_yaml_syntax_and_types(tmp_path):
     )
     assert "too many values" in problems(write(tmp_path, "bomb.yaml", bomb))
     assert problems(write(tmp_path, "e.yaml", "a: !!python/object:os.system x\n"))
+
+
+def test_yaml_reads_no_number_in_base_60(tmp_path):
+    text = "train_batch_size: 1:30\ngradient_clipping: 1:30.5\nsteps_per_print: 90\n"
+    assert problems(write(tmp_path, "a.yaml", text)).splitlines() == [
+        'a.yaml: train_batch_size: "1:30" is not allowed, expected a whole number, 1 or more',
+        'a.yaml: gradient_clipping: "1:30.5" is not allowed, expected a number, 0 or more',
+    ]
+
+
+def test_booleans_of_numpy():
+    config = load({"fp16": {"enabled": np.bool_(True)}, "bf16": {"enabled": np.False_}}).config
+    assert config.fp16.enabled is True and config.bf16.enabled is False
+    assert "of type ndarray" in problems({"fp16": {"enabled": np.array([True])}})
+
+
+def test_an_error_keeps_its_parts_when_it_is_sent():
+    with pytest.raises(ConfigError) as caught:
+        load({"train_batch_size": 0, "fp16": 3, "own_key": 1})
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert again.problems == caught.value.problems and len(again.problems) == 2
+    assert again.warnings == ("<dict>: own_key: unknown key, ignored",) and str(again) == str(caught.value)
 
 
 def test_duplicate_keys(tmp_path):
@@ -409,4 +433,11 @@ def test_command_line(tmp_path):
     bad = str(write(tmp_path, "bad.json", '{"fp17": {}}'))
     done = run(cli, ["check", bad])
     assert done.exit_code == 2 and "bad.json: fp17: unknown key, did you mean fp16?" in done.output
+    both = str(write(tmp_path, "both.json", '{"fp16": 3, "my_key": 1, "memory_breakdown": true}'))
+    lines = run(cli, ["check", both]).output.splitlines()
+    assert [line.partition(": both.json: ")[2] for line in lines[:2]] == [
+        "my_key: unknown key, ignored",
+        "memory_breakdown: not supported yet, ignored (it changes only speed or diagnostics)",
+    ]
+    assert lines[2].startswith("both.json: fp16: 3 is not allowed")
     assert json.loads(run(cli, ["schema"]).output)["title"] == "Config"

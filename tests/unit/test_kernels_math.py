@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from zlaunch.cuda_ops import loader
-from zlaunch.cuda_ops.compress import dequantize_int8, pack_signs, quantize_int8, unpack_signs
-from zlaunch.cuda_ops.convert import scaled_cast
+from zlaunch.cuda_ops.arguments import AdamArgs, LionArgs, SgdArgs
 from zlaunch.cuda_ops.loss_scale import LossScaleState, update_loss_scale
 from zlaunch.cuda_ops.norm import prepare_step, sum_of_squares, sums_of_squares
 from zlaunch.cuda_ops.step import adam_step, lion_step, sgd_step
@@ -104,6 +103,18 @@ def compare_step(
         assert torch.equal(out.nan_to_num(), master.to(out_dtype).nan_to_num())
 
 
+def adam(*tensors: Any, step: Any, **options: Any) -> None:
+    adam_step(*tensors, step=step, args=AdamArgs(**options))
+
+
+def sgd(*tensors: Any, step: Any, **options: Any) -> None:
+    sgd_step(*tensors, step=step, args=SgdArgs(**options))
+
+
+def lion(*tensors: Any, **options: Any) -> None:
+    lion_step(*tensors, args=LionArgs(**options))
+
+
 def scalars(on_device: bool, device: str, **numbers: float) -> dict[str, Any]:
     return {k: torch.tensor(v, device=device) if on_device else v for k, v in numbers.items()}
 
@@ -123,7 +134,7 @@ def compare_adam(
     for on_device, count, decoupled in itertools.product((False, True), (1.0, 1000.0), (False, True)):
         numbers = scalars(on_device, device, step=count, lr=1e-2, multiplier=0.25, found_inf=found)
         options = {**ADAM, **numbers, "decoupled": decoupled, **more}
-        compare_step(adam_step, 2, numel, (grad, out), device, **options)
+        compare_step(adam, 2, numel, (grad, out), device, **options)
 
 
 def compare_sgd(
@@ -132,7 +143,7 @@ def compare_sgd(
     for on_device, count, rule in itertools.product((False, True), (1.0, 2.0), SGD):
         numbers = scalars(on_device, device, step=count, lr=1e-2, multiplier=0.25, found_inf=found)
         options = {**rule, **numbers, **more}
-        compare_step(sgd_step, int(rule["momentum"] > 0), numel, (grad, out), device, **options)
+        compare_step(sgd, int(rule["momentum"] > 0), numel, (grad, out), device, **options)
 
 
 def compare_lion(
@@ -140,7 +151,7 @@ def compare_lion(
 ) -> None:
     for on_device in (False, True):
         numbers = scalars(on_device, device, lr=1e-2, multiplier=0.25, found_inf=found)
-        compare_step(lion_step, 1, numel, (grad, out), device, **LION, **numbers, **more)
+        compare_step(lion, 1, numel, (grad, out), device, **LION, **numbers, **more)
 
 
 def compare_norm(device: str, dtype: torch.dtype, numel: int, offset: int = 0) -> None:
@@ -197,49 +208,6 @@ def compare_loss_scale(device: str, seed: int) -> None:
         assert torch.equal(mine.values, theirs.values)
 
 
-def compare_cast(device: str, source: torch.dtype, target: torch.dtype, numel: int, offset: int = 0) -> None:
-    src = values(numel, source, device, offset=offset, specials=True)
-    for scale in (1.0, 0.3, torch.tensor(1024.0, device=device)):
-        dst = values(numel, target, device, offset=offset)
-        scaled_cast(src, dst, scale)
-        assert_guarded(dst)
-        expected = (src.float() * scale).to(target)
-        assert torch.equal(dst.isnan(), expected.isnan())
-        assert torch.equal(dst.nan_to_num(), expected.nan_to_num())
-
-
-def compare_signs(device: str, numel: int, block: int) -> None:
-    tensor, error = values(numel, torch.float32, device), values(numel, torch.float32, device)
-    expected_error = error.clone()
-    signs, scales = pack_signs(tensor, block=block)
-    expected = twins_of(lambda: pack_signs(tensor, block=block))
-    assert torch.equal(signs, expected[0])
-    assert_close(scales, expected[1])
-    back = unpack_signs(signs, scales, numel, block=block)
-    assert torch.equal(back, twins_of(lambda: unpack_signs(signs, scales, numel, block=block)))
-    assert torch.equal(back >= 0, tensor >= 0)
-    signs, scales = pack_signs(tensor, block=block, error=error)
-    expected = twins_of(lambda: pack_signs(tensor, block=block, error=expected_error))
-    assert torch.equal(signs, expected[0])
-    assert_close(error, expected_error, atol=1e-6)
-
-
-def compare_int8(device: str, dtype: torch.dtype, numel: int, block: int = 256, offset: int = 0) -> None:
-    for specials in (False, True):
-        tensor = values(numel, dtype, device, offset=offset, specials=specials)
-        codes, scales = quantize_int8(tensor, block=block)
-        expected_codes, expected_scales = twins_of(lambda tensor=tensor: quantize_int8(tensor, block=block))
-        assert torch.equal(scales.nan_to_num(), expected_scales.nan_to_num())
-        finite = scales.isfinite().repeat_interleave(block)[:numel]
-        assert torch.equal(codes[finite], expected_codes[finite])
-        out, expected = (values(numel, dtype, device, offset=offset) for _ in range(2))
-        dequantize_int8(codes, scales, out, block=block)
-        assert_guarded(out)
-        twins_of(lambda e=expected, c=codes, s=scales: dequantize_int8(c, s, e, block=block))
-        assert_close(out, expected, rtol=0, atol=0)
-        assert not out[~finite].isfinite().any()
-
-
 # -- here, on the CPU
 
 Kernels = CpuKernels
@@ -289,11 +257,17 @@ def test_loss_scale(kernels_on_cpu: Kernels, seed: int) -> None:
     compare_loss_scale("cpu", seed)
 
 
-@pytest.mark.parametrize("target", FLOATS)
-@pytest.mark.parametrize("source", FLOATS)
-def test_casts(kernels_on_cpu: Kernels, source: torch.dtype, target: torch.dtype) -> None:
-    for numel, offset in ((0, 0), (1, 0), (301, 0), (301, 3), (1024, 0)):
-        compare_cast("cpu", source, target, numel, offset)
+def cast_by_a_step(source: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return ``source`` in another type, cast by the kernel of SGD: a gradient read, or a master written."""
+    plain = {"momentum": 0.0, "dampening": 0.0, "nesterov": False, "weight_decay": 0.0, "step": 1.0}
+    common: dict[str, Any] = {**plain, "multiplier": 1.0, "found_inf": None}
+    if dtype == torch.float32:
+        master = torch.zeros(source.shape)
+        sgd(master, None, source, None, lr=-1.0, **common)
+        return master
+    out = torch.empty_like(source, dtype=dtype)
+    sgd(source.clone(), None, torch.zeros_like(source), out, lr=0.0, **common)
+    return out
 
 
 def test_casts_of_every_half(kernels_on_cpu: Kernels) -> None:
@@ -301,31 +275,13 @@ def test_casts_of_every_half(kernels_on_cpu: Kernels) -> None:
     bits = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16)
     for dtype in (torch.bfloat16, torch.float16):
         halves = bits.view(dtype)
-        wide = torch.empty(1 << 16)
-        scaled_cast(halves, wide, 1.0)
+        wide = cast_by_a_step(halves, torch.float32)
         assert torch.equal(wide.nan_to_num(), halves.float().nan_to_num())
         middles = (wide[:-1] + wide[1:]) / 2
         beside = [torch.nextafter(middles, torch.full_like(middles, to)) for to in (math.inf, -math.inf)]
         for numbers in (middles, *beside):
-            narrow = torch.empty_like(numbers, dtype=dtype)
-            scaled_cast(numbers, narrow, 1.0)
+            narrow = cast_by_a_step(numbers, dtype)
             assert torch.equal(narrow.nan_to_num(), numbers.to(dtype).nan_to_num())
             assert torch.equal(narrow.isnan(), numbers.isnan())
         odd = torch.tensor([0x7F800001, 0x7FFFFFFF, -1, -0x7FFFFF], dtype=torch.int32).view(torch.float32)
-        narrow = torch.empty(4, dtype=dtype)
-        scaled_cast(odd, narrow, 1.0)
-        assert bool(narrow.isnan().all()), "whatever the bits of a NaN"
-
-
-@pytest.mark.parametrize("block", [0, 8, 64, 256])
-def test_signs(kernels_on_cpu: Kernels, block: int) -> None:
-    for numel in SIZES:
-        compare_signs("cpu", numel, block)
-    kernels_on_cpu.backwards = True
-    compare_signs("cpu", 70_000 if block == 0 else 1000, block)
-
-
-@pytest.mark.parametrize("dtype", FLOATS)
-def test_int8(kernels_on_cpu: Kernels, dtype: torch.dtype) -> None:
-    for numel, block, offset in ((0, 256, 0), (1, 256, 0), (1000, 256, 0), (1000, 32, 1), (3000, 1024, 0)):
-        compare_int8("cpu", dtype, numel, block, offset)
+        assert bool(cast_by_a_step(odd, dtype).isnan().all()), "whatever the bits of a NaN"

@@ -8,7 +8,6 @@ those that the order of threads brings out.
 from __future__ import annotations
 
 import ctypes
-import itertools
 import re
 import shutil
 import subprocess
@@ -29,9 +28,6 @@ COMBINATIONS: dict[str, list[tuple[str, ...]]] = {
     "step": [(f"-DGRAD={g}", f"-DOUT={o}") for g in TYPES for o in ("NONE", "BFLOAT16", "FLOAT16")],
     "norm": [(f"-DSRC={s}",) for s in TYPES],
     "scalars": [()],
-    "convert": [(f"-DSRC={s}", f"-DDST={d}") for s, d in itertools.product(TYPES, TYPES)],
-    "compress": [(f"-DSRC={s}", "-DDST=FLOAT32") for s in TYPES]
-    + [("-DSRC=FLOAT32", f"-DDST={d}") for d in TYPES[1:]],
 }
 """Every file with every set of options that the wrappers use."""
 _SIGNATURE = re.compile(r'extern "C" __global__ void (\w+)\(([^)]*)\)')

@@ -20,12 +20,11 @@ from torch import Tensor
 
 from tests.limits import LIMIT_S
 from zlaunch.cuda_ops import host, loader
-from zlaunch.cuda_ops.compress import dequantize_int8, pack_signs, quantize_int8, unpack_signs
-from zlaunch.cuda_ops.convert import scaled_cast
 from zlaunch.cuda_ops.loss_scale import LossScaleState, update_loss_scale
 from zlaunch.cuda_ops.norm import prepare_step, sum_of_squares
-from zlaunch.cuda_ops.step import adam_step, lion_step, sgd_step
 from zlaunch.runtime.precision.loss_scaler import LossScaleFloorError, LossScaler
+
+from .test_kernels_math import adam, lion, sgd
 
 WAYS = ("torch", "chunks", "numba")
 
@@ -71,7 +70,7 @@ class Run:
         out = torch.empty_like(master, dtype=torch.bfloat16)
         for count, (gradient, wanted) in enumerate(zip(self.gradients, self.wanted, strict=True), 1):
             grad = (gradient * 4).to(grad_dtype)
-            numbers: dict[str, Any] = {"step": count, "lr": 1e-2} if step is not lion_step else {"lr": 1e-2}
+            numbers: dict[str, Any] = {"step": count, "lr": 1e-2} if step is not lion else {"lr": 1e-2}
             step(master, *state, grad, out, **numbers, multiplier=0.25, found_inf=0.0, **options)
             if grad_dtype == torch.float32:
                 torch.testing.assert_close(master, wanted, rtol=1e-5, atol=1e-6)
@@ -86,7 +85,7 @@ def test_adam_is_that_of_torch(way: str, decoupled: bool, dtype: torch.dtype) ->
     kind = torch.optim.AdamW if decoupled else torch.optim.Adam
     run = Run(lambda p: kind(p, 1e-2, (0.8, 0.95), weight_decay=0.1, foreach=True))
     numbers = {"beta1": 0.8, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
-    run.check(adam_step, 2, dtype, **numbers, decoupled=decoupled)
+    run.check(adam, 2, dtype, **numbers, decoupled=decoupled)
 
 
 @pytest.mark.parametrize(
@@ -101,7 +100,7 @@ def test_sgd_is_that_of_torch(
     run = Run(lambda p: torch.optim.SGD(p, 1e-2, **options))
 
     def step(master: Tensor, *rest: Any, **more: Any) -> None:
-        sgd_step(master, *(rest if momentum else (None, *rest)), **more)
+        sgd(master, *(rest if momentum else (None, *rest)), **more)
 
     run.check(step, int(momentum > 0), torch.float32, **options)
 
@@ -123,7 +122,7 @@ class PlainLion(torch.optim.Optimizer):
 
 def test_lion_is_that_of_the_paper(way: str) -> None:
     run = Run(PlainLion)
-    run.check(lion_step, 1, torch.float32, beta1=0.9, beta2=0.99, weight_decay=0.1)
+    run.check(lion, 1, torch.float32, beta1=0.9, beta2=0.99, weight_decay=0.1)
 
 
 @pytest.mark.parametrize("decoupled", [False, True])
@@ -142,7 +141,7 @@ def test_fp32_without_out_is_torch_to_the_bit(decoupled: bool) -> None:
         optimizer.step()
         numbers = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1, "decoupled": decoupled}
         numbers |= {"multiplier": 0.25, "found_inf": None, "step": count, "lr": 1e-2}
-        adam_step(master, m, v, grad, None, **numbers)  # type: ignore[arg-type]
+        adam(master, m, v, grad, None, **numbers)
         assert torch.equal(master, parameter)
 
 
@@ -163,7 +162,7 @@ def test_found_inf_leaves_everything_alone(way: str, dtypes: Any, found: Any) ->
     tensors = adam_tensors(3000, *dtypes)
     tensors[3][5] = torch.inf
     before = [tensor if tensor is None else tensor.clone() for tensor in tensors]
-    adam_step(*tensors, **adam_options(found_inf=found))
+    adam(*tensors, **adam_options(found_inf=found))
     for mine, old in zip(tensors, before, strict=True):
         assert mine is None or torch.equal(mine, old)
 
@@ -177,11 +176,11 @@ def test_the_number_of_threads_changes_no_bit(numel: int, threads: int, dtype: t
     patch = pytest.MonkeyPatch()
     with patch.context() as context:
         context.setattr(torch, "get_num_threads", lambda: 1)
-        adam_step(*one, **adam_options())
+        adam(*one, **adam_options())
         context.setattr(torch, "get_num_threads", lambda: threads)
         context.setattr(torch, "set_num_threads", lambda number: None)
         context.setattr(host, "_ALIGN", 1024)
-        adam_step(*several, **adam_options())
+        adam(*several, **adam_options())
     assert all(torch.equal(a, b) for a, b in zip(one, several, strict=True))
 
 
@@ -230,12 +229,12 @@ def test_a_forked_child_makes_a_pool_of_its_own() -> None:
         import os, torch
         from tests.unit.test_kernels_twins import adam_options, adam_tensors
         from zlaunch.cuda_ops import host
-        from zlaunch.cuda_ops.step import adam_step
+        from tests.unit.test_kernels_math import adam
         torch.set_num_threads(2)
         tensors = adam_tensors(1 << 18)
-        adam_step(*tensors, **adam_options())
+        adam(*tensors, **adam_options())
         if (child := os.fork()) == 0:
-            adam_step(*tensors, **adam_options())
+            adam(*tensors, **adam_options())
             os._exit(7)
         print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
     """
@@ -299,26 +298,6 @@ def test_loss_scale_is_that_of_the_host(
     assert again.state_dict() == mine.state_dict()
 
 
-@given(st.integers(0, 2000), st.sampled_from([0, 8, 64, 1024]))
-def test_error_feedback_loses_nothing(numel: int, block: int) -> None:
-    values, error = torch.randn(numel), torch.randn(numel)
-    total = values + error
-    signs, scales = pack_signs(values, block=block, error=error)
-    assert signs.numel() == -(-numel // 8)
-    torch.testing.assert_close(unpack_signs(signs, scales, numel, block=block) + error, total)
-    assert torch.equal(torch.from_numpy(np.packbits((total >= 0).numpy(), bitorder="little")), signs)
-
-
-@given(st.integers(0, 2000), st.sampled_from([32, 256]), st.floats(1e-30, 1e30))
-def test_int8_is_half_a_code_off_at_most(numel: int, block: int, size: float) -> None:
-    values = torch.randn(numel) * size
-    codes, scales = quantize_int8(values, block=block)
-    back = torch.empty_like(values)
-    dequantize_int8(codes, scales, back, block=block)
-    allowed = scales.repeat_interleave(block)[:numel] * 0.5001
-    assert bool(((back - values).abs() <= allowed).all())
-
-
 # -- modes and mistakes
 
 
@@ -370,7 +349,7 @@ def test_what_stands_in_the_way_of_cupy(
 
 
 def test_importing_loads_neither_cupy_nor_numba() -> None:
-    code = "import sys, zlaunch.cuda_ops.step, zlaunch.cuda_ops.compress, zlaunch.cuda_ops.norm\n"
+    code = "import sys, zlaunch.cuda_ops.step, zlaunch.cuda_ops.norm\n"
     code += "print({'cupy', 'numba'} & set(sys.modules))"
     root = Path(__file__).resolve().parents[2]
     environment = {**os.environ, "PYTHONPATH": str(root)}
@@ -385,31 +364,20 @@ F, B, N = torch.zeros(8), torch.zeros(8, dtype=torch.bfloat16), None
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: adam_step(B, F, F, B, N, **adam_options()), "master is torch.bfloat16"),
-        (lambda: adam_step(F, F[:4], F, B, N, **adam_options()), "exp_avg has 4 elements, expected 8"),
-        (lambda: adam_step(F, F, F.to("meta"), B, N, **adam_options()), "exp_avg_sq is on meta"),
-        (lambda: adam_step(F, F, F, F.double(), N, **adam_options()), "grad is torch.float64"),
-        (lambda: adam_step(F, F, F, F, F, **adam_options()), "out is torch.float32"),
-        (lambda: adam_step(F, F, F, F.view(2, 4), N, **adam_options()), r"grad has shape \[2, 4\]"),
-        (lambda: adam_step(F, F, F, torch.zeros(16)[::2], N, **adam_options()), r"grad .* stride \[2\]"),
-        (lambda: adam_step(F, F, F, F, N, **adam_options(lr=F)), r"lr is torch.float32 of shape \[8\]"),
-        (lambda: adam_step(F, F, F, F, N, **adam_options(step=torch.tensor(1))), "step is torch.int64"),
-        (lambda: adam_step(F, F, F, F, N, **adam_options(beta1=1.0)), "beta1 is 1.0"),
-        (lambda: adam_step(F, F, F, F, N, **adam_options(step=0)), "step is 0"),
+        (lambda: adam(B, F, F, B, N, **adam_options()), "master is torch.bfloat16"),
+        (lambda: adam(F, F[:4], F, B, N, **adam_options()), "exp_avg has 4 elements, expected 8"),
+        (lambda: adam(F, F, F.to("meta"), B, N, **adam_options()), "exp_avg_sq is on meta"),
+        (lambda: adam(F, F, F, F.double(), N, **adam_options()), "grad is torch.float64"),
+        (lambda: adam(F, F, F, F, F, **adam_options()), "out is torch.float32"),
+        (lambda: adam(F, F, F, F.view(2, 4), N, **adam_options()), r"grad has shape \[2, 4\]"),
+        (lambda: adam(F, F, F, torch.zeros(16)[::2], N, **adam_options()), r"grad .* stride \[2\]"),
+        (lambda: adam(F, F, F, F, N, **adam_options(lr=F)), r"lr is torch.float32 of shape \[8\]"),
+        (lambda: adam(F, F, F, F, N, **adam_options(step=torch.tensor(1))), "step is torch.int64"),
+        (lambda: adam(F, F, F, F, N, **adam_options(beta1=1.0)), "beta1 is 1.0"),
+        (lambda: adam(F, F, F, F, N, **adam_options(step=0)), "step is 0"),
         (lambda: sum_of_squares(F.double()), "tensor is torch.float64"),
         (lambda: prepare_step(F, divisor=1.0, clip=0.0), "sum_squares"),
         (lambda: prepare_step(torch.tensor(1.0), divisor=1.0, clip=-1.0), "clip is -1.0"),
-        (lambda: scaled_cast(F, B[:3], 1.0), "dst has 3 elements"),
-        (lambda: pack_signs(F, block=12), "block is 12, expected a multiple of 8"),
-        (
-            lambda: unpack_signs(torch.zeros(2, dtype=torch.uint8), F[:1], 8),
-            "signs has 2 elements",
-        ),
-        (lambda: quantize_int8(F, block=0), "block is 0"),
-        (
-            lambda: dequantize_int8(torch.zeros(8, dtype=torch.int8), F, B),
-            "scales has 8 elements",
-        ),
         (lambda: LossScaleState("cpu", scale=1.0, window=0), "window is 0"),
     ],
 )
@@ -423,14 +391,14 @@ SGD = {"step": 1, "lr": 0.1, "dampening": 0.0, "weight_decay": 0.0, "multiplier"
 
 def test_sgd_wants_a_buffer_exactly_with_momentum() -> None:
     with pytest.raises(ValueError, match="momentum_buffer is missing"):
-        sgd_step(F, None, F, None, momentum=0.9, nesterov=False, **SGD)  # type: ignore[arg-type]
+        sgd(F, None, F, None, momentum=0.9, nesterov=False, **SGD)
     with pytest.raises(ValueError, match="momentum_buffer is given"):
-        sgd_step(F, F, F, None, momentum=0.0, nesterov=False, **SGD)  # type: ignore[arg-type]
+        sgd(F, F, F, None, momentum=0.0, nesterov=False, **SGD)
     with pytest.raises(ValueError, match="nesterov"):
-        sgd_step(F, None, F, None, momentum=0.0, nesterov=True, **SGD)  # type: ignore[arg-type]
+        sgd(F, None, F, None, momentum=0.0, nesterov=True, **SGD)
 
 
 def test_sgd_forgets_what_a_fresh_buffer_holds(way: str) -> None:
     master, buffer, grad = torch.ones(2000), torch.full((2000,), torch.nan), torch.ones(2000)
-    sgd_step(master, buffer, grad, None, momentum=0.9, nesterov=False, **SGD)  # type: ignore[arg-type]
+    sgd(master, buffer, grad, None, momentum=0.9, nesterov=False, **SGD)
     assert torch.equal(buffer, grad) and torch.allclose(master, torch.tensor(0.9))

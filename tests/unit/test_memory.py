@@ -25,7 +25,7 @@ from zlaunch.runtime.memory.estimate import (
     relief,
     shortages,
 )
-from zlaunch.runtime.offload.manager import OffloadOptions, Place
+from zlaunch.runtime.offload.manager import OffloadOptions, Tier
 
 BLOCKS = [10_000_000, *[30_000_000] * 33]  # about a billion
 N = sum(BLOCKS)
@@ -53,16 +53,16 @@ def test_bf16_adam_is_the_papers_table() -> None:
 
 def test_offload_moves_and_does_not_lose() -> None:
     w = 4
-    cpu = plan(setting(2, w, optimizer=Place.HOST)).total
+    cpu = plan(setting(2, w, optimizer=Tier.HOST)).total
     assert cpu.device == N * 2 + 3 * 30_000_000 * 2
     assert cpu.host == (N // w) * (12 + 2) and cpu.disk == 0
-    again = plan(replace(setting(2, w, optimizer=Place.HOST), accumulates=True)).total
+    again = plan(replace(setting(2, w, optimizer=Tier.HOST), accumulates=True)).total
     assert again.host == (N // w) * (12 + 2 + 4)
-    both = plan(setting(3, w, optimizer=Place.HOST, parameters=Place.HOST)).total
+    both = plan(setting(3, w, optimizer=Tier.HOST, parameters=Tier.HOST)).total
     assert both.host == (N // w) * 16
-    disk = plan(setting(3, w, optimizer=Place.DISK, parameters=Place.DISK)).total
+    disk = plan(setting(3, w, optimizer=Tier.DISK, parameters=Tier.DISK)).total
     assert disk.disk == (N // w) * 18 and disk.host < 0.5 * GIB
-    half = plan(setting(2, w, optimizer=Place.HOST, ratio=0.5)).total
+    half = plan(setting(2, w, optimizer=Tier.HOST, ratio=0.5)).total
     assert half.host == pytest.approx(cpu.host / 2, abs=64)
     assert half.device == pytest.approx(cpu.device + (N // w) * 8, abs=64)
 
@@ -70,18 +70,18 @@ def test_offload_moves_and_does_not_lose() -> None:
 @given(
     stage=st.integers(0, 3),
     world=st.integers(1, 64),
-    optimizer=st.sampled_from(Place),
-    parameters=st.sampled_from(Place),
+    optimizer=st.sampled_from(Tier),
+    parameters=st.sampled_from(Tier),
     blocks=st.lists(st.integers(0, 10**9), max_size=5),
     ratio=st.floats(0, 1),
 )
 def test_amounts_are_never_negative_and_shrink_with_ranks(
-    stage: int, world: int, optimizer: Place, parameters: Place, blocks: list[int], ratio: float
+    stage: int, world: int, optimizer: Tier, parameters: Tier, blocks: list[int], ratio: float
 ) -> None:
     if stage == 0:
-        optimizer = Place.DEVICE
+        optimizer = Tier.DEVICE
     if stage < 3:
-        parameters = Place.DEVICE
+        parameters = Tier.DEVICE
     offload = OffloadOptions(optimizer=optimizer, parameters=parameters, ratio=ratio)
     one = Setting(
         stage=stage, world_size=world, blocks=blocks, frozen=5, dtype_bytes=2, states=2, offload=offload
@@ -108,12 +108,12 @@ def test_the_first_change_that_fits_is_advised() -> None:
     tiny = Amounts(device=GIB, host=64 * GIB)
     assert '"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param"' in advice(setting(1), tiny)
     small_host = Amounts(device=GIB, host=2 * GIB)
-    text = advice(setting(3, optimizer=Place.HOST), small_host)
+    text = advice(setting(3, optimizer=Tier.HOST), small_host)
     assert '"offload_optimizer": {"device": "nvme"' in text and "a drive with" in text
     assert "Nothing in zero_optimization would make it fit" in advice(setting(3), Amounts())
-    on_disk = setting(3, optimizer=Place.DISK, optimizer_path="/x")
+    on_disk = setting(3, optimizer=Tier.DISK, optimizer_path="/x")
     assert "disk (" in advice(on_disk, replace(tiny, disk=GIB))
-    apart = setting(3, optimizer=Place.DISK, parameters=Place.DISK)  # 16 bytes there, 2 on the other drive
+    apart = setting(3, optimizer=Tier.DISK, parameters=Tier.DISK)  # 16 bytes there, 2 on the other drive
     check(apart, replace(tiny, disk=17 * GIB), parameters_disk=2 * GIB)
     with pytest.raises(MemoryPlanError, match=r"disk \(1.9 GiB needed, 1.0 GiB free\)"):
         check(apart, replace(tiny, disk=17 * GIB), parameters_disk=GIB)
@@ -129,13 +129,13 @@ def test_alternatives_come_in_the_order_of_their_cost_and_differ() -> None:
 
 def test_the_lines_are_short_and_have_one_unit_each() -> None:
     free = Amounts(device=24 * GIB, host=64 * GIB)
-    offloaded = setting(2, 8, optimizer=Place.HOST)
+    offloaded = setting(2, 8, optimizer=Tier.HOST)
     assert describe(offloaded, free, Amounts(device=GIB)) == [
         "GPU memory of a rank: 2.0 GiB (parameters 1.9, gradients 0.2, optimizer 0.0)",
         "offloaded: 1.6 GiB in host memory (0.7 page-locked)",
         "left for activations: 22.0 GiB",
     ]
-    on_disk = setting(3, 8, optimizer=Place.DISK, parameters=Place.HOST)
+    on_disk = setting(3, 8, optimizer=Tier.DISK, parameters=Tier.HOST)
     assert describe(on_disk, free, Amounts(host=4 * GIB))[1] == (
         "offloaded: 0.5 GiB in host memory (0.5 page-locked, at the start 4.0), 1.9 GiB on disk"
     )
@@ -211,7 +211,7 @@ def test_asynchronous_checkpoints_take_a_copy_of_what_a_rank_writes() -> None:
         without = setting(stage, world=4)
         more = plan(replace(without, snapshots=True)).total.host - plan(without).total.host
         assert more == -(-N // 4) * 12
-    on_disk = replace(setting(2, world=4, optimizer=Place.DISK, optimizer_path="/x"), snapshots=True)
+    on_disk = replace(setting(2, world=4, optimizer=Tier.DISK, optimizer_path="/x"), snapshots=True)
     assert plan(on_disk).snapshot.host == 0
     whole = replace(setting(1), snapshots=True)
     assert "asynchronous checkpoints: 11.2 GiB of host memory" in describe(whole, PLENTY, Amounts())

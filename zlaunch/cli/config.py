@@ -27,13 +27,17 @@ def check(file: str, world_size: int | None, effective: bool) -> None:
     """
     from zlaunch.runtime.config import ConfigError, load, open_values, resolve
 
+    warnings: tuple[str, ...] = ()
     try:
         loaded = load(file)
+        warnings = loaded.warnings
         resolved = resolve(loaded, world_size=world_size or 1) if world_size or effective else None
     except ConfigError as error:
+        for warning in (*warnings, *error.warnings):
+            click.echo(f"warning: {warning}")
         click.echo(str(error), err=True)
         sys.exit(2)
-    for warning in loaded.warnings:
+    for warning in warnings:
         click.echo(f"warning: {warning}")
     for line in open_values(loaded):
         click.echo(f"warning: {line}")

@@ -24,7 +24,7 @@ _ENTRY = str(FOLDER)
 
 
 def install() -> None:
-    """From now on ``import deepspeed`` is zlaunch, here and in child processes, whatever is installed.
+    """Make ``import deepspeed`` mean zlaunch from now on, here and in child processes, whatever is installed.
 
     Call it before importing transformers, accelerate or lightning: they ask once, when they are imported,
     whether there is a DeepSpeed. Raises RuntimeError when the real DeepSpeed has been imported already.
@@ -70,7 +70,7 @@ def _without(path: Sequence[str]) -> list[str]:
 
 
 def is_installed() -> bool:
-    """Whether ``import deepspeed`` would be, or is, zlaunch."""
+    """Tell whether ``import deepspeed`` would be, or is, zlaunch."""
     loaded = sys.modules.get("deepspeed")
     if loaded is not None:
         return _is_ours(getattr(loaded, "__file__", None))
@@ -78,7 +78,7 @@ def is_installed() -> bool:
 
 
 def real_location() -> str | None:
-    """The file of the real DeepSpeed package, if there is one; nothing is imported."""
+    """Return the file of the real DeepSpeed package, if there is one; nothing is imported."""
     for finder in sys.meta_path:  # an editable install has one of its own
         if finder is PathFinder:
             spec = PathFinder.find_spec("deepspeed", _without(sys.path))
@@ -90,7 +90,7 @@ def real_location() -> str | None:
 
 
 def install_as_asked(choice: str) -> None:
-    """What a worker does at its start with ``--compat`` (one of CHOICES)."""
+    """Do what ``--compat`` (one of CHOICES) asks of a worker at its start."""
     real = real_location()
     if choice == "deepspeed" or (choice == "auto" and real is None):
         install()

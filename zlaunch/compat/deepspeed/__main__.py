@@ -1,7 +1,7 @@
 """``python -m zlaunch.compat.deepspeed COMMAND ...``: run a command in which ``import deepspeed`` is zlaunch.
 
 For what zlaunch does not start itself: ``python -m zlaunch.compat.deepspeed accelerate launch train.py``.
-There, the command ``deepspeed`` is ``zlaunch`` too. Without a command: the same as lines for a shell.
+There, the command ``deepspeed`` is ``zlaunch`` too. Without a command it prints lines for a shell that do so.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _PROGRAMS = Path(__file__).parent / "bin"
 
 
 def main() -> None:
-    """Replaces this process by the command."""
+    """Replace this process by the command."""
     install()
     os.environ["PATH"] = f"{_PROGRAMS}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
     os.environ["ZLAUNCH_COMPAT"] = "deepspeed"

@@ -30,11 +30,11 @@ class Accelerator:
         return found if found is not None else _unknown(name)
 
     def device_name(self, device_index: int | None = None) -> str:
-        """``"cuda"``, ``"cuda:1"`` or ``"cpu"``."""
+        """Name a device: ``"cuda"``, ``"cuda:1"`` or ``"cpu"``."""
         return self._name if device_index is None or not self._cuda else f"cuda:{device_index}"
 
     def device(self, device_index: int | None = None) -> Any:
-        """A context in which that device is the present one."""
+        """Return a context in which that device is the present one."""
         return (
             torch.device(self.device_name(device_index))
             if not self._cuda
@@ -42,31 +42,31 @@ class Accelerator:
         )
 
     def current_device(self) -> Any:
-        """The index of the present GPU; ``"cpu"``."""
+        """Return the index of the present GPU, or ``"cpu"``."""
         return torch.cuda.current_device() if self._cuda else "cpu"
 
     def current_device_name(self) -> str:
-        """``"cuda:0"``, ``"cpu"``."""
+        """Name the present device: ``"cuda:0"``, ``"cpu"``."""
         return f"cuda:{torch.cuda.current_device()}" if self._cuda else "cpu"
 
     def set_device(self, device_index: int) -> None:
-        """Make it the present one."""
+        """Make a device the present one."""
         if self._cuda:
             torch.cuda.set_device(device_index)
 
     def device_count(self) -> int:
-        """GPUs that this process sees; on a CPU the workers of this node, or else its cores."""
+        """Count the GPUs that this process sees; on a CPU the workers of this node, or else its cores."""
         if self._cuda:
             return torch.cuda.device_count()
         workers = read_environment().local_world_size
         return workers if workers > 1 else os.cpu_count() or 1
 
     def is_available(self) -> bool:
-        """There is always a CPU."""
+        """Tell whether there is a device: there is always a CPU."""
         return True
 
     def is_synchronized_device(self) -> bool:
-        """Whether there is nothing to wait for."""
+        """Tell whether there is nothing to wait for."""
         return not self._cuda
 
     def synchronize(self, device_index: int | None = None) -> None:
@@ -75,26 +75,26 @@ class Accelerator:
             torch.cuda.synchronize(device_index)
 
     def communication_backend_name(self) -> str:
-        """``"nccl"`` or ``"gloo"``."""
+        """Return ``"nccl"`` or ``"gloo"``."""
         return self._communication_backend_name
 
     def get_rng_state(self, device_index: int | None = None) -> Tensor:
-        """The state of the device's generator."""
+        """Return the state of the device's generator."""
         return torch.cuda.get_rng_state(device_index or 0) if self._cuda else torch.get_rng_state()
 
     def set_rng_state(self, new_state: Tensor, device_index: int | None = None) -> None:
-        """Put it back."""
+        """Set the state of the device's generator."""
         if self._cuda:
             torch.cuda.set_rng_state(new_state, device_index or 0)
         else:
             torch.set_rng_state(new_state)
 
     def default_generator(self, device_index: int) -> torch.Generator:
-        """The device's generator."""
+        """Return the device's generator."""
         return torch.cuda.default_generators[device_index] if self._cuda else torch.default_generator
 
     def random(self) -> Any:
-        """``torch.random``."""
+        """Return ``torch.random``."""
         return torch.random
 
     def manual_seed(self, seed: int) -> None:
@@ -106,7 +106,7 @@ class Accelerator:
         torch.cuda.manual_seed_all(seed) if self._cuda else torch.manual_seed(seed)
 
     def initial_seed(self) -> int:
-        """The seed of the device's generator."""
+        """Return the seed of the device's generator."""
         return torch.cuda.initial_seed() if self._cuda else torch.initial_seed()
 
     def empty_cache(self) -> None:
@@ -115,82 +115,82 @@ class Accelerator:
             torch.cuda.empty_cache()
 
     def memory_allocated(self, device_index: int | None = None) -> int:
-        """Bytes in use: on a CPU of this process."""
+        """Count the bytes in use: on a CPU those of this process."""
         return torch.cuda.memory_allocated(device_index) if self._cuda else psutil.Process().memory_info().rss
 
     def max_memory_allocated(self, device_index: int | None = None) -> int:
-        """The most of it; on a CPU the present."""
+        """Return the most bytes that were in use; on a CPU those in use now."""
         return torch.cuda.max_memory_allocated(device_index) if self._cuda else self.memory_allocated()
 
     def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
-        """Forget the most so far."""
+        """Forget the most bytes so far."""
         if self._cuda:
             torch.cuda.reset_peak_memory_stats(device_index)
 
     def memory_reserved(self, device_index: int | None = None) -> int:
-        """Bytes taken from the device."""
+        """Count the bytes taken from the device."""
         return torch.cuda.memory_reserved(device_index) if self._cuda else self.memory_allocated()
 
     def total_memory(self, device_index: int | None = None) -> int:
-        """Bytes of the device."""
+        """Count the bytes of the device."""
         if self._cuda:
             return int(torch.cuda.get_device_properties(device_index or 0).total_memory)
         return psutil.virtual_memory().total
 
     def available_memory(self, device_index: int | None = None) -> int:
-        """Bytes that are free."""
+        """Count the bytes that are free."""
         return torch.cuda.mem_get_info(device_index)[0] if self._cuda else psutil.virtual_memory().available
 
     def is_bf16_supported(self) -> bool:
-        """Whether bf16 trains here."""
+        """Tell whether bf16 trains here."""
         return not self._cuda or torch.cuda.is_bf16_supported()
 
     def is_fp16_supported(self) -> bool:
-        """Whether fp16 trains here: on a CPU too."""
+        """Tell whether fp16 trains here: on a CPU too."""
         return True
 
     def supported_dtypes(self) -> list[torch.dtype]:
-        """What parameters can be."""
+        """List the dtypes that parameters can have."""
         return [torch.float32, torch.float16, torch.bfloat16]
 
     def is_triton_supported(self) -> bool:
-        """Triton is for GPUs."""
+        """Tell whether Triton can be used: on GPUs."""
         return self._cuda
 
     def pin_memory(self, tensor: Tensor, align_bytes: int = 1, **options: Any) -> Tensor:
-        """Page-locked, where there is a GPU."""
+        """Make a page-locked copy, where there is a GPU."""
         return tensor.pin_memory() if self._cuda else tensor
 
     def is_pinned(self, tensor: Tensor) -> bool:
-        """Whether it is page-locked."""
+        """Tell whether a tensor is page-locked."""
         return tensor.is_pinned() if self._cuda else False
 
     def use_host_timers(self) -> bool:
-        """Whether the host's clock tells how long something took."""
+        """Tell whether the host's clock measures how long something took."""
         return not self._cuda
 
     resolves_data_dependency = handles_memory_backpressure = use_host_timers
 
     def on_accelerator(self, tensor: Tensor) -> bool:
-        """Whether it is on the device."""
+        """Tell whether a tensor is on the device."""
         return tensor.device.type == self._name
 
     def range_push(self, msg: str, domain: Any = None, category: Any = None) -> None:
-        """An NVTX range."""
+        """Begin an NVTX range."""
         if self._cuda:
             torch.cuda.nvtx.range_push(msg)  # type: ignore[no-untyped-call]
 
     def range_pop(self, domain: Any = None) -> None:
-        """The end of one."""
+        """End an NVTX range."""
         if self._cuda:
             torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
 
     def lazy_call(self, callback: Any) -> Any:
-        """Call it."""
+        """Call the function."""
         return callback()
 
     def visible_devices_envs(self) -> list[str]:
-        """The variables that choose devices."""
+        """Name the variables that choose devices."""
         return ["CUDA_VISIBLE_DEVICES"]
 
 
@@ -198,7 +198,7 @@ _accelerator: Accelerator | None = None
 
 
 def get_accelerator() -> Accelerator:
-    """The one object of this process."""
+    """Return the one accelerator object of this process."""
     global _accelerator
     if _accelerator is None:
         _accelerator = Accelerator()
@@ -206,11 +206,11 @@ def get_accelerator() -> Accelerator:
 
 
 def set_accelerator(accelerator: Any) -> None:
-    """Use another object."""
+    """Use another accelerator object."""
     global _accelerator
     _accelerator = accelerator
 
 
 def is_current_accelerator_supported() -> bool:
-    """CUDA and CPU are."""
+    """Tell whether the device is supported: CUDA and CPU are."""
     return True

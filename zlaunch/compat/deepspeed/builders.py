@@ -13,19 +13,19 @@ class OpBuilder:
     NAME = ""
 
     def is_compatible(self, verbose: bool = False) -> bool:
-        """Whether the runtime does what the operation is for."""
+        """Tell whether the runtime does what the operation is for."""
         return True
 
     def load(self, verbose: bool = True) -> NoReturn:
-        """Refused: there is no extension module."""
+        """Refuse: there is no extension module."""
         raise NotInZlaunch(f"there is no extension {self.NAME!r}: the runtime has its own kernels")
 
     def builder(self) -> NoReturn:
-        """Refused."""
+        """Refuse: there is nothing to build."""
         self.load()
 
     def absolute_name(self) -> str:
-        """Where DeepSpeed would have it."""
+        """Name the place where DeepSpeed would have the operation."""
         return f"deepspeed.ops.{self.NAME}_op"
 
 

@@ -21,7 +21,7 @@ _EXTRA = ("prof", "log_name", "debug")
 
 
 def _plain(function: Callable[..., Any]) -> Callable[..., Any]:
-    """torch's function, deaf to what DeepSpeed's takes for its logs."""
+    """Wrap torch's function, deaf to the arguments that DeepSpeed's takes for its logs."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         for name in _EXTRA:
@@ -65,42 +65,42 @@ def init_distributed(
 
 
 def get_rank(group: Any = None) -> int:
-    """This rank."""
+    """Return this rank."""
     return dist.get_rank(group)
 
 
 def get_world_size(group: Any = None) -> int:
-    """How many ranks there are."""
+    """Return how many ranks there are."""
     return dist.get_world_size(group)
 
 
 def get_local_rank() -> int:
-    """This rank's number on its node."""
+    """Return this rank's number on its node."""
     return read_environment().local_rank
 
 
 def get_global_rank(group: Any = None, group_rank: int = 0) -> int:
-    """The rank of a group's member."""
+    """Return the rank of a group's member."""
     return dist.get_global_rank(group, group_rank) if group is not None else group_rank
 
 
 def get_world_group() -> Any:
-    """All ranks."""
+    """Return the group of all ranks."""
     return dist.group.WORLD
 
 
 def get_all_ranks_from_group(group: Any = None) -> list[int]:
-    """The ranks of a group."""
+    """List the ranks of a group."""
     return dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
 
 
 def new_group(ranks: list[int], **options: Any) -> Any:
-    """``torch.distributed.new_group``."""
+    """Call ``torch.distributed.new_group``."""
     return dist.new_group(ranks, **options)
 
 
 def destroy_process_group(group: Any = None) -> None:
-    """``torch.distributed.destroy_process_group``; all of them without an argument."""
+    """Call ``torch.distributed.destroy_process_group``; it ends all groups without an argument."""
     if group is not None:
         dist.destroy_process_group(group)
     else:
@@ -114,7 +114,7 @@ class _All:
         self._handles = handles
 
     def wait(self) -> None:
-        """Until all have ended."""
+        """Wait until all operations have ended."""
         for handle in self._handles:
             handle.wait()
 
@@ -130,21 +130,21 @@ def _finish(handles: list[Any], async_op: bool) -> _All | None:
 def all_reduce(
     tensor: Tensor, op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False, *log: Any, **more: Any
 ) -> Any:
-    """``torch.distributed.all_reduce``."""
+    """Call ``torch.distributed.all_reduce``."""
     return dist.all_reduce(tensor, op=op, group=group, async_op=async_op)
 
 
 def all_gather_into_tensor(
     output_tensor: Tensor, tensor: Tensor, group: Any = None, async_op: bool = False, *log: Any, **more: Any
 ) -> Any:
-    """``torch.distributed.all_gather_into_tensor``."""
+    """Call ``torch.distributed.all_gather_into_tensor``."""
     return dist.all_gather_into_tensor(output_tensor, tensor, group=group, async_op=async_op)
 
 
 def allgather_fn(
     output_tensor: Tensor, input_tensor: Tensor, group: Any = None, async_op: bool = False, **more: Any
 ) -> Any:
-    """The same."""
+    """Call :func:`all_gather_into_tensor`."""
     return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
@@ -157,7 +157,7 @@ def reduce_scatter_tensor(
     *log: Any,
     **more: Any,
 ) -> Any:
-    """``torch.distributed.reduce_scatter_tensor``."""
+    """Call ``torch.distributed.reduce_scatter_tensor``."""
     return dist.reduce_scatter_tensor(output_tensor, tensor, op=op, group=group, async_op=async_op)
 
 
@@ -171,7 +171,7 @@ def all_to_all_single(
     *log: Any,
     **more: Any,
 ) -> Any:
-    """``torch.distributed.all_to_all_single``."""
+    """Call ``torch.distributed.all_to_all_single``."""
     return dist.all_to_all_single(
         output, tensor, output_split_sizes, input_split_sizes, group=group, async_op=async_op
     )
@@ -180,14 +180,14 @@ def all_to_all_single(
 def all_reduce_coalesced(
     tensors: list[Tensor], op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False
 ) -> _All | None:
-    """Each of them."""
+    """All-reduce each of the tensors."""
     return _finish([dist.all_reduce(t, op=op, group=group, async_op=True) for t in tensors], async_op)
 
 
 def all_gather_coalesced(
     output_tensors: list[Tensor], input_tensors: list[Tensor], group: Any = None, async_op: bool = False
 ) -> _All | None:
-    """Each of them."""
+    """All-gather each of the tensors."""
     pairs = zip(output_tensors, input_tensors, strict=True)
     return _finish(
         [dist.all_gather_into_tensor(output, t, group=group, async_op=True) for output, t in pairs], async_op
@@ -195,7 +195,7 @@ def all_gather_coalesced(
 
 
 def has_all_gather_into_tensor() -> bool:
-    """Every torch that is supported has."""
+    """Tell whether torch has the function: every supported one has."""
     return True
 
 

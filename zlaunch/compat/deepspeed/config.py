@@ -52,7 +52,7 @@ class _SectionView:
 
     @classmethod
     def of(cls, section: Any) -> Any:
-        """The view of a section that has been checked; None for none."""
+        """View a section that has been checked; None for none."""
         if section is None:
             return None
         view = cls.__new__(cls)
@@ -76,7 +76,7 @@ class _SectionView:
         return f"{type(self).__name__}({self._section!r})"
 
     def model_dump(self) -> dict[str, Any]:
-        """Every key and its value, as plain values."""
+        """Return every key and its value, as plain values."""
         return dict(self._section.model_dump())
 
 
@@ -99,7 +99,7 @@ class DeepSpeedZeroConfig(_SectionView):
 
 
 def get_zero_config(param_dict: Mapping[str, Any]) -> DeepSpeedZeroConfig:
-    """``zero_optimization`` of a whole config."""
+    """View ``zero_optimization`` of a whole config."""
     return DeepSpeedZeroConfig(**(param_dict.get("zero_optimization") or {}))
 
 
@@ -143,6 +143,6 @@ class DeepSpeedConfig:
         return getattr(config, name) if hasattr(config, name) else _unknown(name)
 
     def print(self, name: str = "DeepSpeedConfig") -> None:
-        """Every key, its value and where it comes from."""
+        """Print every key, its value and where it comes from."""
         for path, value, source in self._effective.table():
             print(f"{name}.{path} = {value}  ({source})")

@@ -54,43 +54,45 @@ class DeepSpeedEngine(ConfigGetters, Engine):
 
     @property
     def basic_optimizer(self) -> torch.optim.Optimizer | None:
-        """The torch optimizer."""
+        """Return the torch optimizer."""
         return self.torch_optimizer
 
     client_optimizer = basic_optimizer
 
     def loss_scale(self) -> float:  # type: ignore[override]
-        """``fp16.loss_scale`` of the config: 0 is dynamic. The present one is ``optimizer.loss_scale``."""
+        """Return ``fp16.loss_scale`` of the config: 0 is dynamic. The present one is
+        ``optimizer.loss_scale``.
+        """
         return float(self.effective_config.fp16.loss_scale)
 
     @property
     def local_rank(self) -> int:
-        """This rank's number on its node."""
+        """Return this rank's number on its node."""
         return read_environment().local_rank
 
     @property
     def dp_world_size(self) -> int:
-        """All ranks: there is data parallelism alone."""
+        """Return the number of all ranks: there is data parallelism alone."""
         return self.world_size
 
     seq_dp_world_size = dp_world_size
     mp_world_size = 1
 
     def get_data_parallel_rank(self) -> int:
-        """The rank."""
+        """Return the rank."""
         return self.global_rank
 
     def get_model_parallel_rank(self) -> int:
-        """0."""
+        """Return 0."""
         return 0
 
     get_tensor_parallel_rank = get_model_parallel_rank
 
     def get_sequence_parallel_group(self) -> None:
-        """There is none."""
+        """Return None: there is no such group."""
 
     def get_batch_info(self) -> tuple[int, int, int]:
-        """Samples of a step, samples of a forward pass of one rank, passes of a step."""
+        """Return the samples of a step, those of a rank's forward pass, and the passes of a step."""
         return (
             self.train_batch_size(),
             self.train_micro_batch_size_per_gpu(),
@@ -98,25 +100,25 @@ class DeepSpeedEngine(ConfigGetters, Engine):
         )
 
     def get_mom(self) -> list[Any]:
-        """Momentum or betas of each group."""
+        """List the momentum or betas of each group."""
         groups = self.torch_optimizer.param_groups if self.torch_optimizer is not None else []
         return [group.get("momentum", group.get("betas")) for group in groups]
 
     def get_type(self) -> list[Any]:
-        """``type`` of each group, where scripts have set one."""
+        """List the ``type`` of each group, where scripts have set one."""
         groups = self.torch_optimizer.param_groups if self.torch_optimizer is not None else []
         return [group.get("type") for group in groups]
 
     @property
     def losses(self) -> float | None:
-        """The last loss that went through :meth:`backward`."""
+        """Return the last loss that went through :meth:`backward`."""
         return float(self._loss) if self._loss is not None else None
 
     # -- the loop
 
     @cached_property
     def tput_timer(self) -> ThroughputTimer:
-        """Measures samples per second, from a forward pass in training mode to the end of :meth:`step`."""
+        """Measure samples per second, from a forward pass in training mode to the end of :meth:`step`."""
         return ThroughputTimer(self.device, self.train_batch_size)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -126,17 +128,17 @@ class DeepSpeedEngine(ConfigGetters, Engine):
         return super().forward(*args, **kwargs)
 
     def step(self, lr_kwargs: Any = None) -> None:
-        """The runtime's."""
+        """Call the runtime's step."""
         is_boundary = self.is_gradient_accumulation_boundary()
         super().step(lr_kwargs)
         self.tput_timer.stop(global_step=is_boundary)
 
     def allreduce_gradients(self, bucket_size: int | None = None) -> None:
-        """Nothing is left to do: :meth:`backward` reduces."""
+        """Do nothing: :meth:`backward` reduces."""
 
     @contextmanager
     def coalesce_grad_reduction(self) -> Iterator[None]:
-        """Reductions are batched by unit as it is."""
+        """Do nothing: reductions are batched by unit as it is."""
         yield
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
@@ -155,13 +157,13 @@ class DeepSpeedEngine(ConfigGetters, Engine):
         self.set_batch(micro_batch_size * steps * self.world_size, micro_batch_size, steps)
 
     def set_data_post_process_func(self, post_process_func: Callable[..., Any]) -> None:
-        """Refused: change the batches in the script, or in ``collate_fn``."""
+        """Refuse: change the batches in the script, or in ``collate_fn``."""
         raise NotInZlaunch(
             "engine.set_data_post_process_func is not in zlaunch: change the batches in the script"
         )
 
     def clip_fp32_gradients(self) -> None:
-        """Clipping is part of :meth:`step`."""
+        """Do nothing: clipping is part of :meth:`step`."""
 
     def compile(
         self,
@@ -170,13 +172,13 @@ class DeepSpeedEngine(ConfigGetters, Engine):
         schedule: Any = None,
         compiled_autograd_enabled: bool = False,
     ) -> None:
-        """``torch.compile`` of the model, in place."""
+        """Apply ``torch.compile`` to the model, in place."""
         self.module.compile(backend=backend, **dict(compile_kwargs or {}))
         self._is_compiled = True
 
     @property
     def is_compiled(self) -> bool:
-        """Whether :meth:`compile` was called."""
+        """Tell whether :meth:`compile` was called."""
         return self._is_compiled
 
     def empty_partition_cache(self) -> None:
@@ -195,7 +197,7 @@ class DeepSpeedEngine(ConfigGetters, Engine):
         load_module_only: bool = False,
         custom_load_fn: Callable[..., Any] | None = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """The runtime's; ``(None, None)`` where there is no checkpoint."""
+        """Call the runtime's; return ``(None, None)`` where there is no checkpoint."""
         if custom_load_fn is not None:
             raise NotInZlaunch(
                 "load_checkpoint(custom_load_fn=) is not in zlaunch: change the model after loading"
@@ -220,13 +222,13 @@ class DeepSpeedEngine(ConfigGetters, Engine):
         save_filename: str = "pytorch_model.bin",
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """The former name of ``save_16bit_model``."""
+        """Call ``save_16bit_model``, by its former name."""
         return self.save_16bit_model(save_dir, save_filename, exclude_frozen_parameters)
 
     def _zero3_consolidated_16bit_state_dict(
         self, exclude_frozen_parameters: bool = False
     ) -> dict[str, Tensor] | None:
-        """All weights by name on rank 0, None elsewhere. Collective."""
+        """Return all weights by name on rank 0, None elsewhere. Collective."""
         state = consolidated_state_dict(self._sharded, exclude_frozen=exclude_frozen_parameters)
         return state if self.global_rank == 0 else None
 
@@ -239,7 +241,7 @@ class DeepSpeedEngine(ConfigGetters, Engine):
         keep_vars: bool = False,
         exclude_frozen_parameters: bool = False,
     ) -> dict[str, Any]:
-        """``module.state_dict()``, whole weights. Collective at stage 3."""
+        """Return ``module.state_dict()``, whole weights. Collective at stage 3."""
         state = self.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
         if exclude_frozen_parameters:
             for name, parameter in self.module.named_parameters():
@@ -248,7 +250,7 @@ class DeepSpeedEngine(ConfigGetters, Engine):
         return dict(state)
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
-        """The runtime's; returns the loss divided by the micro-batches of a step, as DeepSpeed does."""
+        """Call the runtime's; return the loss divided by the micro-batches of a step, as DeepSpeed does."""
         super().backward(loss, retain_graph, scale_wrt_gas)
         return loss / self.gradient_accumulation_steps() if scale_wrt_gas else loss
 
@@ -262,8 +264,8 @@ class DeepSpeedEngine(ConfigGetters, Engine):
         collate_fn: Callable[[list[Any]], Any] | None = None,
         num_local_io_workers: int | None = None,
     ) -> Any:
-        """A loader of this rank's share; ``route`` "eval" and "predict" keep the order. With a sampler of the
-        caller's, torch's DataLoader over that.
+        """Make a loader of this rank's share; ``route`` "eval" and "predict" keep the order. With a
+        sampler of the caller's it is torch's DataLoader over that.
         """
         size = batch_size or self.train_micro_batch_size_per_gpu()
         if data_sampler is not None:
@@ -291,19 +293,19 @@ class DeepSpeedEngine(ConfigGetters, Engine):
         custom_load_fn: Any = None,
         fetch_z3_params: bool = False,
     ) -> None:
-        """Weights from ``checkpoint["module"]``, or from a state dict itself."""
+        """Load weights from ``checkpoint["module"]``, or from a state dict itself."""
         if custom_load_fn is not None:
             custom_load_fn(src=checkpoint.get("module", checkpoint), dst=self.module)
             return
         self.module.load_state_dict(checkpoint.get("module", checkpoint), strict=strict)
 
     def dump_state(self) -> bool:
-        """``dump_state`` of the config."""
+        """Return ``dump_state`` of the config."""
         return bool(self.effective_config.dump_state)
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """DeepSpeed's arguments; a script has a ``--local_rank`` of its own."""
+    """Add DeepSpeed's arguments; a script declares ``--local_rank`` itself."""
     group = parser.add_argument_group("DeepSpeed", "DeepSpeed configurations")
     group.add_argument("--deepspeed", default=False, action="store_true", help="use DeepSpeed: zlaunch is")
     group.add_argument("--deepspeed_config", default=None, type=str, help="config file (JSON or YAML)")
@@ -328,7 +330,9 @@ def initialize(
     mesh_param: Any = None,
     config_params: Any = None,
 ) -> tuple[DeepSpeedEngine, Any, EngineLoader | None, Any]:
-    """``zlaunch.initialize`` with DeepSpeed's engine. A model that another engine has is taken from it."""
+    """Call ``zlaunch.initialize`` with DeepSpeed's engine. A model that another engine has is taken from
+    it.
+    """
     chosen = choose_config(args, config, config_params)
     if model is not None:
         refuse_experts(model.parameters())

@@ -20,7 +20,7 @@ def estimate_zero2_model_states_mem_needs(
     cpu_offload: bool = True,
     additional_buffer_factor: float = 1.5,
 ) -> tuple[int, int]:
-    """Bytes of host memory a node and of each GPU."""
+    """Return bytes of host memory a node and of each GPU."""
     gpus = num_gpus_per_node * num_nodes
     if cpu_offload:
         return int(total_params * max(4 * gpus, 16) * additional_buffer_factor), 2 * total_params
@@ -38,7 +38,7 @@ def estimate_zero3_model_states_mem_needs(
     zero_init: bool = True,
     additional_buffer_factor: float = 1.5,
 ) -> tuple[int, int, int]:
-    """Bytes of host memory a node, of each GPU, and of the largest layer's parameters."""
+    """Return bytes of host memory a node, of each GPU, and of the largest layer's parameters."""
     gpus, largest = num_gpus_per_node * num_nodes, 4 * largest_layer_params
     whole = total_params * 4 * num_gpus_per_node
     if not cpu_offload:
@@ -52,7 +52,7 @@ def estimate_zero3_model_states_mem_needs(
 
 
 def _sizes(model: nn.Module) -> tuple[int, int]:
-    """Parameters of the model, and of the module with most of its own."""
+    """Count the parameters of the model, and those of the module that itself holds the most."""
     total = sum(placeholder.shape_of(p).numel() for p in model.parameters())
     own = [sum(placeholder.shape_of(p).numel() for p in m.parameters(recurse=False)) for m in model.modules()]
     return total, max(own)
@@ -87,7 +87,7 @@ def estimate_zero2_model_states_mem_needs_all_cold(
 def estimate_zero2_model_states_mem_needs_all_live(
     model: nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
 ) -> None:
-    """The same for a model."""
+    """Print a model's needs with and without offload."""
     estimate_zero2_model_states_mem_needs_all_cold(
         _sizes(model)[0], num_gpus_per_node, num_nodes, additional_buffer_factor
     )
@@ -122,7 +122,7 @@ def estimate_zero3_model_states_mem_needs_all_cold(
 def estimate_zero3_model_states_mem_needs_all_live(
     model: nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
 ) -> None:
-    """The same for a model."""
+    """Print a model's needs with every kind of offload, with and without ``zero.Init``."""
     total, largest = _sizes(model)
     estimate_zero3_model_states_mem_needs_all_cold(
         total, largest, num_gpus_per_node, num_nodes, additional_buffer_factor

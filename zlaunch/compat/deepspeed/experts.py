@@ -25,19 +25,19 @@ def refuse_experts(parameters: Iterable[Any]) -> None:
 
 
 def has_moe_layers(m: nn.Module) -> tuple[bool, int]:
-    """Whether there is such a layer, and its number of experts: a model with one cannot be made."""
+    """Tell whether there is such a layer, and its number of experts: a model with one cannot be made."""
     return False, 0
 
 
 def split_params_into_shared_and_expert_params(params: Iterable[Any]) -> tuple[list[Any], list[Any]]:
-    """All of them, and none."""
+    """Return all the parameters, and none."""
     params = list(params)
     refuse_experts(params)
     return params, []
 
 
 def split_params_grads_into_shared_and_expert_params(group: Iterable[Any]) -> tuple[list[Any], list[Any]]:
-    """The gradients that there are, in the parameters' dtype, and none."""
+    """Return the gradients that there are, in the parameters' dtype, and none."""
     group = list(group)
     refuse_experts(group)
     return [p.grad.to(p.dtype) for p in group if p.grad is not None], []
@@ -47,7 +47,7 @@ def split_params_into_different_moe_groups_for_optimizer(
     param_groups: dict[str, Any] | tuple[dict[str, Any], ...] | list[dict[str, Any]],
     max_group_size: float = 178956971,
 ) -> list[dict[str, Any]]:
-    """The groups as they are, in a list. Raises ValueError for anything else than groups."""
+    """Return the groups as they are, in a list. Raises ValueError for anything else than groups."""
     if isinstance(param_groups, dict):
         param_groups = [param_groups]
     if not isinstance(param_groups, (list, tuple)):
@@ -66,7 +66,7 @@ def is_moe_param_group(param_group: dict[str, Any]) -> bool:
 
 
 def configure_moe_param_groups(model_parameters: list[Any]) -> list[Any]:
-    """Param groups of these parameters, or these groups. Raises TypeError for anything else."""
+    """Make param groups of these parameters, or return these groups. Raises TypeError for anything else."""
     if not isinstance(model_parameters, list) or not all(
         isinstance(entry, (Tensor, dict)) for entry in model_parameters
     ):

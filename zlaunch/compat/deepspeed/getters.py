@@ -58,7 +58,7 @@ _PATHS = {
 
 
 def read(config: Any, path: str) -> Any:
-    """The value at a dotted path; None below a section that is not there."""
+    """Return the value at a dotted path; None below a section that is not there."""
     for key in path.split("."):
         config = config.get(key) if isinstance(config, dict) else getattr(config, key, None)
     return config
@@ -79,55 +79,55 @@ class ConfigGetters:
     effective_config: Any
 
     def zero_optimization(self) -> bool:
-        """Whether any ZeRO stage is on."""
+        """Tell whether any ZeRO stage is on."""
         return bool(self.effective_config.zero_optimization.stage)
 
     def zero_optimization_partition_gradients(self) -> bool:
-        """Stage 2 and up."""
+        """Tell whether gradients are sharded: stage 2 and up."""
         return bool(self.effective_config.zero_optimization.stage >= 2)
 
     def zero_optimization_partition_weights(self) -> bool:
-        """Stage 3."""
+        """Tell whether parameters are sharded: stage 3."""
         return bool(self.effective_config.zero_optimization.stage >= 3)
 
     def zero_cpu_offload(self) -> bool:
-        """Whether optimizer state is offloaded."""
+        """Tell whether optimizer state is offloaded."""
         section = self.effective_config.zero_optimization.offload_optimizer
         return section is not None and section.device != "none"
 
     def zero_nvme_offload_optimizer(self) -> bool:
-        """Whether that is to NVMe."""
+        """Tell whether optimizer state is offloaded to NVMe."""
         section = self.effective_config.zero_optimization.offload_optimizer
         return section is not None and section.device == "nvme"
 
     def zero_partial_offload(self) -> float:
-        """The share of the optimizer state that is offloaded."""
+        """Return the share of the optimizer state that is offloaded."""
         section = self.effective_config.zero_optimization.offload_optimizer
         return float(section.ratio) if section is not None else 1.0
 
     def zero_use_cpu_optimizer(self) -> bool:
-        """The same."""
+        """Tell whether the optimizer steps on the CPU: with offload."""
         return self.zero_cpu_offload()
 
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
-        """Whether accelerate and the Trainer save whole weights at stage 3."""
+        """Tell whether accelerate and the Trainer save whole weights at stage 3."""
         return bool(self.effective_config.zero_optimization.stage3_gather_16bit_weights_on_model_save)
 
     def postscale_gradients(self) -> bool:
-        """Whether gradients are divided after the reduction."""
+        """Tell whether gradients are divided after the reduction."""
         return not self.effective_config.prescale_gradients
 
     def dynamic_loss_scale(self) -> bool:
-        """fp16 with a scale that adapts."""
+        """Tell whether this is fp16 with a scale that adapts."""
         section = self.effective_config.fp16
         return bool(section.enabled and section.loss_scale == 0)
 
     def initial_dynamic_scale(self) -> float:
-        """The scale that fp16 training starts with."""
+        """Return the scale that fp16 training starts with."""
         return float(2**self.effective_config.fp16.initial_scale_power)
 
     def fp16_enabled(self) -> bool:
-        """``fp16.enabled``."""
+        """Return ``fp16.enabled``."""
         return bool(self.effective_config.fp16.enabled)
 
 

@@ -8,32 +8,32 @@ import torch.distributed as dist
 
 
 def _get_data_parallel_group() -> Any:
-    """All ranks."""
+    """Return the group of all ranks."""
     return dist.group.WORLD
 
 
 def _get_data_parallel_world_size() -> int:
-    """How many ranks there are."""
+    """Return how many ranks there are."""
     return dist.get_world_size()
 
 
 def _get_data_parallel_rank() -> int:
-    """This rank."""
+    """Return this rank."""
     return dist.get_rank()
 
 
 def _get_one() -> int:
-    """A dimension of one rank."""
+    """Return the size of a dimension of one rank."""
     return 1
 
 
 def _get_zero() -> int:
-    """Its only rank."""
+    """Return the only rank of a dimension of one."""
     return 0
 
 
 def _get_no_group() -> None:
-    """There is none."""
+    """Return None: there is no such group."""
 
 
 _get_sequence_parallel_world_size = _get_model_parallel_world_size = _get_one

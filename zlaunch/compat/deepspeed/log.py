@@ -40,7 +40,7 @@ def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logg
 
 
 def log_dist_once(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
-    """The same; a message comes once."""
+    """Log on these ranks as :func:`log_dist` does, each message once."""
     if message not in _logged:
         _logged.add(message)
         log_dist(message, ranks, level)
@@ -51,7 +51,7 @@ _LEVELS = {name: getattr(logging, name.upper()) for name in ("debug", "info", "w
 
 
 def set_log_level_from_string(log_level_str: str, custom_logger: logging.Logger | None = None) -> None:
-    """``"debug"`` to ``"critical"``. Raises ValueError."""
+    """Set the level, ``"debug"`` to ``"critical"``. Raises ValueError."""
     if log_level_str.lower() not in _LEVELS:
         raise ValueError(f"log level {log_level_str!r}: expected one of {', '.join(_LEVELS)}")
     (custom_logger or logger).setLevel(_LEVELS[log_level_str.lower()])

@@ -77,8 +77,8 @@ class _Missing(type):
 
 
 def missing_class(name: str, instead: str) -> type:
-    """A class that can be imported, subclassed and used in ``isinstance``, but raises NotInZlaunch when it is
-    made. ``instead`` says what to do.
+    """Make a class that can be imported, subclassed and used in ``isinstance``, but raises NotInZlaunch
+    when an instance is made. ``instead`` says what to do.
     """
 
     def refuse(cls: type, *args: Any, **kwargs: Any) -> NoReturn:
@@ -94,7 +94,7 @@ def missing_class(name: str, instead: str) -> type:
 
 
 def missing_function(name: str, instead: str) -> Any:
-    """A function that raises NotInZlaunch when it is called."""
+    """Make a function that raises NotInZlaunch when it is called."""
 
     def refuse(*args: Any, **kwargs: Any) -> NoReturn:
         _fail(name, instead)
@@ -105,7 +105,7 @@ def missing_function(name: str, instead: str) -> Any:
 
 
 def _told(path: str) -> str:
-    """What is said of a module, or of a name in one, by its path after ``deepspeed.``."""
+    """Return what is said of a module, or of a name in one, by its path after ``deepspeed.``."""
     parts = path.split(".")
     for count in range(len(parts), 0, -1):
         if instead := MODULES.get(".".join(parts[:count])):
@@ -114,7 +114,7 @@ def _told(path: str) -> str:
 
 
 def absent(module: str) -> Any:
-    """A module's ``__getattr__``: names that it does not have are an error that says why."""
+    """Make a module's ``__getattr__``: names that it does not have are an error that says why."""
 
     def get(name: str) -> NoReturn:
         if name.startswith("__"):
@@ -134,7 +134,7 @@ class MissingModules:
     def find_spec(
         name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """None, where somebody only asks; else raises ModuleNotFoundError."""
+        """Return None where somebody only asks, else raise ModuleNotFoundError."""
         package, _, rest = name.partition(".")
         if package != "deepspeed" or not rest or not is_installed() or not _is_imported():
             return None
@@ -142,7 +142,7 @@ class MissingModules:
 
 
 def _is_imported() -> bool:
-    """Whether an import statement, and nobody else, asks for a module."""
+    """Tell whether an import statement, and nobody else, asks for a module."""
     asking = sys._getframe(3)
     return asking.f_code.co_name == "_find_and_load_unlocked"
 

@@ -29,7 +29,7 @@ class _Hooks:
         self.backward_hooks: list[Any] = []
 
     def _register_deepspeed_module(self, module: nn.Module) -> None:
-        """They have stayed."""
+        """Do nothing: the hooks have stayed."""
 
 
 class ZeROOptimizer(ZeroOptimizer, DeepSpeedOptimizer):
@@ -47,29 +47,29 @@ class ZeROOptimizer(ZeroOptimizer, DeepSpeedOptimizer):
 
     @property
     def optimizer(self) -> ZeROOptimizer:
-        """Itself: there is one optimizer, not one inside another."""
+        """Return itself: there is one optimizer, not one inside another."""
         return self
 
     @property
     def overflow(self) -> bool:
-        """Whether the last step left everything as it was, because gradients were not finite."""
+        """Tell whether the last step left everything as it was, because gradients were not finite."""
         return self._engine.overflow
 
     @property
     def loss_scale(self) -> float:
-        """1 but for fp16."""
+        """Return the loss scale: 1 but for fp16."""
         return self._engine._scaler.scale
 
     cur_scale = loss_scale
 
     @property
     def dynamic_loss_scale(self) -> bool:
-        """fp16 with a scale that adapts."""
+        """Tell whether this is fp16 with a scale that adapts."""
         return self._engine._scaler.dynamic
 
     @property
     def fp32_partitioned_groups_flat(self) -> list[Tensor]:
-        """This rank's masters, a flat tensor a param group (copies)."""
+        """Copy this rank's masters, a flat tensor a param group."""
         step = self._engine._shard_step
         assert step is not None
         self._engine._states.check("fp32_partitioned_groups_flat", MASTERS)
@@ -84,11 +84,13 @@ class ZeROOptimizer(ZeroOptimizer, DeepSpeedOptimizer):
 
     @property
     def parameter_offload(self) -> _Hooks:
-        """Stage 3 only: what scripts take the hooks from around a generation, inside GatheredParameters."""
+        """Return what scripts take the hooks from around a generation, inside GatheredParameters; stage 3
+        only.
+        """
         if self._engine.zero_optimization_stage() < 3:
             raise AttributeError("parameter_offload: parameters are sharded at stage 3 alone")
         return _Hooks(self._engine.module)
 
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
-        """The engine's."""
+        """Call the engine's backward."""
         self._engine.backward(loss, retain_graph=retain_graph)

@@ -58,12 +58,12 @@ class FusedAdam(metaclass=_Maker):
         amsgrad: bool = False,
         set_grad_none: bool = True,
     ) -> torch.optim.Optimizer:
-        """Raises ValueError for what would be another rule."""
+        """Make the torch optimizer. Raises ValueError for what would be another rule."""
         return _adam(params, lr, betas, eps, weight_decay, amsgrad, adam_w_mode, bias_correction)
 
 
 class DeepSpeedCPUAdam(metaclass=_Maker):
-    """The same with DeepSpeed's other spelling: ``adamw_mode``."""
+    """Adam with DeepSpeed's other spelling of the argument: ``adamw_mode``."""
 
     kinds = (torch.optim.Adam, torch.optim.AdamW)
 
@@ -79,7 +79,7 @@ class DeepSpeedCPUAdam(metaclass=_Maker):
         adamw_mode: bool = True,
         fp32_optimizer_states: bool = True,
     ) -> torch.optim.Optimizer:
-        """Raises ValueError for what would be another rule."""
+        """Make the torch optimizer. Raises ValueError for what would be another rule."""
         return _adam(model_params, lr, betas, eps, weight_decay, amsgrad, adamw_mode, bias_correction)
 
 
@@ -96,12 +96,12 @@ class FusedLion(metaclass=_Maker):
         weight_decay: float = 0.0,
         set_grad_none: bool = True,
     ) -> torch.optim.Optimizer:
-        """The runtime's."""
+        """Make the runtime's optimizer."""
         return Lion(params, lr=lr, betas=tuple(betas), weight_decay=weight_decay)  # type: ignore[arg-type]
 
 
 class DeepSpeedCPULion(metaclass=_Maker):
-    """The same."""
+    """Lion, under the name for the CPU."""
 
     kinds = (Lion,)
 
@@ -113,7 +113,7 @@ class DeepSpeedCPULion(metaclass=_Maker):
         weight_decay: float = 0.0,
         fp32_optimizer_states: bool = True,
     ) -> torch.optim.Optimizer:
-        """The runtime's."""
+        """Make the runtime's optimizer."""
         return FusedLion.make(model_params, lr, betas, weight_decay)
 
 
@@ -131,5 +131,5 @@ class DeepSpeedCPUAdagrad(metaclass=_Maker):
         amsgrad: bool = False,
         fp32_optimizer_states: bool = True,
     ) -> torch.optim.Optimizer:
-        """torch's."""
+        """Make the torch optimizer."""
         return torch.optim.Adagrad(model_params, lr=lr, eps=eps, weight_decay=weight_decay)

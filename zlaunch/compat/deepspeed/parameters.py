@@ -49,7 +49,9 @@ _STATUS = {
 
 
 def _unit(parameter: Tensor) -> Unit:
-    """Raises AttributeError, which makes ``hasattr`` say no, for a parameter that stage 3 does not manage."""
+    """Return a parameter's unit. Raises AttributeError, which makes ``hasattr`` say no, where stage 3 does
+    not manage it.
+    """
     unit = owner_of(parameter)
     if unit is None or not unit.stage3:
         raise AttributeError("not a parameter of ZeRO stage 3")
@@ -69,7 +71,7 @@ def _numel(parameter: Tensor) -> int:
 
 
 def _own(parameter: Tensor) -> Tensor:
-    """This rank's part, flat; on disk it has no memory here and is read."""
+    """Return this rank's part, flat; on disk it has no memory here and is read."""
     unit = _unit(parameter)
     unit.check_here(VALUES)
     slot = unit.layout.slots[_index(parameter)]
@@ -135,8 +137,8 @@ _PROPERTIES: dict[str, Callable[[Tensor], Any]] = {
 
 
 def use_deepspeeds_placeholders() -> None:
-    """From now on: freed parameters are empty, as in DeepSpeed, instead of keeping their shape, and ``ds_*``
-    attributes are there.
+    """Let freed parameters be empty from now on, as in DeepSpeed, instead of keeping their shape, and give
+    them ``ds_*`` attributes.
     """
     if placeholder.settings.empty_placeholders:
         return
@@ -222,12 +224,12 @@ class GatheredParameters:
 
 
 def is_zero_param(parameter: Any) -> bool:
-    """Whether stage 3 manages it."""
+    """Tell whether stage 3 manages a parameter."""
     return isinstance(parameter, nn.Parameter) and hasattr(parameter, "ds_id")
 
 
 def register_external_parameter(module: nn.Module, parameter: Any) -> None:
-    """Accepted: a parameter that another module's forward uses is gathered when it is touched. Raises
+    """Do nothing: a parameter that another module's forward uses is gathered when it is touched. Raises
     RuntimeError for something that is not a parameter.
     """
     if not isinstance(parameter, Tensor):
@@ -235,13 +237,13 @@ def register_external_parameter(module: nn.Module, parameter: Any) -> None:
 
 
 def unregister_external_parameter(module: nn.Module, parameter: Any) -> None:
-    """Nothing to undo."""
+    """Do nothing: there is nothing to undo."""
     register_external_parameter(module, parameter)
 
 
 @contextmanager
 def unwrap_model_for_generation(model: Any) -> Iterator[Any]:
-    """The plain module with all of its values, for generation that calls it often. Collective."""
+    """Give the plain module with all of its values, for generation that calls it often. Collective."""
     module = getattr(model, "module", model)
     with GatheredParameters(list(module.parameters())):
         yield module

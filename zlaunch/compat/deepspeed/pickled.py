@@ -52,7 +52,7 @@ class LossScalerBase:
 
     @property
     def loss_scale(self) -> float:
-        """What losses are multiplied with."""
+        """Return what losses are multiplied with."""
         return self.cur_scale
 
 

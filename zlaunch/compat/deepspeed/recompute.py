@@ -34,7 +34,7 @@ def partition_activations_in_checkpoint(partition_activation: bool) -> None:
 
 
 def get_cuda_rng_tracker() -> NoReturn:
-    """Refused: it serves tensor parallelism."""
+    """Refuse: it serves tensor parallelism."""
     raise NotInZlaunch("get_cuda_rng_tracker serves tensor parallelism, which is not in zlaunch")
 
 

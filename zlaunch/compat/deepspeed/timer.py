@@ -38,17 +38,17 @@ class ThroughputTimer:
 
     @property
     def started(self) -> bool:
-        """Whether :meth:`stop` will measure something."""
+        """Tell whether :meth:`stop` will measure something."""
         return self._since is not None
 
     @property
     def batch_size(self) -> int:
-        """Samples of a step, over all ranks."""
+        """Return the samples of a step, over all ranks."""
         return self._batch_size()
 
     @property
     def total_elapsed_time(self) -> float:
-        """Seconds measured so far, without the warm-up."""
+        """Return the seconds measured so far, without the warm-up."""
         while self._open:
             self._settle(wait=True)
         return self._elapsed_s
@@ -84,8 +84,8 @@ class ThroughputTimer:
             self.global_step_count += 1
 
     def avg_samples_per_sec(self) -> float:
-        """Samples of the steps measured, by their time; minus infinity before there is one, as in
-        DeepSpeed.
+        """Divide the samples of the steps measured by their time; minus infinity before there is one, as
+        in DeepSpeed.
         """
         elapsed = self.total_elapsed_time
         return self._samples / elapsed if self._samples and elapsed else float("-inf")

@@ -18,7 +18,7 @@ from zlaunch.runtime.environment import read_environment
 
 
 def clone_tensors_for_torch_save(item: Any, device: Any = "cpu") -> Any:
-    """A copy whose tensors have storages of their own, so that no larger buffer is saved with them."""
+    """Copy every tensor into a storage that holds it alone, so that no larger buffer is saved with it."""
     if isinstance(item, Tensor):
         return item.detach().to(device, copy=True)
     if isinstance(item, (list, tuple)):
@@ -29,7 +29,7 @@ def clone_tensors_for_torch_save(item: Any, device: Any = "cpu") -> Any:
 
 
 def move_to_device(item: Any, device: Any, criterion_func: Callable[[Tensor], bool] | None = None) -> Any:
-    """Tensors inside lists, tuples and dicts to a device; those alone that ``criterion_func`` wants."""
+    """Move tensors inside lists, tuples and dicts to a device; only those that ``criterion_func`` wants."""
     if isinstance(item, Tensor):
         return item.to(device) if criterion_func is None or criterion_func(item) else item
     if isinstance(item, (list, tuple)):
@@ -40,7 +40,7 @@ def move_to_device(item: Any, device: Any, criterion_func: Callable[[Tensor], bo
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:
-    """With ``force``: log what this process uses."""
+    """Log what this process uses, with ``force``."""
     if not force or read_environment().rank:
         return
     used = psutil.virtual_memory()
@@ -59,12 +59,12 @@ def see_memory_usage(message: str, force: bool = False) -> None:
 
 
 def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2.0, mpu: Any = None) -> Tensor:
-    """torch's, for parameters that no engine manages."""
+    """Call torch's, for parameters that no engine manages."""
     return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
 
 
 def set_random_seed(seed: int) -> None:
-    """Of Python, numpy and torch."""
+    """Seed Python, numpy and torch."""
     import numpy
 
     random.seed(seed)
@@ -73,7 +73,7 @@ def set_random_seed(seed: int) -> None:
 
 
 def required_torch_version(min_version: float | None = None, max_version: float | None = None) -> bool:
-    """Whether torch is in this range, compared as (major, minor)."""
+    """Tell whether torch is in this range, compared as (major, minor)."""
     major, minor = (int(part) for part in torch.__version__.split(".")[:2])
 
     def pair(value: float) -> tuple[int, int]:
@@ -86,7 +86,7 @@ def required_torch_version(min_version: float | None = None, max_version: float 
 
 
 def instrument_w_nvtx(function: Callable[..., Any]) -> Callable[..., Any]:
-    """An NVTX range around each call, where there is a GPU."""
+    """Put an NVTX range around each call, where there is a GPU."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -4,7 +4,7 @@ DEEPSPEED_ENVIRONMENT_NAME = ".deepspeed_env"
 
 
 def main(args: list[str] | None = None) -> int:
-    """``zlaunch`` with these arguments."""
+    """Run ``zlaunch`` with these arguments."""
     from zlaunch.cli.main import main as zlaunch_main
 
     return zlaunch_main(args)

@@ -32,7 +32,7 @@ _orig_torch_ones, _orig_torch_full = torch.ones, torch.full
 def zero_wrapper_for_fp_tensor_constructor(
     fn: Callable[..., Any], target_fp_dtype: Any
 ) -> Callable[..., Any]:
-    """``fn`` itself."""
+    """Return ``fn`` itself."""
     return fn
 
 

@@ -1,0 +1,390 @@
+"""The keys of DeepSpeed's features that do not exist here, in one table.
+
+A file may hold them: each is checked, and ignored with a warning or refused by its name when it asks for
+something. :func:`with_missing` adds the keys of a section to its model; nothing else reads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal, TypeVar
+
+from pydantic import Field, create_model
+
+from .fields import (
+    AutoInt,
+    Bool,
+    Bucket,
+    Count,
+    Dtype,
+    Fraction,
+    Integer,
+    Level,
+    NonNegative,
+    OpenSection,
+    Section,
+    Size,
+    Whole,
+)
+
+S = TypeVar("S", bound=Section)
+Key = tuple[Any, Any]
+"""Type and field of a key, as pydantic's create_model takes them."""
+_JSON = dict[str, Any]
+
+
+def _key(kind: Any, default: Any, text: str, *aliases: str, **support: Any) -> Key:
+    extra: dict[str, Any] = {"aliases": list(aliases)} if aliases else {}
+    extra |= {name: value for name, value in support.items() if value}
+    return (kind | None if default is None else kind), Field(
+        default, description=text, json_schema_extra=extra
+    )
+
+
+def _ignored(kind: Any, default: Any, text: str, *aliases: str) -> Key:
+    """Return a key that changes only speed or diagnostics: a warning."""
+    return _key(kind, default, text, *aliases, support="speed")
+
+
+def _refused(kind: Any, default: Any, text: str, *, feature: str = "", off: tuple[Any, ...] = ()) -> Key:
+    """Return a key that changes results or memory: an error.
+
+    ``feature`` names what is missing; the values of ``off`` do not ask for it, just like the default.
+    """
+    return _key(kind, default, text, support="results", feature=feature, off=off)
+
+
+def _part(model: type[Section], text: str) -> Key:
+    return model, Field(default_factory=model, description=text)
+
+
+def _model(
+    name: str, level: Level, text: str, *, switch: str = "", is_open: bool = False, **keys: Any
+) -> Any:
+    """Make the model of a section; while its ``switch`` has its default, its other keys say nothing."""
+    base = OpenSection if is_open else Section
+    made: Any = create_model(name, __base__=base, __module__=__name__, __doc__=text, **keys)
+    made.level, made.gate = level, switch
+    return made
+
+
+def _monitor(name: str, text: str, **keys: Any) -> Any:
+    enabled = _key(Bool, False, "Write metrics there.")
+    return _model(name, "speed", text, switch="enabled", enabled=enabled, **keys)
+
+
+def _feature(name: str, text: str, level: Level = "results", **keys: Any) -> Any:
+    """Make a section of which only the switch is checked, and ``keys``."""
+    enabled = _key(Bool, False, "Use the feature.")
+    return _model(name, level, text, switch="enabled", is_open=True, enabled=enabled, **keys)
+
+
+# fmt: off
+_FEATURE = _feature("Feature", "A rarely used feature that would change results; its keys are not checked.")
+_TOOL = _feature(
+    "Tool", "A rarely used tool that would not change results; its keys are not checked.", "speed"
+)
+_FILES = _monitor("FileMonitor", "Metrics in files: tensorboard or CSV.",
+    output_path=_key(str, "", "Folder of the files."),
+    job_name=_key(str, "DeepSpeedJobName", "Name of the folder of this job."),
+)
+_WANDB = _monitor("WandB", "Metrics for Weights & Biases.",
+    group=_key(str, None, "Group of runs."),
+    team=_key(str, None, "Team or user."),
+    project=_key(str, "deepspeed", "Project."),
+)
+_COMET = _monitor("Comet", "Metrics for Comet.",
+    samples_log_interval=_key(Count, 100, "Samples between two records."),
+    project=_key(str, None, "Project."),
+    workspace=_key(str, None, "Workspace."),
+    api_key=_key(str, None, "API key; better kept in the environment."),
+    experiment_name=_key(str, None, "Name of the experiment."),
+    experiment_key=_key(str, None, "Key of the experiment."),
+    online=_key(Bool, None, "Send while running."),
+    mode=_key(Literal["get", "create", "get_or_create"], None, "Create the experiment or go on with one."),
+)
+_FLOPS = _monitor("FlopsProfiler", "Counting operations of each module.",
+    recompute_fwd_factor=_key(NonNegative, 0.0, "Share of the forward that is recomputed."),
+    profile_step=_key(Count, 1, "Step to profile."),
+    module_depth=_key(Integer, -1, "Depth of the printed tree; -1 is all of it."),
+    top_modules=_key(Count, 1, "Modules printed at each depth."),
+    detailed=_key(Bool, True, "Print the tree."),
+    output_file=_key(str, None, "File to write instead of printing."),
+)
+_COMMS = _monitor("CommsLogger", "Logging each collective.",
+    prof_all=_key(Bool, True, "Log all operations."),
+    prof_ops=_key(list[str], [], "Operations to log."),
+    verbose=_key(Bool, False, "Print each operation."),
+    debug=_key(Bool, False, "Also name the caller."),
+)
+_THROUGHPUT = _model("Throughput", "speed", "The samples-per-second timer.",
+    enabled=_key(Bool, True, "Measure throughput."),
+    synchronized=_key(Bool, True, "Synchronize the device for exact times."),
+)
+_TIMERS = _model("Timers", "supported", "Timers.", throughput=_part(_THROUGHPUT, "Throughput timer."))
+_COMPILE = _model("Compile", "speed", "DeepCompile.", switch="deepcompile",
+    deepcompile=_key(Bool, False, "Rewrite compiled graphs for ZeRO."),
+    free_activation=_key(Bool, False, "Free activations early."),
+    free_activation_threshold=_key(Size, 10 * 1024 * 1024, "Smallest activation freed early, in bytes."),
+    offload_activation=_key(Bool, False, "Offload activations."),
+    offload_activation_pin_memory=_key(Bool, True, "Use page-locked memory for them."),
+    offload_opt_states=_key(Bool, False, "Offload optimizer state."),
+    double_buffer=_key(Bool, True, "Use two reduce buffers."),
+    symmetric_memory=_key(Bool, False, "Use symmetric memory."),
+    debug_log=_key(Bool, False, "Write debug logs."),
+    offload_parameters=_key(Bool, False, "Offload parameters."),
+    sync_before_reduce=_key(Bool, False, "Synchronize before each reduce."),
+    sync_after_reduce=_key(Bool, False, "Synchronize after each reduce."),
+    sync_before_allgather=_key(Bool, False, "Synchronize before each all-gather."),
+    sync_after_allgather=_key(Bool, False, "Synchronize after each all-gather."),
+    keep_int_input_tensors=_key(Bool, True, "Keep integer inputs."),
+    keep_all_input_tensors=_key(Bool, False, "Keep all inputs."),
+    passes=_key(list[str], None, "Graph passes; null is DeepSpeed's own list."),
+)
+_ELASTICITY = _model(
+    "Elasticity",
+    "results",
+    "Choosing batch sizes that fit many numbers of GPUs.",
+    switch="enabled",
+    enabled=_key(Bool, False, "Choose the batch sizes."),
+    max_train_batch_size=_key(Count, 2000, "Largest batch."),
+    micro_batch_sizes=_key(list[Count], [2, 4, 6], "Micro batches that fit."),
+    min_gpus=_key(Count, 1, "Fewest GPUs."),
+    max_gpus=_key(Count, 10000, "Most GPUs."),
+    min_time=_key(Whole, 0, "Shortest run, in minutes."),
+    prefer_larger_batch=_key(Bool, True, "Prefer the larger of two equal batches."),
+    ignore_non_elastic_batch_info=_key(Bool, False, "Ignore the batch keys instead of failing."),
+    version=_key(NonNegative, 0.2, "Version of the rule."),
+    model_parallel_size=_key(Count, 1, "Model-parallel ranks."),
+    num_gpus_per_node=_key(Count, 1, "GPUs of a node."),
+)
+_METRICS = Literal["latency", "throughput", "flops", "forward", "backward", "step"]
+_AUTOTUNING = _model("Autotuning", "speed", "Searching for a fast config.", switch="enabled",
+    enabled=_key(Bool, False, "Search for a fast config."),
+    fast=_key(Bool, True, "Tune only the micro batch and the stage."),
+    results_dir=_key(str, "autotuning_results", "Folder of the results."),
+    exps_dir=_key(str, "autotuning_exps", "Folder of the experiments."),
+    overwrite=_key(Bool, True, "Run experiments again."),
+    start_profile_step=_key(Count, 3, "First measured step."),
+    end_profile_step=_key(Count, 5, "Last measured step."),
+    metric=_key(_METRICS, "throughput", "What to improve."),
+    metric_path=_key(str, None, "File of the metric."),
+    tuner_type=_key(Literal["gridsearch", "random", "model_based"], "gridsearch", "Kind of search."),
+    tuner_early_stopping=_key(Whole, 5, "Experiments without gain before stopping."),
+    tuner_num_trials=_key(Count, 50, "Most experiments."),
+    max_train_batch_size=_key(Count, None, "Largest batch."),
+    min_train_batch_size=_key(Count, 1, "Smallest batch."),
+    max_train_micro_batch_size_per_gpu=_key(Count, 1024, "Largest micro batch."),
+    min_train_micro_batch_size_per_gpu=_key(Count, 1, "Smallest micro batch."),
+    num_tuning_micro_batch_sizes=_key(Count, 3, "Micro batches to try."),
+    mp_size=_key(Count, 1, "Model-parallel ranks."),
+    arg_mappings=_key(_JSON, None, "Script arguments that follow config keys."),
+)
+_AUTOCAST = _model("TorchAutocast", "results", "Mixed precision by torch.autocast.", switch="enabled",
+    enabled=_key(Bool, False, "Run the forward under torch.autocast."),
+    dtype=_key(Dtype, None, "Type of the cast."),
+    lower_precision_safe_modules=_key(list[str], None,
+        "Modules whose parameters are communicated in that type."),
+)
+_EIGENVALUE = _feature("Eigenvalue", "Largest eigenvalues of the layers, for quantization.",
+    max_iter=_key(Count, 100, "Most iterations."),
+    tol=_key(NonNegative, 1e-2, "Tolerance."),
+    stability=_key(NonNegative, 1e-6, "Added for stability."),
+    gas_boundary_resolution=_key(Count, 1, "Steps between two estimates."),
+)
+_LAYER_DROP = _feature("ProgressiveLayerDrop", "Dropping layers while training.",
+    theta=_key(Fraction, 1.0, "Share of the layers kept."),
+    gamma=_key(NonNegative, 0.001, "Speed of the decay."),
+)
+_TENSOR_PARALLEL = _model(
+    "TensorParallel",
+    "results",
+    "Automatic tensor parallelism; other keys are not checked.",
+    switch="autotp_size",
+    is_open=True,
+    autotp_size=_refused(Whole, 0, "Tensor-parallel ranks; 0 and 1 are off.", off=(1,)),
+)
+_PIPELINE = _model(
+    "Pipeline",
+    "speed",
+    "Pipeline parallelism; read only with a pipeline module, which does not exist here.",
+    stages=_key(Any, "auto", "Number of stages."),
+    partition=_key(str, "best", "How layers are split."),
+    seed_layers=_key(Bool, False, "Seed each layer."),
+    activation_checkpoint_interval=_key(Whole, 0, "Layers between saved activations."),
+    pipe_partitioned=_key(Bool, True, "Shard activations between stages."),
+    grad_partitioned=_key(Bool, True, "Shard gradients between stages."),
+)
+_ZENFLOW = _model("ZenFlow", "results", "Asynchronous updates of the less important gradients on the CPU.",
+    topk_ratio=_key(Fraction, 0.1, "Share of the gradients updated on the GPU at once."),
+    select_strategy=_key(Literal["auto", "step", "epoch"], "auto",
+        "When the important columns are chosen again."),
+    select_interval=_key(AutoInt, "auto", "How often the important columns are chosen again."),
+    update_interval=_key(AutoInt, "auto", "How often the rest is updated."),
+    overlap_step=_key(Bool, False, "Run the CPU step beside the next forward and backward."),
+    offload=_key(Bool, False, "Keep the selected state on the CPU as well."),
+    auto_ratio=_key(Fraction, 0.99, "Threshold used by the automatic update interval."),
+    full_warm_up_rounds=_key(Whole, 0, "Steps at the start that update everything."),
+    pt_reserved_cores_perc=_key(Fraction, 0.5, "Share of the CPU cores kept for PyTorch."),
+)
+_LOCO = _model("LoCo", "results", "Error feedback for quantized gradients.",
+    err_beta=_key(Fraction, 0.8, "Weight of the accumulated error."),
+    reset_T=_key(Count, 1024, "Steps between resets of the error."),
+)
+_PARALLEL_WRITE = _model("ParallelWrite", "speed", "Writing a checkpoint from several ranks.",
+    pipeline_stage=_key(Bool, False, "Write pipeline stages in parallel."),
+)
+
+_HPZ = "a copy of the parameters on each node (ZeRO++ hpZ)"
+_QWZ = "quantized frozen weights (ZeRO++ qwZ)"
+_QGZ = "quantized gradients (ZeRO++ qgZ)"
+_BY_SCRIPT = "gradient accumulation by the script's own count"
+
+MISSING: dict[str, dict[str, Key]] = {
+    "": {
+        "managed_gradient_accumulation": _refused(
+            Bool, True, "Count micro batches in the engine, not in the script.", feature=_BY_SCRIPT
+        ),
+        "sparse_gradients": _ignored(Bool, False, "Reduce embedding gradients sparsely."),
+        "seq_parallel_communication_data_type": _ignored(Dtype, "fp32",
+            "Type of sequence-parallel communication."),
+        "disable_allgather": _ignored(Bool, False, "Broadcast updated parameters instead of gathering them."),
+        "graph_harvesting": _ignored(Bool, False, "Record the optimizer step in a CUDA graph."),
+        "wall_clock_breakdown": _ignored(Bool, False, "Time forward, backward and step."),
+        "memory_breakdown": _ignored(Bool, False, "Print memory use."),
+        "sequence_parallel_size": _refused(Count, 1, "Ranks that share one sequence.",
+            feature="sequence parallelism"),
+        "data_parallel_size": _refused(Count, None, "Data-parallel ranks of a mesh.",
+            feature="a mesh of ranks", off=(1,)),
+        "vocabulary_size": _ignored(Count, None, "Vocabulary size, a hint for alignment."),
+        "use_data_before_expert_parallelism": _refused(Bool, False, "Order of the ranks in expert groups.",
+            feature="expert parallelism"),
+        "torch_autocast": _part(_AUTOCAST, "torch.autocast."),
+        "amp": _part(_FEATURE, "NVIDIA apex."),
+        "tensorboard": _part(_FILES, "TensorBoard."),
+        "wandb": _part(_WANDB, "Weights & Biases."),
+        "csv_monitor": _part(_FILES, "CSV files."),
+        "comet": _part(_COMET, "Comet."),
+        "flops_profiler": _part(_FLOPS, "FLOPS profiler."),
+        "comms_logger": _part(_COMMS, "Communication log."),
+        "timers": _part(_TIMERS, "Timers."),
+        "compile": _part(_COMPILE, "DeepCompile."),
+        "elasticity": _part(_ELASTICITY, "Elastic batch sizes."),
+        "autotuning": _part(_AUTOTUNING, "Autotuning."),
+        "eigenvalue": _part(_EIGENVALUE, "Eigenvalues."),
+        "progressive_layer_drop": _part(_LAYER_DROP, "Progressive layer drop."),
+        "curriculum_learning": _part(_FEATURE, "Curriculum learning."),
+        "data_efficiency": _part(_FEATURE, "Data efficiency."),
+        "expert_parallel": _part(_FEATURE, "Expert parallelism."),
+        "hybrid_engine": _part(_FEATURE, "Hybrid engine."),
+        "msamp": _part(_FEATURE, "MS-AMP."),
+        "nebula": _part(_TOOL, "Nebula checkpoints."),
+        "tensor_parallel": _part(_TENSOR_PARALLEL, "Tensor parallelism."),
+        "pipeline": _part(_PIPELINE, "Pipeline parallelism."),
+        "sparse_attention": _refused(_JSON, None, "Sparse attention.", feature="sparse attention"),
+        "compression_training": _refused(_JSON, None, "Compression.", feature="compression"),
+        "quantize_training": _refused(_JSON, None, "Quantization-aware training.",
+            feature="quantization-aware training"),
+        "weight_quantization": _refused(_JSON, None, "Weight quantization.", feature="weight quantization"),
+        "datastates_ckpt": _ignored(_JSON, None, "DataStates checkpoints."),
+    },
+    "optimizer": {"legacy_fusion": _ignored(Bool, False, "Build the fused 16-bit optimizer of old.")},
+    "optimizer.params": {
+        "bias_correction": _refused(Bool, True, "Correct the bias of the moments.",
+            feature="Adam without bias correction"),
+        "capturable": _ignored(Bool, False, "Allow capture in a CUDA graph."),
+        "fp32_optimizer_states": _refused(Bool, True, "Keep the moments in fp32."),
+        "freeze_step": _refused(Count, None, "Steps before a compressed optimizer freezes its variance."),
+    },
+    "fp16": {
+        "fp16_master_weights_and_grads": _refused(Bool, False, "Keep master weights and gradients in fp16.",
+            feature="fp16 master weights"),
+    },
+    "bf16": {
+        "bf16_master_weights_and_grads": _refused(Bool, False, "Keep master weights and gradients in bf16.",
+            feature="bf16 master weights"),
+        "bf16_optimizer_states": _refused(Bool, False, "Keep optimizer state in bf16.",
+            feature="bf16 optimizer state"),
+    },
+    "data_types": {
+        "buffer_dtype": _refused(Dtype, None, "Type of the buffers.", feature="buffers of another type"),
+    },
+    "aio": {"use_gds": _ignored(Bool, False, "Use GPUDirect Storage.")},
+    "activation_checkpointing": {
+        "contiguous_memory_optimization": _ignored(Bool, False, "Copy saved activations into one buffer."),
+        "synchronize_checkpoint_boundary": _ignored(Bool, False, "Synchronize the device at each boundary."),
+        "profile": _ignored(Bool, False, "Time forward and backward of each segment."),
+    },
+    "checkpoint": {
+        "load_universal": _refused(Bool, False, "Load DeepSpeed's universal format.",
+            feature="DeepSpeed's universal checkpoints"),
+        "parallel_write": _part(_PARALLEL_WRITE, "Parallel writing."),
+    },
+    "checkpoint.writer": {
+        "type": _ignored(Literal["FAST", "PYTHON", "MOCK"], None, "Kind of writer."),
+        "io_buffer_size": _ignored(Bucket, 64 * 1024 * 1024, "Bytes of the write buffer."),
+        "io_buffer_double": _ignored(Bool, True, "Fill one buffer while another is written."),
+        "show_statistics": _ignored(Bool, False, "Print write speeds."),
+        "data_parallel": _ignored(Literal["replica", "socket", "machine"], None,
+            "Ranks that share the writing."),
+        "io_multiplier": _ignored(Count, 1, "Files for one rank."),
+    },
+    "zero_optimization": {
+        "load_from_fp32_weights": _refused(
+            Bool,
+            True,
+            "Load the fp32 master weights from a checkpoint, not the 16-bit ones.",
+            feature="loading the 16-bit weights of a checkpoint",
+        ),
+        "zenflow": _refused(_ZENFLOW, None, "ZenFlow; being present switches it on.", feature="ZenFlow"),
+        "cpu_offload_use_pin_memory": _ignored(Bool, None, "Old spelling of pin_memory."),
+        "stage3_use_all_reduce_for_fetch_params": _ignored(
+            Bool, False, "Fetch with all-reduce instead of all-gather.", "use_all_reduce_for_fetch_params"
+        ),
+        "stage3_allgather_sequential": _ignored(Bool, False, "Gather parameters one by one.",
+            "allgather_sequential"),
+        "legacy_stage1": _refused(Bool, False, "The old stage 1; never available here.",
+            feature="the old stage 1"),
+        "zero_hpz_partition_size": _refused(
+            Count, 1, "Ranks that hold a second copy of the parameters (ZeRO++ hpZ).", feature=_HPZ
+        ),
+        "zero_quantized_weights": _refused(Bool, False, "Gather quantized weights (ZeRO++ qwZ).",
+            feature="quantized weights (ZeRO++ qwZ)"),
+        "zero_quantized_nontrainable_weights": _refused(Bool, False, "Gather quantized frozen weights.",
+            feature=_QWZ),
+        "zero_quantized_gradients": _refused(Bool, False, "Reduce quantized gradients (ZeRO++ qgZ).",
+            feature=_QGZ),
+        "zeropp_loco_param": _refused(
+            _LOCO, None, "Error feedback for quantized gradients; being present switches it on.", feature=_QGZ
+        ),
+        "mics_shard_size": _refused(
+            Integer, -1, "Ranks that share one copy of the model (MiCS); -1 and 0 are off.",
+            feature="MiCS", off=(0,),
+        ),
+        "mics_hierarchical_params_gather": _refused(Bool, False, "Gather parameters in two steps (MiCS).",
+            feature="MiCS"),
+        "pipeline_loading_checkpoint": _ignored(Bool, False, "Load a checkpoint in a pipelined way."),
+        "log_trace_cache_warnings": _ignored(Bool, False, "Log when the order of modules changes."),
+        "enable_sanity_checks": _ignored(Bool, False, "Extra checks of gradients and parameters."),
+        "save_muon_momentum_buffer_in_memory": _ignored(Bool, False, "Keep Muon's momentum in memory."),
+    },
+    "zero_optimization.offload_optimizer": {
+        "super_offload": _ignored(Bool, False, "Use the offload engine for tightly coupled CPU and GPU."),
+        "cpuadam_cores_perc": _ignored(Fraction, 0.8,
+            "Share of the CPU cores that the CPU optimizer may use."),
+    },
+}
+"""Section -> the keys in it that nothing here does anything with."""
+# fmt: on
+
+
+def with_missing(path: str) -> Callable[[type[S]], type[S]]:
+    """Return a decorator that adds the unsupported keys of the section at ``path`` to its model."""
+
+    def add(model: type[S]) -> type[S]:
+        fields: dict[str, Any] = MISSING[path]
+        return create_model(
+            model.__name__, __base__=model, __module__=model.__module__, __doc__=model.__doc__, **fields
+        )
+
+    return add
