@@ -11,6 +11,7 @@ import difflib
 import re
 from collections.abc import Mapping, Sequence
 
+from zlaunch.errors import LaunchError
 from zlaunch.hostfiles.hostlist import HostListError, expand_pattern
 
 Pool = dict[str, tuple[int, ...]]
@@ -22,7 +23,7 @@ Selection = dict[str, "frozenset[int] | None"]
 _RANGE = re.compile(r"(\d{1,6})(?:-(\d{1,6}))?", re.ASCII)
 
 
-class FilterError(ValueError):
+class FilterError(LaunchError, ValueError):
     """A filter that cannot be read or that names what is not there; the text is for the user."""
 
 

@@ -12,6 +12,7 @@ import os
 import re
 from dataclasses import dataclass
 
+from zlaunch.errors import LaunchError
 from zlaunch.hostfiles.hostlist import HostListError, expand_pattern
 
 _NUMBER = re.compile(r"\d{1,6}", re.ASCII)
@@ -24,7 +25,7 @@ _IGNORED_WORDS = {"nolocal", "sequential"}
 _LOWEST_SSH_PORT = 22
 
 
-class HostfileError(ValueError):
+class HostfileError(LaunchError, ValueError):
     """A hostfile that cannot be read; the text has a line for each problem and is for the user."""
 
 

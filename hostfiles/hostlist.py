@@ -10,6 +10,8 @@ import math
 import re
 from collections.abc import Iterable, Iterator
 
+from zlaunch.errors import LaunchError
+
 MAX_HOSTS = 65536
 """The most hosts that one list may stand for."""
 
@@ -20,7 +22,7 @@ _NAME = re.compile(r"[^\s\[\],]+")
 _NUMBERED = re.compile(r"(.*?)(\d{1,18})(\D*)", re.ASCII | re.DOTALL)
 
 
-class HostListError(ValueError):
+class HostListError(LaunchError, ValueError):
     """A host list that cannot be read; the text names the part and is for the user."""
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from zlaunch.hostfiles.hostlist import expand
-from zlaunch.slurm.environment import SlurmError
+from zlaunch.slurm.environment import Allocation, SlurmError, read, with_gpus
 
 UNKNOWN = "UNKNOWN"
 """The state of a job that SLURM no longer knows."""
@@ -236,6 +236,25 @@ def cancel_step(environ: Mapping[str, str]) -> None:
     job, step = environ.get("SLURM_JOB_ID", ""), environ.get("SLURM_STEP_ID", "")
     if job and step and shutil.which("scancel") is not None:
         _run(["scancel", "--signal=HUP", f"{job}.{step}"], _QUERY_TIMEOUT_S, environ)
+
+
+def own_allocation(environ: Mapping[str, str]) -> Allocation | None:
+    """Return the job or step that this process is part of, with its GPUs as far as SLURM tells them."""
+    if "SLURM_JOB_ID" not in environ:
+        return None
+    allocation = read(environ, has_terminal=_has_terminal())
+    if allocation is None or all(node.gpus is not None for node in allocation.nodes):
+        return allocation
+    return with_gpus(allocation, granted_gpus(allocation.job_id))
+
+
+def _has_terminal() -> bool:
+    """Tell whether this process has a controlling terminal."""
+    try:
+        os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True
 
 
 def granted_gpus(job_id: str) -> dict[str, int]:

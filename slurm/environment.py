@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from zlaunch.errors import LaunchError
 from zlaunch.hostfiles.hostlist import HostListError, expand
 
 _LAST_STEP_ID = 0xFFFFFFF0
@@ -24,7 +25,7 @@ _TYPED_COUNT = re.compile(r"(?:[A-Za-z0-9_.-]+:)?(\d{1,9})", re.ASCII)
 _NUMBER = re.compile(r"\d{1,10}", re.ASCII)
 
 
-class SlurmError(ValueError):
+class SlurmError(LaunchError, ValueError):
     """SLURM said something unexpected, or nothing; the text is for the user."""
 
 

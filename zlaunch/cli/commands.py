@@ -8,6 +8,8 @@ from typing import Any
 
 import click
 
+from zlaunch.errors import LaunchError
+
 SUBCOMMANDS = {
     "bench": "zlaunch.cli.bench:bench",
     "checkpoint": "zlaunch.cli.checkpoint:checkpoint",
@@ -65,7 +67,22 @@ def message_of(error: click.ClickException) -> str:
     return text
 
 
-class Launch(click.Command):
+class Command(click.Command):
+    """A command whose launch errors become click's usage errors: here and nowhere else."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command."""
+        try:
+            return super().invoke(ctx)
+        except LaunchError as error:
+            raise click.UsageError(str(error)) from None
+
+
+class Group(Command, click.Group):
+    """A group of such commands."""
+
+
+class Launch(Command):
     """The command that launches: its help ends with a line for each subcommand, and it knows the flags of
     other launchers.
     """

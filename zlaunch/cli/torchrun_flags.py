@@ -12,6 +12,7 @@ from typing import Any
 
 import click
 
+from zlaunch.launchers.registry import LOCAL
 from zlaunch.plan.options import DEFAULT_HOSTFILE
 
 _SAME = {
@@ -98,7 +99,7 @@ class Surroundings:
 
 
 def torchrun_flags() -> list[click.Option]:
-    """Return them, hidden; :func:`settle` takes them out of what is given."""
+    """Return them, hidden; :func:`take_flags` takes them out of what is given."""
     found = []
     for name in _NUMBERS:
         low = 0 if name in ("machine_rank", "main_process_port") else 1
@@ -154,7 +155,7 @@ def surroundings() -> Surroundings:
     )
 
 
-def settle(given: dict[str, Any], around: Callable[[], Surroundings] = surroundings) -> dict[str, Any]:
+def take_flags(given: dict[str, Any], around: Callable[[], Surroundings] = surroundings) -> dict[str, Any]:
     """Return what was given without these flags, their values in the options that zlaunch has for them.
 
     ``notes`` in it is what the user should hear of that, ``configs`` is to be checked like arguments of the
@@ -179,10 +180,10 @@ def settle(given: dict[str, Any], around: Callable[[], Surroundings] = surroundi
         _take(out, "master_addr", host, said)
         _take(out, "master_port", port, said)
     here = around()
-    _settle_nodes(out, here, standalone=bool(flags["standalone"]))
-    _settle_workers(out, here, flags["nproc_per_node"], flags["num_processes"])
+    _take_nodes(out, here, standalone=bool(flags["standalone"]))
+    _take_workers(out, here, flags["nproc_per_node"], flags["num_processes"])
     out["no_local_rank"] = True  # neither torchrun nor accelerate passes it
-    _settle_variables(out, flags)
+    _take_variables(out, flags)
     return out
 
 
@@ -224,17 +225,17 @@ def _endpoint(said: str, text: str) -> tuple[str, int]:
     return match[1] or match[2], int(match[3] or 0)
 
 
-def _settle_nodes(out: dict[str, Any], here: Surroundings, *, standalone: bool) -> None:
+def _take_nodes(out: dict[str, Any], here: Surroundings, *, standalone: bool) -> None:
     nodes, rank, hostfile = out["num_nodes"], out["node_rank"], out["hostfile"]
     if standalone:
         if nodes not in (None, 1) or rank not in (None, 0) or hostfile is not None:
             raise click.UsageError(
                 "--standalone is this machine alone: it goes with no hostfile or other nodes"
             )
-        nodes, rank, out["launcher"] = 1, None, out["launcher"] or "local"
+        nodes, rank, out["launcher"] = 1, None, out["launcher"] or LOCAL
     if nodes == 1 and rank == 0 and hostfile is None:
         rank = None  # this machine alone
-    if rank is None and here.step_nodes is not None and out["launcher"] != "local":
+    if rank is None and here.step_nodes is not None and out["launcher"] != LOCAL:
         if nodes not in (None, here.step_nodes):
             raise click.UsageError(f"--nnodes {nodes}: srun has started this on {here.step_nodes} node(s)")
         nodes = None
@@ -253,7 +254,7 @@ def _settle_nodes(out: dict[str, Any], here: Surroundings, *, standalone: bool) 
     out["num_nodes"], out["node_rank"], out["no_ssh"] = nodes, rank, rank is not None
 
 
-def _settle_workers(out: dict[str, Any], here: Surroundings, each: str | None, total: int | None) -> None:
+def _take_workers(out: dict[str, Any], here: Surroundings, each: str | None, total: int | None) -> None:
     nodes, elsewhere = out["num_nodes"], out["hostfile"] is not None or here.knows_hosts
     if each == "cpu" and here.gpus:
         raise click.UsageError(
@@ -277,7 +278,7 @@ def _settle_workers(out: dict[str, Any], here: Surroundings, each: str | None, t
         out["num_gpus"] = here.gpus or 1  # as on the other nodes
 
 
-def _settle_variables(out: dict[str, Any], flags: dict[str, Any]) -> None:
+def _take_variables(out: dict[str, Any], flags: dict[str, Any]) -> None:
     """What accelerate's launcher says through the environment is said in the same way here."""
     found = {variable: flags[flag] for flag, variable in _VARIABLES.items() if flags[flag]}
     pairs = {name: "true" if value is True else str(value) for name, value in found.items()}

@@ -16,13 +16,12 @@ from pathlib import Path
 from types import FrameType
 
 from zlaunch.launch import run_record
-from zlaunch.launch.failure import signal_name
 from zlaunch.launch.heartbeat import HangWatch, Heartbeat
 from zlaunch.launch.nodes import SLOW_S, Link
 from zlaunch.launch.verdict import Outcome, Verdict
 from zlaunch.plan.plan import Plan
 from zlaunch.system.events import Event, encode
-from zlaunch.system.processes import PASSED_SIGNALS, Process, adopt_orphans, sweep
+from zlaunch.system.processes import PASSED_SIGNALS, Process, adopt_orphans, signal_name, sweep
 from zlaunch.view.console import Console
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -47,7 +46,6 @@ class Controller:
         console: Console,
         links: Sequence[Link],
         *,
-        heartbeat_s: float = 0.0,
         hang_timeout_s: float = 0.0,
         attempt: int = 0,
     ) -> None:
@@ -57,7 +55,7 @@ class Controller:
         self.attempt = attempt
         self.queue: queue.SimpleQueue[tuple[int, Event]] = queue.SimpleQueue()
         self.room = threading.BoundedSemaphore(_OUTPUT_IN_FLIGHT)
-        self.heartbeat = Heartbeat(links, heartbeat_s, self.queue)
+        self.heartbeat = Heartbeat(links, plan.heartbeat_s, self.queue)
         self.hang = HangWatch(hang_timeout_s)
         self.open_nodes = set(range(len(links)))
         self.verdict = Verdict(plan, console)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+from zlaunch.errors import NodeError
 from zlaunch.system.events import Event
 from zlaunch.system.facts import Facts
 from zlaunch.transports import Transport
@@ -26,14 +27,6 @@ _MEET_LIMIT_S = 600.0
 
 
 _SSH_FAILED = 255
-
-
-class NodeError(Exception):
-    """A node that cannot take part; the text says why and what to do, the host is named beside it."""
-
-    def __init__(self, host: str, text: str) -> None:
-        super().__init__(text)
-        self.host, self.text = host, text
 
 
 class Link:
@@ -89,12 +82,15 @@ Say = Callable[[str], None]
 
 
 def connect(
-    hosts: Sequence[str], open_link: Callable[[str], Link], timeout_s: float, say: Say = lambda text: None
+    hosts: Sequence[str],
+    open_transport: Callable[[str], Transport],
+    timeout_s: float,
+    say: Say = lambda text: None,
 ) -> tuple[list[Node], list[NodeError]]:
     """Start an agent on every host at once; the nodes that answered, in order, and the others' errors.
 
-    `open_link` may raise NodeError. A host that has not answered within `timeout_s` is given up, whatever it
-    hangs in: `open_link` need not return then.
+    `open_transport` may raise NodeError. A host that has not answered within `timeout_s` is given up,
+    whatever it hangs in: `open_transport` need not return then.
     """
     links: dict[str, Link] = {}
     given_up: set[str] = set()
@@ -102,8 +98,8 @@ def connect(
     waves = -(-len(hosts) // PARALLEL)
     idle_s = waves * timeout_s + _MEET_LIMIT_S
 
-    def greet(host: str) -> Node:
-        link = links[host] = open_link(host)
+    def say_hello(host: str) -> Node:
+        link = links[host] = Link(open_transport(host))
         if host in given_up:
             link.transport.kill()
         return Node(link, Facts.from_event(link.ask({"cmd": "hello", "idle_s": idle_s}, "hello")))
@@ -115,7 +111,7 @@ def connect(
         links[host].transport.kill()
         return "the agent there does not answer"
 
-    results = _all(hosts, greet, give_up, timeout_s, say)
+    results = _all(hosts, say_hello, give_up, timeout_s, say)
     nodes = [result for result in results if isinstance(result, Node)]
     return nodes, [result for result in results if isinstance(result, NodeError)]
 
@@ -244,11 +240,11 @@ def find_rendezvous(
     return Rendezvous(address, port, (own, *(iface or str(answer["interface"]) for answer in reached)))
 
 
-def sweep_hosts(hosts: Sequence[str], open_link: Callable[[str], Link], run_id: str) -> None:
+def sweep_hosts(hosts: Sequence[str], open_transport: Callable[[str], Transport], run_id: str) -> None:
     """End what an agent that has died, its guard too, has left of a run. A host that is down has nothing."""
 
     def work(host: str) -> Event:
-        link = links[host] = open_link(host)
+        link = links[host] = Link(open_transport(host))
         return link.ask({"cmd": "sweep", "run_id": run_id, "idle_s": _SWEEP_S}, "swept")
 
     def give_up(host: str) -> str:

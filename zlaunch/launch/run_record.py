@@ -12,12 +12,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from zlaunch.plan.plan import Plan, Target, without_secrets
+from zlaunch.plan.plan import Plan, Program, without_secrets
 from zlaunch.system.processes import start_ticks
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class RunRecord:
     """One run, as its launcher has written it down. Times are seconds since the epoch."""
 
     run_id: str
@@ -45,7 +45,7 @@ def _path(run_dir: str | Path) -> Path:
     return Path(run_dir) / "launcher.json"
 
 
-def _write(run_dir: str, record: Record) -> None:
+def _write(run_dir: str, record: RunRecord) -> None:
     path = _path(run_dir)
     temporary = path.with_suffix(f".{os.getpid()}")
     try:
@@ -57,7 +57,7 @@ def _write(run_dir: str, record: Record) -> None:
 
 def started(plan: Plan, attempt: int) -> None:
     """Write down that a run goes on from here."""
-    record = Record(
+    record = RunRecord(
         run_id=plan.run_id,
         host=socket.gethostname(),
         pid=os.getpid(),
@@ -102,10 +102,10 @@ def saved(plan: Plan, event: Mapping[str, Any]) -> None:
 
 
 def resume_folder(
-    run_dir: str, run_id: str, attempt: int, target: Target, environ: Mapping[str, str]
+    run_dir: str, run_id: str, attempt: int, program: Program, environ: Mapping[str, str]
 ) -> str | None:
     """Where an earlier attempt of this run has saved, or an earlier start of this requeued SLURM job (whose
-    run folders stand side by side); None for a run that begins. ``target`` tells the runs of one job apart.
+    run folders stand side by side); None for a run that begins. ``program`` tells the runs of one job apart.
     """
     found: list[tuple[float, str]] = []
     job = environ.get("SLURM_JOB_ID") if environ.get("SLURM_RESTART_COUNT", "0") not in ("", "0") else None
@@ -117,7 +117,7 @@ def resume_folder(
             content = json.loads(path.read_text())
             mine = attempt > 0 and content["run_id"] == run_id
             argv = list(content["argv"])
-            same = target.name in argv and argv[len(argv) - len(target.args) :] == list(target.args)
+            same = program.name in argv and argv[len(argv) - len(program.args) :] == list(program.args)
             if mine or (job is not None and content["job"] == job and same):
                 found.append((float(content["time"]), str(content["folder"])))
         except (OSError, ValueError, TypeError, KeyError):
@@ -125,12 +125,12 @@ def resume_folder(
     return max(found)[1] if found else None
 
 
-def read(run_dir: str | Path) -> Record | None:
+def read(run_dir: str | Path) -> RunRecord | None:
     """The record of a run's folder; None when there is none."""
     path = _path(run_dir)
     try:
         data = json.loads(path.read_text()) if path.is_file() else {}
-        record = Record(**{**data, "hosts": tuple(data["hosts"]), "command": tuple(data["command"])})
+        record = RunRecord(**{**data, "hosts": tuple(data["hosts"]), "command": tuple(data["command"])})
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return None
     texts = (record.run_id, record.host, *record.hosts, *record.command)

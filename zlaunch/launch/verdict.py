@@ -16,6 +16,7 @@ from zlaunch.launch import failure as failures
 from zlaunch.launch.failure import Failure
 from zlaunch.plan.plan import Plan
 from zlaunch.system.events import Event
+from zlaunch.system.processes import signal_name
 from zlaunch.view.console import Console
 
 _TAIL_BYTES = 1 << 14
@@ -115,7 +116,7 @@ class Verdict:
         """Say what went wrong, if anything, and return how the attempt ended."""
         found = Outcome(0, lost=frozenset(self.lost), died=frozenset(self.died), save_asked=save_asked)
         if signum:
-            self._console.message(f"stopped by {failures.signal_name(signum)}")
+            self._console.message(f"stopped by {signal_name(signum)}")
             return replace(found, code=128 + signum, signum=signum)
         for error in self.errors:
             self._console.error(error)

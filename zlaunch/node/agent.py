@@ -24,7 +24,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import NoReturn
 
-from zlaunch.launch.failure import likely_reason, signal_name
+from zlaunch.node.death import likely_reason
 from zlaunch.node.oom import oom_counters, oom_rose
 from zlaunch.node.rendezvous import Greeter
 from zlaunch.node.uplink import Uplink, take_user_input
@@ -37,9 +37,9 @@ from zlaunch.system.processes import (
     adopt_orphans,
     kill,
     open_pidfd,
-    python_module_argv,
     run_processes,
     signal_groups,
+    signal_name,
     start_ticks,
     sweep,
 )
@@ -409,11 +409,6 @@ def main() -> NoReturn:
         traceback.print_exc()
         code = 1
     os._exit(code)
-
-
-def agent_argv() -> tuple[str, ...]:
-    """The command that starts an agent on this machine."""
-    return python_module_argv("zlaunch.node.agent")
 
 
 if __name__ == "__main__":

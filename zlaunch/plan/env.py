@@ -6,6 +6,8 @@ import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from zlaunch.errors import LaunchError
+
 _PREFIXES = (
     "NCCL_",
     "TORCH_",
@@ -53,7 +55,7 @@ ENV_FILES = (".deepspeed_env", ".zlaunch_env")
 _KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 
 
-class ExportError(ValueError):
+class ExportError(LaunchError, ValueError):
     """A variable that cannot be exported; the text is for the user."""
 
 

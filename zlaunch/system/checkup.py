@@ -158,7 +158,7 @@ def _listen_error() -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+class HostReport:
     """All that was found out about one host."""
 
     host: str
@@ -196,7 +196,7 @@ class Problem:
     """What to do; empty where the text says it."""
 
 
-def judge(reports: Sequence[Report]) -> list[Problem]:
+def judge(reports: Sequence[HostReport]) -> list[Problem]:
     """What is wrong, host by host in their order, errors first."""
     found = [problem for report in reports for problem in _alone(report, several=len(reports) > 1)]
     found += _differing(reports)
@@ -204,7 +204,7 @@ def judge(reports: Sequence[Report]) -> list[Problem]:
     return sorted(found, key=lambda problem: (order[problem.host], problem.level))
 
 
-def _alone(report: Report, *, several: bool) -> Iterator[Problem]:
+def _alone(report: HostReport, *, several: bool) -> Iterator[Problem]:
     """What can be seen from one report."""
     host, facts = report.host, report.facts
 
@@ -234,7 +234,7 @@ def _alone(report: Report, *, several: bool) -> Iterator[Problem]:
         yield from _resources(report, report.checkup, gpus, several=several)
 
 
-def _resources(report: Report, checkup: Checkup, gpus: int, *, several: bool) -> Iterator[Problem]:
+def _resources(report: HostReport, checkup: Checkup, gpus: int, *, several: bool) -> Iterator[Problem]:
     """What the checkup itself has to say."""
 
     def problem(level: Level, check: str, text: str, advice: str) -> Problem:
@@ -280,7 +280,7 @@ def _goes_astray(meets_by: str, checkup: Checkup) -> bool:
     return checkup.nccl_interface != meets_by and not checkup.nccl_interface.startswith("ib")
 
 
-def _bad_interface(report: Report, checkup: Checkup, *, several: bool) -> str:
+def _bad_interface(report: HostReport, checkup: Checkup, *, several: bool) -> str:
     """Why NCCL would not find its way; empty when it would."""
     setting = checkup.nccl_setting
     if setting is not None and setting == report.iface:
@@ -291,10 +291,10 @@ def _bad_interface(report: Report, checkup: Checkup, *, several: bool) -> str:
     return f"{chooser} takes the loopback interface" if several and checkup.nccl_interface == "lo" else ""
 
 
-def _differing(reports: Sequence[Report]) -> Iterator[Problem]:
+def _differing(reports: Sequence[HostReport]) -> Iterator[Problem]:
     """What is not the same on all hosts that answered; most of them are taken to be right."""
     same = "install the same version everywhere"
-    checks: tuple[tuple[str, Callable[[Report], str | None], str], ...] = (
+    checks: tuple[tuple[str, Callable[[HostReport], str | None], str], ...] = (
         ("python", _python, same),
         ("torch", _torch, same),
         ("GPUs", describe_gpus, "choose hosts or slots that are alike with --include"),
@@ -310,16 +310,16 @@ def _differing(reports: Sequence[Report]) -> Iterator[Problem]:
                 yield Problem(host, "warning", check, f"{value}, but {usual} on {where}", advice)
 
 
-def _python(report: Report) -> str | None:
+def _python(report: HostReport) -> str | None:
     return f"Python {report.facts.python}" if report.facts is not None else None
 
 
-def _torch(report: Report) -> str | None:
+def _torch(report: HostReport) -> str | None:
     version = report.checkup.torch if report.checkup is not None else None
     return f"torch {version}" if version is not None else None
 
 
-def describe_gpus(report: Report) -> str | None:
+def describe_gpus(report: HostReport) -> str | None:
     """How many GPUs of which kind may be used; None when the host has not said."""
     if report.facts is None:
         return None

@@ -154,6 +154,14 @@ def kill(process: Process, signum: int = signal.SIGKILL) -> None:
             os.close(pidfd)
 
 
+def signal_name(signum: int) -> str:
+    """Return a signal's name: SIGKILL for 9; the number where there is no name."""
+    try:
+        return signal.Signals(signum).name
+    except ValueError:
+        return f"signal {signum}"
+
+
 def signal_groups(group_ids: Iterable[int], signum: int) -> None:
     """Signal process groups; those that are gone are passed over."""
     for group in group_ids:

@@ -9,8 +9,9 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from zlaunch.errors import NodeError
 from zlaunch.system.events import Event, decode, encode
-from zlaunch.system.processes import sweep
+from zlaunch.system.processes import python_module_argv, sweep
 
 _DIAGNOSTICS_BYTES = 4096
 _NOT_INHERITED = ("ZLAUNCH_RUN_ID", "ZLAUNCH_RESUME_DIR", "ZLAUNCH_STDIN_FD")
@@ -98,6 +99,14 @@ class LocalTransport:
             return self._stderr_path.read_bytes()[-_DIAGNOSTICS_BYTES:].decode("utf-8", "replace").strip()
         except OSError:
             return ""
+
+
+def open_local(host: str, stderr_path: Path) -> LocalTransport:
+    """Start the agent on this machine. Raises NodeError."""
+    try:
+        return LocalTransport(host, python_module_argv("zlaunch.node.agent"), stderr_path)
+    except OSError as error:
+        raise NodeError(host, f"cannot start an agent: {error}") from None
 
 
 def _user_input() -> int | None:

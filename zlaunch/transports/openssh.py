@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from zlaunch.launch.nodes import NodeError
+from zlaunch.errors import NodeError
 from zlaunch.transports.local import LocalTransport
 
 Asked = Mapping[str, Sequence[str]]

@@ -16,7 +16,7 @@ from typing import Any
 
 import paramiko
 
-from zlaunch.launch.nodes import NodeError
+from zlaunch.errors import NodeError
 from zlaunch.system.events import Event, LineBuffer, encode
 from zlaunch.transports.ssh_config import HostSettings
 

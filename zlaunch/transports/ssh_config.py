@@ -13,7 +13,7 @@ import subprocess
 from dataclasses import dataclass
 from typing import Any
 
-from zlaunch.launch.nodes import NodeError
+from zlaunch.errors import NodeError
 from zlaunch.transports.openssh import reason_for_openssh
 
 _CONNECT_TIMEOUT_S = 15.0

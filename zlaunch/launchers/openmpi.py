@@ -1,0 +1,29 @@
+"""Runs on the hosts of a hostfile, each reached by Open MPI's mpirun."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from zlaunch.launchers.cluster import ClusterLauncher, read_hostfile
+from zlaunch.plan.options import Options
+
+if TYPE_CHECKING:
+    from zlaunch.slurm.environment import Allocation
+    from zlaunch.transports import Transport
+
+
+class OpenMpiLauncher(ClusterLauncher):
+    """Starts one mpirun for each host."""
+
+    name = "openmpi"
+
+    @classmethod
+    def create(cls, options: Options, allocation: Allocation | None) -> OpenMpiLauncher:
+        """Make the launcher for a hostfile. Raises LaunchError."""
+        return cls(options, read_hostfile(options, cls.name))
+
+    def open_transport(self, host: str) -> Transport:
+        """Start the agent of a host. Raises NodeError."""
+        from zlaunch.transports.command import mpirun_prefix, open_command
+
+        return open_command(host, mpirun_prefix(host), self.options.python, self.agent_log(host))
