@@ -13,7 +13,7 @@ import pytest
 
 from zlaunch import __version__
 from zlaunch.cli.doctor import COLUMNS, table_rows
-from zlaunch.node.rendezvous import Greeter
+from zlaunch.node.rendezvous import Handshake
 from zlaunch.system.checkup import (
     Checkup,
     HostReport,
@@ -240,9 +240,9 @@ def test_node_0_can_be_asked_to_listen_again() -> None:
     """Doctor looks for a meeting place once more without the host that cannot reach it."""
     sent: list[dict[str, Any]] = []
     accept: list[Callable[[], object]] = []
-    greeter = Greeter(sent.append, lambda _fd, handler: accept.append(handler))
+    handshake = Handshake(sent.append, lambda _fd, handler: accept.append(handler))
     for token in ("one", "two"):
-        greeter.handle({"cmd": "listen", "port": 0, "token": token})
+        handshake.handle({"cmd": "listen", "port": 0, "token": token})
     assert sent[0] == sent[1] and len(accept) == 1
     answers: list[str | None] = []
     thread = threading.Thread(
@@ -252,5 +252,5 @@ def test_node_0_can_be_asked_to_listen_again() -> None:
     while thread.is_alive():
         accept[0]()
         thread.join(0.01)
-    greeter.close()
+    handshake.close()
     assert answers == ["127.0.0.1"]

@@ -90,7 +90,7 @@ class Controller:
         run_record.started(self.plan, self.attempt)
         try:
             self._hand_out()
-            # For the case that an agent and its guard are killed together; the workers start meanwhile.
+            # For the case that an agent and its watchdog are killed together; the workers start meanwhile.
             adopt_orphans()
             self._follow()
         finally:

@@ -9,7 +9,7 @@ from typing import Literal
 
 from zlaunch.system.processes import signal_name
 
-SETTLE_S = 1.0
+ONE_EVENT_S = 1.0
 """Failures this close together are one event: the cause may be seen after its consequences."""
 
 TAIL_LINES = 20
@@ -58,7 +58,7 @@ def choose(failures: Iterable[Failure]) -> Failure:
     ranks that have lost another.
     """
     ordered = sorted(failures, key=lambda failure: failure.time)
-    first = [failure for failure in ordered if failure.time <= ordered[0].time + SETTLE_S]
+    first = [failure for failure in ordered if failure.time <= ordered[0].time + ONE_EVENT_S]
 
     def order(failure: Failure) -> int:
         if failure.kind == "signal" and failure.returncode != -signal.SIGABRT:

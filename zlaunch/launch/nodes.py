@@ -241,7 +241,7 @@ def find_rendezvous(
 
 
 def sweep_hosts(hosts: Sequence[str], open_transport: Callable[[str], Transport], run_id: str) -> None:
-    """End what an agent that has died, its guard too, has left of a run. A host that is down has nothing."""
+    """End what an agent and its watchdog, both dead, have left of a run. A host that is down has nothing."""
 
     def work(host: str) -> Event:
         link = links[host] = Link(open_transport(host))

@@ -85,7 +85,7 @@ class Verdict:
             talk=str(event.get("talk", "")),
         )
         self.failures.setdefault(rank, found)
-        self._stop_by(now + failures.SETTLE_S)
+        self._stop_by(now + failures.ONE_EVENT_S)
 
     def exit(self, event: Event) -> None:
         """Take note of a worker's end."""

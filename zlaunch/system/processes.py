@@ -1,8 +1,8 @@
 """Find, watch and end the processes of one run, with /proc and a few system calls alone.
 
 A process belongs to a run when its environment says so, when it sits in the session of a worker that still
-is that worker, or when it descends from the agent or its guard (which adopt orphans). A process id alone is
-never enough: it may belong to somebody else by now.
+is that worker, or when it descends from the agent or its watchdog (which adopt orphans). A process id alone
+is never enough: it may belong to somebody else by now.
 """
 
 from __future__ import annotations

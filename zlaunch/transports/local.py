@@ -30,7 +30,7 @@ class LocalTransport:
         local: bool = True,
         without: Collection[str] = (),
     ) -> None:
-        """Start it, without these variables. `local`: the process is the agent's guard itself, and not a
+        """Start it, without these variables. `local`: the process is the agent's watchdog itself, and not a
         starter such as srun.
         """
         self.host, self.local = host, local
@@ -88,7 +88,7 @@ class LocalTransport:
         return code
 
     def kill(self) -> None:
-        """SIGKILL for the agent, all that it has started, and its guard, in whatever state they are."""
+        """SIGKILL for the agent, all that it has started, and its watchdog, in whatever state they are."""
         if self.local and self._process.poll() is None:
             sweep(ancestor=self._process.pid, timeout_s=_KILL_S)
         self._process.kill()
