@@ -24,7 +24,7 @@ _RANGE = re.compile(r"(\d{1,6})(?:-(\d{1,6}))?", re.ASCII)
 
 
 class FilterError(LaunchError, ValueError):
-    """A filter that cannot be read or that names what is not there; the text is for the user."""
+    """Says what is wrong with a filter: it cannot be read, or names what is not there; for the user."""
 
 
 def parse(text: str) -> Selection:
@@ -80,7 +80,7 @@ def _check(pool: Mapping[str, Sequence[int]], selection: Selection) -> None:
 
 
 def include(pool: Mapping[str, Sequence[int]], selection: Selection) -> Pool:
-    """Only what the selection names."""
+    """Keep only what the selection names."""
     _check(pool, selection)
     kept: Pool = {}
     for host, slots in pool.items():
@@ -91,7 +91,7 @@ def include(pool: Mapping[str, Sequence[int]], selection: Selection) -> Pool:
 
 
 def exclude(pool: Mapping[str, Sequence[int]], selection: Selection) -> Pool:
-    """All but what the selection names."""
+    """Keep all but what the selection names."""
     _check(pool, selection)
     kept: Pool = {}
     for host, slots in pool.items():
@@ -101,7 +101,7 @@ def exclude(pool: Mapping[str, Sequence[int]], selection: Selection) -> Pool:
 
 
 def limit(pool: Mapping[str, Sequence[int]], num_nodes: int | None, num_gpus: int | None) -> Pool:
-    """The first ``num_nodes`` hosts and the first ``num_gpus`` slots of each; None means all."""
+    """Keep the first ``num_nodes`` hosts and the first ``num_gpus`` slots of each; None means all."""
     if num_nodes is not None and not 1 <= num_nodes <= len(pool):
         raise FilterError(
             f"--num_nodes {num_nodes}: there are {len(pool)} host(s): {', '.join(pool) or 'none'}"

@@ -49,7 +49,7 @@ def clean(runs: Sequence[FoundRun], *, yes: bool) -> int:
 
 
 def _kept_because(run: FoundRun) -> str | None:
-    """Why a run must stay, or None."""
+    """Return why a run must stay, or None."""
     if run.record.ended is None:
         if run.is_elsewhere:
             return f"only {run.record.host} can tell whether it has ended: run zlaunch ps --clean there"

@@ -68,7 +68,7 @@ def message_of(error: click.ClickException) -> str:
 
 
 class Command(click.Command):
-    """A command whose launch errors become click's usage errors: here and nowhere else."""
+    """Turns the errors of a launch into click's usage errors: here and nowhere else."""
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command."""
@@ -79,13 +79,11 @@ class Command(click.Command):
 
 
 class Group(Command, click.Group):
-    """A group of such commands."""
+    """Holds subcommands whose launch errors become usage errors."""
 
 
 class Launch(Command):
-    """The command that launches: its help ends with a line for each subcommand, and it knows the flags of
-    other launchers.
-    """
+    """Launches: its help ends with a line for each subcommand, and it knows the flags of other launchers."""
 
     def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
         """Parse, with the flags of other launchers where one is used: to make them all takes 6 ms."""

@@ -77,7 +77,7 @@ def doctor(hostfile: str | None, as_json: bool, iface: str | None, **given: Any)
 
 
 def _options(folder: str, hostfile: str | None, iface: str | None, given: dict[str, Any]) -> Options:
-    """A launch's options, so that the hosts are reached as a launch would reach them."""
+    """Make a launch's options, so that the hosts are reached as a launch would reach them."""
     from zlaunch.plan.plan import Program
 
     python = python_there(given.pop("venv"), given.pop("remote_python"))
@@ -156,7 +156,7 @@ def _examine(launcher: SshLauncher) -> list[HostReport]:
 
 
 def _ask(node: Node, question: dict[str, Any]) -> HostReport:
-    """One host's clock and checkup; the time is bounded."""
+    """Ask one host for its clock and checkup, in a bounded time."""
     from zlaunch import __version__
     from zlaunch.errors import NodeError
 
@@ -179,7 +179,7 @@ def _ask(node: Node, question: dict[str, Any]) -> HostReport:
 
 
 def _skew_s(node: Node) -> float:
-    """Its clock less ours: of the fastest of some pings, half of whose time is taken off."""
+    """Return its clock less ours: of the fastest of some pings, half of whose time is taken off."""
     best_s, skew_s = float("inf"), 0.0
     for _ in range(_PINGS):
         sent, started = time.time(), time.monotonic()
@@ -192,7 +192,7 @@ def _skew_s(node: Node) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Meeting:
-    """Host -> the interface by which it and node 0 reach each other, or why they cannot."""
+    """Maps hosts to the interface by which they and node 0 reach each other, or to why they cannot."""
 
     interfaces: Mapping[str, str]
     errors: Mapping[str, str]
@@ -225,7 +225,7 @@ def _meet(nodes: Sequence[Node], iface: str | None) -> _Meeting:
 
 
 def table_rows(reports: Sequence[HostReport], problems: Sequence[Problem]) -> list[list[Text]]:
-    """A row for each host with a cell for each of COLUMNS; errors are red, warnings yellow."""
+    """Return a row for each host with a cell for each of COLUMNS; errors are red, warnings yellow."""
     from rich.text import Text
 
     rows = []
@@ -311,7 +311,7 @@ def _show(reports: Sequence[HostReport], problems: Sequence[Problem]) -> None:
 
 
 def _as_data(reports: Sequence[HostReport], problems: Sequence[Problem]) -> dict[str, Any]:
-    """The same keys for every host; null for what is not known."""
+    """Return a dictionary with equal keys for every host; null for what is not known."""
     from dataclasses import asdict
 
     from zlaunch.system.facts import Facts

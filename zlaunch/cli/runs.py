@@ -38,7 +38,7 @@ _SIGNALS = {"TERM": signal.SIGTERM, "INT": signal.SIGINT, "USR1": signal.SIGUSR1
 
 
 def _living(text: str, command: str) -> FoundRun:
-    """A run whose launcher is alive and ours to signal. Raises click.UsageError."""
+    """Return a run whose launcher is alive and ours to signal. Raises click.UsageError."""
     run = find_run(text)
     known = run.record
     if known.ended is not None:
@@ -278,7 +278,7 @@ def _is_python(run_dir: Path) -> bool:
 
 
 def _await_quiet(logs: dict[int, Path], before: dict[int, int]) -> None:
-    """Until all logs have grown and then stood still for a moment; noisy or silent ones end the patience."""
+    """Wait until all logs have grown and then stood still; noisy or silent ones end the patience."""
     sizes, changed = before, time.monotonic()
     deadline = changed + _STACKS_TIMEOUT_S
     while (now := time.monotonic()) < deadline:
@@ -292,7 +292,7 @@ def _await_quiet(logs: dict[int, Path], before: dict[int, int]) -> None:
 
 
 def _sizes(logs: dict[int, Path]) -> dict[int, int]:
-    """Bytes; 0 for a file that is not there."""
+    """Return the logs' bytes; 0 for a file that is not there."""
     return {rank: log.stat().st_size if log.exists() else 0 for rank, log in logs.items()}
 
 

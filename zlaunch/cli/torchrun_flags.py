@@ -88,7 +88,7 @@ _STREAMS = re.compile(r"[0-3]|\d+:[0-3](,\d+:[0-3])*", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What decides on the meaning of a flag."""
+    """Holds what decides on the meaning of a flag."""
 
     gpus: int
     cores: int
@@ -197,7 +197,7 @@ def _take(out: dict[str, Any], option: str, value: Any, said: str) -> None:
 
 
 def _streams(name: str, value: str | None) -> bool:
-    """Whether any stream of any rank is meant."""
+    """Tell whether any stream of any rank is meant."""
     if value is not None and not _STREAMS.fullmatch(value):
         raise click.UsageError(f"--{name} {value}: write 0, 1, 2, 3 or 0:3,1:1")
     return value is not None and any(part.rpartition(":")[2] != "0" for part in value.split(","))
@@ -218,7 +218,7 @@ def _nodes(text: str | None) -> int | None:
 
 
 def _endpoint(said: str, text: str) -> tuple[str, int]:
-    """HOST:PORT, HOST alone, or [ADDRESS]:PORT."""
+    """Read HOST:PORT, HOST alone, or [ADDRESS]:PORT."""
     match = re.fullmatch(r"(?:\[([^\]]+)\]|([^\[\]:]+))(?::(\d{1,5}))?", text, re.ASCII)
     if match is None:
         raise click.UsageError(f"{said}: expected HOST:PORT")
@@ -279,7 +279,7 @@ def _take_workers(out: dict[str, Any], here: Surroundings, each: str | None, tot
 
 
 def _take_variables(out: dict[str, Any], flags: dict[str, Any]) -> None:
-    """What accelerate's launcher says through the environment is said in the same way here."""
+    """Put what accelerate's launcher says through the environment into the workers' environment."""
     found = {variable: flags[flag] for flag, variable in _VARIABLES.items() if flags[flag]}
     pairs = {name: "true" if value is True else str(value) for name, value in found.items()}
     if pairs:

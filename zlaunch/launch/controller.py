@@ -38,7 +38,7 @@ _WAKE: Event = {"type": "wake"}
 
 
 class Controller:
-    """One attempt at a run, on agents that have been started."""
+    """Runs one attempt on agents that have been started."""
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ class Controller:
         self.heartbeat.start()
 
     def _read(self, index: int, link: Link) -> None:
-        """A reader thread's life."""
+        """Put one agent's events into the queue: a reader thread's life."""
         try:
             for event in link.events:
                 self.heartbeat.heard(index)
@@ -185,7 +185,7 @@ class Controller:
         self._stop()
 
     def _lose(self, index: int, how: str) -> None:
-        """A node is of no more use; its agent, if it lives, stops its workers when it hears nothing."""
+        """Give up a node; its agent, if it lives, stops its workers when it hears nothing."""
         link = self.links[index]
         self.verdict.errors.append(f"{link.host} {how}")
         self.verdict.lost.add(link.host)
@@ -265,7 +265,7 @@ class Controller:
                 )
 
     def _on_stop_by_agent(self, event: Event) -> None:
-        """An agent ends the run without having been told to; the other nodes follow."""
+        """Stop the other nodes when an agent ends the run without having been told to."""
         if not self.verdict.failures and not self.verdict.errors:
             self.verdict.errors.append(f"the run on {event['host']} was stopped: {event['why']}")
             self.verdict.agent_code = 128 + signal.SIGTERM
@@ -284,7 +284,7 @@ class Controller:
         self.console.output(rank, event["stream"], data)
 
     def _on_eof(self, index: int) -> None:
-        """An agent is gone. Without its "done" it died, and its workers with it."""
+        """Take note that an agent is gone. Without its "done" it died, and its workers with it."""
         if index not in self.open_nodes:
             return
         self.open_nodes.discard(index)
@@ -340,7 +340,7 @@ class Controller:
         self._stop()
 
     def _pass_on(self, signum: int, _frame: FrameType | None) -> None:
-        """To every worker; a program that is not Python would die of it."""
+        """Send a signal to every worker; a program that is not Python would die of it."""
         if self.plan.python:
             if signum == signal.SIGUSR2:
                 self.queue.put(
@@ -374,7 +374,7 @@ class Controller:
             link.transport.close(timeout_s=2.0)
 
     def _take_rest(self) -> None:
-        """Whatever the readers still had when the run was cut short."""
+        """Take what the readers still had when the run was cut short."""
         while True:
             try:
                 index, event = self.queue.get_nowait()

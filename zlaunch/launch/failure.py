@@ -22,7 +22,7 @@ runtime has the same number.
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """How one rank ended badly."""
+    """Says how one rank ended badly."""
 
     rank: int
     host: str
@@ -39,19 +39,19 @@ class Failure:
 
     @property
     def exit_code(self) -> int:
-        """What a shell would show: 128 + n for signal n."""
+        """Return what a shell would show: 128 + n for signal n."""
         if self.returncode is not None and self.returncode < 0:
             return 128 - self.returncode
         return self.returncode or 1
 
 
 def is_port_taken(text: str) -> bool:
-    """An exception that says that somebody else has the rendezvous port."""
+    """Tell whether an exception says that somebody else has the rendezvous port."""
     return any(word in text for word in ("EADDRINUSE", "address already in use", "Address already in use"))
 
 
 def choose(failures: Iterable[Failure]) -> Failure:
-    """The one that explains the others.
+    """Choose the failure that explains the others.
 
     Among those that belong to the first moment: a death by signal, then an error of its own, then an error in
     talking to the others; the earliest of the best. SIGABRT counts as an error: NCCL's watchdog raises it in

@@ -23,7 +23,7 @@ _RANK_EVENTS = tuple(f'"type":"{kind}"'.encode() for kind in ("start", "spawn", 
 
 @dataclass(frozen=True, slots=True)
 class FoundRun:
-    """A run's folder and what its launcher wrote there."""
+    """Holds a run's folder and what its launcher wrote there."""
 
     name: str
     path: Path
@@ -31,12 +31,12 @@ class FoundRun:
 
     @property
     def is_elsewhere(self) -> bool:
-        """Its launcher ran on another host, where alone can be seen whether it still does."""
+        """Tell whether its launcher ran on another host, where alone can be seen whether it still does."""
         return self.record.host != socket.gethostname()
 
     @property
     def state(self) -> str:
-        """`running`, `ended CODE`, `gone` (the launcher is, and wrote no end), or `on HOST`."""
+        """Return `running`, `ended CODE`, `gone` (the launcher is, and wrote no end), or `on HOST`."""
         if self.record.ended is not None:
             return f"ended {self.record.exit_code}"
         if self.is_elsewhere:
@@ -46,7 +46,7 @@ class FoundRun:
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """A worker of the last attempt."""
+    """Describes a worker of the last attempt."""
 
     rank: int
     host: str
@@ -55,7 +55,7 @@ class Rank:
 
 
 def find_runs(folder: Path) -> list[FoundRun]:
-    """The runs in a folder, the oldest first; those under SLURM steps lie one folder deeper."""
+    """Find the runs in a folder, the oldest first; those under SLURM steps lie one folder deeper."""
     found = []
     for pattern in ("*/launcher.json", "*/*/launcher.json"):
         for path in folder.glob(pattern):
@@ -66,7 +66,7 @@ def find_runs(folder: Path) -> list[FoundRun]:
 
 
 def find_run(text: str) -> FoundRun:
-    """The run whose folder or name this is. Raises LaunchError, with the nearest name."""
+    """Find the run whose folder or name this is. Raises LaunchError, with the nearest name."""
     places = (Path(text), Path(DEFAULT_FOLDER, text))
     for path in places:
         known = run_record.read(path)
@@ -98,7 +98,7 @@ def meant(text: str) -> str:
 
 
 def own_pids(run: FoundRun) -> list[int]:
-    """The living processes of a run's workers on this host, by the run's id in their environment."""
+    """Find the living processes of a run's workers on this host, by the run's id in their environment."""
     mark = f"ZLAUNCH_RUN_ID={run.record.run_id}".encode()
     found = []
     for event in _rank_events(run.path):
@@ -112,7 +112,7 @@ def own_pids(run: FoundRun) -> list[int]:
 
 
 def read_ranks(run: FoundRun) -> list[Rank]:
-    """The ranks of the last attempt, from its events."""
+    """Read the ranks of the last attempt from its events."""
     ranks: dict[int, Rank] = {}
     for event in _rank_events(run.path):
         kind, rank = event.get("type"), event.get("rank")

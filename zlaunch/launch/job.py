@@ -42,7 +42,7 @@ class Job(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """When to give up, and when to go on."""
+    """Says when to give up, and when to go on."""
 
     max_restarts: int = 0
     min_nodes: int | None = None
@@ -68,7 +68,7 @@ def run_job(job: Job, console: Console, limits: Limits) -> Outcome:
 
 
 class _Stopped(BaseException):
-    """A signal that ends the run while no worker is there."""
+    """Carries a signal that ends the run while no worker is there."""
 
     def __init__(self, signum: int) -> None:
         self.signum = signum

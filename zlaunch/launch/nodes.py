@@ -30,7 +30,7 @@ _SSH_FAILED = 255
 
 
 class Link:
-    """A started agent: messages out, events in. One thread at a time reads its events."""
+    """Carries messages to a started agent, and its events back. One thread at a time reads these."""
 
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
@@ -66,14 +66,14 @@ def _why_no_agent(code: int | None, said: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A node that has answered."""
+    """Holds a node that has answered."""
 
     link: Link
     facts: Facts
 
     @property
     def host(self) -> str:
-        """As the user wrote it."""
+        """Return its name as the user wrote it."""
         return self.link.host
 
 
@@ -123,7 +123,7 @@ def _all(
     timeout_s: float,
     say: Say = lambda text: None,
 ) -> list[Node | Event | NodeError]:
-    """`work(host)` for every host in threads. A host that takes too long is given up: its thread is left
+    """Call `work(host)` for every host in threads. A host that takes too long is given up: its thread is left
     alone with what it hangs in, and `give_up` says what that is.
     """
     waiting = list(reversed(hosts))
@@ -165,7 +165,7 @@ def _all(
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """Where the workers meet, and the interface that each node uses for it (empty: unknown)."""
+    """Says where the workers meet, and the interface that each node uses for it (empty: unknown)."""
 
     address: str
     port: int

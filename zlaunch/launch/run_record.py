@@ -18,7 +18,7 @@ from zlaunch.system.processes import start_ticks
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """One run, as its launcher has written it down. Times are seconds since the epoch."""
+    """Describes one run, as its launcher has written it down. Times are seconds since the epoch."""
 
     run_id: str
     host: str
@@ -34,7 +34,7 @@ class RunRecord:
     exit_code: int | None = None
 
     def is_running(self) -> bool:
-        """Whether the launcher lives; only to be known on its own host."""
+        """Tell whether the launcher lives; only to be known on its own host."""
         return self.ended is None and start_ticks(self.pid) == self.start_ticks
 
 
@@ -104,8 +104,8 @@ def saved(plan: Plan, event: Mapping[str, Any]) -> None:
 def resume_folder(
     run_dir: str, run_id: str, attempt: int, program: Program, environ: Mapping[str, str]
 ) -> str | None:
-    """Where an earlier attempt of this run has saved, or an earlier start of this requeued SLURM job (whose
-    run folders stand side by side); None for a run that begins. ``program`` tells the runs of one job apart.
+    """Return where an earlier attempt of this run has saved, or an earlier start of this requeued SLURM job
+    (whose run folders stand side by side); None for a run that begins. ``program`` tells a job's runs apart.
     """
     found: list[tuple[float, str]] = []
     job = environ.get("SLURM_JOB_ID") if environ.get("SLURM_RESTART_COUNT", "0") not in ("", "0") else None
@@ -126,7 +126,7 @@ def resume_folder(
 
 
 def read(run_dir: str | Path) -> RunRecord | None:
-    """The record of a run's folder; None when there is none."""
+    """Read the record of a run's folder; None when there is none."""
     path = _path(run_dir)
     try:
         data = json.loads(path.read_text()) if path.is_file() else {}

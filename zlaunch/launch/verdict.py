@@ -24,7 +24,7 @@ _TAIL_BYTES = 1 << 14
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a run ended."""
+    """Says how a run ended."""
 
     code: int
     """The launcher's exit code."""
@@ -43,7 +43,7 @@ class Outcome:
 
 
 class Verdict:
-    """The failures of one attempt and what follows from them."""
+    """Judges the failures of one attempt."""
 
     def __init__(self, plan: Plan, console: Console) -> None:
         self._plan, self._console = plan, console
@@ -142,7 +142,7 @@ class Verdict:
         return replace(found, code=code, port_taken=port_taken)
 
     def _others(self) -> str:
-        """What is known of ranks that others may have lost without a failure of theirs."""
+        """Return what is known of ranks that others may have lost without a failure of theirs."""
         if self.lost:
             return f"those of {', '.join(sorted(self.lost))}, see above"
         if self._ended_well:

@@ -24,7 +24,7 @@ _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR")
 
 @dataclass(frozen=True, slots=True)
 class Pod:
-    """This node's place among several."""
+    """Holds this node's place among several."""
 
     node_rank: int
     nodes: int

@@ -21,6 +21,7 @@ class SshLauncher(ClusterLauncher):
     """Reaches the hosts by paramiko, and by the `ssh` program where the configuration asks for more."""
 
     name = "ssh"
+    _takes_paramiko = True
 
     @classmethod
     def create(cls, options: Options, allocation: Allocation | None) -> SshLauncher:
@@ -53,8 +54,6 @@ class SshLauncher(ClusterLauncher):
             if not settings.gssapi:
                 raise
             return self._open_by_program(host, port, settings.timeout_s)
-
-    _takes_paramiko = True
 
     def _open_by_program(self, host: str, port: int | None, timeout_s: float) -> Transport:
         from zlaunch.transports.openssh import open_openssh

@@ -49,7 +49,7 @@ _DRAIN_LIMIT_BYTES = 4 << 20
 
 
 class Agent:
-    """The loop and its state. Times are monotonic seconds."""
+    """Runs one node's part in one loop. Times are monotonic seconds."""
 
     def __init__(self, watchdog: int, stdin: int = 0, stdout: int = 1) -> None:
         self.watchdog = watchdog
@@ -108,7 +108,7 @@ class Agent:
     # -- input ---------------------------------------------------------------------------------
 
     def _on_signal(self, signum: int, _frame: object) -> None:
-        """Only take a note: this runs between any two steps of the loop."""
+        """Take a note and no more: this runs between any two steps of the loop."""
         self.asked_by_signal = signal_name(signum)
 
     def _on_stdin(self) -> None:
@@ -157,7 +157,7 @@ class Agent:
             self.handshake.handle(message)
 
     def _signal(self, pid: int, signum: int) -> None:
-        """To the worker alone, not to what it started: "save and stop", "show your stacks"."""
+        """Signal the worker alone, not what it started: "save and stop", "show your stacks"."""
         try:
             os.kill(pid, signum)
         except OSError:
@@ -209,7 +209,7 @@ class Agent:
         self._spawn_each()
 
     def _on_batch(self) -> None:
-        """The preloader has forked the workers, or has failed; then they are started one by one."""
+        """Take over the workers that the preloader has forked; start them one by one where it has failed."""
         assert self.batch is not None
         batch, self.batch = self.batch, None
         self.descriptors.unwatch(batch.preloader.connection.fileno())
@@ -308,7 +308,7 @@ class Agent:
     # -- ending --------------------------------------------------------------------------------
 
     def stop(self, why: str, grace_s: float | None = None) -> None:
-        """SIGTERM to every worker's process group; whoever is left after the grace period is killed."""
+        """Send SIGTERM to every worker's process group; what is left after the grace period is killed."""
         if self.plan is None:
             self.ended = True
         if self.ending.stopping or self.plan is None:
@@ -349,7 +349,7 @@ class Agent:
             self._await_leftovers(self.plan.run_id)
 
     def _await_leftovers(self, run_id: str) -> None:
-        """The workers are gone; what they started gets the rest of the time, and in a stop one SIGTERM."""
+        """Give what the workers have started the rest of the time, and in a stop one SIGTERM."""
         found = run_processes(run_id, ancestor=os.getpid())
         if not found:
             self._end()

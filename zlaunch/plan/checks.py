@@ -69,7 +69,7 @@ def _check_is_python(path: Path) -> None:
 
 
 def check_module(name: str) -> None:
-    """The module's top-level package can be found; nothing of it is imported."""
+    """Check that the module's top-level package can be found; nothing of it is imported."""
     top = name.partition(".")[0]
     sys.path.insert(0, os.getcwd())
     try:
@@ -83,7 +83,7 @@ def check_module(name: str) -> None:
 
 
 def shared_imports(name: str, *, module: bool) -> tuple[str, ...]:
-    """What a Python target will import that takes long and can be shared between forked workers.
+    """Return what a Python target will import that takes long and can be shared between forked workers.
 
     Judged by its own source, without running it: a wrong guess costs no more than the time of an import.
     """
@@ -118,19 +118,19 @@ def _source_of(name: str, *, module: bool) -> Path:
 
 
 def check_program(name: str) -> None:
-    """A program for --no_python can be found."""
+    """Check that a program for --no_python can be found."""
     if shutil.which(name) is None:
         raise LaunchError(f"--no_python: no program {name!r}")
 
 
 def check_port(port: int) -> None:
-    """It can be a port, or 0 for a free one."""
+    """Check that a number can be a port, or 0 for a free one."""
     if not 0 <= port <= 65535:
         raise LaunchError(f"--master_port {port}: a port is a number from 1 to 65535 (0 takes a free one)")
 
 
 def pick_port(port: int) -> int:
-    """The port to meet at: the given one if nobody has it, otherwise one that is free now."""
+    """Return the port to meet at: the given one if nobody has it, otherwise one that is free now."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -143,7 +143,7 @@ def pick_port(port: int) -> int:
 
 
 def parse_ranks(text: str, world_size: int | None) -> list[int] | None:
-    """`all` (None), or numbers and ranges such as `0,2-3`; a world size that is not known yet allows all."""
+    """Read `all` (None), or ranks such as `0,2-3`; a world size that is not known yet allows all."""
     if text == "all":
         return None
     ranks: set[int] = set()
@@ -240,7 +240,7 @@ def _is_broken(path: str) -> bool:
 
 
 def _looks_like_ours(path: str) -> bool:
-    """Whether a file that does not load is meant as a DeepSpeed config.
+    """Tell whether a file that does not load is meant as a DeepSpeed config.
 
     A script's own config may well have an `optimizer` too: a key that nobody else has decides, or the
     majority.

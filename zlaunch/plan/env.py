@@ -56,11 +56,11 @@ _KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 
 
 class ExportError(LaunchError, ValueError):
-    """A variable that cannot be exported; the text is for the user."""
+    """Names a variable that cannot be exported; the text is for the user."""
 
 
 def exported(environ: Mapping[str, str]) -> dict[str, str]:
-    """What goes to the other nodes without being asked for: an allow-list."""
+    """Return what goes to the other nodes without being asked for: an allow-list."""
     return {
         key: value
         for key, value in environ.items()
@@ -71,7 +71,7 @@ def exported(environ: Mapping[str, str]) -> dict[str, str]:
 def asked_for(
     environ: Mapping[str, str], given: Iterable[str] = (), folders: Iterable[Path] | None = None
 ) -> dict[str, str]:
-    """The variables of the env files and then of `--env KEY[=VALUE]`, for workers anywhere.
+    """Return the variables of the env files and then of `--env KEY[=VALUE]`, for workers anywhere.
 
     Raises ExportError, also for a variable that each worker gets from the launcher.
     """
@@ -92,7 +92,7 @@ def asked_for(
 
 
 def read_env_file(path: Path) -> dict[str, str]:
-    """KEY=VALUE lines; `#` comments, blank lines, a leading `export` and quotes around the value are fine.
+    """Read KEY=VALUE lines; `#` comments, blank lines, a leading `export` and quotes are fine.
 
     A file that is not there has no variables. Raises ExportError naming file and line.
     """

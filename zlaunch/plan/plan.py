@@ -44,7 +44,7 @@ def without_secrets(arguments: Sequence[str]) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What every worker runs."""
+    """Says what every worker runs."""
 
     mode: Literal["script", "module", "exec"]
     name: str
@@ -57,7 +57,7 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class WorkerPlan:
-    """One process of the job."""
+    """Describes one process of the job."""
 
     rank: int
     local_rank: int
@@ -68,7 +68,7 @@ class WorkerPlan:
 
 @dataclass(frozen=True, slots=True)
 class NodePlan:
-    """One node and its workers, in order of rank."""
+    """Holds one node and its workers, in order of rank."""
 
     host: str
     workers: tuple[WorkerPlan, ...]
@@ -76,7 +76,7 @@ class NodePlan:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The whole launch. An agent gets the same thing with its own node alone."""
+    """Holds the whole launch. An agent gets a plan with its own node alone."""
 
     run_id: str
     run_dir: str
@@ -97,15 +97,15 @@ class Plan:
 
     @property
     def world_size(self) -> int:
-        """How many workers there are in all."""
+        """Return how many workers there are in all."""
         return sum(len(node.workers) for node in self.nodes)
 
     def for_node(self, index: int) -> Plan:
-        """The part that one agent carries out."""
+        """Return the part that one agent carries out."""
         return replace(self, nodes=(self.nodes[index],))
 
     def to_json(self, indent: int | None = None) -> str:
-        """ASCII JSON: arguments that are not valid UTF-8 survive as lone surrogates."""
+        """Write the plan as ASCII JSON: arguments that are not valid UTF-8 survive as lone surrogates."""
         return json.dumps(asdict(self), indent=indent)
 
     def shown(self) -> str:
@@ -128,12 +128,12 @@ class Plan:
 
     @staticmethod
     def from_json(text: str | bytes) -> Plan:
-        """The inverse of `to_json`."""
+        """Read what `to_json` has written."""
         return Plan.from_dict(json.loads(text))
 
     @staticmethod
     def from_dict(data: dict[str, Any]) -> Plan:
-        """A plan from parsed JSON."""
+        """Make a plan from parsed JSON."""
         nodes = tuple(
             NodePlan(
                 host=node["host"],

@@ -22,7 +22,7 @@ _SCAN_PAUSE_S = 0.02
 
 
 class Process(NamedTuple):
-    """A process that cannot be mistaken for a later one with the same id."""
+    """Names a process so that it cannot be mistaken for a later one with an equal id."""
 
     pid: int
     start_ticks: int
@@ -47,7 +47,7 @@ def adopt_orphans() -> None:
 
 
 def open_pidfd(pid: int) -> int | None:
-    """A descriptor that becomes readable when the process ends; None on kernels without (before 5.3)."""
+    """Open a descriptor that becomes readable when the process ends; None on kernels before 5.3."""
     try:
         return os.pidfd_open(pid)
     except OSError:
@@ -55,7 +55,7 @@ def open_pidfd(pid: int) -> int | None:
 
 
 def python_module_argv(module: str) -> tuple[str, ...]:
-    """`python -m module`, with the current folder kept off its import path where that can be done.
+    """Return `python -m module`, with the current folder kept off its import path where that can be done.
 
     A user's own `queue.py` or `zlaunch/` in the working folder must not get in the way. From our own checkout
     the current folder may be the only way in.
@@ -66,13 +66,13 @@ def python_module_argv(module: str) -> tuple[str, ...]:
 
 
 def _stat_fields(pid: int) -> list[bytes]:
-    """/proc/PID/stat from the third field (state) on; the name before it may hold anything."""
+    """Read /proc/PID/stat from the third field (state) on; the name before it may hold anything."""
     with open(f"/proc/{pid}/stat", "rb") as file:
         return file.read().rpartition(b")")[2].split()
 
 
 def start_ticks(pid: int) -> int | None:
-    """When a process was started, in clock ticks since boot; None when there is no such process."""
+    """Return when a process was started, in clock ticks since boot; None when there is no such process."""
     try:
         fields = _stat_fields(pid)
         return None if fields[0] in (b"Z", b"X") else int(fields[19])

@@ -19,7 +19,7 @@ _KILL_S = 2.0
 
 
 class LocalTransport:
-    """Starts the agent in a session of its own, so that Ctrl-C in the terminal reaches the launcher alone."""
+    """Starts the agent in its own session, so that Ctrl-C in the terminal reaches the launcher alone."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class LocalTransport:
             pass
 
     def events(self) -> Iterator[Event]:
-        """Events until the agent's stdout ends."""
+        """Yield events until the agent's stdout ends."""
         for line in self._stdout:
             event = decode(line)
             if event is not None:
@@ -88,13 +88,13 @@ class LocalTransport:
         return code
 
     def kill(self) -> None:
-        """SIGKILL for the agent, all that it has started, and its watchdog, in whatever state they are."""
+        """Kill the agent, all that it has started, and its watchdog, in whatever state they are."""
         if self.local and self._process.poll() is None:
             sweep(ancestor=self._process.pid, timeout_s=_KILL_S)
         self._process.kill()
 
     def diagnostics(self) -> str:
-        """The end of the agent's stderr."""
+        """Return the end of the agent's stderr."""
         try:
             return self._stderr_path.read_bytes()[-_DIAGNOSTICS_BYTES:].decode("utf-8", "replace").strip()
         except OSError:
