@@ -14,7 +14,7 @@ from zlaunch.hostfiles import grammar
 from zlaunch.launchers.base import Launcher
 from zlaunch.launchers.selection import HostSelection
 from zlaunch.plan.build import NodeSpec
-from zlaunch.plan.env import exported
+from zlaunch.plan.env import forwarded_env
 from zlaunch.plan.options import DEFAULT_HOSTFILE, Options, agreed_port
 from zlaunch.plan.plan import Plan
 
@@ -30,7 +30,7 @@ class ClusterLauncher(Launcher):
 
     def __init__(self, options: Options, entries: Sequence[grammar.HostEntry]) -> None:
         """Choose hosts and slots, as far as they are known. Raises LaunchError."""
-        super().__init__(options, exported(os.environ) | options.worker_env)
+        super().__init__(options, forwarded_env(os.environ) | options.worker_env)
         self.selection = HostSelection(options, entries)
 
     @abstractmethod

@@ -55,11 +55,11 @@ ENV_FILES = (".deepspeed_env", ".zlaunch_env")
 _KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 
 
-class ExportError(LaunchError, ValueError):
+class EnvError(LaunchError, ValueError):
     """Names a variable that cannot be exported; the text is for the user."""
 
 
-def exported(environ: Mapping[str, str]) -> dict[str, str]:
+def forwarded_env(environ: Mapping[str, str]) -> dict[str, str]:
     """Return what goes to the other nodes without being asked for: an allow-list."""
     return {
         key: value
@@ -68,12 +68,12 @@ def exported(environ: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def asked_for(
+def requested_env(
     environ: Mapping[str, str], given: Iterable[str] = (), folders: Iterable[Path] | None = None
 ) -> dict[str, str]:
     """Return the variables of the env files and then of `--env KEY[=VALUE]`, for workers anywhere.
 
-    Raises ExportError, also for a variable that each worker gets from the launcher.
+    Raises EnvError, also for a variable that each worker gets from the launcher.
     """
     chosen: dict[str, str] = {}
     for folder in (Path.home(), Path.cwd()) if folders is None else folders:
@@ -82,11 +82,11 @@ def asked_for(
     for item in given:
         key, equals, value = item.partition("=")
         if not _KEY.fullmatch(key):
-            raise ExportError(f"--env {item!r}: {key!r} is not a variable's name")
+            raise EnvError(f"--env {item!r}: {key!r} is not a variable's name")
         if key in OWN:
-            raise ExportError(f"--env {key}: every worker gets its own from zlaunch")
+            raise EnvError(f"--env {key}: every worker gets its own from zlaunch")
         if not equals and key not in environ:
-            raise ExportError(f"--env {key}: it is not set here; write --env {key}=VALUE")
+            raise EnvError(f"--env {key}: it is not set here; write --env {key}=VALUE")
         chosen[key] = value if equals else environ[key]
     return chosen
 
@@ -94,14 +94,14 @@ def asked_for(
 def read_env_file(path: Path) -> dict[str, str]:
     """Read KEY=VALUE lines; `#` comments, blank lines, a leading `export` and quotes are fine.
 
-    A file that is not there has no variables. Raises ExportError naming file and line.
+    A file that is not there has no variables. Raises EnvError naming file and line.
     """
     try:
         text = path.read_text(encoding="utf-8")
     except (FileNotFoundError, NotADirectoryError):
         return {}
     except (OSError, UnicodeDecodeError) as error:
-        raise ExportError(f"{path}: cannot be read: {error}") from None
+        raise EnvError(f"{path}: cannot be read: {error}") from None
     found = {}
     for number, line in enumerate(text.splitlines(), start=1):
         line = line.strip().removeprefix("export ").strip()
@@ -110,7 +110,7 @@ def read_env_file(path: Path) -> dict[str, str]:
         key, equals, value = line.partition("=")
         key, value = key.strip(), value.strip()
         if not equals or not _KEY.fullmatch(key):
-            raise ExportError(f"{path}:{number}: {line!r} is not KEY=VALUE")
+            raise EnvError(f"{path}:{number}: {line!r} is not KEY=VALUE")
         if len(value) >= 2 and value[0] == value[-1] and value[0] in "'\"":
             value = value[1:-1]
         found[key] = value

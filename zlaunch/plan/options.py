@@ -55,9 +55,9 @@ class Options:
     @property
     def worker_env(self) -> dict[str, str]:
         """Return the variables that the workers get beside the usual ones. Raises LaunchError."""
-        from zlaunch.plan.env import asked_for
+        from zlaunch.plan.env import requested_env
 
-        env = asked_for(os.environ, self.env)
+        env = requested_env(os.environ, self.env)
         if self.requeue:
             env["ZLAUNCH_TERM_SAVES"] = "1"
         if self.quiet:
