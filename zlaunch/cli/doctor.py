@@ -90,21 +90,9 @@ def _options(folder: str, hostfile: str | None, iface: str | None, given: dict[s
         run_id="doctor",
         run_dir=folder,
         hostfile=hostfile,
-        launcher=None,
-        include=None,
-        exclude=None,
-        num_nodes=None,
-        num_gpus=None,
-        master_addr=None,
-        master_port=0,
         iface=iface,
-        grace_s=0.0,
-        heartbeat_s=0.0,
-        env=(),
         python=python,
         workdir=workdir,
-        bind_cores=False,
-        core_list=None,
         connect_timeout_s=_CONNECT_TIMEOUT_S,
         **given,
     )
@@ -114,9 +102,11 @@ def _reach(options: Options) -> SshLauncher:
     from zlaunch.hostfiles.grammar import HostEntry
     from zlaunch.launchers.ssh import SshLauncher
 
-    if options.hostfile is not None:
-        return SshLauncher.create(options, None)
-    return SshLauncher(options, [HostEntry("localhost")])
+    class ThisMachine(SshLauncher):
+        def entries(self) -> list[HostEntry]:
+            return [HostEntry("localhost")]
+
+    return (ThisMachine if options.hostfile is None else SshLauncher)(options, None)
 
 
 # -- asking ------------------------------------------------------------------------------------

@@ -76,7 +76,7 @@ def run(command: tuple[str, ...], **given: Any) -> int:
     if given["run_dir"] is None:
         folder = kind.default_run_dir(options.run_id, allocation)
         options = replace(options, run_dir=str(folder.absolute()))
-    launcher = kind.create(options, allocation)
+    launcher = kind(options, allocation)
     plan = launcher.known_plan()
     if given["min_nodes"] is not None and given["min_nodes"] > len(launcher.hosts):
         raise click.UsageError(f"--min_nodes {given['min_nodes']}: there are {len(launcher.hosts)} hosts")

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import signal
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from zlaunch.errors import NodeError
 from zlaunch.launch import run_record
@@ -19,23 +19,25 @@ from zlaunch.system.processes import PASSED_SIGNALS, signal_name
 from zlaunch.view.console import Console
 
 
-class Job(Protocol):
+class Job(ABC):
     """Says what is to be run, as far as it does not depend on an attempt. Launchers are such jobs."""
 
-    @property
-    def options(self) -> Options:
-        """Return the command line's options."""
+    options: Options
 
     @property
+    @abstractmethod
     def hosts(self) -> tuple[str, ...]:
         """Return the hosts to connect to."""
 
+    @abstractmethod
     def connect(self, hosts: Sequence[str], say: Say) -> tuple[list[Node], list[NodeError]]:
         """Start an agent on each host; `say` tells the user what it waits for."""
 
+    @abstractmethod
     def plan(self, nodes: Sequence[Node], rendezvous: Rendezvous | None, attempt: int) -> Plan:
         """Make the plan for the nodes that answered; one node has no rendezvous. Raises NodeError."""
 
+    @abstractmethod
     def sweep(self, hosts: Sequence[str], run_id: str) -> None:
         """End what is left of a run on hosts whose agents have died."""
 

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import os
 import signal
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
+from zlaunch.launch.job import Job
 from zlaunch.launch.run_record import resume_folder
 from zlaunch.plan.build import NodeSpec, Part, RunFacts, make_plan
 from zlaunch.plan.options import Options
@@ -19,8 +20,6 @@ from zlaunch.plan.plan import Plan
 from zlaunch.system.processes import python_module_argv
 
 if TYPE_CHECKING:
-    from zlaunch.errors import NodeError
-    from zlaunch.launch.nodes import Node, Rendezvous, Say
     from zlaunch.launch.verdict import Outcome
     from zlaunch.slurm.environment import Allocation
 
@@ -29,7 +28,7 @@ FOR_SEVERAL_NODES = (*FOR_SSH, "iface", "remote_python", "venv", "min_nodes")
 NEEDS_NODES = "it needs a --hostfile or a SLURM job of several nodes"
 
 
-class Launcher(ABC):
+class Launcher(Job):
     """Starts the agents of one run and makes its plans; `zlaunch.launch.job` does the rest."""
 
     name: ClassVar[str]
@@ -43,9 +42,12 @@ class Launcher(ABC):
     in_step: ClassVar[bool] = False
     """Every task of a SLURM step runs this launcher; they tell each other when one has failed."""
 
-    def __init__(self, options: Options, environ: Mapping[str, str] = os.environ) -> None:
+    def __init__(
+        self, options: Options, allocation: Allocation | None, environ: Mapping[str, str] = os.environ
+    ) -> None:
         """Take the options; `environ` has the variables that the nodes see. Raises LaunchError."""
         self.options = options
+        self.allocation = allocation
         self.environ = environ
         self.run = RunFacts(
             program=options.program,
@@ -59,20 +61,10 @@ class Launcher(ABC):
             in_step=self.in_step,
         )
 
-    @classmethod
-    @abstractmethod
-    def create(cls, options: Options, allocation: Allocation | None) -> Launcher:
-        """Make the launcher of a run. Raises LaunchError."""
-
     @staticmethod
     def default_run_dir(run_id: str, allocation: Allocation | None) -> Path:
         """Return the folder of a run where the user has named none."""
         return Path("runs", run_id)
-
-    @property
-    @abstractmethod
-    def hosts(self) -> tuple[str, ...]:
-        """Return the hosts to connect to."""
 
     @property
     @abstractmethod
@@ -82,18 +74,6 @@ class Launcher(ABC):
     @abstractmethod
     def known_plan(self) -> Plan | None:
         """Return the plan as far as it is known before any node has answered; None if it is not."""
-
-    @abstractmethod
-    def connect(self, hosts: Sequence[str], say: Say) -> tuple[list[Node], list[NodeError]]:
-        """Start an agent on each host; `say` tells the user what it waits for."""
-
-    @abstractmethod
-    def plan(self, nodes: Sequence[Node], rendezvous: Rendezvous | None, attempt: int) -> Plan:
-        """Make the plan for the nodes that answered; one node has no rendezvous. Raises NodeError."""
-
-    @abstractmethod
-    def sweep(self, hosts: Sequence[str], run_id: str) -> None:
-        """End what is left of a run on hosts whose agents have died."""
 
     def on_end(self, outcome: Outcome, say: Callable[[str], None]) -> int:
         """Do what the end of the run asks for, and return the command's exit code."""

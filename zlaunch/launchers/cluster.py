@@ -10,7 +10,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from zlaunch.errors import LaunchError, NodeError
-from zlaunch.hostfiles import grammar
+from zlaunch.hostfiles.grammar import HostEntry, read
+from zlaunch.launch.nodes import close_all, connect, sweep_hosts
 from zlaunch.launchers.base import Launcher
 from zlaunch.launchers.selection import HostSelection
 from zlaunch.plan.build import NodeSpec
@@ -20,6 +21,7 @@ from zlaunch.plan.plan import Plan
 
 if TYPE_CHECKING:
     from zlaunch.launch.nodes import Node, Rendezvous, Say
+    from zlaunch.slurm.environment import Allocation
     from zlaunch.transports import Transport
 
 
@@ -28,10 +30,17 @@ class ClusterLauncher(Launcher):
 
     spans_nodes = True
 
-    def __init__(self, options: Options, entries: Sequence[grammar.HostEntry]) -> None:
+    def __init__(self, options: Options, allocation: Allocation | None) -> None:
         """Choose hosts and slots, as far as they are known. Raises LaunchError."""
-        super().__init__(options, forwarded_env(os.environ) | options.worker_env)
-        self.selection = HostSelection(options, entries)
+        super().__init__(options, allocation, forwarded_env(os.environ) | options.worker_env)
+        self.selection = HostSelection(options, self.entries())
+
+    def entries(self) -> list[HostEntry]:
+        """Return the hosts of the hostfile that was given, or of the usual one. Raises LaunchError."""
+        path = self.options.hostfile or DEFAULT_HOSTFILE
+        if self.options.hostfile is None and not os.path.isfile(path):
+            raise LaunchError(f"--launcher {self.name} needs a --hostfile")
+        return read(path)
 
     @abstractmethod
     def open_transport(self, host: str) -> Transport:
@@ -49,8 +58,6 @@ class ClusterLauncher(Launcher):
 
     def connect(self, hosts: Sequence[str], say: Say) -> tuple[list[Node], list[NodeError]]:
         """Start agents, ask for what is not known yet, and let go of nodes that the filters leave out."""
-        from zlaunch.launch.nodes import close_all, connect
-
         nodes, errors = connect(hosts, self.open_transport, self.options.connect_timeout_s, say)
         if not nodes:
             return [], errors
@@ -63,8 +70,6 @@ class ClusterLauncher(Launcher):
 
     def sweep(self, hosts: Sequence[str], run_id: str) -> None:
         """End what is left of a run on hosts whose agents have died."""
-        from zlaunch.launch.nodes import sweep_hosts
-
         sweep_hosts(hosts, self.open_transport, run_id)
 
     def plan(self, nodes: Sequence[Node], rendezvous: Rendezvous | None, attempt: int) -> Plan:
@@ -132,11 +137,3 @@ class ClusterLauncher(Launcher):
     def _chosen(self) -> dict[str, tuple[int, ...]]:
         assert self.selection.chosen is not None
         return self.selection.chosen
-
-
-def read_hostfile(options: Options, launcher: str) -> list[grammar.HostEntry]:
-    """Read the hostfile that was given, or that of the cluster's own place. Raises LaunchError."""
-    path = options.hostfile or DEFAULT_HOSTFILE
-    if options.hostfile is None and not os.path.isfile(path):
-        raise LaunchError(f"--launcher {launcher} needs a --hostfile")
-    return grammar.read(path)

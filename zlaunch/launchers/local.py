@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import os
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 from zlaunch.errors import LaunchError
 from zlaunch.hostfiles import filters
 from zlaunch.launchers.base import FOR_SEVERAL_NODES, NEEDS_NODES
 from zlaunch.launchers.this_node import ThisNodeLauncher
 from zlaunch.plan.build import NodeSpec
-from zlaunch.plan.options import Options, own_names
+from zlaunch.plan.options import own_names
 from zlaunch.plan.plan import Plan
-
-if TYPE_CHECKING:
-    from zlaunch.slurm.environment import Allocation
 
 
 class LocalLauncher(ThisNodeLauncher):
@@ -23,11 +19,6 @@ class LocalLauncher(ThisNodeLauncher):
 
     name = "local"
     refuses = dict.fromkeys(FOR_SEVERAL_NODES, NEEDS_NODES)
-
-    @classmethod
-    def create(cls, options: Options, allocation: Allocation | None) -> LocalLauncher:
-        """Make the launcher of a run on this machine. Raises LaunchError."""
-        return cls(options)
 
     def own_plan(self, attempt: int) -> Plan:
         """Make the plan of an attempt, with a port that is free now. Raises LaunchError."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
 
 from zlaunch.errors import LaunchError
 from zlaunch.hostfiles import grammar
@@ -11,12 +10,8 @@ from zlaunch.launchers.base import FOR_SEVERAL_NODES
 from zlaunch.launchers.selection import HostSelection
 from zlaunch.launchers.this_node import ThisNodeLauncher
 from zlaunch.plan.build import Part
-from zlaunch.plan.options import Options
 from zlaunch.plan.plan import Plan
 from zlaunch.system.devices import discover
-
-if TYPE_CHECKING:
-    from zlaunch.slurm.environment import Allocation
 
 _PORT = 29500
 """Where all meet without --master_port, as in DeepSpeed: nobody can tell the others of a free one."""
@@ -31,11 +26,6 @@ class ManualLauncher(ThisNodeLauncher):
         (*(option for option in FOR_SEVERAL_NODES if option != "iface"), "max_restarts"), _KNOWS_NO_OTHER
     )
     shares_run_dir = True
-
-    @classmethod
-    def create(cls, options: Options, allocation: Allocation | None) -> ManualLauncher:
-        """Make the launcher of this node. Raises LaunchError."""
-        return cls(options)
 
     def own_plan(self, attempt: int) -> Plan:
         """Make this node's part of the plan. Raises LaunchError."""

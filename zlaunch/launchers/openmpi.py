@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from zlaunch.launchers.cluster import ClusterLauncher, read_hostfile
-from zlaunch.plan.options import Options
+from zlaunch.launchers.cluster import ClusterLauncher
 
 if TYPE_CHECKING:
-    from zlaunch.slurm.environment import Allocation
     from zlaunch.transports import Transport
 
 
@@ -16,11 +14,6 @@ class OpenMpiLauncher(ClusterLauncher):
     """Starts one mpirun for each host."""
 
     name = "openmpi"
-
-    @classmethod
-    def create(cls, options: Options, allocation: Allocation | None) -> OpenMpiLauncher:
-        """Make the launcher for a hostfile. Raises LaunchError."""
-        return cls(options, read_hostfile(options, cls.name))
 
     def open_transport(self, host: str) -> Transport:
         """Start the agent of a host. Raises NodeError."""

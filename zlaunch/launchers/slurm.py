@@ -7,10 +7,8 @@ from typing import TYPE_CHECKING
 from zlaunch.hostfiles.grammar import HostEntry
 from zlaunch.launchers.base import FOR_SSH, NEEDS_NODES
 from zlaunch.launchers.cluster import ClusterLauncher
-from zlaunch.plan.options import Options
 
 if TYPE_CHECKING:
-    from zlaunch.slurm.environment import Allocation
     from zlaunch.transports import Transport
 
 
@@ -20,21 +18,16 @@ class SlurmLauncher(ClusterLauncher):
     name = "slurm"
     refuses = dict.fromkeys(FOR_SSH, NEEDS_NODES)
 
-    def __init__(self, options: Options, allocation: Allocation) -> None:
-        """Take the nodes of the job. Raises LaunchError."""
-        entries = [HostEntry(node.host, slots=node.gpus or options.num_gpus) for node in allocation.nodes]
-        super().__init__(options, entries)
-        self._cpus = {node.host: node.cpus for node in allocation.nodes}
-
-    @classmethod
-    def create(cls, options: Options, allocation: Allocation | None) -> SlurmLauncher:
-        """Make the launcher of a job. Raises LaunchError."""
-        assert allocation is not None
-        return cls(options, allocation)
+    def entries(self) -> list[HostEntry]:
+        """Return the nodes of the job."""
+        assert self.allocation is not None
+        return [HostEntry(n.host, slots=n.gpus or self.options.num_gpus) for n in self.allocation.nodes]
 
     def open_transport(self, host: str) -> Transport:
         """Start the agent of a node. Raises NodeError."""
         from zlaunch.transports.command import open_command, srun_prefix
 
-        prefix = srun_prefix(host, self._cpus.get(host))
+        assert self.allocation is not None
+        (cpus,) = (node.cpus for node in self.allocation.nodes if node.host == host)
+        prefix = srun_prefix(host, cpus)
         return open_command(host, prefix, self.options.python, self.agent_log(host))

@@ -12,7 +12,7 @@ from zlaunch.errors import LaunchError
 from zlaunch.launchers.base import FOR_SEVERAL_NODES
 from zlaunch.launchers.this_node import ThisNodeLauncher
 from zlaunch.plan.build import NodeSpec, Part
-from zlaunch.plan.options import Options, agreed_port
+from zlaunch.plan.options import agreed_port
 from zlaunch.plan.plan import Plan
 
 if TYPE_CHECKING:
@@ -32,17 +32,6 @@ class SrunTaskLauncher(ThisNodeLauncher):
     shares_run_dir = True
     in_step = True
 
-    def __init__(self, options: Options, allocation: Allocation) -> None:
-        """Take the step's facts. Raises LaunchError."""
-        self.allocation = allocation
-        super().__init__(options)
-
-    @classmethod
-    def create(cls, options: Options, allocation: Allocation | None) -> SrunTaskLauncher:
-        """Make the launcher of this task. Raises LaunchError."""
-        assert allocation is not None
-        return cls(options, allocation)
-
     @staticmethod
     def default_run_dir(run_id: str, allocation: Allocation | None) -> Path:
         """Return a folder beside those of the other tasks."""
@@ -57,6 +46,7 @@ class SrunTaskLauncher(ThisNodeLauncher):
         from zlaunch.system.facts import cores_by_numa
 
         o, allocation = self.options, self.allocation
+        assert allocation is not None
         place = in_step_place(allocation)
         host = allocation.nodes[place.rank_of_node].host
         # The launchers of a step tell each other of a failure by a signal that reaches all its processes.

@@ -8,12 +8,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from zlaunch.errors import NodeError
-from zlaunch.launchers.cluster import ClusterLauncher, read_hostfile
-from zlaunch.plan.options import Options, own_names
+from zlaunch.launchers.cluster import ClusterLauncher
+from zlaunch.plan.options import own_names
 
 if TYPE_CHECKING:
     from zlaunch.launch.nodes import Node, Say
-    from zlaunch.slurm.environment import Allocation
     from zlaunch.transports import Transport
 
 
@@ -22,11 +21,6 @@ class SshLauncher(ClusterLauncher):
 
     name = "ssh"
     _takes_paramiko = True
-
-    @classmethod
-    def create(cls, options: Options, allocation: Allocation | None) -> SshLauncher:
-        """Make the launcher for a hostfile. Raises LaunchError."""
-        return cls(options, read_hostfile(options, cls.name))
 
     def connect(self, hosts: Sequence[str], say: Say) -> tuple[list[Node], list[NodeError]]:
         """Start the agents, while paramiko is imported."""

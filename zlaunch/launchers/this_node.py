@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from zlaunch.errors import NodeError
+from zlaunch.launch.nodes import SLOW_S, Link, Node
 from zlaunch.launchers.base import Launcher
 from zlaunch.plan.build import NodeSpec
 from zlaunch.plan.options import Options
@@ -16,15 +17,16 @@ from zlaunch.plan.plan import Plan
 from zlaunch.transports.local import open_local
 
 if TYPE_CHECKING:
-    from zlaunch.launch.nodes import Node, Rendezvous, Say
+    from zlaunch.launch.nodes import Rendezvous, Say
+    from zlaunch.slurm.environment import Allocation
 
 
 class ThisNodeLauncher(Launcher):
     """Runs the workers of this machine alone; its plan is known before its agent has answered."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: Options, allocation: Allocation | None) -> None:
         """Make the plan of the first attempt. Raises LaunchError."""
-        super().__init__(options)
+        super().__init__(options, allocation)
         self.first_plan = self.own_plan(0)
 
     @abstractmethod
@@ -48,7 +50,6 @@ class ThisNodeLauncher(Launcher):
 
     def connect(self, hosts: Sequence[str], say: Say) -> tuple[list[Node], list[NodeError]]:
         """Start the agent, once the rendezvous address is known to the network."""
-        from zlaunch.launch.nodes import Link, Node
         from zlaunch.system.facts import own_facts
 
         o = self.options
@@ -86,8 +87,6 @@ class ThisNodeLauncher(Launcher):
 
 def _await_address(host: str, timeout_s: float, say: Say) -> None:
     """Wait until a name has an address: a pod's may come a little after the pod. Raises NodeError."""
-    from zlaunch.launch.nodes import SLOW_S
-
     started = said_at = time.monotonic()
     while True:
         try:

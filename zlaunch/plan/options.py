@@ -23,26 +23,26 @@ class Options:
     program: Program
     run_id: str
     run_dir: str
-    hostfile: str | None
-    launcher: str | None
-    include: str | None
-    exclude: str | None
-    num_nodes: int | None
-    num_gpus: int | None
-    master_addr: str | None
-    master_port: int
-    iface: str | None
-    grace_s: float
-    heartbeat_s: float
-    env: tuple[str, ...]
-    ssh_port: int | None
-    ssh_config: str | None
-    ssh_accept_new: bool
     python: str
     workdir: str
-    bind_cores: bool
-    core_list: tuple[int, ...] | None
-    connect_timeout_s: float
+    hostfile: str | None = None
+    launcher: str | None = None
+    include: str | None = None
+    exclude: str | None = None
+    num_nodes: int | None = None
+    num_gpus: int | None = None
+    master_addr: str | None = None
+    master_port: int = 0
+    iface: str | None = None
+    grace_s: float = 0.0
+    heartbeat_s: float = 0.0
+    env: tuple[str, ...] = ()
+    ssh_port: int | None = None
+    ssh_config: str | None = None
+    ssh_accept_new: bool = False
+    bind_cores: bool = False
+    core_list: tuple[int, ...] | None = None
+    connect_timeout_s: float = 60.0
     requeue: bool = False
     quiet: bool = False
     node_rank: int | None = None
