@@ -35,18 +35,20 @@ def deepspeed_flags() -> list[Callable[..., Any]]:
     found = [click.option(name, is_flag=True, hidden=True, expose_value=False) for name in _WITHOUT_EFFECT]
     for name, (takes_value, answer) in _INSTEAD.items():
         kind: dict[str, Any] = {"metavar": "X"} if takes_value else {"is_flag": True}
-        refuse = _refuse(name, answer)
-        found.append(click.option(name, hidden=True, expose_value=False, callback=refuse, **kind))
+        answering = refuse(f"{name} is DeepSpeed's: {answer}")
+        found.append(click.option(name, hidden=True, expose_value=False, callback=answering, **kind))
     found.append(click.option("--config", hidden=True, expose_value=False, callback=_config, metavar="X"))
     return [*found, click.option("--log_level", type=click.Choice(_LEVELS), default="info", hidden=True)]
 
 
-def _refuse(name: str, answer: str) -> Callable[..., None]:
-    def refuse(context: click.Context, parameter: click.Parameter, value: Any) -> None:
-        if value not in (None, False):
-            raise click.UsageError(f"{name} is DeepSpeed's: {answer}")
+def refuse(text: str) -> Callable[..., None]:
+    """Return a callback for an option that is answered with a text, when it is given."""
 
-    return refuse
+    def callback(context: click.Context, parameter: click.Parameter, value: Any) -> None:
+        if value not in (None, False):
+            raise click.UsageError(text)
+
+    return callback
 
 
 def _config(context: click.Context, parameter: click.Parameter, value: str | None) -> None:

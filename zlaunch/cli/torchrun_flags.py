@@ -12,6 +12,7 @@ from typing import Any
 
 import click
 
+from zlaunch.cli.deepspeed_flags import refuse
 from zlaunch.launchers.registry import LOCAL
 from zlaunch.plan.options import DEFAULT_HOSTFILE
 
@@ -117,17 +118,9 @@ def torchrun_flags() -> list[click.Option]:
     found += [click.Option([flag], hidden=True, expose_value=False) for flag in _WITHOUT_EFFECT]
     for flag, (takes_value, answer) in _INSTEAD.items():
         kind: dict[str, Any] = {} if takes_value else {"is_flag": True}
-        refuse = _refuse(flag, answer)
-        found.append(click.Option([flag], hidden=True, expose_value=False, callback=refuse, **kind))
+        answering = refuse(f"{flag} is not zlaunch's: {answer}")
+        found.append(click.Option([flag], hidden=True, expose_value=False, callback=answering, **kind))
     return found
-
-
-def _refuse(flag: str, answer: str) -> Callable[..., None]:
-    def refuse(context: click.Context, parameter: click.Parameter, value: Any) -> None:
-        if value not in (None, False):
-            raise click.UsageError(f"{flag} is not zlaunch's: {answer}")
-
-    return refuse
 
 
 def _backend(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:

@@ -45,11 +45,10 @@ def _path(run_dir: str | Path) -> Path:
     return Path(run_dir) / "launcher.json"
 
 
-def _write(run_dir: str, record: RunRecord) -> None:
-    path = _path(run_dir)
+def _write(path: Path, content: Mapping[str, Any]) -> None:
     temporary = path.with_suffix(f".{os.getpid()}")
     try:
-        temporary.write_text(json.dumps(asdict(record), indent=1) + "\n")
+        temporary.write_text(json.dumps(content, indent=1) + "\n")
         temporary.replace(path)
     except OSError:  # a full disk must not end the training
         temporary.unlink(missing_ok=True)
@@ -68,14 +67,14 @@ def started(plan: Plan, attempt: int) -> None:
         started=time.time(),
         attempt=attempt,
     )
-    _write(plan.run_dir, record)
+    _write(_path(plan.run_dir), asdict(record))
 
 
 def ended(run_dir: str, exit_code: int) -> None:
     """Write down how it ended, if it had begun."""
     record = read(run_dir)
     if record is not None and record.pid == os.getpid():
-        _write(run_dir, replace(record, ended=time.time(), exit_code=exit_code))
+        _write(_path(run_dir), asdict(replace(record, ended=time.time(), exit_code=exit_code)))
 
 
 # -- what a later attempt goes on from
@@ -83,7 +82,6 @@ def ended(run_dir: str, exit_code: int) -> None:
 
 def saved(plan: Plan, event: Mapping[str, Any]) -> None:
     """Write down where the run has saved, in `checkpoint.json`."""
-    path = Path(plan.run_dir) / _CHECKPOINT
     content = {
         "folder": event.get("folder"),
         "tag": event.get("tag"),
@@ -93,12 +91,7 @@ def saved(plan: Plan, event: Mapping[str, Any]) -> None:
         "job": os.environ.get("SLURM_JOB_ID"),
         "time": event.get("time", time.time()),
     }
-    temporary = path.with_suffix(f".{os.getpid()}")
-    try:
-        temporary.write_text(json.dumps(content, indent=1) + "\n")
-        temporary.replace(path)
-    except OSError:  # a full disk must not end the training
-        temporary.unlink(missing_ok=True)
+    _write(Path(plan.run_dir) / _CHECKPOINT, content)
 
 
 def resume_folder(
