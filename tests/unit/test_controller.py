@@ -43,11 +43,11 @@ class FakeTransport:
             yield event
 
     def close(self, timeout_s: float) -> int | None:
+        self.words.put(None)
         return 0
 
     def kill(self) -> None:
         self.killed = True
-        self.words.put(None)
 
     def diagnostics(self) -> str:
         return ""

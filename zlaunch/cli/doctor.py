@@ -195,7 +195,7 @@ def _meet(nodes: Sequence[Node], iface: str | None) -> _Meeting:
 
     left, errors = list(nodes), dict[str, str]()
     if len(left) < 2 or (iface is not None and iface not in left[0].facts.addresses):
-        return _Meeting({}, {})  # the second has an error of its own
+        return _Meeting({}, {})  # the report names the second
     deadline = time.monotonic() + _MEET_TIMEOUT_S
     while len(left) > 1 and time.monotonic() < deadline:
         try:

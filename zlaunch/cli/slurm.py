@@ -151,7 +151,7 @@ def _submit_script(command: tuple[str, ...], options: dict[str, Any]) -> str:
     batch = _batch_script(command, options)
     if not {"--module", "--no_python", "--no-python"} & set(batch.zlaunch_args):
         check_script(command[0], SUBCOMMANDS)
-    with tempfile.TemporaryDirectory(prefix="zlaunch-") as folder:  # sbatch keeps a copy of its own
+    with tempfile.TemporaryDirectory(prefix="zlaunch-") as folder:  # sbatch keeps a copy
         path = Path(folder, f"{Path(command[0]).stem or 'job'}.sbatch")
         path.write_bytes(_render(batch))
         return hand_over(path)

@@ -53,9 +53,9 @@ def is_port_taken(text: str) -> bool:
 def choose(failures: Iterable[Failure]) -> Failure:
     """Choose the failure that explains the others.
 
-    Among those that belong to the first moment: a death by signal, then an error of its own, then an error in
-    talking to the others; the earliest of the best. SIGABRT counts as an error: NCCL's watchdog raises it in
-    ranks that have lost another.
+    Among those that belong to the first moment: a death by signal, then an error of the script, then an error
+    in talking to the others; the earliest of the best. SIGABRT counts as an error: NCCL's watchdog raises it
+    in ranks that have lost another.
     """
     ordered = sorted(failures, key=lambda failure: failure.time)
     first = [failure for failure in ordered if failure.time <= ordered[0].time + ONE_EVENT_S]

@@ -1,4 +1,4 @@
-"""Watching for silence: nodes that no longer answer, and ranks that no longer say anything."""
+"""Watch for silence: nodes that no longer answer, and ranks that no longer say anything."""
 
 from __future__ import annotations
 

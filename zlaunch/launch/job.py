@@ -1,4 +1,4 @@
-"""A run from start to end: connect, meet, run, and again when something failed and that was allowed."""
+"""Run a job from start to end: connect, meet, run, and again when something failed and that is allowed."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class Link:
     def ask(self, message: Event, answer: str) -> Event:
         """Send a command and wait for the event that answers it. Raises NodeError when the agent ends.
 
-        Whoever calls this bounds the time, and ends the wait by `transport.kill`.
+        The caller bounds the time, and ends the wait by `transport.kill`.
         """
         self.transport.send(message)
         for event in self.events:
@@ -233,7 +233,7 @@ def find_rendezvous(
         chosen = {answer["address"] for answer in reached}
         if len(chosen) <= 1:
             break
-        # They did not find the same one: only what was found by somebody further down the list is left.
+        # They found different ones: only what was found by somebody further down the list is left.
         candidates = candidates[max(candidates.index(address) for address in chosen) :]
     address = reached[0]["address"] if reached else candidates[0]
     own = iface or next((name for name, addresses in known.items() if address in addresses), "")

@@ -24,7 +24,7 @@ class RunRecord:
     host: str
     pid: int
     start_ticks: int
-    """Tells the process from a later one with the same id."""
+    """Tells the process from a later one with an equal id."""
     hosts: tuple[str, ...]
     world_size: int
     command: tuple[str, ...]

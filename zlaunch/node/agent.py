@@ -1,4 +1,4 @@
-"""One node's part of a run: `python -m zlaunch.node.agent`.
+"""Carry out one node's part of a run: `python -m zlaunch.node.agent`.
 
 The first line on stdin is the plan (with this node alone), later ones are commands; events leave as JSON
 lines on stdout. One thread, one loop, no blocking call: whatever a worker or the launcher does, the agent can

@@ -190,7 +190,7 @@ def _send_exception(event_fd: int, error: BaseException, text: str) -> None:
     }
     try:
         os.write(event_fd, json.dumps(event).encode() + b"\n")
-    except OSError:  # the agent is gone, and with it whoever wants to know
+    except OSError:  # the agent is gone, and nobody is left to be told
         pass
 
 

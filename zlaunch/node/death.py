@@ -1,4 +1,4 @@
-"""What usually lies behind the death of a worker by a signal."""
+"""Say what usually lies behind the death of a worker by a signal."""
 
 from __future__ import annotations
 

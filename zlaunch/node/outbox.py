@@ -1,4 +1,4 @@
-"""The agent's way out: events queued in memory, written without ever blocking."""
+"""Write the agent's events: they are queued in memory and never block it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A worker process as its agent sees it: how it is started, and its pipes."""
+"""Start workers and keep their pipes, on the agent's side."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from zlaunch.system.devices import visible_for_workers
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
-    """Holds what is the same for all nodes and all attempts of a run."""
+    """Holds what all nodes and all attempts of a run have in common."""
 
     program: Program
     run_id: str

@@ -166,7 +166,7 @@ def check_configs(
     """Check every DeepSpeed config among the script's arguments and return warnings.
 
     ``folder`` is where the script will run, None for this one. Of ``--config`` it is not sure whose it is: a
-    script that imports none of those who read such files may mean any file, or a name of its own.
+    script that imports none of those who read such files may mean any file, or a name that only it knows.
     """
     if folder is not None and not os.path.isdir(folder):
         return []  # only the nodes have it

@@ -1,4 +1,4 @@
-"""Which of the launching machine's variables go to the other nodes."""
+"""Choose which of the launching machine's variables go to the other nodes."""
 
 from __future__ import annotations
 

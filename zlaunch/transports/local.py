@@ -1,4 +1,4 @@
-"""The agent as a child process of the launcher, with pipes."""
+"""Start the agent as a child process of the launcher, with pipes."""
 
 from __future__ import annotations
 

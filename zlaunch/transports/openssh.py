@@ -1,4 +1,4 @@
-"""The agent on another host by the `ssh` program, where the ssh configuration asks for OpenSSH."""
+"""Start the agent on another host by the `ssh` program, where the configuration asks for OpenSSH."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The agent on another host, over an ssh channel that carries the same lines as a pipe."""
+"""Start the agent on another host; an ssh channel carries its lines."""
 
 from __future__ import annotations
 
