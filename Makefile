@@ -30,7 +30,7 @@ $(WITH_TOOLS): $(INSTALLED)
 
 # Two workers; one where there is exactly one GPU. Without a GPU they are CPU workers.
 demo: $(INSTALLED)
-	@workers=$$($(PY) -c 'import os; from zlaunch.launch.devices import discover; \
+	@workers=$$($(PY) -c 'import os; from zlaunch.system.devices import discover; \
 	  print(1 if len(discover(os.environ).tokens) == 1 else 2)'); \
 	run="$(VENV)/bin/zlaunch --num_gpus $$workers examples/train_gpt.py"; \
 	echo "$$run --config examples/ds_stage2.json --save out"; \

@@ -11,6 +11,7 @@ import difflib
 import re
 from collections.abc import Mapping, Sequence
 
+from zlaunch.errors import LaunchError
 from zlaunch.hostfiles.hostlist import HostListError, expand_pattern
 
 Pool = dict[str, tuple[int, ...]]
@@ -22,8 +23,8 @@ Selection = dict[str, "frozenset[int] | None"]
 _RANGE = re.compile(r"(\d{1,6})(?:-(\d{1,6}))?", re.ASCII)
 
 
-class FilterError(ValueError):
-    """A filter that cannot be read or that names what is not there; the text is for the user."""
+class FilterError(LaunchError, ValueError):
+    """Says what is wrong with a filter: it cannot be read, or names what is not there; for the user."""
 
 
 def parse(text: str) -> Selection:
@@ -79,7 +80,7 @@ def _check(pool: Mapping[str, Sequence[int]], selection: Selection) -> None:
 
 
 def include(pool: Mapping[str, Sequence[int]], selection: Selection) -> Pool:
-    """Only what the selection names."""
+    """Keep only what the selection names."""
     _check(pool, selection)
     kept: Pool = {}
     for host, slots in pool.items():
@@ -90,7 +91,7 @@ def include(pool: Mapping[str, Sequence[int]], selection: Selection) -> Pool:
 
 
 def exclude(pool: Mapping[str, Sequence[int]], selection: Selection) -> Pool:
-    """All but what the selection names."""
+    """Keep all but what the selection names."""
     _check(pool, selection)
     kept: Pool = {}
     for host, slots in pool.items():
@@ -100,7 +101,7 @@ def exclude(pool: Mapping[str, Sequence[int]], selection: Selection) -> Pool:
 
 
 def limit(pool: Mapping[str, Sequence[int]], num_nodes: int | None, num_gpus: int | None) -> Pool:
-    """The first ``num_nodes`` hosts and the first ``num_gpus`` slots of each; None means all."""
+    """Keep the first ``num_nodes`` hosts and the first ``num_gpus`` slots of each; None means all."""
     if num_nodes is not None and not 1 <= num_nodes <= len(pool):
         raise FilterError(
             f"--num_nodes {num_nodes}: there are {len(pool)} host(s): {', '.join(pool) or 'none'}"

@@ -12,6 +12,7 @@ import os
 import re
 from dataclasses import dataclass
 
+from zlaunch.errors import LaunchError
 from zlaunch.hostfiles.hostlist import HostListError, expand_pattern
 
 _NUMBER = re.compile(r"\d{1,6}", re.ASCII)
@@ -24,17 +25,17 @@ _IGNORED_WORDS = {"nolocal", "sequential"}
 _LOWEST_SSH_PORT = 22
 
 
-class HostfileError(ValueError):
-    """A hostfile that cannot be read; the text has a line for each problem and is for the user."""
+class HostfileError(LaunchError, ValueError):
+    """Says why a hostfile cannot be read; the text has a line for each problem and is for the user."""
 
 
 class _BadLine(Exception):
-    """What is wrong with one line."""
+    """Says what is wrong with one line."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostEntry:
-    """One host of a hostfile."""
+    """Describes one host of a hostfile."""
 
     host: str
     """A name or an address; IPv6 without brackets."""
@@ -63,7 +64,7 @@ def read(path: str | os.PathLike[str]) -> list[HostEntry]:
 
 
 def parse(text: str, name: str) -> list[HostEntry]:
-    """The hosts in order, those with `slots=0` left out; ``name`` is the file's, for messages."""
+    """Return the hosts in order, those with `slots=0` left out; ``name`` is the file's, for messages."""
     entries: list[HostEntry] = []
     problems: list[str] = []
     first: dict[str, HostEntry] = {}
@@ -118,7 +119,7 @@ def _parse_line(words: list[str], line: int) -> list[HostEntry]:
 
 
 def _parse_words(words: list[str]) -> dict[str, str]:
-    """`key=value` words; keys that are not known are kept too, a near miss of ours is an error."""
+    """Read `key=value` words; keys that are not known are kept too, a near miss of ours is an error."""
     values: dict[str, str] = {}
     for word in words:
         key, equals, value = word.partition("=")
@@ -145,7 +146,7 @@ def _parse_words(words: list[str]) -> dict[str, str]:
 
 
 def _split_address(text: str) -> tuple[str | None, str, str | None]:
-    """`[USER@]HOST[:PORT]` as (user, host, port), where the host may be `[v6]`, bare v6 or a pattern."""
+    """Split `[USER@]HOST[:PORT]`, where the host may be `[v6]`, bare v6 or a pattern."""
     before, at, address = text.rpartition("@")
     user = _checked_user(before) if at else None
     inside, closed, after = address[1:].partition("]")
@@ -198,7 +199,7 @@ def _parse_slots(text: str) -> int:
 
 
 def _parse_port(text: str, values: dict[str, str] | None = None) -> int:
-    """A port; with ``values`` it was written after a colon, where others mean slots."""
+    """Read a port; with ``values`` it was written after a colon, where others mean slots."""
     if not _NUMBER.fullmatch(text) or not 1 <= int(text) <= 65535:
         raise _BadLine(f"{_short(text)} is not a port; write a number from 1 to 65535")
     port = int(text)

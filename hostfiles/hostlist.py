@@ -10,6 +10,8 @@ import math
 import re
 from collections.abc import Iterable, Iterator
 
+from zlaunch.errors import LaunchError
+
 MAX_HOSTS = 65536
 """The most hosts that one list may stand for."""
 
@@ -20,12 +22,12 @@ _NAME = re.compile(r"[^\s\[\],]+")
 _NUMBERED = re.compile(r"(.*?)(\d{1,18})(\D*)", re.ASCII | re.DOTALL)
 
 
-class HostListError(ValueError):
-    """A host list that cannot be read; the text names the part and is for the user."""
+class HostListError(LaunchError, ValueError):
+    """Says why a host list cannot be read; the text names the part and is for the user."""
 
 
 def expand(text: str) -> list[str]:
-    """The hosts of a comma-separated list, in order, repeated ones included; empty text has none."""
+    """Return the hosts of a comma-separated list, in order, repeated ones included; empty text has none."""
     if not text.strip():
         return []
     hosts: list[str] = []
@@ -37,7 +39,7 @@ def expand(text: str) -> list[str]:
 
 
 def expand_pattern(token: str) -> list[str]:
-    """The hosts of one pattern, that is one without a comma outside brackets."""
+    """Return the hosts of one pattern, that is one without a comma outside brackets."""
     pieces = _GROUP.split(token)  # literal, group, literal, ..., literal
     literals, groups = pieces[::2], [_parse_group(group, token) for group in pieces[1::2]]
     for literal in filter(None, literals):
@@ -61,7 +63,7 @@ def expand_pattern(token: str) -> list[str]:
 
 
 def compress(hosts: Iterable[str]) -> str:
-    """The shortest list this module knows that expands to just these hosts in this order.
+    """Return the shortest list this module knows that expands to just these hosts in this order.
 
     Only neighbours are joined, and only in one number of the name: the last one before the first dot.
     """
@@ -95,7 +97,7 @@ def _split(text: str) -> Iterator[str]:
 
 
 def _parse_group(text: str, token: str) -> list[tuple[int, int, int]]:
-    """`01-16,20` as (first, last, width in digits)."""
+    """Read `01-16,20` as (first, last, width in digits)."""
     ranges: list[tuple[int, int, int]] = []
     for item in (piece.strip() for piece in text.split(",")):
         match = _RANGE.fullmatch(item)
@@ -113,7 +115,7 @@ def _numbers(group: list[tuple[int, int, int]]) -> Iterator[str]:
 
 
 def _numbered(host: str) -> tuple[tuple[str, str | None], str]:
-    """A name as ((before, after), number); without a number it is ((name, None), "")."""
+    """Split a name into ((before, after), number); without a number it is ((name, None), "")."""
     if not _NAME.fullmatch(host) or len(host) > _MAX_NAME_CHARS:
         raise HostListError(f"{_short(host)} is not a host name")
     label, dot, domain = host.partition(".")
@@ -136,5 +138,5 @@ def _ranges(numbers: Iterable[str]) -> list[tuple[str, str]]:
 
 
 def _short(text: str) -> str:
-    """A token in a message: quoted, and cut where it is very long."""
+    """Quote a token for a message, and cut it where it is very long."""
     return repr(text if len(text) <= 80 else f"{text[:77]}...")

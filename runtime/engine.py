@@ -17,6 +17,7 @@ from .checkpoint.loader import Loader
 from .checkpoint.saver import Saver
 from .config import Config, Effective
 from .data import Batches, EngineLoader
+from .errors import LossScaleFloorError
 from .handles import Handles
 from .memory.estimate import relief
 from .offload.engine_part import Moving
@@ -24,7 +25,7 @@ from .offload.manager import Offload
 from .offload.states import States
 from .optim.optimizer_handle import ZeroOptimizer, unguard
 from .optim.sharded_optimizer import ShardedOptimizer
-from .precision.loss_scaler import DeviceLossScaler, LossScaleFloorError, LossScaler, floor_error
+from .precision.loss_scaler import DeviceLossScaler, LossScaler, floor_error
 from .precision.policy import Precision
 from .precision.step_result import StepResult
 from .report import report

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from zlaunch.hostfiles.hostlist import expand
-from zlaunch.slurm.environment import SlurmError
+from zlaunch.slurm.environment import Allocation, SlurmError, read, with_gpus
 
 UNKNOWN = "UNKNOWN"
 """The state of a job that SLURM no longer knows."""
@@ -46,7 +46,7 @@ def submit(path: str | os.PathLike[str]) -> str:
 
 
 def state(job_id: str) -> str:
-    """The job's state in SLURM's words (`PENDING`, `RUNNING`, `COMPLETED`), UNKNOWN when it has forgotten it.
+    """Return the job's state in SLURM's words (`PENDING`, `RUNNING`), UNKNOWN when it has forgotten it.
 
     SlurmError when SLURM does not answer, which on a busy cluster passes.
     """
@@ -72,7 +72,7 @@ def state(job_id: str) -> str:
 
 
 def find_output(job_id: str) -> Path | None:
-    """Where the job's output goes, by scontrol; None when SLURM does not say."""
+    """Return where the job's output goes, by scontrol; None when SLURM does not say."""
     try:
         result = _run(["scontrol", "show", "job", job_id], _QUERY_TIMEOUT_S)
     except SlurmError:
@@ -142,7 +142,7 @@ def _hand_on(path: str | os.PathLike[str], position: int, write: Callable[[bytes
 
 
 def _outside_of_jobs(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment without what describes the job we are in: sbatch would pass it on to the new one."""
+    """Return the environment without what describes our job: sbatch would pass it on to the new one."""
     if not environ.get("SLURM_JOB_ID"):
         return dict(environ)
     ours = ("SLURM_", "SLURMD_", "SRUN_", "PMI_", "PMIX_")
@@ -150,7 +150,7 @@ def _outside_of_jobs(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _ask(command: Sequence[str], pattern: str) -> str | None:
-    """What the pattern's group matches at the start of the answer; None if SLURM has no such job."""
+    """Return what the pattern's group matches at the start of the answer; None if SLURM has no such job."""
     result = _run(command, _QUERY_TIMEOUT_S)
     if result.returncode != 0 and "invalid job id" not in result.stderr.lower():
         raise SlurmError(f"{command[0]}: {_complaint(result)}")
@@ -238,8 +238,27 @@ def cancel_step(environ: Mapping[str, str]) -> None:
         _run(["scancel", "--signal=HUP", f"{job}.{step}"], _QUERY_TIMEOUT_S, environ)
 
 
+def own_allocation(environ: Mapping[str, str]) -> Allocation | None:
+    """Return the job or step that this process is part of, with its GPUs as far as SLURM tells them."""
+    if "SLURM_JOB_ID" not in environ:
+        return None
+    allocation = read(environ, has_terminal=_has_terminal())
+    if allocation is None or all(node.gpus is not None for node in allocation.nodes):
+        return allocation
+    return with_gpus(allocation, granted_gpus(allocation.job_id))
+
+
+def _has_terminal() -> bool:
+    """Tell whether this process has a controlling terminal."""
+    try:
+        os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True
+
+
 def granted_gpus(job_id: str) -> dict[str, int]:
-    """Host -> GPUs that the job has there, as the controller knows it; empty where it cannot be asked."""
+    """Return the GPUs that the job has on each host, by the controller; empty where it cannot be asked."""
     if shutil.which("scontrol") is None:
         return {}
     try:
@@ -250,7 +269,7 @@ def granted_gpus(job_id: str) -> dict[str, int]:
 
 
 def read_granted(text: str) -> dict[str, int]:
-    """From lines such as `Nodes=node[1-3] CPU_IDs=0 Mem=0 GRES=gpu:a100:2(IDX:0-1),nic:1`."""
+    """Read lines such as `Nodes=node[1-3] CPU_IDs=0 Mem=0 GRES=gpu:a100:2(IDX:0-1),nic:1`."""
     found: dict[str, int] = {}
     for nodes, gres in re.findall(r"^\s+Nodes=(\S+) .*\bGRES=(\S*)", text, re.MULTILINE):
         # commas inside the brackets of IDX belong to one item

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from zlaunch.errors import LaunchError
 from zlaunch.hostfiles.hostlist import HostListError, expand
 
 _LAST_STEP_ID = 0xFFFFFFF0
@@ -24,13 +25,13 @@ _TYPED_COUNT = re.compile(r"(?:[A-Za-z0-9_.-]+:)?(\d{1,9})", re.ASCII)
 _NUMBER = re.compile(r"\d{1,10}", re.ASCII)
 
 
-class SlurmError(ValueError):
-    """SLURM said something unexpected, or nothing; the text is for the user."""
+class SlurmError(LaunchError, ValueError):
+    """Says that SLURM said something unexpected, or nothing; the text is for the user."""
 
 
 @dataclass(frozen=True, slots=True)
 class AllocatedNode:
-    """One node, in SLURM's order."""
+    """Describes one node, in SLURM's order."""
 
     host: str
     cpus: int | None = None
@@ -42,7 +43,7 @@ class AllocatedNode:
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """The job, or inside a step the step, that this process is part of."""
+    """Describes the job, or inside a step the step, that this process is part of."""
 
     job_id: str
     nodes: tuple[AllocatedNode, ...]
@@ -64,7 +65,7 @@ class Allocation:
 
 @dataclass(frozen=True, slots=True)
 class StepPlace:
-    """Where a task of a step stands among its like."""
+    """Says where a task of a step stands among its like."""
 
     rank_of_node: int
     nodes: int
@@ -139,7 +140,7 @@ def with_gpus(allocation: Allocation, granted: Mapping[str, int]) -> Allocation:
 
 
 def in_step_place(allocation: Allocation) -> StepPlace:
-    """Where this task stands; SlurmError outside a step."""
+    """Return where this task stands; SlurmError outside a step."""
     if not allocation.inside_step:
         raise SlurmError(f"job {allocation.job_id}: this process was not started by srun")
     if allocation.nodeid is None or allocation.localid is None:
@@ -172,7 +173,7 @@ def _hosts(environ: Mapping[str, str], name: str) -> list[str]:
 
 
 def _number(environ: Mapping[str, str], *names: str) -> int | None:
-    """The number in the first of these variables that is set."""
+    """Return the number in the first of these variables that is set."""
     for name in names:
         text = environ.get(name, "").strip()
         if not text:
@@ -184,7 +185,7 @@ def _number(environ: Mapping[str, str], *names: str) -> int | None:
 
 
 def _per_node(environ: Mapping[str, str], name: str, hosts: Sequence[str]) -> dict[str, int]:
-    """`2(x3),1` as host -> number; empty when it is not said, or said of other nodes than these."""
+    """Read `2(x3),1` as host -> number; empty when it is not said, or said of other nodes than these."""
     text = environ.get(name, "").strip()
     counts: list[int] = []
     for item in text.split(",") if text else ():
@@ -196,7 +197,7 @@ def _per_node(environ: Mapping[str, str], name: str, hosts: Sequence[str]) -> di
 
 
 def _own_index(environ: Mapping[str, str], hosts: Sequence[str], nodeid: int | None) -> int | None:
-    """Which of the nodes this process runs on; None on a login node."""
+    """Return which of the nodes this process runs on; None on a login node."""
     name = environ.get("SLURMD_NODENAME")
     if name in hosts:
         return hosts.index(name)
@@ -208,7 +209,7 @@ def _own_index(environ: Mapping[str, str], hosts: Sequence[str], nodeid: int | N
 def _gpus(
     environ: Mapping[str, str], hosts: Sequence[str], own: int | None, *, inside: bool
 ) -> list[int | None]:
-    """GPUs of each node. Indices and `ON_NODE` are said of the own node only."""
+    """Return the GPUs of each node. Indices and `ON_NODE` are said of the own node only."""
     everywhere = _gpus_per_node(environ)
     counts = [everywhere] * len(hosts)
     here = [_listed_gpus(environ, "SLURM_STEP_GPUS")] if inside else []
@@ -220,7 +221,7 @@ def _gpus(
 
 
 def _gpus_per_node(environ: Mapping[str, str]) -> int | None:
-    """`4`, `a100:4` or `a100:2,v100:2`."""
+    """Read `4`, `a100:4` or `a100:2,v100:2`."""
     text = environ.get("SLURM_GPUS_PER_NODE", "").strip()
     if not text:
         return None
@@ -231,7 +232,7 @@ def _gpus_per_node(environ: Mapping[str, str]) -> int | None:
 
 
 def _listed_gpus(environ: Mapping[str, str], name: str) -> int | None:
-    """How many indices there are in `0,1` or `0-3`."""
+    """Count the indices in `0,1` or `0-3`."""
     text = environ.get(name, "").strip()
     if not text:
         return None

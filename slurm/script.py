@@ -34,7 +34,7 @@ unset ${!SLURM_STEP_*} ${!SLURM_CPU_BIND*}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchScript:
-    """What an sbatch file says; SlurmError on a value that sbatch or bash would misread."""
+    """Says what is in an sbatch file; SlurmError on a value that sbatch or bash would misread."""
 
     script: str
     """What zlaunch runs; a module or a program where ``zlaunch_args`` say so."""
@@ -100,7 +100,7 @@ class BatchScript:
                 )
 
     def _words(self) -> Iterator[tuple[str, str]]:
-        """Everything that becomes shell text, with the option it comes from."""
+        """Yield everything that becomes shell text, with the option it comes from."""
         for option, words in (
             ("--load", self.modules),
             ("--setup", self.setup),
@@ -132,7 +132,7 @@ PRESETS = {
 
 
 def render(batch: BatchScript) -> str:
-    """The text of the sbatch file."""
+    """Return the text of the sbatch file."""
     sbatch = "".join(f"#SBATCH {line}\n" for line in _sbatch_lines(batch))
     blocks = [
         f"#!/bin/bash\n{sbatch}",
@@ -172,7 +172,7 @@ def _sbatch_lines(batch: BatchScript) -> Iterator[str]:
 
 
 def _sbatch_quote(value: str) -> str:
-    """A value in an #SBATCH line, where a backslash escapes inside either kind of quotes."""
+    """Quote a value in an #SBATCH line, where a backslash escapes inside either kind of quotes."""
     if _PLAIN.fullmatch(value):
         return value
     return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'

@@ -40,13 +40,18 @@ _LAZY = {
     **{
         name: ("zlaunch.runtime.errors", name)
         for name in (
+            "DiskError",
+            "LossScaleFloorError",
+            "MemoryPlanError",
             "OffloadedError",
             "OptimizerError",
             "ParameterError",
+            "PeerLost",
             "RankMismatchError",
-            "ZlaunchError",
+            "UnsupportedError",
         )
     },
+    **{name: ("zlaunch.errors", name) for name in ("LaunchError", "NodeError", "ZlaunchError")},
     "CheckpointError": ("zlaunch.runtime.checkpoint.format.tensor_file", "CheckpointError"),
     "ConfigError": ("zlaunch.runtime.config", "ConfigError"),
     "resume_dir": ("zlaunch.runtime.preemption", "resume_dir"),
@@ -58,11 +63,18 @@ _LAZY = {
 __all__ = [
     "CheckpointError",
     "ConfigError",
+    "DiskError",
     "Engine",
+    "LaunchError",
+    "LossScaleFloorError",
+    "MemoryPlanError",
+    "NodeError",
     "OffloadedError",
     "OptimizerError",
     "ParameterError",
+    "PeerLost",
     "RankMismatchError",
+    "UnsupportedError",
     "ZlaunchError",
     "__version__",
     "add_config_arguments",
@@ -86,6 +98,9 @@ __all__ = [
 
 if TYPE_CHECKING:
     from zlaunch import zero as zero
+    from zlaunch.errors import LaunchError as LaunchError
+    from zlaunch.errors import NodeError as NodeError
+    from zlaunch.errors import ZlaunchError as ZlaunchError
     from zlaunch.notebook import notebook as notebook
     from zlaunch.runtime.access import safe_get_full_fp32_param as safe_get_full_fp32_param
     from zlaunch.runtime.access import safe_get_full_grad as safe_get_full_grad
@@ -109,11 +124,15 @@ if TYPE_CHECKING:
     from zlaunch.runtime.checkpoint.format.tensor_file import CheckpointError as CheckpointError
     from zlaunch.runtime.config import ConfigError as ConfigError
     from zlaunch.runtime.engine import Engine as Engine
+    from zlaunch.runtime.errors import DiskError as DiskError
+    from zlaunch.runtime.errors import LossScaleFloorError as LossScaleFloorError
+    from zlaunch.runtime.errors import MemoryPlanError as MemoryPlanError
     from zlaunch.runtime.errors import OffloadedError as OffloadedError
     from zlaunch.runtime.errors import OptimizerError as OptimizerError
     from zlaunch.runtime.errors import ParameterError as ParameterError
+    from zlaunch.runtime.errors import PeerLost as PeerLost
     from zlaunch.runtime.errors import RankMismatchError as RankMismatchError
-    from zlaunch.runtime.errors import ZlaunchError as ZlaunchError
+    from zlaunch.runtime.errors import UnsupportedError as UnsupportedError
     from zlaunch.runtime.preemption import resume_dir as resume_dir
     from zlaunch.runtime.report import report as report
 

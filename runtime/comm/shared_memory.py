@@ -26,7 +26,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ..errors import RankMismatchError, ZlaunchError
+from ..errors import PeerLost, RankMismatchError
 from .pending import Pending
 
 CHUNK_BYTES = 1 << 30
@@ -43,10 +43,6 @@ Identity = tuple[int, int]
 """What a collective is about: the number of a label; the elements of a rank's part, times 16, plus the bytes
 of one.
 """
-
-
-class PeerLost(ZlaunchError):
-    """A rank of this machine has ended, or stopped taking part, while this one needs something of it."""
 
 
 class _Chunk:

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 import yaml
 
+from ...errors import ZlaunchError
 from .check import check
 from .jsonc import MAX_DEPTH, SyntaxProblem, parse
 from .keys import join
@@ -24,7 +25,7 @@ _BASE64 = re.compile(r"[A-Za-z0-9_-]+={0,2}")
 _MAX_VALUES = 200_000
 
 
-class ConfigError(ValueError):
+class ConfigError(ZlaunchError, ValueError):
     """Everything that is wrong with a config, one problem a line; ``warnings`` were found beside them."""
 
     def __init__(self, problems: Sequence[str], warnings: Sequence[str] = ()) -> None:

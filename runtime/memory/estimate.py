@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from ..errors import MemoryPlanError
 from ..offload.manager import OffloadOptions, Tier
 
 GIB = 2**30
@@ -18,10 +19,6 @@ _BUCKETS = 3
 """Of transient gradients: two being reduced, one being filled."""
 _ACCUMULATE_BYTES = 4
 _HINT = "Also: more GPUs for stages 1 to 3, or a smaller model"
-
-
-class MemoryPlanError(RuntimeError):
-    """The plan does not fit into this machine's memory; the text names what is short and what would fit."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,13 +10,14 @@ from torch import nn
 
 from ..comm.collectives import Comm
 from ..environment import read_environment
+from ..errors import MemoryPlanError
 from ..log import say
 from ..offload.manager import OffloadOptions
 from ..precision.policy import Precision
 from ..zero import placeholder
 from ..zero.unit import owner_of
 from ..zero.unit_policy import Block, ShardingOptions
-from .estimate import Amounts, MemoryPlanError, Setting, check, describe
+from .estimate import Amounts, Setting, check, describe
 from .resources import available, other_drive_bytes
 
 

@@ -13,11 +13,8 @@ import torch
 from torch import Tensor
 
 from ...cuda_ops.loss_scale import LossScaleState, update_loss_scale
+from ..errors import LossScaleFloorError
 from .step_result import StepResult
-
-
-class LossScaleFloorError(RuntimeError):
-    """Gradients overflow although the loss scale is at its minimum: the model itself produces inf or NaN."""
 
 
 def floor_error(min_scale: float) -> LossScaleFloorError:

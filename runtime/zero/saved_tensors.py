@@ -22,7 +22,7 @@ from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from ..environment import read_environment
-from ..errors import ZlaunchError
+from ..errors import UnsupportedError
 from . import saved_tensor_hooks
 from .unit import Unit
 
@@ -174,7 +174,7 @@ def explained(error: RuntimeError) -> RuntimeError | None:
     """An error that says what to do where torch refuses to be called under the hooks; None for others."""
     if "support saved tensor hooks" not in str(error):
         return None
-    return ZlaunchError(
+    return UnsupportedError(
         "torch.func transforms (grad, vjp, jacrev, hessian) inside the forward pass of a stage 3 model need "
         "the environment variable ZLAUNCH_SAVED_TENSOR_HOOKS=0, with which sharded parameters stay whole "
         "from their first use to the end of the backward pass"

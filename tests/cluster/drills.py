@@ -87,7 +87,10 @@ def _act(cluster: Testbed, launch: Launch, victim: str, rank: int, by: str) -> t
         return 1, f"agent on {host} died"
     if victim == "guard":
         on_node("KILL", guard)
-        return 143, f"the run on {host} was stopped: the agent's guard was killed" if by != "slurm" else host
+        return (
+            143,
+            f"the run on {host} was stopped: the agent's watchdog was killed" if by != "slurm" else host,
+        )
     if victim == "agent and guard":
         on_node("KILL", agent, guard)
         return 1, f"agent on {host} died"

@@ -14,8 +14,8 @@ import pytest
 from tests.e2e.helpers import ROOT
 from tests.limits import LIMIT_S
 from zlaunch.cli.doctor import _meet
-from zlaunch.launch.nodes import Link, close_all, connect
-from zlaunch.node.agent import agent_argv
+from zlaunch.launch.nodes import close_all, connect
+from zlaunch.system.processes import python_module_argv
 from zlaunch.transports.local import LocalTransport
 
 
@@ -73,11 +73,12 @@ def test_no_python_there_and_no_such_interface(cluster: Any, tmp_path: Path) -> 
 def test_all_that_cannot_reach_node_0_are_named(cluster: Any, tmp_path: Path) -> None:
     """Agents of this machine, two of them cut off in network namespaces of their own."""
 
-    def open_link(host: str) -> Link:
+    def open_transport(host: str) -> LocalTransport:
         alone = ("unshare", "--net") if host in ("b", "d") else ()
-        return Link(LocalTransport(host, (*alone, *agent_argv()), tmp_path / f"{host}.err"))
+        argv = (*alone, *python_module_argv("zlaunch.node.agent"))
+        return LocalTransport(host, argv, tmp_path / f"{host}.err")
 
-    nodes, errors = connect(["a", "b", "c", "d", "e"], open_link, 30.0)
+    nodes, errors = connect(["a", "b", "c", "d", "e"], open_transport, 30.0)
     try:
         assert not errors
         if not nodes[0].facts.addresses:

@@ -353,7 +353,7 @@ class Testbed:
                 except OSError:
                     continue
                 words = command.split(" ")
-                if command and any(word in command for word in ("python", "zlaunch", "zguard", "sleep 6")):
+                if command and any(word in command for word in ("python", "zlaunch", "zwatchdog", "sleep 6")):
                     found[int(text)] = f"{node}: {' '.join(words[:6])}"
         return found
 

@@ -20,8 +20,7 @@ import zlaunch
 from tests.limits import LIMIT_S
 from tests.runtime.models import batches, config, loss_of, net, train_engine
 from tests.runtime.workers import run_workers
-from zlaunch.runtime.errors import DiskError
-from zlaunch.runtime.memory.estimate import MemoryPlanError
+from zlaunch.runtime.errors import DiskError, MemoryPlanError
 from zlaunch.runtime.offload.scratch import ScratchFolder
 from zlaunch.runtime.optim.lion import Lion
 

@@ -10,7 +10,7 @@ import torch
 import zlaunch
 from tests.runtime.models import batches, config, loss_of, net, train_engine, train_plain
 from tests.runtime.workers import run_workers
-from zlaunch.runtime.precision.loss_scaler import LossScaleFloorError
+from zlaunch.runtime.errors import LossScaleFloorError
 
 
 def _all_losses(section: str, accumulation: int) -> list[tuple[list[float], list[float]]]:

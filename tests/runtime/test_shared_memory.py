@@ -14,7 +14,7 @@ import zlaunch
 from tests.runtime.models import batches, config, net, train_engine
 from tests.runtime.workers import run_workers
 from zlaunch.runtime.comm.collectives import Comm
-from zlaunch.runtime.comm.shared_memory import PeerLost
+from zlaunch.runtime.errors import PeerLost
 
 ALONE = {"ZLAUNCH_SHARED_MEMORY": "0"}
 

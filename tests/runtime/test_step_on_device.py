@@ -78,8 +78,8 @@ def test_it_makes_the_same_step(section: str, world: int) -> None:
 
 def _floor() -> str:
     from zlaunch.runtime import api
+    from zlaunch.runtime.errors import LossScaleFloorError
     from zlaunch.runtime.optim.sharded_optimizer import ShardedOptimizer
-    from zlaunch.runtime.precision.loss_scaler import LossScaleFloorError
 
     plain = ShardedOptimizer
     api.ShardedOptimizer = lambda *args, **kwargs: plain(*args, **{**kwargs, "on_device": True})  # type: ignore

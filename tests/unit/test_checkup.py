@@ -13,10 +13,10 @@ import pytest
 
 from zlaunch import __version__
 from zlaunch.cli.doctor import COLUMNS, table_rows
-from zlaunch.node.rendezvous import Greeter
+from zlaunch.node.rendezvous import Handshake
 from zlaunch.system.checkup import (
     Checkup,
-    Report,
+    HostReport,
     describe_gpus,
     driver_version,
     gpu_models,
@@ -56,19 +56,19 @@ H100: dict[str, Any] = {"models": ("NVIDIA H100",) * 2, "driver": "550.54.15", "
 
 def report(
     host: str = "n1", *, facts: Mapping[str, Any] = {}, checkup: Mapping[str, Any] = {}, **more: Any
-) -> Report:
+) -> HostReport:
     """A host where all is well but for what is given."""
     own = {"workdir": "/data", "skew_s": 0.01, "slots": 2, **more}
-    return Report(host=host, facts=replace(FACTS, **facts), checkup=replace(CHECKUP, **checkup), **own)
+    return HostReport(host=host, facts=replace(FACTS, **facts), checkup=replace(CHECKUP, **checkup), **own)
 
 
 def gpu_report(
     host: str = "n1", *, facts: Mapping[str, Any] = {}, checkup: Mapping[str, Any] = {}, **more: Any
-) -> Report:
+) -> HostReport:
     return report(host, facts={**GPUS, **facts}, checkup={**H100, **checkup}, **more)
 
 
-def told(*reports: Report) -> list[tuple[str, str, str]]:
+def told(*reports: HostReport) -> list[tuple[str, str, str]]:
     return [(problem.host, problem.level, problem.check) for problem in judge(reports)]
 
 
@@ -81,7 +81,7 @@ def test_good_hosts_have_no_problems() -> None:
 @pytest.mark.parametrize(
     ("bad", "level", "check", "words"),
     [
-        (Report(host="n1", error="refused our keys: ssh-copy-id n1"), "error", "host", "ssh-copy-id"),
+        (HostReport(host="n1", error="refused our keys: ssh-copy-id n1"), "error", "host", "ssh-copy-id"),
         (report(facts={"version": "0.0.9"}), "error", "zlaunch", "zlaunch 0.0.9 there"),
         (report(checkup={"torch": None}), "error", "torch", "no torch"),
         (gpu_report(slots=8), "error", "GPUs", "slots=8 in the hostfile, but it has 2 GPUs"),
@@ -107,7 +107,7 @@ def test_good_hosts_have_no_problems() -> None:
         (gpu_report(meets_by="eth1"), "warning", "NCCL", "NCCL takes eth0, but the hosts meet by eth1"),
     ],
 )  # fmt: skip
-def test_one_problem(bad: Report, level: str, check: str, words: str) -> None:
+def test_one_problem(bad: HostReport, level: str, check: str, words: str) -> None:
     [problem] = judge([bad])
     assert (problem.host, problem.level, problem.check) == ("n1", level, check)
     assert words in problem.text
@@ -131,7 +131,7 @@ def test_the_odd_one_out_is_named() -> None:
     assert problem.text == "1 x NVIDIA H100, but 2 x NVIDIA H100 on a, b, c"
     [problem] = judge([*hosts, gpu_report("e"), gpu_report("d", checkup={"models": ("NVIDIA A100",) * 2})])
     assert problem.text == "2 x NVIDIA A100, but 2 x NVIDIA H100 on 4 other hosts"
-    silent = Report(host="x", error="no such host: x")
+    silent = HostReport(host="x", error="no such host: x")
     assert told(*hosts, silent) == [("x", "error", "host")]
     assert told(report("a"), report("b", checkup={"torch": None})) == [("b", "error", "torch")]
 
@@ -149,7 +149,7 @@ def test_table_rows() -> None:
     reports = [
         gpu_report("n1", meets_by="eth0", checkup={"torch": None, "nofile": 1}),
         report("n2", meets_by="eth0", skew_s=-2.0, slots=None),
-        Report(host="n3", error="no such host: n3"),
+        HostReport(host="n3", error="no such host: n3"),
     ]
     problems = [problem for problem in judge(reports) if problem.check != "GPUs"]
     rows = [dict(zip(COLUMNS, row, strict=True)) for row in table_rows(reports, problems)]
@@ -214,7 +214,7 @@ def test_gpus_are_counted_as_visible_and_named_as_there() -> None:
     )
     assert describe_gpus(gpu_report(checkup={"models": ()})) == "2"
     assert describe_gpus(report(checkup={"models": ("NVIDIA L4",)})) == "0"
-    assert describe_gpus(Report(host="x", error="gone")) is None
+    assert describe_gpus(HostReport(host="x", error="gone")) is None
 
 
 @pytest.mark.parametrize(
@@ -240,9 +240,9 @@ def test_node_0_can_be_asked_to_listen_again() -> None:
     """Doctor looks for a meeting place once more without the host that cannot reach it."""
     sent: list[dict[str, Any]] = []
     accept: list[Callable[[], object]] = []
-    greeter = Greeter(sent.append, lambda _fd, handler: accept.append(handler))
+    handshake = Handshake(sent.append, lambda _fd, handler: accept.append(handler))
     for token in ("one", "two"):
-        greeter.handle({"cmd": "listen", "port": 0, "token": token})
+        handshake.handle({"cmd": "listen", "port": 0, "token": token})
     assert sent[0] == sent[1] and len(accept) == 1
     answers: list[str | None] = []
     thread = threading.Thread(
@@ -252,5 +252,5 @@ def test_node_0_can_be_asked_to_listen_again() -> None:
     while thread.is_alive():
         accept[0]()
         thread.join(0.01)
-    greeter.close()
+    handshake.close()
     assert answers == ["127.0.0.1"]

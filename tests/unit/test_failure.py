@@ -5,7 +5,8 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
-from zlaunch.launch.failure import Failure, choose, likely_reason, report
+from zlaunch.launch.failure import Failure, choose, report
+from zlaunch.node.death import likely_reason
 from zlaunch.node.oom import oom_counters, oom_rose
 
 LOST_PEER = "RuntimeError: [gloo/transport/tcp/pair.cc] Connection closed by peer"

@@ -22,7 +22,8 @@ from tests.limits import LIMIT_S
 from zlaunch.cuda_ops import host, loader
 from zlaunch.cuda_ops.loss_scale import LossScaleState, update_loss_scale
 from zlaunch.cuda_ops.norm import prepare_step, sum_of_squares
-from zlaunch.runtime.precision.loss_scaler import LossScaleFloorError, LossScaler
+from zlaunch.runtime.errors import LossScaleFloorError
+from zlaunch.runtime.precision.loss_scaler import LossScaler
 
 from .test_kernels_math import adam, lion, sgd
 

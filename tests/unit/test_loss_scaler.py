@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zlaunch.runtime.precision.loss_scaler import LossScaleFloorError, LossScaler
+from zlaunch.runtime.errors import LossScaleFloorError
+from zlaunch.runtime.precision.loss_scaler import LossScaler
 
 
 class AtMinimum(Exception):

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import zlaunch
+from zlaunch.runtime.errors import MemoryPlanError
 from zlaunch.runtime.memory import resources
 from zlaunch.runtime.memory.estimate import (
     GIB,
     Amounts,
-    MemoryPlanError,
     Setting,
     alternatives,
     check,

@@ -18,6 +18,11 @@ from tests.limits import LIMIT_S
 ROOT = Path(__file__).resolve().parents[2]
 LINKED = ("runtime", "cuda_ops", "hostfiles", "slurm")
 """Top-level folders that are packages inside zlaunch, by links."""
+LAUNCHER = (
+    *("errors", "hostfiles", "slurm", "system", "plan", "node", "transports", "view", "launch"),
+    *("launchers", "cli"),
+)
+"""The launcher's rooms: each imports only those before it."""
 
 
 def python(code: str, folder: Path, *path: Path) -> str:
@@ -179,21 +184,22 @@ def test_nothing_is_loaded_under_a_top_level_name(tmp_path: Path) -> None:
 def test_launcher_imports_no_torch(tmp_path: Path) -> None:
     code = """if True:
         import importlib, pkgutil, sys
-        import zlaunch, zlaunch.cli, zlaunch.launch, zlaunch.view, zlaunch.hostfiles, zlaunch.slurm
-        for package in (zlaunch.cli, zlaunch.launch, zlaunch.view, zlaunch.hostfiles, zlaunch.slurm):
-            for found in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+        import zlaunch
+        for room in ROOMS:
+            package = importlib.import_module("zlaunch." + room)
+            for found in pkgutil.walk_packages(getattr(package, "__path__", ()), package.__name__ + "."):
                 importlib.import_module(found.name)
         import zlaunch.runtime.config
         print(sum(n.startswith("zlaunch.launch.") for n in sys.modules), "torch" in sys.modules)
     """
-    count, torch_loaded = python(code, tmp_path, ROOT).split()
+    count, torch_loaded = python(code.replace("ROOMS", repr(LAUNCHER)), tmp_path, ROOT).split()
     assert int(count) > 5
     assert torch_loaded == "False"
 
 
 def imported(path: Path) -> set[str]:
-    """Every module that a file of runtime/ imports, anywhere in it, by its full name."""
-    package = ("zlaunch", *path.relative_to(ROOT).parent.parts)
+    """Every module that a file of ours imports, anywhere in it, by its full name."""
+    package = ("zlaunch", *(part for part in path.relative_to(ROOT).parent.parts if part != "zlaunch"))
     names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -208,8 +214,17 @@ def imported(path: Path) -> set[str]:
 def test_runtime_imports_nothing_of_the_launcher() -> None:
     files = sorted((ROOT / "runtime").rglob("*.py"))
     assert len(files) > 20
-    launcher = ("zlaunch.launch", "zlaunch.cli", "zlaunch.view", "zlaunch.hostfiles", "zlaunch.slurm")
+    launcher = tuple(f"zlaunch.{room}" for room in LAUNCHER if room != "errors")
     for path in files:
         for name in imported(path):
             assert not f"{name}.".startswith(tuple(f"{part}." for part in launcher)), f"{path}: {name}"
             assert name.split(".")[0] not in LINKED, f"{path}: {name} would be loaded twice"
+
+
+def test_rooms_of_the_launcher_import_those_below_them() -> None:
+    for above, room in enumerate(LAUNCHER):
+        later = {f"zlaunch.{name}" for name in LAUNCHER[above + 1 :]}
+        for path in [*(ROOT / "zlaunch" / room).glob("*.py"), *(ROOT / "zlaunch").glob(f"{room}.py")]:
+            for name in imported(path):
+                assert ".".join(name.split(".")[:2]) not in later, f"{path}: {name}"
+                assert name != "click" or room == "cli", f"{path}: only the command line knows click"

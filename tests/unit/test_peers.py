@@ -8,7 +8,7 @@ import torch.distributed as dist
 from zlaunch.launch.failure import without_stacks
 from zlaunch.node.peers import talk_of
 from zlaunch.runtime.checkpoint.format.tensor_file import CheckpointError
-from zlaunch.runtime.comm.shared_memory import PeerLost
+from zlaunch.runtime.errors import PeerLost
 
 GLOO = (
     "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:24748"

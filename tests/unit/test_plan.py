@@ -10,23 +10,22 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from zlaunch.plan.plan import NodeSpec, Plan, Target, make_plan
+from zlaunch.plan.build import NodeSpec, RunFacts, make_plan
+from zlaunch.plan.plan import Plan, Program
 from zlaunch.view.plan_table import plan_table
 
 
-def plan(*nodes: NodeSpec, target: Target | None = None, environ: Mapping[str, str] | None = None) -> Plan:
-    return make_plan(
-        target or Target("script", "train.py", ("--lr", "1e-3")),
-        nodes,
+def plan(*nodes: NodeSpec, target: Program | None = None, environ: Mapping[str, str] | None = None) -> Plan:
+    run = RunFacts(
+        program=target or Program("script", "train.py", ("--lr", "1e-3")),
         run_id="id",
         run_dir="/runs/id",
-        master_addr="127.0.0.1",
-        master_port=29500,
         cwd="/work",
         grace_s=3.0,
         bootstrap=("python", "-m", "boot"),
         environ=environ or {},
     )
+    return make_plan(run, nodes, master_addr="127.0.0.1", master_port=29500)
 
 
 def test_two_cpu_workers() -> None:
@@ -87,15 +86,15 @@ def test_unequal_gpu_nodes() -> None:
 
 def test_targets() -> None:
     node = NodeSpec("localhost", 1, 1)
-    module = plan(node, target=Target("module", "pkg.mod", ("x",)))
+    module = plan(node, target=Program("module", "pkg.mod", ("x",)))
     assert module.nodes[0].workers[0].argv[3:] == ("--module", "pkg.mod", "--local_rank=0", "x")
-    program = plan(node, target=Target("exec", "bash", ("-c", "true"), pass_local_rank=False))
+    program = plan(node, target=Program("exec", "bash", ("-c", "true"), pass_local_rank=False))
     assert program.nodes[0].workers[0].argv[3:] == ("--exec", "bash", "-c", "true")
 
 
 def test_json_round_trip_with_any_argument() -> None:
     args = ("", "a b", "q\"'$x", "line\nline", "ünï", "\udcff", "\U0001f680")
-    whole = plan(NodeSpec("a", 2, 2), NodeSpec("b", 1, 2), target=Target("script", "t.py", args))
+    whole = plan(NodeSpec("a", 2, 2), NodeSpec("b", 1, 2), target=Program("script", "t.py", args))
     assert Plan.from_json(whole.to_json()) == whole
     assert whole.to_json(indent=1).isascii()
     part = whole.for_node(1)

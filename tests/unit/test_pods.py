@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from typing import Any
 
-import click
 import pytest
 
+from zlaunch.errors import LaunchError
 from zlaunch.launchers.pods import Pod, half_said, read_pod, take_pod
 
 JOB = {"RANK": "2", "WORLD_SIZE": "4", "MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456"}
@@ -55,7 +55,7 @@ def test_the_place_of_a_pod(environ: dict[str, str], pod: Pod | None) -> None:
     ],
 )
 def test_what_does_not_fit_is_refused(environ: dict[str, str], words: str) -> None:
-    with pytest.raises(click.UsageError, match=words):
+    with pytest.raises(LaunchError, match=words):
         read_pod(environ)
 
 
@@ -96,5 +96,5 @@ def test_a_single_pod_has_as_many_workers_as_it_is_told(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("option", [{"include": "localhost:0"}, {"num_nodes": 3}, {"num_processes": 8}])
 def test_what_contradicts_a_pod_is_refused(monkeypatch: pytest.MonkeyPatch, option: dict[str, Any]) -> None:
-    with pytest.raises(click.UsageError, match="node 2 of 4"):
+    with pytest.raises(LaunchError, match="node 2 of 4"):
         taken(monkeypatch, JOB, **option)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from zlaunch.launch.run_record import resume_folder, saved
-from zlaunch.plan.plan import Target
+from zlaunch.plan.plan import Program
 
 
 def note(
@@ -24,7 +24,7 @@ def note(
         path.write_text(json.dumps({**json.loads(path.read_text()), "job": job}))
 
 
-TARGET = Target("script", "a.py", ("--config", "x"), True, ())
+TARGET = Program("script", "a.py", ("--config", "x"), True, ())
 
 
 def test_a_restart_goes_on_and_a_new_run_in_the_same_folder_does_not(tmp_path: Path) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-import click
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zlaunch.plan.options import choose_launcher
+from zlaunch.errors import LaunchError
+from zlaunch.launchers.registry import choose
 from zlaunch.slurm.commands import read_granted
 from zlaunch.slurm.environment import (
     AllocatedNode,
@@ -267,7 +267,7 @@ def test_a_heterogeneous_job_is_refused_by_name() -> None:
     found = read({"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", "SLURM_HET_SIZE": "2"})
     assert found is not None and found.het_size == 2
     options = SimpleNamespace(node_rank=None, launcher=None, hostfile=None)
-    with pytest.raises(click.UsageError, match="heterogeneous"):
-        choose_launcher(options, found)  # type: ignore[arg-type]  # these three are all it reads
+    with pytest.raises(LaunchError, match="heterogeneous"):
+        choose(options, found)  # type: ignore[arg-type]  # these three are all it reads
     options.launcher = "local"
-    assert choose_launcher(options, found)[0] == "local"  # type: ignore[arg-type]
+    assert choose(options, found)[0] == "local"  # type: ignore[arg-type]

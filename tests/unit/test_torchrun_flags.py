@@ -8,7 +8,7 @@ import click
 import pytest
 
 from zlaunch.cli.run import run
-from zlaunch.cli.torchrun_flags import Surroundings, settle
+from zlaunch.cli.torchrun_flags import Surroundings, take_flags
 
 HERE = Surroundings(gpus=4, cores=16, knows_hosts=False)
 CPU = Surroundings(gpus=0, cores=16, knows_hosts=False)
@@ -26,8 +26,8 @@ def given(text: str) -> dict[str, Any]:
 
 def settled(text: str, around: Surroundings = HERE) -> dict[str, Any]:
     """The options that differ from those of an empty command line."""
-    usual = settle(given(""), lambda: around)
-    found = settle(given(text), lambda: around)
+    usual = take_flags(given(""), lambda: around)
+    found = take_flags(given(text), lambda: around)
     assert found.keys() == usual.keys()
     return {name: value for name, value in found.items() if value != usual[name]}
 
@@ -98,7 +98,7 @@ def test_an_address_of_version_6() -> None:
 
 
 def test_what_accelerate_reads_is_handed_on() -> None:
-    found = settle(
+    found = take_flags(
         given(
             "--env A=1 --use_deepspeed --deepspeed_config_file ds.json --mixed_precision bf16 "
             "--gradient_accumulation_steps 2 --num_cpu_threads_per_process 3"
@@ -122,7 +122,7 @@ def test_without_them_nothing_changes() -> None:
         raise AssertionError("nothing was asked for")
 
     before = given("--num_gpus 2 --log_ranks all --no_ssh --node_rank 0")
-    after = settle(before, never)
+    after = take_flags(before, never)
     assert {name: after[name] for name in after if name in before} == {
         name: value for name, value in before.items() if name in after
     }
@@ -163,5 +163,5 @@ def test_without_them_nothing_changes() -> None:
 )  # fmt: skip
 def test_flags_with_an_answer(text: str, around: Surroundings, answer: str) -> None:
     with pytest.raises(click.UsageError) as caught:
-        settle(given(text), lambda: around)
+        take_flags(given(text), lambda: around)
     assert answer in caught.value.format_message() and "\n" not in caught.value.format_message()

@@ -18,14 +18,14 @@ ENDS = {
     (
         "watchdog.py",
         "os.waitpid",
-    ): "the agent's end is what the guard is there for; the agent has limits itself",
+    ): "the agent's end is what the watchdog is there for; the agent has limits itself",
     ("agent.py", "os.waitpid"): "WNOHANG",
     ("ssh.py", "self._outgoing.get"): "a writer thread; closing the connection puts None",
     ("ssh.py", "self._channel.recv"): "a reader thread; keepalives and the heartbeat end the connection",
     ("preload.py", "connection.recv"): "the agent's end is the end of the file, and PDEATHSIG",
     ("preload.py", "self.connection.recv"): "MSG_DONTWAIT",
     ("network.py", "connection.recv"): "the socket has a timeout",
-    ("agent.py", "self.selector.select"): "given in seconds",
+    ("descriptors.py", "self._selector.select"): "given in seconds",
     ("console.py", "select.select"): "as a terminal that is halted: the signal handler stops the run",
     ("uplink.py", "select.select"): "given in seconds",
 }

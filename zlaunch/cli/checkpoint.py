@@ -31,7 +31,7 @@ def checkpoint() -> None:
 
 @contextmanager
 def _as_usage_error() -> Iterator[None]:
-    """What is wrong with files or arguments is one line for the user."""
+    """Turn what is wrong with files or arguments into one line for the user."""
     from zlaunch.runtime.checkpoint.format.tensor_file import CheckpointError
 
     try:
@@ -81,7 +81,7 @@ def _size(nbytes: int) -> str:
 
 
 def _summary(folder: Path) -> dict[str, Any]:
-    """One checkpoint in a line: damage that can be seen without reading it all is told."""
+    """Describe a checkpoint in a line, with damage that can be seen without reading it all."""
     from zlaunch.runtime.checkpoint.format.manifest import read_manifest
     from zlaunch.runtime.checkpoint.format.tensor_file import CheckpointError, File
 

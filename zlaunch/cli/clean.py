@@ -11,8 +11,8 @@ from pathlib import Path
 import click
 
 from zlaunch.launch import run_record
-from zlaunch.launch.found_runs import Run, own_pids
-from zlaunch.plan.checks import is_locked
+from zlaunch.launch.found_runs import FoundRun, own_pids
+from zlaunch.launch.run_folder import is_locked
 
 _OURS = (
     *("launcher.json", "plan.json", "events.jsonl", "config.effective.json", "checkpoint.json"),
@@ -23,7 +23,7 @@ folder that could not be emptied stays a run.
 """
 
 
-def clean(runs: Sequence[Run], *, yes: bool) -> int:
+def clean(runs: Sequence[FoundRun], *, yes: bool) -> int:
     """List the runs that have ended, ask, and remove them; returns the exit code."""
     chosen = []
     for run in runs:
@@ -48,8 +48,8 @@ def clean(runs: Sequence[Run], *, yes: bool) -> int:
     return 0
 
 
-def _kept_because(run: Run) -> str | None:
-    """Why a run must stay, or None."""
+def _kept_because(run: FoundRun) -> str | None:
+    """Return why a run must stay, or None."""
     if run.record.ended is None:
         if run.is_elsewhere:
             return f"only {run.record.host} can tell whether it has ended: run zlaunch ps --clean there"
@@ -79,7 +79,7 @@ def _size(folder: Path) -> str:
     return f"{size:.1f} GB"
 
 
-def _remove(run: Run) -> None:
+def _remove(run: FoundRun) -> None:
     """Remove our files, and the folders that are empty then. Raises click.UsageError."""
     now = run_record.read(run.path)
     if now is None or now.pid != run.record.pid or now.started != run.record.started:

@@ -8,6 +8,8 @@ from typing import Any
 
 import click
 
+from zlaunch.errors import LaunchError
+
 SUBCOMMANDS = {
     "bench": "zlaunch.cli.bench:bench",
     "checkpoint": "zlaunch.cli.checkpoint:checkpoint",
@@ -65,10 +67,23 @@ def message_of(error: click.ClickException) -> str:
     return text
 
 
-class Launch(click.Command):
-    """The command that launches: its help ends with a line for each subcommand, and it knows the flags of
-    other launchers.
-    """
+class Command(click.Command):
+    """Turns the errors of a launch into click's usage errors: here and nowhere else."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command."""
+        try:
+            return super().invoke(ctx)
+        except LaunchError as error:
+            raise click.UsageError(str(error)) from None
+
+
+class Group(Command, click.Group):
+    """Holds subcommands whose launch errors become usage errors."""
+
+
+class Launch(Command):
+    """Launches: its help ends with a line for each subcommand, and it knows the flags of other launchers."""
 
     def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
         """Parse, with the flags of other launchers where one is used: to make them all takes 6 ms."""

@@ -7,6 +7,8 @@ from typing import Any
 
 import click
 
+from zlaunch.launchers.registry import NAMED, SSH
+
 _WITHOUT_EFFECT = ("--no_ssh_check", "--force_multi")
 _INSTEAD = {
     "--min_elastic_nodes": (True, "use --min_nodes N, with --max_restarts N"),
@@ -24,31 +26,29 @@ _INSTEAD = {
 }
 """Flag -> whether it has a value, and the answer."""
 _LEVELS = ("debug", "info", "warning", "error", "critical")
-LAUNCHERS = {"pdsh": "ssh", "openmpi": "openmpi", "slurm": "slurm"}
+_ALIASES = {"pdsh": SSH}
 _OTHER_LAUNCHERS = ("mpich", "mvapich", "impi")
 
 
-def deepspeed_flags(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a click command with them, hidden; none reaches the function but `log_level`."""
-    for name in _WITHOUT_EFFECT:
-        command = click.option(name, is_flag=True, hidden=True, expose_value=False)(command)
+def deepspeed_flags() -> list[Callable[..., Any]]:
+    """Return click decorators for them, hidden; none of their values is handed on but `log_level`."""
+    found = [click.option(name, is_flag=True, hidden=True, expose_value=False) for name in _WITHOUT_EFFECT]
     for name, (takes_value, answer) in _INSTEAD.items():
         kind: dict[str, Any] = {"metavar": "X"} if takes_value else {"is_flag": True}
-        command = click.option(name, hidden=True, expose_value=False, callback=_refuse(name, answer), **kind)(
-            command
-        )
-    command = click.option("--config", hidden=True, expose_value=False, callback=_config, metavar="X")(
-        command
-    )
-    return click.option("--log_level", type=click.Choice(_LEVELS), default="info", hidden=True)(command)
+        answering = refuse(f"{name} is DeepSpeed's: {answer}")
+        found.append(click.option(name, hidden=True, expose_value=False, callback=answering, **kind))
+    found.append(click.option("--config", hidden=True, expose_value=False, callback=_config, metavar="X"))
+    return [*found, click.option("--log_level", type=click.Choice(_LEVELS), default="info", hidden=True)]
 
 
-def _refuse(name: str, answer: str) -> Callable[..., None]:
-    def refuse(context: click.Context, parameter: click.Parameter, value: Any) -> None:
+def refuse(text: str) -> Callable[..., None]:
+    """Return a callback for an option that is answered with a text, when it is given."""
+
+    def callback(context: click.Context, parameter: click.Parameter, value: Any) -> None:
         if value not in (None, False):
-            raise click.UsageError(f"{name} is DeepSpeed's: {answer}")
+            raise click.UsageError(text)
 
-    return refuse
+    return callback
 
 
 def _config(context: click.Context, parameter: click.Parameter, value: str | None) -> None:
@@ -57,12 +57,11 @@ def _config(context: click.Context, parameter: click.Parameter, value: str | Non
 
 
 def launcher_name(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
-    """Our name of a launcher; DeepSpeed's default, pdsh, is ssh."""
-    name = value.lower() if value is not None else None
+    """Return our name of a launcher; DeepSpeed's default, pdsh, is ssh."""
+    name = _ALIASES.get(value.lower(), value.lower()) if value is not None else None
     if name in _OTHER_LAUNCHERS:
         raise click.UsageError(f"--launcher {value}: use ssh, slurm or openmpi, which need no {value}")
-    if name is None or name in ("local", "ssh", "openssh", "slurm", "openmpi"):
-        return name
-    if name in LAUNCHERS:
-        return LAUNCHERS[name]
-    raise click.UsageError(f"--launcher {value}: expected local, ssh, openssh, slurm or openmpi")
+    if name is not None and name not in NAMED:
+        *others, last = NAMED
+        raise click.UsageError(f"--launcher {value}: expected {', '.join(others)} or {last}")
+    return name

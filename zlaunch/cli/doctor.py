@@ -16,16 +16,17 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from zlaunch.cli.commands import SETTINGS
-from zlaunch.plan.options import Options, python_there, reach_options
-from zlaunch.system.checkup import Checkup, Problem, Report, describe_gpus, judge, size
+from zlaunch.cli.commands import SETTINGS, Command
+from zlaunch.cli.launch_options import REACH, with_options
+from zlaunch.plan.options import Options, python_there
+from zlaunch.system.checkup import Checkup, HostReport, Problem, describe_gpus, judge, size
 
 if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
     from zlaunch.launch.nodes import Node
-    from zlaunch.launchers.cluster import Cluster
+    from zlaunch.launchers.ssh import SshLauncher
 
 _CONNECT_TIMEOUT_S = 30.0
 _ANSWER_TIMEOUT_S = 20.0
@@ -51,9 +52,11 @@ _NOT_KNOWN = "-"
 _SHOWN_INTERFACES = 4
 
 
-@click.command(context_settings=SETTINGS, short_help="Check this machine, or hosts, before a launch.")
+@click.command(
+    cls=Command, context_settings=SETTINGS, short_help="Check this machine, or hosts, before a launch."
+)
 @click.option("-H", "--hostfile", metavar="FILE", help="Hosts to check.  [default: this machine]")
-@reach_options
+@with_options(REACH)
 @click.option("--json", "as_json", is_flag=True, help="Print all that was found out as JSON.")
 def doctor(hostfile: str | None, as_json: bool, iface: str | None, **given: Any) -> int:
     """Check this machine, or the hosts of a hostfile, for what a launch needs.
@@ -63,7 +66,7 @@ def doctor(hostfile: str | None, as_json: bool, iface: str | None, **given: Any)
     with tempfile.TemporaryDirectory(prefix="zlaunch-doctor-") as folder:
         Path(folder, "logs").mkdir()
         options = _options(folder, hostfile, iface, given)
-        reports = _examine(_hosts(options), options)
+        reports = _examine(_reach(options))
     problems = judge(reports)
     failed = any(problem.level == "error" for problem in problems)
     if as_json:
@@ -74,8 +77,8 @@ def doctor(hostfile: str | None, as_json: bool, iface: str | None, **given: Any)
 
 
 def _options(folder: str, hostfile: str | None, iface: str | None, given: dict[str, Any]) -> Options:
-    """A launch's options, so that the hosts are reached as a launch would reach them."""
-    from zlaunch.plan.plan import Target
+    """Make a launch's options, so that the hosts are reached as a launch would reach them."""
+    from zlaunch.plan.plan import Program
 
     python = python_there(given.pop("venv"), given.pop("remote_python"))
     try:
@@ -83,51 +86,42 @@ def _options(folder: str, hostfile: str | None, iface: str | None, given: dict[s
     except FileNotFoundError:
         raise click.UsageError("the current folder is gone: go to another one") from None
     return Options(
-        target=Target("script", "", ()),
+        program=Program("script", "", ()),
         run_id="doctor",
         run_dir=folder,
         hostfile=hostfile,
-        launcher="ssh" if hostfile is not None else "local",
-        include=None,
-        exclude=None,
-        num_nodes=None,
-        num_gpus=None,
-        master_addr=None,
-        master_port=0,
         iface=iface,
-        grace_s=0.0,
-        heartbeat_s=0.0,
-        env=(),
         python=python,
         workdir=workdir,
-        bind_cores=False,
-        core_list=None,
         connect_timeout_s=_CONNECT_TIMEOUT_S,
         **given,
     )
 
 
-def _hosts(options: Options) -> Cluster:
+def _reach(options: Options) -> SshLauncher:
     from zlaunch.hostfiles.grammar import HostEntry
-    from zlaunch.launchers.cluster import Cluster, cluster
+    from zlaunch.launchers.ssh import SshLauncher
 
-    if options.hostfile is not None:
-        return cluster(options, "ssh", None)
-    return Cluster(options, "local", {"localhost": HostEntry("localhost")}, {}, os.environ)
+    class ThisMachine(SshLauncher):
+        def entries(self) -> list[HostEntry]:
+            return [HostEntry("localhost")]
+
+    return (ThisMachine if options.hostfile is None else SshLauncher)(options, None)
 
 
 # -- asking ------------------------------------------------------------------------------------
 
 
-def _examine(found: Cluster, options: Options) -> list[Report]:
-    """A report for every host, in order."""
+def _examine(launcher: SshLauncher) -> list[HostReport]:
+    """Return a report for every host, in order."""
     from zlaunch.launch.nodes import PARALLEL, close_all, connect
 
-    nodes, errors = connect(found.hosts(), found.open_link, _CONNECT_TIMEOUT_S)
+    options, hosts = launcher.options, launcher.hosts
+    nodes, errors = connect(hosts, launcher.open_transport, _CONNECT_TIMEOUT_S)
     question = {
         "cmd": "checkup",
         "workdir": options.workdir,
-        "nccl_setting": found.environ.get("NCCL_SOCKET_IFNAME") or options.iface,
+        "nccl_setting": launcher.environ.get("NCCL_SOCKET_IFNAME") or options.iface,
     }
     try:
         with ThreadPoolExecutor(PARALLEL) as pool:
@@ -136,28 +130,28 @@ def _examine(found: Cluster, options: Options) -> list[Report]:
         meeting = _meet(able, options.iface)
     finally:
         close_all(nodes)
-    known = {error.host: Report(host=error.host, error=error.text) for error in errors}
+    known = {error.host: HostReport(host=error.host, error=error.text) for error in errors}
     known |= {report.host: report for report in reports}
     return [
         replace(
             known[host],
-            slots=found.entries[host].slots,
+            slots=launcher.selection.entries[host].slots,
             workdir=options.workdir,
             iface=options.iface,
             meets_by=meeting.interfaces.get(host),
             meet_error=meeting.errors.get(host, ""),
         )
-        for host in found.hosts()
+        for host in hosts
     ]
 
 
-def _ask(node: Node, question: dict[str, Any]) -> Report:
-    """One host's clock and checkup; the time is bounded."""
+def _ask(node: Node, question: dict[str, Any]) -> HostReport:
+    """Ask one host for its clock and checkup, in a bounded time."""
     from zlaunch import __version__
-    from zlaunch.launch.nodes import NodeError
+    from zlaunch.errors import NodeError
 
     if node.facts.version != __version__:  # it may not know what to answer
-        return Report(host=node.host, facts=node.facts)
+        return HostReport(host=node.host, facts=node.facts)
     timer = threading.Timer(_ANSWER_TIMEOUT_S, node.link.transport.kill)
     timer.daemon = True
     timer.start()
@@ -165,17 +159,17 @@ def _ask(node: Node, question: dict[str, Any]) -> Report:
     try:
         skew = _skew_s(node)
         checkup = Checkup.from_event(node.link.ask(question, "checkup"))
-        return Report(host=node.host, facts=node.facts, checkup=checkup, skew_s=skew)
+        return HostReport(host=node.host, facts=node.facts, checkup=checkup, skew_s=skew)
     except NodeError as error:
         late = time.monotonic() - started >= _ANSWER_TIMEOUT_S
         text = f"no answer within {_ANSWER_TIMEOUT_S:g} s" if late else error.text
-        return Report(host=node.host, facts=node.facts, error=text)
+        return HostReport(host=node.host, facts=node.facts, error=text)
     finally:
         timer.cancel()
 
 
 def _skew_s(node: Node) -> float:
-    """Its clock less ours: of the fastest of some pings, half of whose time is taken off."""
+    """Return its clock less ours: of the fastest of some pings, half of whose time is taken off."""
     best_s, skew_s = float("inf"), 0.0
     for _ in range(_PINGS):
         sent, started = time.time(), time.monotonic()
@@ -188,7 +182,7 @@ def _skew_s(node: Node) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Meeting:
-    """Host -> the interface by which it and node 0 reach each other, or why they cannot."""
+    """Maps hosts to the interface by which they and node 0 reach each other, or to why they cannot."""
 
     interfaces: Mapping[str, str]
     errors: Mapping[str, str]
@@ -196,11 +190,12 @@ class _Meeting:
 
 def _meet(nodes: Sequence[Node], iface: str | None) -> _Meeting:
     """Have all nodes reach the first one; who cannot is left out, and the others try again."""
-    from zlaunch.launch.nodes import NodeError, find_rendezvous
+    from zlaunch.errors import NodeError
+    from zlaunch.launch.nodes import find_rendezvous
 
     left, errors = list(nodes), dict[str, str]()
     if len(left) < 2 or (iface is not None and iface not in left[0].facts.addresses):
-        return _Meeting({}, {})  # the second has an error of its own
+        return _Meeting({}, {})  # the report names the second
     deadline = time.monotonic() + _MEET_TIMEOUT_S
     while len(left) > 1 and time.monotonic() < deadline:
         try:
@@ -219,8 +214,8 @@ def _meet(nodes: Sequence[Node], iface: str | None) -> _Meeting:
 # -- showing -----------------------------------------------------------------------------------
 
 
-def table_rows(reports: Sequence[Report], problems: Sequence[Problem]) -> list[list[Text]]:
-    """A row for each host with a cell for each of COLUMNS; errors are red, warnings yellow."""
+def table_rows(reports: Sequence[HostReport], problems: Sequence[Problem]) -> list[list[Text]]:
+    """Return a row for each host with a cell for each of COLUMNS; errors are red, warnings yellow."""
     from rich.text import Text
 
     rows = []
@@ -245,7 +240,7 @@ def table_rows(reports: Sequence[Report], problems: Sequence[Problem]) -> list[l
     return rows
 
 
-def _cells(report: Report) -> dict[str, str]:
+def _cells(report: HostReport) -> dict[str, str]:
     cells = dict.fromkeys(COLUMNS, _NOT_KNOWN)
     cells["host"] = report.host
     facts, checkup = report.facts, report.checkup
@@ -284,7 +279,7 @@ def _table(columns: Sequence[str], rows: Sequence[Mapping[str, Text]]) -> Table:
     return table
 
 
-def _show(reports: Sequence[Report], problems: Sequence[Problem]) -> None:
+def _show(reports: Sequence[HostReport], problems: Sequence[Problem]) -> None:
     from rich.console import Console
 
     console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
@@ -305,8 +300,8 @@ def _show(reports: Sequence[Report], problems: Sequence[Problem]) -> None:
         console.print("nothing is wrong")
 
 
-def _as_data(reports: Sequence[Report], problems: Sequence[Problem]) -> dict[str, Any]:
-    """The same keys for every host; null for what is not known."""
+def _as_data(reports: Sequence[HostReport], problems: Sequence[Problem]) -> dict[str, Any]:
+    """Return a dictionary with equal keys for every host; null for what is not known."""
     from dataclasses import asdict
 
     from zlaunch.system.facts import Facts

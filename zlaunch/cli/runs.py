@@ -15,9 +15,18 @@ from typing import Any
 
 import click
 
-from zlaunch.cli.commands import SETTINGS
+from zlaunch.cli.commands import SETTINGS, Command
 from zlaunch.launch import run_record
-from zlaunch.launch.found_runs import DEFAULT_FOLDER, Rank, Run, alive, find_run, find_runs, meant, read_ranks
+from zlaunch.launch.found_runs import (
+    DEFAULT_FOLDER,
+    FoundRun,
+    Rank,
+    alive,
+    find_run,
+    find_runs,
+    meant,
+    read_ranks,
+)
 from zlaunch.system.processes import Process, kill, start_ticks
 
 _POLL_S = 0.05
@@ -28,8 +37,8 @@ _STACK_MARK = b"(most recent call first):"
 _SIGNALS = {"TERM": signal.SIGTERM, "INT": signal.SIGINT, "USR1": signal.SIGUSR1, "KILL": signal.SIGKILL}
 
 
-def _living(text: str, command: str) -> Run:
-    """A run whose launcher is alive and ours to signal. Raises click.UsageError."""
+def _living(text: str, command: str) -> FoundRun:
+    """Return a run whose launcher is alive and ours to signal. Raises click.UsageError."""
     run = find_run(text)
     known = run.record
     if known.ended is not None:
@@ -52,7 +61,9 @@ def _living(text: str, command: str) -> Run:
 # -- ps ----------------------------------------------------------------------------------------
 
 
-@click.command(context_settings=SETTINGS, short_help="Show the runs of a folder, or the ranks of one.")
+@click.command(
+    cls=Command, context_settings=SETTINGS, short_help="Show the runs of a folder, or the ranks of one."
+)
 @click.argument("folder", metavar="[DIR|RUN]", default=DEFAULT_FOLDER)
 @click.option("-a", "--all", "show_all", is_flag=True, help="Also the runs that have ended.")
 @click.option("--clean", is_flag=True, help="List the runs that have ended, and remove them with their logs.")
@@ -76,7 +87,7 @@ def ps(folder: str, show_all: bool, clean: bool, yes: bool, as_json: bool) -> in
         path = Path(DEFAULT_FOLDER, folder)
     known = run_record.read(path)
     if known is not None:
-        run = Run(path.name or str(path), path, known)
+        run = FoundRun(path.name or str(path), path, known)
         if clean:
             return _clean([run], yes=yes)
         _show_run(run, read_ranks(run), as_json=as_json)
@@ -98,18 +109,18 @@ def ps(folder: str, show_all: bool, clean: bool, yes: bool, as_json: bool) -> in
     return 0
 
 
-def _clean(runs: Sequence[Run], *, yes: bool) -> int:
+def _clean(runs: Sequence[FoundRun], *, yes: bool) -> int:
     from zlaunch.cli.clean import clean
 
     return clean(runs, yes=yes)
 
 
-def _as_data(run: Run) -> dict[str, Any]:
+def _as_data(run: FoundRun) -> dict[str, Any]:
     known = asdict(run.record)
     return {"run": run.name, "dir": str(run.path.absolute()), "state": run.state, **known}
 
 
-def _row(run: Run) -> tuple[str, ...]:
+def _row(run: FoundRun) -> tuple[str, ...]:
     known, hosts = run.record, run.record.hosts
     shown = " ".join(hosts) if len(hosts) < 5 else f"{hosts[0]} ... {hosts[-1]} ({len(hosts)})"
     until = known.ended if known.ended is not None else time.time()
@@ -120,7 +131,7 @@ def _row(run: Run) -> tuple[str, ...]:
     )
 
 
-def _show_run(run: Run, ranks: Sequence[Rank], *, as_json: bool) -> None:
+def _show_run(run: FoundRun, ranks: Sequence[Rank], *, as_json: bool) -> None:
     if as_json:
         print(json.dumps({**_as_data(run), "ranks": [asdict(rank) for rank in ranks]}, indent=2))
         return
@@ -156,7 +167,7 @@ def _duration(seconds: float) -> str:
 # -- stop --------------------------------------------------------------------------------------
 
 
-@click.command(context_settings=SETTINGS, short_help="Stop a run and wait for its end.")
+@click.command(cls=Command, context_settings=SETTINGS, short_help="Stop a run and wait for its end.")
 @click.argument("run", metavar="RUN")
 @click.option(
     "--signal",
@@ -208,7 +219,7 @@ def _not_ended(run: str, name: str, timeout_s: float) -> str:
 # -- stacks ------------------------------------------------------------------------------------
 
 
-@click.command(context_settings=SETTINGS, short_help="Show where every rank of a run is.")
+@click.command(cls=Command, context_settings=SETTINGS, short_help="Show where every rank of a run is.")
 @click.argument("run", metavar="RUN")
 @click.option("--rank", "chosen", metavar="RANKS", help="Such as 0,3-4.  [default: all that are running]")
 def stacks(run: str, chosen: str | None) -> int:
@@ -267,7 +278,7 @@ def _is_python(run_dir: Path) -> bool:
 
 
 def _await_quiet(logs: dict[int, Path], before: dict[int, int]) -> None:
-    """Until all logs have grown and then stood still for a moment; noisy or silent ones end the patience."""
+    """Wait until all logs have grown and then stood still; noisy or silent ones end the patience."""
     sizes, changed = before, time.monotonic()
     deadline = changed + _STACKS_TIMEOUT_S
     while (now := time.monotonic()) < deadline:
@@ -281,7 +292,7 @@ def _await_quiet(logs: dict[int, Path], before: dict[int, int]) -> None:
 
 
 def _sizes(logs: dict[int, Path]) -> dict[int, int]:
-    """Bytes; 0 for a file that is not there."""
+    """Return the logs' bytes; 0 for a file that is not there."""
     return {rank: log.stat().st_size if log.exists() else 0 for rank, log in logs.items()}
 
 

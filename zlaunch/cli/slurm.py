@@ -11,6 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from zlaunch.cli.commands import SUBCOMMANDS, Group
+from zlaunch.errors import LaunchError
+
 if TYPE_CHECKING:
     from zlaunch.slurm.script import BatchScript
 
@@ -63,7 +66,7 @@ def _batch_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
-@click.group(context_settings=_GROUP_SETTINGS)
+@click.group(cls=Group, context_settings=_GROUP_SETTINGS)
 def slurm() -> None:
     """Make and submit SLURM batch files."""
 
@@ -99,19 +102,15 @@ def submit(command: tuple[str, ...], follow: bool, **options: Any) -> int:
     With --follow the exit code is 0 only if the job completed.
     """
     from zlaunch.slurm.commands import submit as hand_over
-    from zlaunch.slurm.environment import SlurmError
 
     _check_given(command)
     if follow and options["array"] is not None:
         raise click.UsageError("--follow goes with one job, not with --array")
-    try:
-        if command[0].endswith(".sbatch"):
-            _check_existing(command, options)
-            job_id = hand_over(command[0])
-        else:
-            job_id = _submit_script(command, options)
-    except SlurmError as error:
-        raise click.UsageError(str(error)) from None
+    if command[0].endswith(".sbatch"):
+        _check_existing(command, options)
+        job_id = hand_over(command[0])
+    else:
+        job_id = _submit_script(command, options)
     click.echo(job_id)
     return _follow(job_id) if follow else 0
 
@@ -124,7 +123,6 @@ def _check_given(command: tuple[str, ...]) -> None:
 def _batch_script(command: tuple[str, ...], options: dict[str, Any]) -> BatchScript:
     import shlex
 
-    from zlaunch.slurm.environment import SlurmError
     from zlaunch.slurm.script import BatchScript
 
     name, *args = command
@@ -133,14 +131,11 @@ def _batch_script(command: tuple[str, ...], options: dict[str, Any]) -> BatchScr
     except ValueError as error:
         raise click.UsageError(f"--zlaunch-args {options['zlaunch_args']!r}: {error}") from None
     job_name = options["job_name"] or Path(name).stem or None
-    try:
-        return BatchScript(
-            script=name,
-            script_args=tuple(args),
-            **{**options, "zlaunch_args": zlaunch_args, "job_name": job_name},
-        )
-    except SlurmError as error:
-        raise click.UsageError(str(error)) from None
+    return BatchScript(
+        script=name,
+        script_args=tuple(args),
+        **{**options, "zlaunch_args": zlaunch_args, "job_name": job_name},
+    )
 
 
 def _render(batch: BatchScript) -> bytes:
@@ -155,8 +150,8 @@ def _submit_script(command: tuple[str, ...], options: dict[str, Any]) -> str:
 
     batch = _batch_script(command, options)
     if not {"--module", "--no_python", "--no-python"} & set(batch.zlaunch_args):
-        check_script(command[0])
-    with tempfile.TemporaryDirectory(prefix="zlaunch-") as folder:  # sbatch keeps a copy of its own
+        check_script(command[0], SUBCOMMANDS)
+    with tempfile.TemporaryDirectory(prefix="zlaunch-") as folder:  # sbatch keeps a copy
         path = Path(folder, f"{Path(command[0]).stem or 'job'}.sbatch")
         path.write_bytes(_render(batch))
         return hand_over(path)
@@ -183,6 +178,6 @@ def _follow(job_id: str) -> int:
     try:
         ended = queue.follow(job_id, path, write)
     except SlurmError as error:
-        raise click.ClickException(f"job {job_id}: {error}") from None
+        raise LaunchError(f"job {job_id}: {error}") from None
     click.echo(f"zlaunch: job {job_id}: {ended}", err=True)
     return 0 if ended == "COMPLETED" else 1

@@ -12,6 +12,8 @@ from typing import Any
 
 import click
 
+from zlaunch.cli.deepspeed_flags import refuse
+from zlaunch.launchers.registry import LOCAL
 from zlaunch.plan.options import DEFAULT_HOSTFILE
 
 _SAME = {
@@ -87,7 +89,7 @@ _STREAMS = re.compile(r"[0-3]|\d+:[0-3](,\d+:[0-3])*", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What decides on the meaning of a flag."""
+    """Holds what decides on the meaning of a flag."""
 
     gpus: int
     cores: int
@@ -98,7 +100,7 @@ class Surroundings:
 
 
 def torchrun_flags() -> list[click.Option]:
-    """Return them, hidden; :func:`settle` takes them out of what is given."""
+    """Return them, hidden; :func:`take_flags` takes them out of what is given."""
     found = []
     for name in _NUMBERS:
         low = 0 if name in ("machine_rank", "main_process_port") else 1
@@ -116,17 +118,9 @@ def torchrun_flags() -> list[click.Option]:
     found += [click.Option([flag], hidden=True, expose_value=False) for flag in _WITHOUT_EFFECT]
     for flag, (takes_value, answer) in _INSTEAD.items():
         kind: dict[str, Any] = {} if takes_value else {"is_flag": True}
-        refuse = _refuse(flag, answer)
-        found.append(click.Option([flag], hidden=True, expose_value=False, callback=refuse, **kind))
+        answering = refuse(f"{flag} is not zlaunch's: {answer}")
+        found.append(click.Option([flag], hidden=True, expose_value=False, callback=answering, **kind))
     return found
-
-
-def _refuse(flag: str, answer: str) -> Callable[..., None]:
-    def refuse(context: click.Context, parameter: click.Parameter, value: Any) -> None:
-        if value not in (None, False):
-            raise click.UsageError(f"{flag} is not zlaunch's: {answer}")
-
-    return refuse
 
 
 def _backend(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
@@ -154,7 +148,7 @@ def surroundings() -> Surroundings:
     )
 
 
-def settle(given: dict[str, Any], around: Callable[[], Surroundings] = surroundings) -> dict[str, Any]:
+def take_flags(given: dict[str, Any], around: Callable[[], Surroundings] = surroundings) -> dict[str, Any]:
     """Return what was given without these flags, their values in the options that zlaunch has for them.
 
     ``notes`` in it is what the user should hear of that, ``configs`` is to be checked like arguments of the
@@ -179,10 +173,10 @@ def settle(given: dict[str, Any], around: Callable[[], Surroundings] = surroundi
         _take(out, "master_addr", host, said)
         _take(out, "master_port", port, said)
     here = around()
-    _settle_nodes(out, here, standalone=bool(flags["standalone"]))
-    _settle_workers(out, here, flags["nproc_per_node"], flags["num_processes"])
+    _take_nodes(out, here, standalone=bool(flags["standalone"]))
+    _take_workers(out, here, flags["nproc_per_node"], flags["num_processes"])
     out["no_local_rank"] = True  # neither torchrun nor accelerate passes it
-    _settle_variables(out, flags)
+    _take_variables(out, flags)
     return out
 
 
@@ -196,7 +190,7 @@ def _take(out: dict[str, Any], option: str, value: Any, said: str) -> None:
 
 
 def _streams(name: str, value: str | None) -> bool:
-    """Whether any stream of any rank is meant."""
+    """Tell whether any stream of any rank is meant."""
     if value is not None and not _STREAMS.fullmatch(value):
         raise click.UsageError(f"--{name} {value}: write 0, 1, 2, 3 or 0:3,1:1")
     return value is not None and any(part.rpartition(":")[2] != "0" for part in value.split(","))
@@ -217,24 +211,24 @@ def _nodes(text: str | None) -> int | None:
 
 
 def _endpoint(said: str, text: str) -> tuple[str, int]:
-    """HOST:PORT, HOST alone, or [ADDRESS]:PORT."""
+    """Read HOST:PORT, HOST alone, or [ADDRESS]:PORT."""
     match = re.fullmatch(r"(?:\[([^\]]+)\]|([^\[\]:]+))(?::(\d{1,5}))?", text, re.ASCII)
     if match is None:
         raise click.UsageError(f"{said}: expected HOST:PORT")
     return match[1] or match[2], int(match[3] or 0)
 
 
-def _settle_nodes(out: dict[str, Any], here: Surroundings, *, standalone: bool) -> None:
+def _take_nodes(out: dict[str, Any], here: Surroundings, *, standalone: bool) -> None:
     nodes, rank, hostfile = out["num_nodes"], out["node_rank"], out["hostfile"]
     if standalone:
         if nodes not in (None, 1) or rank not in (None, 0) or hostfile is not None:
             raise click.UsageError(
                 "--standalone is this machine alone: it goes with no hostfile or other nodes"
             )
-        nodes, rank, out["launcher"] = 1, None, out["launcher"] or "local"
+        nodes, rank, out["launcher"] = 1, None, out["launcher"] or LOCAL
     if nodes == 1 and rank == 0 and hostfile is None:
         rank = None  # this machine alone
-    if rank is None and here.step_nodes is not None and out["launcher"] != "local":
+    if rank is None and here.step_nodes is not None and out["launcher"] != LOCAL:
         if nodes not in (None, here.step_nodes):
             raise click.UsageError(f"--nnodes {nodes}: srun has started this on {here.step_nodes} node(s)")
         nodes = None
@@ -253,7 +247,7 @@ def _settle_nodes(out: dict[str, Any], here: Surroundings, *, standalone: bool) 
     out["num_nodes"], out["node_rank"], out["no_ssh"] = nodes, rank, rank is not None
 
 
-def _settle_workers(out: dict[str, Any], here: Surroundings, each: str | None, total: int | None) -> None:
+def _take_workers(out: dict[str, Any], here: Surroundings, each: str | None, total: int | None) -> None:
     nodes, elsewhere = out["num_nodes"], out["hostfile"] is not None or here.knows_hosts
     if each == "cpu" and here.gpus:
         raise click.UsageError(
@@ -277,8 +271,8 @@ def _settle_workers(out: dict[str, Any], here: Surroundings, each: str | None, t
         out["num_gpus"] = here.gpus or 1  # as on the other nodes
 
 
-def _settle_variables(out: dict[str, Any], flags: dict[str, Any]) -> None:
-    """What accelerate's launcher says through the environment is said in the same way here."""
+def _take_variables(out: dict[str, Any], flags: dict[str, Any]) -> None:
+    """Put what accelerate's launcher says through the environment into the workers' environment."""
     found = {variable: flags[flag] for flag, variable in _VARIABLES.items() if flags[flag]}
     pairs = {name: "true" if value is True else str(value) for name, value in found.items()}
     if pairs:

@@ -1,1 +1,1 @@
-"""The launcher: a plan is made, one agent a node carries it out, the controller follows. No torch."""
+"""Carry out a plan from the launching machine: connect, follow, judge, try again. No torch."""

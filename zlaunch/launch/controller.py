@@ -16,13 +16,12 @@ from pathlib import Path
 from types import FrameType
 
 from zlaunch.launch import run_record
-from zlaunch.launch.failure import signal_name
 from zlaunch.launch.heartbeat import HangWatch, Heartbeat
 from zlaunch.launch.nodes import SLOW_S, Link
 from zlaunch.launch.verdict import Outcome, Verdict
 from zlaunch.plan.plan import Plan
 from zlaunch.system.events import Event, encode
-from zlaunch.system.processes import PASSED_SIGNALS, Process, adopt_orphans, sweep
+from zlaunch.system.processes import PASSED_SIGNALS, Process, adopt_orphans, signal_name, sweep
 from zlaunch.view.console import Console
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -39,7 +38,7 @@ _WAKE: Event = {"type": "wake"}
 
 
 class Controller:
-    """One attempt at a run, on agents that have been started."""
+    """Runs one attempt on agents that have been started."""
 
     def __init__(
         self,
@@ -47,7 +46,6 @@ class Controller:
         console: Console,
         links: Sequence[Link],
         *,
-        heartbeat_s: float = 0.0,
         hang_timeout_s: float = 0.0,
         attempt: int = 0,
     ) -> None:
@@ -57,7 +55,7 @@ class Controller:
         self.attempt = attempt
         self.queue: queue.SimpleQueue[tuple[int, Event]] = queue.SimpleQueue()
         self.room = threading.BoundedSemaphore(_OUTPUT_IN_FLIGHT)
-        self.heartbeat = Heartbeat(links, heartbeat_s, self.queue)
+        self.heartbeat = Heartbeat(links, plan.heartbeat_s, self.queue)
         self.hang = HangWatch(hang_timeout_s)
         self.open_nodes = set(range(len(links)))
         self.verdict = Verdict(plan, console)
@@ -92,7 +90,7 @@ class Controller:
         run_record.started(self.plan, self.attempt)
         try:
             self._hand_out()
-            # For the case that an agent and its guard are killed together; the workers start meanwhile.
+            # For the case that an agent and its watchdog are killed together; the workers start meanwhile.
             adopt_orphans()
             self._follow()
         finally:
@@ -119,7 +117,7 @@ class Controller:
         self.heartbeat.start()
 
     def _read(self, index: int, link: Link) -> None:
-        """A reader thread's life."""
+        """Put one agent's events into the queue: a reader thread's life."""
         try:
             for event in link.events:
                 self.heartbeat.heard(index)
@@ -187,7 +185,7 @@ class Controller:
         self._stop()
 
     def _lose(self, index: int, how: str) -> None:
-        """A node is of no more use; its agent, if it lives, stops its workers when it hears nothing."""
+        """Give up a node; its agent, if it lives, stops its workers when it hears nothing."""
         link = self.links[index]
         self.verdict.errors.append(f"{link.host} {how}")
         self.verdict.lost.add(link.host)
@@ -267,7 +265,7 @@ class Controller:
                 )
 
     def _on_stop_by_agent(self, event: Event) -> None:
-        """An agent ends the run without having been told to; the other nodes follow."""
+        """Stop the other nodes when an agent ends the run without having been told to."""
         if not self.verdict.failures and not self.verdict.errors:
             self.verdict.errors.append(f"the run on {event['host']} was stopped: {event['why']}")
             self.verdict.agent_code = 128 + signal.SIGTERM
@@ -286,7 +284,7 @@ class Controller:
         self.console.output(rank, event["stream"], data)
 
     def _on_eof(self, index: int) -> None:
-        """An agent is gone. Without its "done" it died, and its workers with it."""
+        """Take note that an agent is gone. Without its "done" it died, and its workers with it."""
         if index not in self.open_nodes:
             return
         self.open_nodes.discard(index)
@@ -342,7 +340,7 @@ class Controller:
         self._stop()
 
     def _pass_on(self, signum: int, _frame: FrameType | None) -> None:
-        """To every worker; a program that is not Python would die of it."""
+        """Send a signal to every worker; a program that is not Python would die of it."""
         if self.plan.python:
             if signum == signal.SIGUSR2:
                 self.queue.put(
@@ -376,7 +374,7 @@ class Controller:
             link.transport.close(timeout_s=2.0)
 
     def _take_rest(self) -> None:
-        """Whatever the readers still had when the run was cut short."""
+        """Take what the readers still had when the run was cut short."""
         while True:
             try:
                 index, event = self.queue.get_nowait()

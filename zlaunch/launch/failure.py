@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import resource
 import signal
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from zlaunch.node.oom import OomScope
+from zlaunch.system.processes import signal_name
 
-SETTLE_S = 1.0
+ONE_EVENT_S = 1.0
 """Failures this close together are one event: the cause may be seen after its consequences."""
 
 TAIL_LINES = 20
@@ -23,7 +22,7 @@ runtime has the same number.
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """How one rank ended badly."""
+    """Says how one rank ended badly."""
 
     rank: int
     host: str
@@ -40,26 +39,26 @@ class Failure:
 
     @property
     def exit_code(self) -> int:
-        """What a shell would show: 128 + n for signal n."""
+        """Return what a shell would show: 128 + n for signal n."""
         if self.returncode is not None and self.returncode < 0:
             return 128 - self.returncode
         return self.returncode or 1
 
 
 def is_port_taken(text: str) -> bool:
-    """An exception that says that somebody else has the rendezvous port."""
+    """Tell whether an exception says that somebody else has the rendezvous port."""
     return any(word in text for word in ("EADDRINUSE", "address already in use", "Address already in use"))
 
 
 def choose(failures: Iterable[Failure]) -> Failure:
-    """The one that explains the others.
+    """Choose the failure that explains the others.
 
-    Among those that belong to the first moment: a death by signal, then an error of its own, then an error in
-    talking to the others; the earliest of the best. SIGABRT counts as an error: NCCL's watchdog raises it in
-    ranks that have lost another.
+    Among those that belong to the first moment: a death by signal, then an error of the script, then an error
+    in talking to the others; the earliest of the best. SIGABRT counts as an error: NCCL's watchdog raises it
+    in ranks that have lost another.
     """
     ordered = sorted(failures, key=lambda failure: failure.time)
-    first = [failure for failure in ordered if failure.time <= ordered[0].time + SETTLE_S]
+    first = [failure for failure in ordered if failure.time <= ordered[0].time + ONE_EVENT_S]
 
     def order(failure: Failure) -> int:
         if failure.kind == "signal" and failure.returncode != -signal.SIGABRT:
@@ -67,49 +66,6 @@ def choose(failures: Iterable[Failure]) -> Failure:
         return 2 if failure.talk else 1
 
     return min(first, key=order)
-
-
-def signal_name(signum: int) -> str:
-    """SIGKILL for 9; the number where there is no name."""
-    try:
-        return signal.Signals(signum).name
-    except ValueError:
-        return f"signal {signum}"
-
-
-def _cpu_limit() -> str:
-    """Name the limit of CPU time, if there is one: the kernel enforces it with the same signal."""
-    seconds = resource.getrlimit(resource.RLIMIT_CPU)[1]
-    return "" if seconds == resource.RLIM_INFINITY else f", or the CPU time limit of {seconds} s: ulimit -t"
-
-
-def likely_reason(signum: int, *, oom_killed: OomScope | None) -> str:
-    """Return what usually lies behind a death by this signal; `oom_killed` is what the counters say."""
-    if signum == signal.SIGKILL and oom_killed == "run":
-        return (
-            "out of host memory: the kernel has killed for lack of it among this run's processes (oom-kill)"
-        )
-    if signum == signal.SIGKILL and oom_killed == "host":
-        return (
-            "killed from outside (kill -9, the batch system), or out of host memory: meanwhile the kernel "
-            "has killed some process of this machine for lack of it"
-        )
-    reasons: dict[int, str] = {
-        signal.SIGKILL: f"killed from outside (kill -9, the batch system, a container limit{_cpu_limit()}); "
-        "no oom-kill was counted on this host",
-        signal.SIGBUS: "often /dev/shm is full: give it more room (docker --shm-size) or use fewer "
-        "DataLoader workers",
-        signal.SIGSEGV: "a crash in native code; for a Python worker the log has the stacks of all threads, "
-        "and `kill -USR2 PID` prints them for a living one",
-        signal.SIGABRT: "native code gave up (an assertion, a C++ exception, or NCCL's watchdog); "
-        "see the lines above it",
-        signal.SIGILL: "a binary built for another CPU",
-        signal.SIGFPE: "an integer division by zero in native code",
-        signal.SIGTERM: "somebody asked it to stop (kill, the batch system)",
-        signal.SIGXCPU: "the CPU time limit (ulimit -t)",
-        signal.SIGXFSZ: "the file size limit (ulimit -f)",
-    }
-    return reasons.get(signum, "")
 
 
 def report(

@@ -9,35 +9,34 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import click
-
+from zlaunch.errors import LaunchError
 from zlaunch.launch import run_record
-from zlaunch.launch.failure import signal_name
 from zlaunch.system.events import decode
+from zlaunch.system.processes import signal_name
 
 if TYPE_CHECKING:
-    from zlaunch.launch.run_record import Record
+    from zlaunch.launch.run_record import RunRecord
 
 DEFAULT_FOLDER = "runs"
 _RANK_EVENTS = tuple(f'"type":"{kind}"'.encode() for kind in ("start", "spawn", "exit", "lost"))
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """A run's folder and what its launcher wrote there."""
+class FoundRun:
+    """Holds a run's folder and what its launcher wrote there."""
 
     name: str
     path: Path
-    record: Record
+    record: RunRecord
 
     @property
     def is_elsewhere(self) -> bool:
-        """Its launcher ran on another host, where alone can be seen whether it still does."""
+        """Tell whether its launcher ran on another host, where alone can be seen whether it still does."""
         return self.record.host != socket.gethostname()
 
     @property
     def state(self) -> str:
-        """`running`, `ended CODE`, `gone` (the launcher is, and wrote no end), or `on HOST`."""
+        """Return `running`, `ended CODE`, `gone` (the launcher is, and wrote no end), or `on HOST`."""
         if self.record.ended is not None:
             return f"ended {self.record.exit_code}"
         if self.is_elsewhere:
@@ -47,7 +46,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """A worker of the last attempt."""
+    """Describes a worker of the last attempt."""
 
     rank: int
     host: str
@@ -55,53 +54,51 @@ class Rank:
     state: str
 
 
-def find_runs(folder: Path) -> list[Run]:
-    """The runs in a folder, the oldest first; those under SLURM steps lie one folder deeper."""
+def find_runs(folder: Path) -> list[FoundRun]:
+    """Find the runs in a folder, the oldest first; those under SLURM steps lie one folder deeper."""
     found = []
     for pattern in ("*/launcher.json", "*/*/launcher.json"):
         for path in folder.glob(pattern):
             known = run_record.read(path.parent)
             if known is not None:
-                found.append(Run(str(path.parent.relative_to(folder)), path.parent, known))
+                found.append(FoundRun(str(path.parent.relative_to(folder)), path.parent, known))
     return sorted(found, key=lambda run: (run.record.started, run.name))
 
 
-def find_run(text: str) -> Run:
-    """The run whose folder or name this is. Raises click.UsageError, with the nearest name."""
+def find_run(text: str) -> FoundRun:
+    """Find the run whose folder or name this is. Raises LaunchError, with the nearest name."""
     places = (Path(text), Path(DEFAULT_FOLDER, text))
     for path in places:
         known = run_record.read(path)
         if known is not None:
-            return Run(text, path, known)
+            return FoundRun(text, path, known)
     for path in places:
         if inside := find_runs(path):
-            raise click.UsageError(
-                f"{text!r} is a folder of runs: name one of them, such as {inside[-1].path}"
-            )
+            raise LaunchError(f"{text!r} is a folder of runs: name one of them, such as {inside[-1].path}")
         if (path / "launcher.json").exists():
-            raise click.UsageError(f"{path / 'launcher.json'} cannot be read")
+            raise LaunchError(f"{path / 'launcher.json'} cannot be read")
     if places[0].is_dir():
-        raise click.UsageError(f"{text!r} is no run's folder: there is no launcher.json in it")
+        raise LaunchError(f"{text!r} is no run's folder: there is no launcher.json in it")
     names = [run.name for run in find_runs(Path(DEFAULT_FOLDER))]
     names += [str(run.path) for run in find_runs(places[0].parent)]
     near = difflib.get_close_matches(text, names, n=1)
     hint = f", did you mean {near[0]!r}?" if near else "; `zlaunch ps --all` shows what there is"
-    raise click.UsageError(f"no run {text!r}{hint}")
+    raise LaunchError(f"no run {text!r}{hint}")
 
 
 def meant(text: str) -> str:
     """Return what names a run: `last` is the newest of runs, unless something has that name. Raises
-    click.UsageError.
+    LaunchError.
     """
     if text != "last" or any(path.exists() for path in (Path(text), Path(DEFAULT_FOLDER, text))):
         return text
     if not (known := find_runs(Path(DEFAULT_FOLDER))):
-        raise click.UsageError(f"last: there are no runs in {DEFAULT_FOLDER}")
+        raise LaunchError(f"last: there are no runs in {DEFAULT_FOLDER}")
     return str(known[-1].path)
 
 
-def own_pids(run: Run) -> list[int]:
-    """The living processes of a run's workers on this host, by the run's id in their environment."""
+def own_pids(run: FoundRun) -> list[int]:
+    """Find the living processes of a run's workers on this host, by the run's id in their environment."""
     mark = f"ZLAUNCH_RUN_ID={run.record.run_id}".encode()
     found = []
     for event in _rank_events(run.path):
@@ -114,8 +111,8 @@ def own_pids(run: Run) -> list[int]:
     return found
 
 
-def read_ranks(run: Run) -> list[Rank]:
-    """The ranks of the last attempt, from its events."""
+def read_ranks(run: FoundRun) -> list[Rank]:
+    """Read the ranks of the last attempt from its events."""
     ranks: dict[int, Rank] = {}
     for event in _rank_events(run.path):
         kind, rank = event.get("type"), event.get("rank")

@@ -1,4 +1,4 @@
-"""Watching for silence: nodes that no longer answer, and ranks that no longer say anything."""
+"""Watch for silence: nodes that no longer answer, and ranks that no longer say anything."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _STACK_LINES = 40
 
 
 class Heartbeat:
-    """Pings every agent from a thread of its own and reports those that have been silent for a period.
+    """Pings every agent from its own thread and reports those that have been silent for a period.
 
     A period of 0 means that there is nothing to watch: the agents are on this machine.
     """
@@ -47,7 +47,7 @@ class Heartbeat:
 
     @property
     def watches(self) -> bool:
-        """Whether there is anything to watch."""
+        """Tell whether there is anything to watch."""
         return self._period_s > 0
 
     def pause(self) -> None:
@@ -66,7 +66,7 @@ class Heartbeat:
 
     @contextmanager
     def excused(self, index: int) -> Iterator[None]:
-        """While this side does not listen to the node."""
+        """Forgive a node's silence while this side does not listen to it."""
         self._excused[index] = True
         try:
             yield
@@ -75,7 +75,7 @@ class Heartbeat:
             self._excused[index] = False
 
     def worth_noting(self, index: int) -> bool:
-        """Whether an answer of this node belongs into the log: not every one, for long runs on many nodes."""
+        """Tell whether an answer of this node belongs into the log: not every one, for long runs."""
         now = time.monotonic()
         if now - self._noted[index] < _NOTE_EVERY_S:
             return False
@@ -83,7 +83,7 @@ class Heartbeat:
         return True
 
     def silence_s(self, index: int) -> float:
-        """How long ago the node was last heard."""
+        """Return how long ago the node was last heard."""
         return time.monotonic() - self._heard[index]
 
     def _run(self) -> None:
@@ -119,40 +119,40 @@ class HangWatch:
         self._texts: dict[int, str] = {}
 
     def activity(self) -> None:
-        """Some rank is alive and well."""
+        """Take note that some rank is alive and well."""
         if self._asked is None:
             self._last = time.monotonic()
 
     def output(self, rank: int, text: str) -> None:
-        """A rank wrote something; after the stacks were asked for, that is what they are."""
+        """Take note of output; after the stacks were asked for, that is what it is."""
         if self._asked is None:
             self._last = time.monotonic()
         else:
             self._texts[rank] = self._texts.get(rank, "") + text
 
     def next_s(self) -> float:
-        """Seconds until something may be due."""
+        """Return the seconds until something may be due."""
         if not self.timeout_s or self._collected:
             return 3600.0
         due = self._last + self.timeout_s if self._asked is None else self._asked + _STACKS_S
         return max(0.01, due - time.monotonic())
 
     def due(self) -> bool:
-        """Whether it is time to ask for the stacks; true once."""
+        """Tell whether it is time to ask for the stacks; true once."""
         if self.timeout_s and self._asked is None and time.monotonic() - self._last >= self.timeout_s:
             self._asked = time.monotonic()
             return True
         return False
 
     def over(self) -> bool:
-        """The stacks have been asked for and the ranks had their time; true once."""
+        """Tell whether the ranks have had their time to write the stacks; true once."""
         if self._asked is not None and not self._collected and time.monotonic() - self._asked >= _STACKS_S:
             self._collected = True
             return True
         return False
 
     def stacks(self) -> str:
-        """What the ranks wrote, rank by rank."""
+        """Return what the ranks wrote, rank by rank."""
         parts = []
         for rank in sorted(self._texts):
             lines = self._texts[rank].splitlines()[-_STACK_LINES:]

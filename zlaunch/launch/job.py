@@ -1,49 +1,54 @@
-"""A run from start to end: connect, meet, run, and again when something failed and that was allowed."""
+"""Run a job from start to end: connect, meet, run, and again when something failed and that is allowed."""
 
 from __future__ import annotations
 
 import signal
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
+from zlaunch.errors import NodeError
 from zlaunch.launch import run_record
 from zlaunch.launch.controller import STOP_SIGNALS, Controller
-from zlaunch.launch.failure import signal_name
-from zlaunch.launch.nodes import Node, NodeError, Rendezvous, Say, close_all, find_rendezvous
+from zlaunch.launch.nodes import Node, Rendezvous, Say, close_all, find_rendezvous
 from zlaunch.launch.verdict import Outcome
+from zlaunch.plan.options import Options
 from zlaunch.plan.plan import Plan
-from zlaunch.system.processes import PASSED_SIGNALS
+from zlaunch.system.processes import PASSED_SIGNALS, signal_name
 from zlaunch.view.console import Console
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """What is to be run, as far as it does not depend on an attempt."""
+class Job(ABC):
+    """Says what is to be run, as far as it does not depend on an attempt. Launchers are such jobs."""
 
-    run_dir: str
-    hosts: tuple[str, ...]
-    connect: Callable[[Sequence[str], Say], tuple[list[Node], list[NodeError]]]
-    """Starts an agent on each host, and says what it waits for."""
-    plan: Callable[[Sequence[Node], Rendezvous | None, int], Plan]
-    """The plan for the nodes that answered; the rendezvous is None for one node; the last is the attempt's
-    number. Raises NodeError.
-    """
-    sweep: Callable[[Sequence[str], str], None] = lambda hosts, run_id: None
-    """Ends what is left of a run (its id) on hosts whose agents have died."""
-    master_addr: str | None = None
-    master_port: int = 0
-    iface: str | None = None
+    options: Options
+
+    @property
+    @abstractmethod
+    def hosts(self) -> tuple[str, ...]:
+        """Return the hosts to connect to."""
+
+    @abstractmethod
+    def connect(self, hosts: Sequence[str], say: Say) -> tuple[list[Node], list[NodeError]]:
+        """Start an agent on each host; `say` tells the user what it waits for."""
+
+    @abstractmethod
+    def plan(self, nodes: Sequence[Node], rendezvous: Rendezvous | None, attempt: int) -> Plan:
+        """Make the plan for the nodes that answered; one node has no rendezvous. Raises NodeError."""
+
+    @abstractmethod
+    def sweep(self, hosts: Sequence[str], run_id: str) -> None:
+        """End what is left of a run on hosts whose agents have died."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """When to give up, and when to go on."""
+    """Says when to give up, and when to go on."""
 
     max_restarts: int = 0
     min_nodes: int | None = None
     """Go on without dead nodes while so many are left; None: all are needed."""
-    heartbeat_s: float = 0.0
     hang_timeout_s: float = 0.0
 
 
@@ -57,15 +62,15 @@ def run_job(job: Job, console: Console, limits: Limits) -> Outcome:
             outcome = Outcome(128 + stopped.signum, signum=stopped.signum)
         except BaseException:
             at_end()
-            run_record.ended(job.run_dir, 1)
+            run_record.ended(job.options.run_dir, 1)
             raise
         at_end()
-        run_record.ended(job.run_dir, outcome.code)
+        run_record.ended(job.options.run_dir, outcome.code)
     return outcome
 
 
 class _Stopped(BaseException):
-    """A signal that ends the run while no worker is there."""
+    """Carries a signal that ends the run while no worker is there."""
 
     def __init__(self, signum: int) -> None:
         self.signum = signum
@@ -111,7 +116,7 @@ def _run(job: Job, console: Console, limits: Limits) -> Outcome:
         left = tuple(host for host in hosts if host not in outcome.lost)
         if outcome.code == 0 or outcome.signum or outcome.save_asked or outcome.refused:
             return outcome
-        if outcome.port_taken and not port_retried and not job.master_port:
+        if outcome.port_taken and not port_retried and not job.options.master_port:
             port_retried = True
             console.message("the rendezvous port was taken in the meantime: once more with another one")
         elif outcome.lost and limits.min_nodes is not None and len(left) >= needed:
@@ -138,8 +143,9 @@ def _attempt(
             return _given_up(nodes)
         rendezvous = None
         if len(nodes) > 1:
+            o = job.options
             rendezvous = find_rendezvous(
-                nodes, master_addr=job.master_addr, master_port=job.master_port, iface=job.iface
+                nodes, master_addr=o.master_addr, master_port=o.master_port, iface=o.iface
             )
         plan = job.plan(nodes, rendezvous, attempt)
     except NodeError as error:
@@ -152,7 +158,6 @@ def _attempt(
         plan,
         console,
         [node.link for node in nodes],
-        heartbeat_s=limits.heartbeat_s,
         hang_timeout_s=limits.hang_timeout_s,
         attempt=attempt,
     )

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+from zlaunch.errors import NodeError
 from zlaunch.system.events import Event
 from zlaunch.system.facts import Facts
 from zlaunch.transports import Transport
@@ -28,16 +29,8 @@ _MEET_LIMIT_S = 600.0
 _SSH_FAILED = 255
 
 
-class NodeError(Exception):
-    """A node that cannot take part; the text says why and what to do, the host is named beside it."""
-
-    def __init__(self, host: str, text: str) -> None:
-        super().__init__(text)
-        self.host, self.text = host, text
-
-
 class Link:
-    """A started agent: messages out, events in. One thread at a time reads its events."""
+    """Carries messages to a started agent, and its events back. One thread at a time reads these."""
 
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
@@ -47,7 +40,7 @@ class Link:
     def ask(self, message: Event, answer: str) -> Event:
         """Send a command and wait for the event that answers it. Raises NodeError when the agent ends.
 
-        Whoever calls this bounds the time, and ends the wait by `transport.kill`.
+        The caller bounds the time, and ends the wait by `transport.kill`.
         """
         self.transport.send(message)
         for event in self.events:
@@ -73,14 +66,14 @@ def _why_no_agent(code: int | None, said: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A node that has answered."""
+    """Holds a node that has answered."""
 
     link: Link
     facts: Facts
 
     @property
     def host(self) -> str:
-        """As the user wrote it."""
+        """Return its name as the user wrote it."""
         return self.link.host
 
 
@@ -89,12 +82,15 @@ Say = Callable[[str], None]
 
 
 def connect(
-    hosts: Sequence[str], open_link: Callable[[str], Link], timeout_s: float, say: Say = lambda text: None
+    hosts: Sequence[str],
+    open_transport: Callable[[str], Transport],
+    timeout_s: float,
+    say: Say = lambda text: None,
 ) -> tuple[list[Node], list[NodeError]]:
     """Start an agent on every host at once; the nodes that answered, in order, and the others' errors.
 
-    `open_link` may raise NodeError. A host that has not answered within `timeout_s` is given up, whatever it
-    hangs in: `open_link` need not return then.
+    `open_transport` may raise NodeError. A host that has not answered within `timeout_s` is given up,
+    whatever it hangs in: `open_transport` need not return then.
     """
     links: dict[str, Link] = {}
     given_up: set[str] = set()
@@ -102,8 +98,8 @@ def connect(
     waves = -(-len(hosts) // PARALLEL)
     idle_s = waves * timeout_s + _MEET_LIMIT_S
 
-    def greet(host: str) -> Node:
-        link = links[host] = open_link(host)
+    def say_hello(host: str) -> Node:
+        link = links[host] = Link(open_transport(host))
         if host in given_up:
             link.transport.kill()
         return Node(link, Facts.from_event(link.ask({"cmd": "hello", "idle_s": idle_s}, "hello")))
@@ -115,7 +111,7 @@ def connect(
         links[host].transport.kill()
         return "the agent there does not answer"
 
-    results = _all(hosts, greet, give_up, timeout_s, say)
+    results = _all(hosts, say_hello, give_up, timeout_s, say)
     nodes = [result for result in results if isinstance(result, Node)]
     return nodes, [result for result in results if isinstance(result, NodeError)]
 
@@ -127,7 +123,7 @@ def _all(
     timeout_s: float,
     say: Say = lambda text: None,
 ) -> list[Node | Event | NodeError]:
-    """`work(host)` for every host in threads. A host that takes too long is given up: its thread is left
+    """Call `work(host)` for every host in threads. A host that takes too long is given up: its thread is left
     alone with what it hangs in, and `give_up` says what that is.
     """
     waiting = list(reversed(hosts))
@@ -169,7 +165,7 @@ def _all(
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """Where the workers meet, and the interface that each node uses for it (empty: unknown)."""
+    """Says where the workers meet, and the interface that each node uses for it (empty: unknown)."""
 
     address: str
     port: int
@@ -237,18 +233,18 @@ def find_rendezvous(
         chosen = {answer["address"] for answer in reached}
         if len(chosen) <= 1:
             break
-        # They did not find the same one: only what was found by somebody further down the list is left.
+        # They found different ones: only what was found by somebody further down the list is left.
         candidates = candidates[max(candidates.index(address) for address in chosen) :]
     address = reached[0]["address"] if reached else candidates[0]
     own = iface or next((name for name, addresses in known.items() if address in addresses), "")
     return Rendezvous(address, port, (own, *(iface or str(answer["interface"]) for answer in reached)))
 
 
-def sweep_hosts(hosts: Sequence[str], open_link: Callable[[str], Link], run_id: str) -> None:
-    """End what an agent that has died, its guard too, has left of a run. A host that is down has nothing."""
+def sweep_hosts(hosts: Sequence[str], open_transport: Callable[[str], Transport], run_id: str) -> None:
+    """End what an agent and its watchdog, both dead, have left of a run. A host that is down has nothing."""
 
     def work(host: str) -> Event:
-        link = links[host] = open_link(host)
+        link = links[host] = Link(open_transport(host))
         return link.ask({"cmd": "sweep", "run_id": run_id, "idle_s": _SWEEP_S}, "swept")
 
     def give_up(host: str) -> str:

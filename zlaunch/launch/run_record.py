@@ -12,19 +12,19 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from zlaunch.plan.plan import Plan, Target, without_secrets
+from zlaunch.plan.plan import Plan, Program, without_secrets
 from zlaunch.system.processes import start_ticks
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
-    """One run, as its launcher has written it down. Times are seconds since the epoch."""
+class RunRecord:
+    """Describes one run, as its launcher has written it down. Times are seconds since the epoch."""
 
     run_id: str
     host: str
     pid: int
     start_ticks: int
-    """Tells the process from a later one with the same id."""
+    """Tells the process from a later one with an equal id."""
     hosts: tuple[str, ...]
     world_size: int
     command: tuple[str, ...]
@@ -34,7 +34,7 @@ class Record:
     exit_code: int | None = None
 
     def is_running(self) -> bool:
-        """Whether the launcher lives; only to be known on its own host."""
+        """Tell whether the launcher lives; only to be known on its own host."""
         return self.ended is None and start_ticks(self.pid) == self.start_ticks
 
 
@@ -45,11 +45,10 @@ def _path(run_dir: str | Path) -> Path:
     return Path(run_dir) / "launcher.json"
 
 
-def _write(run_dir: str, record: Record) -> None:
-    path = _path(run_dir)
+def _write(path: Path, content: Mapping[str, Any]) -> None:
     temporary = path.with_suffix(f".{os.getpid()}")
     try:
-        temporary.write_text(json.dumps(asdict(record), indent=1) + "\n")
+        temporary.write_text(json.dumps(content, indent=1) + "\n")
         temporary.replace(path)
     except OSError:  # a full disk must not end the training
         temporary.unlink(missing_ok=True)
@@ -57,7 +56,7 @@ def _write(run_dir: str, record: Record) -> None:
 
 def started(plan: Plan, attempt: int) -> None:
     """Write down that a run goes on from here."""
-    record = Record(
+    record = RunRecord(
         run_id=plan.run_id,
         host=socket.gethostname(),
         pid=os.getpid(),
@@ -68,14 +67,14 @@ def started(plan: Plan, attempt: int) -> None:
         started=time.time(),
         attempt=attempt,
     )
-    _write(plan.run_dir, record)
+    _write(_path(plan.run_dir), asdict(record))
 
 
 def ended(run_dir: str, exit_code: int) -> None:
     """Write down how it ended, if it had begun."""
     record = read(run_dir)
     if record is not None and record.pid == os.getpid():
-        _write(run_dir, replace(record, ended=time.time(), exit_code=exit_code))
+        _write(_path(run_dir), asdict(replace(record, ended=time.time(), exit_code=exit_code)))
 
 
 # -- what a later attempt goes on from
@@ -83,7 +82,6 @@ def ended(run_dir: str, exit_code: int) -> None:
 
 def saved(plan: Plan, event: Mapping[str, Any]) -> None:
     """Write down where the run has saved, in `checkpoint.json`."""
-    path = Path(plan.run_dir) / _CHECKPOINT
     content = {
         "folder": event.get("folder"),
         "tag": event.get("tag"),
@@ -93,19 +91,14 @@ def saved(plan: Plan, event: Mapping[str, Any]) -> None:
         "job": os.environ.get("SLURM_JOB_ID"),
         "time": event.get("time", time.time()),
     }
-    temporary = path.with_suffix(f".{os.getpid()}")
-    try:
-        temporary.write_text(json.dumps(content, indent=1) + "\n")
-        temporary.replace(path)
-    except OSError:  # a full disk must not end the training
-        temporary.unlink(missing_ok=True)
+    _write(Path(plan.run_dir) / _CHECKPOINT, content)
 
 
 def resume_folder(
-    run_dir: str, run_id: str, attempt: int, target: Target, environ: Mapping[str, str]
+    run_dir: str, run_id: str, attempt: int, program: Program, environ: Mapping[str, str]
 ) -> str | None:
-    """Where an earlier attempt of this run has saved, or an earlier start of this requeued SLURM job (whose
-    run folders stand side by side); None for a run that begins. ``target`` tells the runs of one job apart.
+    """Return where an earlier attempt of this run has saved, or an earlier start of this requeued SLURM job
+    (whose run folders stand side by side); None for a run that begins. ``program`` tells a job's runs apart.
     """
     found: list[tuple[float, str]] = []
     job = environ.get("SLURM_JOB_ID") if environ.get("SLURM_RESTART_COUNT", "0") not in ("", "0") else None
@@ -117,7 +110,7 @@ def resume_folder(
             content = json.loads(path.read_text())
             mine = attempt > 0 and content["run_id"] == run_id
             argv = list(content["argv"])
-            same = target.name in argv and argv[len(argv) - len(target.args) :] == list(target.args)
+            same = program.name in argv and argv[len(argv) - len(program.args) :] == list(program.args)
             if mine or (job is not None and content["job"] == job and same):
                 found.append((float(content["time"]), str(content["folder"])))
         except (OSError, ValueError, TypeError, KeyError):
@@ -125,12 +118,12 @@ def resume_folder(
     return max(found)[1] if found else None
 
 
-def read(run_dir: str | Path) -> Record | None:
-    """The record of a run's folder; None when there is none."""
+def read(run_dir: str | Path) -> RunRecord | None:
+    """Read the record of a run's folder; None when there is none."""
     path = _path(run_dir)
     try:
         data = json.loads(path.read_text()) if path.is_file() else {}
-        record = Record(**{**data, "hosts": tuple(data["hosts"]), "command": tuple(data["command"])})
+        record = RunRecord(**{**data, "hosts": tuple(data["hosts"]), "command": tuple(data["command"])})
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return None
     texts = (record.run_id, record.host, *record.hosts, *record.command)

@@ -16,6 +16,7 @@ from zlaunch.launch import failure as failures
 from zlaunch.launch.failure import Failure
 from zlaunch.plan.plan import Plan
 from zlaunch.system.events import Event
+from zlaunch.system.processes import signal_name
 from zlaunch.view.console import Console
 
 _TAIL_BYTES = 1 << 14
@@ -23,7 +24,7 @@ _TAIL_BYTES = 1 << 14
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a run ended."""
+    """Says how a run ended."""
 
     code: int
     """The launcher's exit code."""
@@ -42,7 +43,7 @@ class Outcome:
 
 
 class Verdict:
-    """The failures of one attempt and what follows from them."""
+    """Judges the failures of one attempt."""
 
     def __init__(self, plan: Plan, console: Console) -> None:
         self._plan, self._console = plan, console
@@ -84,7 +85,7 @@ class Verdict:
             talk=str(event.get("talk", "")),
         )
         self.failures.setdefault(rank, found)
-        self._stop_by(now + failures.SETTLE_S)
+        self._stop_by(now + failures.ONE_EVENT_S)
 
     def exit(self, event: Event) -> None:
         """Take note of a worker's end."""
@@ -115,7 +116,7 @@ class Verdict:
         """Say what went wrong, if anything, and return how the attempt ended."""
         found = Outcome(0, lost=frozenset(self.lost), died=frozenset(self.died), save_asked=save_asked)
         if signum:
-            self._console.message(f"stopped by {failures.signal_name(signum)}")
+            self._console.message(f"stopped by {signal_name(signum)}")
             return replace(found, code=128 + signum, signum=signum)
         for error in self.errors:
             self._console.error(error)
@@ -141,7 +142,7 @@ class Verdict:
         return replace(found, code=code, port_taken=port_taken)
 
     def _others(self) -> str:
-        """What is known of ranks that others may have lost without a failure of theirs."""
+        """Return what is known of ranks that others may have lost without a failure of theirs."""
         if self.lost:
             return f"those of {', '.join(sorted(self.lost))}, see above"
         if self._ended_well:

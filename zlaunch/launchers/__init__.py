@@ -1,1 +1,1 @@
-"""Turn the command line into a run on this machine, on hosts over ssh, or inside a scheduler's job."""
+"""Ways to start a run: on this machine, on hosts over ssh, inside a scheduler's job. One file each."""

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import click
+from zlaunch.errors import LaunchError
 
 if TYPE_CHECKING:
     from zlaunch.slurm.environment import Allocation
@@ -24,7 +24,7 @@ _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR")
 
 @dataclass(frozen=True, slots=True)
 class Pod:
-    """This node's place among several."""
+    """Holds this node's place among several."""
 
     node_rank: int
     nodes: int
@@ -36,7 +36,7 @@ class Pod:
 
 
 def read_pod(environ: Mapping[str, str]) -> Pod | None:
-    """Return this pod's place; None outside of several pods. Raises click.UsageError."""
+    """Return this pod's place; None outside of several pods. Raises LaunchError."""
     if any(name in environ for name in _INSIDE):
         return None
     nodes = _nodes(environ)
@@ -49,20 +49,20 @@ def read_pod(environ: Mapping[str, str]) -> Pod | None:
     else:
         rank = _number(environ, "PET_NODE_RANK" if environ.get("PET_NODE_RANK") else "RANK", -1)
         if rank < 0:
-            raise click.UsageError(f"PET_NNODES={nodes} is set, but PET_NODE_RANK is not")
+            raise LaunchError(f"PET_NNODES={nodes} is set, but PET_NODE_RANK is not")
     host, _, port = _endpoint(environ.get("PET_RDZV_ENDPOINT", "").strip())
     address = environ.get("PET_MASTER_ADDR") or host or environ.get("MASTER_ADDR")
     if not address:
-        raise click.UsageError(f"PET_NNODES={nodes} is set, but neither PET_MASTER_ADDR nor MASTER_ADDR is")
+        raise LaunchError(f"PET_NNODES={nodes} is set, but neither PET_MASTER_ADDR nor MASTER_ADDR is")
     if not 0 <= rank < nodes:
-        raise click.UsageError(f"this pod is said to be node {rank} of {nodes}: they are counted from 0")
+        raise LaunchError(f"this pod is said to be node {rank} of {nodes}: they are counted from 0")
     ports = {**environ, **({"PET_RDZV_PORT": port} if port else {})}
     named = [name for name in ("PET_MASTER_PORT", "PET_RDZV_PORT", "MASTER_PORT") if ports.get(name)]
     return Pod(rank, nodes, _workers(environ), address, _number(ports, named[0], 0) if named else 0)
 
 
 def take_pod(given: dict[str, Any], allocation: Allocation | None) -> None:
-    """Fill in what the variables of a pod say, where no option says otherwise. Raises click.UsageError."""
+    """Fill in what the variables of a pod say, where no option says otherwise. Raises LaunchError."""
     given["pod"] = False
     named = [name for name in ("hostfile", "launcher", "node_rank") if given[name] is not None]
     if allocation is not None or named:
@@ -78,11 +78,11 @@ def take_pod(given: dict[str, Any], allocation: Allocation | None) -> None:
     where = f"the environment says that this is node {pod.node_rank} of {pod.nodes}"
     for name in ("include", "exclude"):
         if given[name] is not None:
-            raise click.UsageError(f"--{name}: {where}; use --num_gpus N, or --launcher local to train alone")
+            raise LaunchError(f"--{name}: {where}; use --num_gpus N, or --launcher local to train alone")
     if given["num_nodes"] not in (None, pod.nodes):
-        raise click.UsageError(f"--num_nodes {given['num_nodes']}: {where}")
+        raise LaunchError(f"--num_nodes {given['num_nodes']}: {where}")
     if given.get("num_processes") is not None:
-        raise click.UsageError(f"--num_processes is of all nodes: {where}; use --num_gpus N")
+        raise LaunchError(f"--num_processes is of all nodes: {where}; use --num_gpus N")
     given.update(pod=True, no_ssh=True, node_rank=pod.node_rank, num_nodes=pod.nodes)
     given["num_gpus"] = given["num_gpus"] or pod.workers
     given["master_addr"] = given["master_addr"] or pod.master_addr
@@ -106,7 +106,7 @@ def _nodes(environ: Mapping[str, str]) -> int | None:
     text = environ.get("PET_NNODES", "").strip()
     low, colon, high = text.partition(":")
     if colon and low != high:
-        raise click.UsageError(
+        raise LaunchError(
             f"PET_NNODES={text}: an elastic number of nodes is not supported; set one number, "
             "and let Kubernetes start the pods anew after a failure"
         )
@@ -127,7 +127,7 @@ def _workers(environ: Mapping[str, str]) -> int | None:
         return None
     count = 1 if text == "cpu" else _number(environ, "PET_NPROC_PER_NODE", 1)
     if count < 1:
-        raise click.UsageError(f"PET_NPROC_PER_NODE={text}: 1 or more")
+        raise LaunchError(f"PET_NPROC_PER_NODE={text}: 1 or more")
     return count
 
 
@@ -136,5 +136,5 @@ def _number(environ: Mapping[str, str], name: str, default: int) -> int:
     if not text:
         return default
     if not text.isascii() or not text.isdigit():
-        raise click.UsageError(f"{name}={text}: not a number")
+        raise LaunchError(f"{name}={text}: not a number")
     return int(text)

@@ -1,82 +1,96 @@
-"""One task of a step that the user started with srun: it runs its own part, all tasks together the job."""
+"""Runs as one task of a step that the user started with srun; all tasks together are the run."""
 
 from __future__ import annotations
 
 import os
-import socket
+import signal
+from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-import click
-
-from zlaunch.launch.run_record import resume_folder
-from zlaunch.plan.options import Options, bound_cores, quiet_port
-from zlaunch.plan.plan import NodeSpec, Plan, make_plan
-from zlaunch.system.processes import python_module_argv
+from zlaunch.errors import LaunchError
+from zlaunch.launchers.base import FOR_SEVERAL_NODES
+from zlaunch.launchers.this_node import ThisNodeLauncher
+from zlaunch.plan.build import NodeSpec, Part
+from zlaunch.plan.options import agreed_port
+from zlaunch.plan.plan import Plan
 
 if TYPE_CHECKING:
+    from zlaunch.launch.verdict import Outcome
     from zlaunch.slurm.environment import Allocation
 
+_SRUN_DECIDES = "srun has started this task and decides; start zlaunch by sbatch or salloc for it"
 
-def step_plan(options: Options, allocation: Allocation, attempt: int = 0) -> Plan:
-    """This task's part of a step that the user started with srun; every task comes to the same numbers."""
-    from zlaunch.slurm.environment import SlurmError, in_step_place
-    from zlaunch.system.devices import discover
-    from zlaunch.system.facts import cores_by_numa
 
-    try:
-        place = in_step_place(allocation)
-    except SlurmError as error:
-        raise click.UsageError(str(error)) from None
-    # The launchers of a step tell each other of a failure by a signal that SLURM sends to all its processes.
-    env = {**options.worker_env, "ZLAUNCH_IGNORE_HUP": "1"}
-    tokens = discover(os.environ).tokens
-    cores = cores_by_numa()
-    if place.layout == "one_per_node":
-        counts = [options.num_gpus or node.gpus or len(tokens) or 1 for node in allocation.nodes]
-        here = counts[place.rank_of_node]
-        if tokens and here > len(tokens):
-            raise click.UsageError(
-                f"{here} workers were asked for, but this task of the step sees {len(tokens)} GPU(s)"
-            )
-        spec = NodeSpec(
-            allocation.nodes[place.rank_of_node].host,
-            workers=here,
-            cores=len(cores),
-            env=env,
-            devices=tokens[:here],
-            bound=bound_cores(options, cores, here, socket.gethostname()),
-        )
-        first, world = sum(counts[: place.rank_of_node]), sum(counts)
-    else:
-        device = tokens[place.local_task % len(tokens)] if tokens else None
-        spec = NodeSpec(
-            allocation.nodes[place.rank_of_node].host,
-            workers=1,
-            cores=len(cores),
-            env=env,
-            devices=(device,) if device is not None else (),
-            first_local=place.local_task,
-            local_world=place.tasks_here,
-        )
-        assert allocation.procid is not None and allocation.ntasks is not None
-        first, world = allocation.procid, allocation.ntasks
-    seed = f"{allocation.job_id}.{allocation.step_id}.{allocation.restart_count}.{attempt}"
-    return make_plan(
-        options.target,
-        [spec],
-        run_id=options.run_id,
-        run_dir=options.run_dir,
-        master_addr=options.master_addr or allocation.nodes[0].host,
-        master_port=options.master_port or quiet_port(seed),
-        cwd=options.workdir,
-        grace_s=options.grace_s,
-        bootstrap=python_module_argv("zlaunch.node.bootstrap"),
-        environ=os.environ,
-        first_rank=first,
-        world_size=world,
-        first_node=place.rank_of_node,
-        node_count=place.nodes,
-        in_step=True,
-        restart_count=attempt,
-        resume_dir=resume_folder(options.run_dir, options.run_id, attempt, options.target, os.environ),
+class SrunTaskLauncher(ThisNodeLauncher):
+    """Runs this task's part of a step; every task comes to the same numbers by itself."""
+
+    name = "step"
+    refuses = dict.fromkeys(
+        (*FOR_SEVERAL_NODES, "include", "exclude", "num_nodes", "max_restarts"), _SRUN_DECIDES
     )
+    shares_run_dir = True
+    in_step = True
+
+    @staticmethod
+    def default_run_dir(run_id: str, allocation: Allocation | None) -> Path:
+        """Return a folder beside those of the other tasks."""
+        assert allocation is not None
+        step = f"slurm-{allocation.job_id}.{allocation.step_id}"
+        return Path("runs", step, f"task_{allocation.procid:05d}")
+
+    def own_plan(self, attempt: int) -> Plan:
+        """Make this task's part of the step's plan. Raises LaunchError."""
+        from zlaunch.slurm.environment import in_step_place
+        from zlaunch.system.devices import discover
+        from zlaunch.system.facts import cores_by_numa
+
+        o, allocation = self.options, self.allocation
+        assert allocation is not None
+        place = in_step_place(allocation)
+        host = allocation.nodes[place.rank_of_node].host
+        # The launchers of a step tell each other of a failure by a signal that reaches all its processes.
+        env = {**o.worker_env, "ZLAUNCH_IGNORE_HUP": "1"}
+        tokens = discover(os.environ).tokens
+        if place.layout == "one_per_node":
+            counts = [o.num_gpus or node.gpus or len(tokens) or 1 for node in allocation.nodes]
+            here = counts[place.rank_of_node]
+            if tokens and here > len(tokens):
+                raise LaunchError(
+                    f"{here} workers were asked for, but this task of the step sees {len(tokens)} GPU(s)"
+                )
+            node = self.spec(host, range(here), tokens, env)
+            first, world = sum(counts[: place.rank_of_node]), sum(counts)
+        else:
+            node = NodeSpec(
+                host,
+                workers=1,
+                cores=len(cores_by_numa()),
+                env=env,
+                devices=(tokens[place.local_task % len(tokens)],) if tokens else (),
+                first_local=place.local_task,
+                local_world=place.tasks_here,
+            )
+            assert allocation.procid is not None and allocation.ntasks is not None
+            first, world = allocation.procid, allocation.ntasks
+        seed = f"{allocation.job_id}.{allocation.step_id}.{allocation.restart_count}.{attempt}"
+        return self.make_plan(
+            [node],
+            o.master_addr or allocation.nodes[0].host,
+            o.master_port or agreed_port(seed),
+            attempt,
+            part=Part(first, world, place.rank_of_node, place.nodes),
+        )
+
+    def on_end(self, outcome: Outcome, say: Callable[[str], None]) -> int:
+        """Tell the other tasks of a failure here; after one there, end with code 0: theirs is the step's."""
+        if not self.is_requeued(outcome):
+            if outcome.signum == signal.SIGHUP:
+                say("another task of the step has failed")
+                return 0
+            if outcome.code and not outcome.signum:
+                from zlaunch.slurm.commands import cancel_step
+
+                signal.signal(signal.SIGHUP, signal.SIG_IGN)
+                cancel_step(os.environ)  # the other tasks would wait for this one for ever
+        return super().on_end(outcome, say)

@@ -1,4 +1,4 @@
-"""One node's part of a run: `python -m zlaunch.node.agent`.
+"""Carry out one node's part of a run: `python -m zlaunch.node.agent`.
 
 The first line on stdin is the plan (with this node alone), later ones are commands; events leave as JSON
 lines on stdout. One thread, one loop, no blocking call: whatever a worker or the launcher does, the agent can
@@ -15,20 +15,20 @@ from __future__ import annotations
 import errno
 import os
 import resource
-import selectors
 import signal
 import socket
 import time
 import traceback
-from collections.abc import Callable
 from functools import partial
 from typing import NoReturn
 
-from zlaunch.launch.failure import likely_reason, signal_name
+from zlaunch.node.death import likely_reason
+from zlaunch.node.descriptors import Descriptors
+from zlaunch.node.ending import Due, Ending
 from zlaunch.node.oom import oom_counters, oom_rose
-from zlaunch.node.rendezvous import Greeter
+from zlaunch.node.rendezvous import Handshake
 from zlaunch.node.uplink import Uplink, take_user_input
-from zlaunch.node.watchdog import fork_under_guard
+from zlaunch.node.watchdog import fork_under_watchdog
 from zlaunch.node.worker import CHUNK_BYTES, Batch, Worker, read_chunk, spawn
 from zlaunch.plan.plan import Plan
 from zlaunch.system.events import WORKER_EVENTS, Event
@@ -37,41 +37,35 @@ from zlaunch.system.processes import (
     adopt_orphans,
     kill,
     open_pidfd,
-    python_module_argv,
     run_processes,
     signal_groups,
+    signal_name,
     start_ticks,
     sweep,
 )
 
 _DRAIN_LIMIT_BYTES = 4 << 20
 """How much a dead worker's pipe may still give: a grandchild can go on writing for ever."""
-_SCAN_INTERVAL_S = 0.1
-_LEFTOVER_S = 0.5
-"""How long helpers of a finished worker (trackers, uploaders) may take to end by themselves."""
 
 
 class Agent:
-    """The loop and its state. Times are monotonic seconds."""
+    """Runs one node's part in one loop. Times are monotonic seconds."""
 
-    def __init__(self, guard: int, stdin: int = 0, stdout: int = 1) -> None:
-        self.guard = guard
+    def __init__(self, watchdog: int, stdin: int = 0, stdout: int = 1) -> None:
+        self.watchdog = watchdog
         self.uplink = Uplink(stdin, stdout)
         self.outbox = self.uplink.outbox
         self.send = self.outbox.put
         self.reading_output = True
-        self.selector = selectors.DefaultSelector()
+        self.descriptors = Descriptors()
         self.plan: Plan | None = None
-        self.greeter = Greeter(self.send, self._watch)
+        self.handshake = Handshake(self.send, self.descriptors.watch)
         self.workers: dict[int, Worker] = {}
         self.batch: Batch | None = None
         """Workers that are being forked."""
         self.oom_before = oom_counters()
-        self.stopping = False
+        self.ending = Ending()
         self.user_input = take_user_input()
-        self.kill_at: float | None = None
-        """Set once the run is ending; then whatever is left is killed."""
-        self.scan_at = 0.0
         self.poll_s = 1.0
         self.asked_by_signal = ""
         self.leftovers_asked = False
@@ -88,59 +82,49 @@ class Agent:
         signal.signal(signal.SIGHUP, self._on_signal)
         for signum in (signal.SIGINT, *PASSED_SIGNALS):
             signal.signal(signum, lambda *_: None)
-        self._watch(wake_reader, lambda: os.read(wake_reader, 512))
-        self._watch(self.uplink.stdin, self._on_stdin)
+        self.descriptors.watch(wake_reader, lambda: os.read(wake_reader, 512))
+        self.descriptors.watch(self.uplink.stdin, self._on_stdin)
         while not self.ended:
-            self._choose_descriptors()
-            for key, _ in self.selector.select(self._timeout()):
-                if key.fd in self.selector.get_map():
-                    key.data()
+            self.descriptors.watch_outbox(self.outbox)
+            self._hold_back_output()
+            now = time.monotonic()
+            self.descriptors.wait(self.ending.wait_s(now, self.poll_s, all_exited=self._all_exited()))
             self._reap()
             self._tick()
         self.uplink.hand_over()
         return 0
 
-    def _choose_descriptors(self) -> None:
-        """Wait for room to write only when there is something to write, and hold noisy workers back."""
-        fd, waiting = self.outbox.fd, self.outbox.fd in self.selector.get_map()
-        if self.outbox.pending and not waiting:
-            self.selector.register(fd, selectors.EVENT_WRITE, self.outbox.flush)
-        elif waiting and not self.outbox.pending:
-            self.selector.unregister(fd)
-        if self.reading_output == self.outbox.full:
-            self.reading_output = not self.outbox.full
-            for worker in self.workers.values():
-                for stream in worker.streams.keys() - worker.finished_fds:
-                    self._unwatch(stream)
-                    if self.reading_output:
-                        self._watch(stream, partial(self._on_output, worker, stream))
+    def _hold_back_output(self) -> None:
+        """Leave the output in the workers' own pipes while the launcher takes too little of it."""
+        if self.reading_output != self.outbox.full:
+            return
+        self.reading_output = not self.outbox.full
+        for worker in self.workers.values():
+            for stream in worker.streams.keys() - worker.finished_fds:
+                self.descriptors.unwatch(stream)
+                if self.reading_output:
+                    self.descriptors.watch(stream, partial(self._on_output, worker, stream))
 
     # -- input ---------------------------------------------------------------------------------
 
-    def _watch(self, fd: int, handler: Callable[[], object]) -> None:
-        self.selector.register(fd, selectors.EVENT_READ, handler)
-
-    def _unwatch(self, fd: int) -> None:
-        if fd in self.selector.get_map():
-            self.selector.unregister(fd)
-
     def _on_signal(self, signum: int, _frame: object) -> None:
-        """Only take a note: this runs between any two steps of the loop."""
+        """Take a note and no more: this runs between any two steps of the loop."""
         self.asked_by_signal = signal_name(signum)
 
     def _on_stdin(self) -> None:
         messages = self.uplink.read()
         if messages is None:
-            self._unwatch(self.uplink.stdin)
+            self.descriptors.unwatch(self.uplink.stdin)
             self._on_orphaned()
         for message in messages or ():
             self._on_message(message)
 
     def _on_orphaned(self) -> None:
         """Stop, and let the other launchers of a SLURM step know: theirs would wait for this one's ranks."""
-        others = self.plan is not None and self.plan.in_step and not self.stopping and not self._all_exited()
-        # sshd hangs up when the process that it has started, the guard, is gone.
-        self.stop("the agent's guard was killed" if self._is_alone() else "the launcher is gone")
+        in_step = self.plan is not None and self.plan.in_step
+        others = in_step and not self.ending.stopping and not self._all_exited()
+        # sshd hangs up when the process that it has started, the watchdog, is gone.
+        self.stop("the agent's watchdog was killed" if self._is_alone() else "the launcher is gone")
         if others:
             from zlaunch.slurm.commands import cancel_step
             from zlaunch.slurm.environment import SlurmError
@@ -151,7 +135,7 @@ class Agent:
                 pass  # nobody is left to be told
 
     def _is_alone(self) -> bool:
-        return os.getppid() != self.guard
+        return os.getppid() != self.watchdog
 
     def _on_message(self, message: Event) -> None:
         command = message.get("cmd")
@@ -164,16 +148,16 @@ class Agent:
             self.stop("the launcher asked for it", message.get("grace_s"))
         elif command == "kill":
             self.stop("the launcher asked for it", 0.0)
-            self.kill_at = time.monotonic()
+            self.ending.kill(time.monotonic())
         elif command == "signal":
             for worker in self.workers.values():
                 if worker.returncode is None:
                     self._signal(worker.pid, int(message["signum"]))
         elif self.plan is None:
-            self.greeter.handle(message)
+            self.handshake.handle(message)
 
     def _signal(self, pid: int, signum: int) -> None:
-        """To the worker alone, not to what it started: "save and stop", "show your stacks"."""
+        """Signal the worker alone, not what it started: "save and stop", "show your stacks"."""
         try:
             os.kill(pid, signum)
         except OSError:
@@ -187,7 +171,7 @@ class Agent:
             rank = worker.plan.rank
             self.send({"type": "output", "rank": rank, "stream": worker.streams[fd], "text": text})
         elif chunk is not None:
-            self._unwatch(fd)
+            self.descriptors.unwatch(fd)
             worker.finished_fds.add(fd)
         return bool(chunk)
 
@@ -198,7 +182,7 @@ class Agent:
                 continue
             self.send({**event, "rank": worker.plan.rank, "host": self._host()})
         if chunk == b"":
-            self._unwatch(worker.event_fd)
+            self.descriptors.unwatch(worker.event_fd)
         return bool(chunk)
 
     # -- workers -------------------------------------------------------------------------------
@@ -209,9 +193,9 @@ class Agent:
     def _start(self, plan: Plan) -> None:
         self.plan = plan
         self.uplink.heartbeat_s = plan.heartbeat_s
-        listener = self.greeter.close()
+        listener = self.handshake.close()
         if listener is not None:
-            self._unwatch(listener)
+            self.descriptors.unwatch(listener)
         self.send({"type": "agent", "host": self._host(), "pid": os.getpid(), "time": time.time()})
         if plan.preload:
             try:
@@ -219,17 +203,17 @@ class Agent:
             except OSError:
                 pass  # one by one then, which says what is wrong
             else:
-                self._watch(self.batch.preloader.connection.fileno(), self._on_batch)
+                self.descriptors.watch(self.batch.preloader.connection.fileno(), self._on_batch)
                 self._wake_at_end_of(self.batch.preloader.pid)
                 return
         self._spawn_each()
 
     def _on_batch(self) -> None:
-        """The preloader has forked the workers, or has failed; then they are started one by one."""
+        """Take over the workers that the preloader has forked; start them one by one where it has failed."""
         assert self.batch is not None
         batch, self.batch = self.batch, None
-        self._unwatch(batch.preloader.connection.fileno())
-        if self.stopping:
+        self.descriptors.unwatch(batch.preloader.connection.fileno())
+        if self.ending.stopping:
             batch.close()
             return
         workers = batch.workers()
@@ -263,8 +247,8 @@ class Agent:
         plan = worker.plan
         self.workers[worker.pid] = worker
         for fd in worker.streams:
-            self._watch(fd, partial(self._on_output, worker, fd))
-        self._watch(worker.event_fd, partial(self._on_worker_event, worker))
+            self.descriptors.watch(fd, partial(self._on_output, worker, fd))
+        self.descriptors.watch(worker.event_fd, partial(self._on_worker_event, worker))
         self._wake_at_end_of(worker.pid)
         place = {"rank": plan.rank, "local_rank": plan.local_rank, "host": self._host()}
         process = {"pid": worker.pid, "start_ticks": start_ticks(worker.pid) or 0}
@@ -276,7 +260,7 @@ class Agent:
             self.poll_s = 0.05
         else:
             # Readable is all it says; the loop reaps after every round.
-            self._watch(pidfd, partial(self._unwatch, pidfd))
+            self.descriptors.watch(pidfd, partial(self.descriptors.unwatch, pidfd))
 
     def _reap(self) -> None:
         """Take the status of all children that ended: workers, and orphans that were adopted."""
@@ -297,7 +281,7 @@ class Agent:
         self._drain(worker)
         worker.returncode = code
         reason = ""
-        if code < 0 and not self.stopping:
+        if code < 0 and not self.ending.stopping:
             reason = likely_reason(-code, oom_killed=oom_rose(self.oom_before, oom_counters()))
         self.send(
             {
@@ -306,7 +290,7 @@ class Agent:
                 "host": self._host(),
                 "pid": worker.pid,
                 "returncode": code,
-                "after_stop": self.stopping,
+                "after_stop": self.ending.stopping,
                 "reason": reason,
                 "time": time.time(),
             }
@@ -324,15 +308,14 @@ class Agent:
     # -- ending --------------------------------------------------------------------------------
 
     def stop(self, why: str, grace_s: float | None = None) -> None:
-        """SIGTERM to every worker's process group; whoever is left after the grace period is killed."""
+        """Send SIGTERM to every worker's process group; what is left after the grace period is killed."""
         if self.plan is None:
             self.ended = True
-        if self.stopping or self.plan is None:
+        if self.ending.stopping or self.plan is None:
             return
         self._reap()  # what has failed by now was not our doing
-        self.stopping = True
         grace_s = self.plan.grace_s if grace_s is None else grace_s
-        self.kill_at = time.monotonic() + grace_s
+        self.ending.stop(time.monotonic(), grace_s)
         signal_groups(self._living(), signal.SIGTERM)
         # SIGCONT: a worker that was stopped (SIGSTOP) could not act on the SIGTERM.
         signal_groups(self._living(), signal.SIGCONT)
@@ -340,50 +323,37 @@ class Agent:
             {"type": "stopping", "host": self._host(), "why": why, "grace_s": grace_s, "time": time.time()}
         )
 
-    def _timeout(self) -> float:
-        now = time.monotonic()
-        moments = [] if self.kill_at is None else [self.kill_at]
-        if self.kill_at is not None and self._all_exited():
-            moments.append(self.scan_at)
-        return max(0.0, min([self.poll_s, *(moment - now for moment in moments)]))
-
     def _living(self) -> list[int]:
         """List the workers whose status has not been taken: no other process can have their ids."""
         return [worker.pid for worker in self.workers.values() if worker.returncode is None]
 
     def _all_exited(self) -> bool:
-        forking = self.batch is not None and not self.stopping
+        forking = self.batch is not None and not self.ending.stopping
         return not forking and all(worker.returncode is not None for worker in self.workers.values())
 
     def _tick(self) -> None:
-        """Whatever is due by the clock or by the state."""
+        """Do what is due by the clock or by the state."""
         if self.outbox.lost:
             self._on_orphaned()
         if self.asked_by_signal:
             got = f"the agent got {self.asked_by_signal}"
-            self.stop("the agent's guard was killed" if self._is_alone() else got)
+            self.stop("the agent's watchdog was killed" if self._is_alone() else got)
         if silence := self.uplink.too_silent():
             self.stop(silence)
-        now = time.monotonic()
         if self.plan is None or self.ended:
             return
-        all_exited = self._all_exited()
-        if self.kill_at is None and all_exited:
-            self.kill_at = now + _LEFTOVER_S
-        if self.kill_at is None:
-            return
-        if now >= self.kill_at:
+        due = self.ending.due(time.monotonic(), all_exited=self._all_exited())
+        if due is Due.KILL:
             self._end()
-        elif all_exited and now >= self.scan_at:
-            self.scan_at = now + _SCAN_INTERVAL_S
+        elif due is Due.SCAN:
             self._await_leftovers(self.plan.run_id)
 
     def _await_leftovers(self, run_id: str) -> None:
-        """The workers are gone; what they started gets the rest of the time, and in a stop one SIGTERM."""
+        """Give what the workers have started the rest of the time, and in a stop one SIGTERM."""
         found = run_processes(run_id, ancestor=os.getpid())
         if not found:
             self._end()
-        elif self.stopping and not self.leftovers_asked:
+        elif self.ending.stopping and not self.leftovers_asked:
             self.leftovers_asked = True
             for process in found:
                 kill(process, signal.SIGTERM)
@@ -400,20 +370,15 @@ class Agent:
 
 
 def main() -> NoReturn:
-    """Run the agent under its guard, and end at once: the launcher waits for it."""
-    guard = fork_under_guard()
+    """Run the agent under its watchdog, and end at once: the launcher waits for it."""
+    watchdog = fork_under_watchdog()
     adopt_orphans()
     try:
-        code = Agent(guard).run()
+        code = Agent(watchdog).run()
     except BaseException:
         traceback.print_exc()
         code = 1
     os._exit(code)
-
-
-def agent_argv() -> tuple[str, ...]:
-    """The command that starts an agent on this machine."""
-    return python_module_argv("zlaunch.node.agent")
 
 
 if __name__ == "__main__":

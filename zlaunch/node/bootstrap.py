@@ -80,7 +80,7 @@ def _bind(cpus: str) -> None:
 
 
 def _note_stop(_signum: int, _frame: object) -> None:
-    """For the runtime to find when it starts; it takes the signal over then."""
+    """Leave a note for the runtime, which takes the signal over when it starts."""
     os.environ["ZLAUNCH_STOP_ASKED"] = "1"
 
 
@@ -122,7 +122,7 @@ def _set_path(first: str) -> None:
 
 
 def _choose_deepspeed() -> None:
-    """Which package `import deepspeed` finds: --compat, or ZLAUNCH_COMPAT."""
+    """Choose which package `import deepspeed` finds: --compat, or ZLAUNCH_COMPAT."""
     from zlaunch.compat.deepspeed import install_as_asked
 
     install_as_asked(os.environ.get("ZLAUNCH_COMPAT") or "auto")
@@ -190,7 +190,7 @@ def _send_exception(event_fd: int, error: BaseException, text: str) -> None:
     }
     try:
         os.write(event_fd, json.dumps(event).encode() + b"\n")
-    except OSError:  # the agent is gone, and with it whoever wants to know
+    except OSError:  # the agent is gone, and nobody is left to be told
         pass
 
 

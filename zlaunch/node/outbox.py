@@ -1,4 +1,4 @@
-"""The agent's way out: events queued in memory, written without ever blocking."""
+"""Write the agent's events: they are queued in memory and never block it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _FULL_BYTES = 8 << 20
 
 
 class Outbox:
-    """A pipe to the launcher. When the launcher is gone, everything put in is dropped and `lost` is set."""
+    """Writes to the launcher's pipe. When the launcher is gone, all that is put in is dropped; see `lost`."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
@@ -20,12 +20,12 @@ class Outbox:
 
     @property
     def pending(self) -> int:
-        """Bytes that wait for room in the pipe."""
+        """Return the bytes that wait for room in the pipe."""
         return len(self._pending)
 
     @property
     def full(self) -> bool:
-        """So much waits that the workers' output had better stay in their own pipes."""
+        """Tell whether so much waits that the workers' output had better stay in their own pipes."""
         return len(self._pending) >= _FULL_BYTES
 
     def put(self, event: Event) -> None:

@@ -31,7 +31,7 @@ _POLL_S = 0.001
 
 
 class Preloader:
-    """The agent's side."""
+    """Holds the agent's side of a preloading process."""
 
     def __init__(self, process: subprocess.Popen[bytes], connection: socket.socket) -> None:
         self.pid = process.pid

@@ -1,4 +1,4 @@
-"""The agent before it has a plan: who it is, and which address of node 0 the nodes can meet at.
+"""Answer the launcher before there is a plan: who a node is, and at which address of node 0 all can meet.
 
 Commands: hello (answer: hello), checkup (checkup), listen (listening), reach (reached), sweep (swept). The
 answers are events. Nothing runs on the node yet, so these may take a moment.
@@ -14,8 +14,8 @@ from zlaunch.system.network import interface_of, open_listener, own_address_towa
 from zlaunch.system.processes import sweep
 
 
-class Greeter:
-    """Holds the rendezvous port of node 0 open until the plan comes."""
+class Handshake:
+    """Answers the launcher until the plan comes, and holds node 0's rendezvous port open until then."""
 
     def __init__(self, send: Callable[[Event], None], watch: Callable[[int, Callable[[], object]], None]):
         self._send, self._watch = send, watch
@@ -75,7 +75,7 @@ class Greeter:
         self._send({"type": "reached", "address": "", "interface": ""})
 
     def close(self) -> int | None:
-        """Let go of the port; returns the listener's descriptor, which must no longer be watched."""
+        """Let go of the port and return the descriptor that must no longer be watched, if there is one."""
         if self._listener is None:
             return None
         fd = self._listener.fileno()

@@ -19,7 +19,7 @@ _GOODBYE_S = 5.0
 
 
 class Uplink:
-    """Two descriptors, neither of which ever blocks the agent."""
+    """Reads commands and writes events; neither of its descriptors ever blocks the agent."""
 
     def __init__(self, stdin: int, stdout: int) -> None:
         self.stdin = stdin

@@ -1,8 +1,8 @@
-"""The guard: the tiny parent of each agent, which cleans up when the agent itself is killed with SIGKILL.
+"""Watch over an agent: its tiny parent cleans up when the agent itself is killed with SIGKILL.
 
-PDEATHSIG takes the workers down then, but not what they forked. The guard adopts what becomes an orphan, so
-that nothing of the run, whatever its environment and session, gets out of its sight. When the guard itself
-is killed, the agent gets SIGTERM and ends the run.
+PDEATHSIG takes the workers down then, but not what they forked. The watchdog adopts what becomes an orphan,
+so that nothing of the run, whatever its environment and session, gets out of its sight. When the watchdog
+itself is killed, the agent gets SIGTERM and ends the run.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ _LOOK_MS = 1000
 _IGNORED = (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 
 
-def fork_under_guard() -> int:
-    """Fork, and return the guard's process id in the child; the parent stays behind as its guard.
+def fork_under_watchdog() -> int:
+    """Fork, and return the parent's process id in the child; the parent stays behind as its watchdog.
 
     Call it before threads, workers, or other descriptors exist.
     """
     adopt_orphans()
-    guard = os.getpid()
+    watchdog = os.getpid()
     child = os.fork()
     if child:
-        _guard(child)
-    # Signals to the guard's process group are not meant for the agent too: the guard passes them on.
+        _watch_over(child)
+    # Signals to the watchdog's process group are not meant for the agent too: the watchdog passes them on.
     os.setsid()
-    die_with_parent(guard, signal.SIGTERM)
-    return guard
+    die_with_parent(watchdog, signal.SIGTERM)
+    return watchdog
 
 
-def _guard(child: int) -> NoReturn:
+def _watch_over(child: int) -> NoReturn:
     """Wait for the agent, end what it has left, and end as it did."""
     status = 1 << 8
     try:
@@ -111,8 +111,8 @@ def _reap() -> bool:
 def _disguise() -> None:
     """Take another name and blank the inherited environment.
 
-    Whoever kills the agent by its command line must not hit its guard, and a guard inside another zlaunch run
-    must not look like a process of that run.
+    A kill of the agent by its command line must not hit its watchdog, and a watchdog inside another zlaunch
+    run must not look like a process of that run.
     """
     import ctypes
 
@@ -122,7 +122,7 @@ def _disguise() -> None:
         arg_start, arg_end, env_start, env_end = map(int, fields[45:49])
     except (OSError, ValueError):
         return
-    name = b"zguard"
+    name = b"zwatchdog"
     if 0 < arg_start < arg_end - len(name):
         ctypes.memset(arg_start, 0, arg_end - arg_start)
         ctypes.memmove(arg_start, name, len(name))

@@ -1,4 +1,4 @@
-"""A worker process as its agent sees it: how it is started, and its pipes."""
+"""Start workers and keep their pipes, on the agent's side."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CHUNK_BYTES = 1 << 16
 
 
 class Worker:
-    """A running worker and what has been seen of it."""
+    """Holds a running worker and what has been seen of it."""
 
     def __init__(self, plan: WorkerPlan, pid: int, streams: dict[int, str], event_fd: int) -> None:
         self.plan = plan
@@ -39,7 +39,7 @@ def _pipes() -> tuple[list[int], list[int]]:
 
 
 class Batch:
-    """The workers of a node that one preloader forks."""
+    """Holds the workers of a node that one preloader forks."""
 
     def __init__(
         self, plans: Sequence[WorkerPlan], modules: Sequence[str], cwd: str, user_input: int | None
@@ -83,7 +83,7 @@ class Batch:
 
 
 def spawn(plan: WorkerPlan, cwd: str, user_input: int | None = None) -> Worker:
-    """Start a worker in a session of its own, with pipes that never block the agent.
+    """Start a worker in its own session, with pipes that never block the agent.
 
     Rank 0 reads from `user_input`, a descriptor. Raises OSError.
     """
@@ -117,7 +117,7 @@ def spawn(plan: WorkerPlan, cwd: str, user_input: int | None = None) -> Worker:
 
 
 def read_chunk(fd: int) -> bytes | None:
-    """A chunk, empty at the end of the file, None when there is nothing now."""
+    """Read a chunk, empty at the end of the file, None when there is nothing now."""
     try:
         return os.read(fd, CHUNK_BYTES)
     except BlockingIOError:

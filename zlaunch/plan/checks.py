@@ -1,47 +1,43 @@
-"""Checks of what the user gave, before anything is started; each raises click.UsageError."""
+"""Checks of what the user gave, before anything is started; each raises LaunchError."""
 
 from __future__ import annotations
 
 import difflib
-import fcntl
 import importlib.util
 import os
 import re
 import shutil
 import socket
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import click
+from zlaunch.errors import LaunchError
 
 _CONFIG_SUFFIXES = (".json", ".yaml", ".yml")
 _TORCH_USERS = {"torch", "zlaunch", "deepspeed", "transformers", "accelerate", "lightning", "torchvision"}
 _CONFIG_USERS = {"zlaunch", "deepspeed", "transformers", "accelerate"}
-_PROBE_BYTES = 1 << 16
 _MOST_RANKS = 1 << 20
 _DISTINCTIVE_KEYS = {"zero_optimization", "train_micro_batch_size_per_gpu"}
 
 
-def check_script(name: str) -> None:
-    """The script is there, or something by a similar name is."""
+def check_script(name: str, commands: Collection[str]) -> None:
+    """Check that the script is there; the error names what is near, a file or one of zlaunch's `commands`."""
     path = Path(name)
     if path.is_file():
         return _check_is_python(path)
     if (path / "__main__.py").is_file():
         return
     if path.exists() and not path.is_dir():
-        raise click.UsageError(
-            f"{name!r} can be read only once, and every worker reads it: save it to a file"
-        )
+        raise LaunchError(f"{name!r} can be read only once, and every worker reads it: save it to a file")
     if path.is_dir():
-        raise click.UsageError(f"{name!r} is a folder without a __main__.py")
+        raise LaunchError(f"{name!r} is a folder without a __main__.py")
     try:
         beside = os.listdir(path.parent)
     except OSError:
-        raise click.UsageError(f"no script {name!r}: there is no folder {str(path.parent)!r}") from None
-    raise click.UsageError(f"no script {name!r}{_near(path, beside) or _near_command(name)}")
+        raise LaunchError(f"no script {name!r}: there is no folder {str(path.parent)!r}") from None
+    raise LaunchError(f"no script {name!r}{_near(path, beside) or _near_command(name, commands)}")
 
 
 def _near(path: Path, beside: Sequence[str]) -> str:
@@ -49,12 +45,10 @@ def _near(path: Path, beside: Sequence[str]) -> str:
     return f", did you mean {str(path.parent / near[0])!r}?" if near else ""
 
 
-def _near_command(name: str) -> str:
-    from zlaunch.cli.commands import SUBCOMMANDS
-
+def _near_command(name: str, commands: Collection[str]) -> str:
     if name == "last":
         return ", did you mean `zlaunch ps last`, or stop or stacks?"
-    near = difflib.get_close_matches(name, SUBCOMMANDS, n=1, cutoff=0.7)
+    near = difflib.get_close_matches(name, commands, n=1, cutoff=0.7)
     return f", did you mean `zlaunch {near[0]}`?" if near else ""
 
 
@@ -64,20 +58,18 @@ def _check_is_python(path: Path) -> None:
         with open(path, "rb") as file:
             start = file.read(256)
     except OSError as error:
-        raise click.UsageError(f"cannot read the script {str(path)!r}: {error.strerror}") from None
+        raise LaunchError(f"cannot read the script {str(path)!r}: {error.strerror}") from None
     if path.suffix in (".json", ".yaml", ".yml"):
-        raise click.UsageError(
-            f"{str(path)!r} is no script but a config: zlaunch SCRIPT --config {path.name}"
-        )
+        raise LaunchError(f"{str(path)!r} is no script but a config: zlaunch SCRIPT --config {path.name}")
     first = start.split(b"\n", 1)[0]
     if path.suffix == ".py":
         return  # whatever its first line says: Python runs it
     if start.startswith(b"\x7fELF") or (first.startswith(b"#!") and b"python" not in first):
-        raise click.UsageError(f"{str(path)!r} is not a Python script; to run a program give --no_python")
+        raise LaunchError(f"{str(path)!r} is not a Python script; to run a program give --no_python")
 
 
 def check_module(name: str) -> None:
-    """The module's top-level package can be found; nothing of it is imported."""
+    """Check that the module's top-level package can be found; nothing of it is imported."""
     top = name.partition(".")[0]
     sys.path.insert(0, os.getcwd())
     try:
@@ -87,11 +79,11 @@ def check_module(name: str) -> None:
     finally:
         del sys.path[0]
     if not found:
-        raise click.UsageError(f"no module named {top!r}")
+        raise LaunchError(f"no module named {top!r}")
 
 
 def shared_imports(name: str, *, module: bool) -> tuple[str, ...]:
-    """What a Python target will import that takes long and can be shared between forked workers.
+    """Return what a Python target will import that takes long and can be shared between forked workers.
 
     Judged by its own source, without running it: a wrong guess costs no more than the time of an import.
     """
@@ -126,98 +118,44 @@ def _source_of(name: str, *, module: bool) -> Path:
 
 
 def check_program(name: str) -> None:
-    """A program for --no_python can be found."""
+    """Check that a program for --no_python can be found."""
     if shutil.which(name) is None:
-        raise click.UsageError(f"--no_python: no program {name!r}")
+        raise LaunchError(f"--no_python: no program {name!r}")
 
 
 def check_port(port: int) -> None:
-    """It can be a port, or 0 for a free one."""
+    """Check that a number can be a port, or 0 for a free one."""
     if not 0 <= port <= 65535:
-        raise click.UsageError(
-            f"--master_port {port}: a port is a number from 1 to 65535 (0 takes a free one)"
-        )
+        raise LaunchError(f"--master_port {port}: a port is a number from 1 to 65535 (0 takes a free one)")
 
 
 def pick_port(port: int) -> int:
-    """The port to meet at: the given one if nobody has it, otherwise one that is free now."""
+    """Return the port to meet at: the given one if nobody has it, otherwise one that is free now."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("", port))
         except OSError as error:
-            raise click.UsageError(
+            raise LaunchError(
                 f"--master_port {port}: {error.strerror}; leave it out for a free one"
             ) from None
         return int(probe.getsockname()[1])
 
 
-def make_run_dir(path: Path, *, shared: bool = False) -> None:
-    """Create the folder for logs and prove that it takes files.
-
-    `shared`: launchers of other nodes, which are parts of the same run, may use it too (and two pods may have
-    one host's name). Raises click.UsageError.
-    """
-    from zlaunch.launch import run_record
-
-    known = None if shared else run_record.read(path)
-    if known is not None and known.host == socket.gethostname() and known.is_running():
-        raise click.UsageError(f"--run_dir {path}: a run is going on there (process {known.pid})")
-    try:
-        (path / "logs").mkdir(parents=True, exist_ok=True)
-        probe = path / f".writable-{os.getpid()}"
-        try:
-            probe.write_bytes(bytes(_PROBE_BYTES))  # an empty file can be made on a full disk
-        finally:
-            probe.unlink(missing_ok=True)
-    except OSError as error:
-        raise click.UsageError(f"--run_dir {path}: cannot write there: {error.strerror}") from None
-    if not shared:
-        _lock(path)
-
-
-def is_locked(path: Path) -> bool:
-    """Tell whether a launch holds a run's folder."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:  # a file system without locks
-        pass
-    finally:
-        os.close(fd)
-    return False
-
-
-def _lock(path: Path) -> None:
-    """Keep other launchers out of a run's folder for as long as this process lives."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(fd)
-        raise click.UsageError(f"--run_dir {path}: another launch has just begun there") from None
-    except OSError:  # a file system without locks
-        os.close(fd)
-
-
 def parse_ranks(text: str, world_size: int | None) -> list[int] | None:
-    """`all` (None), or numbers and ranges such as `0,2-3`; a world size that is not known yet allows all."""
+    """Read `all` (None), or ranks such as `0,2-3`; a world size that is not known yet allows all."""
     if text == "all":
         return None
     ranks: set[int] = set()
     for token in text.split(","):
         match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", token, re.ASCII)
         if match is None:
-            raise click.UsageError(f"--log_ranks {text!r}: {token!r} is not a rank; write all, or 0,2-3")
+            raise LaunchError(f"--log_ranks {text!r}: {token!r} is not a rank; write all, or 0,2-3")
         last = int(match[2] or match[1])
         if last < int(match[1]) or last >= _MOST_RANKS:
-            raise click.UsageError(f"--log_ranks {text!r}: {token!r} is not a range of ranks")
+            raise LaunchError(f"--log_ranks {text!r}: {token!r} is not a range of ranks")
         if world_size is not None and last >= world_size:
-            raise click.UsageError(
-                f"--log_ranks {text!r}: there is no rank {last} among {world_size} worker(s)"
-            )
+            raise LaunchError(f"--log_ranks {text!r}: there is no rank {last} among {world_size} worker(s)")
         ranks.update(range(int(match[1]), last + 1))
     return sorted(ranks)
 
@@ -228,7 +166,7 @@ def check_configs(
     """Check every DeepSpeed config among the script's arguments and return warnings.
 
     ``folder`` is where the script will run, None for this one. Of ``--config`` it is not sure whose it is: a
-    script that imports none of those who read such files may mean any file, or a name of its own.
+    script that imports none of those who read such files may mean any file, or a name that only it knows.
     """
     if folder is not None and not os.path.isdir(folder):
         return []  # only the nodes have it
@@ -254,10 +192,10 @@ def _check_config(
             check_batch(loaded, world_size)
     except ConfigFileError as error:
         if ours or (is_used and _is_broken(path)):
-            raise click.UsageError(f"{option}: {error}{_config_near(path)}") from None
+            raise LaunchError(f"{option}: {error}{_config_near(path)}") from None
     except ConfigError as error:
         if ours:
-            raise click.UsageError(f"{path} is not a good config:\n{error}") from None
+            raise LaunchError(f"{path} is not a good config:\n{error}") from None
     else:
         return loaded.warnings if ours else ()
     return ()
@@ -302,7 +240,7 @@ def _is_broken(path: str) -> bool:
 
 
 def _looks_like_ours(path: str) -> bool:
-    """Whether a file that does not load is meant as a DeepSpeed config.
+    """Tell whether a file that does not load is meant as a DeepSpeed config.
 
     A script's own config may well have an `optimizer` too: a key that nobody else has decides, or the
     majority.

@@ -1,10 +1,12 @@
-"""Which of the launching machine's variables go to the other nodes."""
+"""Choose which of the launching machine's variables go to the other nodes."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+
+from zlaunch.errors import LaunchError
 
 _PREFIXES = (
     "NCCL_",
@@ -53,12 +55,12 @@ ENV_FILES = (".deepspeed_env", ".zlaunch_env")
 _KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 
 
-class ExportError(ValueError):
-    """A variable that cannot be exported; the text is for the user."""
+class EnvError(LaunchError, ValueError):
+    """Names a variable that cannot be exported; the text is for the user."""
 
 
-def exported(environ: Mapping[str, str]) -> dict[str, str]:
-    """What goes to the other nodes without being asked for: an allow-list."""
+def forwarded_env(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return what goes to the other nodes without being asked for: an allow-list."""
     return {
         key: value
         for key, value in environ.items()
@@ -66,12 +68,12 @@ def exported(environ: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def asked_for(
+def requested_env(
     environ: Mapping[str, str], given: Iterable[str] = (), folders: Iterable[Path] | None = None
 ) -> dict[str, str]:
-    """The variables of the env files and then of `--env KEY[=VALUE]`, for workers anywhere.
+    """Return the variables of the env files and then of `--env KEY[=VALUE]`, for workers anywhere.
 
-    Raises ExportError, also for a variable that each worker gets from the launcher.
+    Raises EnvError, also for a variable that each worker gets from the launcher.
     """
     chosen: dict[str, str] = {}
     for folder in (Path.home(), Path.cwd()) if folders is None else folders:
@@ -80,26 +82,26 @@ def asked_for(
     for item in given:
         key, equals, value = item.partition("=")
         if not _KEY.fullmatch(key):
-            raise ExportError(f"--env {item!r}: {key!r} is not a variable's name")
+            raise EnvError(f"--env {item!r}: {key!r} is not a variable's name")
         if key in OWN:
-            raise ExportError(f"--env {key}: every worker gets its own from zlaunch")
+            raise EnvError(f"--env {key}: every worker gets its own from zlaunch")
         if not equals and key not in environ:
-            raise ExportError(f"--env {key}: it is not set here; write --env {key}=VALUE")
+            raise EnvError(f"--env {key}: it is not set here; write --env {key}=VALUE")
         chosen[key] = value if equals else environ[key]
     return chosen
 
 
 def read_env_file(path: Path) -> dict[str, str]:
-    """KEY=VALUE lines; `#` comments, blank lines, a leading `export` and quotes around the value are fine.
+    """Read KEY=VALUE lines; `#` comments, blank lines, a leading `export` and quotes are fine.
 
-    A file that is not there has no variables. Raises ExportError naming file and line.
+    A file that is not there has no variables. Raises EnvError naming file and line.
     """
     try:
         text = path.read_text(encoding="utf-8")
     except (FileNotFoundError, NotADirectoryError):
         return {}
     except (OSError, UnicodeDecodeError) as error:
-        raise ExportError(f"{path}: cannot be read: {error}") from None
+        raise EnvError(f"{path}: cannot be read: {error}") from None
     found = {}
     for number, line in enumerate(text.splitlines(), start=1):
         line = line.strip().removeprefix("export ").strip()
@@ -108,7 +110,7 @@ def read_env_file(path: Path) -> dict[str, str]:
         key, equals, value = line.partition("=")
         key, value = key.strip(), value.strip()
         if not equals or not _KEY.fullmatch(key):
-            raise ExportError(f"{path}:{number}: {line!r} is not KEY=VALUE")
+            raise EnvError(f"{path}:{number}: {line!r} is not KEY=VALUE")
         if len(value) >= 2 and value[0] == value[-1] and value[0] in "'\"":
             value = value[1:-1]
         found[key] = value

@@ -27,7 +27,7 @@ _MIN_NOFILE = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkup:
-    """What a node tells beyond its `Facts`."""
+    """Holds what a node tells beyond its `Facts`."""
 
     torch: str | None
     """Its version; None when that Python has none."""
@@ -51,12 +51,12 @@ class Checkup:
     """Why no port can be listened on; empty when one can."""
 
     def as_event(self) -> dict[str, Any]:
-        """For the way to the launcher."""
+        """Return the checkup as an event, for the way to the launcher."""
         return {"type": "checkup", **{name: getattr(self, name) for name in self.__slots__}}
 
     @staticmethod
     def from_event(event: Mapping[str, Any]) -> Checkup:
-        """The inverse of `as_event`. Raises KeyError when something is missing."""
+        """Read what `as_event` has written. Raises KeyError when something is missing."""
         values = {name: event[name] for name in Checkup.__slots__}
         return Checkup(**{**values, "models": tuple(values["models"])})
 
@@ -65,7 +65,7 @@ class Checkup:
 
 
 def own_checkup(workdir: str, nccl_setting: str | None) -> Checkup:
-    """This machine, as this process may use it; `nccl_setting` (else our own) is NCCL_SOCKET_IFNAME."""
+    """Check this machine, as this process may use it; `nccl_setting` (else our own) is NCCL_SOCKET_IFNAME."""
     setting = nccl_setting or os.environ.get("NCCL_SOCKET_IFNAME") or None
     return Checkup(
         torch=_torch_version(),
@@ -91,7 +91,7 @@ def _torch_version() -> str | None:
 
 
 def gpu_models(folder: Path = Path("/proc/driver/nvidia/gpus")) -> tuple[str, ...]:
-    """The names of the GPUs, such as `NVIDIA H100 80GB HBM3`, in the order of their bus addresses."""
+    """Return the names of the GPUs, such as `NVIDIA H100 80GB HBM3`, in the order of their bus addresses."""
     found = []
     for path in sorted(folder.glob("*/information")):
         try:
@@ -103,7 +103,7 @@ def gpu_models(folder: Path = Path("/proc/driver/nvidia/gpus")) -> tuple[str, ..
 
 
 def driver_version(path: Path = Path("/proc/driver/nvidia/version")) -> str | None:
-    """The version of NVIDIA's kernel module; None where it is not loaded."""
+    """Return the version of NVIDIA's kernel module; None where it is not loaded."""
     try:
         match = re.search(r"^NVRM version:.*?\s(\d+(?:\.\d+)+)\s", path.read_text(), re.MULTILINE)
     except OSError:
@@ -124,7 +124,7 @@ def _soft_limit(which: int) -> int | None:
 
 
 def nccl_interface(names: Sequence[str], setting: str | None) -> str:
-    """The interface that NCCL takes first, of these in the system's order; empty when none fits.
+    """Return the interface that NCCL takes first, of these in the system's order; empty when none fits.
 
     The setting is a comma-separated list of prefixes; `=` before it asks for whole names, `^` for all others.
     """
@@ -158,8 +158,8 @@ def _listen_error() -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
-    """All that was found out about one host."""
+class HostReport:
+    """Holds all that was found out about one host."""
 
     host: str
     error: str = ""
@@ -185,7 +185,7 @@ Level = Literal["error", "warning"]
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Something wrong with one host. An error: a launch would fail."""
+    """Names something wrong with one host. An error: a launch would fail."""
 
     host: str
     level: Level
@@ -196,16 +196,16 @@ class Problem:
     """What to do; empty where the text says it."""
 
 
-def judge(reports: Sequence[Report]) -> list[Problem]:
-    """What is wrong, host by host in their order, errors first."""
+def judge(reports: Sequence[HostReport]) -> list[Problem]:
+    """Return what is wrong, host by host in their order, errors first."""
     found = [problem for report in reports for problem in _alone(report, several=len(reports) > 1)]
     found += _differing(reports)
     order = {report.host: index for index, report in enumerate(reports)}
     return sorted(found, key=lambda problem: (order[problem.host], problem.level))
 
 
-def _alone(report: Report, *, several: bool) -> Iterator[Problem]:
-    """What can be seen from one report."""
+def _alone(report: HostReport, *, several: bool) -> Iterator[Problem]:
+    """Yield what can be seen from one report."""
     host, facts = report.host, report.facts
 
     def error(check: str, text: str, advice: str = "") -> Problem:
@@ -234,8 +234,8 @@ def _alone(report: Report, *, several: bool) -> Iterator[Problem]:
         yield from _resources(report, report.checkup, gpus, several=several)
 
 
-def _resources(report: Report, checkup: Checkup, gpus: int, *, several: bool) -> Iterator[Problem]:
-    """What the checkup itself has to say."""
+def _resources(report: HostReport, checkup: Checkup, gpus: int, *, several: bool) -> Iterator[Problem]:
+    """Yield what the checkup itself has to say."""
 
     def problem(level: Level, check: str, text: str, advice: str) -> Problem:
         return Problem(report.host, level, check, text, advice)
@@ -276,12 +276,12 @@ def _resources(report: Report, checkup: Checkup, gpus: int, *, several: bool) ->
 
 
 def _goes_astray(meets_by: str, checkup: Checkup) -> bool:
-    """InfiniBand (ib*) beside the network that the hosts meet on is how it should be."""
+    """Tell whether NCCL takes another network than the hosts meet on; InfiniBand (ib*) beside it is fine."""
     return checkup.nccl_interface != meets_by and not checkup.nccl_interface.startswith("ib")
 
 
-def _bad_interface(report: Report, checkup: Checkup, *, several: bool) -> str:
-    """Why NCCL would not find its way; empty when it would."""
+def _bad_interface(report: HostReport, checkup: Checkup, *, several: bool) -> str:
+    """Return why NCCL would not find its way; empty when it would."""
     setting = checkup.nccl_setting
     if setting is not None and setting == report.iface:
         return ""  # --iface has been looked at already
@@ -291,10 +291,10 @@ def _bad_interface(report: Report, checkup: Checkup, *, several: bool) -> str:
     return f"{chooser} takes the loopback interface" if several and checkup.nccl_interface == "lo" else ""
 
 
-def _differing(reports: Sequence[Report]) -> Iterator[Problem]:
-    """What is not the same on all hosts that answered; most of them are taken to be right."""
+def _differing(reports: Sequence[HostReport]) -> Iterator[Problem]:
+    """Yield what differs between the hosts that answered; most of them are taken to be right."""
     same = "install the same version everywhere"
-    checks: tuple[tuple[str, Callable[[Report], str | None], str], ...] = (
+    checks: tuple[tuple[str, Callable[[HostReport], str | None], str], ...] = (
         ("python", _python, same),
         ("torch", _torch, same),
         ("GPUs", describe_gpus, "choose hosts or slots that are alike with --include"),
@@ -310,17 +310,17 @@ def _differing(reports: Sequence[Report]) -> Iterator[Problem]:
                 yield Problem(host, "warning", check, f"{value}, but {usual} on {where}", advice)
 
 
-def _python(report: Report) -> str | None:
+def _python(report: HostReport) -> str | None:
     return f"Python {report.facts.python}" if report.facts is not None else None
 
 
-def _torch(report: Report) -> str | None:
+def _torch(report: HostReport) -> str | None:
     version = report.checkup.torch if report.checkup is not None else None
     return f"torch {version}" if version is not None else None
 
 
-def describe_gpus(report: Report) -> str | None:
-    """How many GPUs of which kind may be used; None when the host has not said."""
+def describe_gpus(report: HostReport) -> str | None:
+    """Return how many GPUs of which kind may be used; None when the host has not said."""
     if report.facts is None:
         return None
     count = len(report.facts.devices)
@@ -329,7 +329,7 @@ def describe_gpus(report: Report) -> str | None:
 
 
 def size(count: int) -> str:
-    """Bytes for people: `7.8 GiB`."""
+    """Write bytes for people: `7.8 GiB`."""
     units = ("B", "KiB", "MiB", "GiB", "TiB")
     power = min(max(count, 1).bit_length() - 1, 49) // 10
     value = count / (1 << 10 * power)

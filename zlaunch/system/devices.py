@@ -18,14 +18,14 @@ _MOST_CORES = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Devices:
-    """The visible devices as CUDA_VISIBLE_DEVICES tokens; none of them means CPU workers."""
+    """Holds the visible devices as CUDA_VISIBLE_DEVICES tokens; none of them means CPU workers."""
 
     tokens: tuple[str, ...]
     visible: str | None
     """CUDA_VISIBLE_DEVICES as it was given from outside, for messages."""
 
     def describe(self) -> str:
-        """How many there are, and what hides the others if something does."""
+        """Say how many there are, and what hides the others if something does."""
         count = len(self.tokens)
         text = f"{count} GPU{'' if count == 1 else 's'}"
         return text if self.visible is None else f"{text} (CUDA_VISIBLE_DEVICES={self.visible})"
@@ -64,7 +64,7 @@ def _count_by_driver(program: Path) -> int:
 
 
 def _visible_tokens(text: str, physical: int) -> tuple[str, ...]:
-    """The tokens that CUDA would accept: the first bad one ends the list, a repeated one empties it."""
+    """Return the tokens that CUDA would accept: a bad one ends the list, a repeated one empties it."""
     tokens: list[str] = []
     for token in (piece.strip() for piece in text.split(",")):
         by_index = token.isascii() and token.isdigit() and int(token) < physical
@@ -78,7 +78,7 @@ def _visible_tokens(text: str, physical: int) -> tuple[str, ...]:
 
 
 def visible_for_workers(tokens: Sequence[str]) -> tuple[str, ...]:
-    """CUDA_VISIBLE_DEVICES of each worker.
+    """Return CUDA_VISIBLE_DEVICES of each worker.
 
     All workers of a node see the same list, so that `cuda:LOCAL_RANK` is right and peers can map each other's
     memory. CUDA opens only one MIG instance in a process, so with MIG each worker sees its own alone.
@@ -89,12 +89,12 @@ def visible_for_workers(tokens: Sequence[str]) -> tuple[str, ...]:
 
 
 def available_cores() -> int:
-    """CPU cores that this process may use: its affinity, not the machine."""
+    """Count the CPU cores that this process may use: its affinity, not the machine."""
     return len(os.sched_getaffinity(0))
 
 
 def split_cores(cores: Sequence[int], workers: int) -> tuple[tuple[int, ...], ...]:
-    """Equal shares of the cores, neighbours together; with fewer cores than workers they share."""
+    """Share the cores out equally, neighbours together; with fewer cores than workers they share."""
     share = max(1, len(cores) // workers)
     return tuple(
         tuple(cores[(i * share) % len(cores) : (i * share) % len(cores) + share]) for i in range(workers)
@@ -102,7 +102,7 @@ def split_cores(cores: Sequence[int], workers: int) -> tuple[tuple[int, ...], ..
 
 
 def parse_cores(text: str) -> tuple[int, ...]:
-    """`0-3,8` as numbers, in the given order. Raises ValueError naming the token."""
+    """Read `0-3,8` as numbers, in the given order. Raises ValueError naming the token."""
     cores: list[int] = []
     for token in (piece.strip() for piece in text.split(",")):
         first, dash, last = token.partition("-")

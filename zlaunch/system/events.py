@@ -19,12 +19,12 @@ _LINE_LIMIT_BYTES = 16 << 20
 
 
 def encode(event: Event) -> bytes:
-    """An event as one line; ASCII only, so that any text survives any transport."""
+    """Write an event as one line; ASCII only, so that any text survives any transport."""
     return json.dumps(event, separators=(",", ":")).encode() + b"\n"
 
 
 def decode(line: bytes) -> Event | None:
-    """A line as an event; None when it is something else (a worker may scribble on its event pipe)."""
+    """Read a line as an event; None when it is something else (a worker may scribble on its event pipe)."""
     try:
         event = json.loads(line)
     except ValueError:
@@ -39,7 +39,7 @@ class LineBuffer:
         self._rest = b""
 
     def feed(self, chunk: bytes) -> Iterator[Event]:
-        """The events that this chunk completes."""
+        """Yield the events that this chunk completes."""
         *lines, self._rest = (self._rest + chunk).split(b"\n")
         if len(self._rest) > _LINE_LIMIT_BYTES:
             self._rest = b""

@@ -17,7 +17,7 @@ from zlaunch.system.network import interface_addresses
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """One node."""
+    """Describes one node."""
 
     hostname: str
     version: str
@@ -33,12 +33,12 @@ class Facts:
     """Network interface -> its addresses, for those that are up; loopback is left out."""
 
     def as_event(self) -> dict[str, Any]:
-        """For the way to the launcher."""
+        """Return the facts as an event, for the way to the launcher."""
         return {"type": "hello", **{name: getattr(self, name) for name in self.__slots__}}
 
     @staticmethod
     def from_event(event: Mapping[str, Any]) -> Facts:
-        """The inverse of `as_event`."""
+        """Read what `as_event` has written."""
         return Facts(
             hostname=event["hostname"],
             version=event["version"],
@@ -50,12 +50,12 @@ class Facts:
         )
 
     def describe_devices(self) -> str:
-        """How many GPUs there are."""
+        """Say how many GPUs there are."""
         return Devices(self.devices, self.visible).describe()
 
 
 def own_facts(*, with_network: bool = True) -> Facts:
-    """The facts of this machine, as this process may use it."""
+    """Return the facts of this machine, as this process may use it."""
     found = discover(os.environ)
     return Facts(
         hostname=socket.gethostname(),
@@ -69,7 +69,7 @@ def own_facts(*, with_network: bool = True) -> Facts:
 
 
 def cores_by_numa(root: Path = Path("/sys/devices/system/node")) -> tuple[int, ...]:
-    """The CPUs of this process's affinity, ordered by NUMA node and number."""
+    """Return the CPUs of this process's affinity, ordered by NUMA node and number."""
     allowed = os.sched_getaffinity(0)
     order: dict[int, int] = {}
     for folder in root.glob("node[0-9]*"):

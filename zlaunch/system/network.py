@@ -11,7 +11,7 @@ _CONNECT_TIMEOUT_S = 6.0  # a lost first packet is sent again after 1 s, and aft
 
 
 def interface_addresses() -> dict[str, tuple[str, ...]]:
-    """IPv4 addresses before IPv6 ones; link-local IPv6 needs a zone and is of no use to others."""
+    """Return IPv4 addresses before IPv6 ones; link-local IPv6 needs a zone and is of no use to others."""
     import psutil
 
     states = psutil.net_if_stats()
@@ -61,6 +61,6 @@ def own_address_towards(address: str, port: int, token: bytes) -> str | None:
 
 
 def interface_of(address: str) -> str:
-    """The network interface that has this address; empty if none has."""
+    """Return the network interface that has this address; empty if none has."""
     address = address.removeprefix("::ffff:")
     return next((name for name, known in interface_addresses().items() if address in known), "")

@@ -1,8 +1,8 @@
 """Find, watch and end the processes of one run, with /proc and a few system calls alone.
 
 A process belongs to a run when its environment says so, when it sits in the session of a worker that still
-is that worker, or when it descends from the agent or its guard (which adopt orphans). A process id alone is
-never enough: it may belong to somebody else by now.
+is that worker, or when it descends from the agent or its watchdog (which adopt orphans). A process id alone
+is never enough: it may belong to somebody else by now.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _SCAN_PAUSE_S = 0.02
 
 
 class Process(NamedTuple):
-    """A process that cannot be mistaken for a later one with the same id."""
+    """Names a process so that it cannot be mistaken for a later one with an equal id."""
 
     pid: int
     start_ticks: int
@@ -47,7 +47,7 @@ def adopt_orphans() -> None:
 
 
 def open_pidfd(pid: int) -> int | None:
-    """A descriptor that becomes readable when the process ends; None on kernels without (before 5.3)."""
+    """Open a descriptor that becomes readable when the process ends; None on kernels before 5.3."""
     try:
         return os.pidfd_open(pid)
     except OSError:
@@ -55,7 +55,7 @@ def open_pidfd(pid: int) -> int | None:
 
 
 def python_module_argv(module: str) -> tuple[str, ...]:
-    """`python -m module`, with the current folder kept off its import path where that can be done.
+    """Return `python -m module`, with the current folder kept off its import path where that can be done.
 
     A user's own `queue.py` or `zlaunch/` in the working folder must not get in the way. From our own checkout
     the current folder may be the only way in.
@@ -66,13 +66,13 @@ def python_module_argv(module: str) -> tuple[str, ...]:
 
 
 def _stat_fields(pid: int) -> list[bytes]:
-    """/proc/PID/stat from the third field (state) on; the name before it may hold anything."""
+    """Read /proc/PID/stat from the third field (state) on; the name before it may hold anything."""
     with open(f"/proc/{pid}/stat", "rb") as file:
         return file.read().rpartition(b")")[2].split()
 
 
 def start_ticks(pid: int) -> int | None:
-    """When a process was started, in clock ticks since boot; None when there is no such process."""
+    """Return when a process was started, in clock ticks since boot; None when there is no such process."""
     try:
         fields = _stat_fields(pid)
         return None if fields[0] in (b"Z", b"X") else int(fields[19])
@@ -152,6 +152,14 @@ def kill(process: Process, signum: int = signal.SIGKILL) -> None:
     finally:
         if pidfd is not None:
             os.close(pidfd)
+
+
+def signal_name(signum: int) -> str:
+    """Return a signal's name: SIGKILL for 9; the number where there is no name."""
+    try:
+        return signal.Signals(signum).name
+    except ValueError:
+        return f"signal {signum}"
 
 
 def signal_groups(group_ids: Iterable[int], signum: int) -> None:

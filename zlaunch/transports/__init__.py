@@ -9,7 +9,7 @@ from zlaunch.system.events import Event
 
 
 class Transport(Protocol):
-    """A started agent on one node."""
+    """Carries lines to and from a started agent on one node."""
 
     host: str
     local: bool
@@ -19,7 +19,7 @@ class Transport(Protocol):
         """Hand over a plan or a command; never raises and never blocks for long. Safe in a signal handler."""
 
     def events(self) -> Iterator[Event]:
-        """The agent's events until it is gone. Blocks; one reader thread a node runs it."""
+        """Yield the agent's events until it is gone. Blocks; one reader thread a node runs it."""
 
     def close(self, timeout_s: float) -> int | None:
         """Say goodbye and wait for the agent; its exit status as subprocess has it, None if still there."""
@@ -28,4 +28,4 @@ class Transport(Protocol):
         """Take the agent down at once."""
 
     def diagnostics(self) -> str:
-        """What the agent or its way said on stderr, for the report when it dies."""
+        """Return what the agent or its way said on stderr, for the report when it dies."""

@@ -1,4 +1,4 @@
-"""Agents that srun or mpirun puts on their node, one such command a node, with pipes through it."""
+"""Start agents by srun or mpirun, one such command a node, with pipes through it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from zlaunch.launch.nodes import NodeError
+from zlaunch.errors import NodeError
+from zlaunch.system.processes import python_module_argv
 from zlaunch.transports.local import LocalTransport
 
 _PER_TASK = (
@@ -34,15 +35,16 @@ def srun_prefix(host: str, cpus: int | None) -> tuple[str, ...]:
 
 
 def mpirun_prefix(host: str) -> tuple[str, ...]:
-    """The same by Open MPI."""
+    """Start one process on one node by Open MPI, unbound."""
     return ("mpirun", "--allow-run-as-root", "-np", "1", "-host", host, "--bind-to", "none")
 
 
-def open_command(host: str, prefix: Sequence[str], argv: Sequence[str], stderr_path: Path) -> LocalTransport:
-    """Start the agent. Raises NodeError when the starter is not there."""
+def open_command(host: str, prefix: Sequence[str], python: str, stderr_path: Path) -> LocalTransport:
+    """Start the agent with a Python of the node. Raises NodeError when the starter is not there."""
     if shutil.which(prefix[0]) is None:
         raise NodeError(host, f"there is no {prefix[0]} on PATH")
     try:
-        return LocalTransport(host, (*prefix, *argv), stderr_path, local=False, without=_PER_TASK)
+        argv = (*prefix, python, *python_module_argv("zlaunch.node.agent")[1:])
+        return LocalTransport(host, argv, stderr_path, local=False, without=_PER_TASK)
     except OSError as error:
         raise NodeError(host, f"cannot start {prefix[0]}: {error.strerror}") from None

@@ -1,4 +1,4 @@
-"""The agent as a child process of the launcher, with pipes."""
+"""Start the agent as a child process of the launcher, with pipes."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from zlaunch.errors import NodeError
 from zlaunch.system.events import Event, decode, encode
-from zlaunch.system.processes import sweep
+from zlaunch.system.processes import python_module_argv, sweep
 
 _DIAGNOSTICS_BYTES = 4096
 _NOT_INHERITED = ("ZLAUNCH_RUN_ID", "ZLAUNCH_RESUME_DIR", "ZLAUNCH_STDIN_FD")
@@ -18,7 +19,7 @@ _KILL_S = 2.0
 
 
 class LocalTransport:
-    """Starts the agent in a session of its own, so that Ctrl-C in the terminal reaches the launcher alone."""
+    """Starts the agent in its own session, so that Ctrl-C in the terminal reaches the launcher alone."""
 
     def __init__(
         self,
@@ -29,7 +30,7 @@ class LocalTransport:
         local: bool = True,
         without: Collection[str] = (),
     ) -> None:
-        """Start it, without these variables. `local`: the process is the agent's guard itself, and not a
+        """Start it, without these variables. `local`: the process is the agent's watchdog itself, and not a
         starter such as srun.
         """
         self.host, self.local = host, local
@@ -65,7 +66,7 @@ class LocalTransport:
             pass
 
     def events(self) -> Iterator[Event]:
-        """Events until the agent's stdout ends."""
+        """Yield events until the agent's stdout ends."""
         for line in self._stdout:
             event = decode(line)
             if event is not None:
@@ -87,17 +88,25 @@ class LocalTransport:
         return code
 
     def kill(self) -> None:
-        """SIGKILL for the agent, all that it has started, and its guard, in whatever state they are."""
+        """Kill the agent, all that it has started, and its watchdog, in whatever state they are."""
         if self.local and self._process.poll() is None:
             sweep(ancestor=self._process.pid, timeout_s=_KILL_S)
         self._process.kill()
 
     def diagnostics(self) -> str:
-        """The end of the agent's stderr."""
+        """Return the end of the agent's stderr."""
         try:
             return self._stderr_path.read_bytes()[-_DIAGNOSTICS_BYTES:].decode("utf-8", "replace").strip()
         except OSError:
             return ""
+
+
+def open_local(host: str, stderr_path: Path) -> LocalTransport:
+    """Start the agent on this machine. Raises NodeError."""
+    try:
+        return LocalTransport(host, python_module_argv("zlaunch.node.agent"), stderr_path)
+    except OSError as error:
+        raise NodeError(host, f"cannot start an agent: {error}") from None
 
 
 def _user_input() -> int | None:

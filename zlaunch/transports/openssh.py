@@ -1,4 +1,4 @@
-"""The agent on another host by the `ssh` program, where the ssh configuration asks for OpenSSH."""
+"""Start the agent on another host by the `ssh` program, where the configuration asks for OpenSSH."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from zlaunch.launch.nodes import NodeError
+from zlaunch.errors import NodeError
 from zlaunch.transports.local import LocalTransport
 
 Asked = Mapping[str, Sequence[str]]

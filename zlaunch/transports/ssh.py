@@ -1,4 +1,4 @@
-"""The agent on another host, over an ssh channel that carries the same lines as a pipe."""
+"""Start the agent on another host; an ssh channel carries its lines."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 
 import paramiko
 
-from zlaunch.launch.nodes import NodeError
+from zlaunch.errors import NodeError
 from zlaunch.system.events import Event, LineBuffer, encode
 from zlaunch.transports.ssh_config import HostSettings
 
@@ -32,7 +32,7 @@ _ATTEMPTS = 6
 
 
 def remote_command(python: str) -> str:
-    """The fixed command line: all that differs between runs travels over stdin."""
+    """Return the fixed command line: all that differs between runs travels over stdin."""
     code = (
         "import sys; sys.path[:] = [p for p in sys.path if p]; "
         "from zlaunch.node.agent import main; sys.exit(main())"
@@ -41,11 +41,11 @@ def remote_command(python: str) -> str:
 
 
 class AuthenticationRefused(NodeError):
-    """A host that answers, and takes none of our keys."""
+    """Names a host that answers, and takes none of our keys."""
 
 
 class SshTransport:
-    """One connection with one channel. A writer thread sends, so that `send` is safe in a signal handler."""
+    """Holds one connection with one channel. A writer thread sends: `send` is safe in a signal handler."""
 
     local = False
 
@@ -83,7 +83,7 @@ class SshTransport:
             pass
 
     def events(self) -> Iterator[Event]:
-        """Events until the channel ends; lines that are not events (a noisy shell) are passed over."""
+        """Yield events until the channel ends; lines that are not events (a noisy shell) are passed over."""
         buffer = LineBuffer()
         while True:
             try:
@@ -117,7 +117,7 @@ class SshTransport:
             client.close()
 
     def diagnostics(self) -> str:
-        """The end of what came on stderr."""
+        """Return the end of what came on stderr."""
         return bytes(self._stderr).decode("utf-8", "replace").strip()
 
 
@@ -219,7 +219,7 @@ _known_hosts_lock = threading.Lock()
 
 
 def _explain(s: HostSettings, error: BaseException) -> str:
-    """What happened, in the user's terms."""
+    """Say what happened in the user's terms."""
     target = f"{s.user}@{s.hostname} port {s.port}"
     if isinstance(error, paramiko.BadHostKeyException):
         name = s.hostname if s.port == 22 else f"[{s.hostname}]:{s.port}"

@@ -13,7 +13,7 @@ import subprocess
 from dataclasses import dataclass
 from typing import Any
 
-from zlaunch.launch.nodes import NodeError
+from zlaunch.errors import NodeError
 from zlaunch.transports.openssh import reason_for_openssh
 
 _CONNECT_TIMEOUT_S = 15.0
@@ -22,7 +22,7 @@ _ASK_S = 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostSettings:
-    """How to reach one host."""
+    """Says how to reach one host."""
 
     alias: str
     """As the user wrote it."""
@@ -45,7 +45,7 @@ class HostSettings:
 def resolve(
     host: str, *, user: str | None = None, port: int | None = None, config: str | None = None
 ) -> HostSettings:
-    """The settings for a host; `user` and `port` win over the configuration. Raises NodeError."""
+    """Return the settings for a host; `user` and `port` win over the configuration. Raises NodeError."""
     return _resolve(host, user, port, config, depth=0)
 
 

@@ -66,12 +66,12 @@ class Console:
             self._write(stream, data)
 
     def message(self, text: str) -> None:
-        """A word of the launcher itself, on stderr."""
+        """Show a word of the launcher itself, on stderr."""
         if not self._quiet:
             self._write("stderr", f"zlaunch: {text}\n".encode("utf-8", "surrogateescape"))
 
     def error(self, text: str) -> None:
-        """Something that the user has to know, on stderr, also when it is to be quiet."""
+        """Show something that the user has to know, on stderr, also when it is to be quiet."""
         self._write("stderr", f"zlaunch: error: {text}\n".encode("utf-8", "surrogateescape"))
 
     def text(self, text: str) -> None:
@@ -79,7 +79,7 @@ class Console:
         self._write("stderr", f"{text}\n".encode("utf-8", "surrogateescape"))
 
     def metrics(self, event: Mapping[str, Any]) -> None:
-        """Rank 0's metrics make a line; the other ranks only add their memory to it."""
+        """Show rank 0's metrics as a line; the other ranks only add their memory to it."""
         values = event.get("values")
         if self._quiet or not isinstance(values, dict):
             return
@@ -137,7 +137,7 @@ class Console:
             self._put("stdout", b"\r\x1b[K")
 
     def _show_status(self) -> None:
-        """Only below a finished line: a worker may be drawing a progress bar or a prompt."""
+        """Show the status below a finished line only: a worker may be drawing a progress bar or a prompt."""
         if self._status and self._at_line_start:
             width = shutil.get_terminal_size().columns - 1
             self._put("stdout", self._status[:width].encode())
@@ -181,7 +181,7 @@ def _last_state(line: bytes) -> bytes:
 
 
 def metrics_line(values: Mapping[str, Any], memory_gb: Collection[float]) -> str:
-    """`step 10/100 loss 2.31 lr 3.0e-04 scale 65536 norm 0.52 12345 tok/s mem 0.41 0.42 GB`."""
+    """Write `step 10/100 loss 2.31 lr 3.0e-04 scale 65536 norm 0.52 12345 tok/s mem 0.41 0.42 GB`."""
 
     def shown(key: str, template: str) -> list[str]:
         value = values.get(key)

@@ -13,7 +13,7 @@ from zlaunch.plan.plan import Plan
 
 
 def plan_table(plan: Plan) -> RenderableType:
-    """Who runs where with what; what all workers share is said once."""
+    """Show who runs where with what; what all workers share is said once."""
     workers = [worker for node in plan.nodes for worker in node.workers]
     shared = set(workers[0].env.items()).intersection(*(worker.env.items() for worker in workers))
     table = Table(title=f"run {plan.run_id}", title_justify="left", show_lines=len(workers) < 17)

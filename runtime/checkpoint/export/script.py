@@ -6,6 +6,7 @@ import ast
 import inspect
 from functools import cache
 
+from .... import errors
 from ..format import manifest, tensor_file
 from . import full_weights
 
@@ -15,7 +16,7 @@ NAME = "zero_to_fp32.py"
 @cache
 def text() -> str:
     """The script: needs torch, and neither zlaunch nor the safetensors package."""
-    sources = [inspect.getsource(module) for module in (tensor_file, manifest, full_weights)]
+    sources = [inspect.getsource(module) for module in (errors, tensor_file, manifest, full_weights)]
     usage = ast.get_docstring(ast.parse(sources[-1]))
     head = f'#!/usr/bin/env python3\n"""{usage}\n"""\n\nfrom __future__ import annotations\n'
     return "\n\n".join([head, *map(_without_relative_imports, sources)])

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ....errors import ZlaunchError
+
 CHUNK_BYTES = 1 << 22
 """A file has a checksum for each of these, so that whoever reads a part checks that part."""
 NAMES = {
@@ -37,7 +39,7 @@ _AHEAD = 4
 """Chunks that are read ahead."""
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(ZlaunchError, RuntimeError):
     """A checkpoint that cannot be written or read; the text names the file and what to do."""
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from zlaunch.plan.env import ExportError, asked_for, exported
+from zlaunch.plan.env import EnvError, forwarded_env, requested_env
 
 
 def test_the_allow_list() -> None:
@@ -15,7 +15,7 @@ def test_the_allow_list() -> None:
     # what belongs to a run that this one was started from stays behind
     environ |= {"ZLAUNCH_RUN_ID": "x", "ZLAUNCH_STOP_ASKED": "1", "ZLAUNCH_CPUS": "0"}
     kept = {"NCCL_DEBUG", "HF_TOKEN", "PYTHONPATH", "CUDA_LAUNCH_BLOCKING", "ZLAUNCH_SHARED_MEMORY"}
-    assert exported(environ).keys() == kept
+    assert forwarded_env(environ).keys() == kept
 
 
 def test_files_and_options(tmp_path: Path) -> None:
@@ -25,7 +25,7 @@ def test_files_and_options(tmp_path: Path) -> None:
     (home / ".deepspeed_env").write_text("A=1\nB=home\n")
     (here / ".zlaunch_env").write_text("# a comment\n\n  export B='two words' \nC=x=y#z\nD=\n")
     given = ("E=a=b c", "F", "A=option")
-    found = asked_for({"F": "from here"}, given, (home, here))
+    found = requested_env({"F": "from here"}, given, (home, here))
     assert found == {"A": "option", "B": "two words", "C": "x=y#z", "D": "", "E": "a=b c", "F": "from here"}
 
 
@@ -38,14 +38,14 @@ def test_files_and_options(tmp_path: Path) -> None:
     ],
 )
 def test_options_that_cannot_be(item: str, words: str) -> None:
-    with pytest.raises(ExportError, match=words):
-        asked_for({}, [item], ())
+    with pytest.raises(EnvError, match=words):
+        requested_env({}, [item], ())
 
 
 def test_a_bad_file_is_named_with_its_line(tmp_path: Path) -> None:
     (tmp_path / ".zlaunch_env").write_text("A=1\nnonsense\n")
-    with pytest.raises(ExportError, match=r"\.zlaunch_env:2: 'nonsense' is not KEY=VALUE"):
-        asked_for({}, (), [tmp_path])
+    with pytest.raises(EnvError, match=r"\.zlaunch_env:2: 'nonsense' is not KEY=VALUE"):
+        requested_env({}, (), [tmp_path])
     (tmp_path / ".zlaunch_env").write_bytes(b"A=\xff\n")
-    with pytest.raises(ExportError, match=r"\.zlaunch_env: cannot be read"):
-        asked_for({}, (), [tmp_path])
+    with pytest.raises(EnvError, match=r"\.zlaunch_env: cannot be read"):
+        requested_env({}, (), [tmp_path])

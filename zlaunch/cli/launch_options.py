@@ -1,0 +1,159 @@
+"""The options of the command that launches, and those of them by which `doctor` reaches the hosts too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import click
+
+from zlaunch.cli.deepspeed_flags import deepspeed_flags, launcher_name
+from zlaunch.launchers.registry import NAMED
+from zlaunch.plan.options import COMPAT_CHOICES
+
+REACH = (
+    click.option("--ssh_port", type=click.IntRange(1, 65535), metavar="PORT", help="Port of sshd."),
+    click.option("--ssh_config", metavar="FILE", help="Instead of ~/.ssh/config."),
+    click.option(
+        "--ssh_accept_new", is_flag=True, help="Trust host keys that are not known yet, and remember them."
+    ),
+    click.option(
+        "--remote_python", metavar="PATH", help="Python on the nodes.  [default: the path of this one]"
+    ),
+    click.option("--venv", metavar="DIR", help="Virtual environment on the nodes; its Python is taken."),
+    click.option("--iface", metavar="NAME", help="Network interface for rendezvous and traffic."),
+)
+"""For getting to other nodes."""
+LAUNCH = (
+    click.option(
+        "--num_gpus",
+        "--num_accelerators",
+        type=click.IntRange(min=1),
+        metavar="N",
+        help="Workers on each node: one a GPU; without a GPU any number.  [default: all GPUs, or 1]",
+    ),
+    click.option("-H", "--hostfile", metavar="FILE", help="Hosts to run on: lines of HOST slots=N."),
+    click.option("--num_nodes", type=click.IntRange(min=1), metavar="N", help="Use the first N hosts."),
+    click.option("-i", "--include", metavar="FILTER", help="Hosts and slots to use: node1:0,2-3@node[2-4]."),
+    click.option("-e", "--exclude", metavar="FILTER", help="Hosts and slots to leave out, in the same form."),
+    click.option(
+        "--launcher",
+        metavar=f"[{'|'.join(NAMED)}]",
+        callback=launcher_name,
+        help="How to reach the nodes; openssh is the ssh program.  [default: found out, and said]",
+    ),
+    click.option(
+        "--master_port",
+        type=int,
+        default=0,
+        metavar="PORT",
+        help="Rendezvous port; 0 takes a free one.",
+    ),
+    click.option(
+        "--master_addr", metavar="ADDR", help="Rendezvous address.  [default: one of node 0 that all reach]"
+    ),
+    *REACH,
+    click.option("--no_ssh", is_flag=True, help="The same command is started on each node by hand."),
+    click.option(
+        "--node_rank", type=int, metavar="N", help="Which of the nodes this is, of those started by hand."
+    ),
+    *deepspeed_flags(),
+    click.option(
+        "--env", multiple=True, metavar="KEY[=VAL]", help="Export a variable to the nodes; repeatable."
+    ),
+    click.option("--workdir", metavar="DIR", help="Folder to run in on every node.  [default: this one]"),
+    click.option(
+        "--connect_timeout",
+        type=click.FloatRange(min=1),
+        default=60.0,
+        show_default=True,
+        metavar="SECONDS",
+        help="For a node to answer at the start.",
+    ),
+    click.option(
+        "--heartbeat",
+        type=click.FloatRange(min=1),
+        default=15.0,
+        show_default=True,
+        metavar="SECONDS",
+        help="A node silent for so long is lost.",
+    ),
+    click.option(
+        "--max_restarts",
+        type=click.IntRange(min=0),
+        default=0,
+        show_default=True,
+        metavar="N",
+        help="Start all workers anew after a failure, so many times.",
+    ),
+    click.option(
+        "--min_nodes",
+        type=click.IntRange(min=1),
+        metavar="N",
+        help="Go on without dead nodes while N are left.",
+    ),
+    click.option(
+        "--hang_timeout",
+        type=click.FloatRange(min=0),
+        default=0.0,
+        metavar="SECONDS",
+        help="Stop, with the stacks of all ranks, when no rank has written anything for so long.",
+    ),
+    click.option(
+        "--requeue",
+        is_flag=True,
+        help="In SLURM: requeue the job after a stop asked for by SIGUSR1 or SIGTERM.",
+    ),
+    click.option(
+        "--bind_cores_to_rank", is_flag=True, help="Give each worker its share of the node's cores."
+    ),
+    click.option("--bind_core_list", metavar="CORES", help="The same, of these cores: 0-7,16-23."),
+    click.option(
+        "--run_dir",
+        "--enable_each_rank_log",
+        metavar="DIR",
+        help="Logs, plan, events.  [default: runs/TIME-ID]",
+    ),
+    click.option(
+        "--log_ranks",
+        metavar="RANKS",
+        help="Ranks shown on the console: 0,2-3 or all; the logs have every rank.  [default: 0]",
+    ),
+    click.option("-m", "--module", is_flag=True, help="The script is a module name, as in python -m."),
+    click.option(
+        "--no_python", is_flag=True, help="The script is a program of any kind; it gets no --local_rank."
+    ),
+    click.option(
+        "--no_preload", is_flag=True, help="Start each worker by itself, not as forks of one process."
+    ),
+    click.option("--no_local_rank", is_flag=True, help="Do not pass --local_rank=N to the script."),
+    click.option(
+        "--grace",
+        type=click.FloatRange(min=0),
+        metavar="SECONDS",
+        help="Time between SIGTERM and SIGKILL when the run is stopped.  [default: 3; with --requeue 25]",
+    ),
+    click.option(
+        "--compat",
+        type=click.Choice(COMPAT_CHOICES),
+        help="What `import deepspeed` is: auto, zlaunch where the real one is not installed; deepspeed, "
+        "zlaunch in any case; none, the real one.  [default: auto]",
+    ),
+    click.option("--dry_run", is_flag=True, help="Print the plan and start nothing."),
+    click.option("--json", "as_json", is_flag=True, help="With --dry_run: the plan as JSON."),
+    click.option("-q", "--quiet", is_flag=True, help="Show only the workers' output and failures."),
+)
+"""Of the command that launches."""
+
+
+def with_options(
+    options: Iterable[Callable[..., Any]],
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return a decorator that gives a click command these options, in this order."""
+
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        for option in reversed(tuple(options)):
+            command = option(command)
+        return command
+
+    return decorate

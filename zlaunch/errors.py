@@ -1,0 +1,17 @@
+"""The errors that users may catch, and their base. It imports nothing, so that everything may import it."""
+
+
+class ZlaunchError(Exception):
+    """Is the base of every error that zlaunch raises on purpose."""
+
+
+class LaunchError(ZlaunchError):
+    """Says what the user got wrong about a launch, and what to do; the command exits with code 2."""
+
+
+class NodeError(LaunchError):
+    """Says why a node cannot take part and what to do; the host is named beside the text."""
+
+    def __init__(self, host: str, text: str) -> None:
+        super().__init__(text)
+        self.host, self.text = host, text

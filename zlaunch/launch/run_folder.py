@@ -1,0 +1,61 @@
+"""The folder of a run: made, proved to take files, and locked against a second launch."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+from pathlib import Path
+
+from zlaunch.errors import LaunchError
+from zlaunch.launch import run_record
+
+_PROBE_BYTES = 1 << 16
+
+
+def make_run_dir(path: Path, *, shared: bool = False) -> None:
+    """Create the folder for logs and prove that it takes files.
+
+    `shared`: launchers of other nodes, which are parts of the same run, may use it too (and two pods may have
+    one host's name). Raises LaunchError.
+    """
+    known = None if shared else run_record.read(path)
+    if known is not None and known.host == socket.gethostname() and known.is_running():
+        raise LaunchError(f"--run_dir {path}: a run is going on there (process {known.pid})")
+    try:
+        (path / "logs").mkdir(parents=True, exist_ok=True)
+        probe = path / f".writable-{os.getpid()}"
+        try:
+            probe.write_bytes(bytes(_PROBE_BYTES))  # an empty file can be made on a full disk
+        finally:
+            probe.unlink(missing_ok=True)
+    except OSError as error:
+        raise LaunchError(f"--run_dir {path}: cannot write there: {error.strerror}") from None
+    if not shared:
+        _lock(path)
+
+
+def is_locked(path: Path) -> bool:
+    """Tell whether a launch holds a run's folder."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # a file system without locks
+        pass
+    finally:
+        os.close(fd)
+    return False
+
+
+def _lock(path: Path) -> None:
+    """Keep other launchers out of a run's folder for as long as this process lives."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        raise LaunchError(f"--run_dir {path}: another launch has just begun there") from None
+    except OSError:  # a file system without locks
+        os.close(fd)

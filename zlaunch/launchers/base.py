@@ -1,0 +1,114 @@
+"""What a launcher is: it starts an agent on each node, plans for those that answer, and ends the run.
+
+`zlaunch/launchers/registry.py` lists all launchers and chooses one for a command line.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+from zlaunch.launch.job import Job
+from zlaunch.launch.run_record import resume_folder
+from zlaunch.plan.build import NodeSpec, Part, RunFacts, make_plan
+from zlaunch.plan.options import Options
+from zlaunch.plan.plan import Plan
+from zlaunch.system.processes import python_module_argv
+
+if TYPE_CHECKING:
+    from zlaunch.launch.verdict import Outcome
+    from zlaunch.slurm.environment import Allocation
+
+FOR_SSH = ("ssh_port", "ssh_config", "ssh_accept_new")
+FOR_SEVERAL_NODES = (*FOR_SSH, "iface", "remote_python", "venv", "min_nodes")
+NEEDS_NODES = "it needs a --hostfile or a SLURM job of several nodes"
+
+
+class Launcher(Job):
+    """Starts the agents of one run and makes its plans; `zlaunch.launch.job` does the rest."""
+
+    name: ClassVar[str]
+    """As the user gives or reads it."""
+    refuses: ClassVar[Mapping[str, str]] = {}
+    """Option -> why it would do nothing with this launcher."""
+    spans_nodes: ClassVar[bool] = False
+    """Agents are started on other nodes too, and only these can tell all that a plan needs."""
+    shares_run_dir: ClassVar[bool] = False
+    """Launchers of other nodes, which are parts of the same run, may use its folder."""
+    in_step: ClassVar[bool] = False
+    """Every task of a SLURM step runs this launcher; they tell each other when one has failed."""
+
+    def __init__(
+        self, options: Options, allocation: Allocation | None, environ: Mapping[str, str] = os.environ
+    ) -> None:
+        """Take the options; `environ` has the variables that the nodes see. Raises LaunchError."""
+        self.options = options
+        self.allocation = allocation
+        self.environ = environ
+        self.run = RunFacts(
+            program=options.program,
+            run_id=options.run_id,
+            run_dir=options.run_dir,
+            cwd=options.workdir,
+            grace_s=options.grace_s,
+            bootstrap=python_module_argv("zlaunch.node.bootstrap"),
+            environ=environ,
+            heartbeat_s=options.heartbeat_s if self.spans_nodes else 0.0,
+            in_step=self.in_step,
+        )
+
+    @staticmethod
+    def default_run_dir(run_id: str, allocation: Allocation | None) -> Path:
+        """Return the folder of a run where the user has named none."""
+        return Path("runs", run_id)
+
+    @property
+    @abstractmethod
+    def where(self) -> str:
+        """Return where the run takes place, for the user."""
+
+    @abstractmethod
+    def known_plan(self) -> Plan | None:
+        """Return the plan as far as it is known before any node has answered; None if it is not."""
+
+    def on_end(self, outcome: Outcome, say: Callable[[str], None]) -> int:
+        """Do what the end of the run asks for, and return the command's exit code."""
+        if self.is_requeued(outcome):
+            from zlaunch.slurm.commands import requeue
+
+            requeue(os.environ, say)
+        return outcome.code
+
+    def is_requeued(self, outcome: Outcome) -> bool:
+        """Tell whether the SLURM job is to be put back into the queue."""
+        return self.options.requeue and (outcome.save_asked or outcome.signum == signal.SIGTERM)
+
+    def make_plan(
+        self,
+        nodes: Sequence[NodeSpec],
+        address: str,
+        port: int,
+        attempt: int,
+        *,
+        part: Part | None = None,
+        run: RunFacts | None = None,
+    ) -> Plan:
+        """Make the plan of an attempt on these nodes."""
+        o = self.options
+        return make_plan(
+            run or self.run,
+            nodes,
+            master_addr=address,
+            master_port=port,
+            attempt=attempt,
+            resume_dir=resume_folder(o.run_dir, o.run_id, attempt, o.program, os.environ),
+            part=part,
+        )
+
+    def agent_log(self, host: str) -> Path:
+        """Return the file for what the agent of a host says on stderr."""
+        return Path(self.options.run_dir, "logs", f"agent_{host}.log")

@@ -1,0 +1,72 @@
+"""All launchers, each imported when it is used, and the choice of one for a command line.
+
+To add one, write a file with a subclass of `Launcher` and a line in NAMED.
+"""
+
+from __future__ import annotations
+
+import os
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from zlaunch.errors import LaunchError
+from zlaunch.plan.options import DEFAULT_HOSTFILE, Options, own_names
+
+if TYPE_CHECKING:
+    from zlaunch.launchers.base import Launcher
+    from zlaunch.slurm.environment import Allocation
+
+LOCAL, SSH, SLURM = "local", "ssh", "slurm"
+_SRUN_TASK, _MANUAL = "step", "hand"
+NAMED = {
+    LOCAL: "local:LocalLauncher",
+    SSH: "ssh:SshLauncher",
+    "openssh": "ssh:OpenSshLauncher",
+    SLURM: "slurm:SlurmLauncher",
+    "openmpi": "openmpi:OpenMpiLauncher",
+}
+"""Those that --launcher may name, by that name."""
+_IMPLIED = {_SRUN_TASK: "srun_task:SrunTaskLauncher", _MANUAL: "manual:ManualLauncher"}
+"""Those that follow from the environment or other options."""
+
+
+def load(name: str) -> type[Launcher]:
+    """Import a launcher's class."""
+    module, _, attribute = (NAMED | _IMPLIED)[name].partition(":")
+    kind: type[Launcher] = getattr(import_module(f"zlaunch.launchers.{module}"), attribute)
+    return kind
+
+
+def choose(options: Options, allocation: Allocation | None) -> tuple[str, str]:
+    """Return the name of the launcher for these options, and why it is this one. Raises LaunchError."""
+    if options.node_rank is not None:
+        why = f"the environment says that this is node {options.node_rank} of {options.num_nodes}"
+        return _MANUAL, why if options.pod else "--no_ssh"
+    inside = allocation is not None and allocation.inside_step
+    by_slurm = options.launcher == SLURM or (options.launcher is None and options.hostfile is None)
+    if allocation is not None and allocation.het_size > 1 and by_slurm:
+        raise LaunchError(
+            f"job {allocation.job_id} is heterogeneous ({allocation.het_size} components), which is not "
+            "supported: give a --hostfile with the hosts of all, or --launcher local"
+        )
+    if options.launcher == SLURM and allocation is None:
+        raise LaunchError(
+            "--launcher slurm: this is not inside a SLURM job (no SLURM_JOB_ID); use sbatch or salloc"
+        )
+    if options.launcher is not None:
+        name = _SRUN_TASK if options.launcher == SLURM and inside else options.launcher
+        return name, f"--launcher {options.launcher}"
+    if options.hostfile is not None:
+        return SSH, f"--hostfile {options.hostfile}"
+    if allocation is not None:
+        alone = len(allocation.nodes) == 1
+        if inside and alone and allocation.ntasks == 1:
+            return LOCAL, f"a single task of SLURM job {allocation.job_id}"
+        if inside:
+            return _SRUN_TASK, f"started by srun in SLURM job {allocation.job_id}"
+        if alone and allocation.nodes[0].host in own_names():
+            return LOCAL, f"SLURM job {allocation.job_id} has this node alone"
+        return SLURM, f"SLURM job {allocation.job_id}"
+    if os.path.isfile(DEFAULT_HOSTFILE):
+        return SSH, f"there is a {DEFAULT_HOSTFILE}"
+    return LOCAL, "no hostfile and no SLURM job"

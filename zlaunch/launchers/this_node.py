@@ -1,0 +1,103 @@
+"""What launchers that start nothing on other nodes have in common."""
+
+from __future__ import annotations
+
+import socket
+import time
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from zlaunch.errors import NodeError
+from zlaunch.launch.nodes import SLOW_S, Link, Node
+from zlaunch.launchers.base import Launcher
+from zlaunch.plan.build import NodeSpec
+from zlaunch.plan.options import Options
+from zlaunch.plan.plan import Plan
+from zlaunch.transports.local import open_local
+
+if TYPE_CHECKING:
+    from zlaunch.launch.nodes import Rendezvous, Say
+    from zlaunch.slurm.environment import Allocation
+
+
+class ThisNodeLauncher(Launcher):
+    """Runs the workers of this machine alone; its plan is known before its agent has answered."""
+
+    def __init__(self, options: Options, allocation: Allocation | None) -> None:
+        """Make the plan of the first attempt. Raises LaunchError."""
+        super().__init__(options, allocation)
+        self.first_plan = self.own_plan(0)
+
+    @abstractmethod
+    def own_plan(self, attempt: int) -> Plan:
+        """Make this machine's plan of an attempt. Raises LaunchError."""
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """Return this machine's name for itself."""
+        return ("localhost",)
+
+    @property
+    def where(self) -> str:
+        """Return this machine and the rendezvous."""
+        plan = self.first_plan
+        return f"{plan.nodes[0].host}, rendezvous {plan.master_addr}:{plan.master_port}"
+
+    def known_plan(self) -> Plan:
+        """Return the plan of the first attempt."""
+        return self.first_plan
+
+    def connect(self, hosts: Sequence[str], say: Say) -> tuple[list[Node], list[NodeError]]:
+        """Start the agent, once the rendezvous address is known to the network."""
+        from zlaunch.system.facts import own_facts
+
+        o = self.options
+        try:
+            if o.master_addr is not None:
+                _await_address(o.master_addr, o.connect_timeout_s, say)
+            link = Link(open_local("localhost", self.agent_log("localhost")))
+        except NodeError as error:
+            return [], [error]
+        return [Node(link, own_facts(with_network=False))], []
+
+    def plan(self, nodes: Sequence[Node], rendezvous: Rendezvous | None, attempt: int) -> Plan:
+        """Return this machine's plan of an attempt."""
+        return self.first_plan if attempt == 0 else self.own_plan(attempt)
+
+    def sweep(self, hosts: Sequence[str], run_id: str) -> None:
+        """Do nothing: the launcher itself sees to what is left on its machine."""
+
+    def spec(
+        self, host: str, slots: Sequence[int], tokens: Sequence[str], env: Mapping[str, str]
+    ) -> NodeSpec:
+        """Describe this machine with the chosen slots; `tokens` are its GPUs, none for CPU workers."""
+        from zlaunch.system.facts import cores_by_numa
+
+        cores = cores_by_numa()
+        return NodeSpec(
+            host,
+            workers=len(slots),
+            cores=len(cores),
+            devices=tuple(tokens[slot] for slot in slots) if tokens else (),
+            env=env,
+            bound=self.options.bound_cores(cores, len(slots), host),
+        )
+
+
+def _await_address(host: str, timeout_s: float, say: Say) -> None:
+    """Wait until a name has an address: a pod's may come a little after the pod. Raises NodeError."""
+    started = said_at = time.monotonic()
+    while True:
+        try:
+            socket.getaddrinfo(host, None)
+            return
+        except (OSError, UnicodeError) as error:
+            now = time.monotonic()
+            if now - started >= timeout_s:
+                text = f"--master_addr {host} has no address: {error}; looked for {timeout_s:g} s"
+                raise NodeError(host, text) from None
+            if now - said_at >= SLOW_S:
+                said_at = now
+                say(f"waiting for an address of {host} ({now - started:.0f} s)")
+            time.sleep(min(0.5, timeout_s))

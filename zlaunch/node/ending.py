@@ -1,0 +1,58 @@
+"""When an ending run's workers and their leftovers are looked for, asked to end, and killed. Pure."""
+
+from __future__ import annotations
+
+from enum import Enum, auto
+
+_SCAN_INTERVAL_S = 0.1
+_LEFTOVER_S = 0.5
+"""How long helpers of a finished worker (trackers, uploaders) may take to end by themselves."""
+
+
+class Due(Enum):
+    """Says what the agent has to do now."""
+
+    NOTHING = auto()
+    SCAN = auto()
+    """Look for what the workers have left."""
+    KILL = auto()
+    """Kill all that is there."""
+
+
+class Ending:
+    """Keeps the times of a run's end, in monotonic seconds."""
+
+    def __init__(self) -> None:
+        self.stopping = False
+        """The workers are ended from here: they have not ended by themselves."""
+        self._kill_at: float | None = None
+        self._scan_at = 0.0
+
+    def stop(self, now: float, grace_s: float) -> None:
+        """Give the workers their last seconds."""
+        self.stopping = True
+        self._kill_at = now + grace_s
+
+    def kill(self, now: float) -> None:
+        """Have all killed at once."""
+        self._kill_at = now
+
+    def due(self, now: float, *, all_exited: bool) -> Due:
+        """Return what is due; that all workers have exited begins the end, too."""
+        if self._kill_at is None and all_exited:
+            self._kill_at = now + _LEFTOVER_S
+        if self._kill_at is None:
+            return Due.NOTHING
+        if now >= self._kill_at:
+            return Due.KILL
+        if all_exited and now >= self._scan_at:
+            self._scan_at = now + _SCAN_INTERVAL_S
+            return Due.SCAN
+        return Due.NOTHING
+
+    def wait_s(self, now: float, longest_s: float, *, all_exited: bool) -> float:
+        """Return how long nothing can become due."""
+        moments = [now + longest_s]
+        if self._kill_at is not None:
+            moments += [self._kill_at, *([self._scan_at] if all_exited else [])]
+        return max(0.0, min(moments) - now)
