@@ -4,8 +4,9 @@ They were made on a CPU with the code of commit a4fb4fb and torch 2.13::
 
     PYTHONPATH=CHECKOUT python tests/data/checkpoints/make.py OUT
 
-OUT/CASE/ gets the checkpoint; ``expected.safetensors``, the fp32 values and moments as the accessors of single
-parameters give them; and ``expected.json``, the mean losses and the learning rates of the steps that followed.
+OUT/CASE/ gets the checkpoint; ``expected.safetensors``, the fp32 values and moments as the accessors of
+single parameters give them; and ``expected.json``, the mean losses and the learning rates of the steps that
+followed.
 """
 
 from __future__ import annotations
