@@ -199,17 +199,17 @@ def test_parameters_without_a_gradient_are_left_alone(tmp_path: Path, world: int
 @contextmanager
 def in_background(on: bool = True) -> Iterator[None]:
     """Engines made inside do offloaded steps in a thread of their own, as they do on a GPU."""
-    from zlaunch.runtime import api
+    from zlaunch.runtime import build
     from zlaunch.runtime.optim.sharded_optimizer import ShardStep
 
     def make(*args: Any, **kwargs: Any) -> ShardStep:
         return ShardStep(*args, **{**kwargs, "background": on})
 
-    api.ShardStep = make  # type: ignore[assignment,misc]
+    build.ShardStep = make  # type: ignore[assignment,misc]
     try:
         yield
     finally:
-        api.ShardStep = ShardStep  # type: ignore[misc]
+        build.ShardStep = ShardStep  # type: ignore[misc]
 
 
 def _background(folder: str) -> list[str]:
