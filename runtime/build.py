@@ -128,7 +128,6 @@ def build_engine(
     checkpoints = Checkpointer(
         engine,
         sharded,
-        reducer,
         step,
         scaler=scaler,
         effective=effective,

@@ -299,11 +299,9 @@ class TrainingLoop(nn.Module):
         self.global_samples += self.train_batch_size()
         try:
             scaler.update(result)
-        except LossScaleFloorError as error:
+        except LossScaleFloorError:
             everyone = sorted({name for names in self._sharded.comm.exchange(broken) for name in names})
-            more = " ..." if len(everyone) > 10 else ""
-            names = f"Parameters with such gradients: {', '.join(everyone[:10])}{more}. "
-            raise _advised(error, names) from None
+            raise floor_error(scaler.min_scale, everyone) from None
         result.send(None)
         self._unresolved = self._precision.check_finite
         if not self._precision.check_finite:
@@ -333,7 +331,7 @@ class TrainingLoop(nn.Module):
             return
         self._skipped_steps += 1
         if self._result.stuck:
-            raise _advised(floor_error(self._scaler.min_scale), "")
+            raise floor_error(self._scaler.min_scale)
 
     def _advance_schedule(self) -> None:
         if self.lr_scheduler is not None:
@@ -354,10 +352,3 @@ class TrainingLoop(nn.Module):
             grad_norm=self.get_global_grad_norm(),
             samples_per_s=(samples - before) / max(now - then, 1e-9),
         )
-
-
-def _advised(error: LossScaleFloorError, names: str) -> LossScaleFloorError:
-    return LossScaleFloorError(
-        f"{error}, so the model itself makes inf or NaN. {names}Try bf16, a lower learning rate, or look at "
-        "the input data"
-    )

@@ -22,7 +22,6 @@ from ..precision.loss_scaler import DeviceLossScaler, LossScaler
 from ..preemption import REQUEUE_EXIT_CODE
 from ..report import announce
 from ..zero.hooks import ShardedModel
-from ..zero.reduce import GradientReducer
 from . import rng_state
 from .all_or_none import agree
 from .background_save import BackgroundSave
@@ -31,9 +30,9 @@ from .format.jsonable import encode
 from .format.manifest import WHOLE, Checkpoint
 from .format.tensor_file import CheckpointError
 from .load import groups_of
+from .restore import check_fits, come_to_rest, decoded, restore_shards
 from .save import Save, Source, rank_file
 from .selection import choose_target, open_chosen, with_advice
-from .shard_loader import ShardLoader, decoded
 
 if TYPE_CHECKING:
     from ..offload.manager import Offload
@@ -65,7 +64,6 @@ class Checkpointer:
         self,
         run: TrainState,
         sharded: ShardedModel,
-        reducer: GradientReducer,
         shard_step: ShardStep | None,
         *,
         scaler: LossScaler | DeviceLossScaler,
@@ -81,14 +79,25 @@ class Checkpointer:
         self._stage = int(effective.config.zero_optimization.stage)
         self._options = effective.config.checkpoint
         self._background = BackgroundSave(sharded.comm, link)
-        self._loader = ShardLoader(sharded, reducer, shard_step, offload)
+        self._half_loaded = ""
+        """Why the last load has ended half-way, if it has."""
         self._stop_folder = absolute(self._options.save_dir) if self._options.save_dir else None
         """Where a save that a signal asks for goes, if the config says so."""
         self._folder: Path | None = None
         """Where was last saved to, or resumed from."""
         self.save_weights = save_weights
-        self.check, self.close = self._loader.check, self._background.close
-        self.wait, self.poll = self._background.wait, self._background.poll
+        self.wait, self.poll, self.close = (
+            self._background.wait,
+            self._background.poll,
+            self._background.close,
+        )
+
+    def check(self) -> None:
+        """Raises CheckpointError if a load has ended half-way: there are values of two states then."""
+        if self._half_loaded:
+            raise CheckpointError(
+                f"the last load_checkpoint failed half-way ({self._half_loaded}): load another one first"
+            )
 
     # -- saving
 
@@ -120,19 +129,14 @@ class Checkpointer:
             )
         self.wait()
         folder = absolute(folder)
-        owner, chosen = choose_target(
-            comm,
-            folder,
-            str(tag) if tag is not None else f"global_step{steps}",
-            node_local=options.use_node_local_storage,
-            validation=options.tag_validation,
-        )
-        source, target = agree(
-            comm.exchange,
-            comm.rank,
-            lambda: self._describe(folder, chosen, owner, self._facts(), client_state),
-            own=True,
-        )
+        wanted = str(tag) if tag is not None else f"global_step{steps}"
+        node_local, validation = options.use_node_local_storage, options.tag_validation
+        owner, chosen = choose_target(comm, folder, wanted, node_local=node_local, validation=validation)
+
+        def describe() -> tuple[Source, SaveTarget]:
+            return self._describe(folder, chosen, owner, self._facts(), client_state)
+
+        source, target = agree(comm.exchange, comm.rank, describe, own=True)
         target = replace(target, save_latest=save_latest, exclude_frozen=exclude_frozen)
         save = Save(self._without_repetition(source), target, self._link)
         self._folder = folder
@@ -272,7 +276,16 @@ class Checkpointer:
             facts = self._read_facts(checkpoint)
             schedule = facts["scheduler"] if with_schedule else None
             self._check_schedule(checkpoint.folder, schedule)
-            self._loader.load(checkpoint, strict=strict, with_states=with_optimizer)
+            step = self._shard_step if with_optimizer else None
+            check_fits(checkpoint, self._sharded, step, strict=strict)
+            come_to_rest(self._sharded, self._shard_step)
+            self._half_loaded = "another rank ended"
+            try:
+                restore_shards(checkpoint, self._sharded, step, self._offload)
+            except CheckpointError as error:
+                self._half_loaded = str(error)
+                raise
+            self._half_loaded = ""
             if with_run:
                 self._go_on_from(facts, schedule)
                 if checkpoint.folder.parent == folder:
