@@ -83,12 +83,8 @@ def choose_config(args: Any, config: Any, config_params: Any) -> Any:
     if not given and (last := os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")):
         given = [last]  # --deepspeed_config_file on the command line
     if not given:
-        raise ConfigError(
-            [
-                "initialize needs a config: config=, or --config/--deepspeed_config among the script's "
-                "arguments"
-            ]
-        )
+        ways = "config=, or --config/--deepspeed_config among the script's arguments"
+        raise ConfigError([f"initialize needs a config: {ways}"])
     if any(source != given[0] for source in given[1:]):
         raise ConfigError(["initialize was given two different configs: config= and args.deepspeed_config"])
     return given[0]

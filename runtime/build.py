@@ -117,7 +117,6 @@ def build_engine(
         scaler = DeviceLossScaler(precision.scaler, comm.device)
     engine = kind(
         sharded,
-        reducer,
         step,
         lr_scheduler=_make_scheduler(lr_scheduler, effective, client),
         precision=precision,
@@ -137,7 +136,7 @@ def build_engine(
     )
     engine.attach(
         checkpoints=checkpoints,
-        states=StateMover(sharded, reducer, step, effective.config),
+        states=StateMover(sharded, step, effective.config),
         offload=offload,
         advise_memory=partial(
             relief,
@@ -191,16 +190,25 @@ def _choose_optimizer(
     given: Any, model_parameters: Iterable[Any] | None, model: nn.Module, effective: Effective
 ) -> tuple[torch.optim.Optimizer | None, list[dict[str, Any]]]:
     """Returns the optimizer that was given or that the config names, if any, and the parameter groups."""
-    if not isinstance(given, torch.optim.Optimizer):
-        groups = parameter_groups(model_parameters, model)
-        return _make_optimizer(given, effective, groups), groups
     if isinstance(given, ZeroOptimizer):
         raise OptimizerError("initialize was given the optimizer of another engine: give it a new one")
-    known = {id(p) for p in model.parameters()}
-    for group in given.param_groups:
-        if any(id(p) not in known for p in group["params"]):
+    if isinstance(given, torch.optim.Optimizer):
+        known = {id(p) for p in model.parameters()}
+        if any(id(p) not in known for group in given.param_groups for p in group["params"]):
             raise OptimizerError("the optimizer holds a tensor that is not a parameter of the model")
-    return given, given.param_groups
+        return given, given.param_groups
+    groups = parameter_groups(model_parameters, model)
+    section = effective.config.optimizer
+    if not any(p.requires_grad for group in groups for p in group["params"]):
+        return None, groups
+    if callable(given):
+        return given(groups), groups
+    if section is None or section.type is None:
+        return None, groups
+    try:
+        return build_optimizer(section.type, dict(section.params), groups), groups
+    except ValueError as error:
+        raise ConfigError([f"{effective.loaded.origin}: {error}"]) from None
 
 
 def _needs_whole(optimizer: torch.optim.Optimizer, effective: Effective, comm: Comm) -> bool:
@@ -240,10 +248,25 @@ def _check_parameters(model: nn.Module, comm: Comm) -> None:
 
 def _plan(model: nn.Module, effective: Effective, comm: Comm) -> tuple[list[Block], ShardingOptions]:
     """Decides which parameters go together."""
-    leaf = effective.config.zero_optimization.leaf_module
+    zero = effective.config.zero_optimization
+    leaf = zero.leaf_module
     mark_leaves(model, leaf.classes, leaf.names, leaf.name_suffixes)
-    cpu, poison = comm.device.type == "cpu", read_environment().debug_free == "poison"
-    options = _sharding_options(effective.config, cpu=cpu, poison=poison)
+    # a unit is reduced as a whole and gathered as a whole, at stage 0 only reduced
+    bucket = int(zero.reduce_bucket_size)
+    if zero.stage >= 1:
+        bucket = min(bucket, int(zero.allgather_bucket_size))
+    largest = UNIT_NUMEL_CPU if comm.device.type == "cpu" else UNIT_NUMEL
+    options = ShardingOptions(
+        shard_optimizer=zero.stage >= 1,
+        shard_grads=zero.stage >= 2,
+        shard_params=zero.stage >= 3,
+        bucket_numel=max(1, min(bucket, largest)),
+        minimum_numel=max(4096, int(zero.stage3_module_granularity_threshold)),
+        persistence_numel=int(zero.stage3_param_persistence_threshold),
+        all_persistent_numel=int(zero.stage3_model_persistence_threshold),
+        tile_numel=min(int(zero.sub_group_size), TILE_NUMEL),
+        poison=read_environment().debug_free == "poison",
+    )
     return plan_blocks(model, options), options
 
 
@@ -286,42 +309,6 @@ def _shard(
         max_live_numel=int(zero.stage3_max_live_parameters),
     )
     return sharded, reducer
-
-
-def _sharding_options(config: Config, *, cpu: bool, poison: bool) -> ShardingOptions:
-    """Builds ShardingOptions from the config; ``cpu``: of CPU ranks, whose caches are small."""
-    zero = config.zero_optimization
-    # a unit is reduced as a whole and gathered as a whole, at stage 0 only reduced
-    bucket = int(zero.reduce_bucket_size)
-    if zero.stage >= 1:
-        bucket = min(bucket, int(zero.allgather_bucket_size))
-    return ShardingOptions(
-        shard_optimizer=zero.stage >= 1,
-        shard_grads=zero.stage >= 2,
-        shard_params=zero.stage >= 3,
-        bucket_numel=max(1, min(bucket, UNIT_NUMEL_CPU if cpu else UNIT_NUMEL)),
-        minimum_numel=max(4096, int(zero.stage3_module_granularity_threshold)),
-        persistence_numel=int(zero.stage3_param_persistence_threshold),
-        all_persistent_numel=int(zero.stage3_model_persistence_threshold),
-        tile_numel=min(int(zero.sub_group_size), TILE_NUMEL),
-        poison=poison,
-    )
-
-
-def _make_optimizer(
-    maker: Any, effective: Effective, groups: list[dict[str, Any]]
-) -> torch.optim.Optimizer | None:
-    if not any(p.requires_grad for group in groups for p in group["params"]):
-        return None
-    if callable(maker):
-        return maker(groups)  # type: ignore[no-any-return]
-    section = effective.config.optimizer
-    if section is None or section.type is None:
-        return None
-    try:
-        return build_optimizer(section.type, dict(section.params), groups)
-    except ValueError as error:
-        raise ConfigError([f"{effective.loaded.origin}: {error}"]) from None
 
 
 def _make_scheduler(given: Any, effective: Effective, optimizer: torch.optim.Optimizer | None) -> Any:

@@ -21,7 +21,6 @@ from .precision.policy import Precision, cast_floats
 from .precision.step_result import StepResult
 from .report import report
 from .zero.hooks import ShardedModel
-from .zero.reduce import GradientReducer
 from .zero.saved_tensors import explained
 from .zero.unused_parameters import refuse_unused
 
@@ -32,7 +31,6 @@ class TrainingLoop(nn.Module):
     def __init__(
         self,
         sharded: ShardedModel,
-        reducer: GradientReducer,
         shard_step: ShardStep | None,
         *,
         lr_scheduler: Any,
@@ -47,7 +45,7 @@ class TrainingLoop(nn.Module):
         self.lr_scheduler = lr_scheduler
         self.training_dataloader: EngineLoader | None = None
         self.global_steps = self.micro_steps = self.global_samples = 0
-        self._sharded, self._reducer, self._shard_step = sharded, reducer, shard_step
+        self._sharded, self._reducer, self._shard_step = sharded, sharded.reducer, shard_step
         self._precision, self._scaler, self._effective = precision, scaler, effective
         self._skipped_steps = 0
         self._result: StepResult | None = None

@@ -10,17 +10,14 @@ from ..errors import OffloadedError
 from ..optim.sharded_optimizer import ShardStep
 from ..zero.hooks import ShardedModel
 from ..zero.moved_states import STATES
-from ..zero.reduce import GradientReducer
 from .states import States
 
 
 class StateMover(States):
     """Moves the states of one engine, as its script asks, to host memory and back."""
 
-    def __init__(
-        self, sharded: ShardedModel, reducer: GradientReducer, step: ShardStep | None, config: Config
-    ) -> None:
-        super().__init__(sharded, reducer, step)
+    def __init__(self, sharded: ShardedModel, step: ShardStep | None, config: Config) -> None:
+        super().__init__(sharded, sharded.reducer, step)
         self._zero = config.zero_optimization
 
     def move(self, include: Container[str] | None, device: Any, *, pin: bool, non_blocking: bool) -> None:
