@@ -27,13 +27,13 @@ PARKED: dict[str, Any] = {"activation_checkpointing": {"cpu_checkpointing": True
 
 BEFORE = "Event.synchronize in step_result._read < step_result.differs"
 """At a step's beginning, for whether the step before was skipped: it ended a whole pass ago."""
-NORM = "tolist in shard_step._step_by_host < shard_step.step"
-ORDER = "aten::_local_scalar_dense in shard_step._step_by_host < shard_step.step"
+NORM = "tolist in sharded_optimizer._step_by_host < sharded_optimizer.step"
+ORDER = "aten::_local_scalar_dense in sharded_optimizer._step_by_host < sharded_optimizer.step"
 """Stands for NORM with several ranks: whether they agree is read first."""
-ARRIVAL = "Event.synchronize in link.wait < gradients.grad"
-UPLOAD = "Event.synchronize in link.settled < link.settled"
-WRITTEN = "save: cuda.synchronize in link.release < writer.abandon"
-SUM_ON_DISK = "Event.synchronize in link.wait < disk_state._deliver_tile"
+ARRIVAL = "Event.synchronize in transfer.wait < host_gradient.grad"
+UPLOAD = "Event.synchronize in transfer.settled < transfer.settled"
+WRITTEN = "save: cuda.synchronize in transfer.release < writer.abandon"
+SUM_ON_DISK = "Event.synchronize in transfer.wait < disk_shard._deliver_tile"
 
 
 @dataclass(frozen=True)
