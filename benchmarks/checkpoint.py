@@ -165,7 +165,7 @@ def worker(args: argparse.Namespace) -> dict[str, Any]:
         if round_ == 0:  # the first has page faults and imports of everybody
             times.clear()
             extra.clear()
-    snapshot = background._saver._snapshot
+    snapshot = background.checkpoints._background._snapshot
     extra["snapshot, kept between saves"] = snapshot.held_bytes if snapshot is not None else 0
     return {"bytes": float(total), "own_bytes": own_bytes, "times": times, "extra": extra, "cold": cold}
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.systems import MODELS, available
-from zlaunch.runtime.api import init_distributed
+from zlaunch.runtime.comm.process_group import init_distributed
 
 
 def peak_mb(device: torch.device) -> float:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
-
-from .config import Effective
 
 
 class EngineLoader:
@@ -97,57 +94,3 @@ class _Rest(Sampler[int]):
 
     def __len__(self) -> int:
         return len(self._whole)
-
-
-class Batches:
-    """The engine's batch sizes, and the loaders that give such batches."""
-
-    _effective: Effective
-
-    if TYPE_CHECKING:
-
-        @property
-        def global_rank(self) -> int: ...
-
-        @property
-        def world_size(self) -> int: ...
-
-        def _prepare_pass(self) -> None: ...
-
-    def train_batch_size(self) -> int:
-        """Samples of one optimizer step over all ranks."""
-        return int(self._effective.config.train_batch_size or 0)
-
-    def train_micro_batch_size_per_gpu(self) -> int:
-        """Samples of one forward pass of one rank."""
-        return int(self._effective.config.train_micro_batch_size_per_gpu or 0)
-
-    def gradient_accumulation_steps(self) -> int:
-        """Backward passes of one optimizer step."""
-        return int(self._effective.config.gradient_accumulation_steps or 1)
-
-    def set_batch(self, train: int, micro: int, accumulation: int) -> None:
-        """Change the three batch sizes, which fit together, between two optimizer steps. The caller's loader
-        has to give such batches.
-        """
-        sizes = {
-            "train_batch_size": train,
-            "train_micro_batch_size_per_gpu": micro,
-            "gradient_accumulation_steps": accumulation,
-        }
-        config = self._effective.config.model_copy(update=sizes)
-        self._effective = replace(self._effective, config=config)
-        self._prepare_pass()
-
-    def deepspeed_io(
-        self, dataset: Any, *, collate_fn: Callable[[list[Any]], Any] | None = None
-    ) -> EngineLoader:
-        """A loader of micro-batches over this rank's share of ``dataset``."""
-        return EngineLoader(
-            dataset,
-            batch_size=self.train_micro_batch_size_per_gpu(),
-            rank=self.global_rank,
-            world_size=self.world_size,
-            collate_fn=collate_fn,
-            drop_last=self._effective.config.dataloader_drop_last,
-        )

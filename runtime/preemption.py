@@ -1,5 +1,5 @@
-"""Being asked to save and stop, by SIGUSR1, and by SIGTERM where the launcher says that there is time; and
-going on afterwards.
+"""Notes that the run is asked to save and stop, by SIGUSR1, and by SIGTERM where the launcher says that there
+is time; finds where to go on from afterwards.
 """
 
 from __future__ import annotations
@@ -15,31 +15,31 @@ REQUEUE_EXIT_CODE = 75
 """Of a process that has saved and ended because it was asked to: "start me again" (EX_TEMPFAIL); the launcher
 has the same number.
 """
-_asked = threading.Event()
+_requested = threading.Event()
 
 
-def listen() -> None:
-    """Take note of the signals from now on. Without effect outside the main thread, which alone may."""
+def install() -> None:
+    """Installs the handlers of the signals. Without effect outside the main thread, which alone may."""
     environment = read_environment()
     if environment.stop_asked:
-        _asked.set()
+        _requested.set()
     if threading.current_thread() is not threading.main_thread():
         return
     signals = [signal.SIGUSR1, *([signal.SIGTERM] if environment.term_saves else [])]
     for signum in signals:
         present = signal.getsignal(signum)
         ours = getattr(present, "__name__", "") in ("_note", "_note_stop")
-        if ours or present in (signal.SIG_DFL, None):  # a handler of the user's own stays
+        if ours or present in (signal.SIG_DFL, None):  # the user's handlers stay
             signal.signal(signum, _note)
 
 
 def _note(_signum: int, _frame: FrameType | None) -> None:
-    _asked.set()
+    _requested.set()
     os.environ["ZLAUNCH_STOP_ASKED"] = "1"
 
 
 def resume_dir(default: str | None = None) -> str | None:
-    """The folder that ``engine.load_checkpoint`` is to go on from, or None for a run that begins.
+    """Returns the folder that ``engine.load_checkpoint`` is to go on from, or None for a run that begins.
 
     Under zlaunch: where this run had saved before it was restarted (``--max_restarts``), or before its SLURM
     job was requeued. ``default`` is for everything else: a folder that is taken if a checkpoint is there.
@@ -51,6 +51,6 @@ def resume_dir(default: str | None = None) -> str | None:
     return folder if os.path.exists(os.path.join(folder, "latest")) else None
 
 
-def asked() -> bool:
-    """Whether this process has been asked."""
-    return _asked.is_set()
+def requested() -> bool:
+    """Tells whether this process has been asked to save and stop."""
+    return _requested.is_set()

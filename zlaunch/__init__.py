@@ -14,7 +14,7 @@ __version__ = "0.1.0"
 
 _LAZY = {
     "initialize": ("zlaunch.runtime.api", "initialize"),
-    "init_distributed": ("zlaunch.runtime.api", "init_distributed"),
+    "init_distributed": ("zlaunch.runtime.comm.process_group", "init_distributed"),
     "add_config_arguments": ("zlaunch.runtime.api", "add_config_arguments"),
     "Engine": ("zlaunch.runtime.engine", "Engine"),
     "checkpointing": ("zlaunch.runtime.activation.checkpointing", ""),
@@ -110,7 +110,6 @@ if TYPE_CHECKING:
     from zlaunch.runtime.access import safe_set_full_optimizer_state as safe_set_full_optimizer_state
     from zlaunch.runtime.activation import checkpointing as checkpointing
     from zlaunch.runtime.api import add_config_arguments as add_config_arguments
-    from zlaunch.runtime.api import init_distributed as init_distributed
     from zlaunch.runtime.api import initialize as initialize
     from zlaunch.runtime.checkpoint.export.full_weights import (
         convert_zero_checkpoint_to_fp32_state_dict as convert_zero_checkpoint_to_fp32_state_dict,
@@ -122,6 +121,7 @@ if TYPE_CHECKING:
         load_state_dict_from_zero_checkpoint as load_state_dict_from_zero_checkpoint,
     )
     from zlaunch.runtime.checkpoint.format.tensor_file import CheckpointError as CheckpointError
+    from zlaunch.runtime.comm.process_group import init_distributed as init_distributed
     from zlaunch.runtime.config import ConfigError as ConfigError
     from zlaunch.runtime.engine import Engine as Engine
     from zlaunch.runtime.errors import DiskError as DiskError

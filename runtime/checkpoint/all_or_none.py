@@ -1,4 +1,4 @@
-"""What one rank fails in, all ranks fail in."""
+"""Makes an error of one rank an error of all."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from .format.tensor_file import CheckpointError
 
 
 def agree(exchange: Exchange, rank: int, action: Callable[[], Any], *, own: bool = False) -> Any:
-    """Every rank's result of ``action``, or this rank's ``own`` alone; if it failed anywhere, CheckpointError
-    with the same text on all.
+    """Runs ``action`` on each rank; returns every rank's result, or this rank's ``own`` alone. Collective.
+
+    Raises CheckpointError, with one text on all ranks, if it failed anywhere.
     """
     result, problem = None, None
     try:

@@ -1,4 +1,4 @@
-"""The random number generators that training draws from."""
+"""Captures and restores the random number generators that training draws from."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 
 
 def capture(device: torch.device) -> dict[str, Any]:
-    """State of Python's, numpy's (where it is in use) and torch's generators, of the CPU and of ``device``:
-    plain values and tensors.
+    """Returns the state of Python's, numpy's (where it is in use) and torch's generators, of the CPU and of
+    ``device``: plain values and tensors.
     """
     version, words, gauss = random.getstate()
     python = (version, torch.tensor(words, dtype=torch.int64), gauss)
@@ -27,7 +27,7 @@ def capture(device: torch.device) -> dict[str, Any]:
 
 
 def restore(state: dict[str, Any], device: torch.device) -> None:
-    """The inverse of :func:`capture`, for what there is."""
+    """Restores what :func:`capture` has returned, as far as this process has such generators."""
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words.tolist()), gauss))
     torch.set_rng_state(state["torch"])

@@ -19,7 +19,7 @@ from ..optim.update_rule import State
 from ..zero.hooks import ShardedModel
 from ..zero.unit import Unit
 from .all_or_none import agree
-from .format.commit import Target, point_to, prepare, prune, put_in_place, write_manifest
+from .format.commit import SaveTarget, point_to, prepare, prune, put_in_place, write_manifest
 from .format.manifest import FORMAT, VERSION, WHOLE
 from .format.tensor_file import NAMES, CheckpointError
 from .format.writer import FileWriter
@@ -57,7 +57,7 @@ class Save:
     was then.
     """
 
-    def __init__(self, source: Source, target: Target, link: HostLink) -> None:
+    def __init__(self, source: Source, target: SaveTarget, link: HostLink) -> None:
         self._link = link
         self._source, self._target = source, target
         self._comm = source.sharded.comm
@@ -69,7 +69,7 @@ class Save:
         self._whole: dict[str, Tensor] = {}
 
     @staticmethod
-    def resident_bytes(source: Source, target: Target) -> int:
+    def resident_bytes(source: Source, target: SaveTarget) -> int:
         """What a snapshot of it takes."""
         return sum(block.nbytes for block in _blocks(source, target) if block.resident)
 
@@ -194,7 +194,7 @@ class Save:
 # -- what this rank writes
 
 
-def _blocks(source: Source, target: Target) -> list[ShardBlock]:
+def _blocks(source: Source, target: SaveTarget) -> list[ShardBlock]:
     comm = source.sharded.comm
     by_unit: dict[int, list[Described]] = {}
     for part in source.slices:
@@ -211,7 +211,7 @@ def _blocks(source: Source, target: Target) -> list[ShardBlock]:
     return found
 
 
-def _owned(unit: Unit, rank: int, target: Target) -> tuple[int, int]:
+def _owned(unit: Unit, rank: int, target: SaveTarget) -> tuple[int, int]:
     """The range of the flat buffer that this rank writes: its shard. What every rank has whole is written in
     equal parts, or wholly by the first rank of each node where nodes have folders of their own.
     """
@@ -276,7 +276,7 @@ def _tied(sharded: ShardedModel) -> dict[str, str]:
 
 
 def _manifest(
-    source: Source, target: Target, parts: Sequence[Mapping[str, Any]], whole: Mapping[str, Tensor]
+    source: Source, target: SaveTarget, parts: Sequence[Mapping[str, Any]], whole: Mapping[str, Tensor]
 ) -> dict[str, Any]:
     merged: dict[str, Any] = {}
     files: dict[str, Any] = {}

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import gc
 import itertools
-import sys
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any
-from weakref import WeakSet, finalize
+from weakref import finalize
 
 import torch
 import torch.distributed as dist
@@ -36,7 +34,7 @@ from .pending import (
     exchange_objects,
     sum_pieces,
 )
-from .process_group import new_group
+from .process_group import new_group, open_comms
 from .shared_connect import connect
 from .shared_memory import Identity, SharedMemory
 
@@ -53,7 +51,6 @@ _TIMEOUT_S = 1800.0
 _CHANNEL_TIMEOUT = timedelta(hours=12)
 """One rank may write to a slow disk for long while the others wait for it."""
 
-_open: WeakSet[Comm] = WeakSet()
 _dropped: dict[int, tuple[SharedMemory | None, list[Any]]] = {}
 """What communicators have left that nobody closed, by their numbers."""
 _numbers = itertools.count()
@@ -74,7 +71,7 @@ def _close_dropped(exchange: Exchange) -> None:
     """Release what dropped engines have left, once all ranks have dropped them: the collector of cycles finds
     them at another time on each rank. Collective.
     """
-    if _open:
+    if open_comms:
         gc.collect()
     everyone = exchange(sorted(_dropped))
     for number in sorted(set.intersection(*map(set, everyone))):
@@ -83,46 +80,6 @@ def _close_dropped(exchange: Exchange) -> None:
             shared.close()
         for group in groups:
             dist.destroy_process_group(group)
-
-
-def end_process() -> None:
-    """Release every communicator at the end of this process.
-
-    After an error nothing is awaited: a collective that this rank has begun may never end.
-    """
-    if getattr(sys, "last_value", None) is None:
-        close_all()
-    else:
-        watch.stop()
-        _abort()
-
-
-def close_all() -> None:
-    """Release every communicator of this process.
-
-    Threads of a process group that is still alive while the interpreter is torn down can abort the process.
-    """
-    watch.stop()
-    for comm in list(_open):
-        comm.close()
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-def _abort() -> None:
-    """End NCCL's communicators at once. gloo's end with the process: to destroy one is to wait for it."""
-    if not dist.is_initialized() or not dist.is_nccl_available():
-        return
-    device, backends = torch.device("cuda"), []
-    for group in list(dist.distributed_c10d._world.pg_map):
-        with suppress(RuntimeError):  # it has none for GPUs
-            backend = group._get_backend(device)
-            backends += [backend] if isinstance(backend, dist.ProcessGroupNCCL) else []
-    if backends:
-        backends[0]._group_start()  # or one would wait for the other
-        for backend in backends:
-            backend.abort()
-        backends[0]._group_end()
 
 
 class Comm:
@@ -165,7 +122,7 @@ class Comm:
                 describe=partial(_say, self._labels),
                 check=watch.check,
             )
-        _open.add(self)
+        open_comms.add(self)
         held = [self._reduce_group] if self.world_size > 1 else []
         self._forsaken = finalize(self, _drop, self.number, self._shared, held)
         self._forsaken.atexit = False

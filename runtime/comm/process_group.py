@@ -1,16 +1,82 @@
-"""Process groups that end without holding up the threads they wait for."""
+"""Sets up torch.distributed, makes process groups, and ends them at the end of the process."""
 
 from __future__ import annotations
 
+import atexit
+import os
+import socket
+import sys
+from contextlib import suppress
+from datetime import timedelta
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
 
+from ..environment import read_environment
+from .deadlock import watch
+
 _CPU = torch.device("cpu")
 _backends: WeakKeyDictionary[dist.ProcessGroup, Any] = WeakKeyDictionary()
 """The gloo part of each group, which goes after the group itself."""
+
+
+open_comms: WeakSet[Any] = WeakSet()
+"""Every ``Comm``, to be closed before the process ends."""
+
+
+def init_distributed(
+    dist_backend: str | None = None,
+    *,
+    timeout: timedelta | None = None,
+    **ignored: Any,
+) -> torch.device:
+    """Set up torch.distributed from the environment, once; without one, a world of this process alone.
+
+    The backend is NCCL (and gloo for CPU tensors) where there is a GPU, else gloo. Further keywords of
+    DeepSpeed's function are accepted. Returns this rank's device.
+    """
+    environment = read_environment()
+    device = torch.device("cpu")
+    if torch.cuda.is_available() and dist_backend != "gloo":
+        count = torch.cuda.device_count()
+        index = environment.local_rank if count > 1 else 0
+        if index >= count:
+            raise RuntimeError(f"local rank {environment.local_rank} has no GPU: this process sees {count}")
+        # A launcher gives each rank all GPUs, or by this variable one of its own.
+        if count == 1 and environment.local_world_size > 1 and not os.environ.get("CUDA_VISIBLE_DEVICES"):
+            raise RuntimeError(
+                f"{environment.local_world_size} ranks of this machine would share its only GPU, which NCCL "
+                "does not allow: start one worker, or set CUDA_VISIBLE_DEVICES='' to train on the CPU"
+            )
+        device = torch.device("cuda", index)
+        torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        options: dict[str, Any] = {"timeout": timeout} if timeout is not None else {}
+        if device.type == "cuda":
+            options["device_id"] = device
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        if dist_backend not in (None, "nccl"):  # NCCL is for GPU tensors alone
+            backend = str(dist_backend)
+        if environment.has_rendezvous:
+            dist.init_process_group(backend, **options)
+        elif environment.world_size > 1:
+            raise RuntimeError(
+                "WORLD_SIZE is set but not all of RANK, MASTER_ADDR, MASTER_PORT: "
+                "start with zlaunch or torchrun"
+            )
+        else:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", 0))
+                port = probe.getsockname()[1]
+            dist.init_process_group(
+                backend, init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1, **options
+            )
+        atexit.register(end_process)
+    ends_well(dist.group.WORLD)
+    return device
 
 
 def new_group(world_size: int, **options: Any) -> dist.ProcessGroup:
@@ -30,3 +96,43 @@ def ends_well(group: dist.ProcessGroup | None) -> None:
     """
     if group is not None and _CPU in group._device_types:
         _backends[group] = group._get_backend(_CPU)
+
+
+def end_process() -> None:
+    """Release every communicator at the end of this process.
+
+    After an error nothing is awaited: a collective that this rank has begun may never end.
+    """
+    if getattr(sys, "last_value", None) is None:
+        close_all()
+    else:
+        watch.stop()
+        _abort()
+
+
+def close_all() -> None:
+    """Release every communicator of this process.
+
+    Threads of a process group that is still alive while the interpreter is torn down can abort the process.
+    """
+    watch.stop()
+    for comm in list(open_comms):
+        comm.close()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _abort() -> None:
+    """End NCCL's communicators at once. gloo's end with the process: to destroy one is to wait for it."""
+    if not dist.is_initialized() or not dist.is_nccl_available():
+        return
+    device, backends = torch.device("cuda"), []
+    for group in list(dist.distributed_c10d._world.pg_map):
+        with suppress(RuntimeError):  # it has none for GPUs
+            backend = group._get_backend(device)
+            backends += [backend] if isinstance(backend, dist.ProcessGroupNCCL) else []
+    if backends:
+        backends[0]._group_start()  # or one would wait for the other
+        for backend in backends:
+            backend.abort()
+        backends[0]._group_end()

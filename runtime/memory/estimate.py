@@ -281,7 +281,7 @@ def describe(s: Setting, free: Amounts, present: Amounts) -> list[str]:
     return [*lines, f"left for activations: {_gib(max(0, left))}"]
 
 
-def relief(*, stage: int, world_size: int, offloads: bool, micro_batch: int, checkpoints: bool) -> str:
+def relief(micro_batch: int, *, stage: int, world_size: int, offloads: bool, checkpoints: bool) -> str:
     """What to change when activations do not fit: first what costs no speed, then what does."""
     steps = []
     if stage < 3 and world_size > 1:

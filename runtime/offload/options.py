@@ -1,4 +1,4 @@
-"""From the config to where things rest."""
+"""Builds OffloadOptions from the config."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def offload_options(config: Config, state_count: int) -> OffloadOptions:
-    """What the config asks for; ``state_count`` is how many tensors the optimizer keeps an element."""
+    """Builds OffloadOptions; ``state_count`` is how many tensors the optimizer keeps for each element."""
     zero, aio = config.zero_optimization, config.aio
     optimizer, parameters = zero.offload_optimizer, zero.offload_param
     sections = [part for part in (optimizer, parameters) if part is not None and part.device != "none"]
@@ -37,7 +37,7 @@ def offload_options(config: Config, state_count: int) -> OffloadOptions:
 
 
 def choose_offload(effective: Effective, optimizer: torch.optim.Optimizer | None) -> OffloadOptions:
-    """What the config asks for, for this optimizer. Raises ConfigError for one that cannot be offloaded."""
+    """Builds OffloadOptions for an optimizer. Raises ConfigError for one that cannot be offloaded."""
     section = effective.config.zero_optimization.offload_optimizer
     states = state_count(optimizer)
     if optimizer is not None and section is not None and section.device == "nvme":
@@ -49,7 +49,7 @@ def choose_offload(effective: Effective, optimizer: torch.optim.Optimizer | None
 
 
 def state_count(optimizer: torch.optim.Optimizer | None) -> int:
-    """Tensors that an optimizer keeps for each element: 2 where it is not known."""
+    """Counts the tensors that an optimizer keeps for each element; 2 where it is not known."""
     if optimizer is None:
         return 0
     if isinstance(optimizer, torch.optim.SGD):

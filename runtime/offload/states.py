@@ -280,7 +280,7 @@ def _complain(kept: list[_Piece]) -> None:
     warnings.warn(
         f"offload_states: {nbytes} bytes of {names} stay on the device, because the script holds tensors "
         "over them (parameter.data, a detached parameter): drop those first",
-        stacklevel=4,
+        stacklevel=5,
     )
 
 

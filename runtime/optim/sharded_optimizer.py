@@ -212,7 +212,7 @@ class ShardedOptimizer:
             total = torch.stack(squares).sum()
         if not self._sharded:
             total = total / self._comm.world_size  # every rank holds all of it
-        flags = [float(preemption.asked()), *map(float, used), *self._comm.order.marks()]
+        flags = [float(preemption.requested()), *map(float, used), *self._comm.order.marks()]
         mine = _to_device(torch.tensor(flags, dtype=torch.float64), device)
         return self._comm.all_reduce_scalars(torch.cat([total.reshape(1), mine]))
 

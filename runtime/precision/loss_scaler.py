@@ -6,6 +6,7 @@ Megatron and DeepSpeed: a few overflows are tolerated before the scale shrinks.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,9 +18,14 @@ from ..errors import LossScaleFloorError
 from .step_result import StepResult
 
 
-def floor_error(min_scale: float) -> LossScaleFloorError:
-    """Gradients overflow at the smallest scale."""
-    return LossScaleFloorError(f"the loss scale is at its minimum, {min_scale:g}, and gradients overflow")
+def floor_error(min_scale: float, names: Sequence[str] = ()) -> LossScaleFloorError:
+    """Builds the error; ``names`` are the parameters whose gradients overflow."""
+    more = " ..." if len(names) > 10 else ""
+    which = f"Parameters with such gradients: {', '.join(names[:10])}{more}. " if names else ""
+    return LossScaleFloorError(
+        f"the loss scale is at its minimum, {min_scale:g}, and gradients overflow, so the model itself makes "
+        f"inf or NaN. {which}Try bf16, a lower learning rate, or look at the input data"
+    )
 
 
 @dataclass(slots=True)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from .loss_scaler import LossScaler
 
@@ -58,3 +59,17 @@ def choose_precision(config: Config) -> Precision:
     if config.bf16.enabled:
         return Precision(torch.bfloat16, LossScaler(), False, config.bf16.check_grad_overflow)
     return Precision(None, LossScaler(), False, False)
+
+
+def cast_floats(value: Any, dtype: torch.dtype) -> Any:
+    """Converts the floating-point tensors in tuples, lists and dicts; returns the rest as it is."""
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, tuple):
+        items = [cast_floats(item, dtype) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    if isinstance(value, list):
+        return [cast_floats(item, dtype) for item in value]
+    if type(value) is dict:
+        return {key: cast_floats(item, dtype) for key, item in value.items()}
+    return value

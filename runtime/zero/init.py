@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..comm.collectives import Comm
+from ..comm.process_group import init_distributed
 from ..config import Config, load
 from ..log import say, set_level
 from ..offload.manager import Offload, OffloadOptions, Tier
@@ -79,8 +80,6 @@ class Init:
                 builder.shard(member)
 
     def _make_builder(self) -> _Builder:
-        from ..api import init_distributed
-
         return _Builder(Comm(init_distributed(), share=False), self._options, self._dtype)
 
     def __enter__(self) -> Self:

@@ -82,7 +82,7 @@ def test_snapshots_are_page_locked(tmp_path: Path) -> None:
     train(engine, 0, 2)
     engine.save_checkpoint(tmp_path)
     engine.wait_for_checkpoint()
-    statistics = engine._saver._link.pool.statistics()
+    statistics = engine.checkpoints._link.pool.statistics()
     assert statistics.pinned_bytes == statistics.held_bytes > 0
     assert torch.cuda.is_available()
     engine.destroy()

@@ -40,7 +40,8 @@ def train(stage: int, section: str, moves: bool) -> tuple[list[float], dict[str,
         losses.append(loss.item())
     if moves:
         torch.cuda.synchronize()
-        link = engine._states._links[True]
+        states: Any = engine._states
+        link = states._links[True]
         link.reclaim()
         pool = link.pool.statistics()
         assert pool.pinned_bytes == pool.held_bytes > 0 == pool.lent_bytes

@@ -383,10 +383,10 @@ def _signal(folder: str) -> Any:
 
     Save._finish = fails  # type: ignore[method-assign]
     engine.save_checkpoint(saved)
-    assert engine._saver._thread is not None
-    engine._saver._thread.join()
+    assert engine.checkpoints._background._thread is not None
+    engine.checkpoints._background._thread.join()
     Save._finish = real  # type: ignore[method-assign]
-    assert engine._saver.has_unreported_failure
+    assert engine.checkpoints._background.has_unreported_failure
     engine.client_state = lambda: {}["missing"]
     os.kill(os.getpid(), signal.SIGUSR1)
     with pytest.raises(SystemExit) as caught:

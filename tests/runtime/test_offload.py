@@ -198,17 +198,17 @@ def test_parameters_without_a_gradient_are_left_alone(tmp_path: Path, world: int
 @contextmanager
 def in_background(on: bool = True) -> Iterator[None]:
     """Engines made inside do offloaded steps in a thread of their own, as they do on a GPU."""
-    from zlaunch.runtime import api
+    from zlaunch.runtime import build
     from zlaunch.runtime.optim.sharded_optimizer import ShardedOptimizer
 
     def make(*args: Any, **kwargs: Any) -> ShardedOptimizer:
         return ShardedOptimizer(*args, **{**kwargs, "background": on})
 
-    api.ShardedOptimizer = make  # type: ignore[assignment,misc]
+    build.ShardedOptimizer = make  # type: ignore[assignment,misc]
     try:
         yield
     finally:
-        api.ShardedOptimizer = ShardedOptimizer  # type: ignore[misc]
+        build.ShardedOptimizer = ShardedOptimizer  # type: ignore[misc]
 
 
 def _background(folder: str) -> list[str]:

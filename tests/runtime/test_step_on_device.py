@@ -17,7 +17,7 @@ from tests.runtime.workers import run_workers
 
 def _train(stage: int, on_device: bool, section: str) -> tuple[Any, list[Any]]:
     """Sections are dtypes; "fp64" is what fp32 is measured by."""
-    from zlaunch.runtime import api
+    from zlaunch.runtime import build
     from zlaunch.runtime.optim.sharded_optimizer import ShardedOptimizer
 
     def deciding(*args: Any, **kwargs: Any) -> ShardedOptimizer:
@@ -32,10 +32,10 @@ def _train(stage: int, on_device: bool, section: str) -> tuple[Any, list[Any]]:
     settings = config(stage, 12 // world, clip=0.1, **options)
     settings["zero_optimization"]["stage3_param_persistence_threshold"] = 0
     settings["steps_per_print"] = 1000
-    api.ShardedOptimizer = deciding  # type: ignore[assignment,misc]
+    build.ShardedOptimizer = deciding  # type: ignore[assignment,misc]
     model = net().double() if section == "fp64" else net()
     engine, *_ = zlaunch.initialize(model=model, config=settings)
-    api.ShardedOptimizer = ShardedOptimizer  # type: ignore[misc]
+    build.ShardedOptimizer = ShardedOptimizer  # type: ignore[misc]
     assert engine._shard_step.decides_on_device is on_device
     rank = engine.global_rank
     for batch in batches(14, 12):
@@ -77,12 +77,12 @@ def test_it_makes_the_same_step(section: str, world: int) -> None:
 
 
 def _floor() -> str:
-    from zlaunch.runtime import api
+    from zlaunch.runtime import build
     from zlaunch.runtime.errors import LossScaleFloorError
     from zlaunch.runtime.optim.sharded_optimizer import ShardedOptimizer
 
     plain = ShardedOptimizer
-    api.ShardedOptimizer = lambda *args, **kwargs: plain(*args, **{**kwargs, "on_device": True})  # type: ignore
+    build.ShardedOptimizer = lambda *args, **kwargs: plain(*args, **{**kwargs, "on_device": True})  # type: ignore
     fp16 = {"enabled": True, "initial_scale_power": 1, "hysteresis": 1}
     engine, *_ = zlaunch.initialize(model=net(), config=config(1, 12, fp16=fp16))
     try:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...offload.transfer import HostLink
 from ..format.commit import (
-    Target,
+    SaveTarget,
     check_tag,
     new_owner,
     prepare,
@@ -53,7 +53,7 @@ def write_foreign(
     """
     folder = Path(os.path.abspath(folder))
     check_tag(tag)
-    target = Target(folder=folder, tag=tag, leader=True, owner=new_owner())
+    target = SaveTarget(folder=folder, tag=tag, leader=True, owner=new_owner())
     prepare(target)
     temporary = target.temporary
     try:

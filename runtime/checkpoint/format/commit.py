@@ -31,7 +31,7 @@ _turn = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
+class SaveTarget:
     """Where to, and how."""
 
     folder: Path
@@ -117,7 +117,7 @@ def check_tag(tag: str) -> None:
         )
 
 
-def prepare(target: Target) -> None:
+def prepare(target: SaveTarget) -> None:
     """Make the temporary folder. Raises OSError, CheckpointError if something else has the tag's name."""
     if not target.folder.is_dir():
         target.folder.mkdir(parents=True, exist_ok=True)
@@ -178,7 +178,7 @@ def _idle_s(folder: Path) -> float:
     return time.time() - max(moments)
 
 
-def point_to(target: Target) -> None:
+def point_to(target: SaveTarget) -> None:
     """Name the checkpoint in ``latest``, and put the script beside it."""
     replace_file(target.folder / LATEST, target.tag.encode())
     path, content = target.folder / script.NAME, script.text().encode()
@@ -206,7 +206,7 @@ def replace_file(path: Path, content: bytes) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def prune(target: Target) -> None:
+def prune(target: SaveTarget) -> None:
     """Keep only the newest of the tags that are numbered like this one; never what ``latest`` names. What is
     in such a folder besides the checkpoint stays.
     """

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.distributed import P2POp, ReduceOp, batch_isend_irecv, get_backend, is_available, is_initialized
 
 from zlaunch.compat.deepspeed.missing import missing_function
-from zlaunch.runtime.api import init_distributed as _init
-from zlaunch.runtime.comm.collectives import close_all
+from zlaunch.runtime.comm.process_group import close_all
+from zlaunch.runtime.comm.process_group import init_distributed as _init
 from zlaunch.runtime.environment import read_environment
 
 ProcessGroup = dist.ProcessGroup

@@ -20,7 +20,8 @@ from zlaunch.compat.deepspeed.missing import FLOPS, MONITORS, NotInZlaunch
 from zlaunch.compat.deepspeed.optimizer import ZeROOptimizer
 from zlaunch.compat.deepspeed.parameters import use_deepspeeds_placeholders
 from zlaunch.compat.deepspeed.timer import ThroughputTimer
-from zlaunch.runtime.api import choose_config, make_engine
+from zlaunch.runtime.api import choose_config
+from zlaunch.runtime.build import build_engine
 from zlaunch.runtime.checkpoint.export.consolidate import consolidated_state_dict
 from zlaunch.runtime.data import EngineLoader
 from zlaunch.runtime.engine import Engine
@@ -338,7 +339,7 @@ def initialize(
         refuse_experts(model.parameters())
         _take_over(model)
     use_deepspeeds_placeholders()
-    engine, _, loader, scheduler = make_engine(
+    engine, _, loader, scheduler = build_engine(
         DeepSpeedEngine,
         model,
         optimizer,

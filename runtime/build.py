@@ -1,0 +1,337 @@
+"""Assembles an engine from a model and a config; the only module that knows the optional rooms."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from ..cuda_ops.loader import set_mode
+from . import access, preemption
+from .activation import checkpointing
+from .checkpoint.checkpointer import Checkpointer
+from .checkpoint.export.consolidate import save_weights
+from .comm.collectives import Comm
+from .comm.process_group import init_distributed
+from .config import Config, ConfigError, Effective, load, refuse_open, resolve
+from .data import EngineLoader
+from .engine import Engine
+from .environment import read_environment
+from .errors import OptimizerError, ParameterError
+from .handles import Handles
+from .log import say, set_level, warn
+from .memory.estimate import relief
+from .memory.preflight import foresee
+from .memory.resources import PINNED_SHARE
+from .offload.manager import Offload
+from .offload.options import choose_offload
+from .offload.state_mover import StateMover
+from .offload.transfer import HostLink
+from .optim.admission import needs_whole_tensors
+from .optim.optimizer_handle import ZeroOptimizer, guard
+from .optim.param_groups import groups_by_parameter, parameter_groups
+from .optim.registry import build_optimizer, build_scheduler
+from .optim.sharded_optimizer import ShardedOptimizer
+from .precision.loss_scaler import DeviceLossScaler, LossScaler
+from .precision.policy import Precision, choose_precision, dtype_named
+from .zero import placeholder
+from .zero.consistency import check_agreement
+from .zero.eligible import find_refused
+from .zero.hooks import ShardedModel
+from .zero.leaf_modules import mark_leaves
+from .zero.reduce import GradientOptions, GradientReducer
+from .zero.replicated import place_rest
+from .zero.store import TILE_NUMEL
+from .zero.unit_policy import UNIT_NUMEL, UNIT_NUMEL_CPU, Block, ShardingOptions, build_units, plan_blocks
+
+E = TypeVar("E", bound=Engine)
+
+
+def build_engine(
+    kind: type[E],
+    model: nn.Module | None,
+    optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None,
+    model_parameters: Iterable[Any] | None,
+    training_data: Any,
+    lr_scheduler: Any,
+    *,
+    mpu: Any = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    config: Any,
+    mesh_param: Any = None,
+) -> tuple[E, torch.optim.Optimizer | None, EngineLoader | None, Any]:
+    """Builds an engine of class ``kind`` with all that belongs to it; see :func:`zlaunch.initialize`."""
+    if model is None:
+        raise ValueError("initialize needs a model")
+    if mpu is not None or mesh_param is not None:
+        raise ValueError("model parallelism (mpu, mesh_param) is not supported")
+    loaded = load(config)
+    refuse_open(loaded)
+    set_level(loaded.config.log_level)
+    _choose_kernels()
+    comm = Comm(init_distributed(), share=not _on_disk(loaded.config))
+    preemption.install()
+    hidden, hidden_from = _find_hidden_size(model)
+    effective = resolve(loaded, world_size=comm.world_size, hidden_size=hidden, hidden_size_from=hidden_from)
+    if comm.rank == 0:
+        for warning in (*loaded.warnings, *effective.guesses()):
+            warn(warning)
+        # Scripts of DeepSpeed's, whose configs have meant something else, have an engine of their own.
+        changed = effective.changed_defaults() if kind is not Engine else ()
+        for line in (*effective.settled(), *changed):
+            say(line)
+    _check_parameters(model, comm)
+    check_agreement(model, effective.digest(), comm)
+    precision = choose_precision(effective.config)
+    client, groups = _choose_optimizer(optimizer, model_parameters, model, effective)
+    checkpointing.apply(model, loaded.config.activation_checkpointing)
+
+    whole = client is not None and _needs_whole(client, effective, comm)
+    blocks, options = _plan(model, effective, comm)
+    offload = _make_offload(effective, client, blocks, options, precision, comm)
+    step = None
+    with ExitStack() as undo:  # what has been made, should a part of it fail
+        if offload is not None:
+            undo.callback(offload.close)
+        sharded, reducer = _shard(model, blocks, options, groups, comm, effective, precision, offload)
+        undo.callback(sharded.close)
+        if client is not None:
+            step = ShardedOptimizer(
+                client,
+                [unit for unit in sharded.units if unit.trainable],
+                reducer,
+                comm,
+                sharded=options.shard_optimizer,
+                whole=whole,
+                offloaded=offload is not None,
+                background=comm.device.type == "cuda",
+                on_device=comm.device.type == "cuda",
+            )
+        undo.pop_all()
+    scaler: LossScaler | DeviceLossScaler = precision.scaler
+    if scaler.dynamic and step is not None and step.decides_on_device:
+        scaler = DeviceLossScaler(precision.scaler, comm.device)
+    engine = kind(
+        sharded,
+        step,
+        lr_scheduler=_make_scheduler(lr_scheduler, effective, client),
+        precision=precision,
+        scaler=scaler,
+        effective=effective,
+        handles=Handles(sharded, reducer, step, precision.dtype, offload),
+    )
+    checkpoints = Checkpointer(
+        engine,
+        sharded,
+        step,
+        scaler=scaler,
+        effective=effective,
+        link=HostLink(comm.device, pin=comm.device.type == "cuda"),
+        save_weights=partial(save_weights, sharded),
+    )
+    engine.attach(
+        checkpoints=checkpoints,
+        states=StateMover(sharded, step, effective.config),
+        offload=offload,
+        advise_memory=partial(
+            relief,
+            stage=int(effective.config.zero_optimization.stage),
+            world_size=comm.world_size,
+            offloads=offload is not None,
+            checkpoints=effective.config.activation_checkpointing.enabled,
+        ),
+    )
+    if client is not None:
+        guard(client, engine, kind.optimizer_class)
+    access.register(engine)
+    if training_data is not None:
+        engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=collate_fn)
+    _record(effective, comm)
+    return engine, client, engine.training_dataloader, engine.lr_scheduler
+
+
+def _choose_kernels() -> None:
+    try:
+        set_mode(read_environment().kernels)
+    except ValueError as error:
+        raise ConfigError([f"ZLAUNCH_KERNELS: {error}"]) from None
+
+
+def _on_disk(config: Config) -> bool:
+    """Tells whether sharded parameters rest on disk: each rank reads its part into memory that comes and
+    goes, so that the other ranks cannot read it in place.
+    """
+    section = config.zero_optimization.offload_param
+    return section is not None and section.device == "nvme"
+
+
+def _find_hidden_size(model: nn.Module) -> tuple[int | None, str]:
+    """Finds the width of a model, for ``"auto"`` bucket sizes; returns it and where it was found."""
+    described = getattr(model, "config", None)
+    for name in ("hidden_size", "d_model", "n_embd", "hidden_sizes"):
+        value = getattr(described, name, None)
+        if isinstance(value, (list, tuple)) and value:
+            value = max(value)
+        if isinstance(value, int) and not isinstance(value, bool):
+            return value, f"model.config.{name}"
+    widths = [m.embedding_dim for m in model.modules() if isinstance(m, nn.Embedding)]
+    if widths:
+        return max(widths), "the model's widest embedding"
+    widths = [m.out_features for m in model.modules() if isinstance(m, nn.Linear)]
+    return (max(widths), "the model's widest linear layer") if widths else (None, "")
+
+
+def _choose_optimizer(
+    given: Any, model_parameters: Iterable[Any] | None, model: nn.Module, effective: Effective
+) -> tuple[torch.optim.Optimizer | None, list[dict[str, Any]]]:
+    """Returns the optimizer that was given or that the config names, if any, and the parameter groups."""
+    if isinstance(given, ZeroOptimizer):
+        raise OptimizerError("initialize was given the optimizer of another engine: give it a new one")
+    if isinstance(given, torch.optim.Optimizer):
+        known = {id(p) for p in model.parameters()}
+        if any(id(p) not in known for group in given.param_groups for p in group["params"]):
+            raise OptimizerError("the optimizer holds a tensor that is not a parameter of the model")
+        return given, given.param_groups
+    groups = parameter_groups(model_parameters, model)
+    section = effective.config.optimizer
+    if not any(p.requires_grad for group in groups for p in group["params"]):
+        return None, groups
+    if callable(given):
+        return given(groups), groups
+    if section is None or section.type is None:
+        return None, groups
+    try:
+        return build_optimizer(section.type, dict(section.params), groups), groups
+    except ValueError as error:
+        raise ConfigError([f"{effective.loaded.origin}: {error}"]) from None
+
+
+def _needs_whole(optimizer: torch.optim.Optimizer, effective: Effective, comm: Comm) -> bool:
+    zero = effective.config.zero_optimization
+    return needs_whole_tensors(
+        optimizer,
+        whole=zero.stage == 0 or comm.world_size == 1,
+        offloaded=zero.offload_optimizer is not None and zero.offload_optimizer.device != "none",
+        allowed=bool(effective.config.zero_allow_untested_optimizer),
+    )
+
+
+def _make_offload(
+    effective: Effective,
+    optimizer: torch.optim.Optimizer | None,
+    blocks: list[Block],
+    options: ShardingOptions,
+    precision: Precision,
+    comm: Comm,
+) -> Offload | None:
+    """Checks that a rank's memory suffices; makes what keeps states off the device, if the config asks."""
+    config = effective.config
+    chosen = choose_offload(effective, optimizer)
+    accumulation = int(config.gradient_accumulation_steps or 1)
+    snapshots = config.checkpoint.is_asynchronous
+    free = foresee(blocks, options, chosen, optimizer, precision, comm, accumulation, snapshots=snapshots)
+    chosen = replace(chosen, pinned_budget_bytes=int(PINNED_SHARE * free.host))
+    return Offload(chosen, comm) if chosen.any else None
+
+
+def _check_parameters(model: nn.Module, comm: Comm) -> None:
+    """Raises ParameterError on every rank if a parameter of some rank's model cannot be managed."""
+    for rank, problem in enumerate(comm.exchange(find_refused(model))):
+        if problem is not None:
+            raise ParameterError(problem if rank == comm.rank else f"on rank {rank}, {problem}")
+
+
+def _plan(model: nn.Module, effective: Effective, comm: Comm) -> tuple[list[Block], ShardingOptions]:
+    """Decides which parameters go together."""
+    zero = effective.config.zero_optimization
+    leaf = zero.leaf_module
+    mark_leaves(model, classes=leaf.classes, names=leaf.names, suffixes=leaf.name_suffixes)
+    # a unit is reduced as a whole and gathered as a whole, at stage 0 only reduced
+    bucket = int(zero.reduce_bucket_size)
+    if zero.stage >= 1:
+        bucket = min(bucket, int(zero.allgather_bucket_size))
+    largest = UNIT_NUMEL_CPU if comm.device.type == "cpu" else UNIT_NUMEL
+    options = ShardingOptions(
+        shard_optimizer=zero.stage >= 1,
+        shard_grads=zero.stage >= 2,
+        shard_params=zero.stage >= 3,
+        bucket_numel=max(1, min(bucket, largest)),
+        minimum_numel=max(4096, int(zero.stage3_module_granularity_threshold)),
+        persistence_numel=int(zero.stage3_param_persistence_threshold),
+        all_persistent_numel=int(zero.stage3_model_persistence_threshold),
+        tile_numel=min(int(zero.sub_group_size), TILE_NUMEL),
+        poison=read_environment().debug_free == "poison",
+    )
+    return plan_blocks(model, options), options
+
+
+def _shard(
+    model: nn.Module,
+    blocks: list[Block],
+    options: ShardingOptions,
+    groups: list[dict[str, Any]],
+    comm: Comm,
+    effective: Effective,
+    precision: Precision,
+    offload: Offload | None,
+) -> tuple[ShardedModel, GradientReducer]:
+    config = effective.config
+    zero = config.zero_optimization
+    group_of = groups_by_parameter(groups)
+    place_rest(model, comm, precision.dtype)
+    if offload is not None:
+        trainable = (p for block in blocks for _, p in block.parameters if p.requires_grad)
+        offload.expect(sum(placeholder.shape_of(p).numel() for p in trainable))
+    build_units(blocks, group_of, precision.dtype, comm, options, offload)
+    predivide = 1.0
+    if config.prescale_gradients:
+        predivide = (
+            config.gradient_predivide_factor if config.gradient_predivide_factor != 1.0 else comm.world_size
+        )
+    reducer = GradientReducer(
+        [unit for block in blocks for unit in block.units if unit.trainable],
+        comm,
+        GradientOptions(
+            transient=options.shard_grads,
+            dtype=dtype_named(config.communication_data_type),
+            predivide=predivide,
+        ),
+    )
+    sharded = ShardedModel(
+        model,
+        blocks,
+        reducer,
+        comm,
+        options,
+        prefetch_numel=int(zero.stage3_prefetch_bucket_size),
+        max_live_numel=int(zero.stage3_max_live_parameters),
+    )
+    return sharded, reducer
+
+
+def _make_scheduler(given: Any, effective: Effective, optimizer: torch.optim.Optimizer | None) -> Any:
+    if given is not None:
+        is_factory = callable(given) and not hasattr(given, "step")
+        return given(optimizer) if is_factory else given
+    section = effective.config.scheduler
+    if section is None or section.type is None or optimizer is None:
+        return None
+    try:
+        return build_scheduler(section.type, dict(section.params), optimizer)
+    except ValueError as error:
+        raise ConfigError([f"{effective.loaded.origin}: {error}"]) from None
+
+
+def _record(effective: Effective, comm: Comm) -> None:
+    run_dir = read_environment().run_dir
+    if comm.rank == 0 and run_dir:
+        effective.write(os.path.join(run_dir, "config.effective.json"))
+    if comm.rank == 0 and effective.config.dump_state:
+        for path, value, source in effective.table():
+            print(f"{path} = {value}  ({source})", flush=True)

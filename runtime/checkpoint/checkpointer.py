@@ -1,0 +1,343 @@
+"""Saves an engine's state and loads it again."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import socket
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+
+import torch
+
+from ..config import Effective
+from ..data import EngineLoader
+from ..environment import read_environment
+from ..log import say, warn
+from ..optim.sharded_optimizer import ShardedOptimizer
+from ..precision.loss_scaler import DeviceLossScaler, LossScaler
+from ..preemption import REQUEUE_EXIT_CODE
+from ..report import announce
+from ..zero.hooks import ShardedModel
+from . import rng_state
+from .all_or_none import agree
+from .background_save import BackgroundSave
+from .format.commit import SaveTarget, absolute
+from .format.jsonable import encode
+from .format.manifest import WHOLE, Checkpoint
+from .format.tensor_file import CheckpointError
+from .load import groups_of
+from .restore import check_fits, come_to_rest, decoded, restore_shards
+from .save import Save, Source, rank_file
+from .selection import choose_target, open_chosen, with_advice
+
+if TYPE_CHECKING:
+    from ..offload.transfer import HostLink
+
+_FALLBACK_FOLDER = "checkpoints"
+_COUNTERS = ("global_steps", "micro_steps", "global_samples", "skipped_steps")
+
+
+class TrainState(Protocol):
+    """What a checkpoint has of a run besides its model and optimizer; an engine is one."""
+
+    lr_scheduler: Any
+    training_dataloader: EngineLoader | None
+    global_steps: int
+    micro_steps: int
+    global_samples: int
+
+    @property
+    def skipped_steps(self) -> int: ...
+    def gradient_accumulation_steps(self) -> int: ...
+    def restore_counters(self, counters: Mapping[str, int]) -> None: ...
+
+
+class Checkpointer:
+    """Saves and loads one engine: its shards, optimizer state, counters, schedule and random generators."""
+
+    def __init__(
+        self,
+        run: TrainState,
+        sharded: ShardedModel,
+        shard_step: ShardedOptimizer | None,
+        *,
+        scaler: LossScaler | DeviceLossScaler,
+        effective: Effective,
+        link: HostLink,
+        save_weights: Callable[..., Any],
+    ) -> None:
+        """``link`` copies snapshots to host memory; ``save_weights`` writes the whole model's weights."""
+        self._run, self._sharded, self._shard_step = run, sharded, shard_step
+        self._comm, self._scaler, self._link = sharded.comm, scaler, link
+        self._raw_config = effective.loaded.raw
+        self._stage = int(effective.config.zero_optimization.stage)
+        self._options = effective.config.checkpoint
+        self._background = BackgroundSave(sharded.comm, link)
+        self._half_loaded = ""
+        """Why the last load has ended half-way, if it has."""
+        self._stop_folder = absolute(self._options.save_dir) if self._options.save_dir else None
+        """Where a save that a signal asks for goes, if the config says so."""
+        self._folder: Path | None = None
+        """Where was last saved to, or resumed from."""
+        self.save_weights = save_weights
+        self.wait, self.poll, self.close = (
+            self._background.wait,
+            self._background.poll,
+            self._background.close,
+        )
+
+    def check(self) -> None:
+        """Raises CheckpointError if a load has ended half-way: there are values of two states then."""
+        if self._half_loaded:
+            raise CheckpointError(
+                f"the last load_checkpoint failed half-way ({self._half_loaded}): load another one first"
+            )
+
+    # -- saving
+
+    def prepare(self) -> None:
+        """Takes the memory for snapshots beside training, once all state is there: after the first step."""
+        if self._options.is_asynchronous:
+            self._background.reserve(lambda: Save.resident_bytes(*self._describe(Path(), "", "", {}, None)))
+
+    def save(
+        self,
+        folder: str | os.PathLike[str],
+        tag: str | None,
+        client_state: Mapping[str, Any] | None,
+        save_latest: bool = True,
+        exclude_frozen: bool = False,
+        *,
+        at_once: bool = False,
+    ) -> None:
+        """Saves under ``folder/tag``, with rank 0's tag, by default ``global_stepN``; in the background where
+        that is configured, unless ``at_once``. Collective. Raises CheckpointError, the same on every rank.
+        """
+        comm, run, options = self._comm, self._run, self._options
+        steps = run.global_steps
+        left = run.micro_steps % run.gradient_accumulation_steps()
+        if left and comm.rank == 0:
+            warn(
+                f"saving between two optimizer steps: the gradients of the last {left} micro-batches are not "
+                "in the checkpoint"
+            )
+        self.wait()
+        folder = absolute(folder)
+        wanted = str(tag) if tag is not None else f"global_step{steps}"
+        node_local, validation = options.use_node_local_storage, options.tag_validation
+        owner, chosen = choose_target(comm, folder, wanted, node_local=node_local, validation=validation)
+
+        def describe() -> tuple[Source, SaveTarget]:
+            return self._describe(folder, chosen, owner, self._facts(), client_state)
+
+        source, target = agree(comm.exchange, comm.rank, describe, own=True)
+        target = replace(target, save_latest=save_latest, exclude_frozen=exclude_frozen)
+        save = Save(self._without_repetition(source), target, self._link)
+        self._folder = folder
+
+        def tell(path: Path) -> None:
+            if save_latest and comm.rank == 0:
+                announce("checkpoint", folder=str(path.parent), tag=path.name, step=steps)
+
+        if options.is_asynchronous and not at_once:
+            self._background.start(save, tell)
+        else:
+            save.begin(None)
+            tell(save.finish(comm.exchange))
+
+    def save_and_exit(self, client_state: Callable[[], Mapping[str, Any]] | None) -> NoReturn:
+        """Saves because the run was asked to stop, and ends the process with REQUEUE_EXIT_CODE.
+
+        Saves once more without what ``client_state`` returns where that fails. Collective. Raises
+        CheckpointError.
+        """
+        comm = self._comm
+        folder = self._stop_folder or self._folder or read_environment().resume_dir or _FALLBACK_FOLDER
+        if comm.rank == 0:
+            say(f"asked to stop: saving to {folder}")
+        try:
+            self.wait()
+        except Exception as error:  # an earlier save's; this one may succeed
+            warn(str(error))
+        try:
+            state = agree(comm.exchange, comm.rank, client_state or dict, own=True)
+            self.save(folder, None, state, at_once=True)
+        except CheckpointError as problem:
+            if comm.rank == 0:
+                warn(f"once more without client_state: {problem}")
+            try:
+                self.save(folder, None, None, at_once=True)
+            except CheckpointError as error:
+                raise CheckpointError(f"asked to stop, but the state could not be saved: {error}") from None
+        raise SystemExit(REQUEUE_EXIT_CODE)
+
+    def _facts(self) -> dict[str, Any]:
+        """Returns the manifest's entries about the run."""
+        from zlaunch import __version__
+
+        run, step = self._run, self._shard_step
+        optimizer = schedule = None
+        if step is not None:
+            step.take_hyperparameters()
+            optimizer = {"class": type(step.optimizer).__name__, "groups": groups_of(step.optimizer)}
+        if hasattr(run.lr_scheduler, "state_dict"):
+            schedule = {"class": type(run.lr_scheduler).__name__, "state": run.lr_scheduler.state_dict()}
+        loader = run.training_dataloader
+        return {
+            "written_by": {"zlaunch": __version__, "torch": str(torch.__version__)},
+            "stage": self._stage,
+            "engine": {name: getattr(run, name) for name in _COUNTERS},
+            "loss_scaler": {**self._scaler.state_dict(), "dynamic": True} if self._scaler.dynamic else None,
+            "optimizer": optimizer,
+            "scheduler": schedule,
+            "data": loader.state_dict() if loader is not None else None,
+            "config": json.loads(json.dumps(self._raw_config, default=str)),
+        }
+
+    def _describe(
+        self, folder: Path, tag: str, owner: str, facts: Mapping[str, Any], client_state: Any
+    ) -> tuple[Source, SaveTarget]:
+        """Returns what this rank saves, and where to."""
+        rank, step, options = self._comm.rank, self._shard_step, self._options
+        if step is not None:
+            step.wait()
+        tensors: dict[str, torch.Tensor] = {}
+        rank_tensors: dict[str, torch.Tensor] = {}
+        entries = {name: encode(value, tensors, name) for name, value in facts.items()}
+        if client_state is not None and not isinstance(client_state, Mapping):
+            raise CheckpointError(f"client_state is a {type(client_state).__name__}: it has to be a dict")
+        entries["client_state"] = encode(client_state or {}, tensors, "client_state")
+        own = encode(client_state or {}, rank_tensors, "client_state")
+        if options.is_asynchronous:  # the caller may change them while they are written
+            rank_tensors = {name: value.detach().cpu().clone() for name, value in rank_tensors.items()}
+        random = encode(rng_state.capture(self._comm.device), rank_tensors, "random")
+        source = Source(
+            sharded=self._sharded,
+            slices=step.slices if step is not None else [],
+            state=step.optimizer.state if step is not None else {},
+            optimizer=type(step.optimizer if step is not None else None).__name__,
+            facts=entries,
+            tensors=tensors,
+            rank_facts={"random": random, "client_state": own},
+            rank_tensors=rank_tensors,
+        )
+        node_local = options.use_node_local_storage
+        target = SaveTarget(
+            folder=folder,
+            tag=tag,
+            keep_last=options.keep_last,
+            owner=owner,
+            leader=read_environment().local_rank == 0 if node_local else rank == 0,
+            host=socket.gethostname() if node_local else None,
+        )
+        return source, target
+
+    def _without_repetition(self, source: Source) -> Source:
+        """Leaves out this rank's client_state where it equals rank 0's, which is kept anyway. Collective."""
+        own = {name: t for name, t in source.rank_tensors.items() if name.startswith("client_state.")}
+        digest = hashlib.sha256(json.dumps(source.rank_facts["client_state"]).encode())
+        for tensor in own.values():
+            digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+        if digest.hexdigest() != self._comm.exchange(digest.hexdigest())[0]:
+            return source
+        rest = {name: tensor for name, tensor in source.rank_tensors.items() if name not in own}
+        return replace(source, rank_facts={"random": source.rank_facts["random"]}, rank_tensors=rest)
+
+    # -- loading
+
+    def load(
+        self,
+        folder: str | os.PathLike[str],
+        tag: str | None,
+        *,
+        strict: bool,
+        with_optimizer: bool,
+        with_schedule: bool,
+        with_run: bool,
+    ) -> tuple[str | None, dict[str, Any]]:
+        """Loads the checkpoint that ``tag`` names; returns its path and this rank's client_state, ``(None,
+        {})`` where there is none. ``with_run``: counters, data position and random generators, too.
+        Collective. Raises CheckpointError, the same on every rank.
+        """
+        self.wait()
+        folder, node_local = absolute(folder), self._options.use_node_local_storage
+        tag = str(tag) if tag is not None else None
+        checkpoint = open_chosen(self._comm, folder, tag, node_local=node_local)
+        if checkpoint is None:
+            return None, {}
+        try:
+            facts = self._read_facts(checkpoint)
+            schedule = facts["scheduler"] if with_schedule else None
+            self._check_schedule(checkpoint.folder, schedule)
+            step = self._shard_step if with_optimizer else None
+            check_fits(checkpoint, self._sharded, step, strict=strict)
+            come_to_rest(self._sharded, self._shard_step)
+            self._half_loaded = "another rank ended"
+            try:
+                restore_shards(checkpoint, self._sharded, step)
+            except CheckpointError as error:
+                self._half_loaded = str(error)
+                raise
+            self._half_loaded = ""
+            if with_run:
+                self._go_on_from(facts, schedule)
+                if checkpoint.folder.parent == folder:
+                    self._folder = folder
+            if self._comm.rank == 0:
+                saved = checkpoint.manifest
+                say(
+                    f"loaded {checkpoint.folder} (step {facts['engine']['global_steps']}, saved by "
+                    f"{saved['world_size']} ranks at stage {saved['stage']})"
+                )
+            return str(checkpoint.folder), facts["client_state"]
+        finally:
+            checkpoint.close()
+
+    def _read_facts(self, checkpoint: Checkpoint) -> dict[str, Any]:
+        """Reads what it holds besides values and optimizer state: ``engine``, ``loss_scaler``, ``scheduler``,
+        ``data``, and this rank's own ``client_state`` (rank 0's if there were not as many ranks) and
+        ``random`` generators (then None). Collective.
+        """
+
+        def read() -> dict[str, Any]:
+            manifest, rank = checkpoint.manifest, self._comm.rank
+            found = {
+                key: decoded(checkpoint, WHOLE, manifest[key])
+                for key in ("engine", "loss_scaler", "scheduler", "data", "client_state")
+            }
+            states = manifest["rank_states"]
+            own = states[rank] if len(states) == self._comm.world_size else {}
+            mine = {key: decoded(checkpoint, rank_file(rank), value) for key, value in own.items()}
+            return {"random": None, **found, **mine}
+
+        found: dict[str, Any] = agree(
+            self._comm.exchange, self._comm.rank, lambda: with_advice(checkpoint.folder, read), own=True
+        )
+        return found
+
+    def _check_schedule(self, folder: Path, saved: Mapping[str, Any] | None) -> None:
+        scheduler = self._run.lr_scheduler
+        kind = type(scheduler).__name__
+        if saved is not None and scheduler is not None and saved["class"] not in (None, kind):
+            raise CheckpointError(
+                f"{folder}: has the state of the schedule {saved['class']}, and the engine's is {kind}: "
+                "load_lr_scheduler_states=False begins it anew"
+            )
+
+    def _go_on_from(self, facts: Mapping[str, Any], schedule: Mapping[str, Any] | None) -> None:
+        """Restores counters, loss scale, schedule, data loader and random generators."""
+        run = self._run
+        run.restore_counters(facts["engine"])
+        if facts["loss_scaler"] is not None and self._scaler.dynamic:
+            self._scaler.load_state_dict(facts["loss_scaler"])
+        load = getattr(run.lr_scheduler, "load_state_dict", None)
+        if schedule is not None and load is not None:
+            load(schedule["state"])
+        if facts["data"] is not None and run.training_dataloader is not None:
+            run.training_dataloader.load_state_dict(facts["data"])
+        if facts["random"] is not None:
+            rng_state.restore(facts["random"], self._comm.device)

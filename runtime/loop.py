@@ -1,0 +1,353 @@
+"""The training loop's three verbs over a sharded model: forward, backward and step."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .config import Effective
+from .data import EngineLoader
+from .errors import LossScaleFloorError
+from .handles import Handles
+from .optim.sharded_optimizer import ShardedOptimizer
+from .precision.loss_scaler import DeviceLossScaler, LossScaler, floor_error
+from .precision.policy import Precision, cast_floats
+from .precision.step_result import StepResult
+from .report import report
+from .zero.hooks import ShardedModel
+from .zero.saved_tensors import explained
+from .zero.unused_parameters import refuse_unused
+
+
+class TrainingLoop(nn.Module):
+    """Calls a sharded model, collects its gradients and steps its optimizer, scheduler and loss scale."""
+
+    def __init__(
+        self,
+        sharded: ShardedModel,
+        shard_step: ShardedOptimizer | None,
+        *,
+        lr_scheduler: Any,
+        precision: Precision,
+        scaler: LossScaler | DeviceLossScaler,
+        effective: Effective,
+        handles: Handles,
+    ) -> None:
+        super().__init__()
+        self.module = sharded.module
+        self.handles = handles
+        self.lr_scheduler = lr_scheduler
+        self.training_dataloader: EngineLoader | None = None
+        self.global_steps = self.micro_steps = self.global_samples = 0
+        self._sharded, self._reducer, self._shard_step = sharded, sharded.reducer, shard_step
+        self._precision, self._scaler, self._effective = precision, scaler, effective
+        self._skipped_steps = 0
+        self._result: StepResult | None = None
+        """Of the last step; on a GPU its numbers are fetched when they are needed."""
+        self._unresolved = False
+        """Whether the last step was skipped has not been looked at: the scheduler waits for that."""
+        self._boundary: bool | None = None
+        self._lr_arguments: dict[str, Any] = {}
+        self._no_sync = False
+        self._loss: Tensor | None = None
+        self._reported = time.perf_counter(), 0
+        if scaler.used:
+            sharded.loss_scale = lambda: scaler.factor
+        sharded.micro_share = lambda: 1.0 / self.gradient_accumulation_steps()
+        self._prepare_pass()
+
+    # -- what it is made of
+
+    @property
+    def torch_optimizer(self) -> torch.optim.Optimizer | None:
+        """The optimizer that was given or made."""
+        return self._shard_step.outer if self._shard_step is not None else None
+
+    @property
+    def device(self) -> torch.device:
+        """This rank's device."""
+        return self._sharded.comm.device
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return self._sharded.comm.world_size
+
+    @property
+    def global_rank(self) -> int:
+        """This rank's number among all."""
+        return self._sharded.comm.rank
+
+    def zero_optimization_stage(self) -> int:
+        """0 to 3."""
+        return int(self._effective.config.zero_optimization.stage)
+
+    # -- batches
+
+    def train_batch_size(self) -> int:
+        """Samples of one optimizer step over all ranks."""
+        return int(self._effective.config.train_batch_size or 0)
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Samples of one forward pass of one rank."""
+        return int(self._effective.config.train_micro_batch_size_per_gpu or 0)
+
+    def gradient_accumulation_steps(self) -> int:
+        """Backward passes of one optimizer step."""
+        return int(self._effective.config.gradient_accumulation_steps or 1)
+
+    def set_batch(self, train: int, micro: int, accumulation: int) -> None:
+        """Changes the three batch sizes, which fit together, between two optimizer steps. The caller's loader
+        has to give such batches.
+        """
+        sizes = {
+            "train_batch_size": train,
+            "train_micro_batch_size_per_gpu": micro,
+            "gradient_accumulation_steps": accumulation,
+        }
+        config = self._effective.config.model_copy(update=sizes)
+        self._effective = replace(self._effective, config=config)
+        self._prepare_pass()
+
+    def deepspeed_io(
+        self, dataset: Any, *, collate_fn: Callable[[list[Any]], Any] | None = None
+    ) -> EngineLoader:
+        """Returns a loader of micro-batches over this rank's share of ``dataset``."""
+        return EngineLoader(
+            dataset,
+            batch_size=self.train_micro_batch_size_per_gpu(),
+            rank=self.global_rank,
+            world_size=self.world_size,
+            collate_fn=collate_fn,
+            drop_last=self._effective.config.dataloader_drop_last,
+        )
+
+    # -- the last step
+
+    @property
+    def loss_scale(self) -> float:
+        """What losses are multiplied with at present; 1.0 but for fp16."""
+        return self._scaler.scale
+
+    @property
+    def overflow(self) -> bool:
+        """Whether the last step was skipped because gradients were not finite."""
+        self._resolve_last_step()
+        return self._result is not None and self._result.skipped
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps skipped so far."""
+        self._resolve_last_step()
+        return self._skipped_steps
+
+    @property
+    def should_stop(self) -> bool:
+        """The run has been asked to save and stop; known after a step, the same on all ranks."""
+        return self._result is not None and self._result.stop
+
+    def was_step_applied(self) -> bool:
+        """Tells whether the last optimizer step changed the parameters."""
+        return self.global_steps > 0 and not self.overflow
+
+    def get_global_grad_norm(self) -> float | None:
+        """L2 norm of the last step's averaged, unscaled gradient before clipping; None before the first."""
+        return self._result.norm if self._result is not None else None
+
+    def get_lr(self) -> list[float]:
+        """The present learning rate of each param group."""
+        self._resolve_last_step()
+        optimizer = self.torch_optimizer
+        return [float(group["lr"]) for group in optimizer.param_groups] if optimizer is not None else []
+
+    def restore_counters(self, counters: Mapping[str, int]) -> None:
+        """Counts on from a checkpoint's numbers, at the beginning of an optimizer step."""
+        self.global_steps, self.global_samples = counters["global_steps"], counters["global_samples"]
+        micro_steps = counters["micro_steps"]
+        self.micro_steps = micro_steps - micro_steps % self.gradient_accumulation_steps()
+        self._skipped_steps = counters["skipped_steps"]
+        self._result = None
+
+    # -- forward and backward
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the model."""
+        if self._precision.cast_inputs and self._precision.dtype is not None:
+            args, kwargs = cast_floats((args, kwargs), self._precision.dtype)
+        if self._shard_step is not None:
+            self._shard_step.check()
+        try:
+            return self.module(*args, **kwargs)
+        except RuntimeError as error:
+            self._sharded.abandon_forward()
+            better = explained(error)
+            if better is not None:
+                raise better from error
+            raise
+        except BaseException:
+            self._sharded.abandon_forward()
+            raise
+
+    def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
+        """Back-propagates one micro-batch's loss; returns it."""
+        if not loss.requires_grad:
+            raise RuntimeError("the loss does not depend on any trainable parameter")
+        self._prepare_pass()
+        scaled = self._scaled(loss, scale_wrt_gas)
+        try:
+            scaled.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+        finally:
+            self._sharded.loss_is_scaled = False
+        self._loss = loss.detach()
+        return loss
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss multiplied by the loss scale and divided by the number of micro-batches, for a plain
+        ``.backward()`` by the caller, which has to come next.
+        """
+        return self._scaled(loss, True)
+
+    def _scaled(self, loss: Tensor, divide: bool) -> Tensor:
+        self._sharded.loss_is_scaled = True
+        factor = self._scaler.factor if self._scaler.used else 1.0
+        if divide:
+            factor = factor / self.gradient_accumulation_steps()
+        return loss if isinstance(factor, float) and factor == 1.0 else loss * factor
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Tells whether the next :meth:`step` applies the gradients."""
+        if self._boundary is not None:
+            return self._boundary
+        return (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Decides by hand from now on whether the next step is one."""
+        self._boundary = is_boundary
+        self._prepare_pass()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulates locally inside the context; raises RuntimeError at stages 2 and 3."""
+        if self._sharded.options.shard_grads:
+            raise RuntimeError(
+                f"no_sync needs whole gradients, but stage {self.zero_optimization_stage()} shards them: "
+                "use gradient_accumulation_steps"
+            )
+        self._no_sync = True
+        self._prepare_pass()
+        try:
+            yield
+        finally:
+            self._no_sync = False
+            self._prepare_pass()
+
+    def _prepare_pass(self) -> None:
+        transient = self._sharded.options.shard_grads
+        self._reducer.sync = transient or (self.is_gradient_accumulation_boundary() and not self._no_sync)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forgets the gradients accumulated so far."""
+        self.module.zero_grad(set_to_none)
+
+    # -- step
+
+    def step(self, lr_kwargs: Any = None) -> None:
+        """Applies the gradients at the accumulation boundary; else only counts."""
+        self._lr_arguments = dict(lr_kwargs or {})
+        if self.is_gradient_accumulation_boundary():
+            self._optimizer_step()
+        self.micro_steps += 1
+        self._prepare_pass()
+
+    def _optimizer_step(self) -> None:
+        if self._shard_step is None:
+            raise RuntimeError(
+                "this engine has no optimizer: give initialize one, or an optimizer section in the config. "
+                "None is made where no parameter requires a gradient at that time"
+            )
+        if not self._reducer.passes:
+            raise RuntimeError(
+                "engine.step() at an accumulation boundary without a backward pass since the last step or "
+                "zero_grad(): it would train nothing. Call engine.backward(loss) first; optimizer.step() is "
+                "this step already"
+            )
+        self.handles.check()
+        if not self._effective.config.zero_optimization.ignore_unused_parameters:
+            refuse_unused(self._shard_step.units, self._reducer, self._sharded.comm)
+        self._resolve_last_step()
+        scaler, divisor = self._scaler, self.gradient_divisor()
+        self._sharded.reshard_all()
+        broken: list[str] = []
+        if isinstance(scaler, LossScaler) and scaler.dynamic and scaler.scale <= scaler.min_scale:
+            broken = self._shard_step.nonfinite_names()
+        with torch.no_grad():
+            result = self._shard_step.step(
+                divisor=divisor,
+                clip=float(self._effective.config.gradient_clipping),
+                check_finite=self._precision.check_finite,
+            )
+        self._result = result
+        self.global_steps += 1
+        self.global_samples += self.train_batch_size()
+        try:
+            scaler.update(result)
+        except LossScaleFloorError:
+            everyone = sorted({name for names in self._sharded.comm.exchange(broken) for name in names})
+            raise floor_error(scaler.min_scale, everyone) from None
+        result.send(None)
+        self._unresolved = self._precision.check_finite
+        if not self._precision.check_finite:
+            self._advance_schedule()
+        elif result.known:
+            self._resolve_last_step()
+        self._report()
+
+    def gradient_divisor(self) -> float | Tensor:
+        """What the summed gradients have to be divided by: ranks and loss scale."""
+        divisor = self._scaler.factor
+        if self._effective.config.gradient_allreduce_op == "mean":
+            divisor = divisor * self.world_size
+        if self._reducer.options.predivide != 1.0 and self.world_size > 1:
+            divisor = divisor / self._reducer.options.predivide
+        return divisor
+
+    def _resolve_last_step(self) -> None:
+        """Finds out whether the last step was skipped, and does what depends on it."""
+        if not self._unresolved or self._result is None:
+            return
+        self._unresolved = False
+        if self._result.differs:
+            self._sharded.comm.raise_order()
+        if not self._result.skipped:
+            self._advance_schedule()
+            return
+        self._skipped_steps += 1
+        if self._result.stuck:
+            raise floor_error(self._scaler.min_scale)
+
+    def _advance_schedule(self) -> None:
+        if self.lr_scheduler is not None:
+            self.lr_scheduler.step(**self._lr_arguments)
+
+    def _report(self) -> None:
+        every = self._effective.config.steps_per_print
+        if not every or math.isinf(every) or self.global_steps % int(every):
+            return
+        now, samples = time.perf_counter(), self.global_samples
+        then, before = self._reported
+        self._reported = now, samples
+        report(
+            step=self.global_steps,
+            loss=float(self._loss) if self._loss is not None else None,
+            lr=next(iter(self.get_lr()), None),
+            loss_scale=self._scaler.scale,
+            grad_norm=self.get_global_grad_norm(),
+            samples_per_s=(samples - before) / max(now - then, 1e-9),
+        )
