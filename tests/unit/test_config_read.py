@@ -44,11 +44,14 @@ class Reads(ast.NodeVisitor):
     """Finds `section.key` in one module, where it is known which section that is.
 
     Known are the `config` of an effective or loaded config, parameters annotated as a section or Config, what
-    is reached from these by attributes, and names that either is bound to in the same function.
+    is reached from these by attributes, names that either is bound to in the same function, and attributes of
+    `self` in the same class.
     """
 
     def __init__(self) -> None:
         self.known: dict[str, set[type[Section]]] = {}
+        self.kept: dict[str, set[type[Section]]] = {}
+        """What `self` has got in an earlier method of its class."""
         self.found: set[tuple[type[Section], str]] = set()
 
     def models(self, node: ast.expr | None) -> set[type[Section]]:
@@ -64,6 +67,8 @@ class Reads(ast.NodeVisitor):
             return self.models(node.elt)
         if not isinstance(node, ast.Attribute):
             return set()
+        if ast.unparse(node) in self.kept:
+            return self.kept[ast.unparse(node)]
         holder = ast.unparse(node.value).rpartition(".")[2].lstrip("_")
         if node.attr == "effective_config" or (node.attr == "config" and holder in ("effective", "loaded")):
             return {Config}
@@ -76,6 +81,12 @@ class Reads(ast.NodeVisitor):
                 self.bind(one, its)
         elif isinstance(target, ast.Name) and (models := self.models(value)):
             self.known.setdefault(target.id, set()).update(models)
+        elif ast.unparse(target).startswith("self.") and (models := self.models(value)):
+            self.kept[ast.unparse(target)] = models
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> None:
+        self.kept = {}
+        self.generic_visit(node)
 
     def visit_Assign(self, node: ast.Assign) -> None:
         self.generic_visit(node)
