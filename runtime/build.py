@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ..cuda_ops.loader import set_mode
-from . import access, preemption
+from . import preemption
 from .activation import checkpointing
 from .checkpoint.checkpointer import Checkpointer
 from .checkpoint.export.consolidate import save_weights
@@ -149,7 +149,6 @@ def build_engine(
     )
     if client is not None:
         guard(client, engine, kind.optimizer_class)
-    access.register(engine)
     if training_data is not None:
         engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=collate_fn)
     _record(effective, comm)

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -14,10 +15,22 @@ from .config import Config
 from .loop import TrainingLoop
 from .optim.optimizer_handle import ZeroOptimizer, unguard
 from .precision.step_result import StepResult
+from .zero import placeholder
 from .zero.ownership import GRADIENTS, VALUES
 
 if TYPE_CHECKING:
     from .checkpoint.checkpointer import Checkpointer
+
+
+_engines: WeakSet[Engine] = WeakSet()
+
+
+def engine_of(parameter: Tensor) -> Engine | None:
+    """Return the live engine that trains a parameter."""
+    unit = placeholder.owner(parameter)
+    if unit is None:
+        return None
+    return next((e for e in _engines if any(unit is own for own in e._sharded.units)), None)
 
 
 class MovableStates(Protocol):
@@ -74,6 +87,7 @@ class Engine(TrainingLoop):
         self._offload, self._advise_memory = offload, advise_memory
         self._sharded.before_forward = self._before_forward
         self._sharded.engine = self
+        _engines.add(self)
 
     def __getattr__(self, name: str) -> Any:
         try:

@@ -27,7 +27,7 @@ _LAZY = {
         )
     },
     **{
-        name: ("zlaunch.runtime.access", name)
+        name: ("zlaunch.compat.fp32_access", name)
         for name in (
             "safe_get_full_fp32_param",
             "safe_get_full_grad",
@@ -98,16 +98,16 @@ __all__ = [
 
 if TYPE_CHECKING:
     from zlaunch import zero as zero
+    from zlaunch.compat.fp32_access import safe_get_full_fp32_param as safe_get_full_fp32_param
+    from zlaunch.compat.fp32_access import safe_get_full_grad as safe_get_full_grad
+    from zlaunch.compat.fp32_access import safe_get_full_optimizer_state as safe_get_full_optimizer_state
+    from zlaunch.compat.fp32_access import safe_set_full_fp32_param as safe_set_full_fp32_param
+    from zlaunch.compat.fp32_access import safe_set_full_grad as safe_set_full_grad
+    from zlaunch.compat.fp32_access import safe_set_full_optimizer_state as safe_set_full_optimizer_state
     from zlaunch.errors import LaunchError as LaunchError
     from zlaunch.errors import NodeError as NodeError
     from zlaunch.errors import ZlaunchError as ZlaunchError
     from zlaunch.notebook import notebook as notebook
-    from zlaunch.runtime.access import safe_get_full_fp32_param as safe_get_full_fp32_param
-    from zlaunch.runtime.access import safe_get_full_grad as safe_get_full_grad
-    from zlaunch.runtime.access import safe_get_full_optimizer_state as safe_get_full_optimizer_state
-    from zlaunch.runtime.access import safe_set_full_fp32_param as safe_set_full_fp32_param
-    from zlaunch.runtime.access import safe_set_full_grad as safe_set_full_grad
-    from zlaunch.runtime.access import safe_set_full_optimizer_state as safe_set_full_optimizer_state
     from zlaunch.runtime.activation import checkpointing as checkpointing
     from zlaunch.runtime.api import add_config_arguments as add_config_arguments
     from zlaunch.runtime.api import initialize as initialize

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass, field
 from typing import Any, TypeVar, get_args
 
 from pydantic import ValidationError
@@ -13,6 +12,7 @@ from . import optimizers
 from .cross import LATER, cross, show
 from .fields import Section, real
 from .keys import extra, join, names, section_of, unknown
+from .report import ConfigReport
 from .schema import Config
 from .spellings import modern
 
@@ -26,22 +26,6 @@ _EXPECTED = {
     "model_type": "an object",
     "model_attributes_type": "an object",
 }
-
-
-@dataclass
-class ConfigReport:
-    """What was found; every list keeps the order of the file."""
-
-    strict: bool | None = None
-    """True: every unknown key is a problem; False: none is; None: what could be a mistake is."""
-    problems: list[tuple[str, str]] = field(default_factory=list)
-    warnings: list[tuple[str, str]] = field(default_factory=list)
-    given: set[str] = field(default_factory=set)
-    auto: set[str] = field(default_factory=set)
-    dropped: dict[str, str] = field(default_factory=dict)
-    """Keeps what was given and is ignored, with the reason."""
-    without_effect: list[str] = field(default_factory=list)
-    """Keys, with their values, that ask for the opposite of what always holds."""
 
 
 def check(data: dict[str, Any]) -> tuple[Config | None, ConfigReport]:

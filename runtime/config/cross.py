@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from .report import ConfigReport
 from .schema import Config
-
-if TYPE_CHECKING:
-    from .check import ConfigReport
 
 LATER = "is not supported yet, and ignoring it would change results or memory use; remove it"
 

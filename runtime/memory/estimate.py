@@ -67,7 +67,7 @@ class Setting:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class MemoryPlan:
     """Bytes of a rank by purpose."""
 
     parameters: Amounts
@@ -80,14 +80,16 @@ class Plan:
         return self.parameters + self.gradients + self.optimizer + self.snapshot
 
 
-def plan(s: Setting) -> Plan:
+def plan(s: Setting) -> MemoryPlan:
     """What a rank holds between and during steps, activations aside."""
     shards = s.world_size if s.stage >= 1 else 1
     own = -(-s.trainable // shards)
     away = own if s.offload.optimizer is not Tier.DEVICE else 0
     away = round(away * s.offload.ratio) if s.trains else 0
     here = (own if s.trains else 0) - away
-    return Plan(_parameters(s), _gradients(s, here, away), _optimizer(s, here, away), _snapshot(s, away))
+    return MemoryPlan(
+        _parameters(s), _gradients(s, here, away), _optimizer(s, here, away), _snapshot(s, away)
+    )
 
 
 def peak(s: Setting, present: Amounts) -> Amounts:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
+from ..comm.collectives import Comm
 from ..config import ConfigError, Effective
 from ..optim.update_rule import UpdateRule
 from ..zero.store import TILE_NUMEL
-from .manager import OffloadOptions, Tier
+from .manager import Offload, OffloadOptions, Tier
 
 if TYPE_CHECKING:
     from ..config.schema import Config
@@ -55,3 +58,23 @@ def state_count(optimizer: torch.optim.Optimizer | None) -> int:
     if isinstance(optimizer, torch.optim.SGD):
         return int(any(group.get("momentum") for group in optimizer.param_groups))
     return 2 + any(group.get("amsgrad", False) for group in optimizer.param_groups)
+
+
+def init_stores(settings: Config | None, remote_device: str | None, pin: bool) -> Callable[[Comm], Offload]:
+    """Choose the stores of a model that is built in ``zero.Init`` by its arguments and the config. Raises
+    ValueError; the result, called, DiskError.
+    """
+    section = settings.zero_optimization.offload_param if settings is not None else None
+    device = remote_device or (section.device if section is not None else "none")
+    path = section.nvme_path if section is not None else None
+    if device == "nvme" and not path:
+        raise ValueError('remote_device "nvme" needs a config with offload_param.nvme_path')
+    if device not in ("none", "cpu", "nvme"):
+        raise ValueError(f'remote_device {device!r}: expected "none", "cpu" or "nvme"')
+    options = OffloadOptions(
+        parameters=Tier(device),
+        parameters_path=path,
+        pin=pin or (section is not None and section.pin_memory),
+        max_in_cpu_numel=int(section.max_in_cpu) if section is not None else 0,
+    )
+    return partial(Offload, options)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch.optim.optimizer import (
@@ -20,9 +20,6 @@ from torch.optim.optimizer import (
 )
 
 from ..errors import OptimizerError
-
-if TYPE_CHECKING:
-    from ..engine import Engine
 
 MARK = "zlaunch"
 """In a state dict: whose shards it has."""
@@ -56,6 +53,25 @@ class _NoState(Mapping[Any, Any]):
         return "<spread over the ranks>"
 
 
+class OptimizerHandles(Protocol):
+    """What an engine does for the methods of its optimizer."""
+
+    def add_param_group(self, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None: ...
+
+
+class SteppedEngine(Protocol):
+    """The engine that an optimizer's methods lead to."""
+
+    @property
+    def handles(self) -> OptimizerHandles: ...
+    def step(self) -> None: ...
+    def zero_grad(self) -> None: ...
+    def offload_states(self, *args: Any, **kwargs: Any) -> None: ...
+    def reload_states(self, *args: Any, **kwargs: Any) -> None: ...
+
+
 class ZeroOptimizer(torch.optim.Optimizer):
     """An optimizer under an engine. Also an instance of the class that it was made with.
 
@@ -64,7 +80,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             with :meth:`add_param_group` alone.
     """
 
-    _engine: Engine
+    _engine: SteppedEngine
     _kind: type[torch.optim.Optimizer]
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -141,7 +157,7 @@ def _refused(name: str, kind: str) -> Callable[..., Any]:
 
 
 def guard(
-    optimizer: torch.optim.Optimizer, engine: Engine, base: type[ZeroOptimizer] = ZeroOptimizer
+    optimizer: torch.optim.Optimizer, engine: SteppedEngine, base: type[ZeroOptimizer] = ZeroOptimizer
 ) -> None:
     """Make ``optimizer`` lead to ``engine``, by a class derived from ``base`` and its own."""
     kind = type(optimizer)

@@ -18,12 +18,12 @@ from ..comm.collectives import Comm
 from ..comm.process_group import init_distributed
 from ..config import Config, load
 from ..log import say, set_level
-from ..offload.manager import Offload, OffloadOptions, Tier
 from ..precision.policy import choose_precision, dtype_named
 from . import placeholder
 from .eligible import is_shardable
 from .layout import make_layout
 from .ownership import Owner, UnitState
+from .store import DeviceStores, StoreFactory
 from .unit import Unit, owner_of
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ M = TypeVar("M", bound=nn.Module)
 _LOOKS, _LOOK_S = 20, 0.001
 
 
-class Init:
+class ShardedInit:
     """``with zlaunch.zero.Init():`` builds each module whole, one at a time, and keeps this rank's slice.
 
     A model larger than the GPU's memory, or with ``remote_device="nvme"`` than the host's, can be constructed
@@ -72,7 +72,7 @@ class Init:
         self._dtype = dtype_named(dtype) if isinstance(dtype, str) else dtype
         if dtype is None and settings is not None:
             self._dtype = choose_precision(settings).dtype
-        self._options = _options(settings, remote_device, pin_memory)
+        self._stores = self.make_stores(settings, remote_device, pin_memory)
         self._builder: _Builder | None = None
         if module is not None and self.enabled:
             builder = self._make_builder()
@@ -80,7 +80,17 @@ class Init:
                 builder.shard(member)
 
     def _make_builder(self) -> _Builder:
-        return _Builder(Comm(init_distributed(), share=False), self._options, self._dtype)
+        comm = Comm(init_distributed(), share=False)
+        return _Builder(comm, self._stores(comm), self._dtype)
+
+    @staticmethod
+    def make_stores(
+        settings: Config | None, remote_device: str | None, pin: bool
+    ) -> Callable[[Comm], StoreFactory]:
+        """Choose where the shards are kept. Raises ValueError for a place that is not there."""
+        if remote_device not in (None, "none"):
+            raise ValueError(f"remote_device {remote_device!r} needs zlaunch.zero.Init")
+        return lambda comm: DeviceStores()
 
     def __enter__(self) -> Self:
         if self.enabled:
@@ -96,28 +106,12 @@ class Init:
             self._builder = None
 
 
-def _options(settings: Config | None, remote_device: str | None, pin: bool) -> OffloadOptions:
-    section = settings.zero_optimization.offload_param if settings is not None else None
-    device = remote_device or (section.device if section is not None else "none")
-    path = section.nvme_path if section is not None else None
-    if device == "nvme" and not path:
-        raise ValueError('remote_device "nvme" needs a config with offload_param.nvme_path')
-    if device not in ("none", "cpu", "nvme"):
-        raise ValueError(f'remote_device {device!r}: expected "none", "cpu" or "nvme"')
-    return OffloadOptions(
-        parameters=Tier(device),
-        parameters_path=path,
-        pin=pin or (section is not None and section.pin_memory),
-        max_in_cpu_numel=int(section.max_in_cpu) if section is not None else 0,
-    )
-
-
 class _Builder:
     """Shards modules as soon as their constructors have returned."""
 
-    def __init__(self, comm: Comm, options: OffloadOptions, dtype: torch.dtype | None) -> None:
+    def __init__(self, comm: Comm, stores: StoreFactory, dtype: torch.dtype | None) -> None:
         self._comm, self._dtype = comm, dtype
-        self._offload = Offload(options, comm)
+        self._stores = stores
         self._under_construction: set[int] = set()
         self._touched: dict[int, Unit] = {}
         self._alive: set[Unit] = set()
@@ -236,7 +230,7 @@ class _Builder:
                 dtype=self._dtype or dtype,
                 shard_optimizer=True,
                 shard_params=True,
-                stores=self._offload,
+                stores=self._stores,
                 provisional=True,
             )
             unit.on_demand = self._on_demand
@@ -250,7 +244,7 @@ class _Builder:
         def end() -> None:
             alive.discard(unit)
             if not alive and not self._is_open:
-                self._offload.close()
+                self._stores.close()
 
         unit.on_empty = end
         finalize(module, end)

@@ -14,7 +14,7 @@ import torch
 import zlaunch
 from tests.runtime.models import batches, config, loss_of, net
 from tests.runtime.workers import run_workers
-from zlaunch.runtime import access
+from zlaunch.compat import fp32_access as access
 
 _PLACES: dict[str, dict[str, Any]] = {
     "device": {},

@@ -40,6 +40,8 @@ class ZeROOptimizer(ZeroOptimizer, DeepSpeedOptimizer):
         loss_scale, cur_scale: what losses are multiplied with.
     """
 
+    _engine: Any  # the whole engine, whose state these members show
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
@@ -53,19 +55,19 @@ class ZeROOptimizer(ZeroOptimizer, DeepSpeedOptimizer):
     @property
     def overflow(self) -> bool:
         """Tell whether the last step left everything as it was, because gradients were not finite."""
-        return self._engine.overflow
+        return bool(self._engine.overflow)
 
     @property
     def loss_scale(self) -> float:
         """Return the loss scale: 1 but for fp16."""
-        return self._engine._scaler.scale
+        return float(self._engine._scaler.scale)
 
     cur_scale = loss_scale
 
     @property
     def dynamic_loss_scale(self) -> bool:
         """Tell whether this is fp16 with a scale that adapts."""
-        return self._engine._scaler.dynamic
+        return bool(self._engine._scaler.dynamic)
 
     @property
     def fp32_partitioned_groups_flat(self) -> list[Tensor]:

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from zlaunch.runtime.config import load
 from zlaunch.runtime.precision.policy import choose_precision
 from zlaunch.runtime.zero import placeholder
-from zlaunch.runtime.zero.init import GatheredParameters as _GatheredParameters
-from zlaunch.runtime.zero.init import Init as _Init
 from zlaunch.runtime.zero.ownership import VALUES, UnitState
 from zlaunch.runtime.zero.unit import Unit, owner_of
+from zlaunch.zero import GatheredParameters as _GatheredParameters
+from zlaunch.zero import Init as _Init
 
 
 class ZeroParamType(Enum):

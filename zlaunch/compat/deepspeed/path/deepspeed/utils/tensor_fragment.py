@@ -1,7 +1,7 @@
 """Access to the fp32 state of single parameters."""
 
 from zlaunch.compat.deepspeed.pickled import fragment_address
-from zlaunch.runtime.access import (
+from zlaunch.compat.fp32_access import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
     safe_get_full_optimizer_state,

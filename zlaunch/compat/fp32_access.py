@@ -1,4 +1,4 @@
-"""Reading and changing the fp32 value, gradient and optimizer state of single parameters, wherever they rest.
+"""Reads and changes the fp32 value, gradient and optimizer state of single parameters, wherever those are.
 
 DeepSpeed's ``safe_get_*`` and ``safe_set_*`` functions. *Full* ones have the parameter's shape and are
 collective; *local* ones are the flat part that this rank updates.
@@ -7,37 +7,25 @@ collective; *local* ones are the flat part that this rank updates.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
-from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
-from .checkpoint.format.manifest import VALUE
-from .checkpoint.shard_io import Description, Fill, blocks_of, describe, take_state, take_values
-from .optim.slices import ShardSlice
-from .zero import placeholder
-from .zero.ownership import STATES
-from .zero.unit import Unit, owner_of
+from zlaunch.runtime.checkpoint.format.manifest import VALUE
+from zlaunch.runtime.checkpoint.shard_io import (
+    Description,
+    Fill,
+    blocks_of,
+    describe,
+    take_state,
+    take_values,
+)
+from zlaunch.runtime.engine import Engine, engine_of
+from zlaunch.runtime.optim.slices import ShardSlice
+from zlaunch.runtime.zero.ownership import STATES
+from zlaunch.runtime.zero.unit import Unit, owner_of
 
-if TYPE_CHECKING:
-    from .engine import Engine
-
-_engines: WeakSet[Engine] = WeakSet()
 _ADAM = ("exp_avg", "exp_avg_sq")
-
-
-def register(engine: Engine) -> None:
-    """Let the functions below find the engine of a parameter."""
-    _engines.add(engine)
-
-
-def engine_of(parameter: Tensor) -> Engine | None:
-    """The live engine that trains a parameter."""
-    unit = placeholder.owner(parameter)
-    if unit is None:
-        return None
-    return next((e for e in _engines if any(unit is own for own in e._sharded.units)), None)
 
 
 # -- whole
