@@ -21,7 +21,7 @@ class Step:
     def __call__(self, batch: Tensor) -> Tensor:
         return self._run(batch)
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """Touch every parameter: what a step has left to the next forward pass is waited for."""
         for parameter in self._model.parameters():
             parameter.detach()

@@ -53,7 +53,7 @@ def main() -> None:
             started = time.perf_counter()
             for _ in range(args.steps):
                 steps[name](batch())
-            steps[name].settle()
+            steps[name].drain()
             if device.type == "cuda":
                 torch.cuda.synchronize()
             dist.barrier()

@@ -27,7 +27,7 @@ from .errors import OptimizerError, ParameterError
 from .handles import Handles
 from .log import say, set_level, warn
 from .memory.estimate import relief
-from .memory.preflight import foresee
+from .memory.preflight import preflight
 from .memory.resources import PINNED_SHARE
 from .offload.manager import Offload
 from .offload.options import choose_offload
@@ -41,7 +41,7 @@ from .optim.sharded_optimizer import ShardedOptimizer
 from .precision.loss_scaler import DeviceLossScaler, LossScaler
 from .precision.policy import Precision, choose_precision, dtype_named
 from .zero import placeholder
-from .zero.consistency import check_agreement
+from .zero.consistency import check_consistency
 from .zero.eligible import find_refused
 from .zero.hooks import ShardedModel
 from .zero.leaf_modules import mark_leaves
@@ -84,10 +84,10 @@ def build_engine(
             warn(warning)
         # Scripts of DeepSpeed's, whose configs have meant something else, have an engine of their own.
         changed = effective.changed_defaults() if kind is not Engine else ()
-        for line in (*effective.settled(), *changed):
+        for line in (*effective.resolved_auto(), *changed):
             say(line)
     _check_parameters(model, comm)
-    check_agreement(model, effective.digest(), comm)
+    check_consistency(model, effective.digest(), comm)
     precision = choose_precision(effective.config)
     client, groups = _choose_optimizer(optimizer, model_parameters, model, effective)
     checkpointing.apply(model, loaded.config.activation_checkpointing)
@@ -234,7 +234,7 @@ def _make_offload(
     chosen = choose_offload(effective, optimizer)
     accumulation = int(config.gradient_accumulation_steps or 1)
     snapshots = config.checkpoint.is_asynchronous
-    free = foresee(blocks, options, chosen, optimizer, precision, comm, accumulation, snapshots=snapshots)
+    free = preflight(blocks, options, chosen, optimizer, precision, comm, accumulation, snapshots=snapshots)
     chosen = replace(chosen, pinned_budget_bytes=int(PINNED_SHARE * free.host))
     return Offload(chosen, comm) if chosen.any else None
 

@@ -108,7 +108,7 @@ class Handles:
                 f"{placeholder.name_of(stale[0])} has a gradient from before the engine trains it: call "
                 "zero_grad() after unfreezing, or unfreeze before the forward pass"
             )
-        sharded.comm.settle()
+        sharded.comm.drain()
         for block in sharded.blocks:
             units = rebuild_units(block, groups, self._dtype, sharded.comm, sharded.options, self._stores)
             if units is not None:

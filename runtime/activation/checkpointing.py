@@ -4,7 +4,7 @@ Public as ``zlaunch.checkpointing``, under DeepSpeed's names: :func:`configure` 
 ``checkpoint(layer, x)`` in the model's forward; or :func:`checkpoint_blocks`, which the config's
 ``activation_checkpointing.enabled`` calls, for a model as it is. The recomputation is
 ``torch.utils.checkpoint``'s, without reentrant autograd; where the inputs wait meanwhile is
-``parking.py``'s.
+``room.py``'s.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from ..environment import read_environment
 from ..log import warn
 from ..zero.unit_policy import find_modules
 from . import offload
-from .offload import Kept, Place, Segment, group_getter
+from .offload import ActivationPlacement, Kept, Segment, group_getter
 
 
 @dataclass(slots=True)
 class _Settings:
     configured: bool = False
     number: int | None = None
-    place: Place = field(default_factory=Place)
+    place: ActivationPlacement = field(default_factory=ActivationPlacement)
     warned: bool = False
 
 

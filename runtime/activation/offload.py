@@ -1,9 +1,9 @@
 """Where the inputs of checkpointed calls wait for the backward pass: here, sliced, or in host memory.
 
-Note [Parking on a GPU]
+Note [Offloading on a GPU]
     Copies run on one stream of their own, so a buffer of host memory can be lent again at once: its next copy
     comes after its last one in stream order. Forward: the input of call i is copied out behind the work that
-    made it, and its memory on the device is let go when call i+1 parks its own, the compute stream waiting
+    made it, and its memory on the device is let go when call i+1 offloads its own, the compute stream waiting
     for the copy first. (So the last input, which the backward pass needs at once, never leaves.) Backward:
     when the inputs of call i are taken, those of call i-1 begin to come back, into memory of the compute
     stream.
@@ -27,12 +27,12 @@ from ..comm.collectives import _all_gather_flat
 
 MINIMUM_NUMEL = 1024
 """Smaller tensors stay where they are: moving them costs more than keeping them."""
-park_cpu_tensors = False
+offload_cpu_tensors = False
 """For tests without a GPU: copy tensors that are in host memory already."""
 
 
 @dataclass(slots=True)
-class Place:
+class ActivationPlacement:
     """How large inputs are kept."""
 
     in_cpu: bool = False
@@ -63,8 +63,8 @@ def group_getter(mpu: Any) -> Callable[[], Any]:
 class Kept:
     """One input."""
 
-    source: Tensor | Parked
-    """Itself, its slice, or where one of them is parked."""
+    source: Tensor | OffloadedTensor
+    """Itself, its slice, or where one of them is offloaded."""
     version: int | None = None
     """If it is itself: it must not have been modified since."""
     shape: torch.Size | None = None
@@ -75,10 +75,10 @@ class Kept:
 class Segment:
     """What one checkpointed call keeps."""
 
-    def __init__(self, place: Place) -> None:
-        self.parked: list[Parked] = []
+    def __init__(self, place: ActivationPlacement) -> None:
+        self.offloaded: list[OffloadedTensor] = []
         self.before: weakref.ref[Segment] | None = None
-        """The segment that was parked before this one; its backward pass comes after."""
+        """The segment that was offloaded before this one; its backward pass comes after."""
         self._place, self._group = place, place.group()
 
     def keep(self, x: Tensor) -> Kept:
@@ -96,8 +96,8 @@ class Segment:
         piece, shape = x, None
         if self._group is not None:
             piece, shape = self._slice_of(x), x.shape
-        if self._place.in_cpu and (x.is_cuda or park_cpu_tensors):
-            return Kept(self._park(piece), shape=shape, group=self._group)
+        if self._place.in_cpu and (x.is_cuda or offload_cpu_tensors):
+            return Kept(self._offload(piece), shape=shape, group=self._group)
         if shape is not None:
             return Kept(piece, shape=shape, group=self._group)
         return Kept(x.detach(), version=x._version)
@@ -107,27 +107,27 @@ class Segment:
 
         Raises RuntimeError if it was modified in place meanwhile.
         """
-        x = kept.source.take() if isinstance(kept.source, Parked) else kept.source
+        x = kept.source.take() if isinstance(kept.source, OffloadedTensor) else kept.source
         before = self.before() if self.before is not None else None
-        for earlier in before.parked if before is not None else ():
+        for earlier in before.offloaded if before is not None else ():
             earlier.fetch()
         if kept.version is not None:
             _check_version(x, kept.version)
         return x if kept.shape is None else _whole_of(x, kept.shape, kept.group)
 
-    def _park(self, x: Tensor) -> Parked:
-        if x.device not in _parkings:
-            _parkings[x.device] = _Parking(x.device)
-        parking = _parkings[x.device]
-        last = parking.last() if parking.last is not None else None
+    def _offload(self, x: Tensor) -> OffloadedTensor:
+        if x.device not in _rooms:
+            _rooms[x.device] = _OffloadRoom(x.device)
+        room = _rooms[x.device]
+        last = room.last() if room.last is not None else None
         if last is not self:
-            for earlier in last.parked if last is not None else ():
+            for earlier in last.offloaded if last is not None else ():
                 earlier.let_go()
-            self.before, parking.last = parking.last, weakref.ref(self)
-        parked = parking.park(x)
-        parked.users += 1
-        self.parked.append(parked)
-        return parked
+            self.before, room.last = room.last, weakref.ref(self)
+        offloaded = room.offload(x)
+        offloaded.users += 1
+        self.offloaded.append(offloaded)
+        return offloaded
 
     def _slice_of(self, x: Tensor) -> Tensor:
         """This rank's n-th of ``x``, flat, padded to equal sizes: a copy.
@@ -170,8 +170,8 @@ def _check_version(x: Tensor, version: int) -> None:
         )
 
 
-class _Parking:
-    """Host memory and a stream for the tensors of one device. See Note [Parking on a GPU]."""
+class _OffloadRoom:
+    """Host memory and a stream for the tensors of one device. See Note [Offloading on a GPU]."""
 
     def __init__(self, device: torch.device) -> None:
         self.stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
@@ -181,48 +181,48 @@ class _Parking:
         self.last: weakref.ref[Segment] | None = None
         self._known: Any = WeakTensorKeyDictionary()
 
-    def park(self, x: Tensor) -> Parked:
+    def offload(self, x: Tensor) -> OffloadedTensor:
         """Start to copy ``x`` out; what several calls share (a mask) is copied once."""
         known = self._known.get(x)
-        parked: Parked | None = known() if known is not None else None
-        if parked is None or parked.version != x._version:
+        offloaded: OffloadedTensor | None = known() if known is not None else None
+        if offloaded is None or offloaded.version != x._version:
             self._take_back()
-            parked = Parked(x.detach(), self)
-            self._known[x] = weakref.ref(parked)
-        return parked
+            offloaded = OffloadedTensor(x.detach(), self)
+            self._known[x] = weakref.ref(offloaded)
+        return offloaded
 
     def _take_back(self) -> None:
         while self.returned:
             self.pool.give_back(self.returned.pop())
 
     def trim(self) -> None:
-        """Give the system the memory that nothing is parked in."""
+        """Give the system the memory that nothing is offloaded in."""
         if self.stream is not None:
             self.stream.synchronize()
         self._take_back()
         self.pool.trim()
 
 
-_parkings: dict[torch.device, _Parking] = {}
+_rooms: dict[torch.device, _OffloadRoom] = {}
 
 
 def trim() -> None:
-    """Give the system the host memory that nothing is parked in."""
-    for parking in _parkings.values():
-        parking.trim()
+    """Give the system the host memory that nothing is offloaded in."""
+    for room in _rooms.values():
+        room.trim()
 
 
-class Parked:
+class OffloadedTensor:
     """One tensor in host memory, with a copy on the device while it goes and comes."""
 
-    def __init__(self, x: Tensor, parking: _Parking) -> None:
+    def __init__(self, x: Tensor, room: _OffloadRoom) -> None:
         self.version = x._version
         self.users = 0
         """Calls that have not taken it yet."""
-        self._device, self._parking = x.device, parking
+        self._device, self._parking = x.device, room
         self._held: Tensor | None = x
         self._fetched: Tensor | None = None
-        self._buffer = parking.pool.take(x.nbytes)
+        self._buffer = room.pool.take(x.nbytes)
         flat = self._buffer[: x.nbytes].view(x.dtype)
         self._host = flat.as_strided(x.shape, torch.empty_like(x, device="meta").stride())
         self._copied = self._copy(self._host, x)

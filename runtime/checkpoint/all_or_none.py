@@ -10,7 +10,7 @@ from ..comm.pending import Exchange
 from .format.tensor_file import CheckpointError
 
 
-def agree(exchange: Exchange, rank: int, action: Callable[[], Any], *, own: bool = False) -> Any:
+def all_or_none(exchange: Exchange, rank: int, action: Callable[[], Any], *, own: bool = False) -> Any:
     """Runs ``action`` on each rank; returns every rank's result, or this rank's ``own`` alone. Collective.
 
     Raises CheckpointError, with one text on all ranks, if it failed anywhere.

@@ -23,7 +23,7 @@ from ..preemption import REQUEUE_EXIT_CODE
 from ..report import announce
 from ..zero.hooks import ShardedModel
 from . import rng_state
-from .all_or_none import agree
+from .all_or_none import all_or_none
 from .background_save import BackgroundSave
 from .format.commit import SaveTarget, absolute
 from .format.jsonable import encode
@@ -134,7 +134,7 @@ class Checkpointer:
         def describe() -> tuple[Source, SaveTarget]:
             return self._describe(folder, chosen, owner, self._facts(), client_state)
 
-        source, target = agree(comm.exchange, comm.rank, describe, own=True)
+        source, target = all_or_none(comm.exchange, comm.rank, describe, own=True)
         target = replace(target, save_latest=save_latest, exclude_frozen=exclude_frozen)
         save = Save(self._without_repetition(source), target, self._link)
         self._folder = folder
@@ -164,7 +164,7 @@ class Checkpointer:
         except Exception as error:  # an earlier save's; this one may succeed
             warn(str(error))
         try:
-            state = agree(comm.exchange, comm.rank, client_state or dict, own=True)
+            state = all_or_none(comm.exchange, comm.rank, client_state or dict, own=True)
             self.save(folder, None, state, at_once=True)
         except CheckpointError as problem:
             if comm.rank == 0:
@@ -314,7 +314,7 @@ class Checkpointer:
             mine = {key: decoded(checkpoint, rank_file(rank), value) for key, value in own.items()}
             return {"random": None, **found, **mine}
 
-        found: dict[str, Any] = agree(
+        found: dict[str, Any] = all_or_none(
             self._comm.exchange, self._comm.rank, lambda: with_advice(checkpoint.folder, read), own=True
         )
         return found

@@ -8,7 +8,7 @@ from ..log import warn
 from ..optim.sharded_optimizer import ShardedOptimizer
 from ..zero.hooks import ShardedModel
 from ..zero.ownership import UnitState
-from .all_or_none import agree
+from .all_or_none import all_or_none
 from .format.jsonable import decode
 from .format.manifest import WHOLE, Checkpoint
 from .load import (
@@ -35,7 +35,7 @@ def check_fits(
         if step is not None:
             check_optimizer(checkpoint, step.optimizer, sharded.units)
 
-    agree(sharded.comm.exchange, sharded.comm.rank, check)
+    all_or_none(sharded.comm.exchange, sharded.comm.rank, check)
     if step is None or checkpoint.manifest["optimizer"] is None or sharded.comm.rank != 0:
         return
     saved = [
@@ -63,7 +63,7 @@ def come_to_rest(sharded: ShardedModel, step: ShardedOptimizer | None) -> None:
     sharded.reshard_all()
     assert all(unit.state is UnitState.UNSHARDED or unit.shard_params for unit in sharded.units)
     sharded.reducer.clear()
-    sharded.comm.settle()
+    sharded.comm.drain()
     sharded.comm.barrier()
 
 
@@ -85,11 +85,11 @@ def restore_shards(checkpoint: Checkpoint, sharded: ShardedModel, step: ShardedO
             step.show_hyperparameters()
         load_persistent(checkpoint, sharded)
 
-    agree(comm.exchange, comm.rank, lambda: with_advice(checkpoint.folder, read))
+    all_or_none(comm.exchange, comm.rank, lambda: with_advice(checkpoint.folder, read))
     stay = [unit for unit in units if unit.trainable and not unit.shard_params]
     for unit in stay:
         unit.refresh()
-    comm.settle()
+    comm.drain()
     for unit in stay:
         unit.wait_unsharded()
     for unit in units:

@@ -18,7 +18,7 @@ from ..optim.slices import ShardSlice
 from ..optim.update_rule import State
 from ..zero.hooks import ShardedModel
 from ..zero.unit import Unit
-from .all_or_none import agree
+from .all_or_none import all_or_none
 from .format.commit import SaveTarget, point_to, prepare, prune, put_in_place, write_manifest
 from .format.manifest import FORMAT, VERSION, WHOLE
 from .format.tensor_file import NAMES, CheckpointError
@@ -77,9 +77,9 @@ class Save:
         """Make the files and write what rests on disk; copy the rest to ``snapshot``, if there is one."""
         exchange, rank = self._comm.exchange, self._comm.rank
         target = self._target
-        agree(exchange, rank, lambda: prepare(target) if target.leader else None)
+        all_or_none(exchange, rank, lambda: prepare(target) if target.leader else None)
         try:
-            agree(exchange, rank, lambda: self._begin(snapshot), own=True)
+            all_or_none(exchange, rank, lambda: self._begin(snapshot), own=True)
         except BaseException:
             self._give_up()
             raise
@@ -145,15 +145,15 @@ class Save:
         """Write the rest, and put the whole in its place; returns the checkpoint's folder."""
         rank, target = self._comm.rank, self._target
         try:
-            parts = agree(exchange, rank, self._finish)
-            agree(exchange, rank, lambda: self._complete(parts) if target.leader else None)
+            parts = all_or_none(exchange, rank, self._finish)
+            all_or_none(exchange, rank, lambda: self._complete(parts) if target.leader else None)
         except BaseException:
             self._give_up()
             raise
         if target.save_latest:
-            agree(exchange, rank, lambda: point_to(target) if target.leader else None)
+            all_or_none(exchange, rank, lambda: point_to(target) if target.leader else None)
         if target.keep_last is not None:
-            agree(exchange, rank, lambda: prune(target) if target.leader else None)
+            all_or_none(exchange, rank, lambda: prune(target) if target.leader else None)
         return target.folder / target.tag
 
     def _finish(self) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import TypeVar
 from ..comm.collectives import Comm
 from ..errors import RankMismatchError
 from ..log import warn
-from .all_or_none import agree
+from .all_or_none import all_or_none
 from .format.commit import check_tag, new_owner
 from .format.manifest import Checkpoint, advice, candidates, find, verified
 from .format.tensor_file import CheckpointError
@@ -65,11 +65,13 @@ def open_chosen(comm: Comm, folder: Path, tag: str | None, *, node_local: bool) 
     if tag == "auto":
         found = _newest_whole(comm, folder, node_local=node_local)
     else:
-        found = agree(comm.exchange, comm.rank, lambda: find(folder, tag) if comm.rank == 0 else None)[0]
+        found = all_or_none(comm.exchange, comm.rank, lambda: find(folder, tag) if comm.rank == 0 else None)[
+            0
+        ]
     if found is None:
         return None
     path = folder if found == folder else folder / found.name
-    opened: Checkpoint = agree(
+    opened: Checkpoint = all_or_none(
         comm.exchange, comm.rank, lambda: with_advice(path, lambda: Checkpoint(path)), own=True
     )
     saves = comm.exchange(opened.manifest.get("save_id"))
@@ -84,7 +86,7 @@ def open_chosen(comm: Comm, folder: Path, tag: str | None, *, node_local: bool) 
 
 def _newest_whole(comm: Comm, folder: Path, *, node_local: bool) -> Path | None:
     """Finds the newest checkpoint that is whole wherever it is. Collective."""
-    names = agree(comm.exchange, comm.rank, lambda: [path.name for path in candidates(folder)])[0]
+    names = all_or_none(comm.exchange, comm.rank, lambda: [path.name for path in candidates(folder)])[0]
     first = ""
     for name in names:
 
@@ -94,7 +96,7 @@ def _newest_whole(comm: Comm, folder: Path, *, node_local: bool) -> Path | None:
             return verified(path)[0].get("save_id")
 
         try:
-            saves = agree(comm.exchange, comm.rank, verify)
+            saves = all_or_none(comm.exchange, comm.rank, verify)
         except CheckpointError as error:
             first = first or str(error)
             if comm.rank == 0:

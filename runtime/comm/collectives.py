@@ -186,7 +186,7 @@ class Comm:
         """Start to fill ``full`` (w * s elements) from every rank's ``source`` (s).
 
         ``source`` is this rank's slice of ``full`` itself, or a tensor of another floating dtype, which is
-        cast. It must not change before :meth:`settle`.
+        cast. It must not change before :meth:`drain`.
         """
         s = source.numel()
         own = full[self.rank * s : (self.rank + 1) * s]
@@ -200,14 +200,14 @@ class Comm:
             return Noted(self._shared.all_gather(_GATHER, full, source, label), *noted)
         return Work(_all_gather_flat(full, own, group=self._gather_group, async_op=True), *noted, full)
 
-    def settle(self) -> bool:
+    def drain(self) -> bool:
         """Finish what cannot go on without this rank's help; True if all gathers have arrived by then.
 
         To be called by all ranks. Over gloo and NCCL, collectives proceed by themselves.
         """
         if self._shared is not None:
             with watch.waiting(*self._control("finishes what it has sent")):
-                self._shared.settle()
+                self._shared.drain()
         return self.world_size == 1 or self._shared is not None
 
     def reduce_scatter(self, shard: Tensor, bucket: Tensor, label: int = 0) -> Pending:

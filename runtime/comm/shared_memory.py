@@ -205,7 +205,7 @@ class SharedMemory:
     def all_gather(self, channel: int, full: Tensor, source: Tensor, label: int = 0) -> PeerTransfer:
         """Start to fill the other ranks' slices of ``full`` (w * s elements) from their ``source`` (s
         elements, shared, of any floating dtype). This rank's own slice is the caller's to fill; ``source``
-        must not change before :meth:`settle`.
+        must not change before :meth:`drain`.
         """
         return self._gather(self._key(channel), full, source, label, exclusive=False)
 
@@ -388,7 +388,7 @@ class SharedMemory:
         """Those of ``ranks`` that have not ended: who has ended reads nothing any more."""
         return {rank for rank in ranks if not self._peers[rank].gone}
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """Return when every collective that was started is over for all ranks: sources may change.
 
         All ranks must call it, or start the same collectives and wait for them.

@@ -49,7 +49,7 @@ class Effective:
         finally:
             temporary.unlink(missing_ok=True)
 
-    def settled(self) -> list[str]:
+    def resolved_auto(self) -> list[str]:
         """Return a line with the value that each "auto" has become, or none."""
         values = dict(_leaves(self.to_dict()))
         found = [

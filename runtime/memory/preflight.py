@@ -21,7 +21,7 @@ from .estimate import Amounts, Setting, check, describe
 from .resources import available, other_drive_bytes
 
 
-def foresee(
+def preflight(
     blocks: Sequence[Block],
     options: ShardingOptions,
     offload: OffloadOptions,

@@ -196,7 +196,7 @@ class States:
                     f"engine.offload_states() was called while {unit.names[0]} is gathered: leave "
                     "GatheredParameters first"
                 )
-        sharded.comm.settle()
+        sharded.comm.drain()
 
     def _link(self, pin: bool) -> HostLink:
         if pin not in self._links:

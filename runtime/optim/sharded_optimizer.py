@@ -161,7 +161,7 @@ class ShardedOptimizer:
             coefficient = 1.0
             if clip > 0 and norm > clip:
                 coefficient = clip / (norm + 1e-6)
-            self._comm.settle()
+            self._comm.drain()
             # a norm of infinity clips everything finite to nothing and leaves NaN, as torch's clipping does
             self._rule.begin(divisor / coefficient if coefficient else math.inf)
             self._apply([count > 0 for count in counts])
@@ -176,7 +176,7 @@ class ShardedOptimizer:
         norm, multiplier, found_inf = prepare_step(facts[0], divisor=divisor, clip=clip)
         differs = self._comm.order.differs(marks).to(found_inf.dtype)
         skip = torch.maximum(found_inf, differs) if check_finite else differs
-        self._comm.settle()
+        self._comm.drain()
         guarded = check_finite or self._comm.world_size > 1
         self._rule.begin(1.0 / multiplier, skip if guarded else None)
         self._apply([True] * (facts.numel() - 2))
@@ -243,7 +243,7 @@ class ShardedOptimizer:
         for unit in stay:
             if self._background is None or not self._background.brings(unit):
                 unit.refresh()
-        if self._comm.settle():
+        if self._comm.drain():
             for unit in stay:
                 if self._background is None or not self._background.brings(unit):
                     unit.wait_unsharded()

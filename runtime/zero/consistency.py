@@ -14,7 +14,7 @@ from . import placeholder
 Signature = tuple[str, tuple[int, ...], str, bool]
 
 
-def check_agreement(model: nn.Module, config_digest: str, comm: Comm) -> None:
+def check_consistency(model: nn.Module, config_digest: str, comm: Comm) -> None:
     """Raise RankMismatchError, on every rank alike, naming the first rank and parameter that differ from rank
     0's.
     """

@@ -275,7 +275,7 @@ class Unit:
         """
         self.check_here(MASTERS, VALUES)
         assert self.state is UnitState.UNSHARDED
-        self.comm.settle()
+        self.comm.drain()
         own = self.full[self.start : self.stop]
         with torch.no_grad():
             if self.store is not None:

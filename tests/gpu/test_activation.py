@@ -19,10 +19,10 @@ def _fresh_settings() -> Iterator[None]:
     checkpointing._settings = checkpointing._Settings()
     yield
     checkpointing._settings = checkpointing._Settings()
-    offload._parkings.clear()
+    offload._rooms.clear()
 
 
-def test_parked_inputs_are_pinned_and_leave_the_gpu() -> None:
+def test_offloaded_inputs_are_pinned_and_leave_the_gpu() -> None:
     """Gradients are the same over steps that lend the same buffers again, and less memory is in use."""
     model, data = net(width=256, depth=8).cuda(), [batch.cuda() for batch in batches(4, 16, length=256)]
     zlaunch.checkpointing.checkpoint_blocks(model)
@@ -38,7 +38,7 @@ def test_parked_inputs_are_pinned_and_leave_the_gpu() -> None:
             gradients.append([parameter.grad.clone() for parameter in model.parameters()])
     input_bytes = 4 * 16 * 256 * 256
     assert in_use[-1] <= in_use[3] - 6 * input_bytes
-    (one,) = offload._parkings.values()
+    (one,) = offload._rooms.values()
     used = one.pool.statistics()
     assert used.pinned_bytes == used.held_bytes >= 8 * input_bytes
     for got, want in zip(gradients[4:], gradients[:4], strict=True):

@@ -22,7 +22,7 @@ DISK: dict[str, Any] = {"offload_optimizer": _DISK}
 DISK_BOTH: dict[str, Any] = {**DISK, "offload_param": {**_DISK, "max_in_cpu": 0}}
 SAVES: dict[str, Any] = {"checkpoint": {"asynchronous": True}}
 SAVES_AT_ONCE: dict[str, Any] = {"checkpoint": {"asynchronous": False}}
-PARKED: dict[str, Any] = {"activation_checkpointing": {"cpu_checkpointing": True}}
+OFFLOADED_INPUTS: dict[str, Any] = {"activation_checkpointing": {"cpu_checkpointing": True}}
 
 
 BEFORE = "Event.synchronize in step_result._read < step_result.differs"
@@ -95,8 +95,8 @@ CASES = {
             {**BF16, **SAVES_AT_ONCE},
             more_waits=(WRITTEN,),
         ),
-        Case("stage 1 parked", 1, options={**BF16, **PARKED}),
-        Case("stage 3 parked", 3, HOST_BOTH, {**BF16, **PARKED}),
+        Case("stage 1 offloaded", 1, options={**BF16, **OFFLOADED_INPUTS}),
+        Case("stage 3 offloaded", 3, HOST_BOTH, {**BF16, **OFFLOADED_INPUTS}),
         Case("stage 3 init", 3, options=BF16, init=True),
         Case("stage 3 init host both", 3, HOST_BOTH, BF16, init=True),
         *(Case(f"stage {stage} on two", stage, options=BF16, world=2) for stage in range(4)),

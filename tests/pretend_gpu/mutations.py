@@ -139,10 +139,10 @@ def _a_gradient_is_written_to_disk_before_it_arrives() -> list[Change]:
     ]
 
 
-def _parked_inputs_are_used_before_they_are_back() -> list[Change]:
-    from zlaunch.runtime.activation.offload import Parked
+def _offloaded_inputs_are_used_before_they_are_back() -> list[Change]:
+    from zlaunch.runtime.activation.offload import OffloadedTensor
 
-    return [(Parked, "_await_copy", _nothing)]
+    return [(OffloadedTensor, "_await_copy", _nothing)]
 
 
 def _collectives_are_not_waited_for() -> list[Change]:
@@ -171,7 +171,7 @@ MUTATIONS: dict[str, tuple[str, Callable[[], list[Change]]]] = {
         ("stage 3 disk both", _a_buffer_is_lent_again_while_it_is_read),
         ("stage 3 init host both", _memory_is_released_under_a_copy),
         ("stage 2 disk", _a_gradient_is_written_to_disk_before_it_arrives),
-        ("stage 1 parked", _parked_inputs_are_used_before_they_are_back),
+        ("stage 1 offloaded", _offloaded_inputs_are_used_before_they_are_back),
         ("stage 3 on two", _collectives_are_not_waited_for),
         ("stage 3 host both on two", _gathers_do_not_wait_for_uploads),
     )

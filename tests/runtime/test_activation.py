@@ -21,7 +21,7 @@ import zlaunch
 from tests.runtime.models import Layer, batches, config, loss_of, net, relative_error, train_engine
 from tests.runtime.workers import run_workers
 from zlaunch.runtime.activation import checkpointing, offload
-from zlaunch.runtime.activation.offload import Place
+from zlaunch.runtime.activation.offload import ActivationPlacement
 from zlaunch.runtime.config import load
 
 checkpoint = zlaunch.checkpointing.checkpoint
@@ -35,14 +35,14 @@ def _fresh_settings() -> Iterator[None]:
 
 
 def _forget(**place: Any) -> None:
-    checkpointing._settings = checkpointing._Settings(place=Place(**place))
-    offload.park_cpu_tensors, offload.MINIMUM_NUMEL = False, 1024
-    offload._parkings.clear()
+    checkpointing._settings = checkpointing._Settings(place=ActivationPlacement(**place))
+    offload.offload_cpu_tensors, offload.MINIMUM_NUMEL = False, 1024
+    offload._rooms.clear()
 
 
-def _park_everything() -> None:
+def _offload_everything() -> None:
     _forget(in_cpu=True)
-    offload.park_cpu_tensors, offload.MINIMUM_NUMEL = True, 1
+    offload.offload_cpu_tensors, offload.MINIMUM_NUMEL = True, 1
 
 
 def _backward(model: nn.Module, batch: Tensor) -> list[Tensor]:
@@ -80,7 +80,7 @@ def noisy() -> nn.Module:
 OPTIONS: dict[str, dict[str, Any]] = {
     "enabled": {"enabled": True},
     "cpu": {"enabled": True, "cpu_checkpointing": True},
-    "parked": {"enabled": True, "cpu_checkpointing": True},
+    "offloaded": {"enabled": True, "cpu_checkpointing": True},
     "two": {"enabled": True, "number_checkpoints": 2},
     "alone": {"enabled": True, "partition_activations": True},
     "compiled": {"enabled": True},
@@ -90,7 +90,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def _run(stage: int, option: str | None, micro: int) -> tuple[list[float], dict[str, Tensor], int]:
     """Losses and final weights of a few steps with dropout, and how often a block ran."""
     calls = [0]
-    _park_everything() if option == "parked" else _forget()
+    _offload_everything() if option == "offloaded" else _forget()
     model = noisy()
     if option == "compiled":
         torch._dynamo.reset()
@@ -167,7 +167,7 @@ def _parameters() -> list[bool]:
     for stage in range(4):
         results = []
         for call in (lambda f, *a, **k: f(*a, **k), checkpoint):
-            _park_everything()
+            _offload_everything()
             engine, *_ = zlaunch.initialize(model=parameters_as_arguments(call), config=config(stage, 2))
             results.append((train_engine(engine, batches(3, 4)), engine.module.state_dict()))
         (losses, state), (got, weights) = results
@@ -299,7 +299,7 @@ def test_a_forward_of_the_instance_is_kept() -> None:
 
 
 def test_plain_without_gradients_or_training() -> None:
-    _park_everything()
+    _offload_everything()
     model = net()
     zlaunch.checkpointing.checkpoint_blocks(model)
     calls = [0]
@@ -308,7 +308,7 @@ def test_plain_without_gradients_or_training() -> None:
     with torch.no_grad():
         loss_of(model, batches(1, 4)[0])
     loss_of(model.eval(), batches(1, 4)[0]).backward()
-    assert calls[0] == 6 and offload._parkings == {}
+    assert calls[0] == 6 and offload._rooms == {}
 
 
 @pytest.mark.parametrize("where", ["model", "block", "inside"])
@@ -358,11 +358,11 @@ def _all_kinds(
     return Output(torch.tanh(nn.functional.dropout(x * a, 0.5) @ weight) * scale + mask * b, "text")
 
 
-@pytest.mark.parametrize("parked", [False, True])
-def test_any_argument_and_result(parked: bool) -> None:
+@pytest.mark.parametrize("offloaded", [False, True])
+def test_any_argument_and_result(offloaded: bool) -> None:
     """Keywords, numbers, tensors in tuples, parameters, no gradient needed; in and out of each other."""
-    if parked:
-        _park_everything()
+    if offloaded:
+        _offload_everything()
     torch.manual_seed(1)
     weight, mask = nn.Parameter(torch.randn(6, 6)), torch.randn(6)
     given = torch.randn(5, 6, requires_grad=True)
@@ -386,11 +386,11 @@ def test_any_argument_and_result(parked: bool) -> None:
     assert _equal(run(zlaunch.checkpointing.non_reentrant_checkpoint), want)
 
 
-@pytest.mark.parametrize("parked", [None, False, True])
-def test_an_input_that_is_modified_is_an_error(parked: bool | None) -> None:
-    if parked is not None:
-        _park_everything()
-        offload.park_cpu_tensors = parked
+@pytest.mark.parametrize("offloaded", [None, False, True])
+def test_an_input_that_is_modified_is_an_error(offloaded: bool | None) -> None:
+    if offloaded is not None:
+        _offload_everything()
+        offload.offload_cpu_tensors = offloaded
     x = torch.randn(4, 4, requires_grad=True).sin()
     y = checkpoint(lambda a: a.sin().cos(), x)
     x.mul_(2)

@@ -54,10 +54,10 @@ def _collectives() -> list[bool]:
 
         comm.all_reduce(mine).wait()
         checks.append(torch.allclose(mine.double(), total, **close, equal_nan=False))
-        comm.settle()
+        comm.drain()
         comm.reduce_scatter(mine[r * s : (r + 1) * s], mine.copy_(every[r])).wait()
         checks.append(torch.allclose(mine[r * s : (r + 1) * s].double(), total[r * s : (r + 1) * s], **close))
-        comm.settle()
+        comm.drain()
     return checks
 
 
@@ -86,7 +86,7 @@ def _many_at_once() -> bool:
     pending = [comm.all_gather(full, source) for full, source in zip(fulls, sources, strict=True)]
     for each in reversed(pending):
         each.wait()
-    comm.settle()
+    comm.drain()
     return all(full.tolist() == [float(i)] * 8 + [float(count + i)] * 8 for i, full in enumerate(fulls))
 
 
@@ -101,7 +101,7 @@ def _large() -> bool:
     small = comm.empty(4, torch.float32).fill_(comm.rank)
     full = torch.empty(8)
     comm.all_gather(full, small).wait()
-    comm.settle()
+    comm.drain()
     return huge.numel() == 300_000_000 and full.tolist() == [0.0] * 4 + [1.0] * 4
 
 

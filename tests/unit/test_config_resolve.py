@@ -105,12 +105,12 @@ def test_settled_values_are_said_in_one_line():
         "optimizer": {"type": "RMSprop", "params": {"lr": "auto", "foo": "auto"}},
         "zero_optimization": {"reduce_bucket_size": "auto"},
     }
-    (line,) = resolve(load(source), world_size=3, hidden_size=8).settled()
+    (line,) = resolve(load(source), world_size=3, hidden_size=8).resolved_auto()
     assert line == (
         '<dict>: "auto" is settled as fp16.enabled false, optimizer.params.foo left out, optimizer.params.lr '
         "0.01, train_batch_size 3, zero_optimization.reduce_bucket_size 64"
     )
-    assert resolve(load({"train_batch_size": 3}), world_size=3).settled() == []
+    assert resolve(load({"train_batch_size": 3}), world_size=3).resolved_auto() == []
 
 
 def test_a_batch_size_that_nothing_has_given_is_warned_of():

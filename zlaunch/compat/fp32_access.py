@@ -62,7 +62,7 @@ def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
     """Replace the master value, and what the model reads. ``value`` is the same on all ranks. Collective."""
     engine, unit, index = _needed(param)
     flat = _flat(value, unit, index)
-    engine._sharded.comm.settle()
+    engine._sharded.comm.drain()
     with torch.no_grad():
         if not unit.shard_params:
             unit.wait_unsharded()
@@ -129,7 +129,7 @@ def safe_set_local_fp32_param(param: Tensor, value: Tensor) -> None:
         safe_set_full_fp32_param(param, _spread(engine, unit, index, value))
         return
     flat = _padded(unit, index, value)
-    engine._sharded.comm.settle()  # other ranks may still be reading it
+    engine._sharded.comm.drain()  # other ranks may still be reading it
     with torch.no_grad():
         take_values(unit, _filler(unit, index, flat, VALUE))
 

@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import zlaunch
 from tests.runtime.models import batches, loss_of, net
-from tests.runtime.test_activation import _backward, _equal, _fresh_settings, _park_everything, checkpoint
+from tests.runtime.test_activation import _backward, _equal, _fresh_settings, _offload_everything, checkpoint
 from tests.runtime.workers import run_workers
 from zlaunch.runtime.activation import offload
 
@@ -60,26 +60,26 @@ def test_less_is_kept() -> None:
     assert none < 0.4 * whole and none < half < whole
 
 
-def test_parked_inputs_leave_and_return_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offloaded_inputs_leave_and_return_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     model, batch = net(depth=5), batches(1, 4)[0]
     want = _backward(model, batch)
     model.zero_grad()
     zlaunch.checkpointing.checkpoint_blocks(model)
     assert _inputs_alive(model, batch)[0] == [True] * 5
-    _park_everything()
+    _offload_everything()
     log: list[str] = []
     for index, layer in enumerate(model.layers):
         layer.up.register_forward_hook(lambda *_, index=index: log.append(f"run {index}"))
-    bring = offload.Parked._bring
+    bring = offload.OffloadedTensor._bring
 
-    def logged(self: offload.Parked) -> Tensor:
+    def logged(self: offload.OffloadedTensor) -> Tensor:
         log.append("fetch")
         return bring(self)
 
-    monkeypatch.setattr(offload.Parked, "_bring", logged)
+    monkeypatch.setattr(offload.OffloadedTensor, "_bring", logged)
     alive, loss = _inputs_alive(model, batch)
     assert alive == [False, False, False, False, True]
-    (one,) = offload._parkings.values()
+    (one,) = offload._rooms.values()
     input_bytes = 4 * batch[:, 1:].numel() * 24
     assert one.pool.statistics().lent_bytes >= 5 * input_bytes
     log.clear()
@@ -95,7 +95,7 @@ def test_parked_inputs_leave_and_return_in_time(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_same_shape_and_strides_come_back() -> None:
-    _park_everything()
+    _offload_everything()
     seen: list[tuple[Any, ...]] = []
 
     def look(*tensors: Tensor) -> Tensor:
@@ -115,13 +115,13 @@ def test_same_shape_and_strides_come_back() -> None:
     assert len(seen) == 2 and seen[0] == seen[1]
 
 
-def test_what_calls_share_is_parked_once() -> None:
-    _park_everything()
+def test_what_calls_share_is_offloaded_once() -> None:
+    _offload_everything()
     mask, x = torch.randn(8, 8), torch.randn(8, 8, requires_grad=True)
     y = x
     for _ in range(4):
         y = checkpoint(lambda a, b: (a * b).sin(), y, mask)
-    (one,) = offload._parkings.values()
+    (one,) = offload._rooms.values()
     assert one.pool.statistics().lent_bytes == 5 * 4096  # a page each
     y.sum().backward()
     got, x.grad, y = x.grad, None, x
@@ -132,7 +132,7 @@ def test_what_calls_share_is_parked_once() -> None:
 
 
 def test_a_parameter_comes_back_as_itself() -> None:
-    _park_everything()
+    _offload_everything()
     weight, same = nn.Parameter(torch.ones(3, 3)), []
     checkpoint(
         lambda x, w: same.append(w is weight) or (x @ w).sin(), torch.ones(3, 3), w=weight
@@ -141,13 +141,13 @@ def test_a_parameter_comes_back_as_itself() -> None:
 
 
 def _lent_pages() -> int:
-    (one,) = offload._parkings.values()
+    (one,) = offload._rooms.values()
     return one.pool.statistics().lent_bytes // 4096 - len(one.returned)
 
 
-def test_what_is_not_parked() -> None:
+def test_what_is_not_offloaded() -> None:
     """An expanded tensor, which would grow, and the inputs of a call inside another."""
-    _park_everything()
+    _offload_everything()
     x, row = torch.ones(8, 8, requires_grad=True), torch.ones(1, 8).expand(8, 8)
     y = checkpoint(lambda a, b: checkpoint(torch.sin, checkpoint(torch.mul, a, b)), x, row)
     assert _lent_pages() == 1
@@ -156,25 +156,25 @@ def test_what_is_not_parked() -> None:
 
 def test_a_shared_input_that_changes_between_calls() -> None:
     """Each call gets the value it was given, and nothing stays on the device when all have been served."""
-    _park_everything()
+    _offload_everything()
     scale, x = torch.tensor([2.0]), torch.ones(1, requires_grad=True)
     y = checkpoint(torch.mul, x, scale)
     y = checkpoint(torch.sin, y)
     scale.mul_(5)
     for _ in range(2):
         y = checkpoint(torch.mul, y, scale)
-    (one,) = offload._parkings.values()
-    parked = [known() for known in one._known.values()]  # of x and scale
+    (one,) = offload._rooms.values()
+    offloaded = [known() for known in one._known.values()]  # of x and scale
     y.backward(retain_graph=True)
     y.backward()
     want = 2 * (2.0 * 10 * 10 * torch.cos(torch.tensor([2.0])))
     assert torch.allclose(x.grad, want)
-    assert [p._fetched for p in parked] == [None, None]
+    assert [p._fetched for p in offloaded] == [None, None]
 
 
 def test_interleaved_passes() -> None:
     """Two forwards, their backward passes in either order, and one that never has any."""
-    _park_everything()
+    _offload_everything()
     model, plain = net(), net()
     zlaunch.checkpointing.checkpoint_blocks(model)
     first, second = batches(2, 4)
@@ -198,12 +198,12 @@ class Mpu:
         return dist.group.WORLD
 
 
-def _partitioned(parked: bool) -> tuple[bool, list[bool], int, int]:
+def _partitioned(offloaded: bool) -> tuple[bool, list[bool], int, int]:
     zlaunch.init_distributed()
     model, plain, batch = net(depth=4), net(depth=4), batches(1, 3, length=5)[0]  # 3 * 5 * 24 elements
     want = _backward(plain, batch)
-    if parked:
-        _park_everything()
+    if offloaded:
+        _offload_everything()
     offload.MINIMUM_NUMEL = 1
     zlaunch.checkpointing.configure(Mpu(), partition_activations=True)
     zlaunch.checkpointing.checkpoint_blocks(model)
@@ -220,9 +220,9 @@ def _partitioned(parked: bool) -> tuple[bool, list[bool], int, int]:
     return _equal(_backward(model, batch), want), alive, sum(kept[:4]), 4 * 4 * 3 * 5 * 24
 
 
-@pytest.mark.parametrize("parked", [False, True])
-def test_model_parallel_ranks_keep_a_slice_each(parked: bool) -> None:
-    for same, alive, kept_bytes, whole_bytes in run_workers(_partitioned, 2, parked):
+@pytest.mark.parametrize("offloaded", [False, True])
+def test_model_parallel_ranks_keep_a_slice_each(offloaded: bool) -> None:
+    for same, alive, kept_bytes, whole_bytes in run_workers(_partitioned, 2, offloaded):
         assert same
         assert alive == [False] * 4
         assert kept_bytes == whole_bytes / 2
