@@ -40,14 +40,15 @@ from .optim.registry import build_optimizer, build_scheduler
 from .optim.sharded_optimizer import ShardedOptimizer
 from .precision.loss_scaler import DeviceLossScaler, LossScaler
 from .precision.policy import Precision, choose_precision, dtype_named
+from .shared_memory.connect import connect
 from .zero import placeholder
 from .zero.consistency import check_consistency
 from .zero.eligible import find_refused
 from .zero.hooks import ShardedModel
+from .zero.layout import TILE_NUMEL
 from .zero.leaf_modules import mark_leaves
 from .zero.reduce import GradientOptions, GradientReducer
 from .zero.replicated import place_rest
-from .zero.store import TILE_NUMEL
 from .zero.unit_policy import UNIT_NUMEL, UNIT_NUMEL_CPU, Block, ShardingOptions, build_units, plan_blocks
 
 E = TypeVar("E", bound=Engine)
@@ -75,7 +76,7 @@ def build_engine(
     refuse_open(loaded)
     set_level(loaded.config.log_level)
     _choose_kernels()
-    comm = Comm(init_distributed(), share=not _on_disk(loaded.config))
+    comm = Comm(init_distributed(), connect=connect, share=not _on_disk(loaded.config))
     preemption.install()
     hidden, hidden_from = _find_hidden_size(model)
     effective = resolve(loaded, world_size=comm.world_size, hidden_size=hidden, hidden_size_from=hidden_from)

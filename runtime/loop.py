@@ -59,8 +59,8 @@ class TrainingLoop(nn.Module):
         self._loss: Tensor | None = None
         self._reported = time.perf_counter(), 0
         if scaler.used:
-            sharded.loss_scale = lambda: scaler.factor
-        sharded.micro_share = lambda: 1.0 / self.gradient_accumulation_steps()
+            sharded.loss_scaling.factor = lambda: scaler.factor
+        sharded.loss_scaling.micro_share = lambda: 1.0 / self.gradient_accumulation_steps()
         self._prepare_pass()
 
     # -- what it is made of
@@ -204,7 +204,7 @@ class TrainingLoop(nn.Module):
         try:
             scaled.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
         finally:
-            self._sharded.loss_is_scaled = False
+            self._sharded.loss_scaling.loss_is_scaled = False
         self._loss = loss.detach()
         return loss
 
@@ -215,7 +215,7 @@ class TrainingLoop(nn.Module):
         return self._scaled(loss, True)
 
     def _scaled(self, loss: Tensor, divide: bool) -> Tensor:
-        self._sharded.loss_is_scaled = True
+        self._sharded.loss_scaling.loss_is_scaled = True
         factor = self._scaler.factor if self._scaler.used else 1.0
         if divide:
             factor = factor / self.gradient_accumulation_steps()

@@ -23,6 +23,7 @@ from ..environment import read_environment
 from ..errors import RankMismatchError
 from .deadlock import Key, watch
 from .order import Order
+from .peer_memory import Connect, Identity, PeerMemory
 from .pending import (
     DONE,
     Exchange,
@@ -35,8 +36,6 @@ from .pending import (
     sum_pieces,
 )
 from .process_group import new_group, open_comms
-from .shared_connect import connect
-from .shared_memory import Identity, SharedMemory
 
 # torch 2.13 renamed these two; the old names warn there, the new ones do not exist before.
 _all_gather_flat: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -51,7 +50,7 @@ _TIMEOUT_S = 1800.0
 _CHANNEL_TIMEOUT = timedelta(hours=12)
 """One rank may write to a slow disk for long while the others wait for it."""
 
-_dropped: dict[int, tuple[SharedMemory | None, list[Any]]] = {}
+_dropped: dict[int, tuple[PeerMemory | None, list[Any]]] = {}
 """What communicators have left that nobody closed, by their numbers."""
 _numbers = itertools.count()
 
@@ -63,7 +62,7 @@ def _say(labels: Sequence[str], channel: int, identity: Identity) -> str:
     return f"{_VERBS[channel & 127]} {name} ({size >> 4} elements of {size & 15} bytes)"
 
 
-def _drop(number: int, shared: SharedMemory | None, groups: list[Any]) -> None:
+def _drop(number: int, shared: PeerMemory | None, groups: list[Any]) -> None:
     _dropped[number] = shared, groups
 
 
@@ -91,8 +90,8 @@ class Comm:
     ``shared``: tensors that are sent (sources of a gather, buckets of a reduction) must come from ``empty``.
     """
 
-    def __init__(self, device: torch.device, *, share: bool = True) -> None:
-        """``share`` allows shared memory."""
+    def __init__(self, device: torch.device, *, connect: Connect | None = None, share: bool = True) -> None:
+        """``connect`` joins CPU ranks by memory that they share, if ``share`` allows it on all of them."""
         self.device = device
         self.number = next(_numbers)
         self._labels = ["a tensor"]
@@ -110,8 +109,8 @@ class Comm:
         if self.world_size > 1:
             watch.start(self.rank, self.world_size)
             _close_dropped(self.exchange)
-        self._shared: SharedMemory | None = None
-        if self.world_size > 1 and device.type == "cpu":
+        self._shared: PeerMemory | None = None
+        if self.world_size > 1 and device.type == "cpu" and connect is not None:
             allowed = share and read_environment().shared_memory
             self._shared = connect(
                 self.rank,

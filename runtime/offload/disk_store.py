@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from ..comm.pending import DONE, Pending
-from ..zero.store import Access, OpenTile, Range, ShardReader, ShardStore, TileView, ValueStore, squares_of
+from ..zero.layout import Range
+from ..zero.store import Access, OpenTile, ShardReader, ShardStore, TileView, ValueStore, squares_of
 from .buffers import BufferRing, Space, WriteBehind
 from .disk import DiskEngine, DiskTransfer, aligned
 from .transfer import HostLink

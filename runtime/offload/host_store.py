@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from ..comm.pending import DONE, Pending
-from ..zero.store import Access, OpenTile, Range, ShardReader, ShardStore, TileView, ValueStore, squares_of
+from ..zero.layout import Range
+from ..zero.store import Access, OpenTile, ShardReader, ShardStore, TileView, ValueStore, squares_of
 from .transfer import HostLink
 
 

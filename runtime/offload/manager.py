@@ -12,15 +12,14 @@ from torch import Tensor
 
 from ..comm.collectives import Comm
 from ..comm.pending import Pending
+from ..zero.layout import TILE_NUMEL, tile_ranges
 from ..zero.store import (
-    TILE_NUMEL,
     DeviceStore,
     DeviceValues,
     ShardFacts,
     ShardStore,
     ValueStore,
     master_on_device,
-    tile_ranges,
     values_on_device,
 )
 from .buffers import BufferRing, Space, WriteBehind

@@ -11,7 +11,7 @@ import torch
 from ..comm.collectives import Comm
 from ..config import ConfigError, Effective
 from ..optim.update_rule import UpdateRule
-from ..zero.store import TILE_NUMEL
+from ..zero.layout import TILE_NUMEL
 from .manager import Offload, OffloadOptions, Tier
 
 if TYPE_CHECKING:

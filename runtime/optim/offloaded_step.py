@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from ..comm.pending import Pending
-from ..zero.store import Access, DeviceStore, Range, ShardStore, TileView, open_tiles
+from ..zero.layout import Range
+from ..zero.store import Access, DeviceStore, ShardStore, TileView, open_tiles
 from ..zero.unit import Unit
 from .slices import ShardSlice
 from .update_rule import SliceUpdate, State, UpdateRule, is_elementwise

@@ -15,6 +15,7 @@ from ..comm.collectives import Comm
 from ..errors import DiskError
 from . import placeholder
 from .inert_hook import Hook
+from .loss_scaling import LossScaling
 from .output_tensors import arm, tensors_in
 from .ownership import Owner, UnitState
 from .passes import Pass
@@ -78,13 +79,7 @@ class ShardedModel:
         self._passed: list[Block] = []
         """Blocks with frozen units whose backward has begun; see _reshard_passed."""
         self._forward_order, self._backward_order = OrderHint(), OrderHint()
-        self.loss_scale: Callable[[], float | Tensor] | None = None
-        """What a loss is to be multiplied with; None where nothing is."""
-        self.loss_is_scaled = False
-        """The backward pass that is under way, or comes next, is that of a loss multiplied already."""
-        self._scaled_at_root = False
-        self.micro_share: Callable[[], float] = lambda: 1.0
-        """A micro-batch's part of a step, for a backward pass that the caller starts by himself."""
+        self.loss_scaling = LossScaling()
         self._saved = SavedTensors(self._on_saved)
         self._saved.watch(self.units)
         self._unhooked = False
@@ -257,11 +252,7 @@ class ShardedModel:
     def _at_output(self, grad: Tensor) -> Tensor | None:
         """A gradient arrives at an output of the root: the loss scale is put in here, unless it is there."""
         self._begin_backward()
-        if self.loss_scale is None or self.loss_is_scaled:
-            return None
-        self._scaled_at_root = True
-        # in fp32: a scale of 65536 is infinite in fp16, and torch would cast a 0-dim tensor to it
-        return (grad.to(torch.promote_types(grad.dtype, torch.float32)) * self.loss_scale()).to(grad.dtype)
+        return self.loss_scaling.at_output(grad)
 
     # -- backward
 
@@ -299,25 +290,13 @@ class ShardedModel:
             raise RuntimeError(
                 f"the gradient of {unit.names[index]} has shape {tuple(grad.shape)}, not the parameter's"
             )
-        if not self.loss_is_scaled:
-            grad = self._unscaled_pass(grad)
-        complete = self.reducer.add(unit, index, grad)
+        complete = self.reducer.add(unit, index, self.loss_scaling.of_parameter(grad))
         block = self._block_of[id(unit)]
         if complete and unit.shard_params and not block.is_root:
             if any(not other.trainable for other in block.units):
                 self._passed.append(block)
             else:
                 unit.reshard()
-
-    def _unscaled_pass(self, grad: Tensor) -> Tensor:
-        """A parameter's gradient in a pass that ``engine.backward`` has not started."""
-        if self.loss_scale is not None and not self._scaled_at_root:
-            raise RuntimeError(
-                "fp16 needs engine.backward(loss), or engine.scale(loss).backward(): this backward pass does "
-                "not begin at the model's outputs, where the loss scale would be put in"
-            )
-        share = self.micro_share()
-        return grad if share == 1.0 else grad * share
 
     def _on_saved(self) -> None:
         """What was saved of a unit is about to be used."""
@@ -347,7 +326,8 @@ class ShardedModel:
         self._reset_backward()
 
     def _reset_backward(self) -> None:
-        self._backward = self.loss_is_scaled = self._scaled_at_root = False
+        self._backward = False
+        self.loss_scaling.end()
         self._kept.close()
         self._backward_order.end()
         self._passed.clear()

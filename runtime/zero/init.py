@@ -80,7 +80,7 @@ class ShardedInit:
                 builder.shard(member)
 
     def _make_builder(self) -> _Builder:
-        comm = Comm(init_distributed(), share=False)
+        comm = Comm(init_distributed())
         return _Builder(comm, self._stores(comm), self._dtype)
 
     @staticmethod

@@ -7,6 +7,14 @@ from dataclasses import dataclass
 
 ALIGN_NUMEL = 16
 """Parameters start at multiples of this many elements: 32 or 64 bytes, what vector loads like."""
+TILE_NUMEL = 4 << 20
+"""Elements of a shard that are moved and updated together, unless sub_group_size is less: long transfers run
+at a disk's full speed, and a few of them in memory cost little.
+"""
+TILE_ALIGN = 4096
+"""Tiles start at multiples of this many elements, whole pages in every dtype."""
+Range = tuple[int, int]
+"""First and last-plus-one element of a unit's shard."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,3 +109,20 @@ def make_layout(
         at += numel
     quantum = align * world_size
     return Layout(tuple(slots), max(quantum, -(-at // quantum) * quantum), world_size)
+
+
+def tile_ranges(numel: int, tile_numel: int) -> list[Range]:
+    """Cut ``[0, numel)`` into ranges of at most ``tile_numel`` elements, from multiples of TILE_ALIGN on."""
+    step = max(TILE_ALIGN, tile_numel // TILE_ALIGN * TILE_ALIGN)
+    return [(start, min(start + step, numel)) for start in range(0, numel, step)]
+
+
+def cuts_of(pieces: Sequence[Range], numel: int, tile_numel: int) -> list[Range]:
+    """Cut the pieces of a shard at tile borders: what norms are summed over, wherever the gradient is."""
+    tiles = tile_ranges(numel, tile_numel)
+    return [
+        (max(start, low), min(stop, high))
+        for start, stop in pieces
+        for low, high in tiles
+        if start < high and stop > low
+    ]

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..comm.collectives import Comm
 from ..comm.pending import DONE, Pending
+from .buffer_pool import BufferPool
 from .ownership import GRADIENTS, VALUES
 from .store import DeviceStore, ShardStore
 from .unit import Unit
@@ -100,32 +101,6 @@ class _Reduction:
     """The first of its unit in this step: it replaces what was there."""
 
 
-class _BufferPool:
-    """Buffers to send from. Ordinary memory is given back after each pass; shared memory cannot be."""
-
-    def __init__(self, comm: Comm) -> None:
-        self._comm = comm
-        self.free: list[Tensor] = []
-
-    def lend(self, dtype: torch.dtype, numel: int) -> Tensor:
-        """A flat tensor of ``numel`` elements, part of the smallest free buffer that is large enough."""
-        fitting = [i for i, t in enumerate(self.free) if t.dtype == dtype and t.numel() >= numel]
-        if not fitting:
-            return self._comm.empty(numel, dtype)
-        return self.free.pop(min(fitting, key=lambda i: self.free[i].numel()))[:numel]
-
-    def give_back(self, tensor: Tensor) -> None:
-        self.free.append(tensor if tensor._base is None else tensor._base)
-
-    def end_pass(self) -> None:
-        if not self._comm.shared:
-            self.free.clear()
-
-    @property
-    def nbytes(self) -> int:
-        return sum(t.nbytes for t in self.free)
-
-
 class GradientReducer:
     """Collects gradients by unit and reduces each unit as soon as it is complete.
 
@@ -151,7 +126,7 @@ class GradientReducer:
         self._ready: set[int] = set()
         self._next = 0
         self._in_flight: deque[_Reduction] = deque()
-        self._pool = _BufferPool(comm)
+        self._pool = BufferPool(comm)
         self.set_units(units)
 
     def set_units(self, units: Sequence[Unit]) -> None:

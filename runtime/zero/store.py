@@ -21,16 +21,8 @@ from torch import Tensor
 from ...cuda_ops.norm import sums_of_squares
 from ..comm.collectives import Comm
 from ..comm.pending import DONE, Pending
+from .layout import Range
 
-TILE_NUMEL = 4 << 20
-"""Elements of a shard that are moved and updated together, unless sub_group_size is less: long transfers run
-at a disk's full speed, and a few of them in memory cost little.
-"""
-TILE_ALIGN = 4096
-"""Tiles start at multiples of this many elements, whole pages in every dtype."""
-
-Range = tuple[int, int]
-"""First and last-plus-one element of a unit's shard."""
 T = TypeVar("T")
 
 
@@ -396,20 +388,3 @@ def take_changed(master: Tensor, values: Tensor) -> None:
 
 
 _PIECE_NUMEL = 4_000_000
-
-
-def tile_ranges(numel: int, tile_numel: int) -> list[Range]:
-    """Cut ``[0, numel)`` into ranges of at most ``tile_numel`` elements, from multiples of TILE_ALIGN on."""
-    step = max(TILE_ALIGN, tile_numel // TILE_ALIGN * TILE_ALIGN)
-    return [(start, min(start + step, numel)) for start in range(0, numel, step)]
-
-
-def cuts_of(pieces: Sequence[Range], numel: int, tile_numel: int) -> list[Range]:
-    """Cut the pieces of a shard at tile borders: what norms are summed over, wherever the gradient is."""
-    tiles = tile_ranges(numel, tile_numel)
-    return [
-        (max(start, low), min(stop, high))
-        for start, stop in pieces
-        for low, high in tiles
-        if start < high and stop > low
-    ]

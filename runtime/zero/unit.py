@@ -13,18 +13,14 @@ from ..comm.collectives import Comm
 from ..comm.pending import DONE, Pending
 from . import placeholder
 from .external_writes import Writes
-from .layout import Layout, Piece
+from .layout import TILE_NUMEL, Layout, Piece, cuts_of
 from .ownership import GRADIENTS, MASTERS, VALUES, GradientBook, Owner, UnitState, check_here
 from .store import (
-    TILE_NUMEL,
     Access,
     DeviceStores,
     DeviceValues,
     ShardFacts,
-    ShardStore,
     StoreFactory,
-    ValueStore,
-    cuts_of,
     open_all,
 )
 
@@ -32,14 +28,10 @@ from .store import (
 class Unit:
     """Parameters of one dtype, device and trainability in one flat buffer of ``layout.numel`` elements.
 
-    Note [One storage per unit]. Autograd saves parameters and views of them (``weight.t()``) for the backward
-    pass. Those views share the *storage* of ``full``, so a freed unit must come back in that same storage:
-    refilling it makes every saved view right again, while another buffer would give silently wrong gradients.
-    Therefore ``full`` and the parameters' views of it are made once, freeing is ``resize_(0)`` of the
-    storage, and gathering resizes it back. None of this touches a version counter. Reading a view of a freed
-    storage crashes the process on a CPU, so the memory stays while somebody holds a view of it (what the
-    graph saves is no such view, see ``saved_tensors.py``): a freed unit is gathered before its next use in
-    any case, so the ranks need not agree. With ``poison`` the memory is kept and filled with NaN instead.
+    Note [One storage per unit]. Views that autograd saves share the *storage* of ``full``, so a gathered unit
+    must come back in that storage: freeing is ``resize_(0)``, gathering resizes it back. Reading a view of a
+    freed storage crashes the process on a CPU, so the memory stays while somebody holds one; the unit is
+    gathered before its next use in any case. With ``poison`` the memory is kept and filled with NaN instead.
 
     Attributes
         full: flat, ``layout.numel`` elements in the compute dtype; storage of size 0 while SHARDED.
@@ -102,8 +94,6 @@ class Unit:
         self.start, self.stop = (0, layout.numel) if whole else layout.shard_range(comm.rank)
         self.pieces: list[Piece] = layout.pieces(self.start, self.stop) if self.trainable else []
         cuts = cuts_of([(p.start, p.stop) for p in self.pieces], self.stop - self.start, tile_numel)
-        self.values: ValueStore
-        self.store: ShardStore | None
         flat = self._adopt_values(keep_shared=shard_optimizer and not shard_params)
         facts = ShardFacts(
             dtype=dtype,
@@ -144,6 +134,7 @@ class Unit:
             if keep_shared:
                 self.full = self.comm.empty(self.numel, self.dtype).copy_(self.full)
             self._storage = self.full.untyped_storage()
+            self.memory = int(self._storage._cdata)  # identifies it, for as long as the unit lives
             self._storage_nbytes = self._storage.nbytes()
             self._views = [
                 self.full[slot.offset : slot.stop].view(shape)
@@ -308,11 +299,6 @@ class Unit:
     def references(self) -> int:
         """How many tensors lie on the flat buffer's memory, the unit's own among them."""
         return int(torch._C._storage_Use_Count(self._storage._cdata))
-
-    @property
-    def memory(self) -> int:
-        """The identity of the flat buffer's memory, for as long as the unit lives."""
-        return int(self._storage._cdata)
 
     def is_in_place(self, index: int) -> bool:
         """Whether parameter ``index`` still is what the unit has made of it: its class and its memory."""

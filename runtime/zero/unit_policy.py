@@ -12,9 +12,9 @@ from torch import nn
 from ..comm.collectives import Comm
 from . import placeholder
 from .eligible import is_shardable
-from .layout import make_layout
+from .layout import TILE_NUMEL, make_layout
 from .leaf_modules import is_leaf
-from .store import TILE_NUMEL, StoreFactory
+from .store import StoreFactory
 from .unit import Unit
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)

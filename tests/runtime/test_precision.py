@@ -120,7 +120,7 @@ def test_plain_backward_is_scaled_too(stage: int) -> None:
 def test_a_scale_that_fp16_does_not_have(scale: float | torch.Tensor) -> None:
     zlaunch.init_distributed()
     engine, *_ = zlaunch.initialize(model=net(), config=config(1, 2, fp16={"enabled": True}))
-    engine._sharded.loss_scale = lambda: scale
+    engine._sharded.loss_scaling.factor = lambda: scale
     engine._sharded._begin_backward = lambda: None  # type: ignore[method-assign]
     grad = engine._sharded._at_output(torch.full((3,), 2.0**-10, dtype=torch.float16))
     assert grad is not None and grad.dtype == torch.float16 and grad.tolist() == [64.0] * 3

@@ -15,12 +15,13 @@ from tests.runtime.models import batches, config, net, train_engine
 from tests.runtime.workers import run_workers
 from zlaunch.runtime.comm.collectives import Comm
 from zlaunch.runtime.errors import PeerLost
+from zlaunch.runtime.shared_memory.connect import connect
 
 ALONE = {"ZLAUNCH_SHARED_MEMORY": "0"}
 
 
 def _comm() -> Comm:
-    return Comm(zlaunch.init_distributed())
+    return Comm(zlaunch.init_distributed(), connect=connect)
 
 
 def _value(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:

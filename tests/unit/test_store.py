@@ -7,20 +7,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from zlaunch.runtime.zero.layout import TILE_ALIGN, Range, cuts_of, tile_ranges
 from zlaunch.runtime.zero.store import (
-    TILE_ALIGN,
     Access,
     DeviceStore,
     DeviceValues,
     OpenTile,
-    Range,
     ShardStore,
     TileView,
-    cuts_of,
     open_all,
     open_tiles,
     take_changed,
-    tile_ranges,
 )
 
 

@@ -26,8 +26,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from ..comm.peer_memory import Identity
+from ..comm.pending import Pending
 from ..errors import PeerLost, RankMismatchError
-from .pending import Pending
+from .peer import Chunk, Peer
 
 CHUNK_BYTES = 1 << 30
 """The arena grows by this much address space at a time; only pages that are written take memory."""
@@ -39,43 +41,6 @@ _LOOK_S = 1.0
 """How often a rank that waits asks whether it waits in vain."""
 
 
-Identity = tuple[int, int]
-"""What a collective is about: the number of a label; the elements of a rank's part, times 16, plus the bytes
-of one.
-"""
-
-
-class _Chunk:
-    """A part of an arena: one mapping of one file."""
-
-    def __init__(self, fd: int, nbytes: int) -> None:
-        self.memory = mmap.mmap(fd, nbytes)
-        self.nbytes, self.used = nbytes, 0
-
-    def tensor(self, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
-        return torch.frombuffer(self.memory, dtype=dtype, count=numel, offset=offset)
-
-    def forget(self, offset: int, nbytes: int) -> None:
-        """Take pages of another rank's out of this process: they stay where they are, and no longer count as
-        memory of this process too.
-        """
-        start, stop = offset // _PAGE * _PAGE, -(-(offset + nbytes) // _PAGE) * _PAGE
-        self.memory.madvise(mmap.MADV_DONTNEED, start, stop - start)
-
-
-class _Peer:
-    """The other end of one connection."""
-
-    def __init__(self, rank: int, connection: socket.socket) -> None:
-        self.rank, self.connection = rank, connection
-        self.chunks: dict[int, _Chunk] = {}
-        self.ready: dict[tuple[int, int], tuple[int, int]] = {}
-        """Where this peer's part of a collective (channel, sequence number) is: chunk and offset."""
-        self.identity: dict[tuple[int, int], Identity] = {}
-        """What this peer's part of a collective that is under way here is about."""
-        self.gone = False
-
-
 class PeerTransfer(Pending):
     """One collective under way on this rank."""
 
@@ -83,8 +48,8 @@ class PeerTransfer(Pending):
         self,
         shared: SharedMemory,
         key: tuple[int, int],
-        peers: Sequence[_Peer],
-        read: Callable[[_Peer, int, int], None],
+        peers: Sequence[Peer],
+        read: Callable[[Peer, int, int], None],
         *,
         exclusive: bool,
         then: Callable[[], PeerTransfer] | None = None,
@@ -146,12 +111,12 @@ class SharedMemory:
         """
         self._describe, self._check = describe, check
         self.rank, self.world_size, self._timeout_s = rank, len(connections) + 1, timeout_s
-        self._peers = {other: _Peer(other, connections[other]) for other in sorted(connections)}
+        self._peers = {other: Peer(other, connections[other]) for other in sorted(connections)}
         self._selector = selectors.DefaultSelector()
         for peer in self._peers.values():
             peer.connection.setblocking(False)
             self._selector.register(peer.connection, selectors.EVENT_READ, peer)
-        self._chunks: list[_Chunk] = []
+        self._chunks: list[Chunk] = []
         self._places: dict[int, tuple[int, int]] = {}
         """Address of a tensor's storage in this rank's arena -> chunk and offset."""
         self.started: dict[int, int] = {}
@@ -191,7 +156,7 @@ class SharedMemory:
             os.ftruncate(fd, nbytes)
             for peer in self._peers.values():
                 self.tell(peer, _CHUNK, (0, 0), len(self._chunks), nbytes, fd)
-            self._chunks.append(_Chunk(fd, nbytes))
+            self._chunks.append(Chunk(fd, nbytes))
         finally:
             os.close(fd)
 
@@ -214,7 +179,7 @@ class SharedMemory:
     ) -> PeerTransfer:
         numel, dtype = source.numel(), source.dtype
 
-        def read(peer: _Peer, chunk: int, offset: int) -> None:
+        def read(peer: Peer, chunk: int, offset: int) -> None:
             part = peer.chunks[chunk].tensor(offset, numel, dtype)
             full[peer.rank * numel : (peer.rank + 1) * numel].copy_(part)
             peer.chunks[chunk].forget(offset, part.nbytes)
@@ -243,7 +208,7 @@ class SharedMemory:
         todo: list[Tensor] = [] if in_place else [own]
         """This rank's own part, added together with the first of the others."""
 
-        def read(peer: _Peer, chunk: int, offset: int) -> None:
+        def read(peer: Peer, chunk: int, offset: int) -> None:
             offset += start * dtype.itemsize
             part = peer.chunks[chunk].tensor(offset, numel, dtype)
             if not todo:
@@ -276,7 +241,7 @@ class SharedMemory:
         self,
         key: tuple[int, int],
         source: Tensor,
-        read: Callable[[_Peer, int, int], None],
+        read: Callable[[Peer, int, int], None],
         identity: Identity,
         exclusive: bool,
         then: Callable[[], PeerTransfer] | None = None,
@@ -293,7 +258,7 @@ class SharedMemory:
         self.progress()
         return transfer
 
-    def _compare(self, peer: _Peer, key: tuple[int, int]) -> None:
+    def _compare(self, peer: Peer, key: tuple[int, int]) -> None:
         """Raises RankMismatchError if a peer's part of a collective is about something else."""
         mine, other = self._identities.get(key), peer.identity.get(key)
         if mine is not None and other is not None and mine != other:
@@ -307,7 +272,7 @@ class SharedMemory:
 
     def tell(
         self,
-        peer: _Peer,
+        peer: Peer,
         kind: bytes,
         key: tuple[int, int],
         chunk: int = 0,
@@ -354,7 +319,7 @@ class SharedMemory:
                     self._transfers[channel, number].readers.discard(peer.rank)
                 else:
                     (fd,) = struct.unpack("i", extra[0][2])
-                    peer.chunks[chunk] = _Chunk(fd, offset)
+                    peer.chunks[chunk] = Chunk(fd, offset)
                     os.close(fd)
 
     def progress(self) -> None:

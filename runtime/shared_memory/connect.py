@@ -1,4 +1,4 @@
-"""Connecting the ranks of one machine to each other, for collectives through shared memory."""
+"""Connects the ranks of one machine to each other."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 
-from .shared_memory import Identity, SharedMemory
+from ..comm.peer_memory import Identity
+from .memory import SharedMemory
 
 
 def _place() -> tuple[object, ...]:
