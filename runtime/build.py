@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -29,6 +29,7 @@ from .log import say, set_level, warn
 from .memory.estimate import relief
 from .memory.preflight import preflight
 from .memory.resources import PINNED_SHARE
+from .offload.background_step import BackgroundStep
 from .offload.manager import Offload
 from .offload.options import choose_offload
 from .offload.state_mover import StateMover
@@ -49,6 +50,7 @@ from .zero.layout import TILE_NUMEL
 from .zero.leaf_modules import mark_leaves
 from .zero.reduce import GradientOptions, GradientReducer
 from .zero.replicated import place_rest
+from .zero.unit import Unit
 from .zero.unit_policy import UNIT_NUMEL, UNIT_NUMEL_CPU, Block, ShardingOptions, build_units, plan_blocks
 
 E = TypeVar("E", bound=Engine)
@@ -110,8 +112,7 @@ def build_engine(
                 comm,
                 sharded=options.shard_optimizer,
                 whole=whole,
-                offloaded=offload is not None,
-                background=comm.device.type == "cuda",
+                offloaded_step=_offloaded_step(comm) if offload is not None else None,
                 on_device=comm.device.type == "cuda",
             )
         undo.pop_all()
@@ -245,6 +246,11 @@ def _check_parameters(model: nn.Module, comm: Comm) -> None:
     for rank, problem in enumerate(comm.exchange(find_refused(model))):
         if problem is not None:
             raise ParameterError(problem if rank == comm.rank else f"on rank {rank}, {problem}")
+
+
+def _offloaded_step(comm: Comm) -> Callable[[Sequence[Unit]], BackgroundStep]:
+    """Choose how units off the device are stepped: on a GPU while it goes on."""
+    return lambda units: BackgroundStep(units, comm, comm.device.type == "cuda")
 
 
 def _plan(model: nn.Module, effective: Effective, comm: Comm) -> tuple[list[Block], ShardingOptions]:

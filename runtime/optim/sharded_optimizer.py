@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from itertools import islice
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,11 +18,29 @@ from ..precision.step_result import StepResult
 from ..zero.reduce import GradientReducer
 from ..zero.store import DeviceStore, squares_of
 from ..zero.unit import Unit
-from .background_step import BackgroundStep
 from .initial_state import give_initial_state, take_initial_state
 from .optimizer_handle import Inner, run_hooks
 from .slices import Label, ShardSlice, make_slices, separate_unused, split_slices
 from .update_rule import SliceUpdate, UpdateRule, step_once
+
+
+class OffloadedStep(Protocol):
+    """Steps the units that are not on the device, at once or while the caller goes on."""
+
+    def start(self, rule: UpdateRule, slices: Sequence[ShardSlice]) -> None:
+        """Do the step, or begin it. Raises DiskError if it was done at once."""
+
+    def brings(self, unit: Unit) -> bool:
+        """Tell whether the new values of ``unit`` come without a refresh by the caller."""
+
+    def check(self) -> None:
+        """Raise what ended a step early."""
+
+    def finish(self) -> None:
+        """Raise what ended the last step early, if nobody has been told: no other will follow."""
+
+    def wait(self) -> None:
+        """Return when the step has ended, uploads included. Raise what ended it early."""
 
 
 class ShardedOptimizer:
@@ -40,13 +59,12 @@ class ShardedOptimizer:
         *,
         sharded: bool,
         whole: bool = False,
-        offloaded: bool = False,
-        background: bool = False,
+        offloaded_step: Callable[[Sequence[Unit]], OffloadedStep] | None = None,
         on_device: bool = False,
     ) -> None:
-        """``whole``: the optimizer gets whole tensors, which this rank must have. ``offloaded``: some units
-        are not on the device; ``background``: those are updated while the caller goes on. ``on_device``:
-        decisions are made there where that is possible, so that the host never waits for it.
+        """``whole``: the optimizer gets whole tensors, which this rank must have. ``offloaded_step`` is made
+        for the units if some are not on the device; they may come to be others. ``on_device``: decisions are
+        made there where that is possible, so that the host never waits for it.
         """
         self._initial = take_initial_state(optimizer)
         self._inner = Inner(optimizer)
@@ -59,7 +77,7 @@ class ShardedOptimizer:
         self._rule = UpdateRule(self.optimizer)
         self._written: set[int] = set()
         """Units whose values beside the master the last step has written already."""
-        self._background = BackgroundStep(self.units, comm, background) if offloaded else None
+        self._background = offloaded_step(self.units) if offloaded_step is not None else None
         self._on_device = on_device
         self.decides_on_device = on_device and self._fused and self._background is None
 

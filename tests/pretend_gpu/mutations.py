@@ -91,7 +91,7 @@ def _a_gather_does_not_wait_for_the_values_home() -> list[Change]:
 
 
 def _the_next_forward_does_not_wait_for_the_step() -> list[Change]:
-    from zlaunch.runtime.optim import background_step
+    from zlaunch.runtime.offload import background_step
 
     return [(background_step._Arrival, "wait", _nothing)]
 

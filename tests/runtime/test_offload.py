@@ -199,16 +199,13 @@ def test_parameters_without_a_gradient_are_left_alone(tmp_path: Path, world: int
 def in_background(on: bool = True) -> Iterator[None]:
     """Engines made inside do offloaded steps in a thread of their own, as they do on a GPU."""
     from zlaunch.runtime import build
-    from zlaunch.runtime.optim.sharded_optimizer import ShardedOptimizer
+    from zlaunch.runtime.offload.background_step import BackgroundStep
 
-    def make(*args: Any, **kwargs: Any) -> ShardedOptimizer:
-        return ShardedOptimizer(*args, **{**kwargs, "background": on})
-
-    build.ShardedOptimizer = make  # type: ignore[assignment,misc]
+    build.BackgroundStep = lambda units, comm, _: BackgroundStep(units, comm, on)  # type: ignore[assignment,misc]
     try:
         yield
     finally:
-        build.ShardedOptimizer = ShardedOptimizer  # type: ignore[misc]
+        build.BackgroundStep = BackgroundStep  # type: ignore[misc]
 
 
 def _background(folder: str) -> list[str]:

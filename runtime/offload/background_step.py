@@ -9,11 +9,11 @@ import torch
 
 from ..comm.collectives import Comm
 from ..comm.pending import Pending
+from ..optim.slices import ShardSlice
+from ..optim.update_rule import UpdateRule
 from ..zero.store import DeviceStore
 from ..zero.unit import Unit
 from .offloaded_step import step_tiles
-from .slices import ShardSlice
-from .update_rule import UpdateRule
 
 
 class BackgroundStep:
@@ -26,7 +26,7 @@ class BackgroundStep:
     """
 
     def __init__(self, units: Sequence[Unit], comm: Comm, background: bool) -> None:
-        """``units`` may come to hold others."""
+        """``units`` may come to hold others. ``background``: return while the step is still going on."""
         self._comm, self._all_units = comm, units
         gathers = any(not unit.shard_params and unit.stop - unit.start < unit.numel for unit in self._units)
         self._background = background and not gathers

@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from ..comm.pending import Pending
+from ..optim.slices import ShardSlice
+from ..optim.update_rule import SliceUpdate, State, UpdateRule, is_elementwise
 from ..zero.layout import Range
 from ..zero.store import Access, DeviceStore, ShardStore, TileView, open_tiles
 from ..zero.unit import Unit
-from .slices import ShardSlice
-from .update_rule import SliceUpdate, State, UpdateRule, is_elementwise
 
 _Work = tuple[ShardStore, Range, tuple[Unit, list[ShardSlice], bool]]
 """A tile, its unit, its slices, and whether it is the unit's last tile."""
