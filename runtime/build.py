@@ -37,10 +37,10 @@ from .offload.transfer import HostLink
 from .optim.admission import needs_whole_tensors
 from .optim.optimizer_handle import ZeroOptimizer, guard
 from .optim.param_groups import groups_by_parameter, parameter_groups
-from .optim.registry import build_optimizer, build_scheduler
 from .optim.sharded_optimizer import ShardedOptimizer
 from .precision.loss_scaler import DeviceLossScaler, LossScaler
 from .precision.policy import Precision, choose_precision, dtype_named
+from .registry.optimizers import build_optimizer, build_scheduler
 from .shared_memory.connect import connect
 from .zero import placeholder
 from .zero.consistency import check_consistency

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from zlaunch.runtime.optim.lr_schedules import SCHEDULES
-from zlaunch.runtime.optim.registry import build_optimizer, build_scheduler
+from zlaunch.runtime.registry.lr_schedules import SCHEDULES
+from zlaunch.runtime.registry.optimizers import build_optimizer, build_scheduler
 
 
 def groups() -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ from zlaunch.runtime.config.fields import Section
 from zlaunch.runtime.config.keys import extra, section_of
 from zlaunch.runtime.config.optimizers import OPTIMIZER_PARAMS, SCHEDULER_PARAMS
 from zlaunch.runtime.config.reference import markdown
-from zlaunch.runtime.optim.registry import build_optimizer, build_scheduler
+from zlaunch.runtime.registry.optimizers import build_optimizer, build_scheduler
 
 ROOT = Path(__file__).parents[2]
 SETTLED_INSIDE = {

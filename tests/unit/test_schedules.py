@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zlaunch.runtime.optim.lr_schedules import (
+from zlaunch.runtime.registry.lr_schedules import (
     SCHEDULES,
     LRRangeTest,
     OneCycle,

@@ -12,7 +12,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("zlaunch", "runtime", "cuda_ops", "hostfiles", "slurm")
 CORE = ("zero", "optim", "comm", "precision", "engine", "loop", "api", "data", "preemption")
-OPTIONAL = ("offload", "memory", "activation", "checkpoint.convert", "checkpoint.export")
+OPTIONAL = (
+    *("offload", "memory", "activation", "checkpoint.convert", "checkpoint.export"),
+    *("construction", "registry", "shared_memory"),
+)
 ROOM_LINES = 1500
 
 

@@ -1,7 +1,7 @@
 """The schedules that configs name."""
 
 from zlaunch.compat.deepspeed.missing import absent
-from zlaunch.runtime.optim.lr_schedules import (
+from zlaunch.runtime.registry.lr_schedules import (
     SCHEDULES,
     LRRangeTest,
     OneCycle,

@@ -1,30 +1,30 @@
-"""Models that are sharded while they are built, and access to the whole values of sharded parameters."""
+"""Shards a model while it is built."""
 
 from __future__ import annotations
 
 import functools
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakSet, finalize
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..comm.collectives import Comm
 from ..comm.process_group import init_distributed
-from ..config import Config, load
+from ..config import load
 from ..log import say, set_level
+from ..offload.options import init_stores
 from ..precision.policy import choose_precision, dtype_named
-from . import placeholder
-from .eligible import is_shardable
-from .layout import make_layout
-from .ownership import Owner, UnitState
-from .store import DeviceStores, StoreFactory
-from .unit import Unit, owner_of
+from ..zero import placeholder
+from ..zero.eligible import is_shardable
+from ..zero.layout import make_layout
+from ..zero.ownership import Owner, UnitState
+from ..zero.store import StoreFactory
+from ..zero.unit import Unit
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -33,7 +33,7 @@ M = TypeVar("M", bound=nn.Module)
 _LOOKS, _LOOK_S = 20, 0.001
 
 
-class ShardedInit:
+class Init:
     """``with zlaunch.zero.Init():`` builds each module whole, one at a time, and keeps this rank's slice.
 
     A model larger than the GPU's memory, or with ``remote_device="nvme"`` than the host's, can be constructed
@@ -72,7 +72,7 @@ class ShardedInit:
         self._dtype = dtype_named(dtype) if isinstance(dtype, str) else dtype
         if dtype is None and settings is not None:
             self._dtype = choose_precision(settings).dtype
-        self._stores = self.make_stores(settings, remote_device, pin_memory)
+        self._stores = init_stores(settings, remote_device, pin_memory)
         self._builder: _Builder | None = None
         if module is not None and self.enabled:
             builder = self._make_builder()
@@ -82,15 +82,6 @@ class ShardedInit:
     def _make_builder(self) -> _Builder:
         comm = Comm(init_distributed())
         return _Builder(comm, self._stores(comm), self._dtype)
-
-    @staticmethod
-    def make_stores(
-        settings: Config | None, remote_device: str | None, pin: bool
-    ) -> Callable[[Comm], StoreFactory]:
-        """Choose where the shards are kept. Raises ValueError for a place that is not there."""
-        if remote_device not in (None, "none"):
-            raise ValueError(f"remote_device {remote_device!r} needs zlaunch.zero.Init")
-        return lambda comm: DeviceStores()
 
     def __enter__(self) -> Self:
         if self.enabled:
@@ -296,31 +287,3 @@ def _subclasses(kind: type[Any]) -> Iterator[type[Any]]:
                 seen.add(child)
                 todo.append(child)
                 yield child
-
-
-@contextmanager
-def GatheredParameters(
-    params: Tensor | nn.Module | Iterable[Tensor],
-    modifier_rank: int | None = None,
-    fwd_module: nn.Module | None = None,
-    enabled: bool = True,
-) -> Iterator[None]:
-    """The whole values of sharded parameters inside the context. Collective: all ranks enter with the same.
-
-    With ``modifier_rank`` that rank's changes are taken over by all ranks and reach the master values;
-    without, changes of sharded parameters are lost. Parameters that no engine manages are left alone.
-    """
-    if isinstance(params, nn.Module):
-        params = list(params.parameters())
-    elif isinstance(params, Tensor):
-        params = [params]
-    owners = [owner_of(parameter) for parameter in params] if enabled else []
-    units = list({id(unit): unit for unit in owners if unit is not None}.values())
-    with ExitStack() as stack:
-        for unit in units:
-            stack.enter_context(unit.hold())
-        yield
-        if modifier_rank is not None:
-            for unit in units:
-                unit.comm.broadcast(unit.full, modifier_rank)
-                unit.write_back()

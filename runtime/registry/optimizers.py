@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .lion import Lion
+from ..optim.lion import Lion
 from .lr_schedules import SCHEDULES
 
 _IGNORED = {

@@ -1,0 +1,1 @@
+"""Shards models while they are built, as ``zlaunch.zero.Init``."""

@@ -1,0 +1,1 @@
+"""Makes the optimizers and learning-rate schedules that a config names."""

@@ -1,0 +1,38 @@
+"""Gives access to the whole values of sharded parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+
+from torch import Tensor, nn
+
+from .unit import owner_of
+
+
+@contextmanager
+def GatheredParameters(
+    params: Tensor | nn.Module | Iterable[Tensor],
+    modifier_rank: int | None = None,
+    fwd_module: nn.Module | None = None,
+    enabled: bool = True,
+) -> Iterator[None]:
+    """Hold the whole values of sharded parameters inside the context. Collective: all ranks enter with the same.
+
+    With ``modifier_rank`` that rank's changes are taken over by all ranks and reach the master values;
+    without, changes of sharded parameters are lost. Parameters that no engine manages are left alone.
+    """
+    if isinstance(params, nn.Module):
+        params = list(params.parameters())
+    elif isinstance(params, Tensor):
+        params = [params]
+    owners = [owner_of(parameter) for parameter in params] if enabled else []
+    units = list({id(unit): unit for unit in owners if unit is not None}.values())
+    with ExitStack() as stack:
+        for unit in units:
+            stack.enter_context(unit.hold())
+        yield
+        if modifier_rank is not None:
+            for unit in units:
+                unit.comm.broadcast(unit.full, modifier_rank)
+                unit.write_back()
