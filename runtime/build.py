@@ -32,8 +32,8 @@ from .memory.resources import PINNED_SHARE
 from .offload.background_step import BackgroundStep
 from .offload.manager import Offload
 from .offload.options import choose_offload
-from .offload.state_mover import StateMover
 from .offload.transfer import HostLink
+from .offload_states.state_mover import StateMover
 from .optim.admission import needs_whole_tensors
 from .optim.optimizer_handle import ZeroOptimizer, guard
 from .optim.param_groups import groups_by_parameter, parameter_groups

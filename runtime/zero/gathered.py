@@ -17,7 +17,7 @@ def GatheredParameters(
     fwd_module: nn.Module | None = None,
     enabled: bool = True,
 ) -> Iterator[None]:
-    """Hold the whole values of sharded parameters inside the context. Collective: all ranks enter with the same.
+    """Hold the whole values of sharded parameters inside the context. Collective: all ranks enter alike.
 
     With ``modifier_rank`` that rank's changes are taken over by all ranks and reach the master values;
     without, changes of sharded parameters are lost. Parameters that no engine manages are left alone.

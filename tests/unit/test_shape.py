@@ -14,9 +14,9 @@ FOLDERS = ("zlaunch", "runtime", "cuda_ops", "hostfiles", "slurm")
 CORE = ("zero", "optim", "comm", "precision", "engine", "loop", "api", "data", "preemption")
 OPTIONAL = (
     *("offload", "memory", "activation", "checkpoint.convert", "checkpoint.export"),
-    *("construction", "registry", "shared_memory"),
+    *("construction", "offload_states", "registry", "shared_memory"),
 )
-ROOM_LINES = 1500
+ROOM_LINES, FILE_LINES = 1500, 400
 
 
 @cache
@@ -118,6 +118,11 @@ def test_the_core_knows_nothing_of_the_optional_rooms() -> None:
 def test_every_optional_room_is_small() -> None:
     for name in OPTIONAL:
         assert sum(code_lines(modules()[each]) for each in room(name)) <= ROOM_LINES, name
+
+
+def test_no_file_is_long() -> None:
+    lengths = {name: len(path.read_text().splitlines()) for name, path in modules().items()}
+    assert not {name: length for name, length in lengths.items() if length > FILE_LINES}
 
 
 def test_no_two_classes_have_one_name() -> None:

@@ -15,6 +15,7 @@ from ..comm.pending import Pending
 from ..environment import read_environment
 from ..errors import OffloadedError
 from ..memory.resources import PINNED_SHARE, host_bytes
+from ..offload.transfer import HostLink
 from ..optim.sharded_optimizer import ShardedOptimizer
 from ..zero.hooks import ShardedModel
 from ..zero.ownership import (
@@ -28,7 +29,6 @@ from ..zero.ownership import (
     check_here,
 )
 from ..zero.reduce import GradientReducer
-from .transfer import HostLink
 
 _LET_GO_S = 0.2
 
