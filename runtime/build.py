@@ -24,7 +24,9 @@ from .data import EngineLoader
 from .engine import Engine
 from .environment import read_environment
 from .errors import OptimizerError, ParameterError
-from .handles import Handles
+from .handles.eligible import find_refused
+from .handles.handles import Handles
+from .handles.optimizer import ZeroOptimizer, guard
 from .log import say, set_level, warn
 from .memory.estimate import relief
 from .memory.preflight import preflight
@@ -35,7 +37,6 @@ from .offload.options import choose_offload
 from .offload.transfer import HostLink
 from .offload_states.state_mover import StateMover
 from .optim.admission import needs_whole_tensors
-from .optim.optimizer_handle import ZeroOptimizer, guard
 from .optim.param_groups import groups_by_parameter, parameter_groups
 from .optim.sharded_optimizer import ShardedOptimizer
 from .precision.loss_scaler import DeviceLossScaler, LossScaler
@@ -44,7 +45,6 @@ from .registry.optimizers import build_optimizer, build_scheduler
 from .shared_memory.connect import connect
 from .zero import placeholder
 from .zero.consistency import check_consistency
-from .zero.eligible import find_refused
 from .zero.hooks import ShardedModel
 from .zero.layout import TILE_NUMEL
 from .zero.leaf_modules import mark_leaves
@@ -150,7 +150,7 @@ def build_engine(
         ),
     )
     if client is not None:
-        guard(client, engine, kind.optimizer_class)
+        guard(client, engine, kind.optimizer_class or ZeroOptimizer)
     if training_data is not None:
         engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=collate_fn)
     _record(effective, comm)

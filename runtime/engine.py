@@ -13,7 +13,6 @@ from torch import Tensor
 
 from .config import Config
 from .loop import TrainingLoop
-from .optim.optimizer_handle import ZeroOptimizer, unguard
 from .precision.step_result import StepResult
 from .zero import placeholder
 from .zero.ownership import GRADIENTS, VALUES
@@ -64,8 +63,8 @@ class Engine(TrainingLoop):
     With fp16 the scheduler's step follows at the next of these, or with the next optimizer step.
     """
 
-    optimizer_class: type[ZeroOptimizer] = ZeroOptimizer
-    """The base of the class that the optimizer takes on."""
+    optimizer_class: type[Any] | None = None
+    """The base of the class that the optimizer takes on, a ZeroOptimizer; None for that itself."""
     client_state: Callable[[], Mapping[str, Any]] | None = None
     checkpoints: Checkpointer
     _destroyed = False
@@ -317,8 +316,7 @@ class Engine(TrainingLoop):
             return
         self._destroyed = True
         self._sharded.engine = None
-        if self._shard_step is not None:
-            unguard(self._shard_step.outer)
+        self.handles.release()
         with ExitStack() as stack:  # all of it, whatever fails
             stack.callback(self._sharded.comm.close)
             if self._offload is not None:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from .config import Effective
 from .data import EngineLoader
 from .errors import LossScaleFloorError
-from .handles import Handles
 from .optim.sharded_optimizer import ShardedOptimizer
 from .precision.loss_scaler import DeviceLossScaler, LossScaler, floor_error
 from .precision.policy import Precision, cast_floats
@@ -24,6 +23,31 @@ from .report import report
 from .zero.hooks import ShardedModel
 from .zero.saved_tensors import explained
 from .zero.unused_parameters import refuse_unused
+
+
+class EngineHandles(Protocol):
+    """Keeps what the script holds of one engine in step with it."""
+
+    def take_unfrozen(self) -> None:
+        """Give parameters that have been unfrozen what training needs. Collective, where there are any."""
+
+    def check(self) -> None:
+        """Raise ParameterError if the model or the optimizer's groups are not what the engine trains."""
+
+    def bring_writes(self) -> None:
+        """Let the masters have what the script has written into parameters. Raises DiskError."""
+
+    def release(self) -> None:
+        """Make the script's optimizer a plain one again."""
+
+    def add_param_group(self, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
+        """Train further parameters of the model. Collective."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's part of the optimizer's state."""
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over what :meth:`state_dict` gave on this rank."""
 
 
 class TrainingLoop(nn.Module):
@@ -38,7 +62,7 @@ class TrainingLoop(nn.Module):
         precision: Precision,
         scaler: LossScaler | DeviceLossScaler,
         effective: Effective,
-        handles: Handles,
+        handles: EngineHandles,
     ) -> None:
         super().__init__()
         self.module = sharded.module

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from ..optim.slices import ShardSlice
 from ..optim.update_rule import State, is_elementwise
-from ..zero.eligible import is_shardable
 from ..zero.hooks import ShardedModel
 from ..zero.layout import Range
 from ..zero.store import Access, open_all, open_tiles
 from ..zero.unit import Unit
+from ..zero.unit_policy import is_shardable
 from .format.manifest import VALUE
 from .format.tensor_file import DTYPES, NAMES, CheckpointError
 

@@ -20,11 +20,11 @@ from ..log import say, set_level
 from ..offload.options import init_stores
 from ..precision.policy import choose_precision, dtype_named
 from ..zero import placeholder
-from ..zero.eligible import is_shardable
 from ..zero.layout import make_layout
 from ..zero.ownership import Owner, UnitState
 from ..zero.store import StoreFactory
 from ..zero.unit import Unit
+from ..zero.unit_policy import is_shardable
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..zero.eligible import is_shardable
+from ..zero.unit_policy import is_shardable
 
 
 def groups_by_parameter(groups: Sequence[Mapping[str, Any]]) -> dict[int, int]:

@@ -19,7 +19,7 @@ from ..zero.reduce import GradientReducer
 from ..zero.store import DeviceStore, squares_of
 from ..zero.unit import Unit
 from .initial_state import give_initial_state, take_initial_state
-from .optimizer_handle import Inner, run_hooks
+from .inner_optimizer import InnerOptimizer, run_hooks
 from .slices import Label, ShardSlice, make_slices, separate_unused, split_slices
 from .update_rule import SliceUpdate, UpdateRule, step_once
 
@@ -67,7 +67,7 @@ class ShardedOptimizer:
         made there where that is possible, so that the host never waits for it.
         """
         self._initial = take_initial_state(optimizer)
-        self._inner = Inner(optimizer)
+        self._inner = InnerOptimizer(optimizer)
         self.optimizer = self._inner.optimizer
         self.units = list(units)
         self._reducer, self._comm, self._sharded, self._whole = reducer, comm, sharded, whole

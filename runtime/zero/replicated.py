@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from ..comm.collectives import Comm
 from ..errors import ParameterError
-from .eligible import is_shardable
+from .unit_policy import is_shardable
 
 
 def place_rest(model: nn.Module, comm: Comm, dtype: torch.dtype | None) -> None:

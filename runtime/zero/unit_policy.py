@@ -7,15 +7,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..comm.collectives import Comm
 from . import placeholder
-from .eligible import is_shardable
 from .layout import TILE_NUMEL, make_layout
 from .leaf_modules import is_leaf
 from .store import StoreFactory
 from .unit import Unit
+
+SHARDED_DTYPES = frozenset([torch.float64, torch.float32, torch.bfloat16, torch.float16])
+"""What lies in units and is trained. Frozen parameters of other dtypes stay whole on every rank."""
+
+
+def is_shardable(parameter: Tensor) -> bool:
+    """Whether a parameter belongs in a unit."""
+    return parameter.dtype in SHARDED_DTYPES
+
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 

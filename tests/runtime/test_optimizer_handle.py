@@ -14,7 +14,7 @@ from torch import nn
 import zlaunch
 from tests.runtime.models import batches, config, loss_of, net, relative_error
 from tests.runtime.workers import run_workers
-from zlaunch.runtime.optim.optimizer_handle import ZeroOptimizer
+from zlaunch.runtime.handles.optimizer import ZeroOptimizer
 
 TOLERANCE = 1e-9
 STAGES = (0, 1, 2, 3)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from zlaunch.compat.deepspeed.missing import absent
-from zlaunch.runtime.optim.optimizer_handle import ZeroOptimizer
+from zlaunch.runtime.handles.optimizer import ZeroOptimizer
 from zlaunch.runtime.zero.ownership import MASTERS
 
 _unknown = absent("engine.optimizer")

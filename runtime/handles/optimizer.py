@@ -9,15 +9,10 @@ work on are elsewhere: an inner optimizer of the original class steps this rank'
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import chain
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
-from torch.optim.optimizer import (
-    _global_optimizer_post_hooks,
-    _global_optimizer_pre_hooks,
-)
 
 from ..errors import OptimizerError
 
@@ -182,67 +177,6 @@ def unguard(optimizer: torch.optim.Optimizer) -> None:
         optimizer.__class__ = kind
         optimizer.state = defaultdict(dict)
         del optimizer._engine, optimizer._kind
-
-
-def run_hooks(optimizer: torch.optim.Optimizer, *, before: bool) -> None:
-    """Call the step hooks that were registered on the optimizer, and those for all optimizers."""
-    if before:
-        for hook in chain(_global_optimizer_pre_hooks.values(), optimizer._optimizer_step_pre_hooks.values()):
-            if hook(optimizer, (optimizer,), {}) is not None:
-                raise OptimizerError("a hook before the step cannot change the arguments of engine.step()")
-    else:
-        for after in chain(
-            optimizer._optimizer_step_post_hooks.values(), _global_optimizer_post_hooks.values()
-        ):
-            after(optimizer, (optimizer,), {})
-
-
-class Inner:
-    """The optimizer of the original class that steps this rank's shards, and its groups' way out and in."""
-
-    def __init__(self, outer: torch.optim.Optimizer) -> None:
-        self.outer = outer
-        optimizer: Any = object.__new__(type(outer))
-        optimizer.__dict__.update(outer.__dict__)
-        for name in ("step", "zero_grad"):
-            optimizer.__dict__.pop(name, None)
-        for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-            optimizer.__dict__[name] = {}  # the engine calls them once a step
-        optimizer.state = defaultdict(dict)
-        optimizer.param_groups = []
-        self.optimizer: torch.optim.Optimizer = optimizer
-        self.add_groups(outer.param_groups)
-        self._taken: list[dict[str, Any]] = []
-
-    def add_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Have groups like these, as yet without a shard."""
-        for group in groups:
-            own = {key: value for key, value in group.items() if key != "param_names"}
-            self.optimizer.param_groups.append({**own, "params": []})
-
-    def take(self) -> None:
-        """Take over the hyper-parameters that the script sees."""
-        groups = self.optimizer.param_groups
-        for group, own in zip(self.outer.param_groups, groups, strict=True):
-            own.update(_entries(group))
-        self._taken = [_entries(group) for group in groups]
-
-    def give(self) -> None:
-        """Show the script what a step has changed in the groups (counters, an estimated rate)."""
-        for group, own, before in zip(
-            self.outer.param_groups, self.optimizer.param_groups, self._taken, strict=False
-        ):
-            for key, value in _entries(own).items():
-                if key in group and value is not before.get(key):
-                    group[key] = value
-
-
-_OWN_CHOICE = ("params", "param_names", "fused", "foreach")
-"""Entries that the inner optimizer has for itself."""
-
-
-def _entries(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in _OWN_CHOICE}
 
 
 def check_mark(state_dict: Mapping[str, Any], own: Mapping[str, Any]) -> None:

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from ..errors import ParameterError
-from . import placeholder
-from .eligible import is_shardable
-from .unit import Unit
+from ..zero import placeholder
+from ..zero.unit import Unit
+from ..zero.unit_policy import is_shardable
 
 Table = dict[str, Any]
 

@@ -8,17 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .errors import OptimizerError, ParameterError
-from .optim.optimizer_handle import MARK, check_mark
-from .optim.param_groups import groups_by_parameter
-from .optim.sharded_optimizer import ShardedOptimizer
-from .zero import placeholder
-from .zero.hooks import ShardedModel
-from .zero.integrity import GroupIntegrity, Integrity, check_unfrozen
-from .zero.ownership import STATES
-from .zero.reduce import GradientReducer
-from .zero.store import StoreFactory
-from .zero.unit_policy import rebuild_units
+from ..errors import OptimizerError, ParameterError
+from ..optim.param_groups import groups_by_parameter
+from ..optim.sharded_optimizer import ShardedOptimizer
+from ..zero import placeholder
+from ..zero.hooks import ShardedModel
+from ..zero.ownership import STATES
+from ..zero.reduce import GradientReducer
+from ..zero.store import StoreFactory
+from ..zero.unit_policy import rebuild_units
+from .integrity import GroupIntegrity, Integrity, check_unfrozen
+from .optimizer import MARK, check_mark, unguard
 
 
 class Handles:
@@ -135,6 +135,11 @@ class Handles:
             step.optimizer, {key: value for key, value in state_dict.items() if key != MARK}
         )
         step.show_hyperparameters()
+
+    def release(self) -> None:
+        """Make the script's optimizer a plain one again."""
+        if self._step is not None:
+            unguard(self._step.outer)
 
     def _needed_step(self) -> ShardedOptimizer:
         assert self._step is not None

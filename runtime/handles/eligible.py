@@ -6,19 +6,12 @@ import itertools
 from collections.abc import Iterable
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..errors import ParameterError
-from . import placeholder
-
-SHARDED_DTYPES = frozenset([torch.float64, torch.float32, torch.bfloat16, torch.float16])
-"""What lies in units and is trained. Frozen parameters of other dtypes stay whole on every rank."""
-
-
-def is_shardable(parameter: Tensor) -> bool:
-    """Whether a parameter belongs in a unit."""
-    return parameter.dtype in SHARDED_DTYPES
+from ..zero import placeholder
+from ..zero.unit_policy import is_shardable
 
 
 def find_refused(model: nn.Module) -> str | None:
