@@ -21,6 +21,7 @@ from .comm.collectives import Comm
 from .comm.process_group import init_distributed
 from .config import Config, ConfigError, Effective, load, refuse_open, resolve
 from .data import EngineLoader
+from .deadlock import watch as deadlock
 from .engine import Engine
 from .environment import read_environment
 from .errors import OptimizerError, ParameterError
@@ -78,6 +79,7 @@ def build_engine(
     refuse_open(loaded)
     set_level(loaded.config.log_level)
     _choose_kernels()
+    deadlock.install()
     comm = Comm(init_distributed(), connect=connect, share=not _on_disk(loaded.config))
     preemption.install()
     hidden, hidden_from = _find_hidden_size(model)

@@ -1,1 +1,1 @@
-"""Communicate between ranks: collectives, process groups, shared memory, and the watch for deadlocks."""
+"""Communicate between ranks: collectives and process groups."""

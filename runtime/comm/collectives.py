@@ -21,7 +21,6 @@ from torch import Tensor
 
 from ..environment import read_environment
 from ..errors import RankMismatchError
-from .deadlock import Key, watch
 from .order import Order
 from .peer_memory import Connect, Identity, PeerMemory
 from .pending import (
@@ -36,6 +35,7 @@ from .pending import (
     sum_pieces,
 )
 from .process_group import new_group, open_comms
+from .waits import Key, waits
 
 # torch 2.13 renamed these two; the old names warn there, the new ones do not exist before.
 _all_gather_flat: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -107,7 +107,7 @@ class Comm:
         self._native_reduce_scatter = device.type != "cpu"
         self._channels: list[Any] = []
         if self.world_size > 1:
-            watch.start(self.rank, self.world_size)
+            waits.start_watch(self.rank, self.world_size)
             _close_dropped(self.exchange)
         self._shared: PeerMemory | None = None
         if self.world_size > 1 and device.type == "cpu" and connect is not None:
@@ -119,7 +119,7 @@ class Comm:
                 _TIMEOUT_S,
                 allowed,
                 describe=partial(_say, self._labels),
-                check=watch.check,
+                check=waits.check,
             )
         open_comms.add(self)
         held = [self._reduce_group] if self.world_size > 1 else []
@@ -135,12 +135,12 @@ class Comm:
         """Note the start of a collective about a labelled tensor."""
         self.order.add(channel, label)
         return (
-            watch.next_key(self.number, _CHANNELS[channel]),
+            waits.next_key(self.number, _CHANNELS[channel]),
             f"{_VERBS[channel]} {self._labels[label]}",
         )
 
     def _control(self, what: str) -> tuple[Key, str]:
-        return watch.next_key(self.number, "control"), what
+        return waits.next_key(self.number, "control"), what
 
     def raise_order(self) -> None:
         """Raises RankMismatchError that names where the ranks' orders part. Collective."""
@@ -205,7 +205,7 @@ class Comm:
         To be called by all ranks. Over gloo and NCCL, collectives proceed by themselves.
         """
         if self._shared is not None:
-            with watch.waiting(*self._control("finishes what it has sent")):
+            with waits.waiting(*self._control("finishes what it has sent")):
                 self._shared.drain()
         return self.world_size == 1 or self._shared is not None
 

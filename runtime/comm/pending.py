@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .deadlock import Key, watch
+from .waits import Key, waits
 
 _LOOK = timedelta(seconds=1)
 
@@ -73,7 +73,7 @@ def await_work(work: Any, key: Key, what: str) -> None:
         if work is not None:
             work.wait()
         return
-    with watch.waiting(key, what):
+    with waits.waiting(key, what):
         while True:
             try:
                 work.wait(_LOOK)
@@ -81,7 +81,7 @@ def await_work(work: Any, key: Key, what: str) -> None:
             except RuntimeError as error:
                 if "imed out" not in str(error):
                     raise
-                watch.check()
+                waits.check()
                 if work.is_completed():  # since then, or because the group's own limit is over
                     work.wait()
                     return
@@ -114,7 +114,7 @@ class Noted(Pending):
         self._transfer, self._key, self._what = transfer, key, what
 
     def wait(self) -> None:
-        with watch.waiting(self._key, self._what):
+        with waits.waiting(self._key, self._what):
             self._transfer.wait()
 
 
@@ -142,7 +142,7 @@ def exchange_objects(
         return [value]
     if not over_gloo:
         values: list[Any] = [None] * world_size
-        with watch.waiting(key, what):
+        with waits.waiting(key, what):
             dist.all_gather_object(values, value, group=group)
         return values
     own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
@@ -167,7 +167,7 @@ class HostChannel:
 
     def exchange(self, value: object) -> list[Any]:
         """Every rank's picklable ``value``, in rank order."""
-        key = watch.next_key(self._number, "host")
+        key = waits.next_key(self._number, "host")
         return exchange_objects(
             value, self._world_size, self._group, key, "agrees in the background", over_gloo=True
         )

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ..environment import read_environment
-from .deadlock import watch
+from .waits import waits
 
 _CPU = torch.device("cpu")
 _backends: WeakKeyDictionary[dist.ProcessGroup, Any] = WeakKeyDictionary()
@@ -106,7 +106,7 @@ def end_process() -> None:
     if getattr(sys, "last_value", None) is None:
         close_all()
     else:
-        watch.stop()
+        waits.stop_watch()
         _abort()
 
 
@@ -115,7 +115,7 @@ def close_all() -> None:
 
     Threads of a process group that is still alive while the interpreter is torn down can abort the process.
     """
-    watch.stop()
+    waits.stop_watch()
     for comm in list(open_comms):
         comm.close()
     if dist.is_initialized():

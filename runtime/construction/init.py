@@ -16,6 +16,7 @@ from torch import nn
 from ..comm.collectives import Comm
 from ..comm.process_group import init_distributed
 from ..config import load
+from ..deadlock import watch as deadlock
 from ..log import say, set_level
 from ..offload.options import init_stores
 from ..precision.policy import choose_precision, dtype_named
@@ -80,6 +81,7 @@ class Init:
                 builder.shard(member)
 
     def _make_builder(self) -> _Builder:
+        deadlock.install()
         comm = Comm(init_distributed())
         return _Builder(comm, self._stores(comm), self._dtype)
 

@@ -14,7 +14,7 @@ FOLDERS = ("zlaunch", "runtime", "cuda_ops", "hostfiles", "slurm")
 CORE = ("zero", "optim", "comm", "precision", "engine", "loop", "api", "data", "preemption")
 OPTIONAL = (
     *("offload", "memory", "activation", "checkpoint.convert", "checkpoint.export"),
-    *("construction", "handles", "offload_states", "registry", "shared_memory"),
+    *("construction", "deadlock", "handles", "offload_states", "registry", "shared_memory"),
 )
 ROOM_LINES, FILE_LINES = 1500, 400
 

@@ -1,4 +1,4 @@
-"""Finding out that ranks wait for each other for ever, and saying who waits for what.
+"""Watches for ranks that wait for each other for ever.
 
 A rank that calls something collective which another rank does not call (``state_dict`` on rank 0 alone, a
 forward pass that was given up on one rank) would wait until a timeout of half an hour. A thread of each
@@ -15,23 +15,19 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
-from ..errors import RankMismatchError
+from ..comm.waits import Key, Waits, waits
 
 PERIOD_S = 2.0
 """Sets how often the thread looks; a wait shorter than that is never seen."""
 _GRACE_S = 10.0
 """A main thread that cannot raise the verdict itself (it is inside a library) is ended after this time."""
-
-Key = tuple[int, str, int]
-"""A collective: number of the communicator, channel, and its number there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,64 +58,24 @@ def in_vain(mine: Blocked, other: Blocked) -> bool:
     return needs_me and needs_other
 
 
-class Watch:
-    """The watch of this process. Without :meth:`start` it only takes notes."""
+class DeadlockWatch:
+    """Looks at the waits of this process and, through the store that the ranks have met in, at those of the
+    others.
+    """
 
-    def __init__(self) -> None:
-        self.started: dict[str, int] = {}
-        self._now: tuple[int, Key, str] | None = None
-        self._count = 0
-        self._verdict: str | None = None
-        self._store: Any = None
+    def __init__(self, waits: Waits, rank: int, world_size: int) -> None:
+        self._waits, self._rank, self._world_size = waits, rank, world_size
+        self._store: Any = PrefixStore("zlaunch-watch", dist.distributed_c10d._get_default_store())
         self._ended = threading.Event()
-        self._thread: threading.Thread | None = None
-        self._rank, self._world_size = 0, 1
-        self._main: int | None = None
-
-    def next_key(self, comm: int, channel: str) -> Key:
-        """Number the next collective of a channel, which is started now."""
-        name = f"{comm}/{channel}"
-        number = self.started.get(name, 0)
-        self.started[name] = number + 1
-        return comm, channel, number
-
-    @contextmanager
-    def waiting(self, key: Key, what: str) -> Iterator[None]:
-        """The main thread waits for a collective inside this context."""
-        if threading.get_ident() != self._main:
-            yield
-            return
-        outer = self._now
-        self._count += 1
-        self._now = (self._count, key, what)
-        try:
-            yield
-        finally:
-            self._now = outer
-
-    def check(self) -> None:
-        """Raises RankMismatchError once it is known that this rank waits in vain."""
-        if self._verdict is not None:
-            raise RankMismatchError(self._verdict)
-
-    # -- the thread
-
-    def start(self, rank: int, world_size: int) -> None:
-        """Begin to look, once in a process. The store is the one that the ranks have met in."""
-        if self._thread is not None or world_size == 1:
-            return
-        self._rank, self._world_size, self._main = rank, world_size, threading.get_ident()
-        self._store = PrefixStore("zlaunch-watch", dist.distributed_c10d._get_default_store())
-        self._ended.clear()
         self._thread = threading.Thread(target=self._look, name="zlaunch-watch", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
         """End the thread."""
         self._ended.set()
-        if self._thread is not None and self._thread is not threading.current_thread():
+        if self._thread is not threading.current_thread():
             self._thread.join(5 * PERIOD_S)
-        self._thread, self._store, self._verdict = None, None, None
+        self._store = None
 
     def _look(self) -> None:
         before: Blocked | None = None
@@ -148,16 +104,16 @@ class Watch:
     def _blocked(self, before: Blocked | None) -> Blocked | None:
         """Where the main thread is, if that is a collective."""
         beat = 0 if before is None else before.beat + 1
-        frame = sys._current_frames().get(self._main or 0)
-        note = self._now
+        frame = sys._current_frames().get(self._waits.main or 0)
+        note = self._waits.now
         if note is not None:
             number, key, what = note
-            return Blocked(number, key, what, _place(frame), dict(self.started), beat)
+            return Blocked(number, key, what, _place(frame), dict(self._waits.started), beat)
         name = _collective_of(frame)
         if name is None or frame is None:
             return None
         wait = -(hash((id(frame), frame.f_lasti)) & 0x7FFFFFFF) - 1
-        return Blocked(wait, None, name, _place(frame), dict(self.started), beat)
+        return Blocked(wait, None, name, _place(frame), dict(self._waits.started), beat)
 
     def _publish(self, value: Blocked | None) -> None:
         text = "" if value is None else json.dumps([getattr(value, n) for n in Blocked.__slots__])
@@ -199,7 +155,7 @@ class Watch:
 
     def _end(self, mine: Blocked, verdict: str) -> None:
         """Let the main thread raise the verdict, or end the process where it cannot."""
-        self._verdict = verdict
+        self._waits.verdict = verdict
         deadline = time.monotonic() + _GRACE_S
         while time.monotonic() < deadline:
             if self._ended.wait(0.2):
@@ -207,7 +163,7 @@ class Watch:
             present = self._blocked(None)
             if present is None or present.wait != mine.wait:
                 return
-        print(f"zlaunch: error: {self._verdict}", file=sys.stderr, flush=True)
+        print(f"zlaunch: error: {self._waits.verdict}", file=sys.stderr, flush=True)
         os._exit(1)
 
 
@@ -241,4 +197,6 @@ def _place(frame: Any) -> str:
     return ""
 
 
-watch = Watch()
+def install() -> None:
+    """Let a watch begin with the first communicator of several ranks."""
+    waits.make_watch = DeadlockWatch

@@ -1,0 +1,80 @@
+"""Notes what the main thread waits for, so that somebody can find out that the wait is in vain."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+from ..errors import RankMismatchError
+
+Key = tuple[int, str, int]
+"""A collective: number of the communicator, channel, and its number there."""
+
+
+class Watch(Protocol):
+    """Looks at the notes of this process now and then, in a thread."""
+
+    def stop(self) -> None:
+        """End the thread."""
+
+
+class Waits:
+    """The notes of this process."""
+
+    def __init__(self) -> None:
+        self.started: dict[str, int] = {}
+        """Counts the collectives of a channel ("communicator/channel") that this rank has started."""
+        self.now: tuple[int, Key, str] | None = None
+        """The wait that is going on: its number, the collective, and what it does in words."""
+        self.verdict: str | None = None
+        """Why this rank waits in vain, once somebody has found that out."""
+        self.main: int | None = None
+        """The thread whose waits are noted, once there is a watch."""
+        self.make_watch: Callable[[Waits, int, int], Watch] | None = None
+        """Makes and starts a watch for a rank and a world size. Without it notes are only taken."""
+        self._watch: Watch | None = None
+        self._count = 0
+
+    def next_key(self, comm: int, channel: str) -> Key:
+        """Number the next collective of a channel, which is started now."""
+        name = f"{comm}/{channel}"
+        number = self.started.get(name, 0)
+        self.started[name] = number + 1
+        return comm, channel, number
+
+    @contextmanager
+    def waiting(self, key: Key, what: str) -> Iterator[None]:
+        """Note that the main thread waits for a collective inside the context."""
+        if threading.get_ident() != self.main:
+            yield
+            return
+        outer = self.now
+        self._count += 1
+        self.now = (self._count, key, what)
+        try:
+            yield
+        finally:
+            self.now = outer
+
+    def check(self) -> None:
+        """Raise RankMismatchError once it is known that this rank waits in vain."""
+        if self.verdict is not None:
+            raise RankMismatchError(self.verdict)
+
+    def start_watch(self, rank: int, world_size: int) -> None:
+        """Let a watch look from now on, once in a process."""
+        if self._watch is None and world_size > 1 and self.make_watch is not None:
+            self.main = threading.get_ident()
+            self._watch = self.make_watch(self, rank, world_size)
+
+    def stop_watch(self) -> None:
+        """End the watch."""
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.stop()
+        self.verdict = None
+
+
+waits = Waits()
