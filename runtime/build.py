@@ -25,8 +25,11 @@ from .deadlock import watch as deadlock
 from .engine import Engine
 from .environment import read_environment
 from .errors import OptimizerError, ParameterError
+from .handles.admission import needs_whole_tensors
+from .handles.consistency import check_consistency
 from .handles.eligible import find_refused
 from .handles.handles import Handles
+from .handles.module_methods import intercept_module
 from .handles.optimizer import ZeroOptimizer, guard
 from .log import say, set_level, warn
 from .memory.estimate import relief
@@ -37,7 +40,6 @@ from .offload.manager import Offload
 from .offload.options import choose_offload
 from .offload.transfer import HostLink
 from .offload_states.state_mover import StateMover
-from .optim.admission import needs_whole_tensors
 from .optim.param_groups import groups_by_parameter, parameter_groups
 from .optim.sharded_optimizer import ShardedOptimizer
 from .precision.loss_scaler import DeviceLossScaler, LossScaler
@@ -45,7 +47,6 @@ from .precision.policy import Precision, choose_precision, dtype_named
 from .registry.optimizers import build_optimizer, build_scheduler
 from .shared_memory.connect import connect
 from .zero import placeholder
-from .zero.consistency import check_consistency
 from .zero.hooks import ShardedModel
 from .zero.layout import TILE_NUMEL
 from .zero.leaf_modules import mark_leaves
@@ -317,6 +318,7 @@ def _shard(
         reducer,
         comm,
         options,
+        intercept=intercept_module,
         prefetch_numel=int(zero.stage3_prefetch_bucket_size),
         max_live_numel=int(zero.stage3_max_live_parameters),
     )

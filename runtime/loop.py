@@ -22,7 +22,6 @@ from .precision.step_result import StepResult
 from .report import report
 from .zero.hooks import ShardedModel
 from .zero.saved_tensors import explained
-from .zero.unused_parameters import refuse_unused
 
 
 class EngineHandles(Protocol):
@@ -33,6 +32,9 @@ class EngineHandles(Protocol):
 
     def check(self) -> None:
         """Raise ParameterError if the model or the optimizer's groups are not what the engine trains."""
+
+    def refuse_unused(self) -> None:
+        """Raise ParameterError if a parameter has no gradient of this step on some rank. Collective."""
 
     def bring_writes(self) -> None:
         """Let the masters have what the script has written into parameters. Raises DiskError."""
@@ -304,7 +306,7 @@ class TrainingLoop(nn.Module):
             )
         self.handles.check()
         if not self._effective.config.zero_optimization.ignore_unused_parameters:
-            refuse_unused(self._shard_step.units, self._reducer, self._sharded.comm)
+            self.handles.refuse_unused()
         self._resolve_last_step()
         scaler, divisor = self._scaler, self.gradient_divisor()
         self._sharded.reshard_all()

@@ -19,6 +19,7 @@ from ..zero.store import StoreFactory
 from ..zero.unit_policy import rebuild_units
 from .integrity import GroupIntegrity, Integrity, check_unfrozen
 from .optimizer import MARK, check_mark, unguard
+from .unused_parameters import refuse_unused
 
 
 class Handles:
@@ -64,6 +65,11 @@ class Handles:
                 "gradient did not reach the engine: unfreeze before the forward pass, and drop this gradient "
                 "with zero_grad()"
             )
+
+    def refuse_unused(self) -> None:
+        """Raise ParameterError if a parameter has no gradient of this step on some rank. Collective."""
+        if self._step is not None:
+            refuse_unused(self._step.units, self._reducer, self._sharded.comm)
 
     def bring_writes(self) -> None:
         """Let the masters have what the script has written into parameters. Raises DiskError."""

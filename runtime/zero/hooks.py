@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -22,9 +22,14 @@ from .passes import Pass
 from .prefetch import OrderHint, Prefetch
 from .reduce import GradientReducer
 from .saved_tensors import SavedTensors, outside_transforms
-from .state_dict_hooks import intercept_module
 from .unit import Unit, owner_of
 from .unit_policy import Block, ShardingOptions
+
+Gathered = Callable[[Iterable[Unit]], AbstractContextManager[None]]
+Intercept = Callable[[nn.Module, Gathered], Callable[[], None]]
+"""Puts the methods of a module right that would go wrong on sharded parameters; returns the way back. It is
+given what keeps units unsharded inside a context.
+"""
 
 
 def _undisturbed(function: Callable[..., Any]) -> Hook:
@@ -60,16 +65,12 @@ class ShardedModel:
         comm: Comm,
         options: ShardingOptions,
         *,
+        intercept: Intercept,
         prefetch_numel: int,
         max_live_numel: int,
     ) -> None:
-        self.module, self.blocks, self.reducer, self.comm, self.options = (
-            module,
-            blocks,
-            reducer,
-            comm,
-            options,
-        )
+        self.module, self.blocks, self.options = module, blocks, options
+        self.reducer, self.comm = reducer, comm
         self.units = [unit for block in blocks for unit in block.units]
         self._prefetch = Prefetch(blocks, comm, enabled=prefetch_numel > 0, max_live_numel=max_live_numel)
         self._root = blocks[0]
@@ -95,7 +96,7 @@ class ShardedModel:
         module lives: an engine that only the collector of cycles would end ends at another time on each rank.
         """
         self._install()
-        self._restore = intercept_module(module, self.gathered)
+        self._restore = intercept(module, self.gathered)
 
     # -- installation
 
@@ -170,7 +171,7 @@ class ShardedModel:
             self._unshard(self._root)
             return
         if self._backward:
-            self._abandon()
+            self._reset_backward()  # the last one ended in an exception
         if self._pass.was_cut_off():
             self.abandon_forward()
         if not self._pass.depth:
@@ -319,10 +320,6 @@ class ShardedModel:
             self._backward = False
             return
         self.reducer.finish()
-        self._reset_backward()
-
-    def _abandon(self) -> None:
-        """The last backward pass ended in an exception."""
         self._reset_backward()
 
     def _reset_backward(self) -> None:

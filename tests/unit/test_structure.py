@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zlaunch.runtime.zero.consistency import Signature, first_difference
+from zlaunch.runtime.handles.consistency import Signature, first_difference
 from zlaunch.runtime.zero.output_tensors import tensors_in
 from zlaunch.runtime.zero.prefetch import OrderHint
 

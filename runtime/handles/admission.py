@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..errors import OptimizerError
-from .lion import Lion
+from ..optim.lion import Lion
 
 ELEMENTWISE: frozenset[type[torch.optim.Optimizer]] = frozenset(
     getattr(torch.optim, name)

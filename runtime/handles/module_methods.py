@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import nn
 
-from . import placeholder
-from .inert_hook import Hook
-from .ownership import MASTERS, VALUES
-from .unit import Unit, owner_of
+from ..zero import placeholder
+from ..zero.hooks import Gathered
+from ..zero.inert_hook import Hook
+from ..zero.ownership import MASTERS, VALUES
+from ..zero.unit import Unit, owner_of
 
 
 def _units(module: nn.Module, *, recurse: bool) -> list[Unit]:
@@ -24,9 +25,7 @@ def _units(module: nn.Module, *, recurse: bool) -> list[Unit]:
     return list(found.values())
 
 
-def intercept_module(
-    root: nn.Module, gathered: Callable[[Iterable[Unit]], AbstractContextManager[None]]
-) -> Callable[[], None]:
+def intercept_module(root: nn.Module, gathered: Gathered) -> Callable[[], None]:
     """Guard ``state_dict``, ``load_state_dict``, ``zero_grad`` and ``to``/``half``/``cuda`` of every module;
     returns the way back.
 

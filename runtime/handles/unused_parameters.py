@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from ..comm.collectives import Comm
 from ..errors import ParameterError
-from .reduce import GradientReducer
-from .unit import Unit
+from ..zero.reduce import GradientReducer
+from ..zero.unit import Unit
 
 _SHOWN = 10
 

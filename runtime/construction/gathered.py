@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 
 from torch import Tensor, nn
 
-from .unit import owner_of
+from ..zero.unit import owner_of
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from torch import nn
 
 from ..comm.collectives import Comm
 from ..errors import RankMismatchError
-from . import placeholder
+from ..zero import placeholder
 
 Signature = tuple[str, tuple[int, ...], str, bool]
 
