@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from ...cuda_ops.pinned import PinnedPool
 from ..comm.pending import DONE, Pending
@@ -87,7 +88,7 @@ class HostLink:
             target.copy_(source)
             return DONE
         self._down.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._down):
+        with record_function("zlaunch::download"), torch.cuda.stream(self._down):
             target.copy_(source, non_blocking=True)
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(self._down)
@@ -113,7 +114,7 @@ class HostLink:
         for event in after:
             if event is not None:
                 self._up.wait_event(event)
-        with torch.cuda.stream(self._up):
+        with record_function("zlaunch::upload"), torch.cuda.stream(self._up):
             target.copy_(source, non_blocking=True)
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(self._up)

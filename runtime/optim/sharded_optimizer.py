@@ -9,6 +9,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from ...cuda_ops.arguments import Scalar
 from ...cuda_ops.norm import prepare_step
@@ -249,7 +250,8 @@ class ShardedOptimizer:
     def _apply(self, used: list[bool]) -> None:
         run_hooks(self.outer, before=True)
         self._slices = separate_unused(self._slices, self.units, used, self.optimizer)
-        self._apply_here(self._rule.divisor, self._rule.found_inf)
+        with record_function("zlaunch::step"):
+            self._apply_here(self._rule.divisor, self._rule.found_inf)
         if self._background is not None:
             self._background.start(self._rule, self._slices)
         self.outer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers look for it

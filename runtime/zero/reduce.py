@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from ..comm.collectives import Comm
 from ..comm.pending import DONE, Pending
@@ -305,7 +306,8 @@ class GradientReducer:
         if len(self._in_flight) >= MAX_IN_FLIGHT:
             self._retire()
         reduce = self._reduce_transient if self.options.transient else self._reduce_persistent
-        self._in_flight.append(reduce(bucket))
+        with record_function(f"zlaunch::reduce {bucket.unit.name}"):
+            self._in_flight.append(reduce(bucket))
         if self.options.transient:
             bucket.set_tensor(None)
         else:

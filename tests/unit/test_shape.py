@@ -17,7 +17,7 @@ OPTIONAL = (
     *("construction", "deadlock", "handles", "offload_states", "registry", "shared_memory"),
 )
 CORE_LINES, ROOM_LINES, FILE_LINES = 4250, 1500, 400
-"""Limits of lines of code for the core, which may go down but not up, and each room; of all lines for a file."""
+"""Limits: lines of code of the core, which may go down but not up, and of a room; all lines of a file."""
 
 
 @cache
