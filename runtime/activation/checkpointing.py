@@ -2,9 +2,8 @@
 
 Public as ``zlaunch.checkpointing``, under DeepSpeed's names: :func:`configure` once, then
 ``checkpoint(layer, x)`` in the model's forward; or :func:`checkpoint_blocks`, which the config's
-``activation_checkpointing.enabled`` calls, for a model as it is. The recomputation is
-``torch.utils.checkpoint``'s, without reentrant autograd; where the inputs wait meanwhile is
-``room.py``'s.
+``activation_checkpointing.enabled`` calls, for a model as it is. ``torch.utils.checkpoint`` runs the function
+again, without reentrant autograd; ``offload.py`` keeps the inputs meanwhile.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ def configure(
     synchronize: bool | None = None,
     profile: bool | None = None,
 ) -> None:
-    """Choose where checkpointed inputs are kept, for this process; what is None stays as it was.
+    """Choose where checkpointed inputs are kept, for this process; an argument that is None changes nothing.
 
     ``mpu_`` knows the ranks that hold equal activations (``get_model_parallel_group()`` or
     ``get_tensor_model_parallel_group()``). ``deepspeed_config`` is a config to take the section
@@ -96,7 +95,7 @@ def _configure_from(section: ActivationCheckpointing) -> None:
 
 
 def apply(model: nn.Module, section: ActivationCheckpointing) -> None:
-    """What :func:`zlaunch.initialize` does with the section as it was given: absent keys change nothing."""
+    """Apply the config's section for :func:`zlaunch.initialize`: keys that are not given change nothing."""
     if section.model_fields_set:
         _configure_from(section)
     if section.enabled:
@@ -104,12 +103,12 @@ def apply(model: nn.Module, section: ActivationCheckpointing) -> None:
 
 
 def is_configured() -> bool:
-    """Whether :func:`configure` was called, or initialize with a config that has this section."""
+    """Tell whether :func:`configure` was called, or initialize with a config that has this section."""
     return _settings.configured
 
 
 def set_num_layers(nlayers: int) -> None:
-    """How many blocks :func:`checkpoint_blocks` takes if it is not told."""
+    """Set how many blocks :func:`checkpoint_blocks` takes by default."""
     _settings.number = nlayers
 
 
@@ -127,10 +126,10 @@ def _warn(message: str) -> None:
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """``function(*args, **kwargs)``, of which only the arguments are kept for the backward pass.
+    """Call ``function(*args, **kwargs)`` and keep only its arguments for the backward pass.
 
     Anything may be passed and returned. Tensors that are arguments themselves (not inside a list, say) are
-    kept where :func:`configure` says. Random numbers are the same the second time. Without gradients it is a
+    kept where :func:`configure` says. The second run draws equal random numbers. Without gradients it is a
     plain call; inside another checkpointed call, and under torch.compile, it is torch's own checkpoint.
     Raises RuntimeError, at the latest in the backward pass, if an argument was modified in place meanwhile.
     """
@@ -153,7 +152,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 non_reentrant_checkpoint = checkpoint
-"""The same: DeepSpeed has two implementations, here is one."""
+"""Another name for :func:`checkpoint`: DeepSpeed has two implementations, zlaunch has one."""
 
 
 @contextmanager
@@ -166,9 +165,9 @@ def _nested() -> Iterator[None]:
 
 
 def _keep_elsewhere() -> AbstractContextManager[Any]:
-    """Hooks on what torch saves of a call's arguments.
+    """Return hooks on what torch saves of a call's arguments.
 
-    Not for a call inside another: its arguments are recomputed as well, and hooks of ours would take them out
+    A call inside another gets none: its arguments are recomputed as well, and our hooks would take them out
     of the outer call's hands.
     """
     place = _settings.place
@@ -191,9 +190,9 @@ def _unpack(packed: tuple[Segment, Kept]) -> Tensor:
 
 
 class _CheckpointedForward:
-    """Stands for a block's ``forward``, inside ``__call__``: hooks run around it, once.
+    """Replaces a block's ``forward``, inside ``__call__``: hooks run around it, once.
 
-    On a copy of the block, pickled or not, it is the plain forward.
+    A copy of the block, pickled or not, has the plain forward.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -211,7 +210,7 @@ class _CheckpointedForward:
 
 
 def checkpoint_blocks(model: nn.Module, number_checkpoints: int | None = None) -> list[str]:
-    """Checkpoint the calls of a model's blocks while it trains; returns the names of the blocks.
+    """Checkpoint the calls of a model's blocks while it trains, and return the names of the blocks.
 
     Blocks are the members of its ModuleLists (the layers of a transformer; of the inner lists, where a member
     has one itself), and of Sequentials if they are modules with parts; not those that Hugging Face's
@@ -249,7 +248,7 @@ def checkpoint_blocks(model: nn.Module, number_checkpoints: int | None = None) -
 
 
 def _switch_off_caches(model: nn.Module) -> None:
-    """A block that fills a cache of keys and values would fill it again when it runs again."""
+    """Switch off caches of keys and values: a block would fill its cache again when it runs again."""
     configs = [getattr(module, "config", None) for module in model.modules()]
     caching = [config for config in configs if getattr(config, "use_cache", False) is True]
     for config in caching:

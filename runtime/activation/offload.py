@@ -1,9 +1,9 @@
-"""Where the inputs of checkpointed calls wait for the backward pass: here, sliced, or in host memory.
+"""Keeps the inputs of checkpointed calls until the backward pass: as they are, sliced, or in host memory.
 
 Note [Offloading on a GPU]
-    Copies run on one stream of their own, so a buffer of host memory can be lent again at once: its next copy
+    Copies run on one separate stream, so a buffer of host memory can be lent again at once: its next copy
     comes after its last one in stream order. Forward: the input of call i is copied out behind the work that
-    made it, and its memory on the device is let go when call i+1 offloads its own, the compute stream waiting
+    made it, and its memory on the device is let go when call i+1 offloads its input; the compute stream waits
     for the copy first. (So the last input, which the backward pass needs at once, never leaves.) Backward:
     when the inputs of call i are taken, those of call i-1 begin to come back, into memory of the compute
     stream.
@@ -26,24 +26,24 @@ from ...cuda_ops.pinned import PinnedPool
 from ..comm.collectives import _all_gather_flat
 
 MINIMUM_NUMEL = 1024
-"""Smaller tensors stay where they are: moving them costs more than keeping them."""
+"""Smaller tensors are not moved: that would cost more than keeping them."""
 offload_cpu_tensors = False
-"""For tests without a GPU: copy tensors that are in host memory already."""
+"""Copy tensors that are in host memory already, too: for tests without a GPU."""
 
 
 @dataclass(slots=True)
 class ActivationPlacement:
-    """How large inputs are kept."""
+    """Says how large inputs are kept."""
 
     in_cpu: bool = False
     partition: bool = False
     mpu: Any = None
-    """Knows the ranks that hold equal activations."""
+    """The model-parallel unit, which knows the ranks that hold equal activations."""
     replicated: bool = False
-    """The first sliced tensor was found equal on all of them."""
+    """Whether the first sliced tensor was found equal on all of these ranks."""
 
     def group(self) -> Any:
-        """The ranks to spread inputs over, None if there are not several."""
+        """Return the group of ranks to spread inputs over, None if there are not several."""
         if not self.partition or self.mpu is None:
             return None
         group = group_getter(self.mpu)()
@@ -51,7 +51,7 @@ class ActivationPlacement:
 
 
 def group_getter(mpu: Any) -> Callable[[], Any]:
-    """The method that returns a model-parallel unit's process group. Raises TypeError if it has none."""
+    """Return the method that gives a model-parallel unit's process group. Raises TypeError if it has none."""
     for name in ("get_tensor_model_parallel_group", "get_model_parallel_group"):
         getter = getattr(mpu, name, None)
         if callable(getter):
@@ -61,19 +61,19 @@ def group_getter(mpu: Any) -> Callable[[], Any]:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """One input."""
+    """Holds one input."""
 
     source: Tensor | OffloadedTensor
-    """Itself, its slice, or where one of them is offloaded."""
+    """The input, its slice, or the offloaded one of them."""
     version: int | None = None
-    """If it is itself: it must not have been modified since."""
+    """Of an input kept as it is: its version, as it must not have been modified since."""
     shape: torch.Size | None = None
-    """If it is a slice: the whole's."""
+    """Of a slice: the shape of the whole."""
     group: Any = None
 
 
 class Segment:
-    """What one checkpointed call keeps."""
+    """Holds what one checkpointed call keeps."""
 
     def __init__(self, place: ActivationPlacement) -> None:
         self.offloaded: list[OffloadedTensor] = []
@@ -82,7 +82,7 @@ class Segment:
         self._place, self._group = place, place.group()
 
     def keep(self, x: Tensor) -> Kept:
-        """Put ``x`` away. Collective over the model-parallel group if there is one."""
+        """Keep ``x`` for the backward pass. Collective over the model-parallel group if there is one."""
         # A parameter lives on anyway, and ZeRO owns its storage. An expanded tensor would grow.
         if type(x) is not Tensor:
             return Kept(x, version=x._version)
@@ -103,7 +103,7 @@ class Segment:
         return Kept(x.detach(), version=x._version)
 
     def take(self, kept: Kept) -> Tensor:
-        """What was kept, and start to fetch what the segment before will want. Collective like ``keep``.
+        """Return what was kept, and start to fetch what the segment before needs. Collective like ``keep``.
 
         Raises RuntimeError if it was modified in place meanwhile.
         """
@@ -130,7 +130,7 @@ class Segment:
         return offloaded
 
     def _slice_of(self, x: Tensor) -> Tensor:
-        """This rank's n-th of ``x``, flat, padded to equal sizes: a copy.
+        """Copy this rank's n-th part of ``x``, flat, padded to equal sizes on all ranks.
 
         Raises RuntimeError on every rank of the group if the first such tensor differs between them:
         gathering slices of different tensors would give wrong gradients.
@@ -156,7 +156,7 @@ class Segment:
 
 
 def _whole_of(piece: Tensor, shape: torch.Size, group: Any) -> Tensor:
-    """The tensor of which every rank of the group gives its slice; contiguous. Collective."""
+    """Gather the tensor of which every rank of the group gives its slice; contiguous. Collective."""
     full = piece.new_empty(piece.numel() * dist.get_world_size(group))
     _all_gather_flat(full, piece, group=group)
     return full[: shape.numel()].view(shape)
@@ -171,18 +171,18 @@ def _check_version(x: Tensor, version: int) -> None:
 
 
 class _OffloadRoom:
-    """Host memory and a stream for the tensors of one device. See Note [Offloading on a GPU]."""
+    """Holds host memory and a stream for the tensors of one device. See Note [Offloading on a GPU]."""
 
     def __init__(self, device: torch.device) -> None:
         self.stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self.pool = PinnedPool(pin=self.stream is not None)
         self.returned: deque[Tensor] = deque()
-        """Buffers of tensors that are gone; the garbage collector adds them at any time."""
+        """Buffers of tensors that are gone; the garbage collector adds to them at any time."""
         self.last: weakref.ref[Segment] | None = None
         self._known: Any = WeakTensorKeyDictionary()
 
     def offload(self, x: Tensor) -> OffloadedTensor:
-        """Start to copy ``x`` out; what several calls share (a mask) is copied once."""
+        """Start to copy ``x`` out; a tensor that several calls share (a mask) is copied once."""
         known = self._known.get(x)
         offloaded: OffloadedTensor | None = known() if known is not None else None
         if offloaded is None or offloaded.version != x._version:
@@ -196,7 +196,7 @@ class _OffloadRoom:
             self.pool.give_back(self.returned.pop())
 
     def trim(self) -> None:
-        """Give the system the memory that nothing is offloaded in."""
+        """Give host memory that holds no offloaded tensor back to the system."""
         if self.stream is not None:
             self.stream.synchronize()
         self._take_back()
@@ -207,18 +207,18 @@ _rooms: dict[torch.device, _OffloadRoom] = {}
 
 
 def trim() -> None:
-    """Give the system the host memory that nothing is offloaded in."""
+    """Give host memory that holds no offloaded tensor back to the system."""
     for room in _rooms.values():
         room.trim()
 
 
 class OffloadedTensor:
-    """One tensor in host memory, with a copy on the device while it goes and comes."""
+    """Holds one tensor in host memory, and a copy on the device while it goes and comes."""
 
     def __init__(self, x: Tensor, room: _OffloadRoom) -> None:
         self.version = x._version
         self.users = 0
-        """Calls that have not taken it yet."""
+        """Calls that have not taken the tensor yet."""
         self._device, self._parking = x.device, room
         self._held: Tensor | None = x
         self._fetched: Tensor | None = None
@@ -232,7 +232,7 @@ class OffloadedTensor:
             self._parking.returned.append(self._buffer)
 
     def _copy(self, target: Tensor, source: Tensor) -> Any:
-        """Start a copy; returns the event of its end."""
+        """Start a copy and return the event of its end."""
         stream = self._parking.stream
         if stream is None:
             target.copy_(source)
@@ -247,14 +247,14 @@ class OffloadedTensor:
             torch.cuda.current_stream(self._device).wait_event(self._copied)
 
     def let_go(self) -> None:
-        """Leave the only copy in host memory. Raises RuntimeError if the tensor was changed meanwhile."""
+        """Keep only the copy in host memory. Raises RuntimeError if the tensor was changed meanwhile."""
         if self._held is not None:
             _check_version(self._held, self.version)
             self._await_copy()
             self._held = None
 
     def fetch(self) -> None:
-        """Start to bring it back, unless it is on the device."""
+        """Start to copy the tensor back, unless it is on the device."""
         if self._held is None and self._fetched is None:
             self._bring()
 
@@ -266,7 +266,7 @@ class OffloadedTensor:
         return fetched
 
     def take(self) -> Tensor:
-        """The tensor, for use on the current stream; it stays on the device for the calls that share it."""
+        """Return the tensor for use on the current stream; calls that share it find it on the device."""
         self.users -= 1
         if self._held is not None:
             held = self._held

@@ -1,7 +1,7 @@
-"""The arithmetic of memory: what a rank will hold where, whether it fits, and what to change if not.
+"""Estimate what a rank holds in which memory, whether it fits, and what to change if not.
 
-Counted are parameters, gradients, optimizer state and the buffers of this runtime, from the sizes of blocks;
-not activations, which depend on the model's code. The same sums as in the paper on ZeRO (Rajbhandari et al.,
+The sums count parameters, gradients, optimizer state and the buffers of this runtime, from the sizes of
+blocks; not activations, which depend on the model's code. They follow the paper on ZeRO (Rajbhandari et al.,
 2020, section 3.1), with this runtime's dtypes and units.
 """
 
@@ -16,14 +16,14 @@ from ..offload.manager import OffloadOptions, Tier
 GIB = 2**30
 _UNITS = ((GIB, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 _BUCKETS = 3
-"""Of transient gradients: two being reduced, one being filled."""
+"""Transient gradient buckets: two being reduced, one being filled."""
 _ACCUMULATE_BYTES = 4
 _HINT = "Also: more GPUs for stages 1 to 3, or a smaller model"
 
 
 @dataclass(frozen=True, slots=True)
 class Amounts:
-    """Bytes of one rank. ``pinned`` is the page-locked part of ``host``."""
+    """Holds the bytes of one rank. ``pinned`` is the page-locked part of ``host``."""
 
     device: int = 0
     host: int = 0
@@ -41,7 +41,7 @@ class Amounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What decides the amounts; sizes in elements."""
+    """Holds what decides the amounts; sizes in elements."""
 
     stage: int
     world_size: int
@@ -50,7 +50,7 @@ class Setting:
     frozen: int
     """Elements that no optimizer updates."""
     dtype_bytes: int
-    """Of a parameter while it computes."""
+    """Bytes of a parameter's element while it computes."""
     states: int
     """Tensors the optimizer keeps for each element."""
     offload: OffloadOptions
@@ -68,7 +68,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Bytes of a rank by purpose."""
+    """Holds the bytes of a rank by purpose."""
 
     parameters: Amounts
     gradients: Amounts
@@ -81,7 +81,7 @@ class MemoryPlan:
 
 
 def plan(s: Setting) -> MemoryPlan:
-    """What a rank holds between and during steps, activations aside."""
+    """Estimate what a rank holds between and during steps, without activations."""
     shards = s.world_size if s.stage >= 1 else 1
     own = -(-s.trainable // shards)
     away = own if s.offload.optimizer is not Tier.DEVICE else 0
@@ -93,10 +93,11 @@ def plan(s: Setting) -> MemoryPlan:
 
 
 def peak(s: Setting, present: Amounts) -> Amounts:
-    """The most that a rank holds at one time, activations aside: between steps, or while ``initialize`` takes
-    over a model that takes ``present`` now.
+    """Estimate the most that a rank holds at one time, without activations: between steps, or while
+    ``initialize`` takes over a model that takes ``present`` now.
 
-    It goes unit by unit: what is there shrinks as what is made grows, with one unit in two widths besides.
+    Units are taken over one by one: the old values shrink as the new ones grow, with one unit in two dtypes
+    besides.
     """
     found = plan(s)
     shards = s.world_size if s.stage >= 1 else 1
@@ -112,7 +113,7 @@ def peak(s: Setting, present: Amounts) -> Amounts:
 
 
 def _snapshot(s: Setting, away: int) -> Amounts:
-    """A copy of what a rank writes and that is not on disk: its part of masters and state."""
+    """Estimate a snapshot's bytes: this rank's part of masters and state, without what is on disk."""
     if not s.snapshots:
         return Amounts()
     written = -(-s.trainable // s.world_size)
@@ -190,8 +191,8 @@ def _optimizer(s: Setting, here: int, away: int) -> Amounts:
 
 
 def shortages(s: Setting, free: Amounts, parameters_disk: int | None = None) -> list[str]:
-    """What is not enough, in words. ``free`` is what one rank may take; ``parameters_disk``, where the
-    parameters have a drive of their own, is what that has, and ``free.disk`` then is the optimizer's.
+    """List what is not enough, in words. ``free`` is what one rank may take. ``parameters_disk`` is what the
+    parameters' drive has where it is another than the optimizer's; ``free.disk`` is the optimizer's then.
     """
     parts = plan(s)
     need = parts.total
@@ -215,7 +216,7 @@ def shortages(s: Setting, free: Amounts, parameters_disk: int | None = None) -> 
 
 
 def alternatives(s: Setting) -> Iterator[tuple[str, Setting]]:
-    """Changes of the config in the order of what they cost, each with the setting it leads to."""
+    """Yield changes of the config, the cheapest first, each with the setting that it leads to."""
     for stage in range(s.stage + 1, 4):
         if s.world_size > 1:
             yield f'"stage": {stage}', replace(s, stage=stage)
@@ -239,7 +240,7 @@ def alternatives(s: Setting) -> Iterator[tuple[str, Setting]]:
 
 
 def check(s: Setting, free: Amounts, parameters_disk: int | None = None) -> None:
-    """Raises MemoryPlanError, with the first alternative that fits, if the plan does not."""
+    """Raise MemoryPlanError, with the first alternative that fits, if the plan does not fit."""
     missing = shortages(s, free, parameters_disk)
     if not missing:
         return
@@ -258,8 +259,8 @@ def check(s: Setting, free: Amounts, parameters_disk: int | None = None) -> None
 
 
 def describe(s: Setting, free: Amounts, present: Amounts) -> list[str]:
-    """Say the plan in short lines, each in one unit. ``present`` is what the model takes before it is taken
-    over.
+    """Describe the plan in short lines, each in one unit. ``present`` is what the model takes before
+    ``initialize``.
     """
     found = plan(s)
     total, most = found.total, peak(s, present)
@@ -284,7 +285,7 @@ def describe(s: Setting, free: Amounts, present: Amounts) -> list[str]:
 
 
 def relief(micro_batch: int, *, stage: int, world_size: int, offloads: bool, checkpoints: bool) -> str:
-    """What to change when activations do not fit: first what costs no speed, then what does."""
+    """Say what to change when activations do not fit: first what costs no speed, then what does."""
     steps = []
     if stage < 3 and world_size > 1:
         steps.append(f'"zero_optimization": {{"stage": {stage + 1}}}')
@@ -303,7 +304,7 @@ def relief(micro_batch: int, *, stage: int, world_size: int, offloads: bool, che
 
 
 def _in_one_unit(*amounts: int) -> list[str]:
-    """The unit that fits the largest, and all in it."""
+    """Return the unit that fits the largest amount, and all amounts in it."""
     power, unit = next((each for each in _UNITS if max(amounts) >= each[0]), _UNITS[-1])
     tiny = 0.05 * power
     return [unit, *("<0.1" if 0 < amount < tiny else f"{amount / power:.1f}" for amount in amounts)]

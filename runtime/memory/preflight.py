@@ -1,4 +1,4 @@
-"""The plan of a rank's memory, said before anything is allocated, and the end of a run that cannot fit."""
+"""Prints the plan of a rank's memory before anything is allocated, and ends a run that cannot fit."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ def preflight(
 
 
 def _present(parameters: Sequence[nn.Parameter], comm: Comm) -> tuple[int, int]:
-    """Bytes that the model holds now, in host memory and on the GPU; of parameters built in ``zero.Init``
-    that is this rank's slice.
+    """Return the bytes that the model holds now, in host memory and on the GPU; a parameter built in
+    ``zero.Init`` counts with this rank's slice.
     """
     in_host = on_device = 0
     for parameter in parameters:

@@ -1,4 +1,4 @@
-"""How much memory and disk one rank may take."""
+"""Measures how much memory and disk one rank may take."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from .estimate import Amounts
 _CGROUPS = Path("/sys/fs/cgroup")
 
 PINNED_SHARE = 0.8
-"""Limits page-locked memory to a share of the free host memory: it is lost to everybody else."""
+"""The share of the free host memory that may be page-locked: no other process can use such memory."""
 
 
 def available(device: torch.device, offload: OffloadOptions, local_world_size: int) -> Amounts:
-    """Free bytes for one of ``local_world_size`` ranks on this machine.
+    """Return the free bytes for one of ``local_world_size`` ranks on this machine.
 
-    ``disk`` is what the optimizer's drive has, or the parameters', 0 where no path is given.
+    ``disk`` is what the optimizer's drive has, else the parameters' drive; 0 where no path is given.
     """
     free = 0
     if device.type == "cuda":
@@ -36,7 +36,7 @@ def available(device: torch.device, offload: OffloadOptions, local_world_size: i
 
 
 def other_drive_bytes(offload: OffloadOptions, local_world_size: int) -> int | None:
-    """Free for the parameters where they have a drive of their own, else None."""
+    """Return the free bytes for the parameters where their drive is not the optimizer's, else None."""
     one, other = offload.optimizer_path, offload.parameters_path
     if not one or not other or os.stat(_existing(one)).st_dev == os.stat(_existing(other)).st_dev:
         return None
@@ -55,7 +55,7 @@ def _free_on(path: str) -> int:
 
 
 def host_bytes() -> int:
-    """What the system, and every control group around this process, still have."""
+    """Return the bytes that the system, and every control group around this process, still have."""
     free = int(psutil.virtual_memory().available)
     for folder in _own_groups():
         limit, used = _number(folder / "memory.max"), _number(folder / "memory.current")

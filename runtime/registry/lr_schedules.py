@@ -1,4 +1,4 @@
-"""The learning-rate schedules that DeepSpeed configs name, by DeepSpeed's formulas.
+"""Implements the learning-rate schedules that DeepSpeed configs name, by DeepSpeed's formulas.
 
 ``i`` below is ``last_batch_iteration``: -1 before the first step, then 0, 1, ... Each ``step()`` advances it
 and writes the new rate into every param group.
@@ -14,7 +14,7 @@ import torch
 
 
 class Schedule:
-    """Base: keeps ``i`` and writes what :meth:`get_lr` says into the optimizer's groups."""
+    """Keeps ``i`` and writes the rates of :meth:`get_lr` into the optimizer's groups: the schedules' base."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, last_batch_iteration: int = -1) -> None:
         self.optimizer = optimizer
@@ -22,11 +22,11 @@ class Schedule:
         self._last_lr: list[float] | None = None
 
     def get_lr(self) -> list[float]:
-        """The rates for ``i``, one a param group."""
+        """Return the rates for ``i``, one a param group."""
         raise NotImplementedError
 
     def get_last_lr(self) -> list[float]:
-        """The rates last written. Raises AssertionError before the first step."""
+        """Return the rates last written. Raises AssertionError before the first step."""
         assert self._last_lr is not None, "need to call step() first"
         return self._last_lr
 
@@ -51,7 +51,7 @@ class Schedule:
         return [float(value)] * count  # type: ignore[arg-type]
 
     def state_dict(self) -> dict[str, Any]:
-        """The iteration is all there is."""
+        """Return the iteration: a schedule has no other state."""
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -62,7 +62,7 @@ class Schedule:
 
 
 class LRRangeTest(Schedule):
-    """Grow from ``lr_range_test_min_lr``: min * (1 + rate * (i + 1) / step_size), in stairs on request."""
+    """Grows from ``lr_range_test_min_lr``: min * (1 + rate * (i + 1) / step_size), in stairs if asked to."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class LRRangeTest(Schedule):
 
 
 class OneCycle(Schedule):
-    """Up from ``cycle_min_lr`` to ``cycle_max_lr``, down again, then decay; momentum runs the other way."""
+    """Rises from ``cycle_min_lr`` to ``cycle_max_lr``, falls again, then decays; momentum runs inversely."""
 
     def __init__(
         self,
@@ -135,7 +135,7 @@ class OneCycle(Schedule):
                 group["betas"] = (momentum, 0.99)
 
     def _height(self) -> float:
-        """0 at the minimum rate, 1 at the maximum."""
+        """Return the height in the cycle: 0 at the minimum rate, 1 at the maximum."""
         at = self.last_batch_iteration + 1
         x = 1.0 + at / self._total - math.floor(1.0 + at / self._total)
         rising = x <= self._ratio
@@ -149,7 +149,7 @@ class OneCycle(Schedule):
         return x / self._ratio if rising else (x - 1) / (self._ratio - 1)
 
     def _decays(self) -> float:
-        """How many decay steps lie behind; 0 while the cycle lasts or where nothing decays."""
+        """Return the decay steps done; 0 during the cycle, or without decay."""
         after = self.last_batch_iteration - self._total + 1
         return after / self._decay_step_size if self._decay_step_size else 0.0
 
@@ -160,7 +160,7 @@ class OneCycle(Schedule):
         return [low / (1 + self._decay_lr_rate * self._decays()) for low in self._min]
 
     def get_mom(self) -> float:
-        """The first beta for ``i``."""
+        """Return the first beta for ``i``."""
         if self.last_batch_iteration < self._total:
             return self._max_mom - (self._max_mom - self._min_mom) * self._height()
         return self._max_mom * (1 + self._decay_mom_rate * self._decays())
@@ -176,7 +176,7 @@ class OneCycle(Schedule):
 
 
 class WarmupLR(Schedule):
-    """Warm up from ``warmup_min_lr`` to ``warmup_max_lr`` (None: the group's own rate), then stay."""
+    """Warms up from ``warmup_min_lr`` to ``warmup_max_lr`` (None: the group's given rate), then stays."""
 
     def __init__(
         self,
@@ -208,7 +208,7 @@ class WarmupLR(Schedule):
 
 
 class WarmupDecayLR(WarmupLR):
-    """WarmupLR, then linearly down to ``warmup_min_lr`` at ``total_num_steps``."""
+    """Warms up as WarmupLR, then falls linearly to ``warmup_min_lr`` at ``total_num_steps``."""
 
     def __init__(
         self,
@@ -230,8 +230,8 @@ class WarmupDecayLR(WarmupLR):
 
 
 class WarmupCosineLR(Schedule):
-    """Warm up from ``warmup_min_ratio`` of each group's own rate, then a cosine down to ``cos_min_ratio`` of
-    it.
+    """Warms up from ``warmup_min_ratio`` of each group's given rate, then follows a cosine down to
+    ``cos_min_ratio`` of it.
     """
 
     def __init__(
@@ -256,7 +256,7 @@ class WarmupCosineLR(Schedule):
             self._write(self.get_lr())
 
     def get_lr_ratio(self) -> float:
-        """What the base rates are multiplied with for ``i``."""
+        """Return the factor of the base rates for ``i``."""
         i = self.last_batch_iteration
         if i < 0:
             return 0.0

@@ -1,4 +1,4 @@
-"""Optimizers and schedulers from the config's ``type`` and ``params``."""
+"""Builds optimizers and schedulers from the config's ``type`` and ``params``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _IGNORED = {
     "set_grad_none",
     "capturable",
 }
-"""Choices among DeepSpeed's implementations; here there is one. The values that would change results are
+"""Keys that choose among DeepSpeed's implementations; here there is one. Values that would change results are
 refused.
 """
 
@@ -28,7 +28,7 @@ refused.
 def build_optimizer(
     kind: str, params: Mapping[str, Any], groups: list[dict[str, Any]]
 ) -> torch.optim.Optimizer:
-    """A torch optimizer over ``groups``.
+    """Build a torch optimizer over ``groups``.
 
     As in DeepSpeed, "Adam" means decoupled weight decay (AdamW) unless ``adam_w_mode`` is false. Raises
     ValueError for an unknown type or arguments that it does not take.
@@ -61,8 +61,8 @@ def build_optimizer(
 
 
 def build_scheduler(kind: str, params: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> Any:
-    """A learning-rate scheduler of ours or of torch by name. Raises ValueError as :func:`build_optimizer`
-    does.
+    """Build a learning-rate scheduler of ours or of torch by name. Raises ValueError as
+    :func:`build_optimizer` does.
     """
     maker: Any = SCHEDULES.get(kind) or getattr(torch.optim.lr_scheduler, kind, None)
     if maker is None:
