@@ -1,1 +1,1 @@
-"""Reading and writing model and training state. Today: one consolidated file of weights (``weights.py``)."""
+"""Saves and loads the state of a run, whole or not at all; imports and exports other formats."""

@@ -11,7 +11,7 @@ from .format.tensor_file import CheckpointError
 
 
 def all_or_none(exchange: Exchange, rank: int, action: Callable[[], Any], *, own: bool = False) -> Any:
-    """Runs ``action`` on each rank; returns every rank's result, or this rank's ``own`` alone. Collective.
+    """Run ``action`` on each rank; return every rank's result, or with ``own`` this rank's alone. Collective.
 
     Raises CheckpointError, with one text on all ranks, if it failed anywhere.
     """

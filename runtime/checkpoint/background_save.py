@@ -28,7 +28,7 @@ _all: WeakSet[BackgroundSave] = WeakSet()
 
 @atexit.register
 def _fail_if_unsaved() -> None:
-    """Fails a script that ends before it can be told of a failed save."""
+    """End the process with code 1 if a save has failed and the script has not been told."""
     for saves in list(_all):
         if saves.has_unreported_failure:
             sys.stdout.flush()
@@ -51,11 +51,11 @@ class BackgroundSave:
 
     @property
     def has_unreported_failure(self) -> bool:
-        """Whether a save has failed and nobody has been told."""
+        """Tell whether a save has failed and no call has raised its error."""
         return self._thread is not None and self._error is not None
 
     def reserve(self, measure: Callable[[], int]) -> None:
-        """Takes the memory for snapshots once, beside training; ``measure`` returns its bytes."""
+        """Take the memory for snapshots once, beside training; ``measure`` returns its bytes."""
         if self._snapshot is not None:
             return
         self._snapshot = snapshot = Snapshot(self._link)
@@ -73,8 +73,8 @@ class BackgroundSave:
         self._reserving.start()
 
     def start(self, save: Save, then: Callable[[Path], None]) -> None:
-        """Copies what is to be saved, and begins to write it; calls ``then`` with the checkpoint's path when
-        it is there. Collective. Raises CheckpointError, the same on every rank.
+        """Copy what is to be saved and begin to write it; call ``then`` with the checkpoint's path when it is
+        there. Collective. Raises CheckpointError on every rank.
         """
         self._snapshot = self._snapshot or Snapshot(self._link)
         if self._reserving is not None:
@@ -88,7 +88,7 @@ class BackgroundSave:
         self._thread.start()
 
     def _use_device(self) -> None:
-        """Chooses this rank's GPU in the calling thread."""
+        """Choose this rank's GPU in the calling thread."""
         if self._comm.device.type == "cuda":
             torch.cuda.set_device(self._comm.device)
 
@@ -102,7 +102,7 @@ class BackgroundSave:
                 print(f"zlaunch: the checkpoint was not saved: {error}", flush=True)
 
     def poll(self) -> None:
-        """Raises, on all ranks in the same step, what the save failed with. Collective while there is one."""
+        """Raise, on all ranks in one step, what the save failed with. Collective while there is one."""
         if self._thread is None or self._polling is None:
             return
         running, failed = self._polling.any(self._thread.is_alive(), self._error is not None)
@@ -110,7 +110,7 @@ class BackgroundSave:
             self.wait()
 
     def wait(self) -> None:
-        """Returns when the save has ended. Raises what it failed with."""
+        """Return when the save has ended. Raises what it failed with."""
         if self._thread is None:
             return
         self._thread.join()
@@ -120,7 +120,7 @@ class BackgroundSave:
             raise error
 
     def close(self) -> None:
-        """Waits, and gives the memory for snapshots back. Raises as :meth:`wait`."""
+        """Wait, and give the memory for snapshots back. Raises as :meth:`wait`."""
         try:
             self.wait()
         finally:

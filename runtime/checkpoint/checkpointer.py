@@ -42,7 +42,7 @@ _COUNTERS = ("global_steps", "micro_steps", "global_samples", "skipped_steps")
 
 
 class TrainState(Protocol):
-    """What a checkpoint has of a run besides its model and optimizer; an engine is one."""
+    """Lists what a checkpoint has of a run besides its model and optimizer; an engine is one."""
 
     lr_scheduler: Any
     training_dataloader: EngineLoader | None
@@ -70,7 +70,7 @@ class Checkpointer:
         link: HostLink,
         save_weights: Callable[..., Any],
     ) -> None:
-        """``link`` copies snapshots to host memory; ``save_weights`` writes the whole model's weights."""
+        """Keep what is saved. ``link`` copies snapshots to the host, ``save_weights`` writes all weights."""
         self._run, self._sharded, self._shard_step = run, sharded, shard_step
         self._comm, self._scaler, self._link = sharded.comm, scaler, link
         self._raw_config = effective.loaded.raw
@@ -78,11 +78,11 @@ class Checkpointer:
         self._options = effective.config.checkpoint
         self._background = BackgroundSave(sharded.comm, link)
         self._half_loaded = ""
-        """Why the last load has ended half-way, if it has."""
+        """Why the last load has ended half-way; empty if it has not."""
         self._stop_folder = absolute(self._options.save_dir) if self._options.save_dir else None
-        """Where a save that a signal asks for goes, if the config says so."""
+        """Folder of the save that a signal asks for, if the config names one."""
         self._folder: Path | None = None
-        """Where was last saved to, or resumed from."""
+        """Folder of the last save, or of the checkpoint that the run was resumed from."""
         self.save_weights = save_weights
         self.wait, self.poll, self.close = (
             self._background.wait,
@@ -91,7 +91,7 @@ class Checkpointer:
         )
 
     def check(self) -> None:
-        """Raises CheckpointError if a load has ended half-way: there are values of two states then."""
+        """Raise CheckpointError if a load has ended half-way: there are values of two states then."""
         if self._half_loaded:
             raise CheckpointError(
                 f"the last load_checkpoint failed half-way ({self._half_loaded}): load another one first"
@@ -100,7 +100,7 @@ class Checkpointer:
     # -- saving
 
     def prepare(self) -> None:
-        """Takes the memory for snapshots beside training, once all state is there: after the first step."""
+        """Take the memory for snapshots beside training, once all state is there: after the first step."""
         if self._options.is_asynchronous:
             self._background.reserve(lambda: Save.resident_bytes(*self._describe(Path(), "", "", {}, None)))
 
@@ -114,8 +114,8 @@ class Checkpointer:
         *,
         at_once: bool = False,
     ) -> None:
-        """Saves under ``folder/tag``, with rank 0's tag, by default ``global_stepN``; in the background where
-        that is configured, unless ``at_once``. Collective. Raises CheckpointError, the same on every rank.
+        """Save under ``folder/tag``, with rank 0's tag, by default ``global_stepN``; in the background where
+        that is configured, unless ``at_once``. Collective. Raises CheckpointError on every rank.
         """
         comm, run, options = self._comm, self._run, self._options
         steps = run.global_steps
@@ -150,7 +150,7 @@ class Checkpointer:
             tell(save.finish(comm.exchange))
 
     def save_and_exit(self, client_state: Callable[[], Mapping[str, Any]] | None) -> NoReturn:
-        """Saves because the run was asked to stop, and ends the process with REQUEUE_EXIT_CODE.
+        """Save because the run was asked to stop, and end the process with REQUEUE_EXIT_CODE.
 
         Saves once more without what ``client_state`` returns where that fails. Collective. Raises
         CheckpointError.
@@ -176,7 +176,7 @@ class Checkpointer:
         raise SystemExit(REQUEUE_EXIT_CODE)
 
     def _facts(self) -> dict[str, Any]:
-        """Returns the manifest's entries about the run."""
+        """Return the manifest's entries about the run."""
         from zlaunch import __version__
 
         run, step = self._run, self._shard_step
@@ -201,7 +201,7 @@ class Checkpointer:
     def _describe(
         self, folder: Path, tag: str, owner: str, facts: Mapping[str, Any], client_state: Any
     ) -> tuple[Source, SaveTarget]:
-        """Returns what this rank saves, and where to."""
+        """Return what this rank saves, and where to."""
         rank, step, options = self._comm.rank, self._shard_step, self._options
         if step is not None:
             step.wait()
@@ -237,7 +237,7 @@ class Checkpointer:
         return source, target
 
     def _without_repetition(self, source: Source) -> Source:
-        """Leaves out this rank's client_state where it equals rank 0's, which is kept anyway. Collective."""
+        """Leave out this rank's client_state where it equals rank 0's, which is kept anyway. Collective."""
         own = {name: t for name, t in source.rank_tensors.items() if name.startswith("client_state.")}
         digest = hashlib.sha256(json.dumps(source.rank_facts["client_state"]).encode())
         for tensor in own.values():
@@ -259,9 +259,9 @@ class Checkpointer:
         with_schedule: bool,
         with_run: bool,
     ) -> tuple[str | None, dict[str, Any]]:
-        """Loads the checkpoint that ``tag`` names; returns its path and this rank's client_state, ``(None,
-        {})`` where there is none. ``with_run``: counters, data position and random generators, too.
-        Collective. Raises CheckpointError, the same on every rank.
+        """Load the checkpoint that ``tag`` names; return its path and this rank's client_state,
+        ``(None, {})`` where there is none. ``with_run``: counters, data position and random generators, too.
+        Collective. Raises CheckpointError on every rank.
         """
         self.wait()
         folder, node_local = absolute(folder), self._options.use_node_local_storage
@@ -298,9 +298,9 @@ class Checkpointer:
             checkpoint.close()
 
     def _read_facts(self, checkpoint: Checkpoint) -> dict[str, Any]:
-        """Reads what it holds besides values and optimizer state: ``engine``, ``loss_scaler``, ``scheduler``,
-        ``data``, and this rank's own ``client_state`` (rank 0's if there were not as many ranks) and
-        ``random`` generators (then None). Collective.
+        """Read the checkpoint's entries besides values and optimizer state: ``engine``, ``loss_scaler``,
+        ``scheduler``, ``data``, and this rank's ``client_state`` and ``random`` generators (rank 0's and None
+        if it was not saved by as many ranks). Collective.
         """
 
         def read() -> dict[str, Any]:
@@ -329,7 +329,7 @@ class Checkpointer:
             )
 
     def _go_on_from(self, facts: Mapping[str, Any], schedule: Mapping[str, Any] | None) -> None:
-        """Restores counters, loss scale, schedule, data loader and random generators."""
+        """Restore counters, loss scale, schedule, data loader and random generators."""
         run = self._run
         run.restore_counters(facts["engine"])
         if facts["loss_scaler"] is not None and self._scaler.dynamic:

@@ -1,4 +1,4 @@
-"""Reading a checkpoint into whatever engine there is: every rank the ranges that its own shards need."""
+"""Reads a checkpoint into any engine: every rank reads the ranges that its shards need."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from .shard_io import Described, Description, Fill, persistent, take_state, take
 
 _SHOWN = 5
 _ALIKE = ({"Adam", "AdamW"},)
-"""Optimizers that keep the same state."""
+"""Groups of optimizers whose state is alike."""
 
 
 def check_model(checkpoint: Checkpoint, sharded: ShardedModel, *, strict: bool) -> None:
-    """Raises CheckpointError, naming parameters, if checkpoint and model do not fit: in shape always, in
-    names where ``strict``.
+    """Raise CheckpointError, naming parameters, if checkpoint and model do not fit: in shape always, in names
+    where ``strict``.
     """
     wanted = {name: list(shape) for u in sharded.units for name, shape in zip(u.names, u.shapes, strict=True)}
     buffers = {name: list(tensor.shape) for name, tensor in persistent(sharded).items()}
@@ -64,7 +64,7 @@ def _shapes(problems: Iterable[str]) -> bool:
 
 
 def check_optimizer(checkpoint: Checkpoint, optimizer: torch.optim.Optimizer, units: Sequence[Unit]) -> None:
-    """Raises CheckpointError if its state is another optimizer's, or of groups in another order."""
+    """Raise CheckpointError if its state is another optimizer's, or of groups in another order."""
     saved = checkpoint.manifest["optimizer"]
     if saved is None:
         return
@@ -92,12 +92,12 @@ def check_optimizer(checkpoint: Checkpoint, optimizer: torch.optim.Optimizer, un
 
 
 def source_name(checkpoint: Checkpoint, name: str) -> str:
-    """The name under which the checkpoint has a parameter; tied ones may have had another first name."""
+    """Return the checkpoint's name of a parameter; tied ones may have had another first name."""
     return name if name in checkpoint.parameters else checkpoint.tied.get(name, name)
 
 
 def filler(checkpoint: Checkpoint, unit: Unit) -> Fill:
-    """Reads elements of a unit. What the checkpoint does not have is left as it is."""
+    """Return a function that reads elements of a unit. What the checkpoint does not have is left as it is."""
 
     def fill(target: Tensor, first: int, kind: str) -> None:
         for index, low, high in unit.layout.overlaps(first, first + target.numel()):
@@ -112,7 +112,7 @@ def filler(checkpoint: Checkpoint, unit: Unit) -> Fill:
 
 
 def described(checkpoint: Checkpoint) -> Callable[[Unit, int], Description | None]:
-    """What is kept for a parameter of a unit; None if the checkpoint does not have it."""
+    """Return a function that describes a parameter's state; it gives None if the checkpoint lacks it."""
     known: dict[str, Description] = {}
 
     def label(unit: Unit, index: int) -> Description | None:
@@ -152,7 +152,7 @@ def load_units(
 
 
 def load_persistent(checkpoint: Checkpoint, sharded: ShardedModel) -> None:
-    """Buffers, and parameters of integers. Raises CheckpointError."""
+    """Load buffers, and parameters of integers. Raises CheckpointError."""
     with torch.no_grad():
         for name, target in persistent(sharded).items():
             if name in checkpoint.manifest["buffers"]:
@@ -164,11 +164,11 @@ def load_persistent(checkpoint: Checkpoint, sharded: ShardedModel) -> None:
 
 
 _IMPLEMENTATION = ("params", "fused", "foreach", "capturable", "differentiable")
-"""Entries of a param group that do not change what is computed: each machine has its own."""
+"""Entries of a param group that do not change what is computed: each machine keeps its values."""
 
 
 def groups_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """The hyper-parameters of each group."""
+    """Return the hyper-parameters of each group."""
     return [
         {key: value for key, value in group.items() if key not in _IMPLEMENTATION}
         for group in optimizer.param_groups
@@ -176,7 +176,7 @@ def groups_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 
 def restore_groups(optimizer: torch.optim.Optimizer, saved: Sequence[Mapping[str, Any]]) -> None:
-    """The inverse of :func:`groups_of`."""
+    """Restore the hyper-parameters that :func:`groups_of` has returned."""
     for group, entries in zip(optimizer.param_groups, saved, strict=False):
         for key, value in entries.items():
             if isinstance(group.get(key), Tensor):

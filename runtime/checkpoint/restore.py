@@ -26,8 +26,8 @@ from .selection import with_advice
 def check_fits(
     checkpoint: Checkpoint, sharded: ShardedModel, step: ShardedOptimizer | None, *, strict: bool
 ) -> None:
-    """Raises CheckpointError, the same on every rank, if a checkpoint is not of this model and optimizer;
-    warns of optimizer state that is not taken, because its parameters are frozen now. Collective.
+    """Raise CheckpointError, on every rank, if a checkpoint is not of this model and optimizer; warn of
+    optimizer state that is not taken, because its parameters are frozen now. Collective.
     """
 
     def check() -> None:
@@ -54,7 +54,7 @@ def check_fits(
 
 
 def come_to_rest(sharded: ShardedModel, step: ShardedOptimizer | None) -> None:
-    """Returns when no step, gather or gradient is under way. Collective."""
+    """Return when no step, gather or gradient is under way. Collective."""
     if step is not None:
         step.wait()
     for unit in sharded.units:
@@ -68,8 +68,8 @@ def come_to_rest(sharded: ShardedModel, step: ShardedOptimizer | None) -> None:
 
 
 def restore_shards(checkpoint: Checkpoint, sharded: ShardedModel, step: ShardedOptimizer | None) -> None:
-    """Takes over the values and, with a ``step``, the optimizer's state. Collective. Raises CheckpointError,
-    the same on every rank; then some values are new and some are old.
+    """Load the values and, with a ``step``, the optimizer's state. Collective. Raises CheckpointError on
+    every rank; then some values are new and some are old.
     """
     comm, units = sharded.comm, sharded.units
 
@@ -97,5 +97,5 @@ def restore_shards(checkpoint: Checkpoint, sharded: ShardedModel, step: ShardedO
 
 
 def decoded(checkpoint: Checkpoint, file: str, value: Any) -> Any:
-    """Decodes an entry of the manifest with its tensors, which are in ``file``. Raises CheckpointError."""
+    """Decode an entry of the manifest with its tensors, which are in ``file``. Raises CheckpointError."""
     return decode(value, lambda name: checkpoint.file(file).read_whole(name))

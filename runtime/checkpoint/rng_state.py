@@ -10,7 +10,7 @@ import torch
 
 
 def capture(device: torch.device) -> dict[str, Any]:
-    """Returns the state of Python's, numpy's (where it is in use) and torch's generators, of the CPU and of
+    """Return the state of Python's, numpy's (where it is in use) and torch's generators, of the CPU and of
     ``device``: plain values and tensors.
     """
     version, words, gauss = random.getstate()
@@ -27,7 +27,7 @@ def capture(device: torch.device) -> dict[str, Any]:
 
 
 def restore(state: dict[str, Any], device: torch.device) -> None:
-    """Restores what :func:`capture` has returned, as far as this process has such generators."""
+    """Restore what :func:`capture` has returned, as far as this process has such generators."""
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words.tolist()), gauss))
     torch.set_rng_state(state["torch"])

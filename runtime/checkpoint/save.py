@@ -1,4 +1,4 @@
-"""Writing a checkpoint: every rank its own shards, whole or not at all."""
+"""Writes a checkpoint: every rank its shards, whole or not at all."""
 
 from __future__ import annotations
 
@@ -29,32 +29,32 @@ from .snapshot import Snapshot
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """What is saved."""
+    """Holds what is saved."""
 
     sharded: ShardedModel
     slices: Sequence[ShardSlice]
     state: State
     optimizer: str
-    """Its class."""
+    """Name of the optimizer's class."""
     facts: Mapping[str, Any]
-    """Entries of the manifest: counters, config, the caller's own; JSON."""
+    """Entries of the manifest: counters, config, the caller's client_state; JSON."""
     tensors: Mapping[str, Tensor]
-    """Of the facts; the same on every rank."""
+    """Tensors of ``facts``; equal on every rank."""
     rank_facts: Any
-    """Of this rank alone, JSON."""
+    """Entries of this rank alone, JSON."""
     rank_tensors: Mapping[str, Tensor]
 
 
 def rank_file(rank: int) -> str:
-    """Name of one rank's file of tensors."""
+    """Return the name of one rank's file of tensors."""
     return f"rank_{rank:05d}.safetensors"
 
 
 class Save:
-    """One save. :meth:`begin` takes what changes with the next step, :meth:`finish` may run beside training.
+    """Runs one save. :meth:`begin` takes what changes with the next step, :meth:`finish` may run beside
+    training.
 
-    Both are collective, and raise CheckpointError, the same on every rank; what was there before stays as it
-    was then.
+    Both are collective, and raise CheckpointError on every rank; the former checkpoints stay unchanged then.
     """
 
     def __init__(self, source: Source, target: SaveTarget, link: HostLink) -> None:
@@ -70,7 +70,7 @@ class Save:
 
     @staticmethod
     def resident_bytes(source: Source, target: SaveTarget) -> int:
-        """What a snapshot of it takes."""
+        """Return the bytes that a snapshot takes."""
         return sum(block.nbytes for block in _blocks(source, target) if block.resident)
 
     def begin(self, snapshot: Snapshot | None) -> None:
@@ -142,7 +142,7 @@ class Save:
                     self._writer.write(f"{block.prefix}.{kind}", piece)
 
     def finish(self, exchange: Exchange) -> Path:
-        """Write the rest, and put the whole in its place; returns the checkpoint's folder."""
+        """Write the rest, put the whole in its place, and return the checkpoint's folder."""
         rank, target = self._comm.rank, self._target
         try:
             parts = all_or_none(exchange, rank, self._finish)
@@ -212,8 +212,9 @@ def _blocks(source: Source, target: SaveTarget) -> list[ShardBlock]:
 
 
 def _owned(unit: Unit, rank: int, target: SaveTarget) -> tuple[int, int]:
-    """The range of the flat buffer that this rank writes: its shard. What every rank has whole is written in
-    equal parts, or wholly by the first rank of each node where nodes have folders of their own.
+    """Return the range of the flat buffer that this rank writes: its shard. A buffer that every rank has
+    whole is written in equal parts, or wholly by the first rank of each node where nodes have separate
+    folders.
     """
     whole = unit.stop - unit.start == unit.numel
     if whole and target.host is not None:
@@ -222,7 +223,7 @@ def _owned(unit: Unit, rank: int, target: SaveTarget) -> tuple[int, int]:
 
 
 def _describe_all(source: Source, blocks: Sequence[ShardBlock], rank: int) -> dict[str, Any]:
-    """The parts of parameters that lie in the blocks, by name."""
+    """List the parts of parameters that lie in the blocks, by name."""
     found: dict[str, Any] = {}
     for unit in source.sharded.units if rank == 0 else ():
         for index, slot in enumerate(unit.layout.slots):
@@ -262,7 +263,7 @@ def _entry(unit: Unit, index: int, what: Description, slices: list[Any]) -> dict
 
 
 def _tied(sharded: ShardedModel) -> dict[str, str]:
-    """Further names of parameters that have several."""
+    """Return the further names of parameters that have several, each with its first name."""
     first: dict[int, str] = {}
     found: dict[str, str] = {}
     for name, parameter in sharded.module.named_parameters(remove_duplicate=False):

@@ -20,10 +20,10 @@ T = TypeVar("T")
 def choose_target(
     comm: Comm, folder: Path, tag: str, *, node_local: bool, validation: str
 ) -> tuple[str, str]:
-    """Checks that all ranks save to one folder; returns rank 0's save id and tag.
+    """Check that all ranks save to one folder; return rank 0's save id and tag.
 
     Of tags that differ, the ``validation`` "Warn" and "Ignore" take rank 0's; "Fail" is an error. Raises
-    CheckpointError, the same on every rank.
+    CheckpointError on every rank.
     """
     places = comm.exchange((str(folder), tag, new_owner()))
     for rank, (other, _, _) in enumerate(places):
@@ -52,7 +52,7 @@ def _check_tags(tags: Sequence[str], validation: str, *, is_first: bool) -> None
 
 
 def open_chosen(comm: Comm, folder: Path, tag: str | None, *, node_local: bool) -> Checkpoint | None:
-    """Opens one checkpoint on every rank: the named one, for "auto" the newest whole one, for None what
+    """Open one checkpoint on every rank: the named one, for "auto" the newest whole one, for None what
     ``latest`` names. Returns None if there is none. Collective. Raises CheckpointError, RankMismatchError.
     """
     tags = comm.exchange(tag)
@@ -85,7 +85,7 @@ def open_chosen(comm: Comm, folder: Path, tag: str | None, *, node_local: bool) 
 
 
 def _newest_whole(comm: Comm, folder: Path, *, node_local: bool) -> Path | None:
-    """Finds the newest checkpoint that is whole wherever it is. Collective."""
+    """Find the newest checkpoint that is whole wherever it is. Collective."""
     names = all_or_none(comm.exchange, comm.rank, lambda: [path.name for path in candidates(folder)])[0]
     first = ""
     for name in names:
@@ -110,7 +110,7 @@ def _newest_whole(comm: Comm, folder: Path, *, node_local: bool) -> Path | None:
 
 
 def with_advice(path: Path, action: Callable[[], T]) -> T:
-    """Calls ``action``; adds to its CheckpointError what could be loaded instead of the one at ``path``."""
+    """Call ``action``; add to its CheckpointError what could be loaded instead of the one at ``path``."""
     try:
         return action()
     except CheckpointError as error:

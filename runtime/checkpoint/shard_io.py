@@ -26,8 +26,8 @@ AS_MASTER = "master"
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """What an optimizer keeps for a parameter: the tensors of its size by name, with their dtypes (AS_MASTER
-    where that is the master's), and the other entries as JSON.
+    """Describes what an optimizer keeps for a parameter: the tensors of its size by name, with their dtypes
+    (AS_MASTER where that is the master's), and the other entries as JSON.
     """
 
     tensors: tuple[tuple[str, str], ...] = ()
@@ -70,7 +70,7 @@ def _is_whole(part: ShardSlice) -> bool:
 
 
 def persistent(sharded: ShardedModel) -> dict[str, Tensor]:
-    """What every rank has whole and belongs to the state: persistent buffers, and parameters of integers."""
+    """Return the state that every rank has whole: persistent buffers, and parameters of integers."""
     found: dict[str, Tensor] = {}
     for prefix, module in sharded.module.named_modules(remove_duplicate=False):
         for name, buffer in module._buffers.items():
@@ -99,10 +99,10 @@ class ShardBlock:
     kinds: dict[str, torch.dtype]
     """VALUE and the states, in the order of the file."""
     resident: bool
-    """In memory, not on disk."""
+    """Whether the elements are in memory, not on disk."""
     slices: Sequence[Described]
     open: Callable[[], Any]
-    """A context that gives for every kind its consecutive flat pieces, on any device."""
+    """Opens a context that gives for every kind its consecutive flat pieces, on any device."""
 
     @property
     def nbytes(self) -> int:
@@ -113,8 +113,8 @@ class ShardBlock:
 def blocks_of(
     unit: Unit, prefix: str, slices: Sequence[Described], state: State, low: int, high: int
 ) -> list[ShardBlock]:
-    """List what a rank writes of a unit: the elements ``low`` to ``high`` of its flat buffer, which it has.
-    What is on disk makes one block for each tile.
+    """List the blocks that a rank writes of a unit: the elements ``low`` to ``high`` of its flat buffer,
+    which it has. What is on disk makes one block for each tile.
     """
     store = unit.store
     if store is None:
@@ -167,7 +167,7 @@ def _read_frozen(unit: Unit, low: int, high: int) -> Iterator[dict[str, list[Ten
 def _read(
     unit: Unit, tile: Range, slices: Sequence[ShardSlice], state: State, kinds: Mapping[str, torch.dtype]
 ) -> Iterator[dict[str, list[Tensor]]]:
-    """Give the pieces of a tile: of each kind the slices' parts, with zeros between them."""
+    """Yield the pieces of a tile: of each kind the slices' parts, with zeros between them."""
     assert unit.store is not None
     with open_tiles([(unit.store, tile, None)], Access.READ) as tiles:
         for _, _, view in tiles:
@@ -190,8 +190,8 @@ def _read(
 # -- in
 
 Fill = Callable[[Tensor, int, str], None]
-"""``fill(target, first, kind)``: overwrite those elements of ``target``, which are the unit's from ``first``
-on, that are to be loaded.
+"""Overwrites, as ``fill(target, first, kind)``, those elements of ``target``, which are the unit's from
+``first`` on, that are to be loaded.
 """
 
 

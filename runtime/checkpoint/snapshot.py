@@ -1,4 +1,4 @@
-"""A copy in host memory of what a save still has to write, so that training can go on."""
+"""Copies to host memory what a save still has to write, so that training can go on."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ _SEGMENT_BYTES = 256 << 20
 
 
 class Snapshot:
-    """Flat tensors by name. The memory, page-locked where there is a GPU, is kept for the next snapshot.
+    """Holds flat tensors by name. The memory, page-locked where there is a GPU, is kept for the next
+    snapshot.
 
-    What is on a GPU is copied on a stream of its own: the host waits for it only in :meth:`arrived`.
+    Tensors on a GPU are copied on a separate stream: the host waits for it only in :meth:`arrived`.
     """
 
     def __init__(self, link: HostLink) -> None:
@@ -26,11 +27,11 @@ class Snapshot:
         self._segment_bytes = _SEGMENT_BYTES
         self._tensors: dict[tuple[str, str], list[Tensor]] = {}
         self._last: Pending = DONE
-        """The copy that was started last; they end in their order."""
+        """The copy that was started last; copies end in their order."""
 
     @property
     def held_bytes(self) -> int:
-        """Memory that it holds."""
+        """Return the bytes of memory that the snapshot holds."""
         return sum(segment.numel() for segment in self._segments)
 
     def reserve(self, nbytes: int) -> None:
@@ -43,7 +44,7 @@ class Snapshot:
             self._segments[-1].zero_()
 
     def begin(self, nbytes: int) -> None:
-        """Forget the former content; its memory is used again. About ``nbytes`` will come."""
+        """Forget the former content and use its memory again. About ``nbytes`` will come."""
         self._segment_bytes = min(_SEGMENT_BYTES, nbytes + PAGE_BYTES)
         self._tensors.clear()
         self._current = self._filled = 0
@@ -73,7 +74,7 @@ class Snapshot:
         return copies
 
     def _room(self) -> Tensor:
-        """What is left of the present segment."""
+        """Return what is left of the present segment."""
         if self._segments and self._filled + PAGE_BYTES > self._segments[self._current].numel():
             self._current, self._filled = self._current + 1, 0
         if self._current == len(self._segments):
@@ -89,11 +90,11 @@ class Snapshot:
         self._last = DONE
 
     def parts(self, prefix: str, kind: str) -> Sequence[Tensor]:
-        """A tensor's consecutive pieces."""
+        """Return a tensor's consecutive pieces."""
         return self._tensors[prefix, kind]
 
     def close(self) -> None:
-        """Give the memory back, once it has arrived."""
+        """Give the memory back, once all copies have arrived."""
         self.arrived()
         self._tensors.clear()
         for segment in self._segments:

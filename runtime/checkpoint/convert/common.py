@@ -1,4 +1,4 @@
-"""What checkpoints of others are read into."""
+"""Describes checkpoints of other programs as they are read, before they are written in our format."""
 
 from __future__ import annotations
 
@@ -14,37 +14,37 @@ from torch import Tensor
 from ..format.tensor_file import CheckpointError
 
 Pieces = Callable[[], Iterator[Tensor]]
-"""Flat tensors that follow one another."""
+"""Gives flat tensors that follow one another."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Foreign:
-    """One parameter."""
+    """Holds one parameter."""
 
     dtype: torch.dtype
-    """What the model computed in."""
+    """The dtype that the model computed in."""
     shape: tuple[int, ...]
     trainable: bool = True
     group: int = 0
     contents: Mapping[str, tuple[torch.dtype, Pieces]]
     """VALUE and the optimizer's tensors, each of the parameter's size."""
     scalars: Mapping[str, Any] = field(default_factory=dict)
-    """What else the optimizer keeps for it, as [dtype or "", value]."""
+    """Further entries that the optimizer keeps for the parameter, as [dtype or "", value]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForeignCheckpoint:
-    """All of it. Floating tensors that may be buffers count as parameters."""
+    """Holds a whole checkpoint. Floating tensors that may be buffers count as parameters."""
 
     parameters: Mapping[str, Foreign]
     buffers: Mapping[str, Tensor]
     tied: Mapping[str, str]
     facts: Mapping[str, Any]
-    """As in our manifest, not encoded: engine, optimizer, scheduler, loss_scaler, client_state, stage."""
+    """The manifest's entries, not encoded: engine, optimizer, scheduler, loss_scaler, client_state, stage."""
 
 
 def load_torch(path: Path, allowed: Sequence[Any] = ()) -> Any:
-    """A torch file, mapped, on the CPU, without running code of its own. Raises CheckpointError."""
+    """Read a torch file, mapped, on the CPU, without running code from it. Raises CheckpointError."""
     try:
         with torch.serialization.safe_globals(list(allowed)):
             return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
@@ -61,6 +61,6 @@ def load_torch(path: Path, allowed: Sequence[Any] = ()) -> Any:
 
 
 def _unknown(text: str) -> str:
-    """The part of torch's message that names the class."""
+    """Return the part of torch's message that names the class."""
     start = text.find("GLOBAL")
     return " ".join(text[start:].split()[:2])

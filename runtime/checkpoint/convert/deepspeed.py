@@ -1,4 +1,4 @@
-"""Reading what DeepSpeed's engine.save_checkpoint has written (layout seen in 0.19; the files are pickled).
+"""Reads what DeepSpeed's engine.save_checkpoint has written (layout of version 0.19; the files are pickled).
 
 Stages 1 and 2: each rank has an equal part of a flat vector for every parameter group, in which the group's
 parameters follow one another; the end of the last part is padding. Stage 3: every parameter is cut into equal
@@ -29,7 +29,7 @@ _OURS = {
 
 
 def _inert(path: str) -> type[Any]:
-    """A class that stands for one of DeepSpeed's and holds what was pickled, but does nothing."""
+    """Make a class that stands for one of DeepSpeed's and holds what was pickled, but does nothing."""
     module, _, name = path.rpartition(".")
 
     def __init__(self: Any, value: Any = None) -> None:
@@ -50,7 +50,7 @@ _ALLOWED = [
 
 
 def find_deepspeed(path: Path, tag: str | None) -> Path | None:
-    """The folder with DeepSpeed's files that ``path`` and ``tag`` mean; None if there is none. Raises
+    """Return the folder with DeepSpeed's files that ``path`` and ``tag`` mean; None if there is none. Raises
     CheckpointError for a tag that is not there.
     """
     if tag is None and (path / LATEST).is_file():
@@ -62,7 +62,7 @@ def find_deepspeed(path: Path, tag: str | None) -> Path | None:
 
 
 def read_deepspeed(folder: Path) -> ForeignCheckpoint:
-    """Raises CheckpointError for missing parts, model parallelism, experts and state on NVMe."""
+    """Read the files. Raises CheckpointError for missing parts, model parallelism, experts, state on NVMe."""
     models = _by_rank(folder, "_model_states.pt")
     optims = _by_rank(folder, "_optim_states.pt")
     for pattern, what in (
@@ -164,7 +164,7 @@ def _groups(inner: Any) -> list[dict[str, Any]]:
 
 
 def _scaler(scaler: Any) -> dict[str, Any] | None:
-    """Our loss scaler's state from a DynamicLossScaler's."""
+    """Convert a DynamicLossScaler's state to our loss scaler's."""
     if not hasattr(scaler, "last_overflow_iter"):
         return None
     return {
@@ -181,7 +181,7 @@ def _buffers(model: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def _weights_alone(model: Mapping[str, Any]) -> ForeignCheckpoint:
-    """Stage 0: the optimizer's state there names no parameters, so the weights are all that is taken."""
+    """Read a checkpoint of stage 0 without the optimizer's state, which names no parameters there."""
     buffers = _buffers(model)
     module = {name: value for name, value in model["module"].items() if name not in buffers}
     tied: dict[str, str] = dict(model.get("shared_params") or {})
@@ -215,7 +215,7 @@ def _frozen(model: Mapping[str, Any], parts: Sequence[Mapping[str, Tensor]]) -> 
 
 
 def _others(model: Mapping[str, Any], known: Set[str]) -> dict[str, Foreign]:
-    """Parameters that only the module's own state has: stage 1 does not list frozen ones."""
+    """Read the parameters that only the module's state has: stage 1 does not list frozen ones."""
     found: dict[str, Foreign] = {}
     for name, tensor in model["module"].items():
         if name in known or name in model["buffer_names"] or not tensor.numel():
@@ -235,7 +235,7 @@ def _pieces(tensors: Sequence[Tensor]) -> Pieces:
 
 
 def _cut(parts: Sequence[Tensor], numel: int) -> list[Tensor]:
-    """The first ``numel`` elements of what follows one another."""
+    """Return the first ``numel`` elements of consecutive tensors."""
     found: list[Tensor] = []
     for part in parts:
         take = min(part.numel(), numel)
@@ -246,7 +246,7 @@ def _cut(parts: Sequence[Tensor], numel: int) -> list[Tensor]:
 
 
 def _between(parts: Sequence[Tensor], start: int, stop: int) -> list[Tensor]:
-    """Elements ``start`` to ``stop`` of what follows one another."""
+    """Return elements ``start`` to ``stop`` of consecutive tensors."""
     found: list[Tensor] = []
     at = 0
     for part in parts:
@@ -258,7 +258,7 @@ def _between(parts: Sequence[Tensor], start: int, stop: int) -> list[Tensor]:
 
 
 def _kept(entry: Mapping[str, Any], numel: int) -> tuple[list[str], dict[str, Any]]:
-    """Names of the tensors that the optimizer keeps for each element of a flat vector, and the rest."""
+    """Return the names of tensors that the optimizer keeps for each element of a vector, and the rest."""
     tensors = [
         k for k, v in entry.items() if isinstance(v, Tensor) and v.dim() == 1 and v.numel() >= numel > 1
     ]
@@ -267,13 +267,13 @@ def _kept(entry: Mapping[str, Any], numel: int) -> tuple[list[str], dict[str, An
         if isinstance(value, Tensor) and value.numel() == 1 and key not in tensors:
             scalars[key] = [NAMES[value.dtype], value.item()]
         elif isinstance(value, (int, float)) and not isinstance(value, bool):
-            # torch's optimizers count in tensors now; DeepSpeed's own count in plain numbers
+            # torch's optimizers count in tensors now; DeepSpeed's optimizers count in plain numbers
             scalars[key] = ["F32", float(value)] if key == "step" else ["", value]
     return tensors, scalars
 
 
 def _with_step(scalars: dict[str, Any], inner: Mapping[str, Any]) -> dict[str, Any]:
-    """Optimizers that count in their groups, not for each parameter."""
+    """Add the step of an optimizer that counts in its groups, not for each parameter."""
     step = next((group["step"] for group in inner.get("param_groups", []) if "step" in group), None)
     if step is None or "step" in scalars:
         return scalars

@@ -1,4 +1,4 @@
-"""Weights alone: torch files, safetensors, Hugging Face folders."""
+"""Reads weights without other state: torch files, safetensors, Hugging Face folders."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NESTED = ("state_dict", "model_state_dict", "model", "module")
 
 
 def find_plain(folder: Path) -> list[Path]:
-    """The files of weights of a folder. Raises CheckpointError if there are none."""
+    """Find the files of weights in a folder. Raises CheckpointError if there are none."""
     for name in _INDEXES:
         if (folder / name).exists():
             try:

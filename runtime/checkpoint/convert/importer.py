@@ -1,4 +1,4 @@
-"""Checkpoints of others made into one of ours."""
+"""Converts checkpoints of other programs into ours."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from .huggingface import find_plain, read_plain
 
 
 def read_foreign(source: str | os.PathLike[str], tag: str | None = None) -> ForeignCheckpoint:
-    """Find out what ``source`` is, and read it. Raises CheckpointError for what is none of it."""
+    """Find out which program wrote ``source``, and read it. Raises CheckpointError for an unknown format."""
     path = Path(source)
     if not path.exists():
         raise CheckpointError(f"{path}: no such file or folder")
@@ -48,8 +48,8 @@ def read_foreign(source: str | os.PathLike[str], tag: str | None = None) -> Fore
 def write_foreign(
     checkpoint: ForeignCheckpoint, folder: str | os.PathLike[str], tag: str = "imported", rank: int = 0
 ) -> Path:
-    """Write it as ``folder/tag``, whole or not at all, and make it the latest; returns the path. Raises
-    CheckpointError, OSError.
+    """Write a checkpoint as ``folder/tag``, whole or not at all, make it the latest, and return the path.
+    Raises CheckpointError, OSError.
     """
     folder = Path(os.path.abspath(folder))
     check_tag(tag)

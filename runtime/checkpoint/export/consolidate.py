@@ -1,4 +1,4 @@
-"""The weights of a whole model in one file that plain torch can read."""
+"""Collects the weights of a whole model in one file that plain torch can read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ...zero.hooks import ShardedModel
 
 
 def consolidated_state_dict(model: ShardedModel, *, exclude_frozen: bool = False) -> dict[str, Tensor]:
-    """Every parameter and persistent buffer by name, on the CPU; only rank 0 gets it, the others an empty
+    """Collect every parameter and persistent buffer by name, on the CPU; ranks other than 0 get an empty
     dict.
 
     Collective. One block is gathered at a time. Parameters that are one tensor under two names (tied weights)
@@ -50,8 +50,8 @@ def save_weights(model: ShardedModel, directory: str, filename: str, *, exclude_
     """Write ``directory/filename`` on rank 0; ``.safetensors`` names get that format, others
     ``torch.save``'s.
 
-    The file appears whole or not at all. Collective; a failure to write raises the same OSError text on every
-    rank.
+    The file appears whole or not at all. Collective; a failure to write raises OSError, with one text on all
+    ranks.
     """
     state = consolidated_state_dict(model, exclude_frozen=exclude_frozen)
     path = Path(directory) / filename
@@ -60,7 +60,7 @@ def save_weights(model: ShardedModel, directory: str, filename: str, *, exclude_
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             _write(state, path)
-        except Exception as error:  # torch and safetensors have errors of their own for a full disk
+        except Exception as error:  # torch and safetensors raise different errors for a full disk
             problem = f"cannot write {path}: {str(error).partition(chr(10))[0]}"
     problem = model.comm.exchange(problem)[0]
     if problem:

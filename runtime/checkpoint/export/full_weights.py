@@ -49,7 +49,7 @@ def export(
     kind: str = "safetensors",
     exclude_frozen: bool = False,
 ) -> list[Path]:
-    """Write the weights to the folder ``out`` as Hugging Face reads them; returns the files.
+    """Write the weights to the folder ``out`` as Hugging Face reads them, and return the files.
 
     ``kind`` is "safetensors" (``model.safetensors``) or "bin" (``pytorch_model.bin``); what is larger than
     ``max_shard_bytes`` is split, with an index. Floating tensors are cast to ``dtype``. Memory: some 40 MiB,
@@ -210,7 +210,7 @@ def _to_bin(path: Path, tied: Mapping[str, str]) -> None:
 
 
 def parse_size(text: str) -> int:
-    """``"5GB"``, ``"500MiB"`` or a number of bytes. Raises ValueError."""
+    """Read ``"5GB"``, ``"500MiB"`` or a number of bytes. Raises ValueError."""
     units = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30}
     found = re.fullmatch(r"\s*([0-9.]+)\s*([KMGT]I?)?B?\s*", text.upper())
     if not found or found[1].count(".") > 1 or (found[2] or "") not in units or float(found[1]) <= 0:
@@ -234,7 +234,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
     exclude_frozen_parameters: bool = False,
     lazy_mode: bool = False,
 ) -> dict[str, Tensor]:
-    """The whole model's weights on the CPU, floating ones in fp32; tied weights are one tensor.
+    """Return the whole model's weights on the CPU, floating ones in fp32; tied weights are one tensor.
 
     ``lazy_mode`` is accepted. For a model larger than memory use :func:`export`. Raises CheckpointError.
     """
@@ -265,7 +265,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
 ) -> None:
-    """As :func:`export` does, in fp32. Raises CheckpointError, OSError, ValueError."""
+    """Export as :func:`export` does, in fp32. Raises CheckpointError, OSError, ValueError."""
     limit = parse_size(str(max_shard_size)) if max_shard_size is not None else sys.maxsize
     export(
         _open(checkpoint_dir, tag),
@@ -277,7 +277,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line of this file."""
+    """Run the command line of this file, and return its exit code."""
     parser = argparse.ArgumentParser(description="Write the weights of a zlaunch checkpoint to a folder.")
     parser.add_argument("checkpoint_dir", help="the folder with `latest` in it, or one checkpoint's own")
     parser.add_argument("output_dir")

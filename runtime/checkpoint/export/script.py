@@ -1,4 +1,4 @@
-"""``zero_to_fp32.py``, which lies beside every checkpoint: the modules that read and export, in one file."""
+"""Builds ``zero_to_fp32.py``, which lies beside every checkpoint, from the modules that read and export."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NAME = "zero_to_fp32.py"
 
 @cache
 def text() -> str:
-    """The script: needs torch, and neither zlaunch nor the safetensors package."""
+    """Return the script: it needs torch, and neither zlaunch nor the safetensors package."""
     sources = [inspect.getsource(module) for module in (errors, tensor_file, manifest, full_weights)]
     usage = ast.get_docstring(ast.parse(sources[-1]))
     head = f'#!/usr/bin/env python3\n"""{usage}\n"""\n\nfrom __future__ import annotations\n'
@@ -23,7 +23,7 @@ def text() -> str:
 
 
 def _without_relative_imports(source: str) -> str:
-    """A module below its docstring, without imports of its neighbours and of ``__future__``."""
+    """Return a module below its docstring, without imports of its neighbours and of ``__future__``."""
     dropped: set[int] = set()
     for index, node in enumerate(ast.parse(source).body):
         own = isinstance(node, ast.ImportFrom) and (node.level > 0 or node.module == "__future__")

@@ -1,4 +1,4 @@
-"""The folder that checkpoints are in: written beside it, renamed into it, named by ``latest``, pruned."""
+"""Puts checkpoints into their folder: written beside it, renamed into it, named by ``latest``, pruned."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from .manifest import LATEST, MANIFEST, WHOLE, candidates, checksum, is_checkpoi
 from .tensor_file import CheckpointError
 
 _STALE_S = 3600.0
-"""A temporary folder in which nothing has been written for so long is a dead process's."""
+"""A temporary folder in which nothing was written for longer was left by a process that is dead."""
 _DEAD_S = 5.0
-"""The same where its process is known to be gone from this host."""
+"""The time after which this holds where the process is known to have ended on this host."""
 _TEMPORARY = re.compile(r"\..+\.(?P<host>[^/]+)-(?P<space>\d+)-(?P<pid>\d+)-\d+\.tmp")
 _DELETED = re.compile(r"\..+\.zlaunch-deleted")
 _turn = threading.Lock()
@@ -32,7 +32,7 @@ _turn = threading.Lock()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveTarget:
-    """Where to, and how."""
+    """Says where a save goes, and how."""
 
     folder: Path
     tag: str
@@ -40,11 +40,11 @@ class SaveTarget:
     save_latest: bool = True
     keep_last: int | None = None
     leader: bool
-    """This rank writes the manifest: rank 0, or each node's first where nodes have folders of their own."""
+    """Whether this rank writes the manifest: rank 0, or each node's first if nodes have separate folders."""
     owner: str
-    """Names this save; rank 0's :func:`new_owner`."""
+    """Name of this save: rank 0's :func:`new_owner`."""
     host: str | None = None
-    """The name of this node, where nodes have folders of their own."""
+    """Name of this node, where nodes have separate folders."""
 
     @property
     def temporary(self) -> Path:
@@ -52,12 +52,12 @@ class SaveTarget:
 
 
 def absolute(folder: str | os.PathLike[str]) -> Path:
-    """A folder as users write them, ``~`` included."""
+    """Make a folder's path absolute, ``~`` included."""
     return Path(os.path.abspath(os.path.expanduser(folder)))
 
 
 def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
-    """The manifest with its checksum. Raises OSError."""
+    """Write the manifest with its checksum. Raises OSError."""
     manifest = json.loads(json.dumps({"crc32": 0, **manifest}))
     manifest["crc32"] = checksum(manifest)
     with open(folder / MANIFEST, "x", encoding="utf-8") as file:
@@ -94,14 +94,14 @@ def _alone_in(folder: Path) -> Iterator[None]:
             try:
                 yield
             finally:
-                with suppress(OSError):  # said aloud: a process forked meanwhile has the descriptor, too
+                with suppress(OSError):  # explicitly: a process forked meanwhile has the descriptor, too
                     fcntl.flock(fd, fcntl.LOCK_UN)
     finally:
         os.close(fd)
 
 
 def _remove_aside(old: Path, final: Path) -> None:
-    """Remove what was put aside; what somebody has put beside that checkpoint goes to the present one."""
+    """Remove what was put aside; files that others have put beside that checkpoint go to the present one."""
     for entry in list(old.iterdir()) if old.is_dir() else ():
         if not _is_ours(entry) and not (final / entry.name).exists():
             os.rename(entry, final / entry.name)
@@ -109,7 +109,7 @@ def _remove_aside(old: Path, final: Path) -> None:
 
 
 def check_tag(tag: str) -> None:
-    """Raises CheckpointError for a tag that cannot be a checkpoint's name."""
+    """Raise CheckpointError for a tag that cannot be a checkpoint's name."""
     plain = tag and tag == tag.strip() and not any(part in tag for part in ("/", "\0"))
     if not plain or tag.startswith(".") or tag in (LATEST, "auto"):
         raise CheckpointError(
@@ -127,13 +127,13 @@ def prepare(target: SaveTarget) -> None:
         raise CheckpointError(f"{final}: is there and is no checkpoint: take another tag, or remove it")
     for left in [entry for entry in target.folder.iterdir() if entry.is_dir()]:
         if (_TEMPORARY.fullmatch(left.name) or _DELETED.fullmatch(left.name)) and left != target.temporary:
-            with suppress(FileNotFoundError):  # somebody else cleans, too
+            with suppress(FileNotFoundError):  # another process cleans, too
                 _remove_left(left)
     target.temporary.mkdir()
 
 
 def _remove_left(left: Path) -> None:
-    """Remove what a process that is gone has left, if it is only that."""
+    """Remove what a process that is gone has left, unless there are other files."""
     if any(not _is_ours(entry) for entry in left.iterdir()):
         return
     if _DELETED.fullmatch(left.name) or _idle_s(left) > (_DEAD_S if _is_gone(left.name) else _STALE_S):
@@ -150,7 +150,7 @@ _numbers = itertools.count()
 
 
 def new_owner() -> str:
-    """A name for one save of this process: host, its space of process ids, process, a number."""
+    """Make a name for one save of this process: host, its space of process ids, process, a number."""
     try:
         space = os.stat("/proc/self/ns/pid").st_ino
     except OSError:
@@ -159,7 +159,7 @@ def new_owner() -> str:
 
 
 def _is_gone(name: str) -> bool:
-    """Whether a temporary folder's process was one of this host and has ended."""
+    """Tell whether a temporary folder's process was one of this host and has ended."""
     found = _TEMPORARY.fullmatch(name)
     here = _TEMPORARY.fullmatch(f".x.{new_owner()}.tmp")
     if not found or not here or found["host"] != here["host"] or found["space"] != here["space"]:
@@ -185,13 +185,13 @@ def point_to(target: SaveTarget) -> None:
     if not path.is_file() or path.read_bytes() != content:
         replace_file(path, content)
         mode = path.stat().st_mode
-        os.chmod(path, mode | (mode & 0o444) >> 2)  # whoever may read it may run it
+        os.chmod(path, mode | (mode & 0o444) >> 2)  # users who may read it may run it
     sync_folder(target.folder)
 
 
 def replace_file(path: Path, content: bytes) -> None:
     """Write a small file so that it has the old content or the new. Raises OSError."""
-    # each with a name of its own: several engines may save into one folder at the same time
+    # under a separate name: several engines may save into one folder at one time
     temporary = path.with_name(f".{path.name}.{new_owner()}.new")
     for left in path.parent.glob(f".{path.name}.*.new"):
         if _is_gone(f"{left.name.removesuffix('.new')}.tmp"):
@@ -207,8 +207,8 @@ def replace_file(path: Path, content: bytes) -> None:
 
 
 def prune(target: SaveTarget) -> None:
-    """Keep only the newest of the tags that are numbered like this one; never what ``latest`` names. What is
-    in such a folder besides the checkpoint stays.
+    """Keep only the newest of the tags that are numbered like this one, and what ``latest`` names. Other
+    files in the folder of a removed checkpoint stay.
     """
     assert target.keep_last is not None
     try:

@@ -1,4 +1,4 @@
-"""Plain values and tensors as JSON beside safetensors: what a checkpoint holds besides weights."""
+"""Writes plain values and tensors as JSON beside safetensors: what a checkpoint holds besides weights."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _MARKS = ("__tensor__", "__tuple__", "__items__", "__float__", "__counter__")
 
 
 def encode(value: Any, tensors: dict[str, Tensor], where: str) -> Any:
-    """JSON for ``value``; its tensors are put into ``tensors``, under names that begin with ``where``.
+    """Encode ``value`` as JSON; its tensors are put into ``tensors``, under names that begin with ``where``.
 
-    Taken are None, bool, int, float, str, tensors, and lists, tuples and dicts of them. Raises
+    It may hold None, bool, int, float, str, tensors, and lists, tuples and dicts of them. Raises
     CheckpointError, naming the place inside, for anything else.
     """
     return _encode(value, tensors, where, where)
@@ -69,7 +69,7 @@ def _advice(value: Any) -> str:
 
 
 def decode(value: Any, tensor: Callable[[str], Tensor]) -> Any:
-    """The inverse of :func:`encode`; ``tensor`` brings one by name."""
+    """Decode what :func:`encode` has returned; ``tensor`` returns a tensor by name."""
     if isinstance(value, list):
         return [decode(item, tensor) for item in value]
     if not isinstance(value, dict):

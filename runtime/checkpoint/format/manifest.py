@@ -1,4 +1,4 @@
-"""Checkpoints as they lie in folders: the manifest, what it says lies where, and which there are.
+"""Reads checkpoints: their manifest, what it says lies where, and which checkpoints a folder has.
 
 A checkpoint is ``FOLDER/TAG/`` with ``manifest.json`` and safetensors files; ``FOLDER/latest`` names the
 newest. The manifest says for every parameter which pieces of it lie where (``slices``), and has the files'
@@ -26,13 +26,13 @@ from .tensor_file import DTYPES, CheckpointError, File
 FORMAT, VERSION = "zlaunch checkpoint", 1
 MANIFEST, LATEST, WHOLE = "manifest.json", "latest", "whole.safetensors"
 VALUE = "value"
-"""What a slice holds of a parameter: its (fp32) value, or a state of the optimizer by name."""
+"""The kind of a slice that holds a parameter's (fp32) value; other kinds are states of the optimizer."""
 _OPEN_FILES = 64
-"""A checkpoint of many ranks has many."""
+"""The most files kept open: a checkpoint of many ranks has many."""
 
 
 class Checkpoint:
-    """``FOLDER/TAG``. Raises CheckpointError for one that is missing, of another version, or damaged."""
+    """Reads ``FOLDER/TAG``. Raises CheckpointError if it is missing, of another version, or damaged."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
@@ -42,7 +42,7 @@ class Checkpoint:
         self._files: dict[str, File] = {}
 
     def file(self, name: str) -> File:
-        """One of its files, opened once. Raises CheckpointError."""
+        """Open one of the checkpoint's files, once. Raises CheckpointError."""
         if name not in self._files:
             entry = self.manifest["files"].get(name)
             if entry is None:
@@ -62,14 +62,14 @@ class Checkpoint:
         )
 
     def close(self) -> None:
-        """Close its files."""
+        """Close the files."""
         for file in self._files.values():
             file.close()
         self._files.clear()
 
     def verify(self) -> int:
-        """Read every byte that is here (not what other nodes keep); returns how many. Raises CheckpointError
-        for the first damage.
+        """Read every byte that is here (not what other nodes keep), and return how many. Raises
+        CheckpointError for the first damage.
         """
         nbytes = 0
         for name, entry in self.manifest["files"].items():
@@ -107,7 +107,7 @@ class Checkpoint:
             )
 
     def weights(self, *, exclude_frozen: bool = False) -> Iterator[tuple[str, torch.dtype, tuple[int, ...]]]:
-        """Every parameter and persistent buffer: name, dtype and shape."""
+        """Yield every parameter and persistent buffer: name, dtype and shape."""
         for name, entry in self.parameters.items():
             if entry["trainable"] or not exclude_frozen:
                 yield name, DTYPES[entry["dtype"]], tuple(entry["shape"])
@@ -128,13 +128,13 @@ def _without(span: tuple[int, int], low: int, high: int) -> list[tuple[int, int]
 
 
 def checksum(manifest: Mapping[str, Any]) -> int:
-    """Of a manifest, whatever its spacing and the order of its keys."""
+    """Compute the checksum of a manifest, whatever its spacing and the order of its keys."""
     content = {key: value for key, value in manifest.items() if key != "crc32"}
     return zlib.crc32(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Raises CheckpointError for a manifest that is missing, damaged, or of another version."""
+    """Read a manifest. Raises CheckpointError if it is missing, damaged, or of another version."""
     path = folder / MANIFEST
     try:
         content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
@@ -157,12 +157,12 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def put_aside(folder: Path, tag: str) -> Path:
-    """Where the checkpoint of a tag is for the moment in which another takes its place."""
+    """Return where a tag's checkpoint lies for the moment in which another takes its place."""
     return folder / f".{tag}.old"
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether a folder is one of our checkpoints, damaged or not."""
+    """Tell whether a folder is one of our checkpoints, damaged or not."""
     if not (path / MANIFEST).is_file():
         return False
     try:
@@ -172,7 +172,7 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def candidates(folder: Path) -> list[Path]:
-    """Folders that look like checkpoints, newest first; some may be damaged."""
+    """List the folders that look like checkpoints, newest first; some may be damaged."""
     found: list[tuple[float, str, Path]] = []
     for path in folder.glob("*/" + MANIFEST) if folder.is_dir() else ():
         tag = path.parent
@@ -190,7 +190,7 @@ def candidates(folder: Path) -> list[Path]:
 
 
 def looks_whole(path: Path) -> bool:
-    """Whether the manifest is good and all files are there in their sizes; their content is not read."""
+    """Tell whether the manifest is good and all files have their sizes; their content is not read."""
     try:
         checkpoint = Checkpoint(path)
         for name, entry in checkpoint.manifest["files"].items():
@@ -202,7 +202,7 @@ def looks_whole(path: Path) -> bool:
 
 
 def advice(folder: Path, *, but: str = "") -> str:
-    """Which checkpoint to take in place of ``but``, if there is one."""
+    """Say which checkpoint to take in place of ``but``, if there is one."""
     for path in candidates(folder):
         if path.name != but and looks_whole(path):
             return f'; {path.name!r} looks whole, and tag="auto" checks and takes the newest that is'
@@ -210,8 +210,8 @@ def advice(folder: Path, *, but: str = "") -> str:
 
 
 def verified(path: Path) -> tuple[dict[str, Any], int]:
-    """The manifest of a checkpoint of which every byte that is here has been read, and how many those were.
-    Raises CheckpointError for damage.
+    """Read every byte of a checkpoint that is here; return its manifest and the number of bytes. Raises
+    CheckpointError for damage.
     """
     checkpoint = Checkpoint(path)
     try:
@@ -221,7 +221,7 @@ def verified(path: Path) -> tuple[dict[str, Any], int]:
 
 
 def newest_whole(folder: Path) -> tuple[Path | None, list[str]]:
-    """The newest checkpoint whose every byte is good, and what is wrong with those that are newer."""
+    """Find the newest checkpoint whose every byte is good, and say what is wrong with newer ones."""
     problems: list[str] = []
     for path in candidates(folder):
         try:
@@ -233,8 +233,8 @@ def newest_whole(folder: Path) -> tuple[Path | None, list[str]]:
 
 
 def find(folder: str | os.PathLike[str], tag: str | None = None) -> Path | None:
-    """The checkpoint that ``tag`` means: a name; None for what ``latest`` says; "auto" for the newest whole
-    one. None if there is none. Raises CheckpointError for one that ought to be there.
+    """Find the checkpoint that ``tag`` means: a name; None for what ``latest`` says; "auto" for the newest
+    whole one. Returns None if there is none. Raises CheckpointError for one that ought to be there.
     """
     folder = Path(folder)
     if tag == "auto":

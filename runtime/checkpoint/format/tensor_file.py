@@ -1,4 +1,4 @@
-"""Safetensors files: their names for dtypes, their headers, and reading them in checked ranges.
+"""Reads safetensors files in checked ranges; knows their headers and their names for dtypes.
 
 Part of the stand-alone script (``script.py``): needs torch alone.
 """
@@ -20,7 +20,7 @@ from torch import Tensor
 from ....errors import ZlaunchError
 
 CHUNK_BYTES = 1 << 22
-"""A file has a checksum for each of these, so that whoever reads a part checks that part."""
+"""Bytes for which a file has one checksum each, so that reading a part checks that part."""
 NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -36,23 +36,23 @@ NAMES = {
 DTYPES = {name: dtype for dtype, name in NAMES.items()}
 _PIECE_NUMEL = 1 << 20
 _AHEAD = 4
-"""Chunks that are read ahead."""
+"""Number of chunks that are read ahead."""
 
 
 class CheckpointError(ZlaunchError, RuntimeError):
-    """A checkpoint that cannot be written or read; the text names the file and what to do."""
+    """Says that a checkpoint cannot be written or read; the text names the file and what to do."""
 
 
 class File:
-    """One safetensors file of a checkpoint, read in ranges. Every chunk that is touched is checked once."""
+    """Reads one safetensors file of a checkpoint in ranges. Every chunk that is touched is checked once."""
 
     def __init__(self, path: Path, entry: Mapping[str, Any]) -> None:
-        """``entry``: its bytes and checksums. Raises CheckpointError if it is missing, cut or damaged."""
+        """Open it; ``entry``: its bytes and checksums. Raises CheckpointError if missing, cut or damaged."""
         self.path, self._fd = path, -1
         self._nbytes, self._sums = int(entry["bytes"]), list(entry["crc32"])
         self._good: set[int] = set()
         self._held, self._content, self._before = -1, torch.empty(0, dtype=torch.uint8), -1
-        """The chunk in memory and its bytes; the one that was read last."""
+        """The chunk in memory and its bytes; the chunk that was read last."""
         self._ahead: dict[int, Future[Tensor]] = {}
         self._free: list[Tensor] = []
         try:
@@ -88,7 +88,7 @@ class File:
         self.close()
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """Elements ``start`` to ``stop`` of a tensor, flat. Raises CheckpointError for damage."""
+        """Read elements ``start`` to ``stop`` of a tensor, flat. Raises CheckpointError for damage."""
         dtype, numel = self._facts(name)
         result = torch.empty((numel if stop is None else stop) - start, dtype=dtype)
         self.read_into(result, name, start)
@@ -119,17 +119,17 @@ class File:
         return dtype, (entry["data_offsets"][1] - entry["data_offsets"][0]) // dtype.itemsize
 
     def read_whole(self, name: str) -> Tensor:
-        """A tensor in its shape. Raises CheckpointError."""
+        """Read a tensor in its shape. Raises CheckpointError."""
         return self.read(name).view(tuple(self.tensors[name]["shape"]))
 
     def verify(self) -> None:
-        """Read all of it. Raises CheckpointError for damage."""
+        """Read the whole file. Raises CheckpointError for damage."""
         self._held = -1
         for chunk in range(len(self._sums)):
             self._checked(chunk)
 
     def _checked(self, chunk: int) -> Tensor:
-        """The bytes of a chunk. Where one after the other is wanted, threads read and check the next ones."""
+        """Return a chunk's bytes. While chunks are wanted in order, threads read and check the next ones."""
         if chunk == self._held:
             return self._content
         in_order, self._before = chunk == self._before + 1, chunk
@@ -193,12 +193,12 @@ class File:
 
 @cache
 def _readers() -> ThreadPoolExecutor:
-    """A few threads for all files."""
+    """Return a few threads for all files."""
     return ThreadPoolExecutor(_AHEAD, thread_name_prefix="zlaunch-read")
 
 
 def memory_of(tensor: Tensor) -> memoryview:
-    """The bytes of a flat tensor on the CPU."""
+    """Return the bytes of a flat tensor on the CPU."""
     return memoryview(tensor.view(torch.uint8).numpy())  # type: ignore[arg-type, unused-ignore]
 
 
@@ -210,7 +210,7 @@ def bytes_of(dtype: torch.dtype, shape: Sequence[int]) -> int:
 
 
 def header_of(tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]], metadata: Mapping[str, str]) -> bytes:
-    """What a safetensors file begins with, padded so that the data starts at a multiple of 4096."""
+    """Build the header of a safetensors file, padded so that the data starts at a multiple of 4096."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
     at = 0
     for name, (dtype, shape) in tensors.items():

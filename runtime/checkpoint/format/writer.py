@@ -29,18 +29,19 @@ _THREADS = 4
 
 
 class FileWriter:
-    """Takes tensors whose dtypes and shapes are known beforehand, one after the other, in pieces.
+    """Writes tensors whose dtypes and shapes are known beforehand, one after the other, in pieces.
 
     Threads compute the checksums and write, so that a disk is kept busy while the next chunk is copied; from
-    a GPU on a stream of its own. Memory: eight chunks. Errors are raised by a later call, at the latest by
+    a GPU on a separate stream. Memory: eight chunks. Errors are raised by a later call, at the latest by
     :meth:`close`.
     """
 
     def __init__(
         self, path: Path, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], link: HostLink
     ) -> None:
-        """``tensors`` in the order in which they will come; ``link`` has memory for them and copies them from
-        its device. Raises OSError, CheckpointError for a dtype that safetensors does not have.
+        """Create the file for ``tensors``, in the order in which they will come; ``link`` has memory for them
+        and copies them from its device. Raises OSError, CheckpointError for a dtype that safetensors does not
+        have.
         """
         for name, (dtype, _) in tensors.items():
             if dtype not in NAMES:
@@ -60,7 +61,7 @@ class FileWriter:
         self._jobs: SimpleQueue[tuple[Tensor, int, int, Pending] | None] = SimpleQueue()
         self._link = link
         self._arrival: Pending = DONE
-        """The copy into the present buffer that was started last; they end in their order."""
+        """The copy into the present buffer that was started last; copies end in their order."""
         self._memory: Tensor | None = None
         self._threads: list[Thread] = []
         self._fd, self._direct = _create(path)
@@ -79,8 +80,8 @@ class FileWriter:
             raise
 
     def write(self, name: str, piece: Tensor) -> None:
-        """Append a piece of a tensor, or all of it; they come in the order that was announced. One on a GPU
-        may change only after :meth:`close`, or behind ``link.after_downloads``. Raises OSError.
+        """Append a piece of a tensor, or all of it; tensors come in the order that was announced. One on a
+        GPU may change only after :meth:`close`, or behind ``link.after_downloads``. Raises OSError.
         """
         if not piece.numel():
             return
@@ -131,7 +132,7 @@ class FileWriter:
                 self._store(buffer, nbytes, chunk)
         except (
             Exception
-        ) as error:  # a device that has failed, too: who waits for the buffer has to hear of it
+        ) as error:  # a device that has failed, too: the thread that waits for the buffer has to hear of it
             if isinstance(error, OSError):
                 error.filename = str(self.path)
             self._error = self._error or error
@@ -151,7 +152,7 @@ class FileWriter:
                 fcntl.fcntl(self._fd, fcntl.F_SETFL, fcntl.fcntl(self._fd, fcntl.F_GETFL) & ~os.O_DIRECT)
 
     def close(self) -> dict[str, Any]:
-        """Bring everything to the disk; returns its size and checksums. Raises OSError."""
+        """Bring everything to the disk, and return its size and checksums. Raises OSError."""
         try:
             assert not self._missing and not any(numel for _, numel, _ in self._left), f"left: {self._left}"
             if self._filled:
@@ -203,7 +204,7 @@ def _start(work: Callable[[], None]) -> list[Thread]:
 
 
 def _cut(memory: Tensor) -> list[Tensor]:
-    """Cut memory in chunks, each in huge pages of its own, which direct transfers pin faster."""
+    """Cut memory in chunks, each in separate huge pages, which direct transfers pin faster."""
     first = -memory.data_ptr() % CHUNK_BYTES
     return list(memory[first : first + _BUFFERS * CHUNK_BYTES].split(CHUNK_BYTES))  # type: ignore[no-untyped-call]
 
@@ -216,7 +217,7 @@ def _numel(shape: tuple[int, ...]) -> int:
 
 
 def _create(path: Path) -> tuple[int, bool]:
-    """A new file, unbuffered where the file system allows it. Raises OSError."""
+    """Create a file, unbuffered where the file system allows it. Raises OSError."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     try:
         return os.open(path, flags | os.O_DIRECT, 0o666), True
