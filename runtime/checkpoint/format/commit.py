@@ -22,9 +22,9 @@ from .manifest import LATEST, MANIFEST, WHOLE, candidates, checksum, is_checkpoi
 from .tensor_file import CheckpointError
 
 _STALE_S = 3600.0
-"""A temporary folder in which nothing was written for longer was left by a process that is dead."""
+"""Seconds without a write after which a temporary folder counts as left by a dead process."""
 _DEAD_S = 5.0
-"""The time after which this holds where the process is known to have ended on this host."""
+"""Seconds after which it does where its process is known to have ended on this host."""
 _TEMPORARY = re.compile(r"\..+\.(?P<host>[^/]+)-(?P<space>\d+)-(?P<pid>\d+)-\d+\.tmp")
 _DELETED = re.compile(r"\..+\.zlaunch-deleted")
 _turn = threading.Lock()
