@@ -30,10 +30,10 @@ _OUTPUT_IN_FLIGHT = 256
 _PATIENCE_S = 0.3
 """A second signal within this time is taken for the first one."""
 _MARGIN_S = 6.0
-"""Beyond the grace period: settling, sweeping, a slow machine."""
+"""Seconds beyond the grace period: for settling, sweeping, a slow machine."""
 _LONGEST_WAIT_S = 60.0
 _PAUSE_SENT_S = 0.5
-"""For the threads of ssh connections to send the word before the process stands still."""
+"""Seconds in which the threads of ssh connections send the word before the process stands still."""
 _WAKE: Event = {"type": "wake"}
 
 
@@ -60,7 +60,7 @@ class Controller:
         self.open_nodes = set(range(len(links)))
         self.verdict = Verdict(plan, console)
         self.sessions: dict[int, Process] = {}
-        """By rank, the workers of this machine that have not ended."""
+        """The workers of this machine that have not ended, by rank."""
         self.starting = {worker.rank for node in plan.nodes for worker in node.workers}
         self.started_at = self.said_at = time.monotonic()
         self.unwritten: set[Path] = set()
@@ -71,7 +71,7 @@ class Controller:
         self.run_dir = Path(plan.run_dir)
 
     def run(self) -> Outcome:
-        """Hand out the plan, follow, end."""
+        """Hand out the plan, follow the run to its end, and return its outcome."""
         logs = self.run_dir / "logs"
         logs.mkdir(parents=True, exist_ok=True)
         self.plan.write(self.run_dir / "plan.json")
@@ -117,7 +117,7 @@ class Controller:
         self.heartbeat.start()
 
     def _read(self, index: int, link: Link) -> None:
-        """Put one agent's events into the queue: a reader thread's life."""
+        """Put one agent's events into the queue for as long as it sends any: a reader thread's work."""
         try:
             for event in link.events:
                 self.heartbeat.heard(index)
@@ -149,7 +149,7 @@ class Controller:
                 self._stop_after_failure()
 
     def _wait_s(self) -> float:
-        """Return how long nothing can become due. A signal that comes now wakes the wait."""
+        """Return the seconds in which nothing can become due. A signal that comes now wakes the wait."""
         moments = [self.deadline]
         if self.verdict.stop_at is not None and self.deadline == float("inf"):
             moments.append(self.verdict.stop_at)
@@ -199,7 +199,7 @@ class Controller:
             self._not_written(self.run_dir / "events.jsonl", error)
 
     def _not_written(self, path: Path, error: OSError) -> None:
-        """Say once for each file that it is not whole: a full disk must not end the training."""
+        """Say once for each file that it is incomplete: a full disk must not end the training."""
         if path not in self.unwritten:
             self.unwritten.add(path)
             self.console.error(f"cannot write {path}: {error.strerror}; the run goes on, the file has gaps")
@@ -284,7 +284,7 @@ class Controller:
         self.console.output(rank, event["stream"], data)
 
     def _on_eof(self, index: int) -> None:
-        """Take note that an agent is gone. Without its "done" it died, and its workers with it."""
+        """Record that an agent is gone. Without its "done" it died, and its workers with it."""
         if index not in self.open_nodes:
             return
         self.open_nodes.discard(index)
@@ -316,7 +316,7 @@ class Controller:
         self.queue.put((-1, _WAKE))
 
     def _on_suspend(self, _signum: int, _frame: FrameType | None) -> None:
-        """Stop this process as Ctrl-Z is to; the nodes are told, so that they do not take it for its end."""
+        """Stop this process as Ctrl-Z asks; the nodes are told, so that they do not take it for dead."""
         self.heartbeat.pause()
         for link in self.links:
             link.transport.send({"cmd": "pause"})
@@ -327,7 +327,7 @@ class Controller:
             link.transport.send({"cmd": "ping"})
 
     def _on_signal(self, signum: int, _frame: FrameType | None) -> None:
-        """Stop from here, not from the loop: the main thread may be stuck writing to a halted terminal."""
+        """Stop from the handler, not from the loop: the main thread may be stuck at a halted terminal."""
         if self.signum and time.monotonic() - self.signalled_at < _PATIENCE_S:
             return  # `timeout` and terminals signal a process and its group, which is not impatience
         if self.signum:

@@ -1,4 +1,4 @@
-"""Which failure came first, why, and how to tell the user. Pure."""
+"""Choose which failure came first and why, and tell the user. Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TAIL_LINES = 20
 
 SAVED_CODE = 75
 """Exit code of a worker that has saved and ended because it was asked to: "start me again" (EX_TEMPFAIL). The
-runtime has the same number.
+runtime uses this number, too.
 """
 
 
@@ -27,10 +27,10 @@ class Failure:
     rank: int
     host: str
     time: float
-    """When the launcher was told, in seconds by its own clock."""
+    """When the launcher was told, in seconds by the launcher's clock."""
     kind: Literal["signal", "exit", "exception"]
     returncode: int | None = None
-    """As subprocess has it: negative for a signal; None when it had not ended by itself."""
+    """Exit code as subprocess has it: negative for a signal; None when it had not ended by itself."""
     exception: str = ""
     reason: str = ""
     traceback: str = ""
@@ -46,14 +46,14 @@ class Failure:
 
 
 def is_port_taken(text: str) -> bool:
-    """Tell whether an exception says that somebody else has the rendezvous port."""
+    """Tell whether an exception says that another process has the rendezvous port."""
     return any(word in text for word in ("EADDRINUSE", "address already in use", "Address already in use"))
 
 
 def choose(failures: Iterable[Failure]) -> Failure:
     """Choose the failure that explains the others.
 
-    Among those that belong to the first moment: a death by signal, then an error of the script, then an error
+    Of the failures of the first moment it takes a death by signal, then an error of the script, then an error
     in talking to the others; the earliest of the best. SIGABRT counts as an error: NCCL's watchdog raises it
     in ranks that have lost another.
     """
@@ -74,8 +74,8 @@ def report(
     """Return the one text that ends a failed run.
 
     `tail` are the last lines of the rank's output; they are left out where the console has `shown` them. The
-    cause stands there once: a traceback that the output has is not told again. `others`: what became of the
-    ranks that this one has lost, where that is known and no failure of theirs.
+    text has the cause once: a traceback that is in the output is not repeated. `others`: what became of the
+    ranks that this one has lost, where that is known and they have not failed.
     """
     tail = without_stacks(tail)
     code = failure.returncode
@@ -91,7 +91,7 @@ def report(
     if failure.reason:
         text.append(f"  likely reason: {failure.reason}")
     last = failure.exception.rpartition("\n")[2].strip()
-    # torch.distributed puts the rank before each line; our own words about a lost rank are no traceback.
+    # torch.distributed puts the rank before each line; our text about a lost rank is no traceback.
     told = bool(last) and any(
         line.strip().endswith(last) and not line.startswith("zlaunch: ") for line in tail
     )
@@ -113,7 +113,7 @@ def report(
 
 
 def without_stacks(lines: Sequence[str]) -> list[str]:
-    """Leave out the stacks that somebody has asked a living worker for; those of a crash stay."""
+    """Leave out the stacks that a user has asked a living worker for; those of a crash stay."""
     kept: list[str] = []
     in_stacks = crashed = False
     for line in lines:

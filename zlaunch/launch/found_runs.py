@@ -1,4 +1,4 @@
-"""The runs of a folder, from what their launchers have written there."""
+"""Find the runs of a folder by what their launchers have written there."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class FoundRun:
 
     @property
     def is_elsewhere(self) -> bool:
-        """Tell whether its launcher ran on another host, where alone can be seen whether it still does."""
+        """Tell whether its launcher ran on another host: only that host can tell whether it still runs."""
         return self.record.host != socket.gethostname()
 
     @property
@@ -87,7 +87,7 @@ def find_run(text: str) -> FoundRun:
 
 
 def meant(text: str) -> str:
-    """Return what names a run: `last` is the newest of runs, unless something has that name. Raises
+    """Return the name of the run that is meant: `last` is the newest run, unless one has that name. Raises
     LaunchError.
     """
     if text != "last" or any(path.exists() for path in (Path(text), Path(DEFAULT_FOLDER, text))):
@@ -117,7 +117,7 @@ def read_ranks(run: FoundRun) -> list[Rank]:
     for event in _rank_events(run.path):
         kind, rank = event.get("type"), event.get("rank")
         if kind in ("spawn", "exit") and not _is_whole(event):
-            continue  # somebody has written into the file
+            continue  # another program has written into the file
         if kind == "start":
             ranks.clear()
         elif kind == "spawn":

@@ -1,4 +1,4 @@
-"""Watch for silence: nodes that no longer answer, and ranks that no longer say anything."""
+"""Watch for nodes that no longer answer, and for ranks that no longer write anything."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Heartbeat:
         self._paused = False
 
     def start(self) -> None:
-        """Begin, if there is anything to do."""
+        """Start the thread, if there is anything to watch."""
         if self._period_s > 0:
             self._heard = [time.monotonic()] * len(self._links)
             threading.Thread(target=self._run, daemon=True).start()
@@ -51,17 +51,17 @@ class Heartbeat:
         return self._period_s > 0
 
     def pause(self) -> None:
-        """Say nothing from here on: a ping would tell the nodes that this process goes on."""
+        """Stop the pings: they would tell the nodes that this process goes on."""
         with self._sending:
             self._paused = True
 
     def forgive(self) -> None:
-        """Begin to count anew: this process stood still, and so the nodes were not heard."""
+        """Count anew from now: this process stood still, so it has not heard the nodes."""
         self._paused = False
         self._heard = [time.monotonic()] * len(self._links)
 
     def heard(self, index: int) -> None:
-        """Take note that a node has said something."""
+        """Record that a node has sent something."""
         self._heard[index] = time.monotonic()
 
     @contextmanager
@@ -83,7 +83,7 @@ class Heartbeat:
         return True
 
     def silence_s(self, index: int) -> float:
-        """Return how long ago the node was last heard."""
+        """Return the seconds since the node was last heard."""
         return time.monotonic() - self._heard[index]
 
     def _run(self) -> None:
@@ -119,12 +119,12 @@ class HangWatch:
         self._texts: dict[int, str] = {}
 
     def activity(self) -> None:
-        """Take note that some rank is alive and well."""
+        """Record that some rank is alive and well."""
         if self._asked is None:
             self._last = time.monotonic()
 
     def output(self, rank: int, text: str) -> None:
-        """Take note of output; after the stacks were asked for, that is what it is."""
+        """Record a rank's output; after the stacks were asked for, it belongs to them."""
         if self._asked is None:
             self._last = time.monotonic()
         else:
@@ -138,14 +138,14 @@ class HangWatch:
         return max(0.01, due - time.monotonic())
 
     def due(self) -> bool:
-        """Tell whether it is time to ask for the stacks; true once."""
+        """Tell whether it is time to ask for the stacks; return True once."""
         if self.timeout_s and self._asked is None and time.monotonic() - self._last >= self.timeout_s:
             self._asked = time.monotonic()
             return True
         return False
 
     def over(self) -> bool:
-        """Tell whether the ranks have had their time to write the stacks; true once."""
+        """Tell whether the ranks have had their time to write the stacks; return True once."""
         if self._asked is not None and not self._collected and time.monotonic() - self._asked >= _STACKS_S:
             self._collected = True
             return True

@@ -53,7 +53,7 @@ class Limits:
 
 
 def run_job(job: Job, console: Console, limits: Limits) -> Outcome:
-    """Run until it ends well, or no restart is left."""
+    """Run the job until it ends well, or no restart is left."""
     with _signals_between_attempts() as at_end:
         try:
             outcome = _run(job, console, limits)
@@ -79,7 +79,7 @@ class _Stopped(BaseException):
 @contextmanager
 def _signals_between_attempts() -> Iterator[Callable[[], None]]:
     """Take the signals that a run answers to also while nodes are connected to and after the last attempt,
-    when the controller does not: none may kill the launcher, with nothing written down.
+    when the controller does not: none may kill the launcher before it has written its record.
 
     Gives a function to call when the outcome is known: signals change nothing from then on.
     """

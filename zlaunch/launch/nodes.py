@@ -1,4 +1,4 @@
-"""The nodes of a run: agents started on all of them, what they said about themselves, where they can meet."""
+"""Start agents on the nodes of a run, keep what they say about themselves, and find where they can meet."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from zlaunch.system.facts import Facts
 from zlaunch.transports import Transport
 
 PARALLEL = 64
-"""Nodes that are connected to at the same time."""
+"""Nodes that are connected to at one time."""
 SLOW_S = 5.0
 """How long nothing may be said of a start that is going on."""
 _ANSWER_TIMEOUT_S = 15.0
 _TIMEOUT_PER_ADDRESS_S = 4.0
 _SWEEP_S = 10.0
 _MEET_LIMIT_S = 600.0
-"""More than finding the rendezvous can take."""
+"""Seconds that finding the rendezvous takes at most."""
 
 
 _SSH_FAILED = 255
@@ -73,7 +73,7 @@ class Node:
 
     @property
     def host(self) -> str:
-        """Return its name as the user wrote it."""
+        """Return the node's name as the user wrote it."""
         return self.link.host
 
 
@@ -124,7 +124,7 @@ def _all(
     say: Say = lambda text: None,
 ) -> list[Node | Event | NodeError]:
     """Call `work(host)` for every host in threads. A host that takes too long is given up: its thread is left
-    alone with what it hangs in, and `give_up` says what that is.
+    in the call that it hangs in, and `give_up` says what that is.
     """
     waiting = list(reversed(hosts))
     deadlines: dict[str, float] = {}
@@ -233,7 +233,7 @@ def find_rendezvous(
         chosen = {answer["address"] for answer in reached}
         if len(chosen) <= 1:
             break
-        # They found different ones: only what was found by somebody further down the list is left.
+        # The nodes found different ones: what remains is what a node further down the list has found.
         candidates = candidates[max(candidates.index(address) for address in chosen) :]
     address = reached[0]["address"] if reached else candidates[0]
     own = iface or next((name for name, addresses in known.items() if address in addresses), "")
@@ -241,7 +241,7 @@ def find_rendezvous(
 
 
 def sweep_hosts(hosts: Sequence[str], open_transport: Callable[[str], Transport], run_id: str) -> None:
-    """End what an agent and its watchdog, both dead, have left of a run. A host that is down has nothing."""
+    """End what an agent and its watchdog, both dead, have left of a run. A host that is down has none."""
 
     def work(host: str) -> Event:
         link = links[host] = Link(open_transport(host))

@@ -1,4 +1,4 @@
-"""The folder of a run: made, proved to take files, and locked against a second launch."""
+"""Create the folder of a run, prove that it takes files, and lock it against a second launch."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _PROBE_BYTES = 1 << 16
 def make_run_dir(path: Path, *, shared: bool = False) -> None:
     """Create the folder for logs and prove that it takes files.
 
-    `shared`: launchers of other nodes, which are parts of the same run, may use it too (and two pods may have
-    one host's name). Raises LaunchError.
+    `shared`: launchers of other nodes, which are parts of this run, may use it too (and two pods may have one
+    host's name). Raises LaunchError.
     """
     known = None if shared else run_record.read(path)
     if known is not None and known.host == socket.gethostname() and known.is_running():

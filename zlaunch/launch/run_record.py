@@ -1,4 +1,4 @@
-"""`launcher.json` in a run's folder: who runs it, for `zlaunch ps`, `stop` and `stacks`."""
+"""Keep `launcher.json` in a run's folder: who runs it, for `zlaunch ps`, `stop` and `stacks`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from zlaunch.system.processes import start_ticks
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """Describes one run, as its launcher has written it down. Times are seconds since the epoch."""
+    """Describes one run, as its launcher has written it down. Times are in seconds since the epoch."""
 
     run_id: str
     host: str
@@ -34,7 +34,7 @@ class RunRecord:
     exit_code: int | None = None
 
     def is_running(self) -> bool:
-        """Tell whether the launcher lives; only to be known on its own host."""
+        """Tell whether the launcher lives; the answer holds on the launcher's host only."""
         return self.ended is None and start_ticks(self.pid) == self.start_ticks
 
 
@@ -55,7 +55,7 @@ def _write(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def started(plan: Plan, attempt: int) -> None:
-    """Write down that a run goes on from here."""
+    """Record that a run goes on from here."""
     record = RunRecord(
         run_id=plan.run_id,
         host=socket.gethostname(),
@@ -71,7 +71,7 @@ def started(plan: Plan, attempt: int) -> None:
 
 
 def ended(run_dir: str, exit_code: int) -> None:
-    """Write down how it ended, if it had begun."""
+    """Record how a run ended, if it had begun."""
     record = read(run_dir)
     if record is not None and record.pid == os.getpid():
         _write(_path(run_dir), asdict(replace(record, ended=time.time(), exit_code=exit_code)))
@@ -81,7 +81,7 @@ def ended(run_dir: str, exit_code: int) -> None:
 
 
 def saved(plan: Plan, event: Mapping[str, Any]) -> None:
-    """Write down where the run has saved, in `checkpoint.json`."""
+    """Record where the run has saved, in `checkpoint.json`."""
     content = {
         "folder": event.get("folder"),
         "tag": event.get("tag"),
@@ -97,8 +97,9 @@ def saved(plan: Plan, event: Mapping[str, Any]) -> None:
 def resume_folder(
     run_dir: str, run_id: str, attempt: int, program: Program, environ: Mapping[str, str]
 ) -> str | None:
-    """Return where an earlier attempt of this run has saved, or an earlier start of this requeued SLURM job
-    (whose run folders stand side by side); None for a run that begins. ``program`` tells a job's runs apart.
+    """Return the folder where an earlier attempt of this run has saved, or an earlier start of this requeued
+    SLURM job (whose run folders stand side by side); None for a run that begins. ``program`` tells a job's
+    runs apart.
     """
     found: list[tuple[float, str]] = []
     job = environ.get("SLURM_JOB_ID") if environ.get("SLURM_RESTART_COUNT", "0") not in ("", "0") else None

@@ -1,7 +1,7 @@
 """Judges the events of an attempt: when it is to be stopped, which failure is told, what its exit code is.
 
-Agents only report. All is judged here, by the order and the time in which the reports arrive at the launcher:
-the clocks of hosts may differ.
+Agents only report. The launcher judges by the order and the time in which the reports arrive there: the
+clocks of hosts may differ.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ class Outcome:
     lost: frozenset[str] = frozenset()
     """Nodes that are gone."""
     died: frozenset[str] = frozenset()
-    """Those of them whose agent ended without a word: what it has started may be left there."""
+    """Lost nodes whose agent ended without a word: what it has started may be left there."""
     port_taken: bool = False
-    """Nothing was wrong but the rendezvous port."""
+    """Whether nothing was wrong but the rendezvous port."""
     save_asked: bool = False
-    """The workers were asked to save and stop."""
+    """Whether the workers were asked to save and stop."""
     refused: bool = False
-    """Nothing was started: the nodes cannot run this, and trying again would not help."""
+    """Whether nothing was started: the nodes cannot run this, and trying again would not help."""
 
 
 class Verdict:
@@ -58,14 +58,14 @@ class Verdict:
         cause may show up until then.
         """
         self.may_have_saved = False
-        """The workers were asked to save, or have said that they did; else the code is any script's."""
+        """Whether the workers were asked to save, or said that they did; else the code is any script's."""
         self._saved = False
         self._tails: dict[int, bytes] = {}
         self._ended_well: list[tuple[int, str]] = []
         """Rank and host of workers that have ended with code 0, in that order."""
 
     def log_path(self, rank: int) -> Path:
-        """Return where a rank's output goes."""
+        """Return the path of a rank's log."""
         return Path(self._plan.run_dir, "logs", f"rank_{rank:05d}.log")
 
     def output(self, rank: int, data: bytes) -> None:
@@ -73,7 +73,7 @@ class Verdict:
         self._tails[rank] = (self._tails.get(rank, b"") + data)[-_TAIL_BYTES:]
 
     def exception(self, event: Event) -> None:
-        """Take note of an uncaught exception: the exit code will follow."""
+        """Record an uncaught exception: the exit code will follow."""
         now, rank = time.monotonic(), event["rank"]
         found = Failure(
             rank,
@@ -88,7 +88,7 @@ class Verdict:
         self._stop_by(now + failures.ONE_EVENT_S)
 
     def exit(self, event: Event) -> None:
-        """Take note of a worker's end."""
+        """Record a worker's end."""
         now, rank, code = time.monotonic(), event["rank"], event["returncode"]
         known = self.failures.get(rank)
         if event["after_stop"]:
@@ -105,7 +105,7 @@ class Verdict:
             self._ended_well.append((rank, event["host"]))
             return
         self.failures[rank] = known
-        # A failed collective says that somebody else failed: wait for who it was. Anything else is a cause.
+        # A failed collective says that another rank failed: wait for that one. Anything else is a cause.
         if not known.talk:
             self._stop_by(now)
 
@@ -142,7 +142,7 @@ class Verdict:
         return replace(found, code=code, port_taken=port_taken)
 
     def _others(self) -> str:
-        """Return what is known of ranks that others may have lost without a failure of theirs."""
+        """Return what is known of ranks that others may have lost although they have not failed."""
         if self.lost:
             return f"those of {', '.join(sorted(self.lost))}, see above"
         if self._ended_well:

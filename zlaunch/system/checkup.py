@@ -1,4 +1,4 @@
-"""What `zlaunch doctor` asks a node about itself, and what is wrong with the answers.
+"""Ask a node about itself for `zlaunch doctor`, and find what is wrong with the answers.
 
 `own_checkup` runs on the node, in the agent; `judge` is pure and runs where doctor was called.
 """
@@ -30,19 +30,19 @@ class Checkup:
     """Holds what a node tells beyond its `Facts`."""
 
     torch: str | None
-    """Its version; None when that Python has none."""
+    """Version of torch; None when that Python has none."""
     models: tuple[str, ...]
-    """Of all GPUs that the driver knows, hidden ones included, by name."""
+    """Names of all GPUs that the driver knows, hidden ones included."""
     driver: str | None
     """Version of NVIDIA's kernel module."""
     disk_free_bytes: int | None
-    """In the working folder; None when there is no such folder."""
+    """Bytes free in the working folder; None when there is no such folder."""
     shm_free_bytes: int | None
-    """In /dev/shm; None when there is none."""
+    """Bytes free in /dev/shm; None when there is none."""
     memlock_bytes: int | None
-    """Soft limit (ulimit -l); None: unlimited."""
+    """Soft limit of locked memory (ulimit -l); None: unlimited."""
     nofile: int | None
-    """Soft limit (ulimit -n); None: unlimited."""
+    """Soft limit of open files (ulimit -n); None: unlimited."""
     nccl_setting: str | None
     """NCCL_SOCKET_IFNAME as the workers would have it."""
     nccl_interface: str
@@ -163,21 +163,21 @@ class HostReport:
 
     host: str
     error: str = ""
-    """Why it did not answer, and what to do."""
+    """Why the host did not answer, and what to do."""
     facts: Facts | None = None
     checkup: Checkup | None = None
     slots: int | None = None
-    """As the hostfile has it."""
+    """Slots in the hostfile, if it has any."""
     workdir: str = ""
     """The folder that workers would run in."""
     iface: str | None = None
     """The interface that was asked for."""
     skew_s: float | None = None
-    """Its clock less ours."""
+    """The host's clock less ours."""
     meets_by: str | None = None
-    """The interface by which it and node 0 reach each other; None when that was not found out."""
+    """The interface by which the host and node 0 reach each other; None when that was not found out."""
     meet_error: str = ""
-    """Why it and node 0 cannot, and what to do."""
+    """Why the host and node 0 cannot reach each other, and what to do."""
 
 
 Level = Literal["error", "warning"]
@@ -185,7 +185,7 @@ Level = Literal["error", "warning"]
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Names something wrong with one host. An error: a launch would fail."""
+    """Names one thing that is wrong with a host. An error: a launch would fail."""
 
     host: str
     level: Level
@@ -205,7 +205,7 @@ def judge(reports: Sequence[HostReport]) -> list[Problem]:
 
 
 def _alone(report: HostReport, *, several: bool) -> Iterator[Problem]:
-    """Yield what can be seen from one report."""
+    """Yield the problems that one report shows."""
     host, facts = report.host, report.facts
 
     def error(check: str, text: str, advice: str = "") -> Problem:
@@ -235,7 +235,7 @@ def _alone(report: HostReport, *, several: bool) -> Iterator[Problem]:
 
 
 def _resources(report: HostReport, checkup: Checkup, gpus: int, *, several: bool) -> Iterator[Problem]:
-    """Yield what the checkup itself has to say."""
+    """Yield the problems that the checkup shows."""
 
     def problem(level: Level, check: str, text: str, advice: str) -> Problem:
         return Problem(report.host, level, check, text, advice)
@@ -292,7 +292,7 @@ def _bad_interface(report: HostReport, checkup: Checkup, *, several: bool) -> st
 
 
 def _differing(reports: Sequence[HostReport]) -> Iterator[Problem]:
-    """Yield what differs between the hosts that answered; most of them are taken to be right."""
+    """Yield the differences between the hosts that answered; most of them are taken to be right."""
     same = "install the same version everywhere"
     checks: tuple[tuple[str, Callable[[HostReport], str | None], str], ...] = (
         ("python", _python, same),
@@ -329,7 +329,7 @@ def describe_gpus(report: HostReport) -> str | None:
 
 
 def size(count: int) -> str:
-    """Write bytes for people: `7.8 GiB`."""
+    """Format a number of bytes for people: `7.8 GiB`."""
     units = ("B", "KiB", "MiB", "GiB", "TiB")
     power = min(max(count, 1).bit_length() - 1, 49) // 10
     value = count / (1 << 10 * power)

@@ -1,4 +1,4 @@
-"""The slots of this machine, found without torch and without touching a GPU.
+"""Find the slots of this machine, without torch and without touching a GPU.
 
 Slot i is the i-th device that CUDA would show to a process started here.
 """
@@ -25,7 +25,7 @@ class Devices:
     """CUDA_VISIBLE_DEVICES as it was given from outside, for messages."""
 
     def describe(self) -> str:
-        """Say how many there are, and what hides the others if something does."""
+        """Say how many devices there are, and what hides the others if something does."""
         count = len(self.tokens)
         text = f"{count} GPU{'' if count == 1 else 's'}"
         return text if self.visible is None else f"{text} (CUDA_VISIBLE_DEVICES={self.visible})"
@@ -80,8 +80,8 @@ def _visible_tokens(text: str, physical: int) -> tuple[str, ...]:
 def visible_for_workers(tokens: Sequence[str]) -> tuple[str, ...]:
     """Return CUDA_VISIBLE_DEVICES of each worker.
 
-    All workers of a node see the same list, so that `cuda:LOCAL_RANK` is right and peers can map each other's
-    memory. CUDA opens only one MIG instance in a process, so with MIG each worker sees its own alone.
+    All workers of a node see one list, so that `cuda:LOCAL_RANK` is right and peers can map each other's
+    memory. CUDA opens only one MIG instance in a process, so with MIG each worker sees its instance alone.
     """
     if any(token.startswith("MIG-") for token in tokens):
         return tuple(tokens)

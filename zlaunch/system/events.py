@@ -1,4 +1,4 @@
-"""JSON-line events between worker, agent and controller: one dict a line, always with a "type".
+"""Encode and decode events between worker, agent and controller: JSON lines, each a dict with a "type".
 
 From a worker: exception, metrics. From an agent also: agent, spawn, output, exit, stopping, error, done. To
 an agent: {"cmd": "stop", "grace_s": 3.0} and {"cmd": "kill"}.
@@ -13,7 +13,7 @@ from typing import Any
 Event = dict[str, Any]
 
 WORKER_EVENTS = ("exception", "metrics", "checkpoint")
-"""What a worker may say; the other types are the agent's own word."""
+"""Events that a worker may send; only the agent sends other types."""
 
 _LINE_LIMIT_BYTES = 16 << 20
 

@@ -1,4 +1,4 @@
-"""What a node says about itself before anything is planned for it."""
+"""Gather what a node says about itself before anything is planned for it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Facts:
 
     hostname: str
     version: str
-    """Of zlaunch there."""
+    """Version of zlaunch there."""
     python: str
     cores: tuple[int, ...]
     """The CPUs that may be used there, those of one NUMA node side by side."""

@@ -1,4 +1,4 @@
-"""A node's interfaces and addresses, and whether one can be reached."""
+"""Find a node's interfaces and addresses, and whether an address can be reached."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import socket
 import time
 
 _CONNECT_TIMEOUT_S = 6.0  # a lost first packet is sent again after 1 s, and after 3 s
-"""For one address. Longer than a lost packet's first repetition."""
+"""Seconds for one address: longer than a lost packet's first repetition."""
 
 
 def interface_addresses() -> dict[str, tuple[str, ...]]:

@@ -1,8 +1,8 @@
 """Find, watch and end the processes of one run, with /proc and a few system calls alone.
 
-A process belongs to a run when its environment says so, when it sits in the session of a worker that still
-is that worker, or when it descends from the agent or its watchdog (which adopt orphans). A process id alone
-is never enough: it may belong to somebody else by now.
+A process belongs to a run when its environment says so, when it sits in the session of a worker that still is
+that worker, or when it descends from the agent or its watchdog (which adopt orphans). A process id alone is
+never enough: it may belong to another process by now.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterable
 from typing import NamedTuple
 
 PASSED_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
-"""Handed on to the workers: "save and stop", and "show your stacks"."""
+"""Signals handed on to the workers: "save and stop", and "show your stacks"."""
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _SCAN_PAUSE_S = 0.02
@@ -180,10 +180,10 @@ def sweep(
     reap: Callable[[], object] = lambda: None,
     timeout_s: float = 5.0,
 ) -> int:
-    """Kill all that is left of a run; returns how many processes were found.
+    """Kill all that is left of a run, and return how many processes were found.
 
-    It looks until two scans in a row find nobody: a process that forks faster than we kill shows up in the
-    next. The time is bounded because a process stuck in the kernel cannot be killed by anyone.
+    It looks until two scans in a row find none: a process that forks faster than we kill shows up in the
+    next. The time is bounded because a process stuck in the kernel cannot be killed.
     """
     seen: set[Process] = set()
     deadline = time.monotonic() + timeout_s

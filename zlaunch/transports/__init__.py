@@ -1,4 +1,4 @@
-"""Ways to reach an agent. A transport only carries lines there and back; every decision is in the plan."""
+"""Reach an agent. A transport only carries lines there and back; every decision is in the plan."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Transport(Protocol):
 
     host: str
     local: bool
-    """The agent is on this machine: its processes are ours to look for."""
+    """Whether the agent is on this machine: its processes are ours to look for."""
 
     def send(self, message: Event) -> None:
         """Hand over a plan or a command; never raises and never blocks for long. Safe in a signal handler."""
@@ -22,7 +22,7 @@ class Transport(Protocol):
         """Yield the agent's events until it is gone. Blocks; one reader thread a node runs it."""
 
     def close(self, timeout_s: float) -> int | None:
-        """Say goodbye and wait for the agent; its exit status as subprocess has it, None if still there."""
+        """Say goodbye, wait, and return the agent's exit status as subprocess has it; None if still there."""
 
     def kill(self) -> None:
         """Take the agent down at once."""

@@ -14,7 +14,7 @@ _PER_TASK = (
     *("SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_NTASKS_PER_GPU", "SLURM_GPU_BIND"),
     *("SLURM_GPUS_PER_SOCKET", "SLURM_TRES_BIND"),
 )
-"""What the job asked for each of its tasks; `srun` would take it for the agent, which is to have all."""
+"""What the job asked for each task; `srun` would apply it to the agent, which is to have everything."""
 
 
 def srun_prefix(host: str, cpus: int | None) -> tuple[str, ...]:

@@ -30,8 +30,8 @@ class LocalTransport:
         local: bool = True,
         without: Collection[str] = (),
     ) -> None:
-        """Start it, without these variables. `local`: the process is the agent's watchdog itself, and not a
-        starter such as srun.
+        """Start the agent, without these variables. `local`: the process is the agent's watchdog itself, and
+        not a starter such as srun.
         """
         self.host, self.local = host, local
         self._stderr_path = stderr_path
@@ -40,7 +40,7 @@ class LocalTransport:
         env = {key: value for key, value in os.environ.items() if key not in (*_NOT_INHERITED, *without)}
         if user_input is not None:
             env["ZLAUNCH_STDIN_FD"] = str(user_input)
-        stderr_path.parent.mkdir(parents=True, exist_ok=True)  # somebody may have removed it since
+        stderr_path.parent.mkdir(parents=True, exist_ok=True)  # it may have been removed since
         with open(stderr_path, "wb") as stderr:
             self._process = subprocess.Popen(
                 argv,
@@ -83,7 +83,7 @@ class LocalTransport:
         except subprocess.TimeoutExpired:
             return None
         if not self.diagnostics():
-            with suppress(OSError):  # somebody has removed the run's folder, or put a file in its place
+            with suppress(OSError):  # the run's folder may be gone, or a file in its place
                 self._stderr_path.unlink()
         return code
 

@@ -71,7 +71,7 @@ def open_openssh(
 ) -> LocalTransport:
     """Start the agent by `command` on a host. Raises NodeError when there is no `ssh` here.
 
-    That the host refuses shows when the agent is asked who it is: `ssh` says why and ends with 255.
+    A host's refusal shows when the agent is asked who it is: `ssh` says why and ends with 255.
     """
     if shutil.which("ssh") is None:
         raise NodeError(host, "there is no ssh on PATH: install OpenSSH's client, or use --launcher ssh")

@@ -28,7 +28,7 @@ _CHUNK_BYTES = 1 << 16
 _KEEPALIVE_S = 5
 _DIAGNOSTICS_BYTES = 4096
 _ATTEMPTS = 6
-"""sshd turns connections away at random when many arrive at once (MaxStartups)."""
+"""Attempts to connect: sshd turns connections away at random when many arrive at once (MaxStartups)."""
 
 
 def remote_command(python: str) -> str:
@@ -188,7 +188,7 @@ def _connect(settings: HostSettings, jumps: list[paramiko.SSHClient], accept_new
 
 
 class _UnknownKey(paramiko.MissingHostKeyPolicy):
-    """Refuse, or take note and go on."""
+    """Refuses an unknown host key, or records it and goes on."""
 
     def __init__(self, settings: HostSettings, accept: bool) -> None:
         self._settings, self._accept = settings, accept
@@ -219,7 +219,7 @@ _known_hosts_lock = threading.Lock()
 
 
 def _explain(s: HostSettings, error: BaseException) -> str:
-    """Say what happened in the user's terms."""
+    """Explain what happened in the user's terms."""
     target = f"{s.user}@{s.hostname} port {s.port}"
     if isinstance(error, paramiko.BadHostKeyException):
         name = s.hostname if s.port == 22 else f"[{s.hostname}]:{s.port}"

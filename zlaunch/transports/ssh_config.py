@@ -1,4 +1,4 @@
-"""What the user's ssh configuration says about a host.
+"""Read what the user's ssh configuration says about a host.
 
 OpenSSH itself is asked (`ssh -G`), which knows Include, Match and defaults; without it, paramiko's reader has
 to do.
@@ -25,21 +25,21 @@ class HostSettings:
     """Says how to reach one host."""
 
     alias: str
-    """As the user wrote it."""
+    """The host as the user wrote it."""
     hostname: str
     user: str
     port: int
     identity_files: tuple[str, ...]
     identities_only: bool
     known_hosts: tuple[str, ...]
-    """The first one is written to."""
+    """Files of known hosts; new keys are written to the first."""
     accept_new: bool
     timeout_s: float
     jump: HostSettings | None = None
     needs_openssh: str = ""
-    """The option, of this host or of one on the way, that only the `ssh` program can honour."""
+    """The option, of this host or of a jump host, that only the `ssh` program can honour."""
     gssapi: bool = False
-    """The `ssh` program would also try Kerberos."""
+    """Whether the `ssh` program would also try Kerberos."""
 
 
 def resolve(

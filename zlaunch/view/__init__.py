@@ -1,1 +1,1 @@
-"""What the user sees: the console during a run, the plan as a table."""
+"""Show a run to the user: the console during the run, the plan as a table."""

@@ -1,4 +1,4 @@
-"""The console of a run: what the chosen ranks print, the metrics, and the launcher's own few words."""
+"""Show a run: what the chosen ranks print, the metrics, and the launcher's few messages."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Any, BinaryIO
 
 _PARTIAL_LINE_BYTES = 1 << 16
 _BAR_S = 1.0
-"""How often a line that overwrites itself (a progress bar) is shown where several ranks are."""
+"""Seconds between two shown states of a line that overwrites itself (a progress bar), with several ranks."""
 _KEEP_S = 10.0
-"""How often the status line is left standing, so that a look back shows how the numbers went."""
+"""Seconds after which the status line is left standing, so that a look back shows how the numbers went."""
 
 
 class Console:
@@ -34,7 +34,7 @@ class Console:
         terminal: bool | None = None,
     ) -> None:
         self._ranks = None if ranks is None else frozenset(ranks)
-        """None: all of them."""
+        """The ranks to show; None: all of them."""
         self._prefixed = ranks is None or len(ranks) > 1
         self._quiet = quiet
         given = {"stdout": (out, sys.stdout), "stderr": (err, sys.stderr)}
@@ -66,7 +66,7 @@ class Console:
             self._write(stream, data)
 
     def message(self, text: str) -> None:
-        """Show a word of the launcher itself, on stderr."""
+        """Show a message of the launcher itself, on stderr."""
         if not self._quiet:
             self._write("stderr", f"zlaunch: {text}\n".encode("utf-8", "surrogateescape"))
 
@@ -137,13 +137,13 @@ class Console:
             self._put("stdout", b"\r\x1b[K")
 
     def _show_status(self) -> None:
-        """Show the status below a finished line only: a worker may be drawing a progress bar or a prompt."""
+        """Show the status only below a finished line: a worker may be drawing a progress bar or a prompt."""
         if self._status and self._at_line_start:
             width = shutil.get_terminal_size().columns - 1
             self._put("stdout", self._status[:width].encode())
 
     def _put(self, stream: str, data: bytes) -> None:
-        """Write all of it; a reader that has gone (`| head`), a full disk, a lost terminal end nothing."""
+        """Write all of it; a reader that has gone (`| head`), a full disk or a lost terminal ends nothing."""
         file = self._streams.get(stream)
         if file is None:
             return
@@ -160,7 +160,7 @@ class Console:
 
 
 def _write_all(file: BinaryIO, data: bytes) -> None:
-    """Write through to the descriptor, if there is one, also where somebody has made it non-blocking."""
+    """Write through to the descriptor, if there is one, even if it has been made non-blocking."""
     file.flush()
     try:
         fd = file.fileno()
@@ -181,7 +181,7 @@ def _last_state(line: bytes) -> bytes:
 
 
 def metrics_line(values: Mapping[str, Any], memory_gb: Collection[float]) -> str:
-    """Write `step 10/100 loss 2.31 lr 3.0e-04 scale 65536 norm 0.52 12345 tok/s mem 0.41 0.42 GB`."""
+    """Format the line `step 10/100 loss 2.31 lr 3.0e-04 scale 65536 norm 0.52 12345 tok/s mem 0.41 GB`."""
 
     def shown(key: str, template: str) -> list[str]:
         value = values.get(key)

@@ -1,4 +1,4 @@
-"""A plan as a table, for `--dry_run`."""
+"""Show a plan as a table, for `--dry_run`."""
 
 from __future__ import annotations
 
