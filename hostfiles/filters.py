@@ -1,8 +1,8 @@
-"""The include/exclude grammar: `NODE[:SLOT[,SLOT|A-B]...][@NODE...]` over an ordered pool of hosts and slots.
+"""Choose hosts and slots by the include/exclude grammar: `NODE[:SLOT[,SLOT|A-B]...][@NODE...]`.
 
 `worker-0@worker-1:0,2-3` names all slots of worker-0 and slots 0, 2, 3 of worker-1; a NODE may be a pattern,
-as in `node[01-04]:0-1`. Pure functions; the result always keeps the pool's order, because that order is the
-rank order.
+as in `node[01-04]:0-1`. Pure functions; the result always keeps the order of the given pool, because that
+order is the rank order.
 """
 
 from __future__ import annotations

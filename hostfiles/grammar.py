@@ -1,7 +1,7 @@
-"""Hostfiles: one host or host pattern a line, `[USER@]HOST[:PORT] [slots=N] [port=N]`, with `#` comments.
+"""Parse hostfiles: one host or host pattern a line, `[USER@]HOST[:PORT] [slots=N] [port=N]`, `#` comments.
 
-A superset of what DeepSpeed and Open MPI read; words of theirs that mean nothing here are passed over.
-All bad lines are reported at once.
+The grammar is a superset of what DeepSpeed and Open MPI read; their words that mean nothing here are passed
+over. All bad lines are reported at once.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class HostEntry:
     """At least 1; None means all devices found there."""
     user: str | None = None
     port: int | None = None
-    """Of sshd."""
+    """Port of sshd."""
     line: int = 0
-    """Counted from 1."""
+    """Number of the line, counted from 1."""
 
 
 def read(path: str | os.PathLike[str]) -> list[HostEntry]:

@@ -1,4 +1,4 @@
-"""Compressed host lists, as SLURM and people write them: `node[01-16,20]`, `n[1-2]r[01-03]`, `a,b[1-2],c`.
+"""Expand and compress host lists: `node[01-16,20]`, `n[1-2]r[01-03]`, `a,b[1-2],c`, as SLURM writes them.
 
 Pure functions. Order and zero padding are kept both ways; text may follow a bracket (`gpu[1-4].cluster`).
 """
@@ -126,7 +126,7 @@ def _numbered(host: str) -> tuple[tuple[str, str | None], str]:
 
 
 def _ranges(numbers: Iterable[str]) -> list[tuple[str, str]]:
-    """Runs of numbers that count up by one in the padding of their first."""
+    """Join numbers that count up by one, in the padding of their first, to (first, last) ranges."""
     ranges: list[tuple[str, str]] = []
     for number in numbers:
         low, high = ranges[-1] if ranges else ("", "")

@@ -1,1 +1,1 @@
-"""Launching under SLURM: the SLURM_* environment, sbatch scripts made from flags, submitting them."""
+"""Launch under SLURM: read the SLURM_* environment, make sbatch scripts from flags, submit them."""

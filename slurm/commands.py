@@ -1,4 +1,4 @@
-"""What is asked of SLURM, by its own commands: submitting, following, requeuing, ending a step."""
+"""Ask SLURM by its own commands: submit, follow and requeue a job, end a step."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _CHUNKS_A_POLL = 64
 
 
 def submit(path: str | os.PathLike[str]) -> str:
-    """Hand a file to sbatch and return the job's id; SlurmError with sbatch's own words if it refuses."""
+    """Hand a file to sbatch and return the job's id. Raises SlurmError with sbatch's words if it refuses."""
     if shutil.which("sbatch") is None:
         raise SlurmError("there is no sbatch on PATH: this machine cannot submit to SLURM")
     command = ["sbatch", "--parsable", os.path.abspath(path)]
@@ -48,7 +48,7 @@ def submit(path: str | os.PathLike[str]) -> str:
 def state(job_id: str) -> str:
     """Return the job's state in SLURM's words (`PENDING`, `RUNNING`), UNKNOWN when it has forgotten it.
 
-    SlurmError when SLURM does not answer, which on a busy cluster passes.
+    Raises SlurmError when SLURM does not answer, which on a busy cluster passes.
     """
     failures: list[SlurmError] = []
     for command, pattern in (
@@ -187,7 +187,7 @@ def _complaint(result: subprocess.CompletedProcess[str]) -> str:
 def requeue(environ: Mapping[str, str], say: Callable[[str], None]) -> None:
     """Put this job back into the queue; ``say`` tells the user.
 
-    It speaks before the job is requeued: SLURM may end this process before the answer is here.
+    The message comes before the job is requeued: SLURM may end this process before the answer is here.
     """
     job = environ.get("SLURM_JOB_ID", "")
     if not job or shutil.which("scontrol") is None:
@@ -206,7 +206,7 @@ def requeue(environ: Mapping[str, str], say: Callable[[str], None]) -> None:
 
 
 def was_cancelled(text: str) -> bool:
-    """Tell from `scontrol show job` whether a job is ending because somebody has cancelled it.
+    """Tell from `scontrol show job` whether a job is ending because a user has cancelled it.
 
     One that is preempted still runs while it is asked to stop; one that has met its time limit has run for so
     long. SLURM itself does not say while processes are left: both are COMPLETING then.
@@ -228,10 +228,10 @@ def _seconds(text: str) -> int | None:
 
 
 def cancel_step(environ: Mapping[str, str]) -> None:
-    """Tell all tasks of the step that this process is one of that the run has failed.
+    """Tell all tasks of this process's step that the run has failed.
 
-    SIGHUP, not SLURM's SIGKILL: the other launchers stop their workers with the usual grace, and know that
-    the failure, and the step's exit code with it, is another task's.
+    They get SIGHUP, not SLURM's SIGKILL: the other launchers stop their workers with the usual grace, and
+    know that the failure, and the step's exit code with it, is another task's.
     """
     job, step = environ.get("SLURM_JOB_ID", ""), environ.get("SLURM_STEP_ID", "")
     if job and step and shutil.which("scancel") is not None:

@@ -1,4 +1,4 @@
-"""What SLURM tells a process through its environment. Pure: nothing is asked of SLURM itself.
+"""Read what SLURM tells a process through its environment. Pure: SLURM itself is not asked.
 
 Facts of a job are read inside an allocation of any kind (batch script, `salloc` shell, `srun` task), facts of
 a step only inside an `srun` task. What SLURM does not say is None.
@@ -15,7 +15,7 @@ from zlaunch.errors import LaunchError
 from zlaunch.hostfiles.hostlist import HostListError, expand
 
 _LAST_STEP_ID = 0xFFFFFFF0
-"""Above it are SLURM's own steps: batch, extern, interactive (the shell of `salloc`)."""
+"""Step ids from this one on are SLURM's: batch, extern, interactive (the shell of `salloc`)."""
 
 _NAMED_STEPS = ("batch", "extern", "interactive")
 _MAX_NODES = 65536
@@ -26,7 +26,7 @@ _NUMBER = re.compile(r"\d{1,10}", re.ASCII)
 
 
 class SlurmError(LaunchError, ValueError):
-    """Says that SLURM said something unexpected, or nothing; the text is for the user."""
+    """Says that SLURM answered something unexpected, or nothing; the text is for the user."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +35,9 @@ class AllocatedNode:
 
     host: str
     cpus: int | None = None
-    """Of the job on this node."""
+    """CPUs of the job on this node."""
     tasks: int | None = None
-    """Of the step inside a step, otherwise those that a plain `srun` would start."""
+    """Tasks on this node, of the step inside a step, otherwise those that a plain `srun` would start."""
     gpus: int | None = None
 
 
@@ -48,24 +48,24 @@ class Allocation:
     job_id: str
     nodes: tuple[AllocatedNode, ...]
     inside_step: bool
-    """Started by `srun`, so this process is one of ``ntasks`` alike."""
+    """Whether `srun` started this process, which then is one of ``ntasks`` alike."""
     step_id: int | None = None
-    """None outside a step, as are procid, localid and nodeid."""
+    """Id of the step; None outside a step, as are procid, localid and nodeid."""
     procid: int | None = None
     ntasks: int | None = None
-    """Of the step inside a step, otherwise those that were asked for."""
+    """Number of tasks, of the step inside a step, otherwise those that were asked for."""
     localid: int | None = None
     nodeid: int | None = None
     """Index in ``nodes`` of the node this process runs on."""
     restart_count: int = 0
     """How often the job was requeued."""
     het_size: int = 1
-    """Components of a heterogeneous job; the nodes are those of one of them."""
+    """Number of components of a heterogeneous job; the nodes are those of one of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlace:
-    """Says where a task of a step stands among its like."""
+    """Says where a task of a step stands among the others."""
 
     rank_of_node: int
     nodes: int
@@ -140,7 +140,7 @@ def with_gpus(allocation: Allocation, granted: Mapping[str, int]) -> Allocation:
 
 
 def in_step_place(allocation: Allocation) -> StepPlace:
-    """Return where this task stands; SlurmError outside a step."""
+    """Return where this task stands. Raises SlurmError outside a step."""
     if not allocation.inside_step:
         raise SlurmError(f"job {allocation.job_id}: this process was not started by srun")
     if allocation.nodeid is None or allocation.localid is None:
@@ -209,7 +209,7 @@ def _own_index(environ: Mapping[str, str], hosts: Sequence[str], nodeid: int | N
 def _gpus(
     environ: Mapping[str, str], hosts: Sequence[str], own: int | None, *, inside: bool
 ) -> list[int | None]:
-    """Return the GPUs of each node. Indices and `ON_NODE` are said of the own node only."""
+    """Return the GPUs of each node. Indices and `ON_NODE` describe this process's node only."""
     everywhere = _gpus_per_node(environ)
     counts = [everywhere] * len(hosts)
     here = [_listed_gpus(environ, "SLURM_STEP_GPUS")] if inside else []

@@ -1,4 +1,4 @@
-"""sbatch files made from typed values. Pure: `render` gives the text, nothing is written or run."""
+"""Make sbatch files from typed values. Pure: `render` gives the text, nothing is written or run."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ unset ${!SLURM_STEP_*} ${!SLURM_CPU_BIND*}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchScript:
-    """Says what is in an sbatch file; SlurmError on a value that sbatch or bash would misread."""
+    """Holds the values of an sbatch file. Raises SlurmError on a value that sbatch or bash would misread."""
 
     script: str
     """What zlaunch runs; a module or a program where ``zlaunch_args`` say so."""

@@ -45,7 +45,7 @@ from zlaunch.system.processes import (
 )
 
 _DRAIN_LIMIT_BYTES = 4 << 20
-"""How much a dead worker's pipe may still give: a grandchild can go on writing for ever."""
+"""Bytes that a dead worker's pipe may still give: a grandchild can go on writing for ever."""
 
 
 class Agent:
@@ -108,7 +108,7 @@ class Agent:
     # -- input ---------------------------------------------------------------------------------
 
     def _on_signal(self, signum: int, _frame: object) -> None:
-        """Take a note and no more: this runs between any two steps of the loop."""
+        """Record the signal and no more: this runs between any two steps of the loop."""
         self.asked_by_signal = signal_name(signum)
 
     def _on_stdin(self) -> None:
@@ -120,7 +120,7 @@ class Agent:
             self._on_message(message)
 
     def _on_orphaned(self) -> None:
-        """Stop, and let the other launchers of a SLURM step know: theirs would wait for this one's ranks."""
+        """Stop, and tell the other launchers of a SLURM step: they would wait for this one's ranks."""
         in_step = self.plan is not None and self.plan.in_step
         others = in_step and not self.ending.stopping and not self._all_exited()
         # sshd hangs up when the process that it has started, the watchdog, is gone.
@@ -132,7 +132,7 @@ class Agent:
             try:
                 cancel_step(os.environ)
             except SlurmError:
-                pass  # nobody is left to be told
+                pass  # no launcher is left to be told
 
     def _is_alone(self) -> bool:
         return os.getppid() != self.watchdog
@@ -157,7 +157,7 @@ class Agent:
             self.handshake.handle(message)
 
     def _signal(self, pid: int, signum: int) -> None:
-        """Signal the worker alone, not what it started: "save and stop", "show your stacks"."""
+        """Signal the worker alone, not the processes that it started: "save and stop", "show your stacks"."""
         try:
             os.kill(pid, signum)
         except OSError:
@@ -332,7 +332,7 @@ class Agent:
         return not forking and all(worker.returncode is not None for worker in self.workers.values())
 
     def _tick(self) -> None:
-        """Do what is due by the clock or by the state."""
+        """Do what is due by the clock or in the present state."""
         if self.outbox.lost:
             self._on_orphaned()
         if self.asked_by_signal:
@@ -359,7 +359,7 @@ class Agent:
                 kill(process, signal.SIGTERM)
 
     def _end(self) -> None:
-        """Kill all that is left, hand over the last output, say so."""
+        """Kill all that is left, hand over the last output, and say so."""
         assert self.plan is not None
         signal_groups(self._living(), signal.SIGKILL)
         swept = sweep(self.plan.run_id, ancestor=os.getpid(), reap=self._reap)

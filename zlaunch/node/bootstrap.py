@@ -58,7 +58,7 @@ def main() -> None:
         else:
             _run_script(args)
     except SystemExit as error:
-        if error.code not in (None, 0, _SAVED_CODE):  # the script itself says that it failed: wait for nobody
+        if error.code not in (None, 0, _SAVED_CODE):  # the script itself says that it failed: do not wait
             sys.last_value = error
         raise
     except KeyboardInterrupt as error:
@@ -190,7 +190,7 @@ def _send_exception(event_fd: int, error: BaseException, text: str) -> None:
     }
     try:
         os.write(event_fd, json.dumps(event).encode() + b"\n")
-    except OSError:  # the agent is gone, and nobody is left to be told
+    except OSError:  # the agent is gone, so there is no one to tell
         pass
 
 

@@ -1,4 +1,4 @@
-"""The file descriptors that an agent waits for, each with what to do when it is ready."""
+"""Wait for an agent's file descriptors, each with a handler to call when it is ready."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Descriptors:
             self._selector.unregister(outbox.fd)
 
     def wait(self, timeout_s: float) -> None:
-        """Wait for the first ones, and call their handlers."""
+        """Wait for the first ready descriptors, and call their handlers."""
         for key, _ in self._selector.select(timeout_s):
             if key.fd in self._selector.get_map():
                 key.data()

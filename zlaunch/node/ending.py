@@ -1,4 +1,4 @@
-"""When an ending run's workers and their leftovers are looked for, asked to end, and killed. Pure."""
+"""Decide when an ending run's workers and their leftovers are looked for, asked to end, and killed. Pure."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import Enum, auto
 
 _SCAN_INTERVAL_S = 0.1
 _LEFTOVER_S = 0.5
-"""How long helpers of a finished worker (trackers, uploaders) may take to end by themselves."""
+"""Seconds in which helpers of a finished worker (trackers, uploaders) may end by themselves."""
 
 
 class Due(Enum):
@@ -24,17 +24,17 @@ class Ending:
 
     def __init__(self) -> None:
         self.stopping = False
-        """The workers are ended from here: they have not ended by themselves."""
+        """Whether the workers are ended from here: they have not ended by themselves."""
         self._kill_at: float | None = None
         self._scan_at = 0.0
 
     def stop(self, now: float, grace_s: float) -> None:
-        """Give the workers their last seconds."""
+        """Give the workers `grace_s` seconds to end."""
         self.stopping = True
         self._kill_at = now + grace_s
 
     def kill(self, now: float) -> None:
-        """Have all killed at once."""
+        """Let the next `due` be KILL."""
         self._kill_at = now
 
     def due(self, now: float, *, all_exited: bool) -> Due:
@@ -51,7 +51,7 @@ class Ending:
         return Due.NOTHING
 
     def wait_s(self, now: float, longest_s: float, *, all_exited: bool) -> float:
-        """Return how long nothing can become due."""
+        """Return the seconds in which nothing can become due."""
         moments = [now + longest_s]
         if self._kill_at is not None:
             moments += [self._kill_at, *([self._scan_at] if all_exited else [])]

@@ -1,4 +1,4 @@
-"""What the workers of ``zlaunch.notebook`` run: `python -m zlaunch.node.notebook_call FOLDER`."""
+"""Run the workers of ``zlaunch.notebook``: `python -m zlaunch.node.notebook_call FOLDER`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kernel's counters of processes that it has killed for lack of memory (oom-kill)."""
+"""Read the kernel's counters of processes that it has killed for lack of memory (oom-kill)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MACHINE = "proc/vmstat"
 def oom_counters(root: Path = Path("/")) -> dict[OomScope, int]:
     """Read the oom-kill counters of this process's control group and of the machine, as far as there are any.
 
-    A group's counter has its own processes only, whichever limit was met. Groups above it are not asked:
+    A group's counter counts the processes in it only, whichever limit was met. Groups above it are not asked:
     they also count what happens to their other members.
     """
     try:
@@ -54,9 +54,9 @@ def _count(file: Path) -> int | None:
 
 
 def oom_rose(before: Mapping[OomScope, int], after: Mapping[OomScope, int]) -> OomScope | None:
-    """Tell where something was killed for lack of memory in between.
+    """Tell where a process was killed for lack of memory in between.
 
-    Where the control group counts, the machine's number says nothing: it was somebody else's process.
+    Where the control group counts, the machine's number says nothing: it was a process of another group.
     """
     scope: OomScope = "run" if "run" in after else "host"
     return scope if after.get(scope, 0) > before.get(scope, 0) else None

@@ -26,7 +26,7 @@ from zlaunch.system.processes import die_with_parent
 
 _GO = b"go"
 _MAX_FDS = 4
-"""stdout, stderr, events, and rank 0's stdin."""
+"""The most descriptors of a worker: stdout, stderr, events, and rank 0's stdin."""
 _POLL_S = 0.001
 
 
@@ -62,8 +62,8 @@ def start(
     cwd: str,
     user_input: int | None = None,
 ) -> Preloader:
-    """Start it for these workers, whose (stdout, stderr, events) write ends are `pipes`; rank 0 reads from
-    `user_input`. Raises OSError.
+    """Start the process for these workers, whose (stdout, stderr, events) write ends are `pipes`; rank 0
+    reads from `user_input`. Raises OSError.
     """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     common = {
@@ -95,7 +95,7 @@ def start(
 
 
 def main() -> None:
-    """Import, fork, say who they are, end."""
+    """Import the modules, fork the workers, report their ids, and end."""
     agent = int(os.environ.pop("ZLAUNCH_AGENT_PID"))
     die_with_parent(agent)
     connection = socket.socket(fileno=int(os.environ.pop("ZLAUNCH_PRELOAD_FD")))
@@ -103,7 +103,7 @@ def main() -> None:
     jobs = [_receive(connection) for _ in range(order["workers"])]
     for module in order["modules"]:
         importlib.import_module(module)
-    gc.freeze()  # the workers share these pages until somebody writes to them
+    gc.freeze()  # the workers share these pages until one of them writes
     pids = []
     own = os.getpid()  # a child that asks for its parent may be told of the next one already
     for job, fds in jobs:
@@ -150,7 +150,7 @@ def _become(
     while os.getppid() == preloader:  # until the agent is the parent, whose death is to end this process
         time.sleep(_POLL_S)
     if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed()  # like `random`, which sees to it by itself
+        sys.modules["numpy"].random.seed()  # like `random`, which reseeds by itself
     os.environ.update(job["env"])
     os.environ.update(ZLAUNCH_EVENT_FD=str(events), ZLAUNCH_AGENT_PID=str(agent))
     sys.argv = [sys.argv[0], *job["argv"]]

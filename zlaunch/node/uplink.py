@@ -1,4 +1,4 @@
-"""The agent's line to its launcher: commands in, events out, and how long either may be silent."""
+"""Connect an agent to its launcher: commands in, events out, and how long either may be silent."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from zlaunch.node.worker import read_chunk
 from zlaunch.system.events import Event, LineBuffer
 
 _IDLE_S = 300.0
-"""How long an agent waits for its plan when the launcher has not said how long that may take."""
+"""Seconds that an agent waits for its plan when the launcher has not said how long that may take."""
 _PAUSE_S = 86400.0
-"""How long a launcher that has been stopped in its terminal (Ctrl-Z) may be silent."""
+"""Seconds that a launcher that has been stopped in its terminal (Ctrl-Z) may be silent."""
 _GOODBYE_S = 5.0
-"""How long a launcher that has hung up may take nothing of the last output."""
+"""Seconds that a launcher that has hung up may take nothing of the last output."""
 
 
 class Uplink:
@@ -26,7 +26,7 @@ class Uplink:
         self.outbox = Outbox(stdout)
         self.idle_s = _IDLE_S
         self.heartbeat_s: float | None = None
-        """None before the plan; 0 for a launcher on this machine, whose end shows in the pipe."""
+        """Seconds of silence allowed; None before the plan; 0 for a local launcher, whose pipe ends."""
         self._heard_at = time.monotonic()
         self._commands = LineBuffer()
         self._paused = False

@@ -21,7 +21,7 @@ class Worker:
     def __init__(self, plan: WorkerPlan, pid: int, streams: dict[int, str], event_fd: int) -> None:
         self.plan = plan
         self.pid = pid
-        """Also its process group and its session."""
+        """Process id, which is also the id of its process group and its session."""
         self.streams = streams
         """Descriptor -> stdout or stderr."""
         self.event_fd = event_fd
@@ -31,7 +31,7 @@ class Worker:
 
 
 def _pipes() -> tuple[list[int], list[int]]:
-    """Read ends, which never block the agent, and write ends of a worker's stdout, stderr and events."""
+    """Make pipes for stdout, stderr and events; return read ends, which never block, and write ends."""
     pairs = [os.pipe() for _ in range(3)]
     for reader, _ in pairs:
         os.set_blocking(reader, False)
