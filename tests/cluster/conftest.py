@@ -1,4 +1,4 @@
-"""One cluster for all tests of this folder; where there can be none they are skipped, with the reason."""
+"""Provide one cluster for all tests of this folder; without one they are skipped, with the reason."""
 
 from __future__ import annotations
 

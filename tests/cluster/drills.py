@@ -1,4 +1,4 @@
-"""Random kills on three nodes, by ssh, by the ssh program and in SLURM jobs. See tests/drills.py."""
+"""Kill things at random on three nodes, by ssh, by the ssh program and in SLURM jobs. See tests/drills.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Launches on the testbed, by ssh or in a SLURM job."""
+"""Launch runs on the testbed, by ssh or in a SLURM job."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`zlaunch doctor` on a cluster over ssh."""
+"""Test `zlaunch doctor` on a cluster over ssh."""
 
 from __future__ import annotations
 

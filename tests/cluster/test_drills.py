@@ -1,4 +1,4 @@
-"""Whatever is killed, cut or rebooted: the run ends, says why, and leaves nothing on any node.
+"""Check that a run ends, says why, and leaves nothing on any node, whatever is killed, cut or rebooted.
 
 Where a node answers, the heartbeat must not be needed: it is longer than a test waits.
 """

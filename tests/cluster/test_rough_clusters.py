@@ -1,4 +1,4 @@
-"""What networks, ssh configurations and SLURM do to a launch that is not in the plan."""
+"""Test launches under what networks, ssh configurations and SLURM do to them unplanned."""
 
 from __future__ import annotations
 

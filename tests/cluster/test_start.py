@@ -1,4 +1,4 @@
-"""What can be wrong before a run begins, and the clusters people really have."""
+"""Test what can be wrong before a run begins, and the clusters that people really have."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs that go on: restarts, fewer nodes, hangs, saving before the end, and training across nodes."""
+"""Test runs that go on: restarts, fewer nodes, hangs, saving before the end, and training across nodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A cluster on this machine: each node is a set of Linux namespaces with its own sshd, slurmd and processes.
+"""Build a cluster on this machine: a node is a set of Linux namespaces with its sshd, slurmd and processes.
 
 Everything lives in one folder and in network namespaces called after it; `Testbed.down` removes all of it.
 Root, iproute2, openssh-server and slurm-wlm are needed. Numbers of processes are as the host sees them.

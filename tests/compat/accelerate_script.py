@@ -1,5 +1,5 @@
 # ruff: noqa: E402, I001
-"""accelerate with its DeepSpeed plugin: training, state, unwrapping; the losses are those of plain torch."""
+"""Train by accelerate with its DeepSpeed plugin: state, unwrapping; the losses are those of plain torch."""
 
 from __future__ import annotations
 

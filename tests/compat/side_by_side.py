@@ -1,4 +1,4 @@
-"""A DeepSpeed script that must say the same under both: ``side_by_side.py OUT.json``, on one or more ranks.
+"""Run a DeepSpeed script that must give equal results under both: ``side_by_side.py OUT.json``, on any ranks.
 
 Nothing here knows zlaunch. ``python -m tests.compat.record`` runs it under the real DeepSpeed and writes
 down what it says; the test compares ours with that.

@@ -1,4 +1,4 @@
-"""The model and the data of ``side_by_side.py``."""
+"""Define the model and the data of ``side_by_side.py``."""
 
 from __future__ import annotations
 

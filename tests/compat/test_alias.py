@@ -1,4 +1,4 @@
-"""Which package `import deepspeed` finds, and what is said of it."""
+"""Test which package `import deepspeed` finds, and what is said of it."""
 
 from __future__ import annotations
 

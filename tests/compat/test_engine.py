@@ -1,4 +1,4 @@
-"""Members of DeepSpeed's engine and of what comes with it."""
+"""Test members of DeepSpeed's engine and of what comes with it."""
 
 from __future__ import annotations
 

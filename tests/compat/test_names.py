@@ -1,4 +1,4 @@
-"""Modules and names of DeepSpeed's that scripts import, and what becomes of those that are not here."""
+"""Test the modules and names of DeepSpeed that scripts import, and what becomes of those not here."""
 
 from __future__ import annotations
 

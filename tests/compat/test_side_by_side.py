@@ -1,4 +1,4 @@
-"""The same DeepSpeed script under the real DeepSpeed 0.19.8 (recorded, see record.py) and under zlaunch."""
+"""Compare a DeepSpeed script under the real DeepSpeed 0.19.8 (recorded, see record.py) and under zlaunch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The snippets of DeepSpeed's and Transformers' guides, as those write them, on small models."""
+"""Test the snippets of DeepSpeed's and Transformers' guides, as those write them, on small models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Hugging Face Trainer, accelerate and PEFT over the alias, unmodified."""
+"""Test the Hugging Face Trainer, accelerate and PEFT over the alias, unmodified."""
 
 from __future__ import annotations
 

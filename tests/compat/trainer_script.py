@@ -1,4 +1,4 @@
-"""Scenes of the Hugging Face Trainer that check themselves: ``trainer_script.py FOLDER SCENE ...``."""
+"""Run scenes of the Hugging Face Trainer that check themselves: ``trainer_script.py FOLDER SCENE ...``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The flags of the `deepspeed` command: taken, or answered with what to use."""
+"""Test the flags of the `deepspeed` command: taken, or answered with what to use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `make demo` shows, in short: the example trains at every stage, and plain torch reads its weights."""
+"""Test what `make demo` shows: the example trains at every stage, and plain torch reads its weights."""
 
 from __future__ import annotations
 

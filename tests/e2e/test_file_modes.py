@@ -1,4 +1,4 @@
-"""Files have the modes that the user's umask asks for, so that a group can share a run."""
+"""Check that files have the modes that the user's umask asks for, so that a group can share a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever is killed: no process of the run is left, and the exit code tells why."""
+"""Check that no process of a run is left, whatever is killed, and that the exit code tells why."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command with real workers (without torch, so that they are fast)."""
+"""Test the command with real workers (without torch, so that they are fast)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""zlaunch.notebook: functions of the calling program in fresh workers."""
+"""Test zlaunch.notebook: functions of the calling program in fresh workers."""
 
 from __future__ import annotations
 

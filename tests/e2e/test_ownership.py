@@ -1,4 +1,4 @@
-"""Only the run's own processes are touched, and none of them escapes."""
+"""Check that only the run's processes are touched, and that none of them escapes."""
 
 from __future__ import annotations
 

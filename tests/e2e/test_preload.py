@@ -1,4 +1,4 @@
-"""Workers that are forks of one process which has imported torch."""
+"""Test workers that are forks of one process which has imported torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run says of itself, and that -q leaves only the workers' own words, warnings and errors."""
+"""Test what a run says of itself, and that -q leaves only the workers' output, warnings and errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs that are killed, or asked to stop, and go on by themselves exactly where they were."""
+"""Test runs that are killed, or asked to stop, and go on by themselves exactly where they were."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a terminal, a shell or a host may do to a launch, and what it says then."""
+"""Test what a terminal, a shell or a host may do to a launch, and what it says then."""
 
 from __future__ import annotations
 

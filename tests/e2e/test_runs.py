@@ -1,4 +1,4 @@
-"""`zlaunch ps`, `stop` and `stacks` on real runs."""
+"""Test `zlaunch ps`, `stop` and `stacks` on real runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command lines of torchrun and `accelerate launch`, with zlaunch in their place."""
+"""Test the command lines of torchrun and `accelerate launch`, with zlaunch in their place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests here need a CUDA device; elsewhere they are deselected, not skipped one by one."""
+"""Deselect the tests here where there is no CUDA device, instead of skipping them one by one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parking on a GPU: inputs wait in page-locked memory and the numbers stay the same."""
+"""Test offloaded inputs on a GPU: they wait in page-locked memory and the numbers are not changed."""
 
 from __future__ import annotations
 

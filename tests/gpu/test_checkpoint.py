@@ -1,4 +1,4 @@
-"""Checkpoints of an engine on a GPU: from device memory, through page-locked snapshots, and back."""
+"""Test checkpoints of an engine on a GPU: from device memory, through page-locked snapshots, and back."""
 
 from __future__ import annotations
 

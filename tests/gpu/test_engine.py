@@ -1,4 +1,4 @@
-"""The engine on one GPU: every stage trains like plain torch there, and leaves the same memory behind."""
+"""Test the engine on one GPU: every stage trains like plain torch there, and leaves as much memory behind."""
 
 from __future__ import annotations
 

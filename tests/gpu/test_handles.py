@@ -1,4 +1,4 @@
-"""The script's handles on one GPU: outputs of unknown classes, views that outlive a unit, changed weights."""
+"""Test the script's handles on a GPU: outputs of unknown classes, views that outlive a unit, new weights."""
 
 from __future__ import annotations
 

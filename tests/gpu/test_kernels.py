@@ -1,4 +1,4 @@
-"""The kernels on the device against their twins; the current stream; no waiting for the device."""
+"""Test the kernels on the device against their twins; the current stream; no waiting for the device."""
 
 from __future__ import annotations
 

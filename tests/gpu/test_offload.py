@@ -1,4 +1,4 @@
-"""Offload on a GPU: the same training as without, page-locked memory, and steps that never wait."""
+"""Test offload on a GPU: training as without it, page-locked memory, and steps that never wait."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""``offload_states`` on a GPU: its memory goes and comes, through page-locked memory, and training is as
-without.
-"""
+"""Test ``offload_states`` on a GPU: memory goes and comes, page-locked, and training is as without it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ways to use autograd in the loop."""
+"""Define ways to use autograd in the loop."""
 
 from __future__ import annotations
 

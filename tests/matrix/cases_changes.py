@@ -1,4 +1,4 @@
-"""What scripts change between steps: weights, flags, groups, rates, states."""
+"""Define what scripts change between steps: weights, flags, groups, rates, states."""
 
 from __future__ import annotations
 

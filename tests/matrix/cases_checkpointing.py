@@ -1,4 +1,4 @@
-"""Activation checkpointing, torch's and ours."""
+"""Define uses of activation checkpointing, torch's and ours."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torch.compile and torch.autocast."""
+"""Define uses of torch.compile and torch.autocast."""
 
 from __future__ import annotations
 

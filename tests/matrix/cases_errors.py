@@ -1,4 +1,4 @@
-"""Errors: training that goes on after one, and mistakes that must be told."""
+"""Define errors: training that goes on after one, and mistakes that must be told."""
 
 from __future__ import annotations
 

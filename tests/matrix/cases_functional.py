@@ -1,4 +1,4 @@
-"""torch.func on modules that are under an engine."""
+"""Define uses of torch.func on modules that are under an engine."""
 
 from __future__ import annotations
 

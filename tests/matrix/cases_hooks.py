@@ -1,4 +1,4 @@
-"""Hooks of the user's, and autograd Functions of his own."""
+"""Define users' hooks and autograd Functions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hugging Face models of random weights, one of each family, and what people do with them."""
+"""Define Hugging Face models of random weights, one of each family, and what people do with them."""
 
 from __future__ import annotations
 

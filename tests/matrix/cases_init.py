@@ -1,4 +1,4 @@
-"""Building models for an engine, reaching into them, and ending the engine."""
+"""Define ways to build models for an engine, reach into them, and end the engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parametrizations, old weight norms, and what modules return of their own parameters."""
+"""Define parametrizations, old weight norms, and modules that return their parameters."""
 
 from __future__ import annotations
 

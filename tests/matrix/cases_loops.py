@@ -1,4 +1,4 @@
-"""Training loops that are not forward, backward, step."""
+"""Define training loops that are not forward, backward, step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torch's own layers with parameters."""
+"""Define torch's layers with parameters."""
 
 from __future__ import annotations
 

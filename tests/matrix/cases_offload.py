@@ -1,4 +1,4 @@
-"""States and parameters that rest in host memory or on disk."""
+"""Define states and parameters that rest in host memory or on disk."""
 
 from __future__ import annotations
 

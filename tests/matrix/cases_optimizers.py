@@ -1,4 +1,4 @@
-"""torch's optimizers, a user's own, and the ways to hand them over."""
+"""Define torch's and users' optimizers, and the ways to hand them over."""
 
 from __future__ import annotations
 

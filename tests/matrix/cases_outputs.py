@@ -1,4 +1,4 @@
-"""What blocks and models return."""
+"""Define what blocks and models return."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""16 bits and mixed dtypes, compared loosely with plain fp32."""
+"""Define cases of 16 bits and mixed dtypes, compared loosely with plain fp32."""
 
 from __future__ import annotations
 

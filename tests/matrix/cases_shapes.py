@@ -1,4 +1,4 @@
-"""Parameters of unusual shapes and layouts, and modules that hold them in unusual ways."""
+"""Define parameters of unusual shapes and layouts, and modules that hold them in unusual ways."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parameters and modules that are used in more than one place."""
+"""Define parameters and modules that are used in more than one place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parameters and blocks that not every step uses."""
+"""Define parameters and blocks that not every step uses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Vector clocks of streams and host threads, and what was found with them."""
+"""Keep vector clocks of streams and host threads, and what was found with them."""
 
 from __future__ import annotations
 

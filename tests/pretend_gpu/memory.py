@@ -1,4 +1,4 @@
-"""Blocks of memory, who reads and writes which bytes of them, and when they are given back."""
+"""Track blocks of memory, which code reads and writes which bytes of them, and when they are given back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The two modes under which code sees a GPU: what tensors say of themselves, and what operations touch."""
+"""Provide the modes under which code sees a GPU: what tensors say of themselves, what operations touch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Waits of the runtime, each of which can be left out, to see that it is missed."""
+"""List waits of the runtime, each of which can be left out, to see that it is missed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Streams and events that carry clocks."""
+"""Provide streams and events that carry clocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The runtime on a pretended GPU: no race, no memory given back too early, no wait that is not listed."""
+"""Test the runtime on a pretended GPU: no race, no memory given back too early, no unlisted wait."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Order between host threads: starting and joining, events, queues and futures."""
+"""Track the order between host threads: starting and joining, events, queues and futures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small models and a plain torch training loop to compare with."""
+"""Define small models and a plain torch training loop to compare with."""
 
 from __future__ import annotations
 

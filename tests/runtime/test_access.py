@@ -1,6 +1,6 @@
-"""Values, gradients and states of single parameters, read and changed, beside plain torch.
+"""Test values, gradients and states of single parameters, read and changed, beside plain torch.
 
-In double precision, so that the comparison can be sharp on any machine.
+They run in double precision, so that the comparison can be sharp on any machine.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Activation checkpointing: the same numbers to the last bit, less memory, wherever the inputs wait."""
+"""Test activation checkpointing: numbers equal to the last bit, less memory, wherever the inputs wait."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where checkpointed inputs wait: that they leave memory, come back in time, and are the same."""
+"""Test where checkpointed inputs wait: they leave memory and come back in time, unchanged."""
 
 from __future__ import annotations
 

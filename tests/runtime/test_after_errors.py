@@ -1,4 +1,4 @@
-"""Going on after something went wrong: either as if it had not happened, or not at all."""
+"""Test going on after something went wrong: either as if it had not happened, or not at all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints: saved under any setting, loaded under any other, to the bit; and training that goes on."""
+"""Test checkpoints: saved under any setting, loaded under any other, to the bit; training goes on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights out of a checkpoint: what others read, in little memory, the same bits."""
+"""Test weights out of a checkpoint: what others read, in little memory, to the bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints under kill -9, damage, full disks and dying ranks; saving in the background."""
+"""Test checkpoints under kill -9, damage, full disks and dying ranks; saving in the background."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a checkpoint must not do to anything else, and the odd states that it has to bring back."""
+"""Test what a checkpoint must not do to other files, and the odd states that it has to bring back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What others have saved, loaded into an engine: DeepSpeed, torch, safetensors, Hugging Face."""
+"""Test what others have saved, loaded into an engine: DeepSpeed, torch, safetensors, Hugging Face."""
 
 from __future__ import annotations
 

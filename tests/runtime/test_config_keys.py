@@ -1,4 +1,4 @@
-"""Config keys that change what a run does: refused unused parameters, bounds, the level of messages."""
+"""Test config keys that change what a run does: refused unused parameters, bounds, the level of messages."""
 
 from __future__ import annotations
 

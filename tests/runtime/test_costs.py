@@ -1,4 +1,4 @@
-"""What each stage promises to cost, in bytes held and elements moved, counted from the live objects."""
+"""Test what each stage promises to cost, in bytes held and elements moved, counted from the live objects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The disk engine on real files: what it moves, and what it says when it cannot."""
+"""Test the disk engine on real files: what it moves, and what it says when it cannot."""
 
 from __future__ import annotations
 

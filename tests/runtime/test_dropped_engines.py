@@ -1,4 +1,4 @@
-"""Engines that nobody destroys: what they held is given back."""
+"""Test engines that no script destroys: what they held is given back."""
 
 from __future__ import annotations
 

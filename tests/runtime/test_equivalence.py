@@ -1,7 +1,7 @@
-"""Training under every stage equals plain single-process torch on the same global batch.
+"""Check that training under every stage equals plain single-process torch on one global batch.
 
-In double precision, where Adam does not blow rounding up. In fp32 the measure is the error that plain DDP has
-in the same run, so that nothing depends on the instructions of a CPU.
+It runs in double precision, where Adam does not blow rounding up. In fp32 the measure is the error that
+plain DDP has in such a run, so that nothing depends on the instructions of a CPU.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Process groups that end right after a collective."""
+"""Test process groups that end right after a collective."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models built sharded: the same values, never whole in memory, taken over by the engine."""
+"""Test models built sharded: equal values, never whole in memory, taken over by the engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a graph and a script still hold of a unit after it was freed (stage 3)."""
+"""Test what a graph and a script still hold of a unit after it was freed (stage 3)."""
 
 from __future__ import annotations
 

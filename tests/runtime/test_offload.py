@@ -1,4 +1,4 @@
-"""State and parameters in host memory and on disk: the same training, bit for bit, and no wrong step."""
+"""Test state and parameters in host memory and on disk: training equal bit for bit, and no wrong step."""
 
 from __future__ import annotations
 

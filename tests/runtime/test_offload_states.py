@@ -1,4 +1,4 @@
-"""``engine.offload_states`` and ``reload_states``: training goes on to the bit, the memory is really free."""
+"""Test ``engine.offload_states`` and ``reload_states``: training goes on to the bit, memory is free."""
 
 from __future__ import annotations
 

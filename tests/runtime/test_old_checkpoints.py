@@ -1,4 +1,4 @@
-"""Checkpoints that an earlier version has written (tests/data/checkpoints) load, and training goes on."""
+"""Check that checkpoints of an earlier version (tests/data/checkpoints) load, and that training goes on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The optimizer that a script holds: every method leads to the engine or says why not."""
+"""Test the optimizer that a script holds: every method leads to the engine or says why not."""
 
 from __future__ import annotations
 

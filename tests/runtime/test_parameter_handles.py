@@ -1,4 +1,4 @@
-"""What a script may do with a parameter between its uses: it reaches the engine, or an error says why not."""
+"""Test changes of a parameter between its uses: they reach the engine, or an error says why not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""fp16 and bf16: master weights, loss scaling, skipped steps, and what happens when nothing helps."""
+"""Test fp16 and bf16: master weights, loss scaling, skipped steps, and what happens when nothing helps."""
 
 from __future__ import annotations
 

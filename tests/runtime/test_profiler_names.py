@@ -1,4 +1,4 @@
-"""What torch's profiler shows of a step."""
+"""Test what torch's profiler shows of a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that do not make the same calls: an error that says who did what, on every rank, within seconds."""
+"""Test ranks whose calls differ: an error names the rank and the call, on every rank, within seconds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parameters that no engine can train are refused by name; frozen ones of odd dtypes stay as they are."""
+"""Check that parameters that no engine can train are refused by name; frozen ones stay unchanged."""
 
 from __future__ import annotations
 

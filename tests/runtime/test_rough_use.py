@@ -1,4 +1,4 @@
-"""Calls in an unusual order, and changes at an unusual moment: right, or refused; never silently wrong."""
+"""Test calls in an unusual order and changes at an unusual moment: right, or refused; never wrong."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user sees of parameters between their uses, and what the module's own methods do."""
+"""Test what a user sees of parameters between their uses, and what the module's methods do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The transport between CPU ranks of one machine, and what the runtime relies on it for."""
+"""Test the transport between CPU ranks of one machine, and what the runtime relies on it for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The step decided on the device, as on a GPU, is the step that the host decides.
+"""Check that the step decided on the device, as on a GPU, is the step that the host decides.
 
 That the host waits for nothing meanwhile is what tests/pretend_gpu shows.
 """

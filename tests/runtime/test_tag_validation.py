@@ -1,4 +1,4 @@
-"""``checkpoint.tag_validation``: what becomes of a save for which the ranks give different tags."""
+"""Test ``checkpoint.tag_validation``: what becomes of a save for which the ranks give different tags."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Optimizers that look at more than one element: right where whole tensors exist, refused elsewhere."""
+"""Test optimizers that look at more than one element: right where whole tensors exist, refused elsewhere."""
 
 from __future__ import annotations
 

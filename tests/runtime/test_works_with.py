@@ -1,6 +1,6 @@
-"""Models that are not a plain stack: each case trains like plain torch under every stage.
+"""Test models that are not a plain stack: each case trains like plain torch under every stage.
 
-In double precision, where Adam does not blow rounding up, so that the comparison can be sharp.
+It runs in double precision, where Adam does not blow rounding up, so that the comparison can be sharp.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Hypothesis without deadlines: the first example may pay for an import."""
+"""Set up Hypothesis without deadlines: the first example may pay for an import."""
 
 from __future__ import annotations
 

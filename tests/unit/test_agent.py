@@ -1,4 +1,4 @@
-"""What an agent decides, with pipes instead of a launcher and workers that are no processes."""
+"""Test what an agent decides, with pipes instead of a launcher and workers that are no processes."""
 
 from __future__ import annotations
 

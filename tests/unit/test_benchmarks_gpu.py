@@ -1,4 +1,4 @@
-"""The benchmark for GPUs loses nothing: what fails or takes too long is written down, the rest goes on."""
+"""Check that the benchmark for GPUs writes down what fails or takes too long, and goes on with the rest."""
 
 from __future__ import annotations
 

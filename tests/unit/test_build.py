@@ -1,4 +1,4 @@
-"""Optimizers and schedulers from a config's words."""
+"""Test optimizers and schedulers built from a config's words."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files of tensors: readable by others, in ranges, and never wrong."""
+"""Test files of tensors: readable by others, in ranges, and never wrong."""
 
 from __future__ import annotations
 

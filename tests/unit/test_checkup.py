@@ -1,4 +1,4 @@
-"""What `zlaunch doctor` finds wrong, on made-up hosts."""
+"""Test what `zlaunch doctor` finds wrong, on made-up hosts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Configs in the shape in which projects ship them: taken, or refused for the one feature that is missing."""
+"""Test configs as projects ship them: taken, or refused for the one feature that is missing."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Random configs: valid ones load and settle, anything else raises ConfigError and nothing else."""
+"""Test random configs: valid ones load and resolve, anything else raises ConfigError and nothing else."""
 
 import copy
 import json

@@ -1,4 +1,4 @@
-"""What the launcher says about a config before it starts anything."""
+"""Test what the launcher says about a config before it starts anything."""
 
 import json
 import subprocess

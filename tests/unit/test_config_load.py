@@ -1,4 +1,4 @@
-"""Reading configs: forms, syntax, messages, support levels, and the generated reference."""
+"""Test reading configs: forms, syntax, messages, support levels, and the generated reference."""
 
 import base64
 import json

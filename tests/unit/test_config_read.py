@@ -1,4 +1,4 @@
-"""Every accepted key is read, or says why it need not be."""
+"""Check that every accepted key is read, or says why it need not be."""
 
 import ast
 from pathlib import Path

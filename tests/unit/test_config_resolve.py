@@ -1,4 +1,4 @@
-"""Settling "auto", the batch keys, and what is written down about it."""
+"""Test how "auto" and the batch keys are resolved, and what is written down about it."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What a config may ask for: old spellings, switched-off features, keys in the wrong place."""
+"""Test what a config may ask for: old spellings, switched-off features, keys in the wrong place."""
 
 import json
 

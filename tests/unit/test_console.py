@@ -1,4 +1,4 @@
-"""What the console shows of a run."""
+"""Test what the console shows of a run."""
 
 from __future__ import annotations
 

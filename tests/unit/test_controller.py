@@ -1,4 +1,4 @@
-"""What the controller decides, with transports that only remember."""
+"""Test what the controller decides, with transports that only remember."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Slots of this machine, on made-up machines."""
+"""Test the slots of this machine, on made-up machines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The documents point to what is there."""
+"""Check that the documents point to what is there."""
 
 from __future__ import annotations
 

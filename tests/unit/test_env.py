@@ -1,4 +1,4 @@
-"""Which variables go to the workers."""
+"""Test which variables go to the workers."""
 
 from __future__ import annotations
 

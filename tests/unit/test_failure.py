@@ -1,4 +1,4 @@
-"""Which failure is told, and how."""
+"""Test which failure is told, and how."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The include/exclude grammar."""
+"""Test the include/exclude grammar."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the command line says about itself."""
+"""Test what the command line says about itself."""
 
 from __future__ import annotations
 

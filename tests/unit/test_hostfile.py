@@ -1,4 +1,4 @@
-"""The hostfile parser."""
+"""Test the hostfile parser."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compressed host lists."""
+"""Test compressed host lists."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the Makefile's targets and a plain `pip install` ask for."""
+"""Test what the Makefile's targets and a plain `pip install` ask for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every CUDA source compiles for every generation of GPUs from Volta to Blackwell, without one."""
+"""Check that every CUDA source compiles for every generation of GPUs from Volta to Blackwell, without one."""
 
 from __future__ import annotations
 

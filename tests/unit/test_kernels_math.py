@@ -1,4 +1,4 @@
-"""The arithmetic of the kernels, compiled for the CPU, against their twins in plain torch.
+"""Test the arithmetic of the kernels, compiled for the CPU, against their twins in plain torch.
 
 The ``compare_*`` functions run on any device; ``tests/gpu`` uses them too.
 """

@@ -1,4 +1,4 @@
-"""Every kernel, as ptxas makes it for every generation: in registers, without any local memory."""
+"""Check every kernel as ptxas makes it for every generation: in registers, without any local memory."""
 
 from __future__ import annotations
 

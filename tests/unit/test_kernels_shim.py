@@ -1,4 +1,4 @@
-"""The CUDA sources as C++ on the CPU: a thread is a fiber, a kernel a loop over fibers.
+"""Test the CUDA sources as C++ on the CPU: a thread is a fiber, a kernel a loop over fibers.
 
 ``kernels_on_cpu`` puts this under the loader, so that the public functions run their kernels on CPU tensors
 with the arguments, options and grids that a device would get. It shows nothing about speed, and of races only

@@ -1,4 +1,4 @@
-"""The twins and the CPU path against torch.optim, a plain Lion and LossScaler; modes; wrong arguments."""
+"""Test twins and the CPU path against torch.optim, a plain Lion and LossScaler; modes; wrong arguments."""
 
 from __future__ import annotations
 

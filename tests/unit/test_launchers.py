@@ -1,4 +1,4 @@
-"""What every launcher is, and which hosts and slots are chosen."""
+"""Test what every launcher is, and which hosts and slots are chosen."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The flat layout of a unit: every element is somewhere, once."""
+"""Test the flat layout of a unit: every element is somewhere, once."""
 
 from __future__ import annotations
 

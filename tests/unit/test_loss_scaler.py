@@ -1,4 +1,4 @@
-"""The loss scaler against a transcription of DeepSpeed's algorithm."""
+"""Test the loss scaler against a transcription of DeepSpeed's algorithm."""
 
 from __future__ import annotations
 

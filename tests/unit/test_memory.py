@@ -1,4 +1,4 @@
-"""The arithmetic of memory, and what it advises."""
+"""Test the arithmetic of memory, and what it advises."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When the ssh configuration asks for what only the `ssh` program can do."""
+"""Test when the ssh configuration asks for what only the `ssh` program can do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a wheel holds, and that its names never meet the user's own."""
+"""Test what a wheel holds, and that its names never meet the user's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Errors in talking to other ranks, and errors that only sound like them."""
+"""Test errors in talking to other ranks, and errors that only sound like them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pool of page-locked memory: reuse, statistics, and that nothing stays locked when its memory goes."""
+"""Test the pool of page-locked memory: reuse, statistics, and that nothing stays locked after its memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The plan as data."""
+"""Test the plan as data."""
 
 from __future__ import annotations
 

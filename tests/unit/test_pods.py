@@ -1,4 +1,4 @@
-"""What the variables of pods mean."""
+"""Test what the variables of pods mean."""
 
 from __future__ import annotations
 

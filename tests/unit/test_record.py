@@ -1,4 +1,4 @@
-"""Where a run goes on from."""
+"""Test where a run goes on from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Learning-rate schedules against DeepSpeed's formulas, written out here a second time."""
+"""Test learning-rate schedules against DeepSpeed's formulas, written out here a second time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The shape of the source: which rooms import which, and how large they are."""
+"""Test the shape of the source: which rooms import which, and how large they are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is read from SLURM_*."""
+"""Test what is read from SLURM_*."""
 
 from __future__ import annotations
 

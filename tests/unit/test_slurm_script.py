@@ -1,4 +1,4 @@
-"""sbatch files, and how they are submitted and followed with stand-ins for SLURM's commands."""
+"""Test sbatch files, and how they are submitted and followed with stand-ins for SLURM's commands."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stores of shards: tiles are opened, read ahead and closed in order, and new values go to one place."""
+"""Test stores of shards: tiles are opened, read ahead and closed in order, and new values go to one place."""
 
 from __future__ import annotations
 

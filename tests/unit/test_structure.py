@@ -1,4 +1,4 @@
-"""Finding tensors in outputs, remembering the order of blocks, comparing models of ranks."""
+"""Test finding tensors in outputs, remembering the order of blocks, comparing models of ranks."""
 
 from __future__ import annotations
 

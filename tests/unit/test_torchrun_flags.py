@@ -1,4 +1,4 @@
-"""torchrun's and accelerate's flags as the options that zlaunch has for them."""
+"""Test torchrun's and accelerate's flags as the options that zlaunch has for them."""
 
 from __future__ import annotations
 

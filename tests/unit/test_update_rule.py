@@ -1,4 +1,4 @@
-"""What Adam's state holds before a step of ours: nothing, torch's, or what somebody has loaded."""
+"""Test what Adam's state holds before a step of ours: nothing, torch's, or a loaded one."""
 
 from __future__ import annotations
 

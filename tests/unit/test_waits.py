@@ -1,4 +1,4 @@
-"""Every wait of the launcher has an end, or a reason why it needs none."""
+"""Check that every wait of the launcher has an end, or a reason why it needs none."""
 
 from __future__ import annotations
 
