@@ -1,1 +1,1 @@
-"""Hostfiles (`host slots=N`) and the grammar that picks hosts and slots out of them."""
+"""Parse hostfiles (`host slots=N`), and the grammar that picks hosts and slots out of them."""

@@ -40,7 +40,7 @@ class HostEntry:
     host: str
     """A name or an address; IPv6 without brackets."""
     slots: int | None = None
-    """At least 1; None means all devices found there."""
+    """Number of slots, at least 1; None means all devices found there."""
     user: str | None = None
     port: int | None = None
     """Port of sshd."""

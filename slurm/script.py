@@ -42,11 +42,11 @@ class BatchScript:
     zlaunch_args: tuple[str, ...] = ()
     nodes: int = 1
     gpus_per_node: int | str | None = None
-    """`4` or `a100:4`."""
+    """GPUs of each node: `4` or `a100:4`."""
     cpus_per_task: int | None = None
     """Cores of each node: there is one task a node, and it starts all workers there."""
     time: str | None = None
-    """`MINUTES`, `H:M:S`, `D-H:M:S`."""
+    """Time limit: `MINUTES`, `H:M:S`, `D-H:M:S`."""
     partition: str | None = None
     account: str | None = None
     qos: str | None = None

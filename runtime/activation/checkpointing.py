@@ -1,4 +1,4 @@
-"""Activation checkpointing: keep only a function's inputs and run it again in the backward pass.
+"""Checkpoints activations: keeps only a function's inputs and runs it again in the backward pass.
 
 Public as ``zlaunch.checkpointing``, under DeepSpeed's names: :func:`configure` once, then
 ``checkpoint(layer, x)`` in the model's forward; or :func:`checkpoint_blocks`, which the config's

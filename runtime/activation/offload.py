@@ -66,9 +66,9 @@ class Kept:
     source: Tensor | OffloadedTensor
     """The input, its slice, or the offloaded one of them."""
     version: int | None = None
-    """Of an input kept as it is: its version, as it must not have been modified since."""
+    """Version of an input that is kept as it is: it must not be modified until it is taken."""
     shape: torch.Size | None = None
-    """Of a slice: the shape of the whole."""
+    """Shape of the whole tensor, if a slice is kept."""
     group: Any = None
 
 

@@ -56,10 +56,10 @@ class Setting:
     offload: OffloadOptions
     trains: bool = True
     accumulates: bool = False
-    """A step has several micro-batches."""
+    """Whether a step has several micro-batches."""
     device_is_host: bool = False
     snapshots: bool = False
-    """Checkpoints are written from a copy in host memory."""
+    """Whether checkpoints are written from a copy in host memory."""
 
     @property
     def trainable(self) -> int:

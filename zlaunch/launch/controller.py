@@ -28,7 +28,7 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _OUTPUT_IN_FLIGHT = 256
 """Chunks of output between reader threads and the main thread; more wait in the agent and the pipes."""
 _PATIENCE_S = 0.3
-"""A second signal within this time is taken for the first one."""
+"""Seconds within which a second signal is taken for the first one."""
 _MARGIN_S = 6.0
 """Seconds beyond the grace period: for settling, sweeping, a slow machine."""
 _LONGEST_WAIT_S = 60.0

@@ -10,7 +10,7 @@ from typing import Literal
 from zlaunch.system.processes import signal_name
 
 ONE_EVENT_S = 1.0
-"""Failures this close together are one event: the cause may be seen after its consequences."""
+"""Seconds within which failures are one event: the cause may be seen after its consequences."""
 
 TAIL_LINES = 20
 

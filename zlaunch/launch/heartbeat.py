@@ -14,7 +14,7 @@ from zlaunch.system.events import Event
 _PINGS_PER_PERIOD = 4
 _NOTE_EVERY_S = 60.0
 _STACKS_S = 2.0
-"""How long the ranks get to write their stacks."""
+"""Seconds that the ranks get to write their stacks."""
 _STACK_LINES = 40
 
 

@@ -18,7 +18,7 @@ from zlaunch.transports import Transport
 PARALLEL = 64
 """Nodes that are connected to at one time."""
 SLOW_S = 5.0
-"""How long nothing may be said of a start that is going on."""
+"""Seconds after which the user is told of a start that is still going on."""
 _ANSWER_TIMEOUT_S = 15.0
 _TIMEOUT_PER_ADDRESS_S = 4.0
 _SWEEP_S = 10.0

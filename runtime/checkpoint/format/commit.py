@@ -24,7 +24,7 @@ from .tensor_file import CheckpointError
 _STALE_S = 3600.0
 """Seconds without a write after which a temporary folder counts as left by a dead process."""
 _DEAD_S = 5.0
-"""Seconds after which it does where its process is known to have ended on this host."""
+"""Seconds without a write after which it does so if its process is known to have ended on this host."""
 _TEMPORARY = re.compile(r"\..+\.(?P<host>[^/]+)-(?P<space>\d+)-(?P<pid>\d+)-\d+\.tmp")
 _DELETED = re.compile(r"\..+\.zlaunch-deleted")
 _turn = threading.Lock()
