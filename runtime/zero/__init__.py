@@ -1,5 +1,5 @@
-"""ZeRO by one mechanism: parameters live in flat units, and a stage says which of their states are sharded.
+"""Implements ZeRO by one mechanism: parameters lie in flat units, and a stage says which states are sharded.
 
-Read ``layout`` (integers), ``unit`` (storage), ``partition`` (which parameters share a unit), ``grads``
-(gradients), ``model`` (hooks that drive all of it), in that order.
+Read ``layout`` (integers), ``unit`` (storage), ``unit_policy`` (which parameters share a unit), ``reduce``
+(gradients), ``hooks`` (which drive all of it), in that order.
 """

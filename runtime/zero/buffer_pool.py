@@ -9,14 +9,14 @@ from ..comm.collectives import Comm
 
 
 class BufferPool:
-    """Buffers to send from. Ordinary memory is given back after each pass; shared memory cannot be."""
+    """Keeps send buffers. Ordinary memory is released after each pass; shared memory cannot be."""
 
     def __init__(self, comm: Comm) -> None:
         self._comm = comm
         self.free: list[Tensor] = []
 
     def lend(self, dtype: torch.dtype, numel: int) -> Tensor:
-        """A flat tensor of ``numel`` elements, part of the smallest free buffer that is large enough."""
+        """Return a flat tensor of ``numel`` elements, part of the smallest free buffer large enough."""
         fitting = [i for i, t in enumerate(self.free) if t.dtype == dtype and t.numel() >= numel]
         if not fitting:
             return self._comm.empty(numel, dtype)

@@ -1,7 +1,7 @@
-"""What a script writes into parameters between two steps, brought to the master values.
+"""Copies what a script writes into parameters between two steps back to the master values.
 
-Where the optimizer's master values are apart from what the model reads (16-bit training, offloaded state), a
-change in place (weight clipping, an averaged model put in) would be undone by the next step. Writing through
+Where the optimizer's master values are not the memory that the model reads (16-bit training, offloaded
+state), the next step would undo a change in place (weight clipping, an averaged model). Writing through
 autograd's view of a parameter moves its version counter; ``parameter.data`` does not, so reading that marks
 the unit.
 """
@@ -17,7 +17,7 @@ from .store import Access, ShardStore, ValueStore, open_all, take_changed
 
 
 class WrittenUnit(Protocol):
-    """A unit whose parameters may be written to."""
+    """Describes a unit whose parameters may be written to."""
 
     name: str
     names: list[str]
@@ -45,11 +45,11 @@ class Writes:
         self._exposed = False
         self._versions = self._references = 0
         self._each: list[int] = []
-        """Each parameter's version when a sharded unit was gathered."""
+        """Keeps each parameter's version when a sharded unit was gathered."""
 
     @property
     def matter(self) -> bool:
-        """Whether the masters would not follow by themselves."""
+        """Tell whether writes have to be copied to the masters, which are separate memory."""
         store = self._unit.store
         if store is None or self._unit.shard_params:
             return False
@@ -58,28 +58,28 @@ class Writes:
         )
 
     def expose(self) -> None:
-        """``data`` of a parameter has been handed out: later changes of it leave no trace."""
+        """Note that ``data`` of a parameter has been handed out: later changes of it leave no trace."""
         self._exposed = True
 
     def forget(self) -> None:
-        """The masters are what the parameters say."""
+        """Note that the masters agree with the parameters."""
         if self._unit.shard_params:
             self.arrive()
         elif self.matter:
             self._versions = self._count()
             references = self._unit.references()
             self._references = self._references or references
-            # who still holds such a tensor may write to it once more
+            # a script that still holds such a tensor may write to it once more
             self._exposed = self._exposed and references > self._references
 
     def arrive(self) -> None:
-        """The unit has been gathered: what is written from now on is lost when it is freed."""
+        """Note that the unit has been gathered: what is written from now on is lost when it is resharded."""
         if self._unit.shard_params:
             self._exposed = False
             self._each = [parameter._version for parameter in self._unit.parameters]
 
     def find_lost(self) -> str | None:
-        """Say what is lost if the unit is freed now; None if nothing was written."""
+        """Return the name of what is lost if the unit is resharded now; None if nothing was written."""
         unit = self._unit
         if unit.provisional:
             return None
@@ -93,7 +93,7 @@ class Writes:
         return None if torch.equal(unit.values.tensor.to(own.device, own.dtype), own) else unit.name
 
     def stepped(self) -> None:
-        """The engine has moved every version counter by one."""
+        """Note that the engine has moved every version counter by one."""
         self._versions += len(self._unit.parameters)
         self._each = [version + 1 for version in self._each]
 
@@ -101,7 +101,7 @@ class Writes:
         return sum(parameter._version for parameter in self._unit.parameters)
 
     def bring(self) -> None:
-        """Let the masters have every element that differs from their own rounding. Raises DiskError."""
+        """Copy every element that is not its master's rounding to the masters. Raises DiskError."""
         unit = self._unit
         if not self.matter or not (self._exposed or self._count() != self._versions):
             return

@@ -1,4 +1,4 @@
-"""What may be done with the values of a freed parameter outside a pass of its model: reading them, as NaN."""
+"""Lets a script read a sharded parameter, as NaN, outside a pass of its model, and refuses other uses."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _address(tensor: Tensor) -> int:
-    """The identity of a tensor's memory; 0 for one without."""
+    """Return the identity of a tensor's memory; 0 for one without."""
     try:
         return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):
@@ -58,7 +58,7 @@ class _ReadOnly(TorchDispatchMode):
 
 
 class FreedView(torch.Tensor):
-    """A tensor over the placeholder of a freed parameter, such as ``parameter.data``."""
+    """Wraps the placeholder of a sharded parameter, such as ``parameter.data``."""
 
     is_placeholder = True
     parameter_name = "a parameter"
@@ -72,9 +72,9 @@ class FreedView(torch.Tensor):
 
 
 def read_freed(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> Any:
-    """``func`` of tensors over placeholders: NaN in the result, if it needs no gradient and writes nothing.
+    """Call ``func`` on tensors over placeholders: NaN in the result, without gradients and writes.
 
-    Raises ParameterError, which says what to do instead, otherwise.
+    Raises ParameterError otherwise, which says what to do instead.
     """
     if func in _SETTERS:
         raise ParameterError(f"its data cannot be replaced: {_remedy(name)}")
@@ -94,12 +94,12 @@ def read_freed(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
 
 
 def _is_hollow(tensor: Tensor) -> bool:
-    """Whether a tensor is a freed parameter or a view of one."""
+    """Tell whether a tensor is a sharded parameter or a view of one."""
     return bool(getattr(type(tensor), "is_placeholder", False))
 
 
 def _marked(result: Any, hollow: set[int], name: str) -> Any:
-    """The result, with tensors that share a placeholder's memory made FreedViews."""
+    """Return the result, with tensors that share a placeholder's memory made FreedViews."""
     if isinstance(result, Tensor):
         if type(result) is Tensor and _address(result) in hollow:
             result = result.as_subclass(FreedView)

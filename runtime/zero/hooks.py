@@ -1,4 +1,4 @@
-"""The hooks that make a plain module a sharded one, and everything that happens between them."""
+"""Defines the hooks that shard a plain module, and drives its passes."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from .unit_policy import Block, ShardingOptions
 
 Gathered = Callable[[Iterable[Unit]], AbstractContextManager[None]]
 Intercept = Callable[[nn.Module, Gathered], Callable[[], None]]
-"""Puts the methods of a module right that would go wrong on sharded parameters; returns the way back. It is
-given what keeps units unsharded inside a context.
+"""Replaces methods of a module that would fail on sharded parameters; returns a function that restores them.
+It is given the context that keeps units unsharded.
 """
 
 
 def _undisturbed(function: Callable[..., Any]) -> Hook:
-    """A hook that a compiler does not trace into: hooks move storages."""
+    """Return a hook that a compiler does not trace into: hooks move storages."""
     return Hook(torch._dynamo.disable(function))  # type: ignore[no-untyped-call]
 
 
@@ -43,7 +43,7 @@ class ShardedModel:
     Note [When does what happen]
         forward, before a block: its units are unsharded; the block that followed it last time is gathered
             ahead.
-        forward, after a block: its units are resharded, but for the last block's, which the backward pass
+        forward, after a block: its units are resharded, except the last block's, which the backward pass
             needs at once. What the graph has saved of them is a place in the unit (``saved_tensors.py``),
             which is filled again when the backward pass gets there: that is what makes it right. Each output
             that can be found, and the tensor it is a view of, gets a hook that fires when its gradient is
@@ -54,7 +54,7 @@ class ShardedModel:
         backward, at the end: what is incomplete is reduced, everything is resharded. This callback is queued
             from the root's output: queued inside a reentrant checkpoint it would run too early.
     Inside a backward pass (recomputation under activation checkpointing) forward hooks only gather: a
-    recomputation may stop before the forward hook that would free.
+    recomputation may stop before the forward hook that would reshard.
     """
 
     def __init__(
@@ -78,13 +78,13 @@ class ShardedModel:
         self._pass = Pass(one_thread=options.shard_params)
         self._backward = False
         self._passed: list[Block] = []
-        """Blocks with frozen units whose backward has begun; see _reshard_passed."""
+        """Lists blocks with frozen units whose backward has begun; see _reshard_passed."""
         self._forward_order, self._backward_order = OrderHint(), OrderHint()
         self.loss_scaling = LossScaling()
         self._saved = SavedTensors(self._on_saved)
         self._saved.watch(self.units)
         self._unhooked = False
-        """A forward pass could not put hooks on what autograd saves: its units stay until the next one."""
+        """Tells that a forward pass ran without hooks on saved tensors: units stay until the next one."""
         self._kept = ExitStack()
         """Holds units of which the root's output is a parameter."""
         self.before_forward: Callable[[], None] | None = None
@@ -92,8 +92,8 @@ class ShardedModel:
         self._handles: list[Any] = []
         self._gradient_handles: dict[int, list[Any]] = {}
         self.engine: Any = None
-        """Whoever drives it. The module's hooks keep this object, and so its engine, alive as long as the
-        module lives: an engine that only the collector of cycles would end ends at another time on each rank.
+        """Is the engine that drives this object. The module's hooks keep both alive as long as the module
+        lives: an engine that only the cycle collector would end ends at another time on each rank.
         """
         self._install()
         self._restore = intercept(module, self.gathered)
@@ -107,7 +107,7 @@ class ShardedModel:
         add(self.module.register_forward_hook(_undisturbed(self._after_root), always_call=True))
         for block in self.blocks:
             idle = not self.options.shard_optimizer and all(unit.trainable for unit in block.units)
-            if idle or not block.units:  # nothing is gathered, nothing can come to be trained
+            if idle or not block.units:  # nothing to gather, no parameter that could be unfrozen
                 continue
             for module in block.modules:
                 if module is self.module:
@@ -129,7 +129,7 @@ class ShardedModel:
             ]
 
     def replace_units(self, block: Block, units: list[Unit]) -> None:
-        """Give a block other units, made of the same parameters; the former ones have let go of them."""
+        """Replace a block's units by others, made of its parameters; the former ones have released them."""
         for old in block.units:
             if all(old is not new for new in units):
                 for handle in self._gradient_handles.pop(id(old), []):
@@ -144,7 +144,7 @@ class ShardedModel:
         self._saved.watch(self.units)
 
     def close(self) -> None:
-        """Make the module a plain one again, with present values. Collective if parameters are sharded.
+        """Turn the module back into a plain one, with present values. Collective if parameters are sharded.
 
         Raises the first DiskError; parameters whose values cannot be read are left as NaN.
         """
@@ -190,7 +190,7 @@ class ShardedModel:
             self._unhooked = True
 
     def abandon_forward(self) -> None:
-        """A forward pass has ended in an exception; for some (KeyboardInterrupt) torch calls no hooks."""
+        """Reset the pass after an exception; for some (KeyboardInterrupt) torch calls no hooks."""
         self._pass.reset()
         self._saved.reset()
 
@@ -209,7 +209,7 @@ class ShardedModel:
             unit = owner_of(tensor)
             if unit is not None and unit.shard_params:
                 self._kept.enter_context(unit.hold())
-        # where the output does not tell, gradients may come all the same
+        # where the output does not tell, gradients may come nevertheless
         expected = armed or torch.is_grad_enabled()
         for block in self.blocks:
             if not expected or not (block.is_root or self._forward_order.is_last(block.index)):
@@ -251,7 +251,7 @@ class ShardedModel:
         return after
 
     def _at_output(self, grad: Tensor) -> Tensor | None:
-        """A gradient arrives at an output of the root: the loss scale is put in here, unless it is there."""
+        """Begin the backward pass at an output of the root; scale the gradient unless the loss was."""
         self._begin_backward()
         return self.loss_scaling.at_output(grad)
 
@@ -300,15 +300,15 @@ class ShardedModel:
                 unit.reshard()
 
     def _on_saved(self) -> None:
-        """What was saved of a unit is about to be used."""
+        """Begin the backward pass when a saved tensor of a unit is about to be used."""
         if not self._backward and placeholder.in_backward():
             self._begin_backward()
 
     def _reshard_passed(self, current: Block) -> None:
-        """Free blocks with frozen parameters once an earlier block's output has its gradient.
+        """Reshard blocks with frozen parameters once an earlier block's output has its gradient.
 
-        A gradient may still have to pass through a frozen weight after the last trainable one has its own, so
-        such a unit cannot be freed when it is complete.
+        A gradient may still have to pass through a frozen weight after the last trainable one has its
+        gradient, so such a unit cannot be resharded when it is complete.
         """
         for block in self._passed:
             if block is not current:
@@ -351,10 +351,10 @@ class ShardedModel:
                     unit.reshard()
 
     def _on_demand(self, unit: Owner) -> bool:
-        """A freed parameter is used where no module hook announced it. Inside a pass of this model, serve it.
+        """Gather a sharded parameter that is used unannounced by a module hook, if inside a pass.
 
-        From then on its unit is treated as the root's: gathered through the whole pass, since nothing tells
-        when the backward pass needs it.
+        From then on its unit is treated as the root's: it stays gathered through the whole pass, since
+        nothing tells when the backward pass needs it.
         """
         assert isinstance(unit, Unit)
         if not self._pass.depth and not placeholder.in_backward():
@@ -371,7 +371,7 @@ class ShardedModel:
         return True
 
     def reshard_all(self) -> None:
-        """Free what may be freed: the master values have changed, or a pass was left half-way."""
+        """Reshard every unit that may be: the master values have changed, or a pass was left half-way."""
         if self._pass.was_cut_off():
             self.abandon_forward()
         self._kept.close()
@@ -381,8 +381,8 @@ class ShardedModel:
 
     @property
     def is_in_pass(self) -> bool:
-        """Tell whether a forward or backward pass is going on, or one has ended in an exception with
-        gradients on their way.
+        """Tell whether a forward or backward pass is going on, or one has ended in an exception and left
+        gradients in flight.
         """
         calling = bool(self._pass.depth) and not self._pass.was_cut_off()
         return placeholder.in_backward() or calling or self.reducer.is_busy

@@ -1,4 +1,4 @@
-"""Hooks that belong to one model and do nothing on its copies."""
+"""Defines hooks that belong to one model and do nothing on its copies."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 
 
 class Hook:
-    """A callable for torch's module hooks. Copied or pickled with its module, it becomes inert.
+    """Wraps a callable for torch's module hooks. Copied or pickled with its module, it becomes inert.
 
     Without this a copy of a model would drive the original's engine.
     """

@@ -1,4 +1,4 @@
-"""Where each parameter of a unit lies in its flat buffer, and which part each rank owns. Pure integers."""
+"""Computes where each parameter of a unit lies in its flat buffer, and which part each rank owns."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 ALIGN_NUMEL = 16
-"""Parameters start at multiples of this many elements: 32 or 64 bytes, what vector loads like."""
+"""Sets the multiple of elements at which parameters start: 32 or 64 bytes, for vector loads."""
 TILE_NUMEL = 4 << 20
-"""Elements of a shard that are moved and updated together, unless sub_group_size is less: long transfers run
-at a disk's full speed, and a few of them in memory cost little.
+"""Limits the elements of a shard that are moved and updated together, as sub_group_size does: long transfers
+run at a disk's full speed, and a few of them in memory cost little.
 """
 TILE_ALIGN = 4096
-"""Tiles start at multiples of this many elements, whole pages in every dtype."""
+"""Sets the multiple of elements at which tiles start, whole pages in every dtype."""
 Range = tuple[int, int]
-"""First and last-plus-one element of a unit's shard."""
+"""Holds the first and last-plus-one element within a unit's shard."""
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """The place of one parameter: elements ``offset`` to ``offset + numel`` of the flat buffer."""
+    """Describes the place of one parameter: elements ``offset`` to ``offset + numel`` of the flat buffer."""
 
     offset: int
     numel: int
@@ -33,8 +33,8 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A contiguous run of one optimizer group inside a shard; ``start`` and ``stop`` count from the shard's
-    start.
+    """Describes a contiguous slice of one optimizer group inside a shard; ``start`` and ``stop`` count from
+    the shard's start.
     """
 
     group: int
@@ -44,7 +44,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A unit of ``numel`` elements (padding included) cut into ``world_size`` equal shards."""
+    """Describes a unit of ``numel`` elements (padding included) cut into ``world_size`` equal shards."""
 
     slots: tuple[Slot, ...]
     numel: int
@@ -55,11 +55,11 @@ class Layout:
         return self.numel // self.world_size
 
     def shard_range(self, rank: int) -> tuple[int, int]:
-        """First and last-plus-one element that ``rank`` owns."""
+        """Return the first and last-plus-one element that ``rank`` owns."""
         return rank * self.shard_numel, (rank + 1) * self.shard_numel
 
     def gaps(self) -> list[tuple[int, int]]:
-        """Ranges that belong to no parameter: alignment and the padding at the end."""
+        """Return the ranges that belong to no parameter: alignment and the padding at the end."""
         found, at = [], 0
         for slot in self.slots:
             if slot.offset > at:
@@ -70,7 +70,7 @@ class Layout:
         return found
 
     def overlaps(self, start: int, stop: int) -> list[tuple[int, int, int]]:
-        """``(slot index, from, to)`` for each slot with elements in [start, stop), in flat coordinates."""
+        """Return ``(slot index, from, to)``, flat coordinates, for each slot that meets [start, stop)."""
         found = []
         for index, slot in enumerate(self.slots):
             low, high = max(start, slot.offset), min(stop, slot.stop)
@@ -79,10 +79,10 @@ class Layout:
         return found
 
     def pieces(self, start: int, stop: int) -> list[Piece]:
-        """What lies in [start, stop), joined into one run per optimizer group; gaps inside a run belong to
-        it.
+        """Return the parameters in [start, stop), joined into one slice per optimizer group, gaps inside it
+        included.
 
-        Slots are sorted by group, so a shard meets each group in at most one run.
+        Slots are sorted by group, so a shard meets each group in at most one slice.
         """
         runs: dict[int, Piece] = {}
         for index, low, high in self.overlaps(start, stop):
@@ -118,7 +118,7 @@ def tile_ranges(numel: int, tile_numel: int) -> list[Range]:
 
 
 def cuts_of(pieces: Sequence[Range], numel: int, tile_numel: int) -> list[Range]:
-    """Cut the pieces of a shard at tile borders: what norms are summed over, wherever the gradient is."""
+    """Cut the pieces of a shard at tile borders, into the ranges that norms are summed over."""
     tiles = tile_ranges(numel, tile_numel)
     return [
         (max(start, low), min(stop, high))

@@ -1,4 +1,4 @@
-"""Leaf modules are not cut further: a mixture of experts is gathered as one, whichever are used."""
+"""Marks leaf modules, which are not cut further: a mixture of experts is gathered as one unit."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ def mark_leaves(
 ) -> list[nn.Module]:
     """Mark modules of the model as leaves, before its units are planned, and return them.
 
-    ``classes``: classes, or names of them, bare or with their module. ``names``: of modules in the model;
-    ``suffixes``: how such names end. What the model does not have is passed over.
-    ``flag`` False unmarks.
+    ``classes``: classes, or their names, bare or with their module. ``names``: of modules in the model;
+    ``suffixes``: how such names end. Entries that match nothing are ignored. ``flag`` False unmarks.
     """
     kinds, wanted, ends = list(classes), set(names), tuple(suffixes)
     found = [

@@ -1,4 +1,4 @@
-"""Puts the loss scale into a backward pass, wherever that begins."""
+"""Puts the loss scale into a backward pass, at whichever tensor that begins."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class LossScaling:
     Attributes
         factor: what a loss is to be multiplied with; None where nothing is.
         micro_share: a micro-batch's part of a step, for a backward pass that the caller starts.
-        loss_is_scaled: the backward pass that is under way, or comes next, is that of a loss multiplied
+        loss_is_scaled: the backward pass that is under way, or comes next, starts at a loss multiplied
             already.
     """
 
@@ -30,7 +30,7 @@ class LossScaling:
         self.loss_is_scaled = self._at_outputs = False
 
     def at_output(self, grad: Tensor) -> Tensor | None:
-        """Scale the gradient of one of the model's outputs; return None where it stays."""
+        """Scale the gradient of one of the model's outputs; return None to leave it unchanged."""
         if self.factor is None or self.loss_is_scaled:
             return None
         self._at_outputs = True
@@ -38,7 +38,7 @@ class LossScaling:
         return (grad.to(torch.promote_types(grad.dtype, torch.float32)) * self.factor()).to(grad.dtype)
 
     def of_parameter(self, grad: Tensor) -> Tensor:
-        """Return a parameter's gradient as a part of the step. Raises RuntimeError where the pass began at
+        """Return a parameter's gradient as its part of the step. Raises RuntimeError where the pass began at
         neither a scaled loss nor the model's outputs.
         """
         if self.loss_is_scaled:

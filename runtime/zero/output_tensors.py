@@ -1,4 +1,4 @@
-"""The tensors inside whatever a module returns, and hooks for their gradients."""
+"""Finds the tensors inside a module's output, and hooks their gradients."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def tensors_in(value: Any, depth: int = 0) -> Iterator[Tensor]:
-    """Tensors in nested tuples, lists, mappings (Hugging Face outputs are such) and dataclasses."""
+    """Yield the tensors in nested tuples, lists, mappings (such as Hugging Face outputs) and dataclasses."""
     if isinstance(value, Tensor):
         yield value
     elif depth > 16 or value is None or isinstance(value, (str, bytes, int, float)):
@@ -32,7 +32,7 @@ def arm(
     handler: Callable[[], None],
     at_output: Callable[[Tensor], Tensor | None] | None = None,
 ) -> bool:
-    """Call ``handler`` when the gradient of any tensor in ``output`` is known; True if there is any to come.
+    """Call ``handler`` when the gradient of any tensor in ``output`` is known; return True if any will come.
 
     ``at_output`` is called instead for the tensors themselves, and may return another gradient.
     """

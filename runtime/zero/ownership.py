@@ -1,4 +1,4 @@
-"""What the classes of parameters, and what is written into them, need to know of a unit."""
+"""Defines what a parameter, and the code that watches it, needs to know of its unit."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ OPTIMIZER, MASTERS, VALUES, GRADIENTS, BUFFERS = STATES = (
     "lp_grads",
     "contiguous_grad_buffer",
 )
-"""DeepSpeed's names for what can be moved to host memory for a while: the optimizer's state, the fp32
-masters, what the model computes with, the reduced gradients, and the memory that gradients are sent from.
+"""Lists DeepSpeed's names for what can be moved to host memory for a while: the optimizer's state, the fp32
+masters, what the model computes with, the reduced gradients, and the gradients' send buffers.
 """
 
 
@@ -32,11 +32,11 @@ class UnitState(Enum):
     SHARDED = auto()
     """Only each rank's own slice exists; the parameters are placeholders."""
     AWAY = auto()
-    """The unit is not sharded, its values are in host memory and its parameters placeholders."""
+    """The unit is not sharded, its values are in host memory and its parameters are placeholders."""
 
 
 class Owner(Protocol):
-    """What manages a parameter: a unit, as the parameter sees it."""
+    """Manages a parameter: a unit, as the parameter sees it."""
 
     trainable: bool
     provisional: bool
@@ -44,19 +44,19 @@ class Owner(Protocol):
     shapes: list[torch.Size]
     index_of: dict[int, int]
     on_demand: Callable[[Owner], bool] | None
-    """Called when a freed parameter is used; tells whether its values are there now."""
+    """Called when a sharded parameter is used; returns whether its values have been gathered."""
 
     def wait_unsharded(self) -> None:
-        """Return when the parameters have their values."""
+        """Wait until the parameters have their values."""
 
     def expose(self) -> None:
-        """Take note that ``data`` of a parameter has been handed out."""
+        """Note that ``data`` of a parameter has been handed out."""
 
     def hides_gradient(self, parameter: torch.Tensor) -> bool:
         """Tell whether the engine has taken a gradient of this parameter since the last step."""
 
     def forget_gradient(self, parameter: torch.Tensor) -> None:
-        """Drop what has been accumulated for this parameter since the last step."""
+        """Drop the gradient accumulated for this parameter since the last step."""
 
 
 class GradientBook(Protocol):
@@ -73,7 +73,7 @@ class GradientBook(Protocol):
 
 
 def check_here(away: Collection[str], needed: Sequence[str], what: str) -> None:
-    """Raise OffloadedError if a state that ``what`` needs is away."""
+    """Raise OffloadedError if a state that ``what`` needs is off the device."""
     missing = [name for name in needed if name in away]
     if missing:
         raise OffloadedError(

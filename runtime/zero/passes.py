@@ -7,10 +7,10 @@ from types import FrameType
 
 
 class Pass:
-    """The forward pass of one model, also one that calls the model again."""
+    """Tracks the forward pass of one model, also one that calls the model again."""
 
     def __init__(self, *, one_thread: bool) -> None:
-        """``one_thread``: refuse that two threads use the model at a time."""
+        """Track no pass yet; with ``one_thread``, refuse that two threads use the model at a time."""
         self.depth = 0
         """Counts the calls of the model that are going on, one inside the other."""
         self._one_thread = one_thread
@@ -29,11 +29,11 @@ class Pass:
             self._caller = None
 
     def reset(self) -> None:
-        """No call is going on any more."""
+        """Note that no call is going on any more."""
         self.depth, self._caller = 0, None
 
     def was_cut_off(self) -> bool:
-        """Tell whether what is noted has ended without a word: for an interrupt torch calls no hooks. Raises
+        """Tell whether the pass has ended unnoticed: for an interrupt torch calls no hooks. Raises
         RuntimeError if another thread is in the model.
         """
         if not self.depth or self._caller is None or _is_above(self._caller, sys._getframe()):
@@ -48,7 +48,7 @@ class Pass:
 
 
 def _module_call(frame: FrameType | None) -> FrameType | None:
-    """The call of a module that a hook is part of: its frame lives as long as the pass."""
+    """Return the frame of the module call that a hook is part of; it lives as long as the pass."""
     while frame is not None and frame.f_globals.get("__name__") != "torch.nn.modules.module":
         frame = frame.f_back
     return frame

@@ -1,4 +1,4 @@
-"""The classes that a parameter takes on while an engine manages it.
+"""Defines the classes that a parameter takes on while an engine manages it.
 
 torch itself changes a parameter's class in place (``UninitializedParameter.materialize``). A managed
 parameter is a view of its unit's flat buffer, and what a script does to it has to reach the unit:
@@ -7,7 +7,7 @@ parameter is a view of its unit's flat buffer, and what a script does to it has 
   anything.
 - :class:`PendingParameter`: the all-gather after an optimizer step is under way. The first touch waits for
   it.
-- :class:`ShardedParameter`: freed. Inside a forward or backward pass of its model a use that no module hook
+- :class:`ShardedParameter`: sharded. Inside a forward or backward pass of its model a use that no module hook
   announced gathers the unit on demand. Outside, reading gives NaN, while writing, and anything that a
   gradient would have to flow through, raises (see ``freed.py``).
 """
@@ -32,19 +32,19 @@ from .ownership import Owner
 
 @dataclass(slots=True)
 class Settings:
-    """How managed parameters look, in this process."""
+    """Set how managed parameters look in this process."""
 
     empty_placeholders: bool = False
-    """A freed parameter has no elements, as DeepSpeed's have, instead of its true shape full of NaN."""
+    """Gives a sharded parameter no elements, as DeepSpeed does, instead of its true shape full of NaN."""
     lenient: bool = False
-    """``grad`` of a parameter whose gradient the engine has taken is None, and a change of a gathered
-    parameter is lost, each with a warning instead of an error; DeepSpeed says nothing.
+    """Makes ``grad`` None where the engine has taken the gradient, and loses a change of a gathered
+    parameter, each with a warning instead of an error; DeepSpeed says nothing.
     """
 
 
 settings = Settings()
 _owners: WeakValueDictionary[int, Owner] = WeakValueDictionary()
-"""id of a parameter -> its unit. Not an attribute of the parameter: that would be pickled with it."""
+"""Maps a parameter's id to its unit. Not an attribute of the parameter: that would be pickled with it."""
 
 _T = Tensor
 GRAD: Any = _T.grad
@@ -64,16 +64,16 @@ _METADATA: frozenset[Any] = frozenset(
         *(_T.is_contiguous, _T.get_device, _T.storage_offset),
     ]
 )
-"""What may be asked of a parameter without its values."""
+"""Lists what may be asked of a parameter without its values."""
 
 
 def in_backward() -> bool:
-    """Whether the autograd engine is running in this thread (torch's own FSDP asks the same way)."""
+    """Tell whether the autograd engine is running in this thread (torch's FSDP asks likewise)."""
     return torch._C._current_graph_task_id() != -1
 
 
 def adopt(parameter: nn.Parameter, unit: Owner) -> None:
-    """Remember which unit a parameter belongs to. Raises ValueError if it already belongs to a live one."""
+    """Record which unit a parameter belongs to. Raises ValueError if it already belongs to a live one."""
     if owner(parameter) is not None:
         raise ValueError("these parameters already belong to an engine: call engine.destroy() on it first")
     _owners[id(parameter)] = unit
@@ -85,25 +85,25 @@ def release(parameter: nn.Parameter) -> None:
 
 
 def owner(parameter: Tensor) -> Owner | None:
-    """The unit of a parameter, if a live engine manages it."""
+    """Return the unit of a parameter, if a live engine manages it."""
     unit = _owners.get(id(parameter))
     return unit if unit is not None and id(parameter) in unit.index_of else None
 
 
 def shape_of(parameter: Tensor) -> torch.Size:
-    """The true shape of a parameter, also while it is freed."""
+    """Return the true shape of a parameter, also while it is sharded."""
     unit = owner(parameter)
     return parameter.shape if unit is None else unit.shapes[unit.index_of[id(parameter)]]
 
 
 def name_of(parameter: Tensor) -> str:
-    """The name of a managed parameter in its model."""
+    """Return the name of a managed parameter in its model."""
     unit = owner(parameter)
     return "a parameter" if unit is None else unit.names[unit.index_of[id(parameter)]]
 
 
 def point(parameter: nn.Parameter, tensor: Tensor, kind: type[nn.Parameter]) -> None:
-    """Give a parameter other memory and the class ``kind``; its version counter stays."""
+    """Give a parameter other memory and the class ``kind``; keep its version counter."""
     parameter.__class__ = nn.Parameter  # a guarded class would refuse
     parameter.data = tensor
     parameter.__class__ = kind
@@ -134,16 +134,16 @@ def _call(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 
 def _asked_by_torch() -> bool:
-    """Whether ``grad`` is read by torch's machinery (a compiler looking at its inputs), not by a script."""
+    """Tell whether torch's machinery (a compiler looking at its inputs), not a script, reads ``grad``."""
     return str(sys._getframe(2).f_globals.get("__name__", "")).startswith("torch._")
 
 
 class ManagedParameter(nn.Parameter):
-    """A parameter that is a view of a unit's flat buffer, with its values in place."""
+    """Is a view of a unit's flat buffer, with its values in place."""
 
     @property
     def grad(self) -> Tensor | None:
-        """A gradient that autograd has left here; raises ParameterError when the engine has taken it."""
+        """Return a gradient that autograd has left; raises ParameterError if the engine has taken it."""
         own: Tensor | None = GRAD.__get__(self)
         if own is None:
             unit = owner(self)
@@ -169,7 +169,7 @@ class ManagedParameter(nn.Parameter):
 
     @property
     def data(self) -> Tensor:
-        """The values, outside autograd; what is written to them reaches the master values."""
+        """Return the values, outside autograd; what is written to them reaches the master values."""
         unit = owner(self)
         if unit is not None:
             unit.expose()
@@ -211,7 +211,7 @@ def _hidden(name: str) -> None:
 
 
 def complain(name: str) -> None:
-    """Raises ParameterError because a change of a gathered parameter is lost; under the alias a warning."""
+    """Raise ParameterError, or warn if ``settings`` are lenient: a change of a gathered parameter is lost."""
     text = (
         f"{name} was changed in place while it was gathered (ZeRO stage 3), and the change is lost: use "
         "`with zlaunch.zero.GatheredParameters([parameter], modifier_rank=0):` outside of the forward pass"
@@ -222,7 +222,7 @@ def complain(name: str) -> None:
 
 
 class PendingParameter(ManagedParameter):
-    """A parameter whose new values are still arriving from the other ranks."""
+    """Waits, at its first use, for new values that are still arriving from the other ranks."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -244,7 +244,7 @@ class PendingParameter(ManagedParameter):
 
 
 class ShardedParameter(ManagedParameter):
-    """A parameter whose values are spread over the ranks; it keeps its true dtype and device and, unless
+    """Stands for values that are spread over the ranks; keeps its true dtype and device and, unless
     ``settings`` say otherwise, its true shape.
     """
 
@@ -291,7 +291,7 @@ def own_class(parameter: nn.Parameter) -> type[nn.Parameter]:
 
 @dataclass(frozen=True, slots=True)
 class Kinds:
-    """The classes of one parameter through its life under an engine."""
+    """Names the classes of one parameter through its life under an engine."""
 
     managed: type[nn.Parameter]
     pending: type[nn.Parameter]
@@ -300,7 +300,7 @@ class Kinds:
 
 @cache
 def kinds_for(own: type[nn.Parameter]) -> Kinds:
-    """The guarded classes for a parameter's own class: also for a subclass of ``nn.Parameter``."""
+    """Return the guarded classes for a parameter's class, ``nn.Parameter`` or a subclass."""
     if own is nn.Parameter:
         return Kinds(ManagedParameter, PendingParameter, ShardedParameter)
     return Kinds(

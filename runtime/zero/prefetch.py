@@ -1,4 +1,4 @@
-"""Gathering ahead what was used next last time: a hint, never a requirement."""
+"""Gathers ahead the block that followed last time: a hint, never a requirement."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ class OrderHint:
         self._last: int | None = None
 
     def visit(self, block: int) -> None:
-        """Take note that ``block`` is used now."""
+        """Note that ``block`` is used now."""
         if not self._now or self._now[-1] != block:
             self._now.append(block)
 
     def after(self, block: int) -> int | None:
-        """The block that followed ``block`` last time, or None."""
+        """Return the block that followed ``block`` last time, or None."""
         return self._after.get(block)
 
     def is_last(self, block: int) -> bool:
-        """Whether the last pass ended with ``block``."""
+        """Tell whether the last pass ended with ``block``."""
         return self._last == block
 
     def end(self) -> None:
-        """The pass is over: it becomes the hint."""
+        """End the pass, whose order becomes the hint."""
         if self._now:
             self._after = {}
             for current, following in zip(self._now, self._now[1:], strict=False):
@@ -46,11 +46,11 @@ class Prefetch:
     """Starts gathers before their block is called."""
 
     def __init__(self, blocks: Sequence[Block], comm: Comm, *, enabled: bool, max_live_numel: int) -> None:
-        """``max_live_numel``: elements of sharded units that may be whole at one time for that."""
+        """Limit the elements of sharded units that are unsharded at one time to ``max_live_numel``."""
         self._blocks, self._comm, self._enabled, self._max_live_numel = blocks, comm, enabled, max_live_numel
 
     def after(self, order: OrderHint, index: int) -> None:
-        """Start to gather the block that comes next; of those that have to be read from disk, two."""
+        """Start to gather the block that comes next; two blocks where units have to be read from disk."""
         if not self._enabled:
             return
         following: int | None = index
@@ -67,7 +67,7 @@ class Prefetch:
     def _start(self, block: Block) -> None:
         alone = self._comm.world_size == 1
         if alone and all(unit.values.is_gathered_directly for unit in block.units):
-            return  # a copy that takes as long now as later
+            return  # a local copy: starting it early gains nothing
         live = sum(
             unit.numel
             for other in self._blocks

@@ -1,4 +1,4 @@
-"""From the gradients that autograd makes to each rank's summed shard of them."""
+"""Reduces the gradients that autograd makes to each rank's summed shard of them."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from .store import DeviceStore, ShardStore
 from .unit import Unit
 
 MAX_IN_FLIGHT = 2
-"""Reductions under way at once; each holds its bucket and a receive buffer of the same size."""
+"""Limits the reductions under way at once; each holds its bucket and a receive buffer of equal size."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientOptions:
-    """How gradients travel."""
+    """Sets how gradients are sent and summed."""
 
     transient: bool
     """Stages 2 and 3: a bucket lives only until its reduction; each micro-batch is reduced."""
     dtype: torch.dtype | None
-    """What is sent: None is the parameters' own dtype."""
+    """Selects the dtype that is sent; None is the parameters' dtype."""
     predivide: float = 1.0
-    """What to divide by before the reduction, to keep fp16 sums in range; undone by the averaging afterwards.
+    """Divides gradients before the reduction, to keep fp16 sums in range; the averaging afterwards undoes it.
     """
 
 
 @dataclass(slots=True, eq=False)
 class _Bucket:
-    """The gradient side of one unit.
+    """Collects the gradients of one unit.
 
     ``tensor`` is flat with ``unit.numel`` elements. With persistent buckets (stages 0 and 1) it is fp32,
     local sums of the micro-batches stay in it, and this rank's part is the gradient. A transient one is lent
@@ -48,20 +48,20 @@ class _Bucket:
     tensor: Tensor | None = None
     views: list[Tensor] = field(default_factory=list)
     written: list[bool] = field(default_factory=list)
-    """Which parameters' slices hold a gradient (and are added to); the others hold rubbish."""
+    """Tells which parameters' slices hold a gradient (and are added to); the others are uninitialized."""
     seen: list[bool] = field(default_factory=list)
-    """Which parameters had a gradient since this backward pass began or the unit was last complete."""
+    """Tells which parameters had a gradient since this backward pass began or the unit was last complete."""
     missing: int = 0
     launched: bool = False
-    """A reduction was started in this backward pass."""
+    """Tells that a reduction was started in this backward pass."""
     reduced: bool = False
-    """Persistent: the own slice holds the sum over the ranks, the rest is stale."""
+    """Persistent: this rank's slice holds the sum over the ranks, the others are stale."""
     carry: Tensor | None = None
     """Persistent: sums of an earlier backward pass of the same step, to be added to the next."""
     fresh: bool = True
-    """No reduction has been started in the current step."""
+    """Tells that no reduction has been started in the current step."""
     used: list[bool] = field(default_factory=list)
-    """Which parameters had a gradient in the current step."""
+    """Tells which parameters had a gradient in the current step."""
 
     @property
     def store(self) -> ShardStore:
@@ -90,16 +90,16 @@ class _Bucket:
 
 @dataclass(slots=True, eq=False)
 class _Reduction:
-    """A reduction under way."""
+    """Describes a reduction under way."""
 
     pending: Pending
     bucket: _Bucket
     lent: Tensor | None
-    """The buffer that goes back to the pool afterwards."""
+    """Holds the buffer that goes back to the pool afterwards, if one was lent."""
     shard: Tensor
-    """What it writes: the unit's gradient, or what is added to that afterwards."""
+    """Receives the sum: the unit's gradient, or a tensor that is added to that afterwards."""
     first: bool
-    """The first of its unit in this step: it replaces what was there."""
+    """Tells that it is the first of its unit in this step: it replaces what was there."""
 
 
 class GradientReducer:
@@ -115,11 +115,11 @@ class GradientReducer:
     def __init__(self, units: Sequence[Unit], comm: Comm, options: GradientOptions) -> None:
         self.comm, self.options = comm, options
         self.sync = True
-        """Whether this backward pass reduces. Only persistent buckets may leave it for later."""
+        """Tells whether this backward pass reduces. Only persistent buckets may leave it for later."""
         self.passes = 0
-        """Backward passes since the last step."""
+        """Counts backward passes since the last step."""
         self.is_empty_pass = True
-        """No gradient has arrived since the pass began."""
+        """Tells that no gradient has arrived since the pass began."""
         self._buckets: dict[int, _Bucket] = {}
         self._order: list[_Bucket] = []
         self._finished: list[_Bucket] = []
@@ -131,8 +131,8 @@ class GradientReducer:
         self.set_units(units)
 
     def set_units(self, units: Sequence[Unit]) -> None:
-        """Collect for these units from now on; what has been collected for those that stay is kept. Between
-        two passes.
+        """Set the units whose gradients are collected; gradients of those that stay are kept. Between two
+        passes.
         """
         kept = self._buckets
         self._buckets = {id(unit): kept.get(id(unit)) or _Bucket(unit) for unit in units}
@@ -144,7 +144,7 @@ class GradientReducer:
                 self._clear_bucket(bucket)
 
     def has(self, unit: object, index: int) -> bool:
-        """Whether this rank has taken a gradient of parameter ``index`` since the last step."""
+        """Tell whether this rank has taken a gradient of parameter ``index`` since the last step."""
         bucket = self._buckets.get(id(unit))
         return bucket is not None and bucket.used[index]
 
@@ -167,7 +167,7 @@ class GradientReducer:
         bucket.written[index] = bucket.used[index] = False
 
     def clear(self) -> None:
-        """Begin a new optimizer step: nothing has been accumulated.
+        """Begin a new optimizer step, with nothing accumulated.
 
         What a backward pass that ended in an exception has left under way is finished and dropped.
         """
@@ -193,7 +193,7 @@ class GradientReducer:
         bucket.reset_pass()
 
     def used(self) -> list[bool]:
-        """For each parameter of each unit, in order: did this rank have a gradient for it in this step?"""
+        """Return a flag for each parameter of each unit: whether it had a gradient in this step."""
         return [flag for bucket in self._buckets.values() for flag in bucket.used]
 
     def tensors(self) -> Iterator[Tensor]:
@@ -206,23 +206,23 @@ class GradientReducer:
                 yield bucket.store.grad_memory
 
     def release_buffers(self) -> None:
-        """Give up the memory that is kept to send gradients from; it comes back when it is written."""
+        """Release the memory of the send buffers; it comes back when it is written."""
         for buffer in self._pool.free:
             self.comm.release(buffer.untyped_storage())
 
     @property
     def is_busy(self) -> bool:
-        """Tell whether gradients are on their way."""
+        """Tell whether gradients are being collected or reduced."""
         lent = any(bucket.tensor is not None for bucket in self._buckets.values())
         return bool(self._in_flight) or (self.options.transient and lent)
 
     @property
     def buffer_bytes(self) -> int:
-        """Memory that is kept between passes to send gradients from."""
+        """Return the bytes of the send buffers that are kept between passes."""
         return self._pool.nbytes
 
     def begin(self) -> None:
-        """A backward pass starts."""
+        """Begin a backward pass."""
         for bucket in self._buckets.values():
             bucket.unit.check_here(VALUES, GRADIENTS)
             bucket.reset_pass()
@@ -234,7 +234,7 @@ class GradientReducer:
             bucket.order = position
 
     def add(self, unit: Unit, index: int, grad: Tensor) -> bool:
-        """Take the gradient of a unit's parameter ``index``; True when that completes the unit."""
+        """Add the gradient of a unit's parameter ``index``; return True when that completes the unit."""
         bucket = self._buckets[id(unit)]
         self.is_empty_pass = False
         if bucket.tensor is None:
@@ -352,7 +352,7 @@ class GradientReducer:
         bucket.store.add_grad(done.shard, first=done.first, stays=not self.options.transient)
 
     def finish(self) -> None:
-        """The backward pass is over: reduce what is incomplete or came twice, and wait for everything."""
+        """End the backward pass: reduce what is incomplete or came twice, and wait for every reduction."""
         if self.sync:
             for bucket in self._order[self._next :]:
                 self._launch(bucket)

@@ -1,4 +1,4 @@
-"""What of a model is in no unit: buffers, and frozen parameters of other dtypes. It stays whole."""
+"""Places what is in no unit, and stays whole: buffers, and frozen parameters of other dtypes."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from .unit_policy import is_shardable
 
 
 def place_rest(model: nn.Module, comm: Comm, dtype: torch.dtype | None) -> None:
-    """Bring buffers and parameters of other dtypes to the device with rank 0's values; buffers of floating
-    numbers to the compute dtype, if there is one.
+    """Move buffers and parameters of other dtypes to the device with rank 0's values; cast floating-point
+    buffers to the compute dtype, if there is one.
     """
     for module in model.modules():
         for name, buffer in module._buffers.items():
@@ -27,8 +27,8 @@ def place_rest(model: nn.Module, comm: Comm, dtype: torch.dtype | None) -> None:
 
 
 def _share(tensor: Tensor, comm: Comm) -> None:
-    """Give a tensor of any dtype rank 0's values, byte for byte. Raises ParameterError for one that is not
-    dense.
+    """Copy rank 0's values of a tensor of any dtype to all ranks, byte for byte. Raises ParameterError for
+    one that is not dense.
     """
     if tensor.layout is not torch.strided:
         raise ParameterError(f"a buffer or parameter has the layout {tensor.layout}, which is not supported")

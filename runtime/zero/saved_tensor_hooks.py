@@ -1,4 +1,4 @@
-"""Which hooks on saved tensors are in force on this thread, and how to put ours there."""
+"""Finds and sets the hooks on saved tensors that are active on this thread."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 Hooks: TypeAlias = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
-"""Pack and unpack."""
+"""Holds a pack and an unpack function."""
 
 _autograd: Any = torch._C._autograd
 
@@ -22,7 +22,7 @@ class _Entered(threading.local):
 
 
 def _follow() -> Callable[[], Hooks | None]:
-    """Note each push and pop from now on, for a torch (2.6) that does not tell which hooks are in force.
+    """Track each push and pop from now on, for a torch (2.6) that does not tell which hooks are active.
 
     ``torch.autograd.graph.saved_tensors_hooks`` looks these functions up at each use.
     """
@@ -51,15 +51,15 @@ else:
 
 
 def push(hooks: Hooks) -> None:
-    """Put these in force, above those that are."""
+    """Activate these hooks, above those that are active."""
     _autograd._push_saved_tensors_default_hooks(*hooks)
 
 
 def pop() -> None:
-    """Take the top ones out of force."""
+    """Deactivate the top hooks."""
     _autograd._pop_saved_tensors_default_hooks()
 
 
 def allowed() -> bool:
-    """Tell whether torch lets hooks be put in force: not inside ``torch.func.grad``."""
+    """Tell whether torch lets hooks be activated: not inside ``torch.func.grad``."""
     return bool(_autograd._saved_tensors_hooks_is_enabled())

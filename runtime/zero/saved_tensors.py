@@ -1,11 +1,11 @@
-"""What autograd saves of sharded parameters: the place in their unit, which is filled again at its use.
+"""Replaces sharded parameters that autograd saves by their place in a unit, which is gathered again at use.
 
-Without this the graph would hold the unit's memory, or find it freed. The hooks are those of
-``torch.autograd.graph.saved_tensors_hooks``, in force during the forward pass of a module whose unit is
-sharded. They work for whatever a module returns, for a second backward pass, for ``vmap`` and for the
-backward pass of an inner loss alone, because each saved tensor brings its own unit back.
+Without this the graph would hold the unit's memory, or find it resharded. The hooks are those of
+``torch.autograd.graph.saved_tensors_hooks``, active during the forward pass of a module whose unit is
+sharded. They work for any output of a module, for a second backward pass, for ``vmap`` and for the backward
+pass of an inner loss alone, because each saved tensor brings its unit back.
 
-``torch.func.grad`` and its kin refuse to be called while such hooks are in force. A model that calls them in
+``torch.func.grad`` and its kin refuse to be called while such hooks are active. A model that calls them in
 its forward pass needs ``ZLAUNCH_SAVED_TENSOR_HOOKS=0``: its units then stay whole from their first use to the
 end of the backward pass.
 """
@@ -28,7 +28,7 @@ from .unit import Unit
 
 
 class _Place:
-    """A view of a unit's flat buffer that the graph will need."""
+    """Describes a view of a unit's flat buffer that the graph will need."""
 
     __slots__ = ("_generation", "_parameter", "_size", "_start", "_stride", "_unit")
 
@@ -53,7 +53,7 @@ class _Place:
 
 
 class _Kept:
-    """Any other saved tensor, with the check for changes in place that autograd makes without hooks."""
+    """Keeps any other saved tensor, with the check for changes in place that autograd makes without hooks."""
 
     __slots__ = ("_tensor", "_version")
 
@@ -73,7 +73,7 @@ class _Kept:
 
 
 class _Foreign:
-    """A tensor that hooks around these have packed."""
+    """Keeps a tensor that the hooks around these have packed."""
 
     __slots__ = ("_packed", "_unpack")
 
@@ -85,10 +85,10 @@ class _Foreign:
 
 
 class SavedTensors:
-    """The hooks of one model, put in force by the outermost of its modules that is called."""
+    """Packs what autograd saves for one model; its outermost module that is called activates the hooks."""
 
     def __init__(self, on_use: Callable[[], None]) -> None:
-        """``on_use`` is called before a saved place of a unit is filled again."""
+        """Prepare the hooks; ``on_use`` is called before a saved place of a unit is gathered again."""
         self._on_use = on_use
         self._units: dict[int, Unit] = {}
         self._owner: object = None
@@ -98,15 +98,15 @@ class SavedTensors:
         self._enabled = read_environment().saved_tensor_hooks
 
     def watch(self, units: Iterable[Unit]) -> None:
-        """Know these units, instead of the former ones."""
+        """Set the units that are watched, instead of the former ones."""
         self._units = {unit.memory: unit for unit in units if unit.shard_params}
 
     def enter(self, module: object) -> bool:
-        """Begin a call of ``module``. False where autograd cannot take hooks (inside ``torch.func.grad``):
-        nothing may be freed before the graph's end then.
+        """Begin a call of ``module``. Returns False where autograd cannot take hooks (inside
+        ``torch.func.grad``): then no unit may be resharded before the graph's end.
 
-        Around a region that torch recomputes there must be no other hooks than its own: it counts what is
-        saved, and saves nothing.
+        Around a region that torch recomputes only torch's hooks may be active: it counts what is saved, and
+        saves nothing.
         """
         if self._owner is not None:
             self._depth += module is self._owner
@@ -116,7 +116,7 @@ class SavedTensors:
         if not self._enabled or not saved_tensor_hooks.allowed():
             return False
         outer = saved_tensor_hooks.top()
-        if outer is not None and outer[0] == self._hooks[0]:  # somebody's hooks were above ours at the end
+        if outer is not None and outer[0] == self._hooks[0]:  # left in place: others were above them
             saved_tensor_hooks.pop()
             outer = saved_tensor_hooks.top()
         self._outer = outer
@@ -135,7 +135,7 @@ class SavedTensors:
             self.reset()
 
     def reset(self) -> None:
-        """Take the hooks out of force, if they are."""
+        """Deactivate the hooks, if they are active."""
         if self._owner is None:
             return
         self._owner, self._depth = None, 0
@@ -146,7 +146,7 @@ class SavedTensors:
     def _pack(self, tensor: Tensor) -> _Place | _Kept | _Foreign:
         try:
             unit = self._units.get(tensor.untyped_storage()._cdata)
-        except (NotImplementedError, RuntimeError):  # sparse, or a wrapper without memory of its own
+        except (NotImplementedError, RuntimeError):  # sparse, or a wrapper without memory
             unit = None
         if unit is not None and tensor.dtype == unit.dtype and not tensor.is_neg():
             return _Place(unit, tensor)
@@ -171,7 +171,7 @@ def outside_transforms() -> Iterator[None]:
 
 
 def explained(error: RuntimeError) -> RuntimeError | None:
-    """An error that says what to do where torch refuses to be called under the hooks; None for others."""
+    """Return an error that says what to do if torch refuses to be called under the hooks; None for others."""
     if "support saved tensor hooks" not in str(error):
         return None
     return UnsupportedError(

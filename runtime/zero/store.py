@@ -1,9 +1,9 @@
-"""What a rank keeps of a unit between its uses.
+"""Keeps what a rank has of a unit between its uses.
 
 A unit's :class:`ValueStore` has what gathers send: this rank's values in the compute dtype. A trained unit
-has a :class:`ShardStore` besides: what the optimizer updates (master values, gradient, and on disk its
-state), in tiles. The stores here are on the compute device; others implement the same protocols elsewhere,
-and a :class:`StoreFactory` decides for each unit.
+also has a :class:`ShardStore`: what the optimizer updates (master values, gradient, and on disk its state),
+in tiles. The stores here are on the compute device; others implement the protocols elsewhere, and a
+:class:`StoreFactory` decides for each unit.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 class Access(Enum):
-    """What a tile is opened for."""
+    """Says what a tile is opened for."""
 
     READ = auto()
     """To read the master values and the state."""
@@ -49,18 +49,18 @@ class TileView:
     stop: int
     master: Tensor
     grad: Tensor | None = None
-    """The summed gradient, for a step."""
+    """Holds the summed gradient, for a step."""
     out: Tensor | None = None
-    """For a step: gets the new values in the compute dtype; None where the master itself is read."""
+    """Receives, in a step, the updated values in the compute dtype; None where the master itself is read."""
     state: Sequence[Tensor] = ()
-    """On disk: the optimizer's state, one tensor after the other. Elsewhere the optimizer itself has it."""
+    """On disk: the optimizer's state, one tensor after the other. Elsewhere the optimizer has it."""
 
 
 class ShardReader(Protocol):
-    """What fills a unit from every rank's values."""
+    """Fills a unit's flat buffer from every rank's values."""
 
     def own_part(self) -> Tensor:
-        """Return this rank's slice of the flat buffer, whose memory is there."""
+        """Return this rank's slice of the flat buffer, whose memory is allocated."""
 
     def gather_from(self, source: Tensor) -> Pending:
         """Start to fill the flat buffer from every rank's ``source``."""
@@ -70,13 +70,13 @@ class ValueStore:
     """Keeps this rank's values of a unit in the compute dtype (or the master's, where that is read)."""
 
     blocks_ahead = 1
-    """How many blocks to gather ahead at least, so that their transfers overlap."""
+    """Sets how many blocks to gather ahead at least, so that their transfers overlap."""
     is_gathered_directly = True
-    """Whether a gather needs nothing but the other ranks."""
+    """Tells whether a gather needs nothing except the other ranks."""
 
     def __init__(self, tensor: Tensor | None) -> None:
         self.tensor = tensor
-        """The values, flat, where they are in memory; :meth:`flush` comes before reading them."""
+        """Holds the values, flat, where they are in memory; call :meth:`flush` before reading them."""
 
     def start_gather(self, unit: ShardReader) -> Pending:
         """Start to fill a unit. Raises DiskError."""
@@ -85,27 +85,27 @@ class ValueStore:
 
     def write(self, start: int, values: Tensor, after: torch.cuda.Event | None = None) -> Pending:
         """Replace elements from ``start`` on by flat ``values`` of any dtype and memory, not before
-        ``after``. On the way to a device, ``values`` must not change until the result is synchronized. Raises
-        DiskError of an earlier write.
+        ``after``. While they travel to a device, ``values`` must not change until the result is synchronized.
+        Raises DiskError of an earlier write.
         """
         raise NotImplementedError
 
     def flush(self) -> None:
-        """Return when what was written is there. Raises DiskError."""
+        """Wait until what was written is in the store. Raises DiskError."""
 
     @contextmanager
     def read(self) -> Iterator[Tensor]:
-        """Give the values, flat, inside the context. Raises DiskError."""
+        """Yield the values, flat, inside the context. Raises DiskError."""
         assert self.tensor is not None
         self.flush()
         yield self.tensor
 
     def release(self) -> None:
-        """Give the memory back."""
+        """Release the memory."""
 
 
 class OpenTile:
-    """A tile of a shard while it is used. This base class is one in memory: nothing is read or written."""
+    """Shows a tile of a shard while it is used. This base class is for memory: nothing is read or written."""
 
     def __init__(self, values: ValueStore, view: TileView) -> None:
         self._values, self._view = values, view
@@ -115,12 +115,12 @@ class OpenTile:
         return self._view
 
     def publish(self, after: torch.cuda.Event | None = None) -> Pending:
-        """Bring the new values (``out``, or else the master) to where gathers read, not before ``after``."""
+        """Write the new values (``out``, or else the master) to where gathers read, not before ``after``."""
         view = self.wait()
         return self._values.write(view.start, view.master if view.out is None else view.out, after)
 
     def close(self) -> None:
-        """Write what was opened for writing back."""
+        """Write the tile back, if it was opened for writing."""
 
     def abandon(self) -> None:
         """Close without writing."""
@@ -136,15 +136,15 @@ class ShardStore:
         self, master: Tensor | None, values: ValueStore, cuts: Sequence[Range], tiles: Sequence[Range]
     ) -> None:
         self.master = master
-        """The master values, flat, where they are in memory."""
+        """Holds the master values, flat, where they are in memory."""
         self.values = values
         self.cuts = cuts
-        """The ranges whose squares are summed, the same wherever the gradient is: so the norm is, too."""
+        """Lists the ranges whose squares are summed: equal wherever the gradient is, for equal norms."""
         self.tiles = tiles
         self.has_grad = False
-        """Whether a gradient of the present step has been reduced into it."""
+        """Tells whether a gradient of the present step has been reduced into it."""
         self.reader: Pending = DONE
-        """A step in the background that still reads the gradient."""
+        """Is a background step that still reads the gradient."""
 
     @property
     def has_room(self) -> bool:
@@ -156,20 +156,20 @@ class ShardStore:
         raise NotImplementedError
 
     def drain(self) -> None:
-        """Return when all tiles that were closed are written. Raises DiskError."""
+        """Wait until all tiles that were closed are written. Raises DiskError."""
 
     def room_for_grad(self, first: bool, dtype: torch.dtype) -> Tensor:
         """Return a flat tensor of the shard's size for a reduction, whose result goes to :meth:`add_grad`."""
         raise NotImplementedError
 
     def add_grad(self, shard: Tensor, *, first: bool, stays: bool) -> None:
-        """Take a reduced gradient: the ``first`` of a step replaces what was there, others are added. With
-        ``stays`` it is left untouched until the step, so that it need not be copied.
+        """Add a reduced gradient: the ``first`` of a step replaces what was there, others are added. With
+        ``stays`` the caller leaves it untouched until the step, so that it need not be copied.
         """
         raise NotImplementedError
 
     def drop_grad(self) -> None:
-        """Begin a new step, without a gradient; its memory is used again."""
+        """Begin a new step, without a gradient; its memory is reused."""
         self.has_grad = False
 
     def grad_squares(self) -> list[Tensor]:
@@ -181,7 +181,7 @@ class ShardStore:
         raise NotImplementedError
 
     def grad_changed(self) -> None:
-        """Take note that somebody has changed what :meth:`grad` gave."""
+        """Note that the caller has changed what :meth:`grad` returned."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,16 +189,16 @@ class ShardFacts:
     """Describes the shard that stores are made for."""
 
     dtype: torch.dtype
-    """What the model computes in."""
+    """Names the compute dtype of the model."""
     comm: Comm
     trainable: bool
     in_unit: Tensor | None
-    """This rank's part of the flat buffer, where that stays whole; None where it is sharded."""
+    """Is this rank's part of the flat buffer, where that stays whole; None where it is sharded."""
     cuts: Sequence[Range]
     is_new: bool
-    """Made for parameters that come to be trained in the middle of a run."""
+    """Tells that its parameters were unfrozen in the middle of a run."""
     numel: int
-    """Elements of all ranks, without padding."""
+    """Counts the elements of all ranks, without padding."""
 
     @property
     def master_dtype(self) -> torch.dtype:
@@ -215,7 +215,7 @@ class StoreFactory(Protocol):
         """
 
     def close(self) -> None:
-        """Release what the stores share. None of them is used any more."""
+        """Release what the stores share. None of them may be used afterwards."""
 
 
 class DeviceStores:
@@ -236,7 +236,7 @@ class DeviceStores:
 
 
 def master_on_device(values: Tensor, facts: ShardFacts) -> Tensor:
-    """Return the master values on the device: the unit's own memory where that has their dtype."""
+    """Return the master values on the device: the unit's memory where that has their dtype."""
     if facts.in_unit is None:
         return facts.comm.empty(values.numel(), facts.master_dtype).copy_(values)
     if facts.in_unit.dtype == facts.master_dtype:
@@ -245,7 +245,7 @@ def master_on_device(values: Tensor, facts: ShardFacts) -> Tensor:
 
 
 def values_on_device(values: Tensor, facts: ShardFacts) -> Tensor:
-    """Return the values on the device in the compute dtype: the unit's own memory where that stays."""
+    """Return the values on the device in the compute dtype: the unit's memory where that stays."""
     if facts.in_unit is not None:
         return facts.in_unit
     return facts.comm.empty(values.numel(), facts.dtype).copy_(values)
@@ -261,7 +261,7 @@ class DeviceValues(ValueStore):
         tensor: Tensor,
         upload: Callable[[Tensor, Tensor, torch.cuda.Event | None], Pending] | None = None,
     ) -> None:
-        """``upload(source, target, after)`` starts a copy from host memory, for masters that are there."""
+        """Keep ``tensor``; ``upload(source, target, after)`` starts a copy from a master on the host."""
         super().__init__(tensor)
         self._upload = upload
 
@@ -277,18 +277,18 @@ class DeviceValues(ValueStore):
 
 
 class DeviceStore(ShardStore):
-    """Keeps master values and gradient on the device; the optimizer itself has the state."""
+    """Keeps master values and gradient on the device; the optimizer has the state."""
 
     master: Tensor
 
     def __init__(self, master: Tensor, values: ValueStore, cuts: Sequence[Range]) -> None:
         super().__init__(master, values, cuts, [(0, master.numel())])
         self.grad_memory: Tensor | None = None
-        """The gradient in the master's dtype, kept from step to step."""
+        """Holds the gradient in the master's dtype, kept from step to step."""
 
     @property
     def narrow_copy(self) -> Tensor | None:
-        """Return the values beside the master in another dtype; None where there are none on the device."""
+        """Return the values kept in another dtype than the master's, if there are any on the device."""
         if isinstance(self.values, DeviceValues) and self.values.tensor.dtype != self.master.dtype:
             return self.values.tensor
         return None
@@ -306,7 +306,7 @@ class DeviceStore(ShardStore):
         return self.grad_memory if first else torch.empty_like(self.master, dtype=dtype)
 
     def add_grad(self, shard: Tensor, *, first: bool, stays: bool) -> None:
-        """Take a gradient; one that ``stays``, or that was reduced into the gradient's memory, is it."""
+        """Add a gradient; keep one that ``stays``, or is in the gradient's memory, without a copy."""
         if stays or self.grad_memory is None:
             self.grad_memory = shard
         elif not first:
@@ -329,8 +329,8 @@ _Tiles = Generator[tuple[T, OpenTile, TileView], None, None]
 
 
 def open_tiles(work: Sequence[tuple[ShardStore, Range, T]], access: Access) -> closing[_Tiles[T]]:
-    """Open tiles one after the other, each with what the caller has put beside it, and close each when the
-    next one is asked for. Those that follow are read as far ahead as there is room.
+    """Open tiles one after the other, each with the caller's item for it, and close each when the next one is
+    asked for. Those that follow are read as far ahead as there is room.
 
     The result is a context; inside it after an exception the present tile is not written. Raises DiskError.
     """
@@ -372,7 +372,7 @@ def _distinct(stores: Iterable[ShardStore]) -> list[ShardStore]:
 
 
 def squares_of(parts: Sequence[Tensor]) -> list[Tensor]:
-    """Sum the squares of flat tensors of one device: 0-dim float64 each, whatever the others are."""
+    """Sum the squares of flat tensors of one device: 0-dim float64 each, for any input dtypes."""
     narrow = iter(sums_of_squares([part for part in parts if part.dtype != torch.float64]))
     return [part.square().sum() if part.dtype == torch.float64 else next(narrow) for part in parts]
 

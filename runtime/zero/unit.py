@@ -26,11 +26,11 @@ from .store import (
 
 
 class Unit:
-    """Parameters of one dtype, device and trainability in one flat buffer of ``layout.numel`` elements.
+    """Keeps parameters of one dtype, device and trainability in one flat buffer of ``layout.numel`` elements.
 
     Note [One storage per unit]. Views that autograd saves share the *storage* of ``full``, so a gathered unit
-    must come back in that storage: freeing is ``resize_(0)``, gathering resizes it back. Reading a view of a
-    freed storage crashes the process on a CPU, so the memory stays while somebody holds one; the unit is
+    must come back in that storage: resharding is ``resize_(0)``, gathering resizes it back. Reading a view of
+    a released storage crashes the process on a CPU, so the memory stays while a view is held; the unit is
     gathered before its next use in any case. With ``poison`` the memory is kept and filled with NaN instead.
 
     Attributes
@@ -60,9 +60,9 @@ class Unit:
         poison: bool = False,
         stage3: bool | None = None,
     ) -> None:
-        """``provisional``: made while the model is built; its parameters are handed on to the units of an
-        engine later, and it has no optimizer state. ``stage3``: its parameters would be sharded if they were
-        not too small for that; by default as ``shard_params``. ``is_new``: made in the middle of a run.
+        """Build a unit from parameters. ``provisional``: made while the model is built; its parameters are
+        handed on to an engine's units later, and it has no optimizer state. ``stage3``: its parameters would
+        be sharded if they were large enough; by default as ``shard_params``. ``is_new``: made in mid-run.
         """
         self.name, self.names, self.parameters, self.layout = name, list(names), list(parameters), layout
         self.full: Tensor
@@ -73,7 +73,7 @@ class Unit:
         self.generation = 0
         self.writes = Writes(self)
         self.gradients: GradientBook | None = None
-        """What collects the gradients of its parameters."""
+        """Collects the gradients of its parameters."""
         self.comm, self.dtype, self.device = comm, dtype, comm.device
         self.provisional = provisional
         self.trainable = parameters[0].requires_grad and not provisional
@@ -84,11 +84,11 @@ class Unit:
         self.on_empty: Callable[[], None] | None = None
         """Called when the last parameter of a provisional unit has been handed over."""
         self.away: frozenset[str] = frozenset()
-        """States that ``engine.offload_states()`` has moved to host memory."""
+        """Names the states that ``engine.offload_states()`` has moved to host memory."""
         self._holds = 0
         self._pending: Pending = DONE
         self.updated: Pending = DONE
-        """An optimizer step that still writes this rank's values; waited for before they are read."""
+        """Is an optimizer step that still writes this rank's values; waited for before they are read."""
         self._own = slice(*layout.shard_range(comm.rank))
         whole = not shard_optimizer or not (self.trainable or shard_params)
         self.start, self.stop = (0, layout.numel) if whole else layout.shard_range(comm.rank)
@@ -116,7 +116,7 @@ class Unit:
 
     def _adopt_values(self, *, keep_shared: bool) -> Tensor:
         """Copy the parameters' values (rank 0's, for all ranks) into the flat buffer and make them views of
-        it. Return them in the wider of the parameters' and the compute dtype.
+        it. Returns them in the wider of the parameters' and the compute dtype.
         """
         wide = torch.promote_types(self.parameters[0].dtype, self.dtype)
         with torch.no_grad():
@@ -134,13 +134,13 @@ class Unit:
             if keep_shared:
                 self.full = self.comm.empty(self.numel, self.dtype).copy_(self.full)
             self._storage = self.full.untyped_storage()
-            self.memory = int(self._storage._cdata)  # identifies it, for as long as the unit lives
+            self.memory = int(self._storage._cdata)  # identifies the storage, for as long as the unit lives
             self._storage_nbytes = self._storage.nbytes()
             self._views = [
                 self.full[slot.offset : slot.stop].view(shape)
                 for slot, shape in zip(self.layout.slots, self.shapes, strict=True)
             ]
-            # each at an address of its own
+            # each parameter at a separate address
             nans = torch.full((len(self.shapes), 1), float("nan"), dtype=self.dtype, device=self.device)
             empty = placeholder.settings.empty_placeholders
             self._placeholders = [
@@ -155,7 +155,7 @@ class Unit:
         return flat
 
     def _point(self, tensors: Sequence[Tensor], kinds: Sequence[type[nn.Parameter]]) -> None:
-        """Give every parameter its memory and its class."""
+        """Set every parameter's memory and class."""
         for parameter, tensor, kind in zip(self.parameters, tensors, kinds, strict=True):
             placeholder.point(parameter, tensor, kind)
 
@@ -169,7 +169,7 @@ class Unit:
         self.state = to
 
     def unshard(self) -> None:
-        """SHARDED -> GATHERING: bring the storage back and ask the other ranks for their slices."""
+        """Allocate the storage and start to gather the other ranks' slices: SHARDED -> GATHERING."""
         self.check_here(VALUES)
         self._move((UnitState.SHARDED,), UnitState.GATHERING)
         updated, self.updated = self.updated, DONE
@@ -178,7 +178,7 @@ class Unit:
             self._pending = self.values.start_gather(self)
 
     def own_part(self) -> Tensor:
-        """Return this rank's slice of the flat buffer, whose memory is there."""
+        """Return this rank's slice of the flat buffer, whose memory is allocated."""
         self._refill()
         return self.full[self._own]
 
@@ -187,13 +187,13 @@ class Unit:
             self._storage.resize_(self._storage_nbytes)
 
     def gather_from(self, source: Tensor) -> Pending:
-        """Bring the storage back and start to fill it from every rank's ``source``."""
+        """Allocate the storage and start to fill it from every rank's ``source``."""
         self._refill()
         with torch.no_grad():
             return self.comm.all_gather(self.full, source, self.tag)
 
     def refresh(self) -> None:
-        """Start to bring every rank the new values of a unit that stays UNSHARDED, after an optimizer step.
+        """Start to gather the new values of a unit that stays UNSHARDED, after an optimizer step.
 
         With one writer (stage 0) there is nothing to gather. Until the values have arrived, a touch of a
         parameter waits for them.
@@ -205,8 +205,8 @@ class Unit:
         self._guard()
 
     def await_update(self, arrival: Pending) -> None:
-        """For a unit that stays UNSHARDED and whose new values are being written in the background: let a
-        touch wait for ``arrival``.
+        """Make a first use wait for ``arrival``, for a unit that stays UNSHARDED and whose new values are
+        being written in the background.
         """
         self._move((UnitState.UNSHARDED,), UnitState.GATHERING)
         self._pending = arrival
@@ -217,7 +217,7 @@ class Unit:
             parameter.__class__ = kinds.pending
 
     def wait_unsharded(self) -> None:
-        """Return UNSHARDED, whatever the state was. Raises OffloadedError."""
+        """Wait until the unit is UNSHARDED; gather it first if it is SHARDED. Raises OffloadedError."""
         self.check_here(VALUES)
         if self.state is UnitState.SHARDED:
             self.unshard()
@@ -243,7 +243,7 @@ class Unit:
             self.reshard()
 
     def reshard(self) -> None:
-        """UNSHARDED -> SHARDED, for a unit that is sharded and that nobody holds; else nothing."""
+        """Reshard a sharded unit that is not held: UNSHARDED -> SHARDED; else do nothing."""
         if not self.shard_params or self._holds or self.state is UnitState.SHARDED:
             return
         if self.state is UnitState.GATHERING:
@@ -261,8 +261,8 @@ class Unit:
             placeholder.complain(lost)
 
     def write_back(self) -> None:
-        """Copy values written into the unsharded parameters (the same on every rank) back to the stores.
-        Raises DiskError.
+        """Copy values written into the unsharded parameters (equal on every rank) back to the stores. Raises
+        DiskError.
         """
         self.check_here(MASTERS, VALUES)
         assert self.state is UnitState.UNSHARDED
@@ -279,29 +279,29 @@ class Unit:
         self.changed()
 
     def changed(self) -> None:
-        """The values are new ones: a graph that has saved the former ones must not be used any more."""
+        """Note that the values are new ones: graphs that saved the former ones are invalid."""
         self.stepped()
         self.writes.forget()
 
     def stepped(self) -> None:
-        """An optimizer step has changed, or is about to change, the values."""
+        """Note that an optimizer step has changed, or is about to change, the values."""
         self.generation += 1
         placeholder.move_versions(self.parameters)
         self.writes.stepped()
 
     def is_viewed(self) -> bool:
-        """Whether somebody outside holds a tensor over the flat buffer's memory."""
+        """Tell whether a tensor outside the unit lies on the flat buffer's memory."""
         own = 2 + len(self._views)  # full, the storage itself, the views
         if self.state is UnitState.UNSHARDED:
             own += len(self.parameters)
         return self.references() > own
 
     def references(self) -> int:
-        """How many tensors lie on the flat buffer's memory, the unit's own among them."""
+        """Return how many tensors lie on the flat buffer's memory, the unit's among them."""
         return int(torch._C._storage_Use_Count(self._storage._cdata))
 
     def is_in_place(self, index: int) -> bool:
-        """Whether parameter ``index`` still is what the unit has made of it: its class and its memory."""
+        """Tell whether parameter ``index`` still has the class and the memory that the unit gave it."""
         parameter, kinds = self.parameters[index], self._kinds[index]
         if self.state is UnitState.GATHERING:
             return parameter.__class__ in (kinds.pending, kinds.sharded)
@@ -311,23 +311,23 @@ class Unit:
         return parameter.__class__ is kind and parameter.data_ptr() == where
 
     def hides_gradient(self, parameter: Tensor) -> bool:
-        """Whether the engine has taken a gradient of this parameter since the last step."""
+        """Tell whether the engine has taken a gradient of this parameter since the last step."""
         return self.gradients is not None and self.gradients.has(self, self.index_of[id(parameter)])
 
     def forget_gradient(self, parameter: Tensor) -> None:
-        """Drop what has been accumulated for this parameter since the last step."""
+        """Drop the gradient accumulated for this parameter since the last step."""
         if self.gradients is not None and self.hides_gradient(parameter):
             self.check_here(GRADIENTS)
             self.gradients.forget(self, self.index_of[id(parameter)])
 
     def expose(self) -> None:
-        """Take note that ``data`` of a parameter has been handed out."""
+        """Note that ``data`` of a parameter has been handed out."""
         self.writes.expose()
 
-    # -- the end, and a time elsewhere
+    # -- the end, and a time off the device
 
     def hand_over(self, parameter: nn.Parameter) -> None:
-        """Let go of one parameter of a provisional unit, whose values another unit has copied."""
+        """Release one parameter of a provisional unit, whose values another unit has copied."""
         index = self.index_of[id(parameter)]
         placeholder.point(parameter, self._placeholders[index], self._own_classes[index])
         placeholder.release(parameter)
@@ -344,7 +344,7 @@ class Unit:
             self.on_empty()
 
     def detach(self) -> None:
-        """Give the parameters independent values again and let go of them. Raises DiskError."""
+        """Give the parameters independent values and release them. Raises DiskError."""
         self.wait_unsharded()
         self._let_go([view.clone() for view in self._views])
         self._drop_buffer()
@@ -354,7 +354,7 @@ class Unit:
         self.shard_params = False  # it is never resharded again
 
     def abandon(self) -> None:
-        """Let go of the parameters, whose values are lost."""
+        """Release the parameters, whose values are lost."""
         self._let_go(self._placeholders)
 
     def _let_go(self, values: Sequence[Tensor]) -> None:
@@ -367,13 +367,13 @@ class Unit:
         self._storage = self.full.untyped_storage()
 
     def hide(self) -> None:
-        """Make every use of the parameters of an UNSHARDED unit an error: its values leave the device."""
+        """Turn the parameters of an UNSHARDED unit into placeholders: its values go off the device."""
         self._move((UnitState.UNSHARDED,), UnitState.AWAY)
         self._point(self._placeholders, [kinds.sharded for kinds in self._kinds])
         self.on_demand = self._refuse
 
     def show(self) -> None:
-        """Make a unit whose values are back UNSHARDED again."""
+        """Point the parameters at their values again, which are back on the device."""
         self._move((UnitState.AWAY,), UnitState.UNSHARDED)
         self._point(self._views, [kinds.managed for kinds in self._kinds])
         self.on_demand = None

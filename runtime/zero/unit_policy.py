@@ -1,4 +1,4 @@
-"""Which parameters share a unit, and which modules' calls need it."""
+"""Decides which parameters share a unit, and which modules' calls need it."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from .store import StoreFactory
 from .unit import Unit
 
 SHARDED_DTYPES = frozenset([torch.float64, torch.float32, torch.bfloat16, torch.float16])
-"""What lies in units and is trained. Frozen parameters of other dtypes stay whole on every rank."""
+"""Lists the dtypes of parameters in units. Frozen parameters of other dtypes stay whole on every rank."""
 
 
 def is_shardable(parameter: Tensor) -> bool:
-    """Whether a parameter belongs in a unit."""
+    """Tell whether a parameter belongs in a unit."""
     return parameter.dtype in SHARDED_DTYPES
 
 
@@ -29,15 +29,15 @@ _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
 UNIT_NUMEL, UNIT_NUMEL_CPU = 16_000_000, 2_000_000
-"""Stages 0 to 2: neighbouring blocks share a unit up to this size, or the config's reduce_bucket_size if that
-is less. Large enough for full bandwidth (32 MB of a 16-bit type, which NCCL wants between machines; what a
-CPU's cache holds), small enough to overlap.
+"""Limit the size up to which neighbouring blocks share a unit at stages 0 to 2; the config's
+reduce_bucket_size may be less. Large enough for full bandwidth (32 MB of a 16-bit type, which NCCL wants
+between machines; what a CPU's cache holds), small enough to overlap.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardingOptions:
-    """What decides how a model is cut; sizes in elements."""
+    """Decides how a model is cut; sizes in elements."""
 
     shard_optimizer: bool
     """Stage 1 and up."""
@@ -52,7 +52,7 @@ class ShardingOptions:
     persistence_numel: int = 0
     """Stage 3: a unit of at most this size is not sharded."""
     all_persistent_numel: int = sys.maxsize
-    """Stage 3: nor are there more elements than this in such units together; the first ones are kept."""
+    """Stage 3: limits the elements of such units together; the first ones are kept."""
     tile_numel: int = TILE_NUMEL
     """Shards are cut in tiles of this size for norms and offloaded steps."""
     poison: bool = False
@@ -60,7 +60,7 @@ class ShardingOptions:
 
 @dataclass(slots=True)
 class Block:
-    """Modules that are used together, and their units. The root block's units serve the whole pass."""
+    """Groups modules that are used together, and their units. The root block's units serve the whole pass."""
 
     index: int
     name: str
@@ -87,11 +87,11 @@ def _holds_blocks(module: nn.Module, containers: tuple[type[nn.Module], ...]) ->
 
 
 def find_modules(root: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The modules that make good blocks, in registration order.
+    """Find the modules that make good blocks, in registration order.
 
-    Members of a list are blocks (the layers of a transformer), unless they hold a further ModuleList of their
-    own (the stages of a hierarchical network); so is any other module that holds no such list (embedding,
-    final norm, head).
+    Members of a list are blocks (the layers of a transformer), unless they hold a further ModuleList (the
+    stages of a hierarchical network); so is any other module that holds no such list (embedding, final norm,
+    head).
     """
     found: list[tuple[str, nn.Module]] = []
 
@@ -144,7 +144,7 @@ def plan_blocks(root: nn.Module, options: ShardingOptions) -> list[Block]:
 def _root_modules(
     root: nn.Module, parameters: Sequence[tuple[str, nn.Parameter]], options: ShardingOptions
 ) -> list[nn.Module]:
-    """The root, and the owners of its unit's parameters: those may be called without the root
+    """Return the root, and the owners of its unit's parameters: those may be called without the root
     (``model.head(x)``).
     """
     mine = {id(p) for _, p in parameters}
@@ -162,7 +162,7 @@ def build_units(
     options: ShardingOptions,
     stores: StoreFactory | None = None,
 ) -> None:
-    """Fill in every block's units: one for each (dtype, trained or not) pair among its parameters.
+    """Build every block's units: one for each (dtype, trained or not) pair among its parameters.
 
     ``groups`` maps the id of a parameter to its optimizer group; ``dtype`` is the compute dtype, None to keep
     each parameter's own. Collective: values are rank 0's. Raises DiskError.
@@ -185,8 +185,8 @@ def rebuild_units(
     options: ShardingOptions,
     stores: StoreFactory | None = None,
 ) -> list[Unit] | None:
-    """Units for a block of which parameters have come to be trained, with their present values: those that
-    stay, and new ones in the place of those that held such parameters. None if there are no such.
+    """Build new units for parameters of a block that have been unfrozen, with their present values. Returns
+    all units of the block, those that stay included; None if there are no such parameters.
 
     Collective. Raises DiskError.
     """
@@ -201,7 +201,7 @@ def rebuild_units(
         rebuilt, was_sharded = True, unit.shard_params
         unit.detach()
         for alike in _by_kind(members, groups):
-            # not sharded only where the former was not: all of those together may not become more
+            # persistent only where the former unit was: their total may not grow
             small = not was_sharded
             units.append(
                 _make_unit(block, alike, groups, dtype, comm, options, stores, small=small, is_new=True)
@@ -213,7 +213,7 @@ Member = tuple[str, nn.Parameter]
 
 
 def _by_kind(members: Sequence[Member], groups: dict[int, int]) -> list[list[Member]]:
-    """Parameters that can share a unit: alike in dtype, in being trainable, and in having a group or none."""
+    """Group the parameters that can share a unit: alike in dtype, trainability, and in having a group."""
     kinds: dict[tuple[bool, bool, str], list[Member]] = {}
     for name, parameter in members:
         frozen = not parameter.requires_grad
