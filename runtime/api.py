@@ -1,4 +1,4 @@
-"""``zlaunch.initialize`` and what scripts call beside it."""
+"""Defines ``zlaunch.initialize`` and the function that adds its arguments to a script's parser."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .environment import read_environment
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Adds ``--config`` (also ``--deepspeed_config``), ``--deepspeed`` and ``--local_rank`` to a script's
+    """Add ``--config`` (also ``--deepspeed_config``), ``--deepspeed`` and ``--local_rank`` to a script's
     parser, except those it already defines.
     """
     group = parser.add_argument_group("zlaunch")
@@ -51,16 +51,16 @@ def initialize(
     mesh_param: Any = None,
     config_params: str | os.PathLike[str] | Mapping[str, Any] | None = None,
 ) -> tuple[Engine, torch.optim.Optimizer | None, EngineLoader | None, Any]:
-    """Makes ``model`` train under ZeRO as ``config`` says; DeepSpeed's function of this name.
+    """Build an engine that trains ``model`` under ZeRO by ``config``; DeepSpeed's function of this name.
 
     ``config`` is a path (JSON with comments, or YAML), a dict or base64 JSON; ``config_params`` and
     ``args.deepspeed_config`` are other names for it. ``optimizer`` is an instance, a callable from
     parameters, or None for the config's; likewise ``lr_scheduler``. Collective: every rank calls it with the
     same model and config, and starts from rank 0's values.
 
-    Returns ``(engine, optimizer, dataloader, lr_scheduler)``, None for what there is not. Raises ConfigError
-    for a bad config, RankMismatchError when the ranks differ, ValueError for arguments that do not fit
-    together.
+    Returns ``(engine, optimizer, dataloader, lr_scheduler)``, with None for what was neither given nor
+    configured. Raises ConfigError for a bad config, RankMismatchError when the ranks differ, ValueError for
+    arguments that do not fit together.
     """
     return build_engine(
         Engine,
@@ -77,7 +77,7 @@ def initialize(
 
 
 def choose_config(args: Any, config: Any, config_params: Any) -> Any:
-    """Returns the config that is given, whichever way. Raises ConfigError for none, or for two."""
+    """Return the config, however it was given. Raises ConfigError for none, or for two different ones."""
     named = getattr(args, "deepspeed_config", None) if args is not None else None
     given = [source for source in (config, config_params, named) if source is not None]
     if not given and (last := os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")):

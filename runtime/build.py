@@ -1,4 +1,4 @@
-"""Assembles an engine from a model and a config; the only module that knows the optional rooms."""
+"""Assembles an engine from a model and a config; the only module that imports the optional features."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def build_engine(
     config: Any,
     mesh_param: Any = None,
 ) -> tuple[E, torch.optim.Optimizer | None, EngineLoader | None, Any]:
-    """Builds an engine of class ``kind`` with all that belongs to it; see :func:`zlaunch.initialize`."""
+    """Build an engine of class ``kind`` with all its parts; see :func:`zlaunch.initialize`."""
     if model is None:
         raise ValueError("initialize needs a model")
     if mpu is not None or mesh_param is not None:
@@ -88,7 +88,7 @@ def build_engine(
     if comm.rank == 0:
         for warning in (*loaded.warnings, *effective.guesses()):
             warn(warning)
-        # Scripts of DeepSpeed's, whose configs have meant something else, have an engine of their own.
+        # DeepSpeed scripts get another engine class; defaults that differ from DeepSpeed's are told to them.
         changed = effective.changed_defaults() if kind is not Engine else ()
         for line in (*effective.resolved_auto(), *changed):
             say(line)
@@ -102,7 +102,7 @@ def build_engine(
     blocks, options = _plan(model, effective, comm)
     offload = _make_offload(effective, client, blocks, options, precision, comm)
     step = None
-    with ExitStack() as undo:  # what has been made, should a part of it fail
+    with ExitStack() as undo:  # what exists so far is closed if a later part fails
         if offload is not None:
             undo.callback(offload.close)
         sharded, reducer = _shard(model, blocks, options, groups, comm, effective, precision, offload)
@@ -168,15 +168,15 @@ def _choose_kernels() -> None:
 
 
 def _on_disk(config: Config) -> bool:
-    """Tells whether sharded parameters rest on disk: each rank reads its part into memory that comes and
-    goes, so that the other ranks cannot read it in place.
+    """Tell whether sharded parameters are kept on disk: each rank then reads its part into temporary memory,
+    which other ranks cannot read in place.
     """
     section = config.zero_optimization.offload_param
     return section is not None and section.device == "nvme"
 
 
 def _find_hidden_size(model: nn.Module) -> tuple[int | None, str]:
-    """Finds the width of a model, for ``"auto"`` bucket sizes; returns it and where it was found."""
+    """Find the width of a model, for ``"auto"`` bucket sizes; return it and where it was found."""
     described = getattr(model, "config", None)
     for name in ("hidden_size", "d_model", "n_embd", "hidden_sizes"):
         value = getattr(described, name, None)
@@ -194,7 +194,7 @@ def _find_hidden_size(model: nn.Module) -> tuple[int | None, str]:
 def _choose_optimizer(
     given: Any, model_parameters: Iterable[Any] | None, model: nn.Module, effective: Effective
 ) -> tuple[torch.optim.Optimizer | None, list[dict[str, Any]]]:
-    """Returns the optimizer that was given or that the config names, if any, and the parameter groups."""
+    """Return the optimizer that was given or that the config names, if any, and the parameter groups."""
     if isinstance(given, ZeroOptimizer):
         raise OptimizerError("initialize was given the optimizer of another engine: give it a new one")
     if isinstance(given, torch.optim.Optimizer):
@@ -234,7 +234,7 @@ def _make_offload(
     precision: Precision,
     comm: Comm,
 ) -> Offload | None:
-    """Checks that a rank's memory suffices; makes what keeps states off the device, if the config asks."""
+    """Check that a rank's memory suffices; build the Offload if the config asks for one."""
     config = effective.config
     chosen = choose_offload(effective, optimizer)
     accumulation = int(config.gradient_accumulation_steps or 1)
@@ -245,23 +245,23 @@ def _make_offload(
 
 
 def _check_parameters(model: nn.Module, comm: Comm) -> None:
-    """Raises ParameterError on every rank if a parameter of some rank's model cannot be managed."""
+    """Raise ParameterError on every rank if a parameter of any rank's model cannot be managed."""
     for rank, problem in enumerate(comm.exchange(find_refused(model))):
         if problem is not None:
             raise ParameterError(problem if rank == comm.rank else f"on rank {rank}, {problem}")
 
 
 def _offloaded_step(comm: Comm) -> Callable[[Sequence[Unit]], BackgroundStep]:
-    """Choose how units off the device are stepped: on a GPU while it goes on."""
+    """Return a factory of the step for units off the device; on a GPU it runs in the background."""
     return lambda units: BackgroundStep(units, comm, comm.device.type == "cuda")
 
 
 def _plan(model: nn.Module, effective: Effective, comm: Comm) -> tuple[list[Block], ShardingOptions]:
-    """Decides which parameters go together."""
+    """Plan the blocks, which are the parameters that share units, and the sharding options."""
     zero = effective.config.zero_optimization
     leaf = zero.leaf_module
     mark_leaves(model, classes=leaf.classes, names=leaf.names, suffixes=leaf.name_suffixes)
-    # a unit is reduced as a whole and gathered as a whole, at stage 0 only reduced
+    # a unit is reduced and, from stage 1 on, gathered as a whole
     bucket = int(zero.reduce_bucket_size)
     if zero.stage >= 1:
         bucket = min(bucket, int(zero.allgather_bucket_size))

@@ -1,4 +1,4 @@
-"""The data loader that ``initialize(training_data=...)`` returns."""
+"""Defines the data loader that ``initialize(training_data=...)`` returns."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 
 class EngineLoader:
-    """A DataLoader over this rank's share of a dataset, in a new order every epoch, that can go on where
-    another one stopped.
+    """Loads this rank's share of a dataset in batches, shuffled anew every epoch, and resumes from a saved
+    position.
     """
 
     def __init__(
@@ -28,10 +28,10 @@ class EngineLoader:
         seed: int = 0,
     ) -> None:
         self.epoch = 0
-        """Epochs that have begun."""
+        """Counts the epochs that have begun."""
         self._step_samples = batch_size * world_size
         self._taken = self._skip = 0
-        """Batches of this rank: taken from the present epoch, and to be left out of the next."""
+        """Count this rank's batches: taken from the present epoch, and to be skipped in the next."""
         self.sampler: DistributedSampler[Any] | None = None
         self._rest: _Rest | None = None
         if not isinstance(dataset, IterableDataset):
@@ -46,7 +46,7 @@ class EngineLoader:
             sampler=self._rest,
             collate_fn=collate_fn,
             drop_last=drop_last,
-            # of its own: otherwise every epoch draws from the generator that the model uses
+            # a separate generator: otherwise every epoch would draw from the one that the model uses
             generator=torch.Generator().manual_seed(seed),
         )
 
@@ -71,19 +71,19 @@ class EngineLoader:
         self._taken = 0
 
     def state_dict(self) -> dict[str, int]:
-        """Where it is: epochs that have begun, and samples of all ranks taken from the present one (0 at its
-        end).
+        """Return the position: the epochs that have begun, and the samples that all ranks have taken from the
+        present one (0 at its end).
         """
         return {"epoch": self.epoch, "samples": self._taken * self._step_samples}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """The next iteration goes on from there, whatever the number of ranks was."""
+        """Resume from a position, for any number of ranks; the next iteration begins there."""
         self._skip = -(-int(state["samples"]) // self._step_samples)
         self.epoch = int(state["epoch"]) - (1 if self._skip else 0)
 
 
 class _Rest(Sampler[int]):
-    """What another sampler gives, without its first ``skip`` items, once."""
+    """Yields another sampler's items, once without the first ``skip`` of them."""
 
     def __init__(self, whole: DistributedSampler[Any]) -> None:
         self._whole, self.skip = whole, 0

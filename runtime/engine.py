@@ -1,4 +1,4 @@
-"""The engine: the training loop of a model, its checkpoints, and its states when they leave the device."""
+"""Defines the engine: a model's training loop, its checkpoints, and moving its states off the device."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class MovableStates(Protocol):
     """Moves states of an engine to host memory for a while, and brings them back."""
 
     def check(self, what: str, *needed: str) -> None:
-        """Raises OffloadedError if a state that ``what`` needs (any, where none is named) has been moved."""
+        """Raise OffloadedError if a state that ``what`` needs (any, where none is named) has been moved."""
 
     def move(self, include: Container[str] | None, device: Any, *, pin: bool, non_blocking: bool) -> None: ...
     def reload(self, *, non_blocking: bool) -> None: ...
@@ -44,7 +44,7 @@ class MovableStates(Protocol):
 
 
 class Engine(TrainingLoop):
-    """What :func:`zlaunch.initialize` returns first. Unknown attributes are looked up on the model.
+    """Trains a model; built by :func:`zlaunch.initialize`. Unknown attributes are looked up on the model.
 
     Attributes
         module: the model that was given, its parameters now in flat units.
@@ -54,7 +54,7 @@ class Engine(TrainingLoop):
         global_steps, skipped_steps, micro_steps, global_samples: counters.
         overflow: whether the last step was skipped because gradients were not finite.
         should_stop: the run has been asked to save and stop (SIGUSR1, a preemption); known after a step,
-            the same on all ranks.
+            equal on all ranks.
         client_state: called for the ``client_state`` of a save that a signal has asked for
             (``checkpoint.on_signal``); None for an empty one.
 
@@ -64,7 +64,7 @@ class Engine(TrainingLoop):
     """
 
     optimizer_class: type[Any] | None = None
-    """The base of the class that the optimizer takes on, a ZeroOptimizer; None for that itself."""
+    """Names the base class for the optimizer, a subclass of ZeroOptimizer; None for ZeroOptimizer."""
     client_state: Callable[[], Mapping[str, Any]] | None = None
     checkpoints: Checkpointer
     _destroyed = False
@@ -77,10 +77,10 @@ class Engine(TrainingLoop):
         offload: Any,
         advise_memory: Callable[[int], str],
     ) -> None:
-        """Takes what the assembly has made for this engine; called once, before anything else.
+        """Take the parts that the assembly has built for this engine; called once, before anything else.
 
-        ``offload`` keeps what rests off the device, None where nothing does; ``advise_memory`` tells, given
-        the size of a micro-batch, what would save memory.
+        ``offload`` keeps states off the device, None where all stay there; ``advise_memory`` returns, given
+        the size of a micro-batch, advice on how to save memory.
         """
         self.checkpoints, self._states = checkpoints, states
         self._offload, self._advise_memory = offload, advise_memory
@@ -96,27 +96,27 @@ class Engine(TrainingLoop):
                 raise
             return getattr(super().__getattr__("module"), name)
 
-    # -- what it is made of
+    # -- its parts
 
     @property
     def config(self) -> dict[str, Any]:
-        """The config as it was given."""
+        """Return the config as it was given."""
         return self._effective.loaded.raw
 
     @property
     def effective_config(self) -> Config:
-        """The config with every default and "auto" filled in."""
+        """Return the config with every default and "auto" filled in."""
         return self._effective.config
 
     @property
     def optimizer(self) -> Any:
-        """The optimizer that was given or made, an instance of its class and a ZeroOptimizer."""
+        """Return the optimizer that was given or built, an instance of its class and a ZeroOptimizer."""
         return self.torch_optimizer
 
     # -- the loop
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the model."""
+        """Call the model."""
         self._states.check("a forward pass", VALUES)
         self.checkpoints.check()
         with self._memory_advice("forward"):
@@ -127,7 +127,7 @@ class Engine(TrainingLoop):
         self.handles.take_unfrozen()
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
-        """Back-propagates one micro-batch's loss (mean over its samples); returns the loss.
+        """Back-propagate one micro-batch's loss (mean over its samples); return the loss.
 
         The loss is divided by the number of micro-batches first, so that gradient hooks see a step's mean;
         with ``scale_wrt_gas=False`` the caller has divided already. The ranks' mean is taken by :meth:`step`.
@@ -139,7 +139,7 @@ class Engine(TrainingLoop):
 
     @contextmanager
     def _memory_advice(self, where: str) -> Iterator[None]:
-        """Adds to an out-of-memory error what would help."""
+        """Add advice on how to save memory to an out-of-memory error."""
         try:
             yield
         except torch.OutOfMemoryError as error:
@@ -147,8 +147,8 @@ class Engine(TrainingLoop):
             raise torch.OutOfMemoryError(f"{error}\nzlaunch: out of memory in {where}: {advice}") from error
 
     def step(self, lr_kwargs: Any = None) -> None:
-        """Averages, unscales, clips and applies the gradients at the accumulation boundary, and steps the
-        scheduler; else only counts. ``lr_kwargs`` go to the scheduler's step.
+        """Average, unscale, clip and apply the gradients at the accumulation boundary, and step the
+        scheduler; else only count. ``lr_kwargs`` go to the scheduler's step.
 
         With ``checkpoint.on_signal`` the first step after SIGUSR1 saves and ends the process. Raises
         CheckpointError when a save in the background has failed; LossScaleFloorError, naming parameters, when
@@ -166,10 +166,10 @@ class Engine(TrainingLoop):
             self.checkpoints.poll()
 
     def _stop_if_asked(self, before: StepResult | None) -> None:
-        """With ``checkpoint.on_signal``: saves and ends the process, if that has been asked for. Of several
-        engines in a process the first that steps does so, for itself alone.
+        """With ``checkpoint.on_signal``, save and end the process if a signal has asked for that. Where a
+        process has several engines, the first that steps does so, and saves only itself.
 
-        On a GPU the answer of the last step may still be on its way; then the one before it counts, which is
+        On a GPU the last step's result may still be on its way; then the one before it decides, which is
         equal on all ranks, too.
         """
         if not self.effective_config.checkpoint.on_signal or self._result is None:
@@ -189,13 +189,13 @@ class Engine(TrainingLoop):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Saves everything that training needs to go on exactly, as ``save_dir/tag``, whole or not at all.
+        """Save everything that training needs to go on exactly, as ``save_dir/tag``, whole or not at all.
 
-        ``tag`` is by default ``global_stepN``; ``client_state`` is the caller's own: numbers, strings,
-        tensors, and lists, tuples and dicts of them; each rank's is kept where they differ. ``save_latest``
-        makes it the one that is loaded without a tag. With ``checkpoint.asynchronous`` the files are written
-        while training goes on; a failure is raised by a later :meth:`step`. Collective. Raises
-        CheckpointError, the same on every rank; the former checkpoint then stays as it was.
+        ``tag`` is by default ``global_stepN``; ``client_state`` is the caller's: numbers, strings, tensors,
+        and lists, tuples and dicts of them; each rank's is kept where they differ. ``save_latest`` makes it
+        the one that is loaded without a tag. With ``checkpoint.asynchronous`` the files are written while
+        training goes on; a failure is raised by a later :meth:`step`. Collective. Raises CheckpointError on
+        every rank; the former checkpoint then stays as it was.
         """
         self._prepare_save()
         self.checkpoints.save(save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
@@ -210,8 +210,8 @@ class Engine(TrainingLoop):
         self.handles.bring_writes()
 
     def wait_for_checkpoint(self) -> None:
-        """Returns when a save in the background has ended. To be called by all ranks. Raises what it failed
-        with, CheckpointError for one.
+        """Wait until a background save has ended. All ranks must call it. Raises the save's error, such as
+        CheckpointError.
         """
         self.checkpoints.wait()
 
@@ -224,7 +224,7 @@ class Engine(TrainingLoop):
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
     ) -> tuple[str | None, dict[str, Any]]:
-        """Loads what :meth:`save_checkpoint` has written, under any world size, stage, offload or precision.
+        """Load what :meth:`save_checkpoint` has written, under any world size, stage, offload or precision.
 
         ``tag`` None takes what ``latest`` names, ``"auto"`` the newest checkpoint whose every byte is good.
         ``load_module_strict=False`` loads the parameters that both sides have. ``load_module_only`` leaves
@@ -233,7 +233,7 @@ class Engine(TrainingLoop):
 
         Returns the checkpoint's path and the client_state that this rank has saved (rank 0's when the world
         size was another); ``(None, {})`` when ``load_dir`` has none, or is None. Collective. Raises
-        CheckpointError, the same on every rank, for what is damaged, missing or of another model.
+        CheckpointError on every rank if the checkpoint is damaged, incomplete or of another model.
         """
         if load_dir is None:
             return None, {}
@@ -256,7 +256,7 @@ class Engine(TrainingLoop):
         save_filename: str = "pytorch_model.bin",
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Writes the whole model's weights in the compute dtype to one file. Collective.
+        """Write the whole model's weights in the compute dtype to one file. Collective.
 
         A name that ends in ``.safetensors`` gets that format. The file loads with plain torch; a failure to
         write raises OSError on every rank.
@@ -276,8 +276,8 @@ class Engine(TrainingLoop):
         pin_memory: bool = True,
         non_blocking: bool = False,
     ) -> None:
-        """Moves states to host memory until :meth:`reload_states`, so that something else (inference) can
-        have the device's memory.
+        """Move states to host memory until :meth:`reload_states`, so that something else (inference) can have
+        the device's memory.
 
         ``include`` has some of ``optim_states``, ``hp_params`` (the fp32 masters), ``lp_params`` (what the
         model computes with), ``lp_grads`` and ``contiguous_grad_buffer``; None is all of them. At stage 3,
@@ -294,10 +294,10 @@ class Engine(TrainingLoop):
         self._states.move(include, device, pin=bool(pin_memory), non_blocking=bool(non_blocking))
 
     def reload_states(self, non_blocking: bool = False) -> None:
-        """Brings back, to the bit, what :meth:`offload_states` has moved, if anything. With
-        ``non_blocking`` the host does not wait for the copies, the device's work that follows does.
+        """Bring back, to the bit, what :meth:`offload_states` has moved, if anything. With ``non_blocking``
+        the host does not wait for the copies; later work on the device does.
 
-        Raises torch.OutOfMemoryError where the device has not room enough; call it again when it has.
+        Raises torch.OutOfMemoryError where the device lacks memory; call it again when there is enough.
         """
         self._check_alive()
         self._states.reload(non_blocking=bool(non_blocking))
@@ -309,7 +309,7 @@ class Engine(TrainingLoop):
             raise RuntimeError("this engine has been destroyed, or its model was given to another engine")
 
     def destroy(self) -> None:
-        """Gives the model back as a plain module with its present values, and releases communicators.
+        """Turn the model back into a plain module with its present values, and release communicators.
         Collective. A second call does nothing.
         """
         if self._destroyed:
@@ -317,7 +317,7 @@ class Engine(TrainingLoop):
         self._destroyed = True
         self._sharded.engine = None
         self.handles.release()
-        with ExitStack() as stack:  # all of it, whatever fails
+        with ExitStack() as stack:  # every part is closed, whatever fails
             stack.callback(self._sharded.comm.close)
             if self._offload is not None:
                 stack.callback(self._offload.close)

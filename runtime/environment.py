@@ -1,4 +1,4 @@
-"""The only place of the runtime that reads environment variables."""
+"""Reads environment variables; no other module of the runtime does."""
 
 from __future__ import annotations
 
@@ -8,33 +8,32 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """What the starter of this process says about its place in the run (torchrun's names, and our own)."""
+    """Holds a process's place in the run and its settings, from torchrun's variables and zlaunch's."""
 
     rank: int
     local_rank: int
     world_size: int
     local_world_size: int
     has_rendezvous: bool
-    """RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are all given."""
+    """Tells whether RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are all given."""
     run_dir: str | None
     event_fd: int | None
     stop_asked: bool
-    """``ZLAUNCH_STOP_ASKED=1``: "save and stop" came before anybody listened."""
+    """``ZLAUNCH_STOP_ASKED=1``: "save and stop" was asked before the handlers were installed."""
     term_saves: bool
     """``ZLAUNCH_TERM_SAVES=1``: SIGTERM leaves time to save and means "save and stop" too."""
     resume_dir: str | None
-    """``ZLAUNCH_RESUME_DIR``: where the run that this one continues has saved."""
+    """``ZLAUNCH_RESUME_DIR``: the folder where the run that this one continues has saved."""
     shared_memory: bool
-    """``ZLAUNCH_SHARED_MEMORY=0``: CPU ranks of one machine talk over gloo alone."""
+    """``ZLAUNCH_SHARED_MEMORY=0``: CPU ranks of one machine communicate over gloo alone."""
     saved_tensor_hooks: bool
-    """``ZLAUNCH_SAVED_TENSOR_HOOKS=0``: no hooks on what autograd saves; see ``zero.saved``."""
+    """``ZLAUNCH_SAVED_TENSOR_HOOKS=0``: no hooks on what autograd saves; see ``zero.saved_tensors``."""
     kernels: str
     """``ZLAUNCH_KERNELS``: ``auto``, ``cupy`` or ``torch``; see ``cuda_ops.loader.set_mode``."""
     quiet: bool
     """``ZLAUNCH_QUIET=1``: warnings and errors are printed, information is not."""
     debug_free: str
-    """``ZLAUNCH_DEBUG_FREE``: ``poison`` fills freed parameters with NaN instead of giving their memory back.
-    """
+    """``ZLAUNCH_DEBUG_FREE``: ``poison`` fills resharded parameters with NaN instead of releasing memory."""
 
 
 def _integer(name: str, default: int) -> int:

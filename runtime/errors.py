@@ -1,4 +1,4 @@
-"""The runtime's errors. Those of the config and of checkpoints are in their rooms."""
+"""Defines the runtime's errors, except those of the config and of checkpoints."""
 
 from __future__ import annotations
 
@@ -6,36 +6,38 @@ from ..errors import ZlaunchError
 
 
 class RankMismatchError(ZlaunchError, RuntimeError):
-    """The ranks differ in model, config or in the calls they make; training would hang or diverge."""
+    """Reports that the ranks differ in model, config or in the calls they make: training would hang or
+    diverge.
+    """
 
 
 class ParameterError(ZlaunchError, RuntimeError):
-    """A parameter was used or changed in a way that cannot reach the engine."""
+    """Reports that a parameter was used or changed in a way that cannot reach the engine."""
 
 
 class OptimizerError(ZlaunchError, RuntimeError, ValueError):
-    """The optimizer was given, or asked for, something that an engine cannot do."""
+    """Reports that the optimizer was given, or asked for, something that an engine cannot do."""
 
 
 class OffloadedError(ZlaunchError, RuntimeError):
-    """A state was needed that ``engine.offload_states`` has moved to host memory, or that it cannot move."""
+    """Reports that a needed state is in host memory (``engine.offload_states``), or cannot be moved there."""
 
 
 class DiskError(OSError, ZlaunchError):
-    """A transfer from or to a disk did not happen as asked; the text names the file and what to do."""
+    """Reports a failed transfer from or to a disk; the text names the file and what to do."""
 
 
 class PeerLost(ZlaunchError, RuntimeError):
-    """A rank of this machine has ended, or stopped taking part, while this one needs something of it."""
+    """Reports that a rank of this machine has ended or stopped taking part, while this rank waits for it."""
 
 
 class UnsupportedError(ZlaunchError, RuntimeError):
-    """The script asks torch for something that does not work with this engine; the text says what to do."""
+    """Reports that the script asks torch for something that an engine forbids; the text says what to do."""
 
 
 class LossScaleFloorError(ZlaunchError, RuntimeError):
-    """Gradients overflow although the loss scale is at its minimum: the model itself produces inf or NaN."""
+    """Reports gradients that overflow at the smallest loss scale: the model itself produces inf or NaN."""
 
 
 class MemoryPlanError(ZlaunchError, RuntimeError):
-    """The plan does not fit into this machine's memory; the text names what is short and what would fit."""
+    """Reports that the plan exceeds this machine's memory; the text names what is short and what would fit."""

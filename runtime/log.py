@@ -1,7 +1,7 @@
-"""Prints what the runtime tells its user beside errors.
+"""Prints the runtime's messages to its user, except errors.
 
 The config's ``log_level`` sets the level for the process; a quiet run (``ZLAUNCH_QUIET=1``, ``zlaunch -q``)
-has warnings alone.
+prints only warnings.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ _least = logging.INFO
 
 
 def set_level(name: str | None) -> None:
-    """Show messages from this level on: ``"debug"`` to ``"critical"``; None leaves it."""
+    """Set the level from which messages are shown: ``"debug"`` to ``"critical"``; None changes nothing."""
     global _least
     if name is not None:
         _least = _LEVELS[name]
 
 
 def say(text: str, file: TextIO | None = None) -> None:
-    """Print a line that is good to know."""
+    """Print a line of information."""
     if _least <= logging.INFO and not read_environment().quiet:
         print(f"zlaunch: {text}", file=file, flush=True)
 

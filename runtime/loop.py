@@ -1,4 +1,4 @@
-"""The training loop's three verbs over a sharded model: forward, backward and step."""
+"""Defines the training loop's three verbs over a sharded model: forward, backward and step."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from .zero.saved_tensors import explained
 
 
 class EngineHandles(Protocol):
-    """Keeps what the script holds of one engine in step with it."""
+    """Keeps the script's model and optimizer consistent with one engine."""
 
     def take_unfrozen(self) -> None:
-        """Give parameters that have been unfrozen what training needs. Collective, where there are any."""
+        """Start to train parameters that have been unfrozen. Collective, where there are any."""
 
     def check(self) -> None:
         """Raise ParameterError if the model or the optimizer's groups are not what the engine trains."""
@@ -37,19 +37,19 @@ class EngineHandles(Protocol):
         """Raise ParameterError if a parameter has no gradient of this step on some rank. Collective."""
 
     def bring_writes(self) -> None:
-        """Let the masters have what the script has written into parameters. Raises DiskError."""
+        """Copy values written into parameters back to the masters. Raises DiskError."""
 
     def release(self) -> None:
-        """Make the script's optimizer a plain one again."""
+        """Turn the script's optimizer back into a plain one."""
 
     def add_param_group(self, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
-        """Train further parameters of the model. Collective."""
+        """Add a group of further parameters of the model to those that are trained. Collective."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's part of the optimizer's state."""
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over what :meth:`state_dict` gave on this rank."""
+        """Load what :meth:`state_dict` gave on this rank."""
 
 
 class TrainingLoop(nn.Module):
@@ -76,9 +76,9 @@ class TrainingLoop(nn.Module):
         self._precision, self._scaler, self._effective = precision, scaler, effective
         self._skipped_steps = 0
         self._result: StepResult | None = None
-        """Of the last step; on a GPU its numbers are fetched when they are needed."""
+        """Keeps the last step's result; on a GPU its numbers are fetched when they are needed."""
         self._unresolved = False
-        """Whether the last step was skipped has not been looked at: the scheduler waits for that."""
+        """Tells that it is not yet known whether the last step was skipped; the scheduler waits for that."""
         self._boundary: bool | None = None
         self._lr_arguments: dict[str, Any] = {}
         self._no_sync = False
@@ -89,48 +89,48 @@ class TrainingLoop(nn.Module):
         sharded.loss_scaling.micro_share = lambda: 1.0 / self.gradient_accumulation_steps()
         self._prepare_pass()
 
-    # -- what it is made of
+    # -- its parts
 
     @property
     def torch_optimizer(self) -> torch.optim.Optimizer | None:
-        """The optimizer that was given or made."""
+        """Return the optimizer that was given or built."""
         return self._shard_step.outer if self._shard_step is not None else None
 
     @property
     def device(self) -> torch.device:
-        """This rank's device."""
+        """Return this rank's device."""
         return self._sharded.comm.device
 
     @property
     def world_size(self) -> int:
-        """The number of ranks."""
+        """Return the number of ranks."""
         return self._sharded.comm.world_size
 
     @property
     def global_rank(self) -> int:
-        """This rank's number among all."""
+        """Return this rank's number among all ranks."""
         return self._sharded.comm.rank
 
     def zero_optimization_stage(self) -> int:
-        """0 to 3."""
+        """Return the ZeRO stage, 0 to 3."""
         return int(self._effective.config.zero_optimization.stage)
 
     # -- batches
 
     def train_batch_size(self) -> int:
-        """Samples of one optimizer step over all ranks."""
+        """Return the number of samples of one optimizer step over all ranks."""
         return int(self._effective.config.train_batch_size or 0)
 
     def train_micro_batch_size_per_gpu(self) -> int:
-        """Samples of one forward pass of one rank."""
+        """Return the number of samples of one forward pass on one rank."""
         return int(self._effective.config.train_micro_batch_size_per_gpu or 0)
 
     def gradient_accumulation_steps(self) -> int:
-        """Backward passes of one optimizer step."""
+        """Return the number of backward passes of one optimizer step."""
         return int(self._effective.config.gradient_accumulation_steps or 1)
 
     def set_batch(self, train: int, micro: int, accumulation: int) -> None:
-        """Changes the three batch sizes, which fit together, between two optimizer steps. The caller's loader
+        """Change the three batch sizes, which fit together, between two optimizer steps. The caller's loader
         has to give such batches.
         """
         sizes = {
@@ -145,7 +145,7 @@ class TrainingLoop(nn.Module):
     def deepspeed_io(
         self, dataset: Any, *, collate_fn: Callable[[list[Any]], Any] | None = None
     ) -> EngineLoader:
-        """Returns a loader of micro-batches over this rank's share of ``dataset``."""
+        """Return a loader of micro-batches over this rank's share of ``dataset``."""
         return EngineLoader(
             dataset,
             batch_size=self.train_micro_batch_size_per_gpu(),
@@ -159,42 +159,42 @@ class TrainingLoop(nn.Module):
 
     @property
     def loss_scale(self) -> float:
-        """What losses are multiplied with at present; 1.0 but for fp16."""
+        """Return the factor that losses are multiplied with at present; 1.0 except with fp16."""
         return self._scaler.scale
 
     @property
     def overflow(self) -> bool:
-        """Whether the last step was skipped because gradients were not finite."""
+        """Tell whether the last step was skipped because gradients were not finite."""
         self._resolve_last_step()
         return self._result is not None and self._result.skipped
 
     @property
     def skipped_steps(self) -> int:
-        """Steps skipped so far."""
+        """Return the number of steps skipped so far."""
         self._resolve_last_step()
         return self._skipped_steps
 
     @property
     def should_stop(self) -> bool:
-        """The run has been asked to save and stop; known after a step, the same on all ranks."""
+        """Tell whether the run has been asked to save and stop; known after a step, equal on all ranks."""
         return self._result is not None and self._result.stop
 
     def was_step_applied(self) -> bool:
-        """Tells whether the last optimizer step changed the parameters."""
+        """Tell whether the last optimizer step changed the parameters."""
         return self.global_steps > 0 and not self.overflow
 
     def get_global_grad_norm(self) -> float | None:
-        """L2 norm of the last step's averaged, unscaled gradient before clipping; None before the first."""
+        """Return the L2 norm of the last step's averaged, unscaled gradient before clipping, or None."""
         return self._result.norm if self._result is not None else None
 
     def get_lr(self) -> list[float]:
-        """The present learning rate of each param group."""
+        """Return the present learning rate of each param group."""
         self._resolve_last_step()
         optimizer = self.torch_optimizer
         return [float(group["lr"]) for group in optimizer.param_groups] if optimizer is not None else []
 
     def restore_counters(self, counters: Mapping[str, int]) -> None:
-        """Counts on from a checkpoint's numbers, at the beginning of an optimizer step."""
+        """Set the counters to a checkpoint's numbers, at the beginning of an optimizer step."""
         self.global_steps, self.global_samples = counters["global_steps"], counters["global_samples"]
         micro_steps = counters["micro_steps"]
         self.micro_steps = micro_steps - micro_steps % self.gradient_accumulation_steps()
@@ -204,7 +204,7 @@ class TrainingLoop(nn.Module):
     # -- forward and backward
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the model."""
+        """Call the model."""
         if self._precision.cast_inputs and self._precision.dtype is not None:
             args, kwargs = cast_floats((args, kwargs), self._precision.dtype)
         if self._shard_step is not None:
@@ -222,7 +222,7 @@ class TrainingLoop(nn.Module):
             raise
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
-        """Back-propagates one micro-batch's loss; returns it."""
+        """Back-propagate one micro-batch's loss; return it."""
         if not loss.requires_grad:
             raise RuntimeError("the loss does not depend on any trainable parameter")
         self._prepare_pass()
@@ -235,8 +235,8 @@ class TrainingLoop(nn.Module):
         return loss
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss multiplied by the loss scale and divided by the number of micro-batches, for a plain
-        ``.backward()`` by the caller, which has to come next.
+        """Return the loss multiplied by the loss scale and divided by the number of micro-batches. The
+        caller's plain ``.backward()`` on it has to come next.
         """
         return self._scaled(loss, True)
 
@@ -248,19 +248,19 @@ class TrainingLoop(nn.Module):
         return loss if isinstance(factor, float) and factor == 1.0 else loss * factor
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Tells whether the next :meth:`step` applies the gradients."""
+        """Tell whether the next :meth:`step` applies the gradients."""
         if self._boundary is not None:
             return self._boundary
         return (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Decides by hand from now on whether the next step is one."""
+        """Set whether the next step is an accumulation boundary; counting decides no longer."""
         self._boundary = is_boundary
         self._prepare_pass()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulates locally inside the context; raises RuntimeError at stages 2 and 3."""
+        """Accumulate gradients locally inside the context; raises RuntimeError at stages 2 and 3."""
         if self._sharded.options.shard_grads:
             raise RuntimeError(
                 f"no_sync needs whole gradients, but stage {self.zero_optimization_stage()} shards them: "
@@ -279,13 +279,13 @@ class TrainingLoop(nn.Module):
         self._reducer.sync = transient or (self.is_gradient_accumulation_boundary() and not self._no_sync)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forgets the gradients accumulated so far."""
+        """Drop the gradients accumulated so far."""
         self.module.zero_grad(set_to_none)
 
     # -- step
 
     def step(self, lr_kwargs: Any = None) -> None:
-        """Applies the gradients at the accumulation boundary; else only counts."""
+        """Apply the gradients at the accumulation boundary; else only count."""
         self._lr_arguments = dict(lr_kwargs or {})
         if self.is_gradient_accumulation_boundary():
             self._optimizer_step()
@@ -336,7 +336,7 @@ class TrainingLoop(nn.Module):
         self._report()
 
     def gradient_divisor(self) -> float | Tensor:
-        """What the summed gradients have to be divided by: ranks and loss scale."""
+        """Return the divisor of the summed gradients: ranks and loss scale."""
         divisor = self._scaler.factor
         if self._effective.config.gradient_allreduce_op == "mean":
             divisor = divisor * self.world_size
@@ -345,7 +345,7 @@ class TrainingLoop(nn.Module):
         return divisor
 
     def _resolve_last_step(self) -> None:
-        """Finds out whether the last step was skipped, and does what depends on it."""
+        """Find out whether the last step was skipped, and do what depends on it."""
         if not self._unresolved or self._result is None:
             return
         self._unresolved = False

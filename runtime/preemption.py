@@ -1,5 +1,5 @@
 """Notes that the run is asked to save and stop, by SIGUSR1, and by SIGTERM where the launcher says that there
-is time; finds where to go on from afterwards.
+is time; finds the folder to resume from.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from types import FrameType
 from .environment import read_environment
 
 REQUEUE_EXIT_CODE = 75
-"""Of a process that has saved and ended because it was asked to: "start me again" (EX_TEMPFAIL); the launcher
-has the same number.
+"""Tells the launcher "start me again" (EX_TEMPFAIL): the exit code of a process that has saved and ended
+because it was asked to. The launcher has an equal constant.
 """
 _requested = threading.Event()
 
 
 def install() -> None:
-    """Installs the handlers of the signals. Without effect outside the main thread, which alone may."""
+    """Install the signal handlers. Without effect outside the main thread, where Python does not allow it."""
     environment = read_environment()
     if environment.stop_asked:
         _requested.set()
@@ -39,10 +39,10 @@ def _note(_signum: int, _frame: FrameType | None) -> None:
 
 
 def resume_dir(default: str | None = None) -> str | None:
-    """Returns the folder that ``engine.load_checkpoint`` is to go on from, or None for a run that begins.
+    """Return the folder that ``engine.load_checkpoint`` is to load from, or None for a new run.
 
     Under zlaunch: where this run had saved before it was restarted (``--max_restarts``), or before its SLURM
-    job was requeued. ``default`` is for everything else: a folder that is taken if a checkpoint is there.
+    job was requeued. ``default`` is for all other runs: a folder that is taken if it has a checkpoint.
     """
     told = read_environment().resume_dir
     if told is not None or default is None:
@@ -52,5 +52,5 @@ def resume_dir(default: str | None = None) -> str | None:
 
 
 def requested() -> bool:
-    """Tells whether this process has been asked to save and stop."""
+    """Tell whether this process has been asked to save and stop."""
     return _requested.is_set()

@@ -1,4 +1,4 @@
-"""Metrics of a step, handed to whoever started this worker."""
+"""Reports the metrics of a step to the launcher."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def report(**values: float | int | None) -> None:
     """Tell the launcher (or, without one, standard error of rank 0) the metrics of a step.
 
     Known names are shown by name (``step``, ``steps``, ``loss``, ``lr``, ``loss_scale``, ``grad_norm``,
-    ``tokens_per_s``, ``memory_gb``); others are passed along. Never raises: a run does not end because nobody
-    listens. Under zlaunch every rank may report; the console shows rank 0 and the memory of all.
+    ``tokens_per_s``, ``memory_gb``); others are passed along. Never raises: a closed pipe must not end a run.
+    Under zlaunch every rank may report; the console shows rank 0 and the memory of all.
     """
     environment = read_environment()
     shown = {name: value for name, value in values.items() if value is not None}
@@ -28,7 +28,7 @@ def report(**values: float | int | None) -> None:
 
 
 def announce(kind: str, **content: Any) -> None:
-    """Tell the launcher, if there is one, that something has happened. Never raises."""
+    """Tell the launcher, if there is one, about an event. Never raises."""
     environment = read_environment()
     if environment.event_fd is None:
         return
