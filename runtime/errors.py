@@ -6,9 +6,7 @@ from ..errors import ZlaunchError
 
 
 class RankMismatchError(ZlaunchError, RuntimeError):
-    """Reports that the ranks differ in model, config or in the calls they make: training would hang or
-    diverge.
-    """
+    """Reports that ranks differ in model, config or calls: training would hang or diverge."""
 
 
 class ParameterError(ZlaunchError, RuntimeError):
@@ -40,4 +38,4 @@ class LossScaleFloorError(ZlaunchError, RuntimeError):
 
 
 class MemoryPlanError(ZlaunchError, RuntimeError):
-    """Reports that the plan exceeds this machine's memory; the text names what is short and what would fit."""
+    """Reports that the plan exceeds this machine's memory; the text names what is short and what fits."""

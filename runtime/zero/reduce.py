@@ -30,8 +30,7 @@ class GradientOptions:
     dtype: torch.dtype | None
     """Selects the dtype that is sent; None is the parameters' dtype."""
     predivide: float = 1.0
-    """Divides gradients before the reduction, to keep fp16 sums in range; the averaging afterwards undoes it.
-    """
+    """Divides gradients before the reduction, to keep fp16 sums in range; the averaging undoes it."""
 
 
 @dataclass(slots=True, eq=False)

@@ -88,7 +88,7 @@ class Unit:
         self._holds = 0
         self._pending: Pending = DONE
         self.updated: Pending = DONE
-        """Is an optimizer step that still writes this rank's values; waited for before they are read."""
+        """Keeps an optimizer step that still writes this rank's values; waited for before they are read."""
         self._own = slice(*layout.shard_range(comm.rank))
         whole = not shard_optimizer or not (self.trainable or shard_params)
         self.start, self.stop = (0, layout.numel) if whole else layout.shard_range(comm.rank)
