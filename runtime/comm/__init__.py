@@ -1,1 +1,1 @@
-"""Communicate between ranks: collectives and process groups."""
+"""Communicates between ranks: collectives and process groups."""

@@ -1,4 +1,4 @@
-"""Collectives: the only seam between the runtime and torch.distributed.
+"""Runs collectives: the only seam between the runtime and torch.distributed.
 
 Every call counts the elements it moves, so that a test can hold the runtime to its promised volume. An
 all-gather or reduce-scatter of a buffer of n elements counts n, an all-reduce 2n (it is one of each).
@@ -43,15 +43,15 @@ _reduce_scatter_flat: Any = getattr(dist, "reduce_scatter_single", None) or dist
 
 
 _GATHER, _REDUCE = 0, 1
-"""Channels: collectives of one kind are issued in one order on all ranks."""
+"""Number the channels: collectives of one kind are issued in one order on all ranks."""
 _CHANNELS = ("gather", "reduce")
 _VERBS = {_GATHER: "gathers", _REDUCE: "reduces the gradients of"}
 _TIMEOUT_S = 1800.0
 _CHANNEL_TIMEOUT = timedelta(hours=12)
-"""One rank may write to a slow disk for long while the others wait for it."""
+"""Limits a host collective: one rank may write to a slow disk for long while the others wait."""
 
 _dropped: dict[int, tuple[PeerMemory | None, list[Any]]] = {}
-"""What communicators have left that nobody closed, by their numbers."""
+"""Keeps, by their numbers, what communicators that were never closed have left."""
 _numbers = itertools.count()
 
 
@@ -67,7 +67,7 @@ def _drop(number: int, shared: PeerMemory | None, groups: list[Any]) -> None:
 
 
 def _close_dropped(exchange: Exchange) -> None:
-    """Release what dropped engines have left, once all ranks have dropped them: the collector of cycles finds
+    """Release what dropped engines have left, once all ranks have dropped them: the cycle collector finds
     them at another time on each rank. Collective.
     """
     if open_comms:
@@ -82,16 +82,16 @@ def _close_dropped(exchange: Exchange) -> None:
 
 
 class Comm:
-    """The collectives of one engine over the default process group (and a second one for reductions).
+    """Runs the collectives of one engine over the default process group (and a second one for reductions).
 
-    Reductions have a group of their own, so that they neither wait for gathers nor need to be issued in one
+    Reductions have a separate group, so that they neither wait for gathers nor need to be issued in one
     common order with them. Between CPU ranks of one machine, bulk data goes through shared memory.
 
     ``shared``: tensors that are sent (sources of a gather, buckets of a reduction) must come from ``empty``.
     """
 
     def __init__(self, device: torch.device, *, connect: Connect | None = None, share: bool = True) -> None:
-        """``connect`` joins CPU ranks by memory that they share, if ``share`` allows it on all of them."""
+        """Join the ranks; ``connect`` joins CPU ranks by shared memory, if all of them ``share``."""
         self.device = device
         self.number = next(_numbers)
         self._labels = ["a tensor"]
@@ -127,7 +127,7 @@ class Comm:
         self._forsaken.atexit = False
 
     def label(self, name: str) -> int:
-        """A number for the tensors of one unit, the same on all ranks that make the same units."""
+        """Return a number for the tensors of one unit, equal on all ranks that make equal units."""
         self._labels.append(name)
         return len(self._labels) - 1
 
@@ -143,7 +143,7 @@ class Comm:
         return waits.next_key(self.number, "control"), what
 
     def raise_order(self) -> None:
-        """Raises RankMismatchError that names where the ranks' orders part. Collective."""
+        """Raise RankMismatchError that names where the ranks' orders part. Collective."""
         channel, rank, other, mine = self.order.first_difference(self.exchange(self.order.recent()))
         said = [
             "does nothing more" if label is None else f"{_VERBS[channel]} {self._labels[label]}"
@@ -161,23 +161,23 @@ class Comm:
 
     @property
     def moved_numel(self) -> int:
-        """Elements moved since the last reset of ``moved``, parameters and gradients alike."""
+        """Return the elements moved since the last reset of ``moved``, parameters and gradients alike."""
         return sum(self.moved[k] for k in ("all_gather", "reduce_scatter", "all_reduce"))
 
     @property
     def shared(self) -> bool:
-        """Whether memory from ``empty`` is seen by all ranks; it then lives as long as this object."""
+        """Tell whether all ranks see memory from ``empty``; it then lives as long as this object."""
         return self._shared is not None
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A flat tensor to send from."""
+        """Return a flat tensor to send from."""
         if self._shared is not None:
             return self._shared.empty(numel, dtype)
         return torch.empty(numel, dtype=dtype, device=self.device)
 
     def release(self, storage: torch.UntypedStorage) -> bool:
-        """Give the memory of a storage from ``empty`` back until it is written again; False for any other,
-        which can be resized.
+        """Release the memory of a storage from ``empty`` until it is written again. Returns False for any
+        other storage, which can be resized.
         """
         return self._shared is not None and self._shared.release(storage)
 
@@ -200,9 +200,9 @@ class Comm:
         return Work(_all_gather_flat(full, own, group=self._gather_group, async_op=True), *noted, full)
 
     def drain(self) -> bool:
-        """Finish what cannot go on without this rank's help; True if all gathers have arrived by then.
+        """Finish what cannot go on without this rank's help; return True if all gathers have arrived by then.
 
-        To be called by all ranks. Over gloo and NCCL, collectives proceed by themselves.
+        All ranks must call it. Over gloo and NCCL, collectives proceed by themselves.
         """
         if self._shared is not None:
             with waits.waiting(*self._control("finishes what it has sent")):
@@ -237,7 +237,7 @@ class Comm:
         return work.then(lambda: sum_pieces(shard, pieces.view(w, -1), self.rank))
 
     def reduced_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The narrowest dtype that holds a reduced shard of a ``dtype`` bucket without a further rounding."""
+        """Return the narrowest dtype that holds a reduced shard of a ``dtype`` bucket unrounded."""
         if self.world_size == 1 or self._native_reduce_scatter:
             return dtype
         return torch.promote_types(dtype, torch.float32)
@@ -253,7 +253,7 @@ class Comm:
         return Work(dist.all_reduce(tensor, group=self._reduce_group, async_op=True), *noted, tensor)
 
     def all_reduce_scalars(self, tensor: Tensor, what: str = "sums up a step's numbers") -> Tensor:
-        """Sum a handful of numbers over the ranks and return them; not counted as volume."""
+        """Sum a few numbers over the ranks and return them; not counted as volume."""
         if self.world_size > 1:
             self.calls["scalars"] += 1
             work = dist.all_reduce(tensor, group=self._reduce_group, async_op=True)
@@ -268,16 +268,14 @@ class Comm:
             Work(work, *self._control("shares values of rank 0"), tensor).wait()
 
     def exchange(self, value: object, what: str = "agrees with the other ranks") -> list[Any]:
-        """Every rank's picklable ``value``, in rank order."""
+        """Return every rank's picklable ``value``, in rank order."""
         over_gloo = self.device.type == "cpu"
         return exchange_objects(
             value, self.world_size, self._gather_group, *self._control(what), over_gloo=over_gloo
         )
 
     def host_channel(self) -> HostChannel:
-        """A way of its own between the hosts, which another thread may use beside everything else here.
-        Collective.
-        """
+        """Return a separate gloo group for host messages, safe to use from another thread. Collective."""
         group = None
         if self.world_size > 1:
             group = new_group(self.world_size, backend="gloo", timeout=_CHANNEL_TIMEOUT)
@@ -291,7 +289,7 @@ class Comm:
             await_work(work, *self._control("waits at a barrier"))
 
     def close(self) -> None:
-        """Release the process groups; the object is of no use afterwards."""
+        """Release the process groups; the object cannot be used afterwards."""
         self._forsaken.detach()
         if self._shared is not None:
             self._shared.close()

@@ -1,4 +1,4 @@
-"""The order in which a rank has gathered and reduced units, and whether it is that of the other ranks."""
+"""Records the order in which a rank has gathered and reduced units, and compares it with the other ranks'."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from collections.abc import Sequence
 from torch import Tensor
 
 _REMEMBERED = 4096
-"""Collectives whose order is kept, to name the first that differs between the ranks."""
+"""Limits the collectives whose order is kept, to name the first that differs between the ranks."""
 _HASH_BITS = 12
 _MASK = (1 << _HASH_BITS) - 1
 _PRIME = 16_777_213  # below 2 ** (2 * _HASH_BITS)
 
 
 class Order:
-    """A rolling hash of the labels of each channel's collectives, and the labels themselves since the last
-    time they were known to agree.
+    """Keeps a rolling hash of the labels of each channel's collectives, and the labels themselves since the
+    orders were last known to agree.
     """
 
     def __init__(self, world_size: int, channels: int) -> None:
@@ -31,8 +31,8 @@ class Order:
         self._hashes[channel] = (self._hashes[channel] * 31 + label + 1) % _PRIME
 
     def marks(self) -> list[float]:
-        """Numbers to be summed over the ranks and given to :meth:`differs`: each part of each hash, and its
-        square.
+        """Return numbers to be summed over the ranks and given to :meth:`differs`: each part of each hash,
+        and its square.
         """
         found: list[float] = []
         for value in self._hashes:
@@ -41,28 +41,28 @@ class Order:
         return found
 
     def differs(self, sums: Tensor) -> Tensor:
-        """Whether the ranks' orders are not alike, 0-dim bool, from the sums of the marks (float64).
+        """Tell whether the ranks' orders differ, 0-dim bool, from the sums of the marks (float64).
 
-        Numbers are alike on all of n ranks if n times the sum of their squares is the square of their sum;
+        Numbers are equal on all of n ranks if n times the sum of their squares is the square of their sum;
         they are small enough for float64 to be exact.
         """
         pairs = sums.view(-1, 2)
         return (pairs[:, 1] * self._world_size != pairs[:, 0].square()).any()
 
     def forget(self) -> None:
-        """Take note that the orders have been alike so far."""
+        """Forget the labels so far, whose order has been equal on all ranks."""
         for labels in self._recent:
             labels.clear()
 
     def recent(self) -> list[list[int]]:
-        """The labels since then, by channel."""
+        """Return the labels since then, by channel."""
         return [list(labels) for labels in self._recent]
 
     def first_difference(
         self, everyone: Sequence[Sequence[Sequence[int]]]
     ) -> tuple[int, int, int | None, int | None]:
-        """Channel, rank, and that rank's and rank 0's label where the :meth:`recent` of all ranks part; None
-        for a label where a rank has no further one.
+        """Find where the :meth:`recent` of all ranks part: return channel, rank, and that rank's and rank 0's
+        label; None for a label where a rank has no further one.
         """
         for channel in range(len(self._hashes)):
             for rank, lists in enumerate(everyone):

@@ -1,4 +1,4 @@
-"""What collectives between CPU ranks may go through instead of the network."""
+"""Defines memory that CPU ranks share, through which collectives may go instead of the network."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import Tensor
 from .pending import Exchange, Pending
 
 Identity = tuple[int, int]
-"""What a collective is about: the number of a label; the elements of a rank's part, times 16, plus the bytes
-of one.
+"""Identifies a collective: the number of a label; the elements of a rank's part, times 16, plus the bytes of
+one element.
 """
 
 
 class PeerMemory(Protocol):
-    """Memory that all ranks see, and collectives through it. ``Comm`` describes every method."""
+    """Gives memory that all ranks see, and runs collectives through it. ``Comm`` describes every method."""
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor: ...
     def release(self, storage: torch.UntypedStorage) -> bool: ...

@@ -1,4 +1,4 @@
-"""Collectives that are under way, and waiting for them under the eyes of the watch."""
+"""Represents collectives that are under way, and waits for them while the watch looks."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _LOOK = timedelta(seconds=1)
 
 
 class Pending:
-    """Represents something under way. This base class is what has ended already."""
+    """Represents something under way. This base class represents what has ended already."""
 
     __slots__ = ()
 
     def wait(self) -> None:
-        """Return when the result may be used: by the current stream, where a device does the work."""
+        """Wait until the result may be used: by the current stream, where a device does the work."""
 
     def synchronize(self) -> None:
         """Block the host until the result is there."""
@@ -35,7 +35,7 @@ class Pending:
 
     @property
     def event(self) -> torch.cuda.Event | None:
-        """The event behind a copy, for a stream to wait for; None if there is none."""
+        """Return the event behind a copy, for a stream to wait for; None if there is none."""
         return None
 
     def then(self, function: Callable[[], object]) -> Pending:
@@ -44,7 +44,7 @@ class Pending:
 
 
 DONE = Pending()
-"""Has ended already."""
+"""Represents what has ended already."""
 
 
 class _Then(Pending):
@@ -64,11 +64,11 @@ def _nothing() -> None:
 
 
 Exchange = Callable[[object], "list[Any]"]
-"""Gives every rank's picklable value, in rank order. Collective."""
+"""Returns every rank's picklable value, in rank order. Collective."""
 
 
 def await_work(work: Any, key: Key, what: str) -> None:
-    """Wait for a torch Work; where that blocks the host, say so and look whether it is in vain."""
+    """Wait for a torch Work; where that blocks the host, note it and raise once it is known to be in vain."""
     if work is None or work.is_completed():
         if work is not None:
             work.wait()
@@ -82,7 +82,7 @@ def await_work(work: Any, key: Key, what: str) -> None:
                 if "imed out" not in str(error):
                     raise
                 waits.check()
-                if work.is_completed():  # since then, or because the group's own limit is over
+                if work.is_completed():  # ended meanwhile, or because the group's time limit is over
                     work.wait()
                     return
 
@@ -106,7 +106,7 @@ class Work(Pending):
 
 
 class Noted(Pending):
-    """A transfer through shared memory, whose wait is noted for the watch."""
+    """Waits for a transfer through shared memory, and notes the wait for the watch."""
 
     __slots__ = ("_key", "_transfer", "_what")
 
@@ -119,9 +119,9 @@ class Noted(Pending):
 
 
 def sum_pieces(shard: Tensor, pieces: Tensor, first: int = 0) -> None:
-    """``shard`` (s elements, any dtype) becomes the sum over axis 0 of ``pieces`` (n, s).
+    """Write the sum over axis 0 of ``pieces`` (n, s) to ``shard`` (s elements, any dtype).
 
-    Row ``first`` comes before the others: the order that sums in shared memory have, too.
+    Row ``first`` comes before the others: sums in shared memory have that order, too.
     """
     rows = [pieces[first], *(pieces[i] for i in range(pieces.shape[0]) if i != first)]
     if len(rows) >= 2 and pieces.dtype == shard.dtype:
@@ -137,7 +137,7 @@ def sum_pieces(shard: Tensor, pieces: Tensor, first: int = 0) -> None:
 def exchange_objects(
     value: object, world_size: int, group: Any, key: Key, what: str, *, over_gloo: bool
 ) -> list[Any]:
-    """Every rank's picklable ``value``, in rank order."""
+    """Return every rank's picklable ``value``, in rank order."""
     if world_size == 1:
         return [value]
     if not over_gloo:
@@ -160,20 +160,20 @@ def exchange_objects(
 
 
 class HostChannel:
-    """Small collectives between the hosts, over gloo whatever the device is."""
+    """Runs small collectives between the hosts, over gloo whatever the device is."""
 
     def __init__(self, group: Any, world_size: int, number: int) -> None:
         self._group, self._world_size, self._number = group, world_size, number
 
     def exchange(self, value: object) -> list[Any]:
-        """Every rank's picklable ``value``, in rank order."""
+        """Return every rank's picklable ``value``, in rank order."""
         key = waits.next_key(self._number, "host")
         return exchange_objects(
             value, self._world_size, self._group, key, "agrees in the background", over_gloo=True
         )
 
     def any(self, *flags: bool) -> list[bool]:
-        """For each flag, whether any rank has it."""
+        """Tell for each flag whether it is set on any rank."""
         if self._world_size == 1:
             return list(flags)
         tensor = torch.tensor(flags, dtype=torch.int32)

@@ -19,11 +19,11 @@ from .waits import waits
 
 _CPU = torch.device("cpu")
 _backends: WeakKeyDictionary[dist.ProcessGroup, Any] = WeakKeyDictionary()
-"""The gloo part of each group, which goes after the group itself."""
+"""Maps each group to its gloo part, which has to end after the group itself."""
 
 
 open_comms: WeakSet[Any] = WeakSet()
-"""Every ``Comm``, to be closed before the process ends."""
+"""Holds every ``Comm``, to be closed before the process ends."""
 
 
 def init_distributed(
@@ -44,7 +44,7 @@ def init_distributed(
         index = environment.local_rank if count > 1 else 0
         if index >= count:
             raise RuntimeError(f"local rank {environment.local_rank} has no GPU: this process sees {count}")
-        # A launcher gives each rank all GPUs, or by this variable one of its own.
+        # A launcher gives each rank all GPUs, or by this variable a single one.
         if count == 1 and environment.local_world_size > 1 and not os.environ.get("CUDA_VISIBLE_DEVICES"):
             raise RuntimeError(
                 f"{environment.local_world_size} ranks of this machine would share its only GPU, which NCCL "
@@ -57,7 +57,7 @@ def init_distributed(
         if device.type == "cuda":
             options["device_id"] = device
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        if dist_backend not in (None, "nccl"):  # NCCL is for GPU tensors alone
+        if dist_backend not in (None, "nccl"):  # NCCL is for GPU tensors only
             backend = str(dist_backend)
         if environment.has_rendezvous:
             dist.init_process_group(backend, **options)
@@ -90,7 +90,7 @@ def new_group(world_size: int, **options: Any) -> dist.ProcessGroup:
 def ends_well(group: dist.ProcessGroup | None) -> None:
     """Let the group end safely right after a collective.
 
-    Gloo's end waits for its threads, one of which may be about to free the collective's tensors, for which
+    Gloo's end waits for its threads, one of which may be about to release the collective's tensors, for which
     it needs the interpreter's lock. In torch 2.6 a group keeps that lock when it takes its gloo part with it;
     that part gives it up when it goes by itself.
     """
@@ -101,7 +101,7 @@ def ends_well(group: dist.ProcessGroup | None) -> None:
 def end_process() -> None:
     """Release every communicator at the end of this process.
 
-    After an error nothing is awaited: a collective that this rank has begun may never end.
+    After an error this does not wait: a collective that this rank has begun may never end.
     """
     if getattr(sys, "last_value", None) is None:
         close_all()
@@ -123,7 +123,7 @@ def close_all() -> None:
 
 
 def _abort() -> None:
-    """End NCCL's communicators at once. gloo's end with the process: to destroy one is to wait for it."""
+    """End NCCL's communicators at once. gloo's end with the process: destroying one waits for it."""
     if not dist.is_initialized() or not dist.is_nccl_available():
         return
     device, backends = torch.device("cuda"), []

@@ -1,4 +1,4 @@
-"""Notes what the main thread waits for, so that somebody can find out that the wait is in vain."""
+"""Notes what the main thread waits for, so that the watch can find out that the wait is in vain."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from typing import Protocol
 from ..errors import RankMismatchError
 
 Key = tuple[int, str, int]
-"""A collective: number of the communicator, channel, and its number there."""
+"""Identifies a collective: number of the communicator, channel, and its number there."""
 
 
 class Watch(Protocol):
-    """Looks at the notes of this process now and then, in a thread."""
+    """Looks at the notes of this process periodically, in a thread."""
 
     def stop(self) -> None:
         """End the thread."""
 
 
 class Waits:
-    """The notes of this process."""
+    """Keeps the notes of this process."""
 
     def __init__(self) -> None:
         self.started: dict[str, int] = {}
         """Counts the collectives of a channel ("communicator/channel") that this rank has started."""
         self.now: tuple[int, Key, str] | None = None
-        """The wait that is going on: its number, the collective, and what it does in words."""
+        """Keeps the present wait: its number, the collective, and what it does in words."""
         self.verdict: str | None = None
-        """Why this rank waits in vain, once somebody has found that out."""
+        """Says why this rank waits in vain, once that is known."""
         self.main: int | None = None
-        """The thread whose waits are noted, once there is a watch."""
+        """Identifies the thread whose waits are noted, once there is a watch."""
         self.make_watch: Callable[[Waits, int, int], Watch] | None = None
         """Makes and starts a watch for a rank and a world size. Without it notes are only taken."""
         self._watch: Watch | None = None
@@ -64,7 +64,7 @@ class Waits:
             raise RankMismatchError(self.verdict)
 
     def start_watch(self, rank: int, world_size: int) -> None:
-        """Let a watch look from now on, once in a process."""
+        """Start a watch, once in a process."""
         if self._watch is None and world_size > 1 and self.make_watch is not None:
             self.main = threading.get_ident()
             self._watch = self.make_watch(self, rank, world_size)

@@ -1,1 +1,1 @@
-"""Optimizers over flat shards, and learning-rate schedules."""
+"""Steps optimizers over flat shards, and computes learning-rate schedules."""

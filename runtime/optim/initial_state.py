@@ -1,4 +1,4 @@
-"""Optimizers that make their state when they are constructed (Adagrad), before there are shards."""
+"""Moves state that an optimizer makes when it is constructed (Adagrad) to the shards, which come later."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import Tensor
 from .slices import ShardSlice
 
 Entries = dict[str, tuple[Tensor, float | None]]
-"""A state entry by name: the tensor, and the one value of all its elements if it has one for each."""
+"""Maps a state entry's name to its tensor, and to the one value of all its elements if they are alike."""
 
 
 def take_initial_state(optimizer: torch.optim.Optimizer) -> list[Entries]:
-    """What each group's parameters begin with; the optimizer's state is empty afterwards.
+    """Return the entries that each group's parameters begin with; clear the optimizer's state.
 
     Raises ValueError if the optimizer has already made steps, or begins with values that are not all alike.
     """
@@ -47,7 +47,7 @@ def _used(optimizer: torch.optim.Optimizer) -> ValueError:
 def give_initial_state(
     optimizer: torch.optim.Optimizer, groups: list[Entries], slices: Sequence[ShardSlice]
 ) -> None:
-    """Give the shards the initial state of their parameters. Raises ValueError for shards on disk, whose
+    """Copy the initial state of their parameters to the shards. Raises ValueError for shards on disk, whose
     state begins with zeros.
     """
     for part in slices:

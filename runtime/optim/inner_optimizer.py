@@ -1,4 +1,4 @@
-"""Makes the optimizer that steps the shards from the one that the script holds."""
+"""Builds the optimizer that steps the shards from the one that the script holds."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def run_hooks(optimizer: torch.optim.Optimizer, *, before: bool) -> None:
 
 
 class InnerOptimizer:
-    """Makes an optimizer of the original class for this rank's shards, and carries its groups' values out and
-    in.
+    """Builds an optimizer of the original class for this rank's shards, and copies its groups' values from
+    and to the script's.
     """
 
     def __init__(self, outer: torch.optim.Optimizer) -> None:
@@ -49,20 +49,20 @@ class InnerOptimizer:
         self._taken: list[dict[str, Any]] = []
 
     def add_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Have groups like these, as yet without a shard."""
+        """Add groups with the options of these, as yet without a shard."""
         for group in groups:
             own = {key: value for key, value in group.items() if key != "param_names"}
             self.optimizer.param_groups.append({**own, "params": []})
 
     def take(self) -> None:
-        """Take over the hyper-parameters that the script sees."""
+        """Copy the hyper-parameters that the script sees to the inner optimizer."""
         groups = self.optimizer.param_groups
         for group, own in zip(self.outer.param_groups, groups, strict=True):
             own.update(_entries(group))
         self._taken = [_entries(group) for group in groups]
 
     def give(self) -> None:
-        """Show the script what a step has changed in the groups (counters, an estimated rate)."""
+        """Copy what a step has changed in the groups (counters, an estimated rate) to the script's groups."""
         for group, own, before in zip(
             self.outer.param_groups, self.optimizer.param_groups, self._taken, strict=False
         ):
@@ -72,7 +72,7 @@ class InnerOptimizer:
 
 
 _OWN_CHOICE = ("params", "param_names", "fused", "foreach")
-"""Entries that the inner optimizer has for itself."""
+"""Lists the entries that the inner optimizer keeps for itself."""
 
 
 def _entries(group: Mapping[str, Any]) -> dict[str, Any]:

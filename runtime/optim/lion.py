@@ -1,4 +1,4 @@
-"""Lion, which torch does not have."""
+"""Implements Lion, which torch does not have."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ...cuda_ops.step import lion_step
 
 
 class Lion(torch.optim.Optimizer):
-    """ "Symbolic Discovery of Optimization Algorithms" (Chen et al., 2023), Algorithm 2.
+    """Implements "Symbolic Discovery of Optimization Algorithms" (Chen et al., 2023), Algorithm 2.
 
     ``lr`` wants to be three to ten times smaller than AdamW's, ``weight_decay`` larger by as much.
     """
@@ -30,7 +30,7 @@ class Lion(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update of every parameter with a gradient."""
+        """Update every parameter with a gradient."""
         result = None
         if closure is not None:
             with torch.enable_grad():
@@ -63,7 +63,7 @@ class Lion(torch.optim.Optimizer):
 
 
 def _step_wide(parameter: torch.Tensor, average: torch.Tensor, group: dict[str, Any]) -> None:
-    """Step a parameter of another dtype than the kernel's by torch's operations."""
+    """Step a parameter whose dtype the kernel does not support by torch's operations."""
     lr, (beta1, beta2) = group["lr"], group["betas"]
     direction = (average * beta1 + parameter.grad * (1 - beta1)).sign_()
     parameter.mul_(1 - lr * group["weight_decay"]).add_(direction, alpha=-float(lr))

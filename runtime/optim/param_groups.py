@@ -1,4 +1,4 @@
-"""The groups of parameters that an optimizer is made for."""
+"""Builds the groups of parameters that an optimizer is made for."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from ..zero.unit_policy import is_shardable
 
 
 def groups_by_parameter(groups: Sequence[Mapping[str, Any]]) -> dict[int, int]:
-    """The group's index by the id of each parameter."""
+    """Map the id of each parameter to its group's index."""
     return {id(p): index for index, group in enumerate(groups) for p in group["params"]}
 
 
 def parameter_groups(parameters: Any, model: nn.Module) -> list[dict[str, Any]]:
-    """``model_parameters`` as optimizer groups: None, an iterable of parameters, or of dicts with "params".
+    """Build optimizer groups of ``parameters``: None, or an iterable of parameters or dicts with "params".
 
-    Frozen parameters are among them: they are trained from when they require a gradient. Raises ValueError if
-    one is not a parameter of ``model`` or is listed twice.
+    Frozen parameters are among them: they are trained once they require a gradient. Raises ValueError if one
+    is not a parameter of ``model`` or is listed twice.
     """
     listed: list[Any] = list(model.parameters()) if parameters is None else list(parameters)
     groups: list[dict[str, Any]] = listed if listed and isinstance(listed[0], dict) else [{"params": listed}]

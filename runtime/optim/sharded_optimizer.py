@@ -1,4 +1,4 @@
-"""One optimizer step over the flat shards of all units."""
+"""Steps the flat shards of all units."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .update_rule import SliceUpdate, UpdateRule, step_once
 
 
 class OffloadedStep(Protocol):
-    """Steps the units that are not on the device, at once or while the caller goes on."""
+    """Steps the units that are off the device, at once or in the background."""
 
     def start(self, rule: UpdateRule, slices: Sequence[ShardSlice]) -> None:
         """Do the step, or begin it. Raises DiskError if it was done at once."""
@@ -38,17 +38,17 @@ class OffloadedStep(Protocol):
         """Raise what ended a step early."""
 
     def finish(self) -> None:
-        """Raise what ended the last step early, if nobody has been told: no other will follow."""
+        """Raise what ended the last step early, if it has not been raised yet: no other step will follow."""
 
     def wait(self) -> None:
-        """Return when the step has ended, uploads included. Raise what ended it early."""
+        """Wait until the step has ended, uploads included. Raises what ended it early."""
 
 
 class ShardedOptimizer:
     """Steps this rank's shards by the rule of a torch optimizer over the model's parameters.
 
     That optimizer stays the caller's (schedulers keep working, ``param_groups`` stay live); an inner one of
-    the same class, :attr:`optimizer`, has the shards in its groups.
+    its class, :attr:`optimizer`, has the shards in its groups.
     """
 
     def __init__(
@@ -63,9 +63,9 @@ class ShardedOptimizer:
         offloaded_step: Callable[[Sequence[Unit]], OffloadedStep] | None = None,
         on_device: bool = False,
     ) -> None:
-        """``whole``: the optimizer gets whole tensors, which this rank must have. ``offloaded_step`` is made
-        for the units if some are not on the device; they may come to be others. ``on_device``: decisions are
-        made there where that is possible, so that the host never waits for it.
+        """Prepare to step ``units``. ``whole``: the optimizer gets whole tensors, which this rank must have.
+        ``offloaded_step`` is made for the units if some are off the device; they may be replaced later.
+        ``on_device``: decisions are made there where that is possible, so that the host never waits for it.
         """
         self._initial = take_initial_state(optimizer)
         self._inner = InnerOptimizer(optimizer)
@@ -77,18 +77,18 @@ class ShardedOptimizer:
         self._fused = self._choose_fused()
         self._rule = UpdateRule(self.optimizer)
         self._written: set[int] = set()
-        """Units whose values beside the master the last step has written already."""
+        """Lists units whose values beside the master the last step has written already."""
         self._background = offloaded_step(self.units) if offloaded_step is not None else None
         self._on_device = on_device
         self.decides_on_device = on_device and self._fused and self._background is None
 
     @property
     def outer(self) -> torch.optim.Optimizer:
-        """The optimizer that the script holds."""
+        """Return the optimizer that the script holds."""
         return self._inner.outer
 
     def _take_units(self, units: Sequence[Unit]) -> None:
-        """Make the slices of units and put them into the optimizer's groups."""
+        """Make the slices of units and add them to the optimizer's groups."""
         made = make_slices(units, self._whole)
         self._slices += made
         for index, group in enumerate(self.optimizer.param_groups):
@@ -96,7 +96,7 @@ class ShardedOptimizer:
         give_initial_state(self.optimizer, self._initial, made)
 
     def set_units(self, units: Sequence[Unit]) -> None:
-        """Step these units from now on: those that stay keep their state, those that are new begin. Those
+        """Replace the units that are stepped: those that stay keep their state, new ones begin without. Those
         that are gone had no state. Further param groups are taken from the outer optimizer.
         """
         self.wait()
@@ -112,11 +112,11 @@ class ShardedOptimizer:
         self.decides_on_device = self._on_device and self._fused and self._background is None
 
     def take_hyperparameters(self) -> None:
-        """Let the inner optimizer have what the script has set in the groups."""
+        """Copy what the script has set in the groups to the inner optimizer."""
         self._inner.take()
 
     def show_hyperparameters(self) -> None:
-        """Let the script see what a load has set in the groups."""
+        """Copy what a load has set in the inner optimizer's groups to the script's groups."""
         self._inner.give()
 
     def _choose_fused(self) -> bool:
@@ -150,12 +150,12 @@ class ShardedOptimizer:
 
         ``divisor`` is what the summed gradients have to be divided by (ranks x micro-batches x loss scale);
         ``clip`` is the largest norm allowed, 0 for any; with ``check_finite`` a step with inf or NaN is
-        skipped on every rank. Afterwards every unit that stays FULL is on its way to its new values.
+        skipped on every rank. Afterwards every unit that stays unsharded is on its way to its new values.
         """
         self.wait()
         for unit in self.units:
             if not unit.shard_params:
-                # nothing touched it since the last step, whose values may still be arriving
+                # unused since the last step, whose values may still be arriving
                 unit.wait_unsharded()
                 unit.writes.bring()
         self._inner.take()
@@ -187,7 +187,7 @@ class ShardedOptimizer:
         return StepResult(norm, skipped, stop)
 
     def _step_on_device(self, agreed: Tensor, divisor: Scalar, clip: float, check_finite: bool) -> StepResult:
-        """Do the same without a number that the host has to see: every parameter has a gradient.
+        """Step without a number that the host has to see: every parameter has a gradient.
 
         Where the ranks have used the model in different orders, nothing is changed, and the result says so.
         """
@@ -202,28 +202,28 @@ class ShardedOptimizer:
         return StepResult(norm, skip, facts[1], differs)
 
     def _apart(self, agreed: Tensor) -> tuple[Tensor, Tensor]:
-        """The sums of facts, and those of the order marks behind them."""
+        """Return the sums of facts, and those of the order marks behind them."""
         at = agreed.numel() - len(self._comm.order.marks())
         return agreed[:at], agreed[at:]
 
     def check(self) -> None:
-        """Raises what ended a step half-way: the values are of two steps then, and nothing may go on."""
+        """Raise what ended a step half-way: the values are of two steps then, and nothing may go on."""
         if self._background is not None:
             self._background.check()
 
     def finish(self) -> None:
-        """No step will follow. Raises what ended the last one early, if nobody has been told."""
+        """Raise what ended the last step early, if it has not been raised yet: no other step will follow."""
         if self._background is not None:
             self._background.finish()
 
     def wait(self) -> None:
-        """Return when the last step has ended everywhere. Raises what ended it early, a DiskError for one."""
+        """Wait until the last step has ended everywhere. Raises what ended it early, such as a DiskError."""
         if self._background is not None:
             self._background.wait()
 
     def _agree(self, used: list[bool]) -> Tensor:
-        """The sum of squares of all gradients, how many ranks want to stop, for each parameter how many had a
-        gradient, and the marks of the order of collectives: one all-reduce, float64 on the device.
+        """Return the sum of squares of all gradients, how many ranks want to stop, for each parameter how
+        many had a gradient, and the marks of the order of collectives: one all-reduce, float64 on the device.
         """
         device = self._comm.device
         total = torch.zeros((), dtype=torch.float64, device=device)
@@ -273,8 +273,8 @@ class ShardedOptimizer:
         run_hooks(self.outer, before=False)
 
     def _apply_here(self, divisor: Scalar, found_inf: Tensor | None) -> None:
-        """Update what is on the device: in one pass with the copy in 16 bits where there is such a kernel,
-        the rest by the optimizer's own step.
+        """Update what is on the device: in one pass with the 16-bit copy where there is such a kernel, else
+        by the optimizer's step.
         """
         rest: list[Tensor] = []
         in_one_pass: list[SliceUpdate] = []
@@ -310,7 +310,7 @@ class ShardedOptimizer:
             leaf.grad = None
 
     def nonfinite_names(self) -> list[str]:
-        """Parameters with inf or NaN in this rank's shard of the gradients."""
+        """Return the names of parameters with inf or NaN in this rank's shard of the gradients."""
         names: list[str] = []
         for unit in self.units:
             store = unit.store
@@ -321,7 +321,7 @@ class ShardedOptimizer:
                     if not bool(torch.isfinite(store.grad()[first - unit.start : last - unit.start]).all()):
                         names.append(unit.names[index])
                 continue
-            # as closely as is known where the gradient is
+            # names are as precise as the squares, which are known per cut
             for (low, high), square in zip(store.cuts, store.grad_squares(), strict=False):
                 if not square.isfinite():
                     slots = unit.layout.overlaps(unit.start + low, unit.start + high)
@@ -330,14 +330,14 @@ class ShardedOptimizer:
 
 
 def _filled(value: Scalar, device: torch.device) -> Tensor:
-    """A 0-dim fp32 tensor on the device, without a copy that the host waits for."""
+    """Return a 0-dim fp32 tensor on the device, without a copy that the host waits for."""
     if isinstance(value, Tensor):
         return value.to(device, torch.float32)
     return torch.full((), value, dtype=torch.float32, device=device)
 
 
 def _all_on(numbers: list[Tensor], device: torch.device) -> list[Tensor]:
-    """Return 0-dim tensors on the device, in their order: those of the host go there in one copy."""
+    """Return 0-dim tensors on the device, in their order; copy those of the host there at once."""
     away = [number for number in numbers if number.device.type != device.type]
     if not away:
         return numbers
@@ -346,5 +346,5 @@ def _all_on(numbers: list[Tensor], device: torch.device) -> list[Tensor]:
 
 
 def _to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """A small tensor's copy that the host does not wait for."""
+    """Return a small tensor's copy that the host does not wait for."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

@@ -27,13 +27,13 @@ class ShardSlice:
     stop: int
     group: int
     leaf: Tensor | None
-    """The optimizer's parameter, over the master values; None where those are on disk."""
+    """Views the master values, as the optimizer's parameter; None where those are on disk."""
     used: bool = True
-    """Some rank had a gradient for it in this step."""
+    """Tells whether some rank had a gradient for it in this step."""
     scalars: dict[str, Any] = field(default_factory=dict)
-    """On disk: the state entries that are not tensors of its size."""
+    """On disk: keeps the state entries that are not tensors of its size."""
     on_disk: list[str] = field(default_factory=list)
-    """On disk: the names of its state tensors there, in their order."""
+    """On disk: names its state tensors there, in their order."""
 
     def span(self, tile: TileView) -> slice:
         """Return where the slice is in a tile that holds it."""
@@ -54,7 +54,7 @@ class ShardSlice:
 
 
 def make_slices(units: Sequence[Unit], whole: bool) -> list[ShardSlice]:
-    """Make a slice of each piece, or with ``whole`` of each parameter; off the device pieces are cut at the
+    """Make a slice of each piece, or with ``whole`` of each parameter; off the device, pieces are cut at the
     borders of tiles.
     """
     slices = []
@@ -91,10 +91,10 @@ def _whole_slices(unit: Unit) -> list[ShardSlice]:
 def separate_unused(
     slices: list[ShardSlice], units: Sequence[Unit], used: list[bool], optimizer: torch.optim.Optimizer
 ) -> list[ShardSlice]:
-    """Mark the slices whose parameters had no gradient on any rank; torch leaves such parameters alone.
+    """Mark the slices whose parameters had no gradient on any rank; torch does not update such parameters.
 
     ``used`` has a flag for each parameter of each unit, in order. A slice that holds both kinds is split for
-    good, its state with it: each part counts its own steps. Returns all slices, in order.
+    good, its state with it: each part counts its steps. Returns all slices, in order.
     """
     if all(used):
         for part in slices:
@@ -114,7 +114,7 @@ Label = TypeVar("Label")
 def split_slices(
     slices: list[ShardSlice], label: Callable[[Unit, int], Label], optimizer: torch.optim.Optimizer
 ) -> list[tuple[ShardSlice, Label]]:
-    """Split for good, state included, every slice whose parameters have different labels. Return all slices
+    """Split for good, state included, every slice whose parameters have different labels. Returns all slices
     in order, with the label of each. ``label`` is asked for the parameters of a unit by index.
     """
     result: list[tuple[ShardSlice, Label]] = []
@@ -126,7 +126,7 @@ def split_slices(
 
 
 def _parts(part: ShardSlice, label: Callable[[Unit, int], Label]) -> list[tuple[int, int, Label]]:
-    """``(start, stop, label)`` of the parts of a slice, in shard coordinates, without gaps between them."""
+    """Return ``(start, stop, label)`` of the parts of a slice, in shard coordinates and without gaps."""
     first = part.unit.start
     ranges: list[tuple[int, int, Label]] = []
     for index, low, _ in part.unit.layout.overlaps(first + part.start, first + part.stop):

@@ -1,4 +1,4 @@
-"""What an optimizer does to flat pieces, whichever memory they are in and in whatever order they come."""
+"""Applies an optimizer's rule to flat pieces, in any memory and in any order."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ State = MutableMapping[Tensor, dict[str, Any]]
 
 @dataclass(slots=True)
 class SliceUpdate:
-    """One flat piece and its gradient, all of the same number of elements and on one device."""
+    """Describes one flat piece and its gradient, all of equal length and on one device."""
 
     group: int
     """Index of the optimizer's param group."""
     leaf: Tensor
     """Master values, changed in place; the key of the optimizer's state."""
     grad: Tensor
-    """Summed, still scaled. It may be overwritten."""
+    """Holds the summed gradient, still scaled. It may be overwritten."""
     out: Tensor | None = None
-    """Gets the new values in its own dtype."""
+    """Receives the updated values, cast to its dtype."""
 
 
 class UpdateRule:
-    """A torch optimizer's rule, applied piece by piece.
+    """Applies a torch optimizer's rule, piece by piece.
 
     Between :meth:`begin` and :meth:`end` the hyper-parameters are those of :meth:`begin`: a scheduler may
-    change the optimizer's while pieces are still being updated in the background. Each call works on a
-    shadow of the optimizer: the same attributes, its own ``param_groups``.
+    change the optimizer's while pieces are still being updated in the background. Each call works on a shadow
+    of the optimizer: equal attributes, separate ``param_groups``.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -44,7 +44,7 @@ class UpdateRule:
         self._groups: list[dict[str, Any]] = []
         self._after: list[dict[str, Any]] = []
         self._args: dict[int, AdamArgs | SgdArgs | LionArgs] = {}
-        """The kernels' arguments of each group, since :meth:`begin`."""
+        """Caches the kernels' arguments of each group, since :meth:`begin`."""
         self.divisor: Scalar = 1.0
         self.found_inf: Tensor | None = None
         self._multiplier: Scalar = 1.0
@@ -52,7 +52,7 @@ class UpdateRule:
         """Adds to the step counts: 1, or 0 where the step is skipped."""
 
     def begin(self, divisor: Scalar, found_inf: Tensor | None = None) -> None:
-        """Take the present hyper-parameters; gradients are to be divided by ``divisor``.
+        """Copy the present hyper-parameters; gradients are to be divided by ``divisor``.
 
         Where ``found_inf`` (0-dim, on the device) is not 0, pieces there are left as they are; then their
         step counts live on the device, too.
@@ -65,7 +65,7 @@ class UpdateRule:
         self._advance = 1.0 if found_inf is None else 1.0 - found_inf
 
     def end(self) -> None:
-        """Give group entries that the optimizer itself changed (counters) back to it."""
+        """Copy group entries that the optimizer itself changed (counters) back to it."""
         groups = zip(self.optimizer.param_groups, self._groups, self._after, strict=True)
         for live, before, after in groups:
             for key, value in after.items():
@@ -89,7 +89,7 @@ class UpdateRule:
                     update.out.copy_(update.leaf)
 
     def has_kernel(self, group: int, leaf: Tensor, out: Tensor | None) -> bool:
-        """Whether one pass does it all: the step, and the copy in 16 bits that has to be written."""
+        """Tell whether one kernel pass does the step and the copy in 16 bits that has to be written."""
         narrow = out is not None and out.dtype in (torch.bfloat16, torch.float16)
         return narrow and leaf.dtype == torch.float32 and has_kernel(self.optimizer, self._groups[group])
 
@@ -184,7 +184,7 @@ class UpdateRule:
             self._after[index] = {key: value for key, value in group.items() if key != "params"}
 
     def elementwise_states(self) -> int:
-        """How many tensors of an element's own the optimizer keeps for each element, at most.
+        """Count the tensors that the optimizer keeps per element, at most.
 
         Found by letting it make one step on a dummy. Raises ValueError if it cannot.
         """
@@ -206,7 +206,7 @@ class UpdateRule:
 
 
 def step_once(optimizer: torch.optim.Optimizer) -> None:
-    """Make a step by the class's own code, without hooks."""
+    """Step the optimizer by its class's code, without hooks."""
     step: Any = type(optimizer).step
     if getattr(step, "hooked", False):
         step = step.__wrapped__
@@ -214,12 +214,12 @@ def step_once(optimizer: torch.optim.Optimizer) -> None:
 
 
 def has_amp_scaling(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the fused step takes ``grad_scale`` and ``found_inf``."""
+    """Tell whether the fused step takes ``grad_scale`` and ``found_inf``."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
 def has_kernel(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
-    """Whether the one-pass kernels know this optimizer, with these of its variants."""
+    """Tell whether the one-pass kernels know this optimizer, with these of its variants."""
     kind = type(optimizer)
     if any(group.get(key) for key in ("amsgrad", "maximize", "capturable", "differentiable")):
         return False
@@ -229,12 +229,12 @@ def has_kernel(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
 
 
 def is_decoupled(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
-    """Whether weight decay acts on the parameter (AdamW), not on the gradient."""
+    """Tell whether weight decay acts on the parameter (AdamW), not on the gradient."""
     return isinstance(optimizer, torch.optim.AdamW) or bool(group.get("decoupled_weight_decay"))
 
 
 def is_elementwise(value: Any, leaf: Tensor) -> bool:
-    """Whether a state entry has one number for each element of its leaf, which is flat or whole."""
+    """Tell whether a state entry has one number for each element of its leaf, which is flat or whole."""
     if not isinstance(value, Tensor) or value is leaf or value.shape != leaf.shape:
         return False
     return value.dim() > 0
