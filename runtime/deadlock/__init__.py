@@ -1,1 +1,1 @@
-"""Finds out that ranks wait for each other for ever, and says who waits for what."""
+"""Finds ranks that wait for each other forever, and says which waits for what."""

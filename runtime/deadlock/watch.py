@@ -1,8 +1,8 @@
-"""Watches for ranks that wait for each other for ever.
+"""Watches for ranks that wait for each other forever.
 
 A rank that calls something collective which another rank does not call (``state_dict`` on rank 0 alone, a
 forward pass that was given up on one rank) would wait until a timeout of half an hour. A thread of each
-process looks at its main thread now and then. While that is blocked in a collective of the runtime, or of
+process looks at its main thread periodically. While that is blocked in a collective of the runtime, or of
 torch.distributed, the thread publishes in a store which one, and since when. A rank that sees another blocked
 in a different collective, each in need of the other, has the proof: both have been in those waits at one
 moment, and neither wait can end.
@@ -27,17 +27,17 @@ from ..comm.waits import Key, Waits, waits
 PERIOD_S = 2.0
 """Sets how often the thread looks; a wait shorter than that is never seen."""
 _GRACE_S = 10.0
-"""A main thread that cannot raise the verdict itself (it is inside a library) is ended after this time."""
+"""Sets the time after which a main thread that cannot raise the verdict (it is inside a library) is ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class Blocked:
-    """Where a rank's main thread is blocked."""
+    """Says where a rank's main thread is blocked."""
 
     wait: int
-    """Number of the wait in its process."""
+    """Numbers the wait in its process."""
     key: Key | None
-    """None for a collective of torch.distributed that the script itself has called."""
+    """Identifies the collective; None for one of torch.distributed that the script itself has called."""
     what: str
     where: str
     started: Mapping[str, int] = field(default_factory=dict)
@@ -59,8 +59,8 @@ def in_vain(mine: Blocked, other: Blocked) -> bool:
 
 
 class DeadlockWatch:
-    """Looks at the waits of this process and, through the store that the ranks have met in, at those of the
-    others.
+    """Compares the waits of this process with those of the others, through the store of the ranks'
+    rendezvous.
     """
 
     def __init__(self, waits: Waits, rank: int, world_size: int) -> None:
@@ -102,7 +102,7 @@ class DeadlockWatch:
                 return
 
     def _blocked(self, before: Blocked | None) -> Blocked | None:
-        """Where the main thread is, if that is a collective."""
+        """Return where the main thread is, if that is a collective."""
         beat = 0 if before is None else before.beat + 1
         frame = sys._current_frames().get(self._waits.main or 0)
         note = self._waits.now
@@ -120,7 +120,7 @@ class DeadlockWatch:
         self._store.set(f"blocked/{self._rank}", text)
 
     def _told(self, mine: Blocked) -> str | None:
-        """Read what a rank that has found out first has left for this one, about this very wait."""
+        """Read the verdict that another rank has left for this one, about its present wait."""
         name = f"verdict/{self._rank}"
         if not self._store.check([name]):
             return None
@@ -148,7 +148,7 @@ class DeadlockWatch:
                     f"{other.what}{other.where}. All ranks must make the same calls: state_dict, evaluation "
                     "and GatheredParameters at stage 3, save_checkpoint and load_checkpoint at every stage"
                 )
-                # Its own search ends in vain once this rank stops publishing.
+                # Its search ends in vain once this rank stops publishing.
                 self._store.set(f"verdict/{rank}", json.dumps([other.wait, verdict]))
                 return verdict
         return None
@@ -168,7 +168,7 @@ class DeadlockWatch:
 
 
 def _collective_of(frame: Any) -> str | None:
-    """The collective of torch.distributed over all ranks that a thread is in, by its innermost frame."""
+    """Return the collective of torch.distributed over all ranks whose innermost frame this is."""
     if frame is None or not str(frame.f_globals.get("__name__", "")).endswith("distributed_c10d"):
         return None
     names = []
@@ -187,7 +187,7 @@ _HERE = os.path.dirname(os.path.abspath(__file__))
 
 
 def _place(frame: Any) -> str:
-    """The script's own innermost line, in words."""
+    """Return the innermost line of the script itself, in words."""
     while frame is not None:
         file = frame.f_code.co_filename
         package = str(frame.f_globals.get("__name__", ""))
@@ -198,5 +198,5 @@ def _place(frame: Any) -> str:
 
 
 def install() -> None:
-    """Let a watch begin with the first communicator of several ranks."""
+    """Start a watch with the first communicator of several ranks."""
     waits.make_watch = DeadlockWatch

@@ -1,1 +1,1 @@
-"""Keeps the model and the optimizer that the script holds in step with the engine, or says what cannot be."""
+"""Keeps the script's model and optimizer consistent with the engine, or says what cannot be."""

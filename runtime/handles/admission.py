@@ -1,4 +1,4 @@
-"""Which optimizers may step flat shards, and which need whole tensors."""
+"""Decides which optimizers may step flat shards, and which need whole tensors."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ ELEMENTWISE: frozenset[type[torch.optim.Optimizer]] = frozenset(
         "Rprop",
     )
 ) | {Lion}
-"""Classes whose update of an element depends on that element's own gradient and state alone."""
+"""Lists classes whose update of an element depends only on that element's gradient and state."""
 
 _NEVER = {
     "LBFGS": "runs the model several times within a step",
     "SparseAdam": "needs sparse gradients, and the engine's are dense",
 }
 _BY_SHAPE = {"Adafactor", "Muon", "Shampoo", "SOAP", "Lamb", "LAMB", "LARS", "Lars"}
-"""Names of optimizers that are known to look at a whole tensor."""
+"""Names optimizers that are known to look at a whole tensor."""
 
 
 def needs_whole_tensors(
     optimizer: torch.optim.Optimizer, *, whole: bool, offloaded: bool, allowed: bool
 ) -> bool:
-    """Whether the optimizer is to be given whole tensors instead of flat pieces.
+    """Tell whether the optimizer is to be given whole tensors instead of flat pieces.
 
-    ``whole``: every rank updates whole parameters (stage 0, or one rank). ``offloaded``: state leaves the
-    device, and is stepped in tiles. ``allowed``: the config's zero_allow_untested_optimizer. Raises
+    ``whole``: every rank updates whole parameters (stage 0, or one rank). ``offloaded``: state is kept off
+    the device, and is stepped in tiles. ``allowed``: the config's zero_allow_untested_optimizer. Raises
     OptimizerError for an optimizer that would compute something else on what it gets.
     """
     kind, name = type(optimizer), type(optimizer).__name__

@@ -1,4 +1,4 @@
-"""The check at start that all ranks are about to train the same model with the same config."""
+"""Checks at the start that all ranks train equal models with equal configs."""
 
 from __future__ import annotations
 
@@ -15,9 +15,7 @@ Signature = tuple[str, tuple[int, ...], str, bool]
 
 
 def check_consistency(model: nn.Module, config_digest: str, comm: Comm) -> None:
-    """Raise RankMismatchError, on every rank alike, naming the first rank and parameter that differ from rank
-    0's.
-    """
+    """Raise RankMismatchError on every rank, naming the first rank and parameter that differ from rank 0."""
     mine = [
         (n, tuple(placeholder.shape_of(p)), str(p.dtype), p.requires_grad)
         for n, p in model.named_parameters()
@@ -39,7 +37,7 @@ def check_consistency(model: nn.Module, config_digest: str, comm: Comm) -> None:
 
 
 def first_difference(reference: Sequence[Signature], other: Sequence[Signature]) -> str | None:
-    """What differs first between two lists of parameters, in words; None if they are equal."""
+    """Describe in words the first difference between two lists of parameters; None if they are equal."""
     for (name, shape, dtype, grad), (name2, shape2, dtype2, grad2) in zip(reference, other, strict=False):
         if name != name2:
             return f"where rank 0 has parameter {name}, it has {name2}"

@@ -1,4 +1,4 @@
-"""Which parameters an engine can take, and which it refuses by name."""
+"""Decides which parameters an engine can take, and refuses others by name."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..zero.unit_policy import is_shardable
 
 
 def find_refused(model: nn.Module) -> str | None:
-    """What the model has that no engine can train, in words; None if there is nothing."""
+    """Describe in words what the model has that no engine can train; None if there is nothing."""
     for name, parameter in model.named_parameters():
         reason = _refusal(parameter)
         if reason is not None:
@@ -24,7 +24,7 @@ def find_refused(model: nn.Module) -> str | None:
 
 
 def check_eligible(model: nn.Module) -> None:
-    """Raises ParameterError that names the first parameter that an engine cannot take."""
+    """Raise ParameterError that names the first parameter that an engine cannot take."""
     problem = find_refused(model)
     if problem is not None:
         raise ParameterError(problem)
@@ -65,7 +65,7 @@ def _refusal(parameter: nn.Parameter) -> str | None:
 
 
 def _overlap(parameters: Iterable[tuple[str, nn.Parameter]]) -> str | None:
-    """Two parameters on the same memory: each would get a copy of its own."""
+    """Describe two parameters on shared memory: each would get a separate copy."""
     spans = []
     for name, parameter in parameters:
         if placeholder.owner(parameter) is None and parameter.numel() and is_shardable(parameter):

@@ -1,4 +1,4 @@
-"""The model and the optimizer as the script holds them: checked at each step, and followed in changes."""
+"""Checks the script's model and optimizer at each step, and follows their changes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .unused_parameters import refuse_unused
 
 
 class Handles:
-    """What a script may do with the parameters and the optimizer of one engine between its calls."""
+    """Checks and applies what a script does to one engine's parameters and optimizer between its calls."""
 
     def __init__(
         self,
@@ -33,15 +33,15 @@ class Handles:
         dtype: torch.dtype | None,
         stores: StoreFactory | None,
     ) -> None:
-        """``dtype``: what parameters compute in, None for their own."""
+        """Watch one engine's parameters; ``dtype``: the compute dtype, None for the parameters' dtypes."""
         self._sharded, self._reducer, self._step = sharded, reducer, step
         self._dtype, self._stores = dtype, stores
         self._integrity = Integrity(sharded.module, sharded.units)
         self._groups = GroupIntegrity(step.outer) if step is not None else None
 
     def take_unfrozen(self) -> None:
-        """Give parameters that were frozen and require a gradient now what training needs. Collective, where
-        there are any. Raises ParameterError for those that the optimizer does not have.
+        """Start to train parameters that were frozen and now require a gradient. Collective, where there are
+        any. Raises ParameterError for those that the optimizer does not have.
         """
         unfrozen = self._integrity.unfrozen()
         if unfrozen and self._step is not None:
@@ -50,7 +50,7 @@ class Handles:
             self._regroup()
 
     def check(self, *, but_unfrozen: bool = False) -> None:
-        """Raises ParameterError if the model or the optimizer's groups are not what the engine trains.
+        """Raise ParameterError if the model or the optimizer's groups are not what the engine trains.
 
         Parameters that have been unfrozen since the last forward pass are an error, too, unless
         ``but_unfrozen``: their gradients did not come here.
@@ -72,14 +72,14 @@ class Handles:
             refuse_unused(self._step.units, self._reducer, self._sharded.comm)
 
     def bring_writes(self) -> None:
-        """Let the masters have what the script has written into parameters. Raises DiskError."""
+        """Copy values that the script has written into parameters back to the masters. Raises DiskError."""
         for unit in self._sharded.units:
             if not unit.shard_params:
                 unit.wait_unsharded()
                 unit.writes.bring()
 
     def add_param_group(self, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
-        """Train further parameters of the model; what ``optimizer.add_param_group`` does. Collective."""
+        """Train further parameters of the model, as ``optimizer.add_param_group`` asks. Collective."""
         members = group["params"]
         group = {**group, "params": [members] if isinstance(members, Tensor) else list(members)}
         mine = {id(p) for unit in self._sharded.units for p in unit.parameters}
@@ -102,7 +102,7 @@ class Handles:
         self._regroup()
 
     def _regroup(self) -> None:
-        """Give parameters that have come to be trained units with optimizer state."""
+        """Build units with optimizer state for parameters that have been unfrozen."""
         step, sharded = self._step, self._sharded
         assert step is not None
         self._check_here()
@@ -125,14 +125,14 @@ class Handles:
         self._integrity = Integrity(sharded.module, sharded.units)
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's part of the optimizer's state; what ``optimizer.state_dict()`` gives."""
+        """Return this rank's part of the optimizer's state, as ``optimizer.state_dict()`` does."""
         step = self._needed_step()
         step.wait()
         step.take_hyperparameters()
         return {**step.optimizer.state_dict(), MARK: self._shard_mark()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over what :meth:`state_dict` gave on this rank."""
+        """Load what :meth:`state_dict` gave on this rank."""
         step = self._needed_step()
         check_mark(state_dict, self._shard_mark())
         step.wait()
@@ -143,7 +143,7 @@ class Handles:
         step.show_hyperparameters()
 
     def release(self) -> None:
-        """Make the script's optimizer a plain one again."""
+        """Turn the script's optimizer back into a plain one."""
         if self._step is not None:
             unguard(self._step.outer)
 
@@ -157,7 +157,7 @@ class Handles:
         return self._step
 
     def _check_here(self) -> None:
-        """Raise OffloadedError if a state is in host memory for a while."""
+        """Raise OffloadedError if ``offload_states`` has moved a state to host memory."""
         for unit in self._sharded.units:
             unit.check_here(*STATES)
 

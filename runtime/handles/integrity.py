@@ -1,4 +1,4 @@
-"""The check at each step that the model still is what the engine was made from."""
+"""Checks at each step that the model still is what the engine was made from."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Table = dict[str, Any]
 
 
 class Integrity:
-    """Knows each module's parameters and children, and each unit's parameters, from when it was made.
+    """Records each module's parameters and children, and each unit's parameters, and compares them later.
 
     The comparisons are of identities and addresses, a fraction of a microsecond for each parameter.
     """
@@ -28,7 +28,7 @@ class Integrity:
         self._tables: list[tuple[nn.Module, Table, tuple[Any, ...]]] = []
         self._empty: list[Table] = []
         self._owners: list[nn.Module] = []
-        """Of the empty tables."""
+        """Holds the module of each table in ``_empty``."""
         for each in module.modules():
             for table in (each._parameters, each._modules):
                 if table:
@@ -39,11 +39,11 @@ class Integrity:
         self._frozen = [p for unit in units if not unit.trainable for p in unit.parameters]
 
     def unfrozen(self) -> list[nn.Parameter]:
-        """Parameters that were frozen and require a gradient now."""
+        """Return parameters that were frozen and require a gradient now."""
         return [parameter for parameter in self._frozen if parameter.requires_grad]
 
     def check(self) -> None:
-        """Raises ParameterError, naming the parameter and the remedy, if anything has been replaced."""
+        """Raise ParameterError, naming the parameter and the remedy, if anything has been replaced."""
         for module, table, expected in self._tables:
             if len(table) != len(expected) or not all(map(is_, table.values(), expected)):
                 raise ParameterError(self._explain(module, table, expected))
@@ -76,14 +76,14 @@ class Integrity:
 
 
 class GroupIntegrity:
-    """Knows the parameters in an optimizer's groups from when it was made."""
+    """Records the parameters in an optimizer's groups, and compares them later."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
         self._expected = [tuple(group["params"]) for group in optimizer.param_groups]
 
     def check(self) -> None:
-        """Raises ParameterError if parameters were put in or taken out by hand."""
+        """Raise ParameterError if parameters were added or removed by hand."""
         groups = self._optimizer.param_groups
         for index, expected in enumerate(self._expected):
             here = groups[index]["params"] if index < len(groups) else ()
@@ -99,7 +99,7 @@ class GroupIntegrity:
 
 
 def check_unfrozen(parameters: Sequence[nn.Parameter], groups: dict[int, int]) -> None:
-    """Raises ParameterError for parameters that require a gradient, but that no optimizer group has."""
+    """Raise ParameterError for parameters that require a gradient, but that no optimizer group has."""
     for parameter in parameters:
         if id(parameter) not in groups and is_shardable(parameter):
             raise ParameterError(

@@ -1,4 +1,4 @@
-"""Module methods that would go wrong on flat or sharded parameters, made right or refused."""
+"""Corrects or refuses module methods that would fail on flat or sharded parameters."""
 
 from __future__ import annotations
 
@@ -26,13 +26,12 @@ def _units(module: nn.Module, *, recurse: bool) -> list[Unit]:
 
 
 def intercept_module(root: nn.Module, gathered: Gathered) -> Callable[[], None]:
-    """Guard ``state_dict``, ``load_state_dict``, ``zero_grad`` and ``to``/``half``/``cuda`` of every module;
-    returns the way back.
+    """Guard ``state_dict``, ``load_state_dict``, ``zero_grad`` and ``to``/``half``/``cuda`` of every module.
+    Returns a function that restores them.
 
     ``state_dict`` gives the true values (copies, where they are sharded): collective then.
-    ``load_state_dict`` expects the same values on every rank and brings them to the master copies.
-    ``zero_grad`` drops the gradients that the engine has collected. Conversions that change dtype or device
-    raise RuntimeError.
+    ``load_state_dict`` expects equal values on every rank and copies them to the masters. ``zero_grad`` drops
+    the gradients that the engine has collected. Conversions that change dtype or device raise RuntimeError.
     """
     handles: list[Any] = []
     stacks: dict[int, list[ExitStack]] = {}
@@ -86,7 +85,7 @@ def intercept_module(root: nn.Module, gathered: Gathered) -> Callable[[], None]:
 
 
 class _CheckedApply:
-    """Stands for ``Module._apply``, which serves ``to``, ``half``, ``cuda`` ...
+    """Replaces ``Module._apply``, which serves ``to``, ``half``, ``cuda`` ...
 
     It would replace the flat storage under the runtime. On a copy of the module it is torch's own.
     """
@@ -110,9 +109,7 @@ class _CheckedApply:
 
 
 class _ZeroGrad:
-    """Stands for ``Module.zero_grad``: gradients are with the engine. On a copy of the module it is torch's
-    own.
-    """
+    """Replaces ``Module.zero_grad``: the engine has the gradients. On a copy of the module it is torch's."""
 
     def __init__(self, module: nn.Module, is_root: bool) -> None:
         self._module, self._is_root = module, is_root

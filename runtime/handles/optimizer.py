@@ -1,4 +1,4 @@
-"""The optimizer that a script holds: torch's own object, whose methods lead to the engine.
+"""Turns torch's optimizer, which the script holds, into one whose methods lead to the engine.
 
 The object that the script has made (or that was made from the config) keeps its identity, its groups of the
 model's parameters and its hyper-parameters; schedulers go on writing into them. Its class is changed in place
@@ -17,11 +17,11 @@ import torch
 from ..errors import OptimizerError
 
 MARK = "zlaunch"
-"""In a state dict: whose shards it has."""
+"""Names the entry of a state dict that tells whose shards it has."""
 
 
 class _NoState(Mapping[Any, Any]):
-    """Stands for ``optimizer.state``, which has no entry of a whole parameter."""
+    """Replaces ``optimizer.state``, which has no entry of a whole parameter."""
 
     def _refuse(self) -> OptimizerError:
         return OptimizerError(
@@ -49,7 +49,7 @@ class _NoState(Mapping[Any, Any]):
 
 
 class OptimizerHandles(Protocol):
-    """What an engine does for the methods of its optimizer."""
+    """Serves the methods of an engine's optimizer."""
 
     def add_param_group(self, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None: ...
     def state_dict(self) -> dict[str, Any]: ...
@@ -57,7 +57,7 @@ class OptimizerHandles(Protocol):
 
 
 class SteppedEngine(Protocol):
-    """The engine that an optimizer's methods lead to."""
+    """Describes the engine that an optimizer's methods lead to."""
 
     @property
     def handles(self) -> OptimizerHandles: ...
@@ -68,7 +68,7 @@ class SteppedEngine(Protocol):
 
 
 class ZeroOptimizer(torch.optim.Optimizer):
-    """An optimizer under an engine. Also an instance of the class that it was made with.
+    """Leads an optimizer's methods to its engine. Also an instance of the class that it was made with.
 
     Attributes
         param_groups: live, with the model's parameters; change hyper-parameters here, and the parameters
@@ -79,7 +79,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     _kind: type[torch.optim.Optimizer]
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Call ``engine.step()``: at the accumulation boundary, the update. Raises OptimizerError for a
+        """Call ``engine.step()``, which updates at the accumulation boundary. Raises OptimizerError for a
         closure.
         """
         if closure is not None:
@@ -92,15 +92,15 @@ class ZeroOptimizer(torch.optim.Optimizer):
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """``engine.zero_grad()``: forget the gradients accumulated so far."""
+        """Call ``engine.zero_grad()``: drop the gradients accumulated so far."""
         self._engine.zero_grad()
 
     def offload_states(self, *args: Any, **kwargs: Any) -> None:
-        """``engine.offload_states()``: move states to host memory. Collective."""
+        """Call ``engine.offload_states()``: move states to host memory. Collective."""
         self._engine.offload_states(*args, **kwargs)
 
     def reload_states(self, *args: Any, **kwargs: Any) -> None:
-        """``engine.reload_states()``: bring them back."""
+        """Call ``engine.reload_states()``: bring them back."""
         self._engine.reload_states(*args, **kwargs)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -112,8 +112,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._engine.handles.add_param_group(self, param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's shards of the state, for :meth:`load_state_dict` on the same rank of an equal run. To
-        save and resume use ``engine.save_checkpoint``. Raises OptimizerError where state rests on NVMe.
+        """Return this rank's shards of the state, for :meth:`load_state_dict` on this rank of an equal run.
+        To save and resume use ``engine.save_checkpoint``. Raises OptimizerError where state is kept on NVMe.
         """
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
@@ -124,7 +124,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return result
 
     def load_state_dict(self, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """Take over what :meth:`state_dict` gave on this rank. Raises OptimizerError for anything else."""
+        """Load what :meth:`state_dict` gave on this rank. Raises OptimizerError for anything else."""
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = hook(self, state_dict)
             state_dict = changed if changed is not None else state_dict
@@ -154,7 +154,7 @@ def _refused(name: str, kind: str) -> Callable[..., Any]:
 def guard(
     optimizer: torch.optim.Optimizer, engine: SteppedEngine, base: type[ZeroOptimizer] = ZeroOptimizer
 ) -> None:
-    """Make ``optimizer`` lead to ``engine``, by a class derived from ``base`` and its own."""
+    """Forward ``optimizer``'s methods to ``engine``, by a class derived from ``base`` and its class."""
     kind = type(optimizer)
     members: dict[str, Any] = {"__module__": kind.__module__, "__doc__": kind.__doc__}
     for name in dir(kind):
@@ -171,7 +171,7 @@ def guard(
 
 
 def unguard(optimizer: torch.optim.Optimizer) -> None:
-    """Make a guarded optimizer a plain one again, without state; others are left alone."""
+    """Turn a guarded optimizer back into a plain one, without state; leave others unchanged."""
     if isinstance(optimizer, ZeroOptimizer):
         kind: Any = optimizer._kind
         optimizer.__class__ = kind
@@ -180,7 +180,7 @@ def unguard(optimizer: torch.optim.Optimizer) -> None:
 
 
 def check_mark(state_dict: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-    """Raises OptimizerError if a state dict has not the shards that ``own`` tells of."""
+    """Raise OptimizerError if a state dict lacks the shards that ``own`` describes."""
     given = state_dict.get(MARK)
     if given is None:
         raise OptimizerError(

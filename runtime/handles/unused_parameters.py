@@ -1,4 +1,4 @@
-"""The refusal of a step in which a parameter has got no gradient, for ``ignore_unused_parameters: false``."""
+"""Refuses a step in which a parameter has no gradient, for ``ignore_unused_parameters: false``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SHOWN = 10
 def refuse_unused(units: Sequence[Unit], reducer: GradientReducer, comm: Comm) -> None:
     """Check that every parameter of the optimizer has a gradient of this step on every rank.
 
-    Collective. Raises ParameterError, the same on every rank, with the names of those that have none.
+    Collective. Raises ParameterError on every rank, with the names of those that have none.
     """
     mine = [
         name

@@ -1,1 +1,1 @@
-"""Train in fp16 or bf16: compute dtypes, loss scaling, and the numbers of one step."""
+"""Trains in fp16 or bf16: compute dtypes, loss scaling, and the numbers of one step."""

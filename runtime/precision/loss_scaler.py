@@ -1,4 +1,4 @@
-"""Static and dynamic loss scaling for fp16.
+"""Scales losses, statically or dynamically, for fp16.
 
 The dynamic rule is that of "Mixed Precision Training" (Micikevicius et al., 2018) with the hysteresis of
 Megatron and DeepSpeed: a few overflows are tolerated before the scale shrinks.
@@ -19,7 +19,7 @@ from .step_result import StepResult
 
 
 def floor_error(min_scale: float, names: Sequence[str] = ()) -> LossScaleFloorError:
-    """Builds the error; ``names`` are the parameters whose gradients overflow."""
+    """Build the error; ``names`` are the parameters whose gradients overflow."""
     more = " ..." if len(names) > 10 else ""
     which = f"Parameters with such gradients: {', '.join(names[:10])}{more}. " if names else ""
     return LossScaleFloorError(
@@ -30,19 +30,19 @@ def floor_error(min_scale: float, names: Sequence[str] = ()) -> LossScaleFloorEr
 
 @dataclass(slots=True)
 class LossScaler:
-    """The factor that the loss is multiplied with.
+    """Keeps the factor that the loss is multiplied with.
 
-    ``scale`` is what the *current* gradients were made with; call :meth:`update` only after they have been
-    unscaled with it.
+    ``scale`` is the factor of the *current* gradients; call :meth:`update` only after they have been unscaled
+    with it.
     """
 
     scale: float = 1.0
     dynamic: bool = False
     window: int = 1000
-    """Steps without overflow after which the scale doubles."""
+    """Counts the steps without overflow after which the scale doubles."""
     min_scale: float = 1.0
     hysteresis: int = 2
-    """Overflows that are endured before the scale is halved."""
+    """Counts the overflows that are tolerated before the scale is halved."""
     consecutive_hysteresis: bool = False
     """Refill the hysteresis after every good step, not only when the scale grows."""
     _left: int = field(init=False)
@@ -54,21 +54,21 @@ class LossScaler:
 
     @property
     def factor(self) -> float:
-        """What to multiply the loss with."""
+        """Return the factor that the loss is multiplied with."""
         return self.scale
 
     @property
     def used(self) -> bool:
-        """Whether losses are scaled at all."""
+        """Tell whether losses are scaled at all."""
         return self.dynamic or self.scale != 1.0
 
     def update(self, result: StepResult) -> None:
-        """Take note of one optimizer step. Raises LossScaleFloorError if the scale can shrink no further."""
-        # only a dynamic scale depends on it: on a GPU, to ask is to wait for the step
+        """Count one optimizer step. Raises LossScaleFloorError if the scale can shrink no further."""
+        # only a dynamic scale depends on it: on a GPU, asking waits for the step
         self.note(self.dynamic and result.skipped)
 
     def note(self, overflow: bool) -> None:
-        """The same, for whether the step overflowed."""
+        """Count one optimizer step by whether it overflowed."""
         if self.dynamic:
             if overflow:
                 self._shrink()
@@ -95,7 +95,7 @@ class LossScaler:
             self.scale *= 2.0
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers, enough to go on exactly."""
+        """Return plain numbers, enough to go on exactly."""
         return {
             "scale": self.scale,
             "left": self._left,
@@ -104,14 +104,14 @@ class LossScaler:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Inverse of :meth:`state_dict`."""
+        """Restore what :meth:`state_dict` returned."""
         self.scale = float(state["scale"])
         self._left, self._step = int(state["left"]), int(state["step"])
         self._last_overflow = int(state["last_overflow"])
 
 
 class DeviceLossScaler:
-    """A dynamic loss scaler with the same rules whose state stays on the device: no step waits for it."""
+    """Scales the loss by LossScaler's dynamic rule with the state on the device: no step waits for it."""
 
     dynamic = used = True
 
@@ -128,16 +128,16 @@ class DeviceLossScaler:
 
     @property
     def factor(self) -> Tensor:
-        """What to multiply the loss with: 0-dim fp32 on the device."""
+        """Return the factor that the loss is multiplied with: 0-dim fp32 on the device."""
         return self._state.scale
 
     @property
     def scale(self) -> float:
-        """The same as a number; waits for the device."""
+        """Return the factor as a number; waits for the device."""
         return float(self._state.scale)
 
     def update(self, result: StepResult) -> None:
-        """Take note of one optimizer step; that the scale cannot shrink is among the result's numbers."""
+        """Count one optimizer step; the result's numbers tell whether the scale can shrink."""
         flag = result.skipped_flag
         update_loss_scale(self._state, flag if isinstance(flag, Tensor) else float(flag))
         result.send(self._state.at_floor)
@@ -145,9 +145,9 @@ class DeviceLossScaler:
             raise floor_error(self.min_scale)
 
     def state_dict(self) -> dict[str, Any]:
-        """As LossScaler's; waits for the device."""
+        """Return what LossScaler's does; waits for the device."""
         return dict(self._state.state_dict())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Inverse of :meth:`state_dict`."""
+        """Restore what :meth:`state_dict` returned."""
         self._state.load_state_dict(state)

@@ -1,4 +1,4 @@
-"""From the config's fp16/bf16 sections to a compute dtype and a loss scaler."""
+"""Chooses a compute dtype and a loss scaler from the config's fp16/bf16 sections."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ _DTYPES = {
 
 
 def dtype_named(name: str | None) -> torch.dtype | None:
-    """The torch dtype behind a name of the config; None stays None."""
+    """Return the torch dtype behind a name of the config; None stays None."""
     return None if name is None else _DTYPES[name]
 
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """How a model computes."""
+    """Says how a model computes."""
 
     dtype: torch.dtype | None
-    """What floating-point parameters are converted to; None leaves them as they are."""
+    """Names the dtype that floating-point parameters are converted to; None leaves them as they are."""
     scaler: LossScaler
     cast_inputs: bool
     check_finite: bool
-    """Skip a step whose gradients are not finite."""
+    """Tells whether to skip a step whose gradients are not finite."""
 
 
 def choose_precision(config: Config) -> Precision:
-    """The precision that a validated config asks for."""
+    """Return the precision that a validated config asks for."""
     if config.fp16.enabled:
         fp16 = config.fp16
         dynamic = fp16.loss_scale == 0
@@ -62,7 +62,7 @@ def choose_precision(config: Config) -> Precision:
 
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:
-    """Converts the floating-point tensors in tuples, lists and dicts; returns the rest as it is."""
+    """Convert the floating-point tensors in tuples, lists and dicts; return other values unchanged."""
     if isinstance(value, Tensor):
         return value.to(dtype) if value.is_floating_point() else value
     if isinstance(value, tuple):

@@ -1,4 +1,4 @@
-"""The numbers of one optimizer step, and their way to the host."""
+"""Keeps the numbers of one optimizer step, and sends them to the host."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class StepResult:
-    """What a step did. On a GPU the numbers are on their way to the host; who asks early waits for them."""
+    """Keeps what a step did. On a GPU the numbers are on their way to the host; reading waits for them."""
 
     def __init__(
         self,
@@ -50,35 +50,35 @@ class StepResult:
 
     @property
     def norm(self) -> float:
-        """Of the averaged, unscaled gradient before clipping."""
+        """Return the norm of the averaged, unscaled gradient before clipping."""
         return self._read()[0]
 
     @property
     def skipped(self) -> bool:
-        """Its gradients were not finite, and that was checked."""
+        """Tell whether the step was skipped: its gradients were checked and not finite."""
         return self._read()[1] > 0
 
     @property
     def stop(self) -> bool:
-        """Some rank has been asked to save and stop; the same on all ranks."""
+        """Tell whether some rank has been asked to save and stop; equal on all ranks."""
         return self._read()[2] > 0
 
     @property
     def differs(self) -> bool:
-        """The ranks have used the model in different orders; the step changed nothing."""
+        """Tell whether the ranks have used the model in different orders; the step then changed nothing."""
         return self._read()[3] > 0
 
     @property
     def stuck(self) -> bool:
-        """Gradients overflowed at the smallest loss scale."""
+        """Tell whether gradients overflowed at the smallest loss scale."""
         return self._read()[4] > 0
 
     @property
     def skipped_flag(self) -> bool | Tensor:
-        """``skipped`` where it is: 0 or 1 on the device, or known."""
+        """Return ``skipped`` where it is: 0 or 1 on the device, or a bool that is known."""
         return self._facts[1]
 
     @property
     def known(self) -> bool:
-        """Whether asking would not wait."""
+        """Tell whether the numbers can be read without a wait."""
         return self._values is not None

@@ -14,7 +14,7 @@ from .memory import SharedMemory
 
 
 def _place() -> tuple[object, ...]:
-    """Equal in two processes that can share memory and sockets."""
+    """Return a value that is equal in two processes that can share memory and sockets."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return boot, os.stat("/proc/self/ns/net").st_ino, os.stat("/proc/self/ns/pid").st_ino, os.getuid()
 
@@ -66,5 +66,5 @@ def connect(
             if pids.get(pid, -1) > rank:
                 connections[pids[pid]] = connection
             else:
-                connection.close()  # somebody else who has seen the name
+                connection.close()  # a stranger who has seen the name
     return SharedMemory(rank, connections, timeout_s, describe, check)

@@ -1,4 +1,4 @@
-"""Collectives between the CPU ranks of one machine through memory that they all see.
+"""Runs collectives between the CPU ranks of one machine through memory that they all see.
 
 Over gloo every byte passes through the loopback interface: copied into the kernel, out of it, and by threads
 that compete with the computation for the cores. Here a rank reads the others' tensors where they are.
@@ -7,9 +7,9 @@ Note [Protocol]. Tensors that others may read lie in an arena: anonymous files (
 ranks pass to each other, so that nothing has a name that could be left behind. Two ranks are connected by a
 socket, over which only tokens travel. A collective is: tell the others where my part is (READY), read each
 other part once its token is there, and tell its owner (DONE). A rank's part may change again when all others
-are DONE. Work is done by whoever calls into this file: every call reads all parts that have become ready, of
-any collective, so that one rank seldom waits for another's next call. The sockets order memory accesses too:
-what was written before a token was sent is visible to who has received it.
+are DONE. Every call into this file does work: it reads all parts that have become ready, of any collective,
+so that one rank seldom waits for another's next call. The sockets order memory accesses too: what was written
+before a token was sent is visible to its receiver.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from ..errors import PeerLost, RankMismatchError
 from .peer import Chunk, Peer
 
 CHUNK_BYTES = 1 << 30
-"""The arena grows by this much address space at a time; only pages that are written take memory."""
+"""Sets the address space by which the arena grows at a time; only pages that are written take memory."""
 _PAGE = mmap.PAGESIZE
 _MESSAGE = struct.Struct("<cBQQQIQ")
-"""Kind, channel, sequence number, chunk, offset in bytes (for CHUNK: its size), label, elements."""
+"""Packs kind, channel, sequence number, chunk, offset in bytes (for CHUNK: its size), label, elements."""
 _READY, _DONE, _CHUNK = b"R", b"D", b"C"
 _LOOK_S = 1.0
-"""How often a rank that waits asks whether it waits in vain."""
+"""Sets how often a waiting rank asks whether it waits in vain."""
 
 
 class PeerTransfer(Pending):
-    """One collective under way on this rank."""
+    """Represents one collective under way on this rank."""
 
     def __init__(
         self,
@@ -56,11 +56,11 @@ class PeerTransfer(Pending):
     ) -> None:
         self._shared, self.key, self._read, self._then = shared, key, read, then
         self._exclusive = exclusive
-        """Whether this rank's part may change once the transfer has been waited for."""
+        """Tells whether this rank's part may change once the transfer has been waited for."""
         self.unread = list(peers)
-        """Peers whose part is still to be read, in the order in which it must be."""
+        """Lists peers whose part is still to be read, in the order in which it must be."""
         self.readers = {peer.rank for peer in peers}
-        """Peers that may still read this rank's part."""
+        """Lists peers that may still read this rank's part."""
         self._next: PeerTransfer | None = None
 
     def advance(self) -> None:
@@ -80,11 +80,11 @@ class PeerTransfer(Pending):
             self._next = self._then()
 
     def awaited(self) -> set[int]:
-        """Ranks whose part has not been announced. A rank may announce its part and end."""
+        """Return the ranks whose part has not been announced. A rank may announce its part and end."""
         return {peer.rank for peer in self.unread if self.key not in peer.ready}
 
     def wait(self) -> None:
-        """Return when this rank's result is complete, and no other reads this one's part if that matters."""
+        """Wait until this rank's result is complete, and no other reads this one's part if that matters."""
         self._shared.drive(self.awaited)
         if self._next is not None:
             self._next.wait()
@@ -93,9 +93,9 @@ class PeerTransfer(Pending):
 
 
 class SharedMemory:
-    """The ranks of one machine, their arenas and the collectives under way between them.
+    """Connects the ranks of one machine; keeps their arenas and the collectives under way between them.
 
-    All ranks must start the collectives of one channel in the same order.
+    All ranks must start the collectives of one channel in one order.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class SharedMemory:
         describe: Callable[[int, Identity], str],
         check: Callable[[], None],
     ) -> None:
-        """``describe(channel, identity)`` says what a collective is about; ``check`` is called now and then
+        """Join the ranks; ``describe(channel, identity)`` names a collective; ``check`` is called regularly
         while this rank waits, and may raise.
         """
         self._describe, self._check = describe, check
@@ -118,16 +118,16 @@ class SharedMemory:
             self._selector.register(peer.connection, selectors.EVENT_READ, peer)
         self._chunks: list[Chunk] = []
         self._places: dict[int, tuple[int, int]] = {}
-        """Address of a tensor's storage in this rank's arena -> chunk and offset."""
+        """Maps the address of a tensor's storage in this rank's arena to chunk and offset."""
         self.started: dict[int, int] = {}
-        """How many collectives of a channel have been started."""
+        """Counts the collectives of each channel that have been started."""
         self._identities: dict[tuple[int, int], Identity] = {}
         self._transfers: dict[tuple[int, int], PeerTransfer] = {}
 
     # -- memory
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A flat tensor that the other ranks can read. Its memory is given back when this object is."""
+        """Return a flat tensor that the other ranks can read. Its memory lives as long as this object."""
         if numel == 0:
             return torch.empty(0, dtype=dtype)
         nbytes = -(-numel * dtype.itemsize // _PAGE) * _PAGE
@@ -140,8 +140,8 @@ class SharedMemory:
         return tensor
 
     def release(self, storage: torch.UntypedStorage) -> bool:
-        """Give the pages under a tensor from :meth:`empty` back to the system: it reads as zeros until it is
-        written again. False for other memory. No rank may be reading it.
+        """Release the pages under a tensor from :meth:`empty` to the system: it reads as zeros until it is
+        written again. Returns False for other memory. No rank may be reading it.
         """
         place = self._places.get(storage.data_ptr())
         if place is None:
@@ -206,7 +206,7 @@ class SharedMemory:
         own = bucket[start : start + numel]
         in_place = own.data_ptr() == shard.data_ptr()
         todo: list[Tensor] = [] if in_place else [own]
-        """This rank's own part, added together with the first of the others."""
+        """Holds this rank's part, added together with the first of the others."""
 
         def read(peer: Peer, chunk: int, offset: int) -> None:
             offset += start * dtype.itemsize
@@ -259,7 +259,7 @@ class SharedMemory:
         return transfer
 
     def _compare(self, peer: Peer, key: tuple[int, int]) -> None:
-        """Raises RankMismatchError if a peer's part of a collective is about something else."""
+        """Raise RankMismatchError if a peer's part of a collective is about something else."""
         mine, other = self._identities.get(key), peer.identity.get(key)
         if mine is not None and other is not None and mine != other:
             raise RankMismatchError(
@@ -280,7 +280,7 @@ class SharedMemory:
         fd: int = -1,
         identity: Identity = (0, 0),
     ) -> None:
-        """Send one message; one to a rank that has ended is dropped."""
+        """Send one message; drop one to a rank that has ended."""
         message = _MESSAGE.pack(kind, *key, chunk, offset, *identity)
         extra = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))] if fd >= 0 else []
         while not peer.gone:
@@ -292,7 +292,7 @@ class SharedMemory:
                 self._receive()
                 time.sleep(0.0005)
             except OSError:
-                return  # it has ended; what it said before is still to be received
+                return  # it has ended; what it sent before is still to be received
 
     def _receive(self) -> None:
         for peer in self._peers.values():
@@ -323,7 +323,7 @@ class SharedMemory:
                     os.close(fd)
 
     def progress(self) -> None:
-        """Take note of what has arrived and read every part that is ready, without waiting."""
+        """Receive what has arrived and read every part that is ready, without waiting."""
         self._receive()
         for transfer in list(self._transfers.values()):
             transfer.advance()
@@ -350,13 +350,13 @@ class SharedMemory:
             self.progress()
 
     def present(self, ranks: set[int]) -> set[int]:
-        """Those of ``ranks`` that have not ended: who has ended reads nothing any more."""
+        """Return those of ``ranks`` that have not ended: a rank that has ended reads nothing any more."""
         return {rank for rank in ranks if not self._peers[rank].gone}
 
     def drain(self) -> None:
-        """Return when every collective that was started is over for all ranks: sources may change.
+        """Wait until every collective that was started is over for all ranks: sources may change.
 
-        All ranks must call it, or start the same collectives and wait for them.
+        All ranks must call it, or start equal collectives and wait for them.
         """
 
         def missing() -> set[int]:
@@ -369,7 +369,7 @@ class SharedMemory:
         self.drive(missing)
 
     def close(self) -> None:
-        """Hang up. Tensors that are still in use keep their memory."""
+        """Close the connections. Tensors that are still in use keep their memory."""
         self._selector.close()
         for peer in self._peers.values():
             peer.connection.close()

@@ -1,4 +1,4 @@
-"""What a rank knows of another rank of its machine: a connection, and the memory that it may read."""
+"""Represents another rank of this machine: a connection, and the memory that may be read."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PAGE = mmap.PAGESIZE
 
 
 class Chunk:
-    """A part of an arena: one mapping of one file."""
+    """Maps one file, a part of an arena."""
 
     def __init__(self, fd: int, nbytes: int) -> None:
         self.memory = mmap.mmap(fd, nbytes)
@@ -24,7 +24,7 @@ class Chunk:
         return torch.frombuffer(self.memory, dtype=dtype, count=numel, offset=offset)
 
     def forget(self, offset: int, nbytes: int) -> None:
-        """Take pages of another rank's out of this process: they stay where they are, and no longer count as
+        """Unmap another rank's pages from this process: they stay where they are, and no longer count as
         memory of this process too.
         """
         start, stop = offset // _PAGE * _PAGE, -(-(offset + nbytes) // _PAGE) * _PAGE
@@ -32,13 +32,13 @@ class Chunk:
 
 
 class Peer:
-    """The other end of one connection."""
+    """Represents the other end of one connection."""
 
     def __init__(self, rank: int, connection: socket.socket) -> None:
         self.rank, self.connection = rank, connection
         self.chunks: dict[int, Chunk] = {}
         self.ready: dict[tuple[int, int], tuple[int, int]] = {}
-        """Where this peer's part of a collective (channel, sequence number) is: chunk and offset."""
+        """Maps a collective (channel, sequence number) to where this peer's part is: chunk and offset."""
         self.identity: dict[tuple[int, int], Identity] = {}
-        """What this peer's part of a collective that is under way here is about."""
+        """Maps a collective that is under way here to what this peer's part is about."""
         self.gone = False
