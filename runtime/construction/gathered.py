@@ -1,4 +1,4 @@
-"""Gives access to the whole values of sharded parameters."""
+"""Gathers the whole values of sharded parameters for a while."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ def GatheredParameters(
     fwd_module: nn.Module | None = None,
     enabled: bool = True,
 ) -> Iterator[None]:
-    """Hold the whole values of sharded parameters inside the context. Collective: all ranks enter alike.
+    """Gather the whole values of sharded parameters inside the context. Collective: all ranks enter alike.
 
-    With ``modifier_rank`` that rank's changes are taken over by all ranks and reach the master values;
-    without, changes of sharded parameters are lost. Parameters that no engine manages are left alone.
+    With ``modifier_rank`` that rank's changes are copied to all ranks and to the master values; without,
+    changes of sharded parameters are lost. Parameters that no engine manages are left unchanged.
     """
     if isinstance(params, nn.Module):
         params = list(params.parameters())

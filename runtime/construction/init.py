@@ -35,12 +35,12 @@ _LOOKS, _LOOK_S = 20, 0.001
 
 
 class Init:
-    """``with zlaunch.zero.Init():`` builds each module whole, one at a time, and keeps this rank's slice.
+    """Shards modules while they are built: each is built whole, one at a time, and this rank's slice is kept.
 
-    A model larger than the GPU's memory, or with ``remote_device="nvme"`` than the host's, can be constructed
-    like that; :func:`zlaunch.initialize` (stage 3) takes it over. Every module is built with its own code, so
-    the values are those of an ordinary construction, rank 0's on all ranks. Collective: every rank must build
-    the same modules in the same order.
+    In ``with zlaunch.zero.Init():`` a model larger than the GPU's memory, or with ``remote_device="nvme"``
+    than the host's, can be built; :func:`zlaunch.initialize` (stage 3) takes it over. Every module is built
+    with its own code, so the values are those of an ordinary construction, rank 0's on all ranks. Collective:
+    every rank must build equal modules in one order.
 
     Code that touches a parameter of an earlier module while the context is open (``model.apply(init)``,
     tied or copied weights) finds it whole; it is sharded again afterwards.
@@ -60,11 +60,11 @@ class Init:
         mpu: Any = None,
         **ignored: Any,
     ) -> None:
-        """DeepSpeed's arguments. ``module`` is sharded at once; ``remote_device`` is ``"cpu"``, ``"nvme"`` or
-        None for what the config's ``offload_param`` says; parameters are converted to ``dtype``, by default
-        the config's.
+        """Take DeepSpeed's arguments. ``module`` is sharded at once; ``remote_device`` is ``"cpu"``,
+        ``"nvme"`` or None for the config's ``offload_param``; parameters are converted to ``dtype``, by
+        default the config's.
 
-        With a config of a lower stage than 3 nothing is done. Raises ConfigError, DiskError.
+        Does nothing with a config of a stage below 3. Raises ConfigError, DiskError.
         """
         source = config if config is not None else config_dict_or_path
         settings = load(source).config if source is not None else None
@@ -112,7 +112,7 @@ class _Builder:
         self._restore: list[Callable[[], None]] = []
         self._is_open = False
         self._largest = 0
-        """Bytes of the largest module while it was whole."""
+        """Counts the bytes of the largest module while it was whole."""
 
     # -- while the context is open
 
@@ -138,8 +138,8 @@ class _Builder:
         self._is_open = True
 
     def close(self, *, whole: bool) -> None:
-        """``whole``: the model has been built. After an exception nothing collective may follow: the other
-        ranks need not have had it.
+        """Restore torch's classes. ``whole``: the model has been built. After an exception nothing collective
+        may follow: the other ranks need not have had it.
         """
         for undo in reversed(self._restore):
             undo()
@@ -202,7 +202,7 @@ class _Builder:
     # -- units
 
     def shard(self, module: nn.Module) -> None:
-        """Keep this rank's slice of the module's own parameters, those of its children aside."""
+        """Keep this rank's slice of the module's direct parameters, not of its children's."""
         self._modules.add(module)
         kinds: dict[torch.dtype, list[tuple[str, nn.Parameter]]] = {}
         for name, parameter in module._parameters.items():
@@ -230,7 +230,7 @@ class _Builder:
             self._keep(module, unit)
 
     def _keep(self, module: nn.Module, unit: Unit) -> None:
-        """Let the unit live until an engine has taken its parameters, or the module is gone."""
+        """Keep the unit until an engine has taken its parameters, or the module is gone."""
         alive = self._alive
         alive.add(unit)
 
@@ -256,12 +256,12 @@ class _Builder:
         return True
 
     def reshard_touched(self) -> None:
-        """Shard again what was touched, with rank 0's values, unless somebody still holds a view of it."""
+        """Reshard the units that were touched, with rank 0's values, unless a view of them is still held."""
         touched = [unit for unit in self._touched.values() if unit.state is UnitState.UNSHARDED]
         if not touched:
             return
         viewed = [float(self._is_open and _stays_viewed(unit)) for unit in touched]
-        # a count of references, which need not be the same at one moment on all ranks
+        # views are counted by references, which may differ between ranks at one moment
         counts = self._comm.all_reduce_scalars(torch.tensor(viewed, device=self._comm.device))
         for unit, count in zip(touched, counts.tolist(), strict=True):
             if not count:
@@ -272,7 +272,7 @@ class _Builder:
 
 
 def _stays_viewed(unit: Unit) -> bool:
-    """Whether somebody holds a view, and not only a thread of gloo's that is about to let go of it."""
+    """Tell whether a view is held, and not only by a gloo thread that is about to drop it."""
     for _ in range(_LOOKS):
         if not unit.is_viewed():
             return False

@@ -1,1 +1,1 @@
-"""Where shards will live when they are not on the compute device: pinned host memory and NVMe stores."""
+"""Keeps shards off the compute device: in page-locked host memory and in NVMe stores."""

@@ -26,7 +26,7 @@ class BackgroundStep:
     """
 
     def __init__(self, units: Sequence[Unit], comm: Comm, background: bool) -> None:
-        """``units`` may come to hold others. ``background``: return while the step is still going on."""
+        """Prepare to step ``units``, which may be replaced. ``background``: return before the step ends."""
         self._comm, self._all_units = comm, units
         gathers = any(not unit.shard_params and unit.stop - unit.start < unit.numel for unit in self._units)
         self._background = background and not gathers
@@ -40,7 +40,7 @@ class BackgroundStep:
         return [unit for unit in self._all_units if not isinstance(unit.store, DeviceStore)]
 
     def brings(self, unit: Unit) -> bool:
-        """Whether the new values of ``unit`` come without a refresh by the caller."""
+        """Tell whether the new values of ``unit`` come without a refresh by the caller."""
         return self._background and not isinstance(unit.store, DeviceStore)
 
     def start(self, rule: UpdateRule, slices: Sequence[ShardSlice]) -> None:
@@ -90,19 +90,19 @@ class BackgroundStep:
             arrival.come([], self._error)
 
     def check(self) -> None:
-        """Raises what ended a step early."""
+        """Raise what ended a step early."""
         if self._error is not None:
             self._told = True
             raise self._error
 
     def finish(self) -> None:
-        """No step will follow. Raises what ended the last one early, if nobody has been told."""
+        """Raise what ended the last step early, if it has not been raised yet: no other step will follow."""
         if self._told:
             return
         self.wait()
 
     def wait(self) -> None:
-        """Return when the step has ended, uploads included. Raises what ended it early."""
+        """Wait until the step has ended, uploads included. Raises what ended it early."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -113,7 +113,7 @@ class BackgroundStep:
 
 
 class _Arrival(Pending):
-    """New values of one unit, on their way."""
+    """Represents new values of one unit, on their way to the device."""
 
     def __init__(self) -> None:
         self._event = threading.Event()
@@ -122,7 +122,7 @@ class _Arrival(Pending):
 
     @property
     def ready(self) -> bool:
-        """Whether ``wait`` would not keep the host waiting."""
+        """Tell whether ``wait`` would not block the host."""
         return self._event.is_set()
 
     def come(self, uploads: Sequence[Pending], error: BaseException | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Files that grow, and buffers of host memory for what is read from and written to them."""
+"""Keeps files that grow, and buffers of host memory for what is read from and written to them."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from .transfer import HostLink
 
 
 class Space:
-    """A file that grows as pieces of it are given out."""
+    """Keeps a file that grows as pieces of it are allocated."""
 
     def __init__(self, folder: ScratchFolder, name: str) -> None:
         self.file = ScratchFile(folder.path / name)
         self.nbytes = 0
 
     def allocate(self, nbytes: int) -> int:
-        """Set ``nbytes`` aside and return their offset. Raises DiskError when the disk is full."""
+        """Reserve ``nbytes`` and return their offset. Raises DiskError when the disk is full."""
         offset = self.nbytes
         self.file.reserve(nbytes, offset)
         self.nbytes += aligned(nbytes)
@@ -28,7 +28,7 @@ class Space:
 
 
 class BufferRing:
-    """At most ``count`` equal buffers of host memory; one that is being written to disk is lent again
+    """Lends at most ``count`` equal buffers of host memory; one that is being written to disk is lent again
     afterwards.
     """
 
@@ -50,7 +50,7 @@ class BufferRing:
             self._link.pool.trim()
 
     def take(self) -> Tensor:
-        """A uint8 buffer of ``nbytes``; waits for one that is being written. Raises that write's
+        """Lend a uint8 buffer of ``nbytes``; wait for one that is being written. Raises that write's
         DiskError.
         """
         while True:
@@ -86,7 +86,7 @@ class BufferRing:
 
     @property
     def spare(self) -> bool:
-        """Whether ``take`` would not wait."""
+        """Tell whether ``take`` would not wait."""
         with self._changed:
             written = bool(self._writing) and all(transfer.done for transfer in self._writing[0][1])
             return written or bool(self._free) or self._lent + len(self._writing) < self._count
@@ -107,7 +107,7 @@ class BufferRing:
 
 
 class WriteBehind:
-    """Buffers whose content is being written to disk, a few at most, whoever wrote them."""
+    """Keeps buffers whose content is being written to disk, a few at most, for all values on disk."""
 
     LIMIT = 4
 
@@ -116,7 +116,7 @@ class WriteBehind:
         self._pending: deque[tuple[DiskTransfer, Tensor]] = deque()
 
     def take(self, nbytes: int) -> Tensor:
-        """A uint8 buffer of at least ``nbytes``; waits for the oldest write if there are too many. Raises
+        """Lend a uint8 buffer of at least ``nbytes``; wait for the oldest write if there are too many. Raises
         that write's DiskError.
         """
         while len(self._pending) >= self.LIMIT:

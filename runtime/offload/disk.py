@@ -1,4 +1,4 @@
-"""Reading and writing files past the page cache, many blocks at a time. No torch: buffers are plain memory.
+"""Reads and writes files past the page cache, many blocks at a time. No torch: buffers are plain memory.
 
 O_DIRECT wants addresses, lengths and offsets that are multiples of the disk's block. `aligned_buffer` gives
 such memory, and files are laid out in multiples of ALIGN_BYTES. `os.preadv` and `os.pwritev` release the GIL,
@@ -21,13 +21,13 @@ ALIGN_BYTES = 4096
 
 
 def aligned(nbytes: int) -> int:
-    """``nbytes`` rounded up to a multiple of ALIGN_BYTES."""
+    """Return ``nbytes`` rounded up to a multiple of ALIGN_BYTES."""
     return -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
 
 
 def aligned_buffer(nbytes: int) -> memoryview:
-    """Page-aligned, zeroed memory of ``aligned(nbytes)`` bytes; in huge pages, which direct transfers pin
-    faster (a third more bandwidth was measured).
+    """Return page-aligned, zeroed memory of ``aligned(nbytes)`` bytes; in huge pages, which direct transfers
+    pin faster (a third more bandwidth was measured).
     """
     # private: shared memory gets no huge pages
     memory = mmap.mmap(-1, max(ALIGN_BYTES, aligned(nbytes)), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -37,10 +37,10 @@ def aligned_buffer(nbytes: int) -> memoryview:
 
 
 class ScratchFile:
-    """An open file for transfers; unbuffered where the file system allows it."""
+    """Keeps an open file for transfers; unbuffered where the file system allows it."""
 
     def __init__(self, path: str | os.PathLike[str], *, direct: bool = True) -> None:
-        """Create it if it is not there. Raises DiskError.
+        """Open the file; create it if it does not exist. Raises DiskError.
 
         A file system without O_DIRECT (tmpfs) is used through the page cache; ``direct`` then says False.
         """
@@ -60,7 +60,7 @@ class ScratchFile:
             raise DiskError(error.errno, f"{self.path}: cannot be opened: {error.strerror}") from None
 
     def reserve(self, nbytes: int, offset: int = 0) -> None:
-        """Have the file system set the space aside now, not in the middle of a step. Raises DiskError."""
+        """Have the file system allocate the space now, not in the middle of a step. Raises DiskError."""
         try:
             os.posix_fallocate(self.fd, offset, aligned(nbytes))
             self.reserved_bytes = max(self.reserved_bytes, offset + aligned(nbytes))
@@ -72,15 +72,15 @@ class ScratchFile:
             raise DiskError(error.errno, f"{self.path}: {_explain(error, nbytes)}") from None
 
     def check(self) -> None:
-        """Raises DiskError if the file is shorter than what was reserved: a write would make it long again,
-        with a hole that reads as zeros.
+        """Raise DiskError if the file is shorter than what was reserved: a write would extend it again, with
+        a hole that reads as zeros.
         """
         size = os.fstat(self.fd).st_size
         if size < self.reserved_bytes:
             raise DiskError(errno.EIO, f"{self.path}: ends at {size}: somebody has truncated it")
 
     def close(self) -> None:
-        """Close it; the file stays."""
+        """Close the file, which stays on disk."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
@@ -93,7 +93,7 @@ def _explain(error: OSError, nbytes: int) -> str:
 
 
 class DiskTransfer:
-    """A read or a write under way, in blocks."""
+    """Represents a read or a write under way, in blocks."""
 
     def __init__(self, parts: Sequence[Future[None]]) -> None:
         self._parts = parts
@@ -101,12 +101,12 @@ class DiskTransfer:
 
     @property
     def done(self) -> bool:
-        """Whether ``wait`` would return at once."""
+        """Tell whether ``wait`` would return at once."""
         return all(part.done() for part in self._parts)
 
     def wait(self) -> None:
-        """Return when all of it has happened; raises the DiskError of the first block that failed, every
-        time.
+        """Wait until every block is transferred; raises the DiskError of the first block that failed, at
+        every call.
         """
         for part in self._parts:
             error = part.exception()
@@ -117,9 +117,9 @@ class DiskTransfer:
 
 
 class DiskEngine:
-    """A few threads that move blocks between memory and files.
+    """Moves blocks between memory and files by a few threads.
 
-    ``block_bytes`` is the size of one request, ``threads`` how many are under way at once.
+    ``block_bytes`` is the size of one request, ``threads`` the number of requests under way at once.
     """
 
     def __init__(self, *, block_bytes: int = 1 << 20, threads: int = 4) -> None:

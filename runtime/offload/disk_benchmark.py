@@ -1,4 +1,4 @@
-"""How fast a disk is with our own way of using it, and what that means for a training step."""
+"""Measures how fast a disk is when used as in training, and what that means for a training step."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from .disk import DiskEngine, ScratchFile, aligned, aligned_buffer
 BLOCKS_BYTES = (256 << 10, 1 << 20, 4 << 20)
 THREADS = (1, 2, 4, 8)
 STATE_BYTES_PER_PARAMETER = 12
-"""fp32 master weight and Adam's two moments: read and written once a step."""
+"""Counts the fp32 master weight and Adam's two moments: read and written once a step."""
 _ROUNDS = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Bandwidths in bytes per second, medians of a few rounds."""
+    """Holds bandwidths in bytes per second, medians of a few rounds."""
 
     block_bytes: int
     threads: int
     read: float
     write: float
     direct: bool
-    """Past the page cache; else these are the speeds of memory."""
+    """Tells whether transfers went past the page cache; else these are the speeds of memory."""
 
     @property
     def step(self) -> float:
-        """Bytes of state read and written per second when a step does both."""
+        """Return the bytes of state read and written per second when a step does both."""
         return 2 / (1 / self.read + 1 / self.write)
 
     def aio(self) -> dict[str, object]:
-        """The config's ``aio`` block for it."""
+        """Return the config's ``aio`` block for these settings."""
         return {
             "block_size": self.block_bytes,
             "queue_depth": self.threads,
@@ -47,15 +47,15 @@ class Speed:
         }
 
     def step_s(self, parameters: float, world_size: int) -> float:
-        """Seconds a step spends on the optimizer state of a model, on each of ``world_size`` ranks with a
-        disk of their own.
+        """Return the seconds that a step spends on a model's optimizer state, on each of ``world_size`` ranks
+        that have a disk each.
         """
         nbytes = parameters * STATE_BYTES_PER_PARAMETER / world_size
         return nbytes / self.read + nbytes / self.write
 
 
 def measure(folder: str | os.PathLike[str], nbytes: int) -> Iterator[Speed]:
-    """The speed for each block size and number of threads.
+    """Measure the speed for each block size and number of threads, and yield each.
 
     A file of ``nbytes`` is written and read in ``folder`` and removed. Raises DiskError.
     """
@@ -66,7 +66,7 @@ def measure(folder: str | os.PathLike[str], nbytes: int) -> Iterator[Speed]:
         raise DiskError(28, f"{folder}: {nbytes / 2**30:.2f} GiB asked for, {free / 2**30:.2f} GiB are free")
     file = ScratchFile(path)
     try:
-        os.unlink(path)  # gone with the descriptor, whatever happens
+        os.unlink(path)  # removed with the descriptor, whatever happens
         file.reserve(nbytes)
         buffer = aligned_buffer(nbytes)
         for start in range(0, nbytes, 4096):

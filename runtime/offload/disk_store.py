@@ -1,4 +1,4 @@
-"""Shards of units on disk: master values, optimizer state and gradients, tile by tile; and values."""
+"""Keeps shards of units on disk: master values, optimizer state and gradients, tile by tile; and values."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class DiskTile:
 
     start: int
     stop: int
-    """Elements of the unit's shard."""
+    """Bound, with ``start``, the elements of the unit's shard."""
     offset: int
-    """In the file, in bytes."""
+    """Counts bytes from the start of the file."""
     state_count: int
     dtype: torch.dtype
 
@@ -41,12 +41,12 @@ class DiskTile:
 
     @property
     def region_bytes(self) -> int:
-        """Of the master values, of each state and of the gradient."""
+        """Return the bytes of the master values, which each state and the gradient have, too."""
         return aligned(self.numel * self.dtype.itemsize)
 
     @property
     def state_bytes(self) -> int:
-        """Of what a step writes back."""
+        """Return the bytes that a step writes back."""
         return (1 + self.state_count) * self.region_bytes
 
     @property
@@ -58,7 +58,7 @@ class DiskTile:
         return self.file_bytes + self.region_bytes
 
     def region(self, buffer: Tensor, index: int) -> Tensor:
-        """0 the master values, 1 to n the states, n + 1 the gradient: a view of the buffer."""
+        """Return a view of the buffer: 0 the master values, 1 to n the states, n + 1 the gradient."""
         start = index * self.region_bytes
         return buffer[start : start + self.numel * self.dtype.itemsize].view(self.dtype)
 
@@ -66,7 +66,7 @@ class DiskTile:
         return self.region(buffer, self.state_count + 1)
 
     def output(self, buffer: Tensor, dtype: torch.dtype) -> Tensor:
-        """Room for the new values in another dtype."""
+        """Return a view of the space for the new values in another dtype."""
         return buffer[self.file_bytes : self.file_bytes + self.numel * dtype.itemsize].view(dtype)
 
 
@@ -87,8 +87,8 @@ class DiskStore(ShardStore):
         ring: BufferRing,
         link: HostLink,
     ) -> None:
-        """Write ``master`` (flat, on the device) as the first values. ``dtype``: what the model computes in.
-        Raises DiskError.
+        """Write ``master`` (flat, on the device) as the first values. ``dtype``: the compute dtype. Raises
+        DiskError.
         """
         super().__init__(None, values, cuts, tiles)
         self.state_room = state_room
@@ -102,7 +102,7 @@ class DiskStore(ShardStore):
             ring.fit(size.memory_bytes)
         self._squares: list[Tensor] = []
         self._resident: Tensor | None = None
-        """The gradient, where it stays on the device until the step; it is not on disk then."""
+        """Holds the gradient, where it stays on the device until the step; it is not on disk then."""
         for tile in self._tiles:
             opened = self._open(tile, Access.REPLACE)
             opened.wait().master.copy_(master[tile.start : tile.stop])
@@ -113,7 +113,7 @@ class DiskStore(ShardStore):
 
     @property
     def has_room(self) -> bool:
-        """Whether a buffer is free."""
+        """Tell whether a buffer is free."""
         return self._ring.spare
 
     def open(self, tile: Range, access: Access) -> OpenTile:
@@ -147,7 +147,7 @@ class DiskStore(ShardStore):
         return view
 
     def _write(self, tile: DiskTile, access: Access, buffer: Tensor) -> None:
-        """Start to write a tile back, without the gradient, and give its buffer back."""
+        """Start to write a tile back, without the gradient, and return its buffer to the ring."""
         if access is Access.READ:
             self._ring.give_back(buffer)
             return
@@ -166,7 +166,7 @@ class DiskStore(ShardStore):
         return torch.empty(self._numel, dtype=dtype, device=self._link.device)
 
     def add_grad(self, shard: Tensor, *, first: bool, stays: bool) -> None:
-        """Start to write a gradient, or the sum of it and the former ones; one that ``stays`` is kept."""
+        """Start to write a gradient, or its sum with the former ones; keep one that ``stays``."""
         self.reader.wait()
         self.reader = DONE
         self.has_grad = True
@@ -208,7 +208,7 @@ class DiskStore(ShardStore):
         return self._link.download(part.to(target.dtype), target)
 
     def grad_squares(self) -> list[Tensor]:
-        """Return the sums that were made when the gradient came."""
+        """Return the sums that were computed when the gradient came."""
         return self._squares
 
     def grad(self) -> Tensor:
@@ -226,7 +226,7 @@ class DiskStore(ShardStore):
 
 
 class _BufferedTile(OpenTile):
-    """A tile on its way into a buffer, in it, and on its way back."""
+    """Represents a tile on its way into a buffer, in it, or on its way back."""
 
     def __init__(
         self, store: DiskStore, tile: DiskTile, access: Access, buffer: Tensor, read: DiskTransfer | None
@@ -276,7 +276,7 @@ class DiskValues(ValueStore):
         self.flush()
 
     def start_gather(self, unit: ShardReader) -> Pending:
-        """Read ahead; the collective starts when somebody needs it, in the blocks' order."""
+        """Read ahead; the collective starts at the first wait, in the blocks' order."""
         reading = self._start_read()
 
         def gather() -> None:
@@ -294,7 +294,7 @@ class DiskValues(ValueStore):
 
     @contextmanager
     def read(self) -> Iterator[Tensor]:
-        """Give the values in a buffer."""
+        """Yield the values in a buffer."""
         reading = self._start_read()
         try:
             reading.wait()
@@ -323,7 +323,7 @@ class DiskValues(ValueStore):
 
 
 class _Reading(Pending):
-    """A shard on its way into a buffer."""
+    """Represents a shard on its way into a buffer."""
 
     def __init__(
         self, transfer: DiskTransfer, buffer: Tensor, numel: int, dtype: torch.dtype, link: HostLink
@@ -339,5 +339,5 @@ class _Reading(Pending):
         return self._buffer[: self._numel * self._dtype.itemsize].view(self._dtype)
 
     def release(self) -> None:
-        """Give the buffer back; the device may still be copying from it."""
+        """Return the buffer to the pool; the device may still be copying from it."""
         self._link.give_back(self._buffer)

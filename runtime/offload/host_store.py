@@ -1,4 +1,4 @@
-"""Shards of units in host memory: values, master values and gradients."""
+"""Keeps shards of units in host memory: values, master values and gradients."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ class HostValues(ValueStore):
     """Keeps a unit's shard in host memory, in the compute dtype."""
 
     def __init__(self, link: HostLink, tensor: Tensor) -> None:
-        """Take over ``tensor``, which has the first values."""
+        """Keep ``tensor``, which has the first values."""
         super().__init__(tensor)
         self._link = link
         self.is_gathered_directly = not link.cuda
         self._sent: Pending = DONE
-        """New values on their way from the device."""
+        """Represents new values on their way from the device."""
 
     def start_gather(self, unit: ShardReader) -> Pending:
-        """Copy the shard to the device, and gather behind that."""
+        """Copy the shard to the device, then gather."""
         if self.is_gathered_directly or self.tensor is None:
             return super().start_gather(unit)
         own = unit.own_part()
@@ -51,7 +51,7 @@ class HostValues(ValueStore):
         self._sent = DONE
 
     def release(self) -> None:
-        """Give the memory back."""
+        """Release the memory."""
         if self.tensor is not None:
             self._link.release(self.tensor)
             self.tensor = None
@@ -74,7 +74,7 @@ class UploadBuffers:
         self._sent.append((sent, buffer))
 
     def drain(self) -> None:
-        """Wait until all have been read."""
+        """Wait until all buffers have been read."""
         self._retire(0)
 
     def _retire(self, left: int) -> None:
@@ -88,8 +88,8 @@ class HostStore(ShardStore):
     """Keeps master values and gradient of a unit in host memory; the optimizer has the state there, too.
 
     The first micro-batch's gradient stays in the dtype it was reduced in; from the second on, the sum is kept
-    in fp32. It is added to on the device, to which it comes for that: copies run beside the backward pass,
-    and the host waits for none of them.
+    in fp32. Sums are made on the device, to which the former sum is copied: copies run beside the backward
+    pass, and the host waits for none of them.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class HostStore(ShardStore):
         cuts: Sequence[Range],
         tiles: Sequence[Range],
     ) -> None:
-        """Takes over ``master`` (flat, in host memory). ``dtype``: what the model computes in."""
+        """Keep ``master`` (flat, in host memory). ``dtype``: the compute dtype of the model."""
         super().__init__(master, values, cuts, tiles)
         self._link, self._buffers, self._dtype = link, buffers, dtype
         self._landing: Tensor | None = None
@@ -115,7 +115,7 @@ class HostStore(ShardStore):
     # -- tiles
 
     def open(self, tile: Range, access: Access) -> OpenTile:
-        """Show a part of the shard; for a step with room for new values in another dtype."""
+        """Show a part of the shard; for a step with space for new values in another dtype."""
         assert self.master is not None
         start, stop = tile
         view = TileView(start, stop, self.master[start:stop])
@@ -145,7 +145,7 @@ class HostStore(ShardStore):
         return torch.empty(self.master.numel(), dtype=dtype, device=self._link.device)
 
     def add_grad(self, shard: Tensor, *, first: bool, stays: bool) -> None:
-        """Start to copy a gradient down, or the sum of it and the former ones."""
+        """Start to copy a gradient, or its sum with the former ones, to the host."""
         self.reader.wait()
         self.reader = DONE
         if first:
@@ -160,7 +160,7 @@ class HostStore(ShardStore):
         self.has_grad = True
 
     def _added(self, shard: Tensor) -> Tensor:
-        """Bring the sum so far to the device, and add a gradient."""
+        """Copy the sum so far to the device, and add a gradient."""
         before = self._sum if self._summing else self._landing
         assert before is not None
         there = torch.empty_like(before, device=shard.device)
@@ -181,16 +181,16 @@ class HostStore(ShardStore):
         return grad
 
     def grad_squares(self) -> list[Tensor]:
-        """Return the sums that were made on the device, or make them of what was changed since."""
+        """Return the sums computed on the device; compute them again if the gradient was changed since."""
         return super().grad_squares() if self._squares is None else self._squares
 
     def grad_changed(self) -> None:
-        """Forget the sums of squares."""
+        """Drop the sums of squares, which are of the former gradient."""
         self._squares = None
 
 
 class _BufferedTile(OpenTile):
-    """A tile whose new values leave for the device, or for a disk, from a buffer of their own."""
+    """Shows a tile whose new values go to the device, or to a disk, from a separate buffer."""
 
     def __init__(self, values: ValueStore, view: TileView, buffers: UploadBuffers, buffer: Tensor) -> None:
         super().__init__(values, view)

@@ -1,4 +1,4 @@
-"""Decides where each unit's shard is kept, and owns the memory and the files: one object an engine."""
+"""Decides where each unit's shard is kept, and owns the memory and the files: one object per engine."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Tier(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadOptions:
-    """What the config says about offload; sizes in elements of a rank's own shards."""
+    """Holds what the config says about offload; sizes in elements of a rank's shards."""
 
     optimizer: Tier = Tier.DEVICE
     parameters: Tier = Tier.DEVICE
@@ -49,25 +49,25 @@ class OffloadOptions:
     pin: bool = True
     pinned_budget_bytes: int | None = None
     ratio: float = 1.0
-    """Share of the optimizer state that leaves the device; the rest stays, the last units first."""
+    """Sets the share of the optimizer state that is kept off the device; the last units stay there."""
     max_in_cpu_numel: int = 0
-    """With parameters on disk: this many stay in host memory."""
+    """Sets, with parameters on disk, how many elements stay in host memory."""
     buffer_count: int = 4
-    """Tiles in memory at once while they are updated."""
+    """Counts the tiles in memory at once while they are updated."""
     tile_numel: int = TILE_NUMEL
     block_bytes: int = 1 << 20
     threads: int = 4
     state_count: int = 2
-    """Tensors the optimizer keeps for each element."""
+    """Counts the tensors that the optimizer keeps for each element."""
 
     @property
     def any(self) -> bool:
-        """Whether anything leaves the device."""
+        """Tell whether any state is kept off the device."""
         return self.optimizer is not Tier.DEVICE or self.parameters is not Tier.DEVICE
 
     @property
     def disk(self) -> bool:
-        """Whether anything rests on disk."""
+        """Tell whether any state is kept on disk."""
         return Tier.DISK in (self.optimizer, self.parameters)
 
 
@@ -75,7 +75,7 @@ def _give_freed_memory_back() -> None:
     """Tell glibc to map every large block by itself, so that freeing it returns its memory to the system.
 
     By default its threshold grows with the blocks that are freed, and a model whose parameters come and go
-    leaves several times its size behind. Elsewhere than under glibc this does nothing.
+    leaves several times its size behind. Has an effect only under glibc.
     """
     try:
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 20)
@@ -122,7 +122,7 @@ class Offload:
         return Space(folder, name)
 
     def expect(self, numel: int) -> None:
-        """Learn how many trainable elements there will be: ``options.ratio`` of them leaves the device."""
+        """Set the number of trainable elements: ``options.ratio`` of them are kept off the device."""
         self._leaving = round(numel * self.options.ratio)
 
     def make(self, values: Tensor, facts: ShardFacts) -> tuple[ShardStore | None, ValueStore]:
@@ -160,7 +160,7 @@ class Offload:
     def _make_values(
         self, values: Tensor, facts: ShardFacts, master: Tensor | None, master_tier: Tier
     ) -> ValueStore:
-        """Make the store that gathers read: the master itself, where that can be."""
+        """Make the store that gathers read: the master itself, where that is possible."""
         if facts.in_unit is not None:
             return DeviceValues(facts.in_unit, self._upload)
         tier = self._values_tier(values.numel())

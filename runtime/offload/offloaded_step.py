@@ -1,4 +1,4 @@
-"""Steps the shards that are not on the device, tile by tile."""
+"""Steps the shards that are off the device, tile by tile."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from ..zero.store import Access, DeviceStore, ShardStore, TileView, open_tiles
 from ..zero.unit import Unit
 
 _Work = tuple[ShardStore, Range, tuple[Unit, list[ShardSlice], bool]]
-"""A tile, its unit, its slices, and whether it is the unit's last tile."""
+"""Holds a tile, its unit, its slices, and whether it is the unit's last tile."""
 
 
 def step_tiles(
     rule: UpdateRule, slices: Sequence[ShardSlice], state: State, after: torch.cuda.Event | None
 ) -> Iterator[tuple[Unit, list[Pending]]]:
-    """Update every unit that is not on the device, in the order of the units, and yield each with the uploads
-    that bring its new values; none of them starts before ``after``.
+    """Update every unit that is off the device, in the order of the units, and yield each with the uploads of
+    its new values; none of them starts before ``after``.
 
-    While one tile is updated, the new values of those before it leave and those after it are read. What is to
-    be done is found out at once; the result may be iterated over by another thread, and raises DiskError: the
-    step is then incomplete, and training cannot go on.
+    While one tile is updated, the new values of those before it are uploaded and those after it are read. The
+    work is listed at once; the result may be iterated over by another thread, and raises DiskError: the step
+    is then incomplete, and training cannot go on.
     """
     return _step_tiles(rule, _work(slices), state, after)
 
@@ -91,7 +91,7 @@ def _update(rule: UpdateRule, slices: Sequence[ShardSlice], tile: TileView, stat
 
 
 def _fill_uncovered(out: Tensor, master: Tensor, spans: Sequence[slice]) -> None:
-    """Copy what no update will write: padding, and parameters without a gradient."""
+    """Copy the elements that no update will write: padding, and parameters without a gradient."""
     at = 0
     for span in [*spans, slice(out.numel(), out.numel())]:
         if span.start > at:
@@ -100,7 +100,7 @@ def _fill_uncovered(out: Tensor, master: Tensor, spans: Sequence[slice]) -> None
 
 
 def _keep_on_disk(part: ShardSlice, tile: TileView, leaf: Tensor, after: dict[str, Any]) -> None:
-    """Put a slice's state after a step where the tile has room for it."""
+    """Write a slice's state after a step to where the tile keeps it."""
     names = sorted(name for name, value in after.items() if is_elementwise(value, leaf))
     if len(names) > len(tile.state):
         raise RuntimeError(

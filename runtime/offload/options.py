@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def offload_options(config: Config, state_count: int) -> OffloadOptions:
-    """Builds OffloadOptions; ``state_count`` is how many tensors the optimizer keeps for each element."""
+    """Build OffloadOptions; ``state_count`` is how many tensors the optimizer keeps for each element."""
     zero, aio = config.zero_optimization, config.aio
     optimizer, parameters = zero.offload_optimizer, zero.offload_param
     sections = [part for part in (optimizer, parameters) if part is not None and part.device != "none"]
@@ -40,7 +40,7 @@ def offload_options(config: Config, state_count: int) -> OffloadOptions:
 
 
 def choose_offload(effective: Effective, optimizer: torch.optim.Optimizer | None) -> OffloadOptions:
-    """Builds OffloadOptions for an optimizer. Raises ConfigError for one that cannot be offloaded."""
+    """Build OffloadOptions for an optimizer. Raises ConfigError for one that cannot be offloaded."""
     section = effective.config.zero_optimization.offload_optimizer
     states = state_count(optimizer)
     if optimizer is not None and section is not None and section.device == "nvme":
@@ -52,7 +52,7 @@ def choose_offload(effective: Effective, optimizer: torch.optim.Optimizer | None
 
 
 def state_count(optimizer: torch.optim.Optimizer | None) -> int:
-    """Counts the tensors that an optimizer keeps for each element; 2 where it is not known."""
+    """Count the tensors that an optimizer keeps for each element; 2 where it is not known."""
     if optimizer is None:
         return 0
     if isinstance(optimizer, torch.optim.SGD):
@@ -62,7 +62,7 @@ def state_count(optimizer: torch.optim.Optimizer | None) -> int:
 
 def init_stores(settings: Config | None, remote_device: str | None, pin: bool) -> Callable[[Comm], Offload]:
     """Choose the stores of a model that is built in ``zero.Init`` by its arguments and the config. Raises
-    ValueError; the result, called, DiskError.
+    ValueError; the function that it returns raises DiskError.
     """
     section = settings.zero_optimization.offload_param if settings is not None else None
     device = remote_device or (section.device if section is not None else "none")

@@ -1,4 +1,4 @@
-"""A folder on the NVMe drive that belongs to one process and never outlives it for long."""
+"""Makes a folder on the NVMe drive that belongs to one process and is removed after it."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from ..errors import DiskError
 _PREFIX = "zlaunch-"
 _LOCK = "lock"
 _UNLOCKED_FOR_S = 600.0
-"""A folder without a lock is somebody's who is about to take it, unless it is older than this."""
+"""Sets the age from which a folder without a lock is removed: a younger one is about to be locked."""
 
 
 class ScratchFolder:
-    """``<root>/zlaunch-<host>-rank<r>-<random>``, locked while this process lives, removed at its end.
+    """Keeps ``<root>/zlaunch-<host>-rank<r>-<random>``, locked while this process lives, removed at its end.
 
     The name is unique, so two jobs on one drive never meet. The kernel drops a lock with its process, however
-    that dies; the next run in the same ``root`` on the same host removes folders whose lock nobody holds.
+    that dies; the next run in this ``root`` on this host removes folders whose lock is not held.
     """
 
     def __init__(self, root: str | os.PathLike[str], rank: int) -> None:
-        """Raises DiskError where ``root`` cannot be made or written."""
+        """Make and lock the folder. Raises DiskError where ``root`` cannot be made or written."""
         self.root = Path(os.path.expanduser(root))
         host = socket.gethostname().partition(".")[0]
         try:
@@ -47,7 +47,7 @@ class ScratchFolder:
         _remove_on_sigterm()
 
     def remove(self) -> None:
-        """Delete the folder. Called at exit, too; a forked child leaves it alone."""
+        """Delete the folder. Called at exit, too; a forked child does not delete it."""
         if self._lock < 0 or os.getpid() != self._owner:
             return
         shutil.rmtree(self.path, ignore_errors=True)
@@ -60,7 +60,7 @@ _folders: WeakSet[ScratchFolder] = WeakSet()
 
 
 def _remove_on_sigterm() -> None:
-    """Where nobody handles SIGTERM it ends a process without its exit functions: then, too."""
+    """Remove the folders at SIGTERM, too, which by default ends a process without its exit functions."""
     if threading.current_thread() is not threading.main_thread():
         return
     if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
@@ -76,7 +76,7 @@ def _remove_on_sigterm() -> None:
 
 
 def _make(root: Path, prefix: str) -> tuple[Path, int]:
-    """A new folder and the descriptor of its lock, held."""
+    """Make a new folder; return it and the descriptor of its lock, held."""
     while True:
         path = Path(tempfile.mkdtemp(prefix=prefix, dir=root))
         try:
@@ -86,11 +86,11 @@ def _make(root: Path, prefix: str) -> tuple[Path, int]:
                 return path, lock
             os.close(lock)
         except FileNotFoundError:
-            pass  # somebody who sweeps came between the file and its lock
+            pass  # a sweep came between the file and its lock
 
 
 def sweep(root: Path, host: str) -> list[Path]:
-    """Remove the folders that dead processes of ``host`` left in ``root``; returns which."""
+    """Remove the folders that dead processes of ``host`` left in ``root``; return their paths."""
     removed = []
     for folder in root.glob(f"{_PREFIX}{host}-rank*"):
         try:

@@ -1,4 +1,4 @@
-"""Copies between a device and host memory, on streams of their own."""
+"""Copies between a device and host memory, on separate streams."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ from ..comm.pending import DONE, Pending
 
 
 class HostLink:
-    """The way between one device and the host. A CPU backend's "device" is host memory too: copies are plain.
+    """Copies between one device and the host. A CPU backend's "device" is host memory too: copies are plain.
 
-    On a GPU, downloads and uploads have a stream each, so that both directions and the computation go on
-    at the same time.
+    On a GPU, downloads and uploads have a stream each, so that both directions and the computation overlap.
     """
 
     def __init__(self, device: torch.device, *, pin: bool, budget_bytes: int | None = None) -> None:
@@ -30,15 +29,15 @@ class HostLink:
         self._later: list[tuple[torch.cuda.Event, Tensor]] = []
         self._lock = threading.Lock()
         self._kept: dict[int, Tensor] = {}
-        """What ``empty`` has given out, by address."""
+        """Maps addresses to the buffers that ``empty`` has returned."""
 
     def take(self, nbytes: int) -> Tensor:
-        """A uint8 buffer of the pool, to be given back."""
+        """Lend a uint8 buffer of the pool."""
         self.reclaim()
         return self.pool.take(nbytes)
 
     def reclaim(self) -> None:
-        """Let the pool have the buffers that were given back and are no longer read."""
+        """Return to the pool the buffers that were given back and are no longer read."""
         with self._lock:
             busy = []
             for event, buffer in self._later:
@@ -58,13 +57,13 @@ class HostLink:
                 self._later.append((event, buffer))
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Flat host memory that stays until it is released, content undefined."""
+        """Return flat host memory that stays until it is released, content undefined."""
         buffer = self.pool.take(numel * dtype.itemsize)
         self._kept[buffer.data_ptr()] = buffer
         return buffer[: numel * dtype.itemsize].view(dtype)
 
     def release(self, tensor: Tensor) -> None:
-        """Take back what ``empty`` has given out; other tensors are left alone."""
+        """Release a tensor that ``empty`` has returned; ignore other tensors."""
         buffer = self._kept.pop(tensor.data_ptr(), None)
         if buffer is None:
             return
@@ -73,7 +72,7 @@ class HostLink:
         self.pool.drop(buffer)
 
     def close(self) -> None:
-        """Take everything back; nothing may be under way."""
+        """Release all memory; no copy may be under way."""
         if self.cuda:
             torch.cuda.synchronize(self.device)
         self._kept.clear()
@@ -96,8 +95,8 @@ class HostLink:
         return HostEvent(event)
 
     def after_downloads(self) -> None:
-        """Let what the current stream queues from now on come after the downloads; it may change
-        what they read.
+        """Make what the current stream queues from now on wait for the downloads; it may change what they
+        read.
         """
         if self._down is not None:
             torch.cuda.current_stream(self.device).wait_stream(self._down)
@@ -125,7 +124,7 @@ class HostLink:
         return nullcontext() if self._up is None else torch.cuda.stream(self._up)
 
     def mark(self) -> torch.cuda.Event | None:
-        """A mark behind everything that the current stream has queued; None on a CPU."""
+        """Record an event behind everything that the current stream has queued; None on a CPU."""
         if not self.cuda:
             return None
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -134,7 +133,7 @@ class HostLink:
 
 
 class HostEvent(Pending):
-    """Values on their way to the host."""
+    """Represents values on their way to the host."""
 
     __slots__ = ("_event",)
 
@@ -150,7 +149,7 @@ class HostEvent(Pending):
 
 
 class StreamEvent(HostEvent):
-    """Values on their way to the device: a stream waits, the host does not."""
+    """Represents values on their way to the device: a stream waits, the host does not."""
 
     __slots__ = ()
 

@@ -21,7 +21,7 @@ class StateMover(States):
         self._zero = config.zero_optimization
 
     def move(self, include: Container[str] | None, device: Any, *, pin: bool, non_blocking: bool) -> None:
-        """Moves the states that ``include`` names, all for None; see ``Engine.offload_states``."""
+        """Move the states that ``include`` names, all for None; see ``Engine.offload_states``."""
         names = _names(include)
         where = getattr(device, "value", getattr(device, "type", device))  # an enum, a torch.device or a name
         if where != "cpu":
@@ -37,14 +37,14 @@ class StateMover(States):
 
 
 def _names(include: Container[Any] | None) -> set[str]:
-    """Returns the states that ``include`` has. Raises ValueError for anything else in it."""
+    """Return the states that ``include`` has. Raises ValueError for anything else in it."""
     if include is None:
         return set(STATES)
     known = ", ".join(STATES)
     if isinstance(include, str):
         raise ValueError(f"engine.offload_states(include=...) takes a list of names of states: {known}")
     if isinstance(include, Iterable):
-        include = list(include)  # an iterator can be gone through once
+        include = list(include)  # an iterator can be consumed only once
     elif not hasattr(include, "__contains__"):
         raise ValueError(
             f"engine.offload_states(include={include!r}): takes a list of names of states: {known}"

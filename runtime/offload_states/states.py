@@ -1,4 +1,4 @@
-"""Moving an engine's states to host memory for a while, so that something else has the device."""
+"""Moves an engine's states to host memory for a while, to leave the device's memory to others."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _LET_GO_S = 0.2
 
 @dataclass(slots=True, eq=False)
 class _Piece:
-    """A storage, the engine's own tensors on it, and the states that they are."""
+    """Describes a storage, the engine's tensors on it, and the states that they are."""
 
     storage: torch.UntypedStorage
     names: set[str] = field(default_factory=set)
@@ -43,33 +43,33 @@ class _Piece:
 
     @property
     def is_viewed(self) -> bool:
-        """Tell whether somebody else holds a tensor over it, too."""
+        """Tell whether a tensor outside the engine lies on the storage, too."""
         own = 1 + len(self.tensors)  # the storage object itself
         return int(torch._C._storage_Use_Count(self.storage._cdata)) > own
 
 
 @dataclass(slots=True, eq=False)
 class _Moved:
-    """A storage without memory, and its content."""
+    """Keeps a storage without memory, and its content."""
 
     storage: torch.UntypedStorage
     nbytes: int
     link: HostLink
     buffer: Tensor | None
-    """In host memory; None where the content does not matter."""
+    """Holds the content in host memory; None where the content does not matter."""
     copied: Pending | None = None
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
-    """Return a tensor over the whole storage, with a version counter of its own."""
+    """Return a tensor over the whole storage, with a separate version counter."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 class States:
     """Moves the states of one engine to host memory and back.
 
-    The tensors stay the objects that they are: their storages give up their memory, as those of freed units
-    do, and get it back. So every view, and every parameter of the optimizer, is right again after a reload.
+    The tensor objects stay: their storages release their memory, as those of sharded units do, and get it
+    back. So every view, and every parameter of the optimizer, is right again after a reload.
 
     Note [Shared memory]. A storage that the other ranks can read is not resized: the system takes its pages
     back, and gives new ones when it is written again.
@@ -81,17 +81,17 @@ class States:
         self._sharded, self._reducer, self._step = sharded, reducer, step
         self._device = sharded.comm.device
         self.away: set[str] = set()
-        """Names of the states that are not here."""
+        """Names the states that are off the device."""
         self._moved: dict[int, _Moved] = {}
         self._links: dict[bool, HostLink] = {}
 
     def check(self, what: str, *needed: str) -> None:
-        """Raise OffloadedError if a state that ``what`` needs (any, where none is named) is away."""
+        """Raise OffloadedError if a state that ``what`` needs (any, where none is named) is moved."""
         if self.away:
             check_here(self.away, needed or STATES, what)
 
     def offload(self, names: set[str], *, pin: bool, non_blocking: bool) -> None:
-        """Move the named states, those that are away already aside. Collective."""
+        """Move the named states, except those that are off the device already. Collective."""
         names = names - self.away
         if not names:
             return
@@ -123,10 +123,10 @@ class States:
             torch.cuda.empty_cache()
 
     def reload(self, *, non_blocking: bool) -> None:
-        """Bring everything back; without something away do nothing.
+        """Copy all states back to the device; do nothing if there are none.
 
-        Raises torch.OutOfMemoryError where the device has not room enough; what has come back stays, and a
-        further call brings the rest.
+        Raises torch.OutOfMemoryError where the device lacks memory; what has come back stays, and a further
+        call brings the remaining states.
         """
         if not self.away:
             return
@@ -165,15 +165,15 @@ class States:
                 link.pool.trim()
 
     def close(self) -> None:
-        """Give the host memory back. Everything has to be here."""
+        """Release the host memory. All states have to be on the device."""
         for link in self._links.values():
             link.close()
         self._links.clear()
 
-    # -- how
+    # -- internals
 
     def _end_passes(self) -> None:
-        """Let everything rest: nothing is gathered, reduced or stepped afterwards. Collective.
+        """End all activity: nothing is gathered, reduced or stepped afterwards. Collective.
 
         Raises OffloadedError inside a pass of the model and where a parameter is being held.
         """
@@ -217,7 +217,7 @@ class States:
         return found
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every tensor of the engine's that lies on a state's memory."""
+        """Yield every tensor of the engine that lies on a state's memory."""
         for unit in self._sharded.units:
             if not unit.shard_params:
                 yield from ((VALUES, tensor) for tensor in unit.value_tensors())
@@ -254,7 +254,7 @@ class States:
         return moved
 
     def _release(self, moved: _Moved) -> None:
-        """Give a storage's memory up. On a CPU one that NumPy has been given keeps it: no such storage can be
+        """Release a storage's memory. On a CPU one that NumPy has been given keeps it: no such storage can be
         resized.
         """
         if not self._sharded.comm.release(moved.storage) and moved.storage.resizable():
@@ -263,8 +263,8 @@ class States:
 
 
 def _still_viewed(pieces: list[_Piece]) -> list[_Piece]:
-    """Return those that somebody else holds a tensor over, and goes on holding: a thread of gloo's lets go of
-    what it has sent a moment after that has arrived.
+    """Return the pieces that a tensor outside the engine still lies on after a short wait: a gloo thread
+    drops what it has sent a moment after that has arrived.
     """
     viewed = [piece for piece in pieces if piece.is_viewed]
     deadline = time.monotonic() + _LET_GO_S
@@ -293,7 +293,7 @@ def _await(moved: _Moved) -> None:
 def _inside(value: Any) -> Iterator[Tensor]:
     """Yield the tensors of an optimizer's state entry that are worth moving.
 
-    Raises OffloadedError for a class of tensors whose memory is not its own.
+    Raises OffloadedError for a class of tensors that share or wrap their memory.
     """
     if isinstance(value, dict):
         for each in value.values():
