@@ -166,8 +166,8 @@ class Engine(TrainingLoop):
             self.checkpoints.poll()
 
     def _stop_if_asked(self, before: StepResult | None) -> None:
-        """With ``checkpoint.on_signal``, save and end the process if a signal has asked for that. Where a
-        process has several engines, the first that steps does so, and saves only itself.
+        """Save and end the process if a signal has asked for that and ``checkpoint.on_signal`` is set. Where
+        a process has several engines, the first that steps does so, and saves only itself.
 
         On a GPU the last step's result may still be on its way; then the one before it decides, which is
         equal on all ranks, too.

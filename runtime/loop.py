@@ -184,7 +184,9 @@ class TrainingLoop(nn.Module):
         return self.global_steps > 0 and not self.overflow
 
     def get_global_grad_norm(self) -> float | None:
-        """Return the L2 norm of the last step's averaged, unscaled gradient before clipping, or None."""
+        """Return the L2 norm of the last step's averaged, unscaled gradient before clipping; None before the
+        first step.
+        """
         return self._result.norm if self._result is not None else None
 
     def get_lr(self) -> list[float]:

@@ -1,4 +1,4 @@
-"""Computes where each parameter of a unit lies in its flat buffer, and which part each rank owns."""
+"""Computes, in pure integers, where parameters lie in a unit's flat buffer and which part each rank owns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Marks leaf modules, which are not cut further: a mixture of experts is gathered as one unit."""
+"""Marks leaf modules, which are gathered uncut: a mixture of experts as one, whichever are used."""
 
 from __future__ import annotations
 

@@ -26,13 +26,13 @@ class UnitState(Enum):
     """Says where the values of a unit's parameters are."""
 
     UNSHARDED = auto()
-    """Every rank has all of them; the parameters are views of the flat buffer."""
+    """Means that every rank has all values; the parameters are views of the flat buffer."""
     GATHERING = auto()
-    """A collective is filling the flat buffer."""
+    """Means that a collective is filling the flat buffer."""
     SHARDED = auto()
-    """Only each rank's own slice exists; the parameters are placeholders."""
+    """Means that only each rank's slice exists; the parameters are placeholders."""
     AWAY = auto()
-    """The unit is not sharded, its values are in host memory and its parameters are placeholders."""
+    """Means that an unsharded unit's values are in host memory; the parameters are placeholders."""
 
 
 class Owner(Protocol):

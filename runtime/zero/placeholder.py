@@ -32,7 +32,7 @@ from .ownership import Owner
 
 @dataclass(slots=True)
 class Settings:
-    """Set how managed parameters look in this process."""
+    """Sets how managed parameters look in this process."""
 
     empty_placeholders: bool = False
     """Gives a sharded parameter no elements, as DeepSpeed does, instead of its true shape full of NaN."""

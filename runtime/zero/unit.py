@@ -60,9 +60,9 @@ class Unit:
         poison: bool = False,
         stage3: bool | None = None,
     ) -> None:
-        """Build a unit from parameters. ``provisional``: made while the model is built; its parameters are
-        handed on to an engine's units later, and it has no optimizer state. ``stage3``: its parameters would
-        be sharded if they were large enough; by default as ``shard_params``. ``is_new``: made in mid-run.
+        """Build a unit. ``provisional``: made while the model is built; its parameters are handed on to an
+        engine's units later, and it has no optimizer state. ``stage3``: its parameters would be sharded if
+        they were large enough; by default as ``shard_params``. ``is_new``: made in the middle of a run.
         """
         self.name, self.names, self.parameters, self.layout = name, list(names), list(parameters), layout
         self.full: Tensor
