@@ -332,7 +332,7 @@ class SharedMemory:
             del self._transfers[key], self._identities[key]
 
     def drive(self, missing: Callable[[], set[int]]) -> None:
-        """Progress until ``missing()`` names no rank. Raises PeerLost."""
+        """Advance the collectives until ``missing()`` names no rank. Raises PeerLost."""
         self.progress()
         deadline = time.monotonic() + self._timeout_s
         while missing():
