@@ -85,7 +85,7 @@ def intercept_module(root: nn.Module, gathered: Gathered) -> Callable[[], None]:
 
 
 class _CheckedApply:
-    """Replaces ``Module._apply``, which serves ``to``, ``half``, ``cuda`` ...
+    """Replaces ``Module._apply``, which serves ``to``, ``half``, ``cuda`` and others.
 
     It would replace the flat storage under the runtime. On a copy of the module it is torch's own.
     """

@@ -92,7 +92,7 @@ class ShardedModel:
         self._handles: list[Any] = []
         self._gradient_handles: dict[int, list[Any]] = {}
         self.engine: Any = None
-        """Is the engine that drives this object. The module's hooks keep both alive as long as the module
+        """Keeps the engine that drives this object. The module's hooks keep both alive as long as the module
         lives: an engine that only the cycle collector would end ends at another time on each rank.
         """
         self._install()

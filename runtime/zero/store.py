@@ -144,7 +144,7 @@ class ShardStore:
         self.has_grad = False
         """Tells whether a gradient of the present step has been reduced into it."""
         self.reader: Pending = DONE
-        """Is a background step that still reads the gradient."""
+        """Keeps a background step that still reads the gradient."""
 
     @property
     def has_room(self) -> bool:
@@ -193,7 +193,7 @@ class ShardFacts:
     comm: Comm
     trainable: bool
     in_unit: Tensor | None
-    """Is this rank's part of the flat buffer, where that stays whole; None where it is sharded."""
+    """Holds this rank's part of the flat buffer, where that stays whole; None where it is sharded."""
     cuts: Sequence[Range]
     is_new: bool
     """Tells that its parameters were unfrozen in the middle of a run."""
