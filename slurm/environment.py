@@ -48,7 +48,7 @@ class Allocation:
     job_id: str
     nodes: tuple[AllocatedNode, ...]
     inside_step: bool
-    """Whether `srun` started this process, which then is one of ``ntasks`` alike."""
+    """Tells whether `srun` started this process, which then is one of ``ntasks`` alike."""
     step_id: int | None = None
     """Id of the step; None outside a step, as are procid, localid and nodeid."""
     procid: int | None = None

@@ -40,7 +40,7 @@ class ActivationPlacement:
     mpu: Any = None
     """The model-parallel unit, which knows the ranks that hold equal activations."""
     replicated: bool = False
-    """Whether the first sliced tensor was found equal on all of these ranks."""
+    """Tells whether the first sliced tensor was found equal on all of these ranks."""
 
     def group(self) -> Any:
         """Return the group of ranks to spread inputs over, None if there are not several."""

@@ -48,7 +48,7 @@ def _check_tags(tags: Sequence[str], validation: str, *, is_first: bool) -> None
     if validation == "Fail":
         raise CheckpointError(f'{text} (checkpoint.tag_validation is "Fail")')
     if is_first:
-        print(f"zlaunch: warning: {text}; all are saved under {tags[0]!r}, rank 0's", flush=True)
+        warn(f"{text}; all are saved under {tags[0]!r}, rank 0's")
 
 
 def open_chosen(comm: Comm, folder: Path, tag: str | None, *, node_local: bool) -> Checkpoint | None:
@@ -65,9 +65,8 @@ def open_chosen(comm: Comm, folder: Path, tag: str | None, *, node_local: bool) 
     if tag == "auto":
         found = _newest_whole(comm, folder, node_local=node_local)
     else:
-        found = all_or_none(comm.exchange, comm.rank, lambda: find(folder, tag) if comm.rank == 0 else None)[
-            0
-        ]
+        leads = comm.rank == 0
+        found = all_or_none(comm.exchange, comm.rank, lambda: find(folder, tag) if leads else None)[0]
     if found is None:
         return None
     path = folder if found == folder else folder / found.name

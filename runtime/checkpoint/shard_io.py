@@ -99,7 +99,7 @@ class ShardBlock:
     kinds: dict[str, torch.dtype]
     """VALUE and the states, in the order of the file."""
     resident: bool
-    """Whether the elements are in memory, not on disk."""
+    """Tells whether the elements are in memory, not on disk."""
     slices: Sequence[Described]
     open: Callable[[], Any]
     """Opens a context that gives for every kind its consecutive flat pieces, on any device."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class ConfigReport:
-    """What was found; every list keeps the order of the file."""
+    """Collects what was found; every list keeps the order of the file."""
 
     strict: bool | None = None
     """True: every unknown key is a problem; False: none is; None: what could be a mistake is."""

@@ -56,10 +56,10 @@ class Setting:
     offload: OffloadOptions
     trains: bool = True
     accumulates: bool = False
-    """Whether a step has several micro-batches."""
+    """Tells whether a step has several micro-batches."""
     device_is_host: bool = False
     snapshots: bool = False
-    """Whether checkpoints are written from a copy in host memory."""
+    """Tells whether checkpoints are written from a copy in host memory."""
 
     @property
     def trainable(self) -> int:

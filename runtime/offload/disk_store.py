@@ -94,16 +94,16 @@ class DiskStore(ShardStore):
         self.state_room = state_room
         self._numel, self._dtype = master.numel(), dtype
         self._engine, self._file, self._ring, self._link = engine, space.file, ring, link
-        self._tiles: list[DiskTile] = []
+        self._tiles: dict[Range, DiskTile] = {}
         for start, stop in tiles:
             size = DiskTile(start, stop, 0, state_room, master.dtype)
             offset = space.allocate(size.file_bytes)
-            self._tiles.append(DiskTile(start, stop, offset, state_room, master.dtype))
+            self._tiles[start, stop] = DiskTile(start, stop, offset, state_room, master.dtype)
             ring.fit(size.memory_bytes)
         self._squares: list[Tensor] = []
         self._resident: Tensor | None = None
         """Holds the gradient, where it stays on the device until the step; it is not on disk then."""
-        for tile in self._tiles:
+        for tile in self._tiles.values():
             opened = self._open(tile, Access.REPLACE)
             opened.wait().master.copy_(master[tile.start : tile.stop])
             opened.close()
@@ -118,9 +118,9 @@ class DiskStore(ShardStore):
 
     def open(self, tile: Range, access: Access) -> OpenTile:
         """Start to read a tile into a buffer of the ring."""
-        return self._open(self._tiles[self.tiles.index(tile)], access)
+        return self._open(self._tiles[tile], access)
 
-    def _open(self, tile: DiskTile, access: Access) -> _BufferedTile:
+    def _open(self, tile: DiskTile, access: Access) -> _TileInBuffer:
         with_grad = access is Access.STEP and self._resident is None
         nbytes = {
             Access.REPLACE: 0,
@@ -133,7 +133,7 @@ class DiskStore(ShardStore):
         except BaseException:
             self._ring.give_back(buffer)
             raise
-        return _BufferedTile(self, tile, access, buffer, read)
+        return _TileInBuffer(self, tile, access, buffer, read)
 
     def _view(self, tile: DiskTile, access: Access, buffer: Tensor) -> TileView:
         state = [tile.region(buffer, 1 + index) for index in range(tile.state_count)]
@@ -177,7 +177,7 @@ class DiskStore(ShardStore):
             return
         if not first:
             self._ring.drain()  # the sum so far may still be on its way
-        for tile in self._tiles:
+        for tile in self._tiles.values():
             self._add_to_tile(tile, shard[tile.start : tile.stop], first)
 
     def _add_to_tile(self, tile: DiskTile, part: Tensor, first: bool) -> None:
@@ -225,7 +225,7 @@ class DiskStore(ShardStore):
         self._squares = super().grad_squares()
 
 
-class _BufferedTile(OpenTile):
+class _TileInBuffer(OpenTile):
     """Represents a tile on its way into a buffer, in it, or on its way back."""
 
     def __init__(

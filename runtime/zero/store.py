@@ -8,6 +8,7 @@ in tiles. The stores here are on the compute device; others implement the protoc
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -66,7 +67,7 @@ class ShardReader(Protocol):
         """Start to fill the flat buffer from every rank's ``source``."""
 
 
-class ValueStore:
+class ValueStore(ABC):
     """Keeps this rank's values of a unit in the compute dtype (or the master's, where that is read)."""
 
     blocks_ahead = 1
@@ -83,12 +84,12 @@ class ValueStore:
         assert self.tensor is not None
         return unit.gather_from(self.tensor)
 
+    @abstractmethod
     def write(self, start: int, values: Tensor, after: torch.cuda.Event | None = None) -> Pending:
         """Replace elements from ``start`` on by flat ``values`` of any dtype and memory, not before
         ``after``. While they travel to a device, ``values`` must not change until the result is synchronized.
         Raises DiskError of an earlier write.
         """
-        raise NotImplementedError
 
     def flush(self) -> None:
         """Wait until what was written is in the store. Raises DiskError."""
@@ -126,7 +127,7 @@ class OpenTile:
         """Close without writing."""
 
 
-class ShardStore:
+class ShardStore(ABC):
     """Keeps what this rank updates of a unit."""
 
     state_room: int | None = None
@@ -151,22 +152,22 @@ class ShardStore:
         """Tell whether ``open`` would not wait for another tile."""
         return False
 
+    @abstractmethod
     def open(self, tile: Range, access: Access) -> OpenTile:
         """Begin to bring a tile into memory. Raises DiskError of an earlier write."""
-        raise NotImplementedError
 
     def drain(self) -> None:
         """Wait until all tiles that were closed are written. Raises DiskError."""
 
+    @abstractmethod
     def room_for_grad(self, first: bool, dtype: torch.dtype) -> Tensor:
         """Return a flat tensor of the shard's size for a reduction, whose result goes to :meth:`add_grad`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def add_grad(self, shard: Tensor, *, first: bool, stays: bool) -> None:
         """Add a reduced gradient: the ``first`` of a step replaces what was there, others are added. With
         ``stays`` the caller leaves it untouched until the step, so that it need not be copied.
         """
-        raise NotImplementedError
 
     def drop_grad(self) -> None:
         """Begin a new step, without a gradient; its memory is reused."""
@@ -176,9 +177,9 @@ class ShardStore:
         """Sum the squares of the gradient's :attr:`cuts`: 0-dim float64 each."""
         return squares_of([self.grad()[start:stop] for start, stop in self.cuts])
 
+    @abstractmethod
     def grad(self) -> Tensor:
         """Return the gradient, flat. Raises RuntimeError where it is on disk."""
-        raise NotImplementedError
 
     def grad_changed(self) -> None:
         """Note that the caller has changed what :meth:`grad` returned."""

@@ -51,7 +51,7 @@ class Reads(ast.NodeVisitor):
     def __init__(self) -> None:
         self.known: dict[str, set[type[Section]]] = {}
         self.kept: dict[str, set[type[Section]]] = {}
-        """What `self` has got in an earlier method of its class."""
+        """Holds what `self` has got in an earlier method of its class."""
         self.found: set[tuple[type[Section], str]] = set()
 
     def models(self, node: ast.expr | None) -> set[type[Section]]:

@@ -13,7 +13,6 @@ from zlaunch.runtime.zero.store import (
     DeviceStore,
     DeviceValues,
     OpenTile,
-    ShardStore,
     TileView,
     open_all,
     open_tiles,
@@ -21,12 +20,13 @@ from zlaunch.runtime.zero.store import (
 )
 
 
-class Logged(ShardStore):
+class Logged(DeviceStore):
     """A store with room for two open tiles, which writes down what happens to them."""
 
     def __init__(self, tiles: int, fails: int | None = None) -> None:
         master = torch.arange(float(tiles))
-        super().__init__(master, DeviceValues(master), [], [(i, i + 1) for i in range(tiles)])
+        super().__init__(master, DeviceValues(master), [])
+        self.tiles = [(i, i + 1) for i in range(tiles)]
         self.log: list[str] = []
         self.opened, self.fails = 0, fails
 
@@ -37,7 +37,6 @@ class Logged(ShardStore):
     def open(self, tile: Range, access: Access) -> OpenTile:
         self.opened += 1
         self.log.append(f"open {tile[0]}")
-        assert self.master is not None
         return _LoggedTile(self, TileView(*tile, self.master[slice(*tile)]))
 
     def drain(self) -> None:

@@ -143,7 +143,7 @@ LAUNCH = (
     click.option("--json", "as_json", is_flag=True, help="With --dry_run: the plan as JSON."),
     click.option("-q", "--quiet", is_flag=True, help="Show only the workers' output and failures."),
 )
-"""Of the command that launches."""
+"""Lists the options of the command that launches."""
 
 
 def with_options(

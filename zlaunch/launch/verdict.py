@@ -35,11 +35,11 @@ class Outcome:
     died: frozenset[str] = frozenset()
     """Lost nodes whose agent ended without a word: what it has started may be left there."""
     port_taken: bool = False
-    """Whether nothing was wrong but the rendezvous port."""
+    """Tells whether nothing was wrong but the rendezvous port."""
     save_asked: bool = False
-    """Whether the workers were asked to save and stop."""
+    """Tells whether the workers were asked to save and stop."""
     refused: bool = False
-    """Whether nothing was started: the nodes cannot run this, and trying again would not help."""
+    """Tells whether nothing was started: the nodes cannot run this, and trying again would not help."""
 
 
 class Verdict:
@@ -58,7 +58,7 @@ class Verdict:
         cause may show up until then.
         """
         self.may_have_saved = False
-        """Whether the workers were asked to save, or said that they did; else the code is any script's."""
+        """Tells whether the workers were asked to save or said so; else the code may be any script's."""
         self._saved = False
         self._tails: dict[int, bytes] = {}
         self._ended_well: list[tuple[int, str]] = []

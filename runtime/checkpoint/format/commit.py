@@ -40,7 +40,7 @@ class SaveTarget:
     save_latest: bool = True
     keep_last: int | None = None
     leader: bool
-    """Whether this rank writes the manifest: rank 0, or each node's first if nodes have separate folders."""
+    """Tells whether this rank writes the manifest: rank 0, or each node's first rank."""
     owner: str
     """Name of this save: rank 0's :func:`new_owner`."""
     host: str | None = None
