@@ -306,6 +306,7 @@ class TrainingLoop(nn.Module):
                 "zero_grad(): it would train nothing. Call engine.backward(loss) first; optimizer.step() is "
                 "this step already"
             )
+        self._reducer.reduce_rest()
         self.handles.check()
         if not self._effective.config.zero_optimization.ignore_unused_parameters:
             self.handles.refuse_unused()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from ...cuda_ops.lion import Lion
 from ..errors import OptimizerError
-from ..optim.lion import Lion
 
 ELEMENTWISE: frozenset[type[torch.optim.Optimizer]] = frozenset(
     getattr(torch.optim, name)

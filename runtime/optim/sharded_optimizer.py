@@ -22,7 +22,7 @@ from ..zero.unit import Unit
 from .initial_state import give_initial_state, take_initial_state
 from .inner_optimizer import InnerOptimizer, run_hooks
 from .slices import Label, ShardSlice, make_slices, separate_unused, split_slices
-from .update_rule import SliceUpdate, UpdateRule, step_once
+from .update_rule import SliceUpdate, UpdateRule
 
 
 class OffloadedStep(Protocol):
@@ -76,8 +76,6 @@ class ShardedOptimizer:
         self._take_units(units)
         self._fused = self._choose_fused()
         self._rule = UpdateRule(self.optimizer)
-        self._written: set[int] = set()
-        """Lists units whose values beside the master the last step has written already."""
         self._background = offloaded_step(self.units) if offloaded_step is not None else None
         self._on_device = on_device
         self.decides_on_device = on_device and self._fused and self._background is None
@@ -251,14 +249,14 @@ class ShardedOptimizer:
         run_hooks(self.outer, before=True)
         self._slices = separate_unused(self._slices, self.units, used, self.optimizer)
         with record_function("zlaunch::step"):
-            self._apply_here(self._rule.divisor, self._rule.found_inf)
+            self._rule.apply(self._updates_here(), self.optimizer.state, live=True)
         if self._background is not None:
             self._background.start(self._rule, self._slices)
         self.outer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers look for it
         stay = [unit for unit in self.units if not unit.shard_params]
         with torch.no_grad():
             for unit in self.units:
-                if isinstance(unit.store, DeviceStore) and id(unit) not in self._written:
+                if isinstance(unit.store, DeviceStore) and unit.store.narrow_copy is None:
                     unit.values.write(0, unit.store.master)
         for unit in stay:
             if self._background is None or not self._background.brings(unit):
@@ -272,42 +270,15 @@ class ShardedOptimizer:
         self._inner.give()
         run_hooks(self.outer, before=False)
 
-    def _apply_here(self, divisor: Scalar, found_inf: Tensor | None) -> None:
-        """Update what is on the device: in one pass with the 16-bit copy where there is such a kernel, else
-        by the optimizer's step.
-        """
-        rest: list[Tensor] = []
-        in_one_pass: list[SliceUpdate] = []
-        missed: set[int] = set()
-        self._written.clear()
+    def _updates_here(self) -> list[SliceUpdate]:
+        """Describe the updates of what is on the device."""
+        updates = []
         for part in self._slices:
             store = part.unit.store
-            if not isinstance(store, DeviceStore) or not part.used or not store.has_grad:
-                continue
-            assert part.leaf is not None
-            grad = store.grad()[part.start : part.stop].view(part.leaf.shape)
-            out = None if part.unit.shard_params else store.narrow_copy
-            if out is not None and self._rule.has_kernel(part.group, part.leaf, out):
-                in_one_pass.append(SliceUpdate(part.group, part.leaf, grad, out[part.start : part.stop]))
-                self._written.add(id(part.unit))
-            else:
-                missed.add(id(part.unit))
-                part.leaf.grad = grad
-                rest.append(part.leaf)
-        self._written -= missed
-        self._rule.apply(in_one_pass, self.optimizer.state)
-        if not rest:
-            return
-        if self._fused:
-            device = self._comm.device
-            skip = torch.zeros((), dtype=torch.float32, device=device) if found_inf is None else found_inf
-            self.optimizer.grad_scale = _filled(divisor, device)  # type: ignore[attr-defined]
-            self.optimizer.found_inf = skip  # type: ignore[attr-defined]
-        elif isinstance(divisor, Tensor) or divisor != 1.0:
-            torch._foreach_mul_([leaf.grad for leaf in rest if leaf.grad is not None], 1.0 / divisor)
-        step_once(self.optimizer)
-        for leaf in rest:
-            leaf.grad = None
+            if isinstance(store, DeviceStore) and part.leaf is not None and part.used and store.has_grad:
+                out = None if store.narrow_copy is None else part.of(store.narrow_copy)
+                updates.append(SliceUpdate(part.group, part.leaf, part.of(store.grad()), out))
+        return updates
 
     def nonfinite_names(self) -> list[str]:
         """Return the names of parameters with inf or NaN in this rank's shard of the gradients."""
@@ -327,13 +298,6 @@ class ShardedOptimizer:
                     slots = unit.layout.overlaps(unit.start + low, unit.start + high)
                     names += [unit.names[index] for index, _, _ in slots]
         return names
-
-
-def _filled(value: Scalar, device: torch.device) -> Tensor:
-    """Return a 0-dim fp32 tensor on the device, without a copy that the host waits for."""
-    if isinstance(value, Tensor):
-        return value.to(device, torch.float32)
-    return torch.full((), value, dtype=torch.float32, device=device)
 
 
 def _all_on(numbers: list[Tensor], device: torch.device) -> list[Tensor]:

@@ -35,6 +35,11 @@ class ShardSlice:
     on_disk: list[str] = field(default_factory=list)
     """On disk: names its state tensors there, in their order."""
 
+    def of(self, shard: Tensor) -> Tensor:
+        """Return the slice's part of a flat tensor over the shard, in the leaf's shape."""
+        assert self.leaf is not None
+        return shard[self.start : self.stop].view(self.leaf.shape)
+
     def span(self, tile: TileView) -> slice:
         """Return where the slice is in a tile that holds it."""
         return slice(self.start - tile.start, self.stop - tile.start)

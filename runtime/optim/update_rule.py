@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...cuda_ops.arguments import AdamArgs, LionArgs, Scalar, SgdArgs
-from ...cuda_ops.step import adam_step, lion_step, sgd_step
-from .lion import Lion
+from ...cuda_ops.arguments import HALVES, Scalar
+from ...cuda_ops.step_rules import rule_of
 
 State = MutableMapping[Tensor, dict[str, Any]]
 
@@ -43,7 +42,8 @@ class UpdateRule:
         self.optimizer = optimizer
         self._groups: list[dict[str, Any]] = []
         self._after: list[dict[str, Any]] = []
-        self._args: dict[int, AdamArgs | SgdArgs | LionArgs] = {}
+        self._kernel = rule_of(optimizer)
+        self._args: dict[int, Any] = {}
         """Caches the kernels' arguments of each group, since :meth:`begin`."""
         self.divisor: Scalar = 1.0
         self.found_inf: Tensor | None = None
@@ -72,93 +72,46 @@ class UpdateRule:
                 if key not in before or value is not before[key]:
                     live[key] = value
 
-    def apply(self, updates: Sequence[SliceUpdate], state: State) -> None:
-        """Update every piece once. ``state`` is keyed by leaf, as in the optimizer itself."""
+    def apply(self, updates: Sequence[SliceUpdate], state: State, *, live: bool = False) -> None:
+        """Update every piece once. ``state`` is keyed by leaf, as in the optimizer itself.
+
+        With ``live`` the optimizer, which has all these leaves, steps itself, not a shadow of it: it keeps
+        the attributes that it changes.
+        """
         rest: list[SliceUpdate] = []
         in_one_pass: list[SliceUpdate] = []
         for update in updates:
-            fits = self.has_kernel(update.group, update.leaf, update.out)
-            (in_one_pass if fits else rest).append(update)
-        self._count_step([update.leaf for update in in_one_pass], state)
-        for update in in_one_pass:
-            self._run_kernel(update, state)
+            (in_one_pass if self._fits(update) else rest).append(update)
+        if in_one_pass and self._kernel is not None:
+            self._kernel.count([update.leaf for update in in_one_pass], state, self._advance)
+            for update in in_one_pass:
+                own = state.setdefault(update.leaf, {})
+                args = self._args.get(update.group) or self._kernel_args(update.group)
+                self._kernel.run(update.leaf.detach(), update.grad, update.out, own, args)
         if rest:
-            self._run_torch(rest, state)
+            if live:
+                self._step(self.optimizer, rest)
+            else:
+                self._step_shadow(rest, state)
             for update in rest:
                 if update.out is not None:
                     update.out.copy_(update.leaf)
 
-    def has_kernel(self, group: int, leaf: Tensor, out: Tensor | None) -> bool:
+    def _fits(self, update: SliceUpdate) -> bool:
         """Tell whether one kernel pass does the step and the copy in 16 bits that has to be written."""
-        narrow = out is not None and out.dtype in (torch.bfloat16, torch.float16)
-        return narrow and leaf.dtype == torch.float32 and has_kernel(self.optimizer, self._groups[group])
+        narrow = update.out is not None and update.out.dtype in HALVES
+        if not narrow or update.leaf.dtype != torch.float32 or self._kernel is None:
+            return False
+        return self._kernel.fits(self._groups[update.group])
 
-    def _count_step(self, leaves: Sequence[Tensor], state: State) -> None:
-        """Count this step in Adam's state, which is made where it is missing, of the leaves that have it."""
-        if not leaves or not isinstance(self.optimizer, (torch.optim.Adam, torch.optim.AdamW)):
-            return
-        for leaf in leaves:
-            own = state.setdefault(leaf, {})
-            count = own.get("step", 0.0)
-            if not isinstance(count, Tensor):  # torch's fused step has it on the device, too
-                own["step"] = torch.full((), float(count), device=leaf.device)
-            for key in ("exp_avg", "exp_avg_sq"):
-                if key not in own:
-                    own[key] = torch.zeros_like(leaf.detach())
-        counts = [state[leaf]["step"] for leaf in leaves]
-        if isinstance(self._advance, Tensor):  # a list, or torch may ask for the number
-            torch._foreach_add_(counts, [self._advance] * len(counts))
-        else:
-            torch._foreach_add_(counts, self._advance)
+    def _kernel_args(self, index: int) -> Any:
+        assert self._kernel is not None
+        self._args[index] = self._kernel.args(self._groups[index], self._multiplier, self.found_inf)
+        return self._args[index]
 
-    def _run_kernel(self, update: SliceUpdate, state: State) -> None:
-        args = self._args.get(update.group) or self._kernel_args(update.group)
-        leaf = update.leaf.detach()
-        own = state.setdefault(update.leaf, {})
-        if isinstance(args, AdamArgs):
-            adam_step(leaf, own["exp_avg"], own["exp_avg_sq"], update.grad, update.out, own["step"], args)
-        elif isinstance(args, LionArgs):
-            if "exp_avg" not in own:
-                own["exp_avg"] = torch.zeros_like(leaf)
-            lion_step(leaf, own["exp_avg"], update.grad, update.out, args)
-        else:
-            first = own.get("momentum_buffer") is None
-            if first and args.momentum:
-                own["momentum_buffer"] = torch.zeros_like(leaf)
-            count = 1.0 if first else 2.0
-            sgd_step(leaf, own.get("momentum_buffer"), update.grad, update.out, count, args)
-
-    def _kernel_args(self, index: int) -> AdamArgs | SgdArgs | LionArgs:
-        """Make the kernels' arguments for a group, once for all its pieces."""
-        group = self._groups[index]
-        common: dict[str, Any] = {
-            "lr": group["lr"],
-            "weight_decay": float(group["weight_decay"]),
-            "multiplier": self._multiplier,
-            "found_inf": self.found_inf,
-        }
-        args: AdamArgs | SgdArgs | LionArgs
-        if isinstance(self.optimizer, torch.optim.SGD):
-            args = SgdArgs(
-                momentum=float(group["momentum"]),
-                dampening=float(group["dampening"]),
-                nesterov=bool(group["nesterov"]),
-                **common,
-            )
-        else:
-            common["beta1"], common["beta2"] = map(float, group["betas"])
-            if isinstance(self.optimizer, Lion):
-                args = LionArgs(**common)
-            else:
-                decoupled = is_decoupled(self.optimizer, group)
-                args = AdamArgs(eps=float(group["eps"]), decoupled=decoupled, **common)
-        self._args[index] = args
-        return args
-
-    def _run_torch(self, updates: Sequence[SliceUpdate], state: State) -> None:
-        optimizer, device = self.optimizer, updates[0].leaf.device
-        shadow: Any = object.__new__(type(optimizer))
-        shadow.__dict__.update(optimizer.__dict__)
+    def _step_shadow(self, updates: Sequence[SliceUpdate], state: State) -> None:
+        shadow: Any = object.__new__(type(self.optimizer))
+        shadow.__dict__.update(self.optimizer.__dict__)
         shadow.__dict__.pop("step", None)
         shadow.state = state
         groups = []
@@ -167,21 +120,30 @@ class UpdateRule:
             if members:
                 groups.append((index, {**group, "params": members}))
         shadow.param_groups = [group for _, group in groups]
-        fused = all(group.get("fused") for _, group in groups)
+        self._step(shadow, updates)
+        for index, group in groups:
+            self._after[index] = {key: value for key, value in group.items() if key != "params"}
+
+    def _step(self, optimizer: Any, updates: Sequence[SliceUpdate]) -> None:
+        """Step by torch's code, without hooks, on gradients that are divided."""
+        device = updates[0].leaf.device
         for update in updates:
             wide = update.grad.dtype == update.leaf.dtype
             update.leaf.grad = update.grad if wide else update.grad.to(update.leaf.dtype)
-        if fused and has_amp_scaling(optimizer):
-            shadow.grad_scale = torch.as_tensor(self.divisor, dtype=torch.float32, device=device)
-            shadow.found_inf = torch.zeros((), dtype=torch.float32, device=device)
+        fused = all(group.get("fused") for group in optimizer.param_groups)
+        if fused and getattr(optimizer, "_step_supports_amp_scaling", False):
+            nothing = torch.zeros((), dtype=torch.float32, device=device)
+            optimizer.grad_scale = _filled(self.divisor, device)
+            optimizer.found_inf = nothing if self.found_inf is None else self.found_inf
         elif isinstance(self.divisor, Tensor) or self.divisor != 1.0:
             gradients = [u.leaf.grad for u in updates if u.leaf.grad is not None]
             torch._foreach_mul_(gradients, 1.0 / self.divisor)
-        step_once(shadow)
+        step: Any = type(optimizer).step
+        if getattr(step, "hooked", False):
+            step = step.__wrapped__
+        step(optimizer)
         for update in updates:
             update.leaf.grad = None
-        for index, group in groups:
-            self._after[index] = {key: value for key, value in group.items() if key != "params"}
 
     def elementwise_states(self) -> int:
         """Count the tensors that the optimizer keeps per element, at most.
@@ -195,7 +157,7 @@ class UpdateRule:
                 state: State = defaultdict(dict)
                 self.begin(1.0)
                 with torch.no_grad():
-                    self._run_torch([SliceUpdate(index, leaf, torch.zeros(16))], state)
+                    self._step_shadow([SliceUpdate(index, leaf, torch.zeros(16))], state)
                 counts.append(sum(is_elementwise(value, leaf) for value in state[leaf].values()))
         except Exception as error:
             raise ValueError(
@@ -205,32 +167,11 @@ class UpdateRule:
         return max(counts)
 
 
-def step_once(optimizer: torch.optim.Optimizer) -> None:
-    """Step the optimizer by its class's code, without hooks."""
-    step: Any = type(optimizer).step
-    if getattr(step, "hooked", False):
-        step = step.__wrapped__
-    step(optimizer)
-
-
-def has_amp_scaling(optimizer: torch.optim.Optimizer) -> bool:
-    """Tell whether the fused step takes ``grad_scale`` and ``found_inf``."""
-    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
-
-
-def has_kernel(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
-    """Tell whether the one-pass kernels know this optimizer, with these of its variants."""
-    kind = type(optimizer)
-    if any(group.get(key) for key in ("amsgrad", "maximize", "capturable", "differentiable")):
-        return False
-    if kind in (torch.optim.Adam, torch.optim.AdamW):
-        return bool(group.get("fused"))
-    return kind is Lion or (kind is torch.optim.SGD and not group.get("foreach"))
-
-
-def is_decoupled(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
-    """Tell whether weight decay acts on the parameter (AdamW), not on the gradient."""
-    return isinstance(optimizer, torch.optim.AdamW) or bool(group.get("decoupled_weight_decay"))
+def _filled(value: Scalar, device: torch.device) -> Tensor:
+    """Return a 0-dim fp32 tensor on the device, without a copy that the host waits for."""
+    if isinstance(value, Tensor):
+        return value.to(device, torch.float32)
+    return torch.full((), value, dtype=torch.float32, device=device)
 
 
 def is_elementwise(value: Any, leaf: Tensor) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..optim.lion import Lion
+from ...cuda_ops.lion import Lion
 from .lr_schedules import SCHEDULES
 
 _IGNORED = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,9 +12,10 @@ from torch.profiler import record_function
 
 from ..comm.collectives import Comm
 from ..comm.pending import DONE, Pending
+from .bucket import Bucket, BucketState
 from .buffer_pool import BufferPool
 from .ownership import GRADIENTS, VALUES
-from .store import DeviceStore, ShardStore
+from .store import DeviceStore
 from .unit import Unit
 
 MAX_IN_FLIGHT = 2
@@ -34,65 +35,11 @@ class GradientOptions:
 
 
 @dataclass(slots=True, eq=False)
-class _Bucket:
-    """Collects the gradients of one unit.
-
-    ``tensor`` is flat with ``unit.numel`` elements. With persistent buckets (stages 0 and 1) it is fp32,
-    local sums of the micro-batches stay in it, and this rank's part is the gradient. A transient one is lent
-    from a pool, in the dtype that is sent, from a unit's first gradient until its reduction.
-    """
-
-    unit: Unit
-    order: int = 0
-    tensor: Tensor | None = None
-    views: list[Tensor] = field(default_factory=list)
-    written: list[bool] = field(default_factory=list)
-    """Tells which parameters' slices hold a gradient (and are added to); the others are uninitialized."""
-    seen: list[bool] = field(default_factory=list)
-    """Tells which parameters had a gradient since this backward pass began or the unit was last complete."""
-    missing: int = 0
-    launched: bool = False
-    """Tells that a reduction was started in this backward pass."""
-    reduced: bool = False
-    """Persistent: this rank's slice holds the sum over the ranks, the others are stale."""
-    carry: Tensor | None = None
-    """Persistent: sums of an earlier backward pass of the same step, to be added to the next."""
-    fresh: bool = True
-    """Tells that no reduction has been started in the current step."""
-    used: list[bool] = field(default_factory=list)
-    """Tells which parameters had a gradient in the current step."""
-
-    @property
-    def store(self) -> ShardStore:
-        """Return the store of the unit, which is trained."""
-        assert self.unit.store is not None
-        return self.unit.store
-
-    @property
-    def own(self) -> Tensor:
-        """Return this rank's part of a persistent bucket."""
-        assert self.tensor is not None
-        return self.tensor[self.unit.start : self.unit.stop]
-
-    def reset_pass(self) -> None:
-        self.seen = [False] * len(self.unit.parameters)
-        self.missing = len(self.seen)
-        self.launched = False
-
-    def set_tensor(self, tensor: Tensor | None) -> None:
-        self.tensor = tensor
-        self.views, self.written = [], [False] * len(self.unit.parameters)
-        if tensor is not None:
-            slots = zip(self.unit.layout.slots, self.unit.shapes, strict=True)
-            self.views = [tensor[s.offset : s.stop].view(shape) for s, shape in slots]
-
-
-@dataclass(slots=True, eq=False)
 class _Reduction:
     """Describes a reduction under way."""
 
     pending: Pending
-    bucket: _Bucket
+    bucket: Bucket
     lent: Tensor | None
     """Holds the buffer that goes back to the pool afterwards, if one was lent."""
     shard: Tensor
@@ -119,9 +66,11 @@ class GradientReducer:
         """Counts backward passes since the last step."""
         self.is_empty_pass = True
         """Tells that no gradient has arrived since the pass began."""
-        self._buckets: dict[int, _Bucket] = {}
-        self._order: list[_Bucket] = []
-        self._finished: list[_Bucket] = []
+        self._buckets: dict[int, Bucket] = {}
+        self._order: list[Bucket] = []
+        self._unsent = False
+        """Tells that a backward pass without a reduction has left gradients behind."""
+        self._finished: list[Bucket] = []
         self._agreed = False
         self._ready: set[int] = set()
         self._next = 0
@@ -134,7 +83,7 @@ class GradientReducer:
         passes.
         """
         kept = self._buckets
-        self._buckets = {id(unit): kept.get(id(unit)) or _Bucket(unit) for unit in units}
+        self._buckets = {id(unit): kept.get(id(unit)) or Bucket(unit) for unit in units}
         self._order = list(reversed(self._buckets.values()))
         self._agreed = self.comm.world_size == 1
         for key, bucket in self._buckets.items():
@@ -180,16 +129,17 @@ class GradientReducer:
                 self._pool.give_back(bucket.tensor)
                 bucket.set_tensor(None)
         self.passes = 0
+        self._unsent = False
         for bucket in self._buckets.values():
             self._clear_bucket(bucket)
 
     @staticmethod
-    def _clear_bucket(bucket: _Bucket) -> None:
-        bucket.fresh, bucket.reduced, bucket.carry = True, False, None
+    def _clear_bucket(bucket: Bucket) -> None:
+        bucket.state, bucket.carry = BucketState.EMPTY, None
         bucket.store.drop_grad()
         bucket.written = [False] * len(bucket.unit.parameters)
         bucket.used = [False] * len(bucket.unit.parameters)
-        bucket.reset_pass()
+        bucket.await_all()
 
     def used(self) -> list[bool]:
         """Return a flag for each parameter of each unit: whether it had a gradient in this step."""
@@ -224,7 +174,7 @@ class GradientReducer:
         """Begin a backward pass."""
         for bucket in self._buckets.values():
             bucket.unit.check_here(VALUES, GRADIENTS)
-            bucket.reset_pass()
+            bucket.await_all()
         self.passes += 1
         self.is_empty_pass = True
         self._ready.clear()
@@ -236,10 +186,8 @@ class GradientReducer:
         """Add the gradient of a unit's parameter ``index``; return True when that completes the unit."""
         bucket = self._buckets[id(unit)]
         self.is_empty_pass = False
-        if bucket.tensor is None:
+        if not bucket.is_collecting:
             self._open(bucket)
-        elif bucket.reduced and self.sync:
-            self._carry(bucket)
         view = bucket.views[index]
         if bucket.written[index]:
             view.add_(grad)
@@ -255,7 +203,8 @@ class GradientReducer:
                 return True
         return False
 
-    def _open(self, bucket: _Bucket) -> None:
+    def _open(self, bucket: Bucket) -> None:
+        """Prepare a bucket for local gradients. What it has reduced in this step is saved first."""
         unit = bucket.unit
         if self.options.transient:
             if len(self._in_flight) >= MAX_IN_FLIGHT:
@@ -263,24 +212,21 @@ class GradientReducer:
             tensor = self._pool.lend(self.options.dtype or unit.dtype, unit.numel)
             for start, stop in unit.layout.gaps():
                 tensor[start:stop].zero_()
-        else:
+            bucket.set_tensor(tensor)
+        elif bucket.tensor is None:
             accumulate = torch.promote_types(unit.dtype, torch.float32)
-            tensor = self.comm.empty(unit.numel, accumulate).zero_()
-        bucket.set_tensor(tensor)
+            bucket.set_tensor(self.comm.empty(unit.numel, accumulate).zero_())
+        elif bucket.state is BucketState.REDUCED and self.comm.world_size > 1:
+            while any(reduction.bucket is bucket for reduction in self._in_flight):
+                self._retire()
+            bucket.carry = bucket.own.clone()
+            bucket.written = [False] * len(bucket.written)
+        is_first = bucket.state is BucketState.EMPTY
+        bucket.move(BucketState.COLLECTING if is_first else BucketState.COLLECTING_AGAIN)
 
-    def _carry(self, bucket: _Bucket) -> None:
-        """Save the reduced sums of a persistent bucket, which is about to collect local gradients again."""
-        while any(reduction.bucket is bucket for reduction in self._in_flight):
-            self._retire()
-        bucket.carry = bucket.own.clone()
-        bucket.reduced = False
-        bucket.written = [False] * len(bucket.written)
-
-    def _complete(self, bucket: _Bucket) -> None:
-        if bucket.launched or bucket.order in self._ready:
-            # complete a second time: its sums follow at the end of the pass
-            bucket.missing = len(bucket.seen)
-            bucket.seen = [False] * len(bucket.seen)
+    def _complete(self, bucket: Bucket) -> None:
+        if bucket.order in self._ready:  # complete a second time: its sums follow at the end of the pass
+            bucket.await_all()
             return
         self._finished.append(bucket)
         self._ready.add(bucket.order)
@@ -288,18 +234,14 @@ class GradientReducer:
             self._launch(self._order[self._next])
             self._next += 1
 
-    def _launch(self, bucket: _Bucket) -> None:
-        if bucket.tensor is None:
+    def _launch(self, bucket: Bucket) -> None:
+        if not bucket.is_collecting:
             self._open(bucket)
-        if bucket.reduced:
-            self._carry(bucket)
         assert bucket.tensor is not None
         for view, written in zip(bucket.views, bucket.written, strict=True):
             if not written:
                 view.zero_()
-        bucket.launched = True
-        bucket.seen = [False] * len(bucket.seen)
-        bucket.missing = len(bucket.seen)
+        bucket.await_all()
         if self.options.predivide != 1.0 and self.comm.world_size > 1:
             bucket.tensor.mul_(1.0 / self.options.predivide)
         if len(self._in_flight) >= MAX_IN_FLIGHT:
@@ -309,17 +251,15 @@ class GradientReducer:
             self._in_flight.append(reduce(bucket))
         if self.options.transient:
             bucket.set_tensor(None)
-        else:
-            bucket.reduced = self.comm.world_size > 1
-        bucket.fresh = False
+        bucket.move(BucketState.REDUCED)
 
-    def _reduce_transient(self, bucket: _Bucket) -> _Reduction:
-        unit, sent, first = bucket.unit, bucket.tensor, bucket.fresh
+    def _reduce_transient(self, bucket: Bucket) -> _Reduction:
+        unit, sent, first = bucket.unit, bucket.tensor, bucket.state is BucketState.COLLECTING
         assert sent is not None
         shard = bucket.store.room_for_grad(first, self.comm.reduced_dtype(sent.dtype))
         return _Reduction(self.comm.reduce_scatter(shard, sent, unit.tag), bucket, sent, shard, first)
 
-    def _reduce_persistent(self, bucket: _Bucket) -> _Reduction:
+    def _reduce_persistent(self, bucket: Bucket) -> _Reduction:
         unit = bucket.unit
         assert bucket.tensor is not None
         if self.comm.world_size == 1:
@@ -353,20 +293,28 @@ class GradientReducer:
     def finish(self) -> None:
         """End the backward pass: reduce what is incomplete or came twice, and wait for every reduction."""
         if self.sync:
-            for bucket in self._order[self._next :]:
-                self._launch(bucket)
-            self._next = len(self._order)
-            for bucket in self._order:
-                if self.options.transient:
-                    again = bucket.tensor is not None
-                else:
-                    again = bucket.launched and not bucket.reduced
-                if again:
-                    self._launch(bucket)
-            while self._in_flight:
-                self._retire()
-            self._agree()
+            self._reduce_all()
+        else:
+            self._unsent = True
         self._pool.end_pass()
+
+    def reduce_rest(self) -> None:
+        """Reduce what passes without a reduction have left, if the last one was such a pass. Collective."""
+        if self._unsent:
+            self._reduce_all()
+            self._pool.end_pass()
+
+    def _reduce_all(self) -> None:
+        self._unsent = False
+        for bucket in self._order[self._next :]:
+            self._launch(bucket)
+        self._next = len(self._order)
+        for bucket in self._order:
+            if bucket.is_collecting:
+                self._launch(bucket)
+        while self._in_flight:
+            self._retire()
+        self._agree()
 
     def _agree(self) -> None:
         if self._agreed:

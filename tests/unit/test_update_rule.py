@@ -20,7 +20,8 @@ def test_steps_are_counted_from_what_is_there(count: Any) -> None:
     begin = 0.0 if count is None else 3.0
     for found_inf, steps in ((None, 1), (torch.tensor(0.0), 2), (torch.tensor(1.0), 2)):
         rule.begin(1.0, found_inf)
-        rule._count_step([leaf], state)
+        assert rule._kernel is not None
+        rule._kernel.count([leaf], state, rule._advance)
         assert float(state[leaf]["step"]) == begin + steps
     assert torch.equal(state[leaf]["exp_avg"], torch.ones(4)), "what is there stays"
     assert torch.equal(state[leaf]["exp_avg_sq"], torch.zeros(4))

@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
-from ...cuda_ops.arguments import LionArgs
-from ...cuda_ops.step import lion_step
+from .arguments import LionArgs, Scalar
+from .step import lion_step
+from .step_rules import StepRule, common_args
+
+
+class LionRule(StepRule):
+    """Steps :class:`Lion`."""
+
+    def args(self, group: Mapping[str, Any], multiplier: Scalar, found_inf: Scalar | None) -> LionArgs:
+        beta1, beta2 = map(float, group["betas"])
+        return LionArgs(beta1=beta1, beta2=beta2, **common_args(group, multiplier, found_inf))
+
+    def run(self, leaf: Tensor, grad: Tensor, out: Tensor | None, own: dict[str, Any], args: Any) -> None:
+        if "exp_avg" not in own:
+            own["exp_avg"] = torch.zeros_like(leaf)
+        lion_step(leaf, own["exp_avg"].view(-1), grad, out, args)
 
 
 class Lion(torch.optim.Optimizer):
@@ -16,6 +31,8 @@ class Lion(torch.optim.Optimizer):
 
     ``lr`` wants to be three to ten times smaller than AdamW's, ``weight_decay`` larger by as much.
     """
+
+    step_rule: ClassVar[StepRule] = LionRule()
 
     def __init__(
         self,
@@ -36,29 +53,18 @@ class Lion(torch.optim.Optimizer):
             with torch.enable_grad():
                 result = closure()
         for group in self.param_groups:
-            args = LionArgs(
-                lr=group["lr"],
-                beta1=float(group["betas"][0]),
-                beta2=float(group["betas"][1]),
-                weight_decay=float(group["weight_decay"]),
-                multiplier=1.0,
-            )
+            args = self.step_rule.args(group, 1.0, None)
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
-                state = self.state[parameter]
-                if not state:
-                    state["exp_avg"] = torch.zeros_like(parameter)
-                if parameter.dtype != torch.float32:
-                    _step_wide(parameter, state["exp_avg"], group)
-                    continue
-                lion_step(
-                    parameter.detach().view(-1),
-                    state["exp_avg"].view(-1),
-                    parameter.grad.view(-1),
-                    None,
-                    args,
-                )
+                own = self.state[parameter]
+                if not own:
+                    own["exp_avg"] = torch.zeros_like(parameter)
+                if parameter.dtype == torch.float32:
+                    flat = parameter.detach().view(-1)
+                    self.step_rule.run(flat, parameter.grad.view(-1), None, own, args)
+                else:
+                    _step_wide(parameter, own["exp_avg"], group)
         return result
 
 
