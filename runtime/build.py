@@ -53,7 +53,7 @@ from .zero.leaf_modules import mark_leaves
 from .zero.reduce import GradientOptions, GradientReducer
 from .zero.replicated import place_rest
 from .zero.unit import Unit
-from .zero.unit_policy import UNIT_NUMEL, UNIT_NUMEL_CPU, Block, ShardingOptions, build_units, plan_blocks
+from .zero.unit_policy import UNIT_NUMEL, UNIT_NUMEL_CPU, Block, ShardingOptions, UnitFactory, plan_blocks
 
 E = TypeVar("E", bound=Engine)
 
@@ -105,7 +105,8 @@ def build_engine(
     with ExitStack() as undo:  # what exists so far is closed if a later part fails
         if offload is not None:
             undo.callback(offload.close)
-        sharded, reducer = _shard(model, blocks, options, groups, comm, effective, precision, offload)
+        factory = UnitFactory(precision.dtype, comm, options, offload)
+        sharded, reducer = _shard(model, blocks, factory, groups, effective, offload)
         undo.callback(sharded.close)
         if client is not None:
             step = ShardedOptimizer(
@@ -129,7 +130,7 @@ def build_engine(
         precision=precision,
         scaler=scaler,
         effective=effective,
-        handles=Handles(sharded, reducer, step, precision.dtype, offload),
+        handles=Handles(sharded, reducer, step, factory),
     )
     checkpoints = Checkpointer(
         engine,
@@ -283,21 +284,19 @@ def _plan(model: nn.Module, effective: Effective, comm: Comm) -> tuple[list[Bloc
 def _shard(
     model: nn.Module,
     blocks: list[Block],
-    options: ShardingOptions,
+    factory: UnitFactory,
     groups: list[dict[str, Any]],
-    comm: Comm,
     effective: Effective,
-    precision: Precision,
     offload: Offload | None,
 ) -> tuple[ShardedModel, GradientReducer]:
     config = effective.config
     zero = config.zero_optimization
-    group_of = groups_by_parameter(groups)
-    place_rest(model, comm, precision.dtype)
+    comm, options = factory.comm, factory.options
+    place_rest(model, comm, factory.dtype)
     if offload is not None:
         trainable = (p for block in blocks for _, p in block.parameters if p.requires_grad)
         offload.expect(sum(placeholder.shape_of(p).numel() for p in trainable))
-    build_units(blocks, group_of, precision.dtype, comm, options, offload)
+    factory.build(blocks, groups_by_parameter(groups))
     predivide = 1.0
     if config.prescale_gradients:
         predivide = (

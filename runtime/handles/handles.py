@@ -15,8 +15,7 @@ from ..zero import placeholder
 from ..zero.hooks import ShardedModel
 from ..zero.ownership import STATES
 from ..zero.reduce import GradientReducer
-from ..zero.store import StoreFactory
-from ..zero.unit_policy import rebuild_units
+from ..zero.unit_policy import UnitFactory
 from .integrity import GroupIntegrity, Integrity, check_unfrozen
 from .optimizer import MARK, check_mark, unguard
 from .unused_parameters import refuse_unused
@@ -30,12 +29,11 @@ class Handles:
         sharded: ShardedModel,
         reducer: GradientReducer,
         step: ShardedOptimizer | None,
-        dtype: torch.dtype | None,
-        stores: StoreFactory | None,
+        units: UnitFactory,
     ) -> None:
-        """Watch one engine's parameters; ``dtype``: the compute dtype, None for the parameters' dtypes."""
+        """Watch one engine's parameters; ``units`` builds units for those that are unfrozen."""
         self._sharded, self._reducer, self._step = sharded, reducer, step
-        self._dtype, self._stores = dtype, stores
+        self._factory = units
         self._integrity = Integrity(sharded.module, sharded.units)
         self._groups = GroupIntegrity(step.outer) if step is not None else None
 
@@ -116,7 +114,7 @@ class Handles:
             )
         sharded.comm.drain()
         for block in sharded.blocks:
-            units = rebuild_units(block, groups, self._dtype, sharded.comm, sharded.options, self._stores)
+            units = self._factory.rebuild(block, groups)
             if units is not None:
                 sharded.replace_units(block, units)
         trained = [unit for unit in sharded.units if unit.trainable]

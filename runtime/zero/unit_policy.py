@@ -154,61 +154,6 @@ def _root_modules(
     return [root, *(m for m in owners if m is not root)]
 
 
-def build_units(
-    blocks: Sequence[Block],
-    groups: dict[int, int],
-    dtype: torch.dtype | None,
-    comm: Comm,
-    options: ShardingOptions,
-    stores: StoreFactory | None = None,
-) -> None:
-    """Build every block's units: one for each (dtype, trained or not) pair among its parameters.
-
-    ``groups`` maps the id of a parameter to its optimizer group; ``dtype`` is the compute dtype, None to keep
-    each parameter's own. Collective: values are rank 0's. Raises DiskError.
-    """
-    persistent = 0
-    for block in blocks:
-        for members in _by_kind(block.parameters, groups):
-            numel = sum(placeholder.shape_of(p).numel() for _, p in members)
-            small = numel <= options.persistence_numel and persistent + numel <= options.all_persistent_numel
-            persistent += numel if small else 0
-            unit = _make_unit(block, members, groups, dtype, comm, options, stores, small=small)
-            block.units.append(unit)
-
-
-def rebuild_units(
-    block: Block,
-    groups: dict[int, int],
-    dtype: torch.dtype | None,
-    comm: Comm,
-    options: ShardingOptions,
-    stores: StoreFactory | None = None,
-) -> list[Unit] | None:
-    """Build new units for parameters of a block that have been unfrozen, with their present values. Returns
-    all units of the block, those that stay included; None if there are no such parameters.
-
-    Collective. Raises DiskError.
-    """
-    units: list[Unit] = []
-    rebuilt = False
-    for unit in block.units:
-        members = list(zip(unit.names, unit.parameters, strict=True))
-        trained = unit.trainable and any(slot.group >= 0 for slot in unit.layout.slots)
-        if trained or not any(p.requires_grad and id(p) in groups for p in unit.parameters):
-            units.append(unit)
-            continue
-        rebuilt, was_sharded = True, unit.shard_params
-        unit.detach()
-        for alike in _by_kind(members, groups):
-            # persistent only where the former unit was: their total may not grow
-            small = not was_sharded
-            units.append(
-                _make_unit(block, alike, groups, dtype, comm, options, stores, small=small, is_new=True)
-            )
-    return units if rebuilt else None
-
-
 Member = tuple[str, nn.Parameter]
 
 
@@ -225,33 +170,76 @@ def _by_kind(members: Sequence[Member], groups: dict[int, int]) -> list[list[Mem
     return found
 
 
-def _make_unit(
-    block: Block,
-    members: Sequence[Member],
-    groups: dict[int, int],
-    dtype: torch.dtype | None,
-    comm: Comm,
-    options: ShardingOptions,
-    stores: StoreFactory | None,
-    *,
-    small: bool,
-    is_new: bool = False,
-) -> Unit:
-    trainable = members[0][1].requires_grad
-    numels = [placeholder.shape_of(p).numel() for _, p in members]
-    own_groups = [groups.get(id(p), -1) if trainable else -1 for _, p in members]
-    return Unit(
-        f"{block.name}{'' if trainable else ' (frozen)'}",
-        [name for name, _ in members],
-        [p for _, p in members],
-        make_layout(numels, own_groups, comm.world_size),
-        comm,
-        dtype=dtype or members[0][1].dtype,
-        shard_optimizer=options.shard_optimizer,
-        shard_params=options.shard_params and not small,
-        stores=stores,
-        is_new=is_new,
-        tile_numel=options.tile_numel,
-        poison=options.poison,
-        stage3=options.shard_params,
-    )
+@dataclass(frozen=True, slots=True)
+class UnitFactory:
+    """Builds the units of blocks, of ``dtype`` (None: each parameter's), with their values in ``stores``."""
+
+    dtype: torch.dtype | None
+    comm: Comm
+    options: ShardingOptions
+    stores: StoreFactory | None = None
+
+    def build(self, blocks: Sequence[Block], groups: dict[int, int]) -> None:
+        """Build every block's units: one for each (dtype, trained or not) pair among its parameters.
+
+        ``groups`` maps the id of a parameter to its optimizer group. Collective: values are rank 0's. Raises
+        DiskError.
+        """
+        options = self.options
+        persistent = 0
+        for block in blocks:
+            for members in _by_kind(block.parameters, groups):
+                numel = sum(placeholder.shape_of(p).numel() for _, p in members)
+                within = persistent + numel <= options.all_persistent_numel
+                small = numel <= options.persistence_numel and within
+                persistent += numel if small else 0
+                block.units.append(self._make(block, members, groups, small=small))
+
+    def rebuild(self, block: Block, groups: dict[int, int]) -> list[Unit] | None:
+        """Build new units for parameters of a block that have been unfrozen, with their present values.
+        Returns all units of the block, those that stay included; None if there are no such parameters.
+
+        Collective. Raises DiskError.
+        """
+        units: list[Unit] = []
+        rebuilt = False
+        for unit in block.units:
+            members = list(zip(unit.names, unit.parameters, strict=True))
+            trained = unit.trainable and any(slot.group >= 0 for slot in unit.layout.slots)
+            if trained or not any(p.requires_grad and id(p) in groups for p in unit.parameters):
+                units.append(unit)
+                continue
+            rebuilt, was_sharded = True, unit.shard_params
+            unit.detach()
+            for alike in _by_kind(members, groups):
+                # persistent only where the former unit was: their total may not grow
+                units.append(self._make(block, alike, groups, small=not was_sharded, is_new=True))
+        return units if rebuilt else None
+
+    def _make(
+        self,
+        block: Block,
+        members: Sequence[Member],
+        groups: dict[int, int],
+        *,
+        small: bool,
+        is_new: bool = False,
+    ) -> Unit:
+        trainable = members[0][1].requires_grad
+        numels = [placeholder.shape_of(p).numel() for _, p in members]
+        own_groups = [groups.get(id(p), -1) if trainable else -1 for _, p in members]
+        return Unit(
+            f"{block.name}{'' if trainable else ' (frozen)'}",
+            [name for name, _ in members],
+            [p for _, p in members],
+            make_layout(numels, own_groups, self.comm.world_size),
+            self.comm,
+            dtype=self.dtype or members[0][1].dtype,
+            shard_optimizer=self.options.shard_optimizer,
+            shard_params=self.options.shard_params and not small,
+            stores=self.stores,
+            is_new=is_new,
+            tile_numel=self.options.tile_numel,
+            poison=self.options.poison,
+            stage3=self.options.shard_params,
+        )
