@@ -7,7 +7,17 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+
+
+class ResumableSampler(DistributedSampler[Any]):
+    """Yields a rank's items, once without the first :attr:`skip` of them."""
+
+    skip = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        skip, self.skip = self.skip, 0
+        return islice(super().__iter__(), skip, None)
 
 
 class EngineLoader:
@@ -32,18 +42,16 @@ class EngineLoader:
         self._step_samples = batch_size * world_size
         self._taken = self._skip = 0
         """Count this rank's batches: taken from the present epoch, and to be skipped in the next."""
-        self.sampler: DistributedSampler[Any] | None = None
-        self._rest: _Rest | None = None
+        self.sampler: ResumableSampler | None = None
         if not isinstance(dataset, IterableDataset):
-            self.sampler = DistributedSampler(
+            self.sampler = ResumableSampler(
                 dataset, num_replicas=world_size, rank=rank, shuffle=shuffle, seed=seed, drop_last=drop_last
             )
-            self._rest = _Rest(self.sampler)
         self.batch_size = batch_size
         self.loader: DataLoader[Any] = DataLoader(
             dataset,
             batch_size=batch_size,
-            sampler=self._rest,
+            sampler=self.sampler,
             collate_fn=collate_fn,
             drop_last=drop_last,
             # a separate generator: otherwise every epoch would draw from the one that the model uses
@@ -55,13 +63,12 @@ class EngineLoader:
 
     def __iter__(self) -> Iterator[Any]:
         skip, self._skip = self._skip, 0
-        if self.sampler is not None:
-            self.sampler.set_epoch(self.epoch)
-        self.epoch += 1
+        epoch, self.epoch = self.epoch, self.epoch + 1
         self._taken = skip
-        if self._rest is None:
+        if self.sampler is None:
             return self._counted(islice(self.loader, skip, None))
-        self._rest.skip = skip * self.batch_size
+        self.sampler.set_epoch(epoch)
+        self.sampler.skip = skip * self.batch_size
         return self._counted(iter(self.loader))
 
     def _counted(self, batches: Iterator[Any]) -> Iterator[Any]:
@@ -80,17 +87,3 @@ class EngineLoader:
         """Resume from a position, for any number of ranks; the next iteration begins there."""
         self._skip = -(-int(state["samples"]) // self._step_samples)
         self.epoch = int(state["epoch"]) - (1 if self._skip else 0)
-
-
-class _Rest(Sampler[int]):
-    """Yields another sampler's items, once without the first ``skip`` of them."""
-
-    def __init__(self, whole: DistributedSampler[Any]) -> None:
-        self._whole, self.skip = whole, 0
-
-    def __iter__(self) -> Iterator[int]:
-        skip, self.skip = self.skip, 0
-        return islice(iter(self._whole), skip, None)
-
-    def __len__(self) -> int:
-        return len(self._whole)

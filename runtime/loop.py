@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,7 +17,7 @@ from .optim.sharded_optimizer import ShardedOptimizer
 from .precision.loss_scaler import DeviceLossScaler, LossScaler, floor_error
 from .precision.policy import Precision, cast_floats
 from .precision.step_result import StepResult
-from .report import report
+from .report import StepReporter
 from .zero.hooks import ShardedModel
 from .zero.saved_tensors import explained
 
@@ -35,6 +33,9 @@ class EngineHandles(Protocol):
 
     def refuse_unused(self) -> None:
         """Raise ParameterError if a parameter has no gradient of this step on some rank. Collective."""
+
+    def nonfinite_names(self) -> list[str]:
+        """Return the names of parameters with inf or NaN in this rank's shard of the gradients."""
 
     def bring_writes(self) -> None:
         """Copy values written into parameters back to the masters. Raises DiskError."""
@@ -82,8 +83,9 @@ class TrainingLoop(nn.Module):
         self._boundary: bool | None = None
         self._lr_arguments: dict[str, Any] = {}
         self._no_sync = False
-        self._loss: Tensor | None = None
-        self._reported = time.perf_counter(), 0
+        self.last_loss: Tensor | None = None
+        """Keeps the last micro-batch's loss."""
+        self._reporter = StepReporter(effective.config.steps_per_print)
         if scaler.used:
             sharded.loss_scaling.factor = lambda: scaler.factor
         sharded.loss_scaling.micro_share = lambda: 1.0 / self.gradient_accumulation_steps()
@@ -213,14 +215,11 @@ class TrainingLoop(nn.Module):
             self._shard_step.check()
         try:
             return self.module(*args, **kwargs)
-        except RuntimeError as error:
+        except BaseException as error:
             self._sharded.abandon_forward()
             better = explained(error)
             if better is not None:
                 raise better from error
-            raise
-        except BaseException:
-            self._sharded.abandon_forward()
             raise
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
@@ -233,7 +232,7 @@ class TrainingLoop(nn.Module):
             scaled.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
         finally:
             self._sharded.loss_scaling.loss_is_scaled = False
-        self._loss = loss.detach()
+        self.last_loss = loss.detach()
         return loss
 
     def scale(self, loss: Tensor) -> Tensor:
@@ -315,7 +314,7 @@ class TrainingLoop(nn.Module):
         self._sharded.reshard_all()
         broken: list[str] = []
         if isinstance(scaler, LossScaler) and scaler.dynamic and scaler.scale <= scaler.min_scale:
-            broken = self._shard_step.nonfinite_names()
+            broken = self.handles.nonfinite_names()
         with torch.no_grad():
             result = self._shard_step.step(
                 divisor=divisor,
@@ -336,7 +335,7 @@ class TrainingLoop(nn.Module):
             self._advance_schedule()
         elif result.known:
             self._resolve_last_step()
-        self._report()
+        self._reporter.after_step(self)
 
     def gradient_divisor(self) -> float | Tensor:
         """Return the divisor of the summed gradients: ranks and loss scale."""
@@ -364,19 +363,3 @@ class TrainingLoop(nn.Module):
     def _advance_schedule(self) -> None:
         if self.lr_scheduler is not None:
             self.lr_scheduler.step(**self._lr_arguments)
-
-    def _report(self) -> None:
-        every = self._effective.config.steps_per_print
-        if not every or math.isinf(every) or self.global_steps % int(every):
-            return
-        now, samples = time.perf_counter(), self.global_samples
-        then, before = self._reported
-        self._reported = now, samples
-        report(
-            step=self.global_steps,
-            loss=float(self._loss) if self._loss is not None else None,
-            lr=next(iter(self.get_lr()), None),
-            loss_scale=self._scaler.scale,
-            grad_norm=self.get_global_grad_norm(),
-            samples_per_s=(samples - before) / max(now - then, 1e-9),
-        )

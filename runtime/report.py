@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import time
-from typing import Any
+from typing import Any, Protocol
+
+from torch import Tensor
 
 from .environment import read_environment
 
@@ -25,6 +28,44 @@ def report(**values: float | int | None) -> None:
             print(" ".join(f"{k} {v:.6g}" for k, v in shown.items()), file=sys.stderr, flush=True)
         return
     announce("metrics", values=shown)
+
+
+class ReportedLoop(Protocol):
+    """Has the metrics of its last step."""
+
+    last_loss: Tensor | None
+    global_steps: int
+    global_samples: int
+
+    @property
+    def loss_scale(self) -> float: ...
+    def get_lr(self) -> list[float]: ...
+    def get_global_grad_norm(self) -> float | None: ...
+
+
+class StepReporter:
+    """Reports the metrics of every ``every``-th step, with the speed since the last report."""
+
+    def __init__(self, every: float | None) -> None:
+        self._every = int(every) if every and math.isfinite(every) else 0
+        self._time, self._samples = time.perf_counter(), 0
+
+    def after_step(self, loop: ReportedLoop) -> None:
+        """Report the step that has just been made, if it is its turn; on a GPU that waits for the step."""
+        if not self._every or loop.global_steps % self._every:
+            return
+        now, samples = time.perf_counter(), loop.global_samples
+        seconds = max(now - self._time, 1e-9)
+        speed = (samples - self._samples) / seconds
+        self._time, self._samples = now, samples
+        report(
+            step=loop.global_steps,
+            loss=float(loop.last_loss) if loop.last_loss is not None else None,
+            lr=next(iter(loop.get_lr()), None),
+            loss_scale=loop.loss_scale,
+            grad_norm=loop.get_global_grad_norm(),
+            samples_per_s=speed,
+        )
 
 
 def announce(kind: str, **content: Any) -> None:

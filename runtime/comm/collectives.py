@@ -102,11 +102,11 @@ class Comm:
         self.calls: Counter[str] = Counter()
         self._gather_group = dist.group.WORLD
         self._reduce_group: Any = dist.group.WORLD
+        self._own_groups: list[Any] = []
+        self._native_reduce_scatter = device.type != "cpu"
         if self.world_size > 1:
             self._reduce_group = new_group(self.world_size)
-        self._native_reduce_scatter = device.type != "cpu"
-        self._channels: list[Any] = []
-        if self.world_size > 1:
+            self._own_groups.append(self._reduce_group)
             waits.start_watch(self.rank, self.world_size)
             _close_dropped(self.exchange)
         self._shared: PeerMemory | None = None
@@ -122,8 +122,7 @@ class Comm:
                 check=waits.check,
             )
         open_comms.add(self)
-        held = [self._reduce_group] if self.world_size > 1 else []
-        self._forsaken = finalize(self, _drop, self.number, self._shared, held)
+        self._forsaken = finalize(self, _drop, self.number, self._shared, self._own_groups)
         self._forsaken.atexit = False
 
     def label(self, name: str) -> int:
@@ -279,7 +278,7 @@ class Comm:
         group = None
         if self.world_size > 1:
             group = new_group(self.world_size, backend="gloo", timeout=_CHANNEL_TIMEOUT)
-            self._channels.append(group)
+            self._own_groups.append(group)
         return HostChannel(group, self.world_size, self.number)
 
     def barrier(self) -> None:
@@ -293,10 +292,7 @@ class Comm:
         self._forsaken.detach()
         if self._shared is not None:
             self._shared.close()
-        if self._reduce_group not in (None, self._gather_group) and dist.is_initialized():
-            dist.destroy_process_group(self._reduce_group)
-        for group in self._channels:
-            if dist.is_initialized():
-                dist.destroy_process_group(group)
-        self._channels.clear()
+        for group in self._own_groups if dist.is_initialized() else ():
+            dist.destroy_process_group(group)
+        self._own_groups.clear()
         self._reduce_group = self._gather_group = None

@@ -174,8 +174,4 @@ class HostChannel:
 
     def any(self, *flags: bool) -> list[bool]:
         """Tell for each flag whether it is set on any rank."""
-        if self._world_size == 1:
-            return list(flags)
-        tensor = torch.tensor(flags, dtype=torch.int32)
-        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._group)
-        return [bool(value) for value in tensor.tolist()]
+        return [any(column) for column in zip(*self.exchange(flags), strict=True)]

@@ -18,6 +18,7 @@ from ..zero.reduce import GradientReducer
 from ..zero.unit_policy import UnitFactory
 from .integrity import GroupIntegrity, Integrity, check_unfrozen
 from .optimizer import MARK, check_mark, unguard
+from .overflow import nonfinite_names
 from .unused_parameters import refuse_unused
 
 
@@ -63,6 +64,10 @@ class Handles:
                 "gradient did not reach the engine: unfreeze before the forward pass, and drop this gradient "
                 "with zero_grad()"
             )
+
+    def nonfinite_names(self) -> list[str]:
+        """Return the names of parameters with inf or NaN in this rank's shard of the gradients."""
+        return nonfinite_names(self._needed_step().units)
 
     def refuse_unused(self) -> None:
         """Raise ParameterError if a parameter has no gradient of this step on some rank. Collective."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
@@ -10,7 +11,7 @@ import torch
 
 from ..comm.collectives import Comm
 from ..config import ConfigError, Effective
-from ..optim.update_rule import UpdateRule
+from ..optim.update_rule import SliceUpdate, State, UpdateRule, is_elementwise
 from ..zero.layout import TILE_NUMEL
 from .manager import Offload, OffloadOptions, Tier
 
@@ -45,7 +46,7 @@ def choose_offload(effective: Effective, optimizer: torch.optim.Optimizer | None
     states = state_count(optimizer)
     if optimizer is not None and section is not None and section.device == "nvme":
         try:
-            states = UpdateRule(optimizer).elementwise_states()
+            states = _count_elementwise_states(optimizer)
         except ValueError as error:
             raise ConfigError([f"{effective.loaded.origin}: {error}"]) from None
     return offload_options(effective.config, states)
@@ -58,6 +59,28 @@ def state_count(optimizer: torch.optim.Optimizer | None) -> int:
     if isinstance(optimizer, torch.optim.SGD):
         return int(any(group.get("momentum") for group in optimizer.param_groups))
     return 2 + any(group.get("amsgrad", False) for group in optimizer.param_groups)
+
+
+def _count_elementwise_states(optimizer: torch.optim.Optimizer) -> int:
+    """Count the tensors that the optimizer keeps per element, at most, by letting it make one step on a
+    dummy. Raises ValueError if it cannot.
+    """
+    counts = [0]
+    rule = UpdateRule(optimizer)
+    try:
+        for index in range(len(optimizer.param_groups)):
+            leaf = torch.zeros(16, requires_grad=True)
+            state: State = defaultdict(dict)
+            rule.begin(1.0)
+            with torch.no_grad():
+                rule.apply([SliceUpdate(index, leaf, torch.zeros(16))], state)
+            counts.append(sum(is_elementwise(value, leaf) for value in state[leaf].values()))
+    except Exception as error:
+        raise ValueError(
+            f"optimizer {type(optimizer).__name__} cannot be offloaded to NVMe: a step on a flat "
+            f"tensor failed: {error}"
+        ) from error
+    return max(counts)
 
 
 def init_stores(settings: Config | None, remote_device: str | None, pin: bool) -> Callable[[Comm], Offload]:

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from .slices import ShardSlice
 
-Entries = dict[str, tuple[Tensor, float | None]]
-"""Maps a state entry's name to its tensor, and to the one value of all its elements if they are alike."""
+Entries = dict[str, Tensor | float]
+"""Maps a state entry's name to its tensor, or to the one value of each of its parameter's elements."""
 
 
 def take_initial_state(optimizer: torch.optim.Optimizer) -> list[Entries]:
@@ -26,12 +26,11 @@ def take_initial_state(optimizer: torch.optim.Optimizer) -> list[Entries]:
             for key, value in optimizer.state.get(parameter, {}).items():
                 if not isinstance(value, Tensor) or (key == "step" and value.any()):
                     raise _used(optimizer)
-                alike = (
-                    float(value.reshape(-1)[0]) if value.shape == parameter.shape and value.numel() else None
-                )
-                if alike is not None and not bool((value == alike).all()):
+                is_elementwise = value.shape == parameter.shape and value.numel() > 0
+                alike = float(value.reshape(-1)[0]) if is_elementwise else value
+                if is_elementwise and not bool((value == alike).all()):
                     raise _used(optimizer)
-                entries.setdefault(key, (value, alike))
+                entries.setdefault(key, alike)
         groups.append(entries)
     optimizer.state.clear()
     return groups
@@ -60,7 +59,7 @@ def give_initial_state(
                 "at its first step"
             )
         state: dict[str, Any] = {}
-        for key, (tensor, alike) in entries.items():
-            state[key] = tensor.clone() if alike is None else torch.full_like(part.leaf, alike)
-            state[key].requires_grad_(False)
+        for key, value in entries.items():
+            copy = value.clone() if isinstance(value, Tensor) else torch.full_like(part.leaf, value)
+            state[key] = copy.requires_grad_(False)
         optimizer.state[part.leaf] = state

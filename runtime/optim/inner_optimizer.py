@@ -8,10 +8,7 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch.optim.optimizer import (
-    _global_optimizer_post_hooks,
-    _global_optimizer_pre_hooks,
-)
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from ..errors import OptimizerError
 

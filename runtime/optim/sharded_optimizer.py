@@ -280,25 +280,6 @@ class ShardedOptimizer:
                 updates.append(SliceUpdate(part.group, part.leaf, part.of(store.grad()), out))
         return updates
 
-    def nonfinite_names(self) -> list[str]:
-        """Return the names of parameters with inf or NaN in this rank's shard of the gradients."""
-        names: list[str] = []
-        for unit in self.units:
-            store = unit.store
-            if store is None or not store.has_grad:
-                continue
-            if isinstance(store, DeviceStore):
-                for index, first, last in unit.layout.overlaps(unit.start, unit.stop):
-                    if not bool(torch.isfinite(store.grad()[first - unit.start : last - unit.start]).all()):
-                        names.append(unit.names[index])
-                continue
-            # names are as precise as the squares, which are known per cut
-            for (low, high), square in zip(store.cuts, store.grad_squares(), strict=False):
-                if not square.isfinite():
-                    slots = unit.layout.overlaps(unit.start + low, unit.start + high)
-                    names += [unit.names[index] for index, _, _ in slots]
-        return names
-
 
 def _all_on(numbers: list[Tensor], device: torch.device) -> list[Tensor]:
     """Return 0-dim tensors on the device, in their order; copy those of the host there at once."""

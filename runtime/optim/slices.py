@@ -148,29 +148,25 @@ def _parts(part: ShardSlice, label: Callable[[Unit, int], Label]) -> list[tuple[
 def _split(
     part: ShardSlice, ranges: list[tuple[int, int]], optimizer: torch.optim.Optimizer
 ) -> list[ShardSlice]:
-    if part.leaf is None:
-        copies = [
-            {k: v.clone() if isinstance(v, Tensor) else v for k, v in part.scalars.items()} for _ in ranges
-        ]
-        return [
-            ShardSlice(part.unit, start, stop, part.group, None, part.used, scalars, list(part.on_disk))
-            for (start, stop), scalars in zip(ranges, copies, strict=True)
-        ]
-    state = optimizer.state.pop(part.leaf, {})
+    own = part.scalars if part.leaf is None else optimizer.state.pop(part.leaf, {})
     made = []
     for start, stop in ranges:
-        low, high = start - part.start, stop - part.start
-        leaf = part.leaf.detach()[low:high].requires_grad_()
-        made.append(ShardSlice(part.unit, start, stop, part.group, leaf, part.used))
-        if state:
-            optimizer.state[leaf] = {
-                key: value[low:high]
-                if is_elementwise(value, part.leaf)
-                else (value.clone() if isinstance(value, Tensor) else value)
-                for key, value in state.items()
-            }
+        inside = slice(start - part.start, stop - part.start)
+        leaf = None if part.leaf is None else part.leaf.detach()[inside].requires_grad_()
+        entries = {
+            key: value[inside]
+            if part.leaf is not None and is_elementwise(value, part.leaf)
+            else (value.clone() if isinstance(value, Tensor) else value)
+            for key, value in own.items()
+        }
+        if leaf is not None and own:
+            optimizer.state[leaf] = entries
+        scalars = entries if leaf is None else {}
+        made.append(
+            ShardSlice(part.unit, start, stop, part.group, leaf, part.used, scalars, list(part.on_disk))
+        )
     for group in optimizer.param_groups:
         position = next((i for i, leaf in enumerate(group["params"]) if leaf is part.leaf), None)
         if position is not None:
-            group["params"][position : position + 1] = [part.leaf for part in made]
+            group["params"][position : position + 1] = [each.leaf for each in made]
     return made

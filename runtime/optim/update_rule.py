@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -47,9 +46,6 @@ class UpdateRule:
         """Caches the kernels' arguments of each group, since :meth:`begin`."""
         self.divisor: Scalar = 1.0
         self.found_inf: Tensor | None = None
-        self._multiplier: Scalar = 1.0
-        self._advance: Scalar = 1.0
-        """Adds to the step counts: 1, or 0 where the step is skipped."""
 
     def begin(self, divisor: Scalar, found_inf: Tensor | None = None) -> None:
         """Copy the present hyper-parameters; gradients are to be divided by ``divisor``.
@@ -61,8 +57,6 @@ class UpdateRule:
         self._after = [dict(group) for group in self._groups]
         self._args = {}
         self.divisor, self.found_inf = divisor, found_inf
-        self._multiplier = 1.0 / divisor
-        self._advance = 1.0 if found_inf is None else 1.0 - found_inf
 
     def end(self) -> None:
         """Copy group entries that the optimizer itself changed (counters) back to it."""
@@ -83,10 +77,14 @@ class UpdateRule:
         for update in updates:
             (in_one_pass if self._fits(update) else rest).append(update)
         if in_one_pass and self._kernel is not None:
-            self._kernel.count([update.leaf for update in in_one_pass], state, self._advance)
+            advance = 1.0 if self.found_inf is None else 1.0 - self.found_inf
+            self._kernel.count([update.leaf for update in in_one_pass], state, advance)
             for update in in_one_pass:
-                own = state.setdefault(update.leaf, {})
-                args = self._args.get(update.group) or self._kernel_args(update.group)
+                own, index = state.setdefault(update.leaf, {}), update.group
+                args = self._args.get(index)
+                if args is None:
+                    args = self._kernel.args(self._groups[index], 1.0 / self.divisor, self.found_inf)
+                    self._args[index] = args
                 self._kernel.run(update.leaf.detach(), update.grad, update.out, own, args)
         if rest:
             if live:
@@ -103,11 +101,6 @@ class UpdateRule:
         if not narrow or update.leaf.dtype != torch.float32 or self._kernel is None:
             return False
         return self._kernel.fits(self._groups[update.group])
-
-    def _kernel_args(self, index: int) -> Any:
-        assert self._kernel is not None
-        self._args[index] = self._kernel.args(self._groups[index], self._multiplier, self.found_inf)
-        return self._args[index]
 
     def _step_shadow(self, updates: Sequence[SliceUpdate], state: State) -> None:
         shadow: Any = object.__new__(type(self.optimizer))
@@ -144,27 +137,6 @@ class UpdateRule:
         step(optimizer)
         for update in updates:
             update.leaf.grad = None
-
-    def elementwise_states(self) -> int:
-        """Count the tensors that the optimizer keeps per element, at most.
-
-        Found by letting it make one step on a dummy. Raises ValueError if it cannot.
-        """
-        counts = [0]
-        try:
-            for index in range(len(self.optimizer.param_groups)):
-                leaf = torch.zeros(16, requires_grad=True)
-                state: State = defaultdict(dict)
-                self.begin(1.0)
-                with torch.no_grad():
-                    self._step_shadow([SliceUpdate(index, leaf, torch.zeros(16))], state)
-                counts.append(sum(is_elementwise(value, leaf) for value in state[leaf].values()))
-        except Exception as error:
-            raise ValueError(
-                f"optimizer {type(self.optimizer).__name__} cannot be offloaded to NVMe: a step on a flat "
-                f"tensor failed: {error}"
-            ) from error
-        return max(counts)
 
 
 def _filled(value: Scalar, device: torch.device) -> Tensor:

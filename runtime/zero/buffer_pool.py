@@ -28,7 +28,3 @@ class BufferPool:
     def end_pass(self) -> None:
         if not self._comm.shared:
             self.free.clear()
-
-    @property
-    def nbytes(self) -> int:
-        return sum(t.nbytes for t in self.free)

@@ -13,19 +13,18 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from .ownership import Owner
 from .store import Access, ShardStore, ValueStore, open_all, take_changed
 
 
-class WrittenUnit(Protocol):
+class WrittenUnit(Owner, Protocol):
     """Describes a unit whose parameters may be written to."""
 
     name: str
-    names: list[str]
     parameters: list[nn.Parameter]
     full: Tensor
     start: int
     stop: int
-    provisional: bool
     shard_params: bool
     store: ShardStore | None
     values: ValueStore

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy
@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import ParameterError
+from .output_tensors import tensors_in
 
 _SETTERS = (torch.Tensor.data.__set__,)  # type: ignore[attr-defined]
 
@@ -21,14 +22,6 @@ def _remedy(name: str) -> str:
         "or inside `with zlaunch.zero.GatheredParameters([parameter]):` on all ranks (modifier_rank=0 to "
         "change it)"
     )
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
 
 
 def _address(tensor: Tensor) -> int:
@@ -52,7 +45,7 @@ class _ReadOnly(TorchDispatchMode):
             if argument.alias_info is None or not argument.alias_info.is_write:
                 continue
             value = args[position] if position < len(args) else kwargs.get(argument.name)
-            if any(_address(tensor) in self._addresses for tensor in _tensors(value)):
+            if any(_address(tensor) in self._addresses for tensor in tensors_in(value)):
                 raise ParameterError(f"{func._schema.name} cannot change it: {_remedy(self._name)}")
         return func(*args, **kwargs)
 
@@ -65,8 +58,7 @@ class FreedView(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = (*args, *(kwargs or {}).values())
-        named = next((t for t in _tensors(given) if isinstance(t, FreedView)), None)
+        named = next((t for t in tensors_in([args, kwargs]) if isinstance(t, FreedView)), None)
         name = cls.parameter_name if named is None else named.parameter_name
         return read_freed(func, args, kwargs or {}, name)
 
@@ -78,12 +70,12 @@ def read_freed(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
     """
     if func in _SETTERS:
         raise ParameterError(f"its data cannot be replaced: {_remedy(name)}")
-    given = list(_tensors([*args, *kwargs.values()]))
+    given = list(tensors_in([args, kwargs]))
     with torch._C.DisableTorchFunctionSubclass():
         hollow = {_address(t) for t in given if _is_hollow(t)} - {0}
         with _ReadOnly(hollow, name):
             result = func(*args, **kwargs)
-        for tensor in _tensors(result):
+        for tensor in tensors_in(result):
             if tensor.requires_grad and not any(tensor is one for one in given):
                 raise ParameterError(f"a gradient cannot flow through it: {_remedy(name)}")
             if not tensor.is_floating_point() and tensor.dtype is not torch.bool:

@@ -76,7 +76,6 @@ class ShardedModel:
         self._root = blocks[0]
         self._block_of = {id(unit): block for block in blocks for unit in block.units}
         self._pass = Pass(one_thread=options.shard_params)
-        self._backward = False
         self._passed: list[Block] = []
         """Lists blocks with frozen units whose backward has begun; see _reshard_passed."""
         self._forward_order, self._backward_order = OrderHint(), OrderHint()
@@ -170,7 +169,7 @@ class ShardedModel:
             self._enter(module)
             self._unshard(self._root)
             return
-        if self._backward:
+        if self._pass.is_backward:
             self._reset_backward()  # the last one ended in an exception
         if self._pass.was_cut_off():
             self.abandon_forward()
@@ -233,7 +232,7 @@ class ShardedModel:
 
     def _after(self, block: Block) -> Callable[..., None]:
         def at_gradient() -> None:
-            if not self._backward:
+            if not self._pass.is_backward:
                 self._begin_backward()
             self._reshard_passed(block)
             self._unshard(block)
@@ -258,9 +257,9 @@ class ShardedModel:
     # -- backward
 
     def _begin_backward(self) -> None:
-        if self._backward:
+        if self._pass.is_backward:
             return
-        self._backward = True
+        self._pass.begin_backward()
         self.reducer.begin()
         if not self._pass.depth:
             self._forward_order.end()
@@ -279,7 +278,7 @@ class ShardedModel:
         return on_gradient
 
     def _take_gradient(self, unit: Unit, index: int, parameter: Tensor) -> None:
-        if not self._backward:
+        if not self._pass.is_backward:
             self._begin_backward()
         grad = placeholder.GRAD.__get__(parameter)
         if grad is None:
@@ -301,7 +300,7 @@ class ShardedModel:
 
     def _on_saved(self) -> None:
         """Begin the backward pass when a saved tensor of a unit is about to be used."""
-        if not self._backward and placeholder.in_backward():
+        if not self._pass.is_backward and placeholder.in_backward():
             self._begin_backward()
 
     def _reshard_passed(self, current: Block) -> None:
@@ -317,13 +316,13 @@ class ShardedModel:
 
     def _end_backward(self) -> None:
         if self._pass.depth and self.reducer.is_empty_pass:  # autograd.grad inside the forward pass
-            self._backward = False
+            self._pass.end_backward()
             return
         self.reducer.finish()
         self._reset_backward()
 
     def _reset_backward(self) -> None:
-        self._backward = False
+        self._pass.end_backward()
         self.loss_scaling.end()
         self._kept.close()
         self._backward_order.end()
@@ -335,14 +334,11 @@ class ShardedModel:
 
     def _unshard(self, block: Block) -> None:
         with outside_transforms():
-            self._gather(block)
-
-    def _gather(self, block: Block) -> None:
-        for unit in block.units:
-            if unit.state is UnitState.SHARDED:
-                unit.unshard()
-        for unit in block.units:
-            unit.wait_unsharded()
+            for unit in block.units:
+                if unit.state is UnitState.SHARDED:
+                    unit.unshard()
+            for unit in block.units:
+                unit.wait_unsharded()
 
     def _reshard(self, block: Block) -> None:
         with outside_transforms():
@@ -359,7 +355,7 @@ class ShardedModel:
         assert isinstance(unit, Unit)
         if not self._pass.depth and not placeholder.in_backward():
             return False
-        if placeholder.in_backward() and not self._backward:
+        if placeholder.in_backward() and not self._pass.is_backward:
             self._begin_backward()
         block = self._block_of[id(unit)]
         if not block.is_root:

@@ -1,16 +1,37 @@
-"""Knows whether a forward pass of a model is going on, and in which thread."""
+"""Knows whether a forward or backward pass of a model is going on, and in which thread."""
 
 from __future__ import annotations
 
 import sys
+from enum import Enum, auto
 from types import FrameType
 
 
+class Phase(Enum):
+    """Says what a model is doing."""
+
+    IDLE = auto()
+    """Means that no pass is going on."""
+    FORWARD = auto()
+    """Means that the model is being called."""
+    BACKWARD = auto()
+    """Means that gradients are on their way, perhaps inside a call of the model (autograd.grad there)."""
+
+
+_ALLOWED = {
+    Phase.IDLE: {Phase.FORWARD, Phase.BACKWARD},
+    Phase.FORWARD: {Phase.IDLE, Phase.BACKWARD},
+    Phase.BACKWARD: {Phase.IDLE, Phase.FORWARD},
+}
+"""Lists the phases that may follow each."""
+
+
 class Pass:
-    """Tracks the forward pass of one model, also one that calls the model again."""
+    """Tracks the passes of one model, also a forward pass that calls the model again."""
 
     def __init__(self, *, one_thread: bool) -> None:
         """Track no pass yet; with ``one_thread``, refuse that two threads use the model at a time."""
+        self.phase = Phase.IDLE
         self.depth = 0
         """Counts the calls of the model that are going on, one inside the other."""
         self._one_thread = one_thread
@@ -19,18 +40,39 @@ class Pass:
     def begin(self, hook: FrameType) -> None:
         """Note a call of the model; ``hook`` is the frame of its pre-hook."""
         if not self.depth:
+            self._move(Phase.FORWARD)
             self._caller = _module_call(hook)
         self.depth += 1
 
     def end(self) -> None:
         """Note the end of a call."""
-        self.depth = max(0, self.depth - 1)
-        if not self.depth:
-            self._caller = None
+        if self.depth > 1:
+            self.depth -= 1
+        else:
+            self.reset()
 
     def reset(self) -> None:
         """Note that no call is going on any more."""
         self.depth, self._caller = 0, None
+        if self.phase is Phase.FORWARD:
+            self._move(Phase.IDLE)
+
+    def begin_backward(self) -> None:
+        """Note the first gradient of a backward pass."""
+        self._move(Phase.BACKWARD)
+
+    def end_backward(self) -> None:
+        """Note that the backward pass has ended, or that an exception has ended it."""
+        self._move(Phase.FORWARD if self.depth else Phase.IDLE)
+
+    def _move(self, to: Phase) -> None:
+        assert to in _ALLOWED[self.phase], f"{self.phase.name} -> {to.name}"
+        self.phase = to
+
+    @property
+    def is_backward(self) -> bool:
+        """Tell whether a backward pass has begun and not ended."""
+        return self.phase is Phase.BACKWARD
 
     def was_cut_off(self) -> bool:
         """Tell whether the pass has ended unnoticed: for an interrupt torch calls no hooks. Raises

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from ..errors import ParameterError
 from .freed import read_freed
+from .output_tensors import tensors_in
 from .ownership import Owner
 
 
@@ -118,14 +119,8 @@ def move_versions(parameters: Sequence[Tensor]) -> None:
             torch.autograd.graph.increment_version(parameter)
 
 
-def _watched(values: Any, kind: type[Tensor]) -> Iterator[Tensor]:
-    for value in values:
-        if isinstance(value, kind):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _watched(value, kind)
-        elif isinstance(value, dict):
-            yield from _watched(value.values(), kind)
+def _of_kind(kind: type[Tensor], *given: Any) -> list[Tensor]:
+    return [tensor for tensor in tensors_in(given) if isinstance(tensor, kind)]
 
 
 def _call(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -205,9 +200,7 @@ def _hidden(name: str) -> None:
         "config; the norm is engine.get_global_grad_norm() after the step; to read or change gradients "
         "before it, zlaunch.safe_get_full_grad(parameter) and zlaunch.safe_set_full_grad(parameter, value)"
     )
-    if not settings.lenient:
-        raise ParameterError(text)
-    warnings.warn(text, stacklevel=3)
+    _object(text)
 
 
 def complain(name: str) -> None:
@@ -216,9 +209,13 @@ def complain(name: str) -> None:
         f"{name} was changed in place while it was gathered (ZeRO stage 3), and the change is lost: use "
         "`with zlaunch.zero.GatheredParameters([parameter], modifier_rank=0):` outside of the forward pass"
     )
+    _object(text)
+
+
+def _object(text: str) -> None:
     if not settings.lenient:
         raise ParameterError(text)
-    warnings.warn(text, stacklevel=3)
+    warnings.warn(text, stacklevel=4)
 
 
 class PendingParameter(ManagedParameter):
@@ -228,7 +225,7 @@ class PendingParameter(ManagedParameter):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _METADATA:
             return _call(func, args, kwargs)
-        for parameter in _watched((*args, *(kwargs or {}).values()), PendingParameter):
+        for parameter in _of_kind(PendingParameter, args, kwargs):
             unit = owner(parameter)
             if unit is not None:
                 unit.wait_unsharded()
@@ -255,7 +252,7 @@ class ShardedParameter(ManagedParameter):
         if func in _METADATA:
             return _call(func, args, kwargs)
         found = False
-        touched = list(_watched((*args, *(kwargs or {}).values()), ShardedParameter))
+        touched = _of_kind(ShardedParameter, args, kwargs)
         for parameter in touched:
             unit = owner(parameter)
             if unit is not None and unit.on_demand is not None:

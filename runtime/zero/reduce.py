@@ -165,11 +165,6 @@ class GradientReducer:
         lent = any(bucket.tensor is not None for bucket in self._buckets.values())
         return bool(self._in_flight) or (self.options.transient and lent)
 
-    @property
-    def buffer_bytes(self) -> int:
-        """Return the bytes of the send buffers that are kept between passes."""
-        return self._pool.nbytes
-
     def begin(self) -> None:
         """Begin a backward pass."""
         for bucket in self._buckets.values():

@@ -33,6 +33,5 @@ def _share(tensor: Tensor, comm: Comm) -> None:
     if tensor.layout is not torch.strided:
         raise ParameterError(f"a buffer or parameter has the layout {tensor.layout}, which is not supported")
     flat = tensor.detach().contiguous().view(-1)
-    if flat.numel():
-        comm.broadcast(flat.view(torch.uint8))
-        tensor.detach().copy_(flat.view(tensor.shape))
+    comm.broadcast(flat.view(torch.uint8))
+    tensor.detach().copy_(flat.view(tensor.shape))

@@ -170,7 +170,7 @@ def outside_transforms() -> Iterator[None]:
         yield
 
 
-def explained(error: RuntimeError) -> RuntimeError | None:
+def explained(error: BaseException) -> UnsupportedError | None:
     """Return an error that says what to do if torch refuses to be called under the hooks; None for others."""
     if "support saved tensor hooks" not in str(error):
         return None

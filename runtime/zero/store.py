@@ -175,7 +175,11 @@ class ShardStore(ABC):
 
     def grad_squares(self) -> list[Tensor]:
         """Sum the squares of the gradient's :attr:`cuts`: 0-dim float64 each."""
-        return squares_of([self.grad()[start:stop] for start, stop in self.cuts])
+        return squares_of(self.grad_parts())
+
+    def grad_parts(self) -> list[Tensor]:
+        """Return the parts of the gradient whose squares are summed. Raises as :meth:`grad`."""
+        return [self.grad()[start:stop] for start, stop in self.cuts]
 
     @abstractmethod
     def grad(self) -> Tensor:
@@ -320,10 +324,6 @@ class DeviceStore(ShardStore):
         """Return the gradient."""
         assert self.grad_memory is not None
         return self.grad_memory
-
-    def grad_parts(self) -> list[Tensor]:
-        """Return the parts of the gradient whose squares are summed."""
-        return [self.grad()[start:stop] for start, stop in self.cuts]
 
 
 _Tiles = Generator[tuple[T, OpenTile, TileView], None, None]

@@ -15,14 +15,7 @@ from . import placeholder
 from .external_writes import Writes
 from .layout import TILE_NUMEL, Layout, Piece, cuts_of
 from .ownership import GRADIENTS, MASTERS, VALUES, GradientBook, Owner, UnitState, check_here
-from .store import (
-    Access,
-    DeviceStores,
-    DeviceValues,
-    ShardFacts,
-    StoreFactory,
-    open_all,
-)
+from .store import Access, DeviceStores, DeviceValues, ShardFacts, StoreFactory, open_all
 
 
 class Unit:

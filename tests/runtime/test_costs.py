@@ -42,7 +42,7 @@ def _model_states(stage: int) -> tuple[int, int, int]:
     engine, *_ = zlaunch.initialize(model=model, config=config(stage, 4, bf16={"enabled": True}))
     train_engine(engine, data)
     block = max(unit.numel * 2 for unit in engine._sharded.units if unit.name != "root")
-    buffers = engine._reducer.buffer_bytes
+    buffers = sum(buffer.nbytes for buffer in engine._reducer._pool.free)
     largest = max(unit.numel for unit in engine._sharded.units)
     assert buffers <= 2 * largest * (MAX_IN_FLIGHT + 2)
     measured = _storage_bytes() - before - buffers

@@ -113,7 +113,7 @@ class DeepSpeedEngine(ConfigGetters, Engine):
     @property
     def losses(self) -> float | None:
         """Return the last loss that went through :meth:`backward`."""
-        return float(self._loss) if self._loss is not None else None
+        return float(self.last_loss) if self.last_loss is not None else None
 
     # -- the loop
 
