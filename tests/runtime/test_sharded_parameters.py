@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 from typing import Any
@@ -188,6 +189,25 @@ def _no_sync(stage: int) -> None:
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_no_sync(stage: int) -> None:
     run_workers(_no_sync, 2, stage)
+
+
+def _last_pass_without_reduction(stage: int, synced: tuple[bool, bool]) -> list[torch.Tensor]:
+    rank = zlaunch.init_distributed() and torch.distributed.get_rank()
+    engine, *_ = zlaunch.initialize(model=net().double(), config=config(stage, 2))
+    for batch, sync in zip(batches(2, 4), synced, strict=True):
+        with contextlib.nullcontext() if sync else engine.no_sync():
+            engine.backward(loss_of(engine, batch.chunk(2)[rank]))
+    engine.step()
+    return [parameter.detach().clone() for parameter in engine.module.parameters()]
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_step_after_no_sync_has_all_gradients(stage: int) -> None:
+    expected, _ = run_workers(_last_pass_without_reduction, 2, stage, (True, True))
+    for synced in ((True, False), (False, False)):
+        for parameters in run_workers(_last_pass_without_reduction, 2, stage, synced):
+            for a, b in zip(parameters, expected, strict=True):
+                torch.testing.assert_close(a, b)
 
 
 def _poison(steps: int) -> list[float]:
