@@ -71,7 +71,7 @@ def test_the_demo_installs_what_a_run_needs_and_no_more() -> None:
     assert not [name for name in RUNTIME if name.startswith(("types-", "cupy", "nvidia"))]
 
 
-@pytest.mark.parametrize("target", ["test", "test-all", "lint", "bench"])
+@pytest.mark.parametrize("target", ["test", "test-fast", "test-all", "lint", "bench"])
 def test_other_targets_install_the_tools_too(target: str) -> None:
     *_, last = pip_lines(target)
     assert requirements(last) == [".[test]"]
