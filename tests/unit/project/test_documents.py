@@ -34,6 +34,16 @@ def test_every_link_leads_somewhere(document: Path) -> None:
         assert not anchor or anchor in anchors(path), f"{document.name}: {target}"
 
 
+@pytest.mark.parametrize("document", DOCUMENTS, ids=NAMES)
+def test_every_test_that_is_named_exists(document: Path) -> None:
+    known = set()
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        known |= {path.stem, *re.findall(r"^def (test_\w+)", path.read_text(), re.MULTILINE)}
+    text = document.read_text()
+    assert not {name for name in re.findall(r"`(tests/[\w/.-]+)`", text) if not (ROOT / name).exists()}
+    assert not set(re.findall(r"`(test_\w+)(?:\.py)?`", text)) - known
+
+
 def test_the_readme_is_among_them_and_has_links() -> None:
     assert "README.md" in NAMES and "docs/status.md" in NAMES
     for name in ("docs/status.md", "docs/config.md", "constraints.txt"):
