@@ -16,7 +16,7 @@ import zlaunch
 
 MICRO = 2
 """Samples of one micro-batch of one rank."""
-SGD = {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01}
+SGD: dict[str, Any] = {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01}
 """The default optimizer: it shows gradients of the wrong size, and zeros where there should be none."""
 
 
@@ -40,7 +40,7 @@ def settings(stage: int, **extra: Any) -> dict[str, Any]:
 class Trainer:
     """Drives one model: ``call`` is what the script calls, ``module`` the user's own module."""
 
-    def __init__(self, side: Side, call: Any, module: nn.Module, optimizer: Any, scheduler: Any) -> None:
+    def __init__(self, side: Side, call: Any, module: Any, optimizer: Any, scheduler: Any) -> None:
         self.side, self.call, self.module = side, call, module
         self.optimizer, self.scheduler = optimizer, scheduler
         self.accumulation, self.clip = 1, 0.0

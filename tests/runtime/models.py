@@ -27,7 +27,8 @@ class Net(nn.Module):
     def __init__(self, width: int = 24, depth: int = 3, vocabulary: int = 31, tied: bool = False) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, width)
-        self.layers = nn.ModuleList(Layer(width) for _ in range(depth))
+        # torch types the items as Module, and their attributes as Tensor | Module
+        self.layers: Any = nn.ModuleList(Layer(width) for _ in range(depth))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocabulary, bias=False)
         if tied:

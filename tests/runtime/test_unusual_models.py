@@ -26,7 +26,7 @@ from tests.runtime.models import (
     train_engine,
     train_plain,
 )
-from tests.runtime.workers import run_workers
+from tests.runtime.workers import join, run_workers
 
 TOLERANCE = 1e-9
 
@@ -255,7 +255,7 @@ def test_trains_like_plain_torch(case: str) -> None:
 
 def _several_forwards(stage: int) -> float:
     """Two forwards summed before one backward, then two backwards before one step."""
-    rank = zlaunch.init_distributed() and torch.distributed.get_rank()
+    rank = join()
     plain = net().double()
     optimizer = torch.optim.AdamW(plain.parameters(), lr=3e-3, weight_decay=0.1)
     engine, *_ = zlaunch.initialize(model=net().double(), config=config(stage, 2))
@@ -279,7 +279,7 @@ def test_several_forwards_and_backwards_in_one_step(stage: int) -> None:
 
 def _two_models() -> float:
     """Two engines at different stages whose losses meet in one backward pass."""
-    rank = zlaunch.init_distributed() and torch.distributed.get_rank()
+    rank = join()
     a, b = net().double(), net(depth=2).double()
     optimizers = [torch.optim.AdamW(m.parameters(), lr=3e-3, weight_decay=0.1) for m in (a, b)]
     first, *_ = zlaunch.initialize(model=net().double(), config=config(3, 2))
@@ -304,7 +304,7 @@ def test_two_models_in_one_process() -> None:
 
 def _groups_and_schedule(stage: int) -> tuple[float, list[float]]:
     """A client optimizer with two groups of their own rates, and a torch scheduler."""
-    rank = zlaunch.init_distributed() and torch.distributed.get_rank()
+    rank = join()
 
     def build(model: Net) -> tuple[torch.optim.Optimizer, Any]:
         decayed = [p for p in model.parameters() if p.ndim > 1]

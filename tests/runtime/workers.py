@@ -22,6 +22,16 @@ _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["torch", "torch._dynamo", "zlaunch.runtime.api", "pytest"])
 
 
+def join() -> int:
+    """Joins the process group of the workers; returns this worker's rank."""
+    import torch.distributed as dist
+
+    import zlaunch
+
+    zlaunch.init_distributed()
+    return dist.get_rank()
+
+
 class WorkerError(AssertionError):
     """A worker raised; the text is its traceback."""
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import zlaunch
 from tests.runtime.models import Layer, batches, config, loss_of, net
-from tests.runtime.workers import WorkerError, run_workers
+from tests.runtime.workers import WorkerError, join, run_workers
 from zlaunch.runtime.deadlock.watch import Blocked, in_vain
 
 GLOO = {"ZLAUNCH_SHARED_MEMORY": "0"}
@@ -37,7 +37,7 @@ class Experts(nn.Module):
 
 
 def _experts(equal: bool) -> str:
-    rank = zlaunch.init_distributed() and torch.distributed.get_rank()
+    rank = join()
     engine, *_ = zlaunch.initialize(model=Experts(equal), config=options())
     with pytest.raises(zlaunch.RankMismatchError) as caught:
         for _ in range(2):
@@ -60,7 +60,7 @@ def test_ranks_that_use_blocks_of_different_sizes() -> None:
 
 def _alone(what: str) -> None:
     """Rank 0 does something that is collective; the other goes on, or waits at a barrier of the script's."""
-    rank = zlaunch.init_distributed() and torch.distributed.get_rank()
+    rank = join()
     engine, *_ = zlaunch.initialize(model=net(), config=options(1 if "save" in what else 3))
     tokens = batches(1, 4)[0].chunk(2)[rank]
     alone: dict[str, Callable[[], Any]] = {
@@ -101,7 +101,7 @@ def test_what_one_rank_does_alone(what: str) -> None:
 
 def _given_up() -> None:
     """One rank runs out of memory in a forward pass, goes on with the next batch, and the other does not."""
-    rank = zlaunch.init_distributed() and torch.distributed.get_rank()
+    rank = join()
     model = net()
     engine, *_ = zlaunch.initialize(model=model, config=options())
     tokens = batches(1, 4)[0].chunk(2)[rank]

@@ -11,7 +11,7 @@ import torch
 import zlaunch
 from tests.runtime.handles.test_optimizer import TOLERANCE, options, worst
 from tests.runtime.models import batches, loss_of, net, train_engine
-from tests.runtime.workers import run_workers
+from tests.runtime.workers import join, run_workers
 
 
 class Lamb(torch.optim.Optimizer):
@@ -57,7 +57,7 @@ MAKERS: dict[str, Any] = {
 
 
 def _train(folder: str) -> dict[str, float]:
-    rank = zlaunch.init_distributed() and torch.distributed.get_rank()
+    rank = join()
     world = torch.distributed.get_world_size()
     found = {}
     for name, make in MAKERS.items():

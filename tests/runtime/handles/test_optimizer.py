@@ -13,7 +13,7 @@ from torch import nn
 
 import zlaunch
 from tests.runtime.models import batches, config, loss_of, net, relative_error
-from tests.runtime.workers import run_workers
+from tests.runtime.workers import join, run_workers
 from zlaunch.runtime.handles.optimizer import ZeroOptimizer
 
 TOLERANCE = 1e-9
@@ -43,7 +43,7 @@ def _adam(model: nn.Module, **extra: Any) -> torch.optim.Optimizer:
 
 
 def _gan(way: str) -> dict[int, float]:
-    rank = zlaunch.init_distributed() and torch.distributed.get_rank()
+    rank = join()
     found = {}
     for stage in STAGES:
         plain, model = net().double(), net().double()
@@ -78,7 +78,7 @@ def test_zero_grad_drops_gradients(way: str) -> None:
 
 def _part() -> dict[int, float]:
     """Drop the gradients of a submodule, and of one parameter, alone."""
-    rank = zlaunch.init_distributed() and torch.distributed.get_rank()
+    rank = join()
     found = {}
     for stage in STAGES:
         plain, model = net().double(), net().double()
@@ -110,7 +110,7 @@ def test_zero_grad_of_a_part() -> None:
 
 def _unfreeze(way: str) -> dict[int, float]:
     """A block that is frozen at the start is trained from the third step on, another from the fifth."""
-    rank = zlaunch.init_distributed() and torch.distributed.get_rank()
+    rank = join()
     found = {}
     for stage in STAGES:
         plain, model = net().double(), net().double()
@@ -210,7 +210,7 @@ def test_a_group_of_unknown_parameters_is_refused() -> None:
 
 
 def _methods(stage: int) -> list[str]:
-    rank = zlaunch.init_distributed() and torch.distributed.get_rank()
+    rank = join()
     model = net()
     mine = _adam(model)
     schedule = torch.optim.lr_scheduler.StepLR(mine, 1, 0.5)  # wraps step() of the plain optimizer

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import zlaunch
 from tests.runtime.models import batches, config, loss_of, net, relative_error
-from tests.runtime.workers import run_workers
+from tests.runtime.workers import join, run_workers
 
 
 def options(stage: int, **extra: Any) -> dict[str, Any]:
@@ -121,7 +121,7 @@ def test_what_cannot_reach_the_engine_raises(stage: int) -> None:
 
 def _written(folder: str) -> dict[str, float]:
     """Weights changed in place between the steps of 16-bit training, against fp32 masters done by hand."""
-    rank = zlaunch.init_distributed() and torch.distributed.get_rank()
+    rank = join()
     world = torch.distributed.get_world_size()
     found = {}
     ways = {
@@ -232,7 +232,7 @@ def test_gradient_hooks_see_the_mean_over_micro_batches(stage: int) -> None:
 
 def _wide_sums(stage: int) -> float:
     """The sum of several bf16 gradients is not rounded to bf16 before it is sent."""
-    rank = zlaunch.init_distributed() and torch.distributed.get_rank()
+    rank = join()
     model = net()
     wanted = torch.zeros(31, 24, dtype=torch.float64)
 

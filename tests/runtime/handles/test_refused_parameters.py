@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import zlaunch
 from tests.runtime.models import batches, config, loss_of, net, relative_error
-from tests.runtime.workers import run_workers
+from tests.runtime.workers import join, run_workers
 
 
 class Special(nn.Parameter):
@@ -64,7 +64,7 @@ def test_what_cannot_be_trained_is_refused_by_name(world: int) -> None:
 
 
 def _taken() -> None:
-    rank = zlaunch.init_distributed() and torch.distributed.get_rank()
+    rank = join()
 
     class Mixed(nn.Module):
         def __init__(self) -> None:

@@ -9,7 +9,7 @@ import torch
 
 import zlaunch
 from tests.runtime.models import batches, config, loss_of, net, train_engine, train_plain
-from tests.runtime.workers import run_workers
+from tests.runtime.workers import join, run_workers
 from zlaunch.runtime.errors import LossScaleFloorError
 
 
@@ -42,7 +42,7 @@ def test_loss_curve_within_one_percent(section: str, accumulation: int) -> None:
 
 
 def _overflow_on_one_rank(stage: int) -> dict[str, object]:
-    rank = zlaunch.init_distributed() and torch.distributed.get_rank()
+    rank = join()
     fp16 = {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}
     engine, *_ = zlaunch.initialize(model=net(), config=config(stage, 2, fp16=fp16))
     before = {n: p.clone() for n, p in engine.module.state_dict().items()}
@@ -96,7 +96,7 @@ def test_floor_names_the_parameters() -> None:
 
 def _plain_backward(stage: int) -> list[tuple[float, float]]:
     """``loss.backward()`` straight on the loss is scaled like ``engine.backward``."""
-    rank = zlaunch.init_distributed() and torch.distributed.get_rank()
+    rank = join()
     settings = config(stage, 2, fp16={"enabled": True, "loss_scale": 1024})
     norms = []
     engines = [zlaunch.initialize(model=net(), config=settings)[0] for _ in range(2)]

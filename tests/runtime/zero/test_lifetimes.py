@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import zlaunch
 from tests.runtime.models import Layer, batches, config, net, relative_error
-from tests.runtime.workers import run_workers
+from tests.runtime.workers import join, run_workers
 
 TOLERANCE = 1e-9
 WIDTH = 16
@@ -64,7 +64,7 @@ KINDS = ("slice", "index", "expand", "detach", "tuple", "itself", "space")
 
 
 def _views() -> dict[str, float]:
-    rank = zlaunch.init_distributed() and torch.distributed.get_rank()
+    rank = join()
     found = {}
     for kind in KINDS:
         torch.manual_seed(1)
@@ -150,7 +150,7 @@ class OddLayer(nn.Module):
 
 
 def _outputs() -> dict[str, float]:
-    rank = zlaunch.init_distributed() and torch.distributed.get_rank()
+    rank = join()
     found = {}
     for kind, (_, take) in OUTPUTS.items():
         torch.manual_seed(1)
@@ -180,7 +180,7 @@ def test_outputs_of_unknown_classes() -> None:
 
 
 def _passes() -> dict[str, float]:
-    rank = zlaunch.init_distributed() and torch.distributed.get_rank()
+    rank = join()
 
     def penalty(model: nn.Module, x: Tensor) -> Tensor:
         x = x.detach().requires_grad_()
@@ -305,7 +305,7 @@ def test_memory_is_given_back() -> None:
 
 def _transforms() -> dict[str, float]:
     """torch.func inside a forward pass, with units that stay whole until the backward pass is over."""
-    rank = zlaunch.init_distributed() and torch.distributed.get_rank()
+    rank = join()
 
     class Inside(nn.Module):
         def __init__(self, kind: str) -> None:

@@ -11,7 +11,7 @@ import torch
 
 import zlaunch
 from tests.runtime.models import batches, config, loss_of, net, relative_error, train_engine
-from tests.runtime.workers import run_workers
+from tests.runtime.workers import join, run_workers
 from zlaunch.runtime.errors import ParameterError, RankMismatchError
 
 
@@ -48,7 +48,7 @@ def test_a_sharded_parameter_is_never_garbage() -> None:
 
 def _copies() -> None:
     """At stages 0 to 2 a copy of the model is a plain model of its own."""
-    rank = zlaunch.init_distributed() and torch.distributed.get_rank()
+    rank = join()
     engine, *_ = zlaunch.initialize(model=net(), config=config(1, 2))
     batch = batches(1, 4)[0].chunk(2)[rank]
     engine.backward(loss_of(engine, batch))
@@ -65,7 +65,7 @@ def test_a_copy_is_a_plain_model() -> None:
 
 def _values_after_step(stage: int) -> None:
     """Right after step() every way to read a parameter gives the new values, the same on all ranks."""
-    rank = zlaunch.init_distributed() and torch.distributed.get_rank()
+    rank = join()
     model = net()
     kept = list(model.parameters())  # references from before, as a moving average would hold
     engine, *_ = zlaunch.initialize(model=model, config=config(stage, 2))
@@ -146,7 +146,7 @@ def test_a_failed_save_is_told_to_every_rank(tmp_path: Any) -> None:
 
 
 def _mismatch(kind: str) -> str:
-    rank = zlaunch.init_distributed() and torch.distributed.get_rank()
+    rank = join()
     model = net(depth=3 if rank == 0 or kind != "depth" else 2)
     if kind == "shape" and rank == 1:
         model.layers[1].up = torch.nn.Linear(24, 50)
@@ -166,7 +166,7 @@ def test_ranks_that_differ_are_named(kind: str, text: str) -> None:
 
 
 def _no_sync(stage: int) -> None:
-    rank = zlaunch.init_distributed() and torch.distributed.get_rank()
+    rank = join()
     engine, *_ = zlaunch.initialize(model=net().double(), config=config(stage, 2))
     if stage >= 2:
         with pytest.raises(RuntimeError, match="no_sync"), engine.no_sync():

@@ -1,9 +1,13 @@
 """Test what the launcher says about a config before it starts anything."""
 
+from __future__ import annotations
+
 import json
 import subprocess
 import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -12,15 +16,21 @@ from zlaunch.cli.run import run
 
 ROOT = Path(__file__).parents[3]
 USERS = ("zlaunch", "deepspeed", "transformers", "accelerate")
+Launch = Callable[..., tuple[int, str]]
 GOOD = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 2}}
 
 
 @pytest.fixture
-def launch(tmp_path, monkeypatch):
+def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Launch:
     """Return a function that asks the launcher for a script's plan, and gives its exit code and words."""
     monkeypatch.chdir(tmp_path)
 
-    def start(*args, imports="zlaunch", files=None, options=("--num_gpus", "4")):
+    def start(
+        *args: str,
+        imports: str = "zlaunch",
+        files: Mapping[str, Any] | None = None,
+        options: Sequence[str] = ("--num_gpus", "4"),
+    ) -> tuple[int, str]:
         Path("train.py").write_text(f"import {imports}\n")
         for name, content in (files or {}).items():
             text = content if isinstance(content, str) else json.dumps(content)
@@ -31,7 +41,7 @@ def launch(tmp_path, monkeypatch):
     return start
 
 
-def refused(launch, *args, **options):
+def refused(launch: Launch, *args: str, **options: Any) -> str:
     code, said = launch(*args, **options)
     assert code == 2, said
     return said.split("Error: ", 1)[1].rstrip("\n")
@@ -39,7 +49,7 @@ def refused(launch, *args, **options):
 
 @pytest.mark.parametrize("option", ["--deepspeed_config", "--deepspeed-config", "--deepspeed", "--config"])
 @pytest.mark.parametrize("user", USERS)
-def test_a_config_that_is_not_there(launch, option, user):
+def test_a_config_that_is_not_there(launch: Launch, option: str, user: str) -> None:
     said = refused(launch, option, "ds.json", imports=user, files={"dss.json": GOOD, "ds.txt": ""})
     assert said == f"{option}: ds.json: no such file, did you mean 'dss.json'?"
     said = refused(launch, f"{option}=no/such.yaml", imports=user)
@@ -57,12 +67,12 @@ def test_a_config_that_is_not_there(launch, option, user):
         ("a: [1\nb: }", "line"),
     ],
 )
-def test_a_config_without_a_meaning(launch, option, name, text, expected):
+def test_a_config_without_a_meaning(launch: Launch, option: str, name: str, text: str, expected: str) -> None:
     said = refused(launch, option, name, files={name: text})
     assert said.startswith(f"{option}: {name}: ") and expected in said and "\n" not in said
 
 
-def test_a_config_of_a_script_that_reads_none(launch):
+def test_a_config_of_a_script_that_reads_none(launch: Launch) -> None:
     """What such a script means by --config is its own business; by DeepSpeed's options it is not."""
     for imports in ("os", "torch"):
         assert launch("--config", "none.yaml", imports=imports)[0] == 0
@@ -82,7 +92,7 @@ def test_a_config_of_a_script_that_reads_none(launch):
         "model: {enabled: 3}\noptimizer: {name: adam}\ndata: x\nseed: 1\n",
     ],
 )
-def test_a_script_s_own_config_is_left_alone(launch, text):
+def test_a_script_s_own_config_is_left_alone(launch: Launch, text: str) -> None:
     assert launch("--config", "own.yaml", imports="transformers", files={"own.yaml": text}) == (0, "")
 
 
@@ -106,12 +116,12 @@ def test_a_script_s_own_config_is_left_alone(launch, text):
         ),
     ],
 )
-def test_mistakes_inside(launch, option, change, expected):
+def test_mistakes_inside(launch: Launch, option: str, change: dict[str, Any], expected: str) -> None:
     said = refused(launch, option, "ds.json", files={"ds.json": {**GOOD, **change}})
     assert said.startswith("ds.json is not a good config:\nds.json: ") and expected in said
 
 
-def test_what_others_fill_in_is_left_open(launch):
+def test_what_others_fill_in_is_left_open(launch: Launch) -> None:
     source = {
         "train_batch_size": "auto",
         "train_micro_batch_size_per_gpu": "auto",
@@ -124,12 +134,12 @@ def test_what_others_fill_in_is_left_open(launch):
     assert launch("--deepspeed", "ds.json", files={"ds.json": {"zero_optimization": True}}) == (0, "")
 
 
-def test_warnings_belong_to_the_plan(launch):
+def test_warnings_belong_to_the_plan(launch: Launch) -> None:
     code, said = launch("--config", "ds.json", files={"ds.json": {**GOOD, "_note": 1}})
     assert (code, said) == (0, "zlaunch: warning: ds.json: _note: unknown key, ignored\n")
 
 
-def test_the_config_of_another_folder(launch, tmp_path):
+def test_the_config_of_another_folder(launch: Launch, tmp_path: Path) -> None:
     inner = tmp_path / "inner"
     inner.mkdir()
     (inner / "train.py").write_text("import zlaunch\n")
@@ -141,7 +151,7 @@ def test_the_config_of_another_folder(launch, tmp_path):
     )
 
 
-def test_no_torch_is_imported(tmp_path):
+def test_no_torch_is_imported(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("import zlaunch\n")
     (tmp_path / "ds.json").write_text(json.dumps({**GOOD, "train_batch_size": 8}))
     code = (

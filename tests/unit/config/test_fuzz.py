@@ -1,25 +1,31 @@
 """Test random configs: valid ones load and resolve, anything else raises ConfigError and nothing else."""
 
+from __future__ import annotations
+
 import copy
 import json
+from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from zlaunch.runtime.config import Config, ConfigError, load, resolve
 
+Strategy = st.SearchStrategy[Any]
 booleans = st.booleans()
 counts = st.one_of(st.integers(1, 10**6), st.integers(1, 99).map(float), st.integers(1, 99).map(str))
 sizes = st.one_of(st.integers(1, 10**12), st.floats(1, 1e15), st.sampled_from(["5e8", "1e9", "17"]))
 rates = st.one_of(st.floats(0, 1), st.sampled_from(["1e-5", 0]))
 
 
-def auto(values):
+def auto(values: Strategy) -> Strategy:
     return st.one_of(values, st.just("auto"))
 
 
-def part(**fields):
-    return st.fixed_dictionaries({}, optional={key: auto(values) for key, values in fields.items()})
+def part(**fields: Strategy) -> Strategy:
+    none: dict[str, Strategy] = {}
+    return st.fixed_dictionaries(none, optional={key: auto(values) for key, values in fields.items()})
 
 
 zero = part(
@@ -92,14 +98,14 @@ fast = settings(max_examples=250, deadline=None, suppress_health_check=list(Heal
 
 @fast
 @given(valid, st.integers(1, 64), st.one_of(st.none(), st.integers(1, 20_000)))
-def test_valid_configs_load_and_settle(source, world, hidden):
+def test_valid_configs_load_and_settle(source: dict[str, Any], world: int, hidden: int | None) -> None:
     before = copy.deepcopy(source)
     effective = resolve(load(source), world_size=world, hidden_size=hidden)
     assert source == before
     config = effective.config
-    assert config.train_batch_size == (
-        config.train_micro_batch_size_per_gpu * config.gradient_accumulation_steps * world
-    )
+    micro, accumulation = config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps
+    assert micro is not None and accumulation is not None
+    assert config.train_batch_size == micro * accumulation * world
     assert set(effective.sources) == {key for key, _, _ in effective.table()}
     again = resolve(load(json.loads(json.dumps(effective.to_dict()))), world_size=world)
     assert again.digest() == effective.digest()
@@ -125,7 +131,7 @@ BREAK = [
 
 @fast
 @given(valid, st.data())
-def test_one_mistake_is_found_and_named(source, data):
+def test_one_mistake_is_found_and_named(source: dict[str, Any], data: st.DataObject) -> None:
     section, key, values = data.draw(st.sampled_from(BREAK))
     source = copy.deepcopy(source)
     target = source if section is None else source.setdefault(section, {})
@@ -141,7 +147,7 @@ def test_one_mistake_is_found_and_named(source, data):
 
 @fast
 @given(valid, st.data())
-def test_junk_never_raises_anything_else(source, data):
+def test_junk_never_raises_anything_else(source: dict[str, Any], data: st.DataObject) -> None:
     source = copy.deepcopy(source)
     for _ in range(data.draw(st.integers(1, 3))):
         target = source
@@ -158,7 +164,7 @@ def test_junk_never_raises_anything_else(source, data):
 
 @fast
 @given(junk)
-def test_junk_as_a_section_or_as_the_source(value):
+def test_junk_as_a_section_or_as_the_source(value: Any) -> None:
     for source in (value, *({key: value} for key in keys[::7])):
         try:
             load(source)
@@ -168,7 +174,7 @@ def test_junk_as_a_section_or_as_the_source(value):
 
 @fast
 @given(st.one_of(st.text(max_size=60), st.text('{}[]",:#/*\\ \n0123eE.+-tfn', max_size=40)))
-def test_any_text_as_a_file(tmp_path_factory, text):
+def test_any_text_as_a_file(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
     folder = tmp_path_factory.getbasetemp()
     for name in ("fuzz.json", "fuzz.yaml"):
         path = folder / name
@@ -187,7 +193,7 @@ def test_any_text_as_a_file(tmp_path_factory, text):
         max_leaves=20,
     )
 )
-def test_reader_agrees_with_json(value):
+def test_reader_agrees_with_json(value: Any) -> None:
     from zlaunch.runtime.config.jsonc import parse
 
     assert parse(json.dumps(value, indent=1)) == (value, [])

@@ -1,10 +1,15 @@
 """Check that every accepted key is read, or says why it need not be."""
 
+from __future__ import annotations
+
 import ast
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from pydantic.fields import FieldInfo
 
 from zlaunch.runtime.config import Config, ConfigError, load
 from zlaunch.runtime.config.fields import Section
@@ -140,7 +145,9 @@ def keys_read() -> set[tuple[type[Section], str]]:
     return found
 
 
-def fields(level, model=Config, path=""):
+def fields(
+    level: str, model: type[Section] = Config, path: str = ""
+) -> Iterator[tuple[str, type[Section], FieldInfo]]:
     for name, info in model.model_fields.items():
         here = f"{path}.{name}" if path else name
         inner = section_of(info)
@@ -151,7 +158,7 @@ def fields(level, model=Config, path=""):
             yield here, model, info
 
 
-def test_every_supported_key_is_read():
+def test_every_supported_key_is_read() -> None:
     read = keys_read()
     supported = [(path, model) for path, model, _ in fields("supported")]
     assert len(supported) > 60
@@ -159,7 +166,7 @@ def test_every_supported_key_is_read():
     assert unread == set(SETTLED_INSIDE)
 
 
-def test_a_read_is_known_by_its_section():
+def test_a_read_is_known_by_its_section() -> None:
     reads = Reads()
     reads.visit(
         ast.parse(
@@ -189,7 +196,7 @@ def test_a_read_is_known_by_its_section():
     }
 
 
-def test_every_key_that_is_always_so_says_why():
+def test_every_key_that_is_always_so_says_why() -> None:
     page = markdown()
     always = {path: info for path, _, info in fields("always")}
     assert len(always) >= 20
@@ -199,7 +206,7 @@ def test_every_key_that_is_always_so_says_why():
         assert "| always so |" in row
 
 
-def test_the_opposite_of_what_holds_is_said_in_one_line():
+def test_the_opposite_of_what_holds_is_said_in_one_line() -> None:
     source = {
         "zero_forced": 1,
         "zero_optimization": {
@@ -238,19 +245,19 @@ def test_the_opposite_of_what_holds_is_said_in_one_line():
         ),
     ],
 )
-def test_what_would_change_results_is_refused(source, path):
+def test_what_would_change_results_is_refused(source: dict[str, Any], path: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load(source)
     (line,) = caught.value.problems
     assert line.startswith(f"<dict>: {path}: false asks for ") and "is not supported yet" in line
 
 
-def test_granularity_threshold_is_used():
+def test_granularity_threshold_is_used() -> None:
     source = {"zero_optimization": {"stage": 3, "stage3_module_granularity_threshold": 5000}}
     assert load(source).warnings == ()
 
 
-def test_log_level_is_a_level():
+def test_log_level_is_a_level() -> None:
     assert load({"log_level": "WARNING"}).config.log_level == "warning"
     with pytest.raises(ValueError, match="expected one of debug, info, warning, error, critical"):
         load({"log_level": "loud"})
@@ -259,7 +266,7 @@ def test_log_level_is_a_level():
 SAMPLES = {"fused": None, "foreach": False, "amsgrad": True, "nesterov": False, "cycle_momentum": False}
 
 
-def sample(name, info):
+def sample(name: str, info: FieldInfo) -> Any:
     default = info.default
     if name in SAMPLES:
         return SAMPLES[name]
@@ -267,7 +274,7 @@ def sample(name, info):
 
 
 @pytest.mark.parametrize("kind", OPTIMIZER_PARAMS)
-def test_every_argument_of_an_optimizer_is_taken(kind):
+def test_every_argument_of_an_optimizer_is_taken(kind: str) -> None:
     group = [{"params": [torch.nn.Parameter(torch.zeros(2))]}]
     for name, info in OPTIMIZER_PARAMS[kind].model_fields.items():
         if extra(info).get("support") != "results":
@@ -275,7 +282,7 @@ def test_every_argument_of_an_optimizer_is_taken(kind):
 
 
 @pytest.mark.parametrize("kind", SCHEDULER_PARAMS)
-def test_every_argument_of_a_scheduler_is_taken(kind):
+def test_every_argument_of_a_scheduler_is_taken(kind: str) -> None:
     model = SCHEDULER_PARAMS[kind]
     needed = dict.fromkeys(model.required, 3)
     for name, info in model.model_fields.items():

@@ -1,5 +1,7 @@
 """Test reading configs: forms, syntax, messages, support levels, and the generated reference."""
 
+from __future__ import annotations
+
 import base64
 import json
 import math
@@ -7,6 +9,7 @@ import pickle
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,13 +22,13 @@ from zlaunch.runtime.config.reference import markdown
 ROOT = Path(__file__).parents[3]
 
 
-def problems(source):
+def problems(source: Any) -> str:
     with pytest.raises(ConfigError) as caught:
         load(source)
     return str(caught.value)
 
 
-def write(folder, name, text):
+def write(folder: Path, name: str, text: str) -> Path:
     path = folder / name
     path.write_text(text, encoding="utf-8")
     return path
@@ -43,7 +46,7 @@ COMMENTED = """
 """
 
 
-def test_json_with_comments(tmp_path):
+def test_json_with_comments(tmp_path: Path) -> None:
     loaded = load(write(tmp_path, "ds.json", COMMENTED))
     assert loaded.origin == "ds.json"
     assert loaded.config.train_batch_size == 8
@@ -58,7 +61,7 @@ def test_json_with_comments(tmp_path):
     assert loaded.raw["zero_optimization"] == {"stage": 3, "reduce_bucket_size": 5e8}
 
 
-def test_all_forms_agree(tmp_path):
+def test_all_forms_agree(tmp_path: Path) -> None:
     value = {
         "train_batch_size": 8,
         "fp16": {"enabled": True},
@@ -85,7 +88,7 @@ def test_all_forms_agree(tmp_path):
     assert load(encoded).origin == "<base64>"
 
 
-def test_defaults_are_deepspeeds():
+def test_defaults_are_deepspeeds() -> None:
     config = load({}).config
     assert config == Config()
     assert config.gradient_clipping == 1.0
@@ -112,13 +115,13 @@ def test_defaults_are_deepspeeds():
         ("{} {}", "after the end"),
     ],
 )
-def test_json_syntax_errors(tmp_path, text, expected):
+def test_json_syntax_errors(tmp_path: Path, text: str, expected: str) -> None:
     path = write(tmp_path, "bad.json", text)
     message = problems(path)
     assert expected in message and message.startswith(str(path))
 
 
-def test_yaml_syntax_and_types(tmp_path):
+def test_yaml_syntax_and_types(tmp_path: Path) -> None:
     assert "bad.yaml: line 2, column" in problems(write(tmp_path, "bad.yaml", "a: [1\nb: }"))
     message = problems(write(tmp_path, "b.yml", "fp16:\n  enabled: yes\n"))
     assert message == 'b.yml: fp16.enabled: "yes" is not allowed, expected true or false'
@@ -132,7 +135,7 @@ def test_yaml_syntax_and_types(tmp_path):
     assert problems(write(tmp_path, "e.yaml", "a: !!python/object:os.system x\n"))
 
 
-def test_yaml_reads_no_number_in_base_60(tmp_path):
+def test_yaml_reads_no_number_in_base_60(tmp_path: Path) -> None:
     text = "train_batch_size: 1:30\ngradient_clipping: 1:30.5\nsteps_per_print: 90\n"
     assert problems(write(tmp_path, "a.yaml", text)).splitlines() == [
         'a.yaml: train_batch_size: "1:30" is not allowed, expected a whole number, 1 or more',
@@ -140,13 +143,13 @@ def test_yaml_reads_no_number_in_base_60(tmp_path):
     ]
 
 
-def test_booleans_of_numpy():
+def test_booleans_of_numpy() -> None:
     config = load({"fp16": {"enabled": np.bool_(True)}, "bf16": {"enabled": np.False_}}).config
     assert config.fp16.enabled is True and config.bf16.enabled is False
     assert "of type ndarray" in problems({"fp16": {"enabled": np.array([True])}})
 
 
-def test_an_error_keeps_its_parts_when_it_is_sent():
+def test_an_error_keeps_its_parts_when_it_is_sent() -> None:
     with pytest.raises(ConfigError) as caught:
         load({"train_batch_size": 0, "fp16": 3, "own_key": 1})
     again = pickle.loads(pickle.dumps(caught.value))
@@ -154,7 +157,7 @@ def test_an_error_keeps_its_parts_when_it_is_sent():
     assert again.warnings == ("<dict>: own_key: unknown key, ignored",) and str(again) == str(caught.value)
 
 
-def test_duplicate_keys(tmp_path):
+def test_duplicate_keys(tmp_path: Path) -> None:
     text = '{"zero_optimization": {\n"stage": 1,\n"stage": 2}}'
     message = problems(write(tmp_path, "ds.json", text))
     assert message == "ds.json: zero_optimization.stage: key is given twice (line 3, column 1)"
@@ -163,7 +166,7 @@ def test_duplicate_keys(tmp_path):
     assert "given twice" in problems({"bf16": {}, "bfloat16": {}})
 
 
-def test_unreadable_sources(tmp_path):
+def test_unreadable_sources(tmp_path: Path) -> None:
     assert "no such file" in problems(tmp_path / "none.json")
     assert "no such file" in problems("nothing")
     assert "no such file" in problems("a\0b")
@@ -176,7 +179,7 @@ def test_unreadable_sources(tmp_path):
         assert "expected a path" in problems(odd)
 
 
-def test_every_problem_is_named(tmp_path):
+def test_every_problem_is_named(tmp_path: Path) -> None:
     text = json.dumps(
         {
             "zero_optimization": {"stage": 4, "overlap_com": True},
@@ -195,7 +198,7 @@ def test_every_problem_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("value", [5e8, "5e8", 500_000_000, "500000000", 500_000_000.7])
-def test_sizes(value):
+def test_sizes(value: Any) -> None:
     assert (
         load({"zero_optimization": {"reduce_bucket_size": value}}).config.zero_optimization.reduce_bucket_size
         == 5e8
@@ -205,13 +208,13 @@ def test_sizes(value):
 @pytest.mark.parametrize(
     "value", [True, -1, "many", None, [], {}, math.nan, math.inf, "0x10", "nan", 10**400]
 )
-def test_bad_sizes(value):
+def test_bad_sizes(value: Any) -> None:
     assert "zero_optimization.reduce_bucket_size" in problems(
         {"zero_optimization": {"reduce_bucket_size": value}}
     )
 
 
-def test_counts():
+def test_counts() -> None:
     assert load({"train_batch_size": 8.0}).config.train_batch_size == 8
     for value in (8.5, 0, -1, True, "eight", 10**30, math.inf):
         assert "expected a whole number, 1 or more" in problems({"train_batch_size": value})
@@ -222,7 +225,7 @@ def test_counts():
     assert "expected one of" in problems({"zero_optimization": {"stage": True}})
 
 
-def test_aliases_and_dtypes():
+def test_aliases_and_dtypes() -> None:
     loaded = load(
         {
             "bfloat16": {"enabled": True, "check_overflow": False},
@@ -255,7 +258,7 @@ def test_aliases_and_dtypes():
         ({"checkpoint": {"writer": {"type": "FAST"}}}, "checkpoint.writer.type"),
     ],
 )
-def test_warned(source, path):
+def test_warned(source: dict[str, Any], path: str) -> None:
     loaded = load(source)
     assert [line.split(": ")[1] for line in loaded.warnings] == [path]
     assert "ignored" in loaded.warnings[0]
@@ -283,7 +286,7 @@ def test_warned(source, path):
         ),
     ],
 )
-def test_refused(source, path):
+def test_refused(source: dict[str, Any], path: str) -> None:
     lines = problems(source).splitlines()
     assert len(lines) == 1 and lines[0].split(": ")[1] == path and "not supported yet" in lines[0]
 
@@ -308,11 +311,11 @@ def test_refused(source, path):
         {"progressive_layer_drop": {"enabled": False}, "sparse_attention": {}},
     ],
 )
-def test_switched_off_says_nothing(source):
+def test_switched_off_says_nothing(source: dict[str, Any]) -> None:
     assert load(source).warnings == ()
 
 
-def test_optimizer_and_scheduler():
+def test_optimizer_and_scheduler() -> None:
     loaded = load(
         {
             "optimizer": {
@@ -325,11 +328,14 @@ def test_optimizer_and_scheduler():
             },
         }
     )
-    assert loaded.config.optimizer.type == "AdamW"
-    assert loaded.config.optimizer.params == {"lr": 3e-4, "betas": [0.9, 0.95]}
-    assert loaded.config.scheduler.params == {"total_num_steps": 1000}
+    optimizer, scheduler = loaded.config.optimizer, loaded.config.scheduler
+    assert optimizer is not None and scheduler is not None
+    assert optimizer.type == "AdamW"
+    assert optimizer.params == {"lr": 3e-4, "betas": [0.9, 0.95]}
+    assert scheduler.params == {"total_num_steps": 1000}
     assert loaded.auto == {"optimizer.params.weight_decay", "scheduler.params.warmup_max_lr"}
     free = load({"optimizer": {"type": "RMSprop", "params": {"lr": "1e-5", "centered": True}}})
+    assert free.config.optimizer is not None
     assert free.config.optimizer.params == {"lr": 1e-5, "centered": True}
     assert load({"scheduler": {"type": "CosineAnnealingLR", "params": {"T_max": 10}}}).config.scheduler
 
@@ -363,11 +369,11 @@ def test_optimizer_and_scheduler():
         ("scheduler", {"type": "LambdaLR"}, "not supported yet"),
     ],
 )
-def test_bad_optimizer_or_scheduler(key, value, expected):
+def test_bad_optimizer_or_scheduler(key: str, value: Any, expected: str) -> None:
     assert expected in problems({key: value})
 
 
-def test_cross_checks():
+def test_cross_checks() -> None:
     assert "both enabled" in problems({"fp16": {"enabled": True}, "bf16": {"enabled": True}})
     assert "stage 3" in problems({"gradient_allreduce_op": "sum", "zero_optimization": {"stage": 3}})
     assert "does not agree" in problems({"data_types": {"param_dtype": "bf16"}, "fp16": {"enabled": True}})
@@ -376,7 +382,7 @@ def test_cross_checks():
     assert len(both.splitlines()) == 2
 
 
-def test_not_strict():
+def test_not_strict() -> None:
     source = {"strict": False, "future": 1, "fp16": {"enabled": True, "new": 2}}
     loaded = load(source)
     assert loaded.config.fp16.enabled and len(loaded.warnings) == 2
@@ -384,20 +390,20 @@ def test_not_strict():
     assert "gradient_clipping" in problems({**source, "gradient_clipping": "x"})
 
 
-def test_auto_is_listed_and_stripped():
+def test_auto_is_listed_and_stripped() -> None:
     loaded = load({"train_batch_size": "auto", "fp16": {"enabled": "auto"}, "pipeline": {"stages": "auto"}})
     assert loaded.auto == {"train_batch_size", "fp16.enabled"}
     assert loaded.given == {"pipeline.stages"}
     assert "expected an object" in problems({"zero_optimization": "auto"})
 
 
-def test_nothing_imports_torch():
+def test_nothing_imports_torch() -> None:
     code = "import sys, zlaunch.runtime.config as c; c.load({}); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
 
 
-def test_schema_and_reference_cover_every_key():
+def test_schema_and_reference_cover_every_key() -> None:
     schema = json_schema()
     assert schema["additionalProperties"] is False
     assert schema["properties"]["gradient_clipping"]["description"]
@@ -410,12 +416,12 @@ def test_schema_and_reference_cover_every_key():
     assert (ROOT / "docs" / "config.md").read_text(encoding="utf-8") == markdown()
 
 
-def test_what_has_no_end_is_no_config():
+def test_what_has_no_end_is_no_config() -> None:
     with pytest.raises(ConfigError, match="/dev/zero: is larger than 16 MiB"):
         load("/dev/zero")
 
 
-def test_command_line(tmp_path):
+def test_command_line(tmp_path: Path) -> None:
     run = CliRunner().invoke
     good = str(write(tmp_path, "ds.json", '{"train_batch_size": 8, "memory_breakdown": true}'))
     done = run(cli, ["check", good])

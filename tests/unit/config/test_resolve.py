@@ -1,23 +1,26 @@
 """Test how "auto" and the batch keys are resolved, and what is written down about it."""
 
+from __future__ import annotations
+
 import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zlaunch.runtime.config import ConfigError, check_batch, load, refuse_open, resolve
+from zlaunch.runtime.config import ConfigError, Effective, check_batch, load, refuse_open, resolve
 
 TRAIN, MICRO, GAS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 
 
-def batch(effective):
+def batch(effective: Effective) -> tuple[int, int, int]:
     config = effective.config
-    return (
-        config.train_batch_size,
-        config.train_micro_batch_size_per_gpu,
-        config.gradient_accumulation_steps,
-    )
+    train, micro = config.train_batch_size, config.train_micro_batch_size_per_gpu
+    accumulation = config.gradient_accumulation_steps
+    assert train is not None and micro is not None and accumulation is not None
+    return train, micro, accumulation
 
 
 @pytest.mark.parametrize(
@@ -34,14 +37,14 @@ def batch(effective):
         ({MICRO: "auto", GAS: 2}, (8, 1, 2)),
     ],
 )
-def test_batch_triangle(given, expected):
+def test_batch_triangle(given: dict[str, Any], expected: tuple[int, int, int]) -> None:
     assert batch(resolve(load(given), world_size=4)) == expected
 
 
 @pytest.mark.parametrize(
     "given", [{}, {GAS: 2}, {TRAIN: 33}, {TRAIN: 2}, {TRAIN: 32, MICRO: 5}, {TRAIN: 32, MICRO: 4, GAS: 3}]
 )
-def test_batch_mistakes(given):
+def test_batch_mistakes(given: dict[str, Any]) -> None:
     with pytest.raises(ConfigError) as caught:
         resolve(load(given), world_size=4)
     message = str(caught.value)
@@ -75,20 +78,20 @@ def test_batch_mistakes(given):
         ),
     ],
 )
-def test_batch_mistakes_say_what_would_be_right(given, expected):
+def test_batch_mistakes_say_what_would_be_right(given: dict[str, Any], expected: str) -> None:
     for check in (lambda: resolve(load(given), world_size=4), lambda: check_batch(load(given), 4)):
         with pytest.raises(ConfigError) as caught:
             check()
         assert str(caught.value) == f"<dict>: {TRAIN}: {expected}"
 
 
-def test_only_a_given_batch_size_is_checked_beforehand():
+def test_only_a_given_batch_size_is_checked_beforehand() -> None:
     for source in ({}, {GAS: 2}, {MICRO: 3}, {TRAIN: "auto", MICRO: 3}, {TRAIN: 12, MICRO: "auto"}):
         check_batch(load(source), 4)
 
 
 @pytest.mark.parametrize("path", ["gradient_clipping", "zero_optimization.stage"])
-def test_what_only_the_script_knows_may_not_stay_open(path):
+def test_what_only_the_script_knows_may_not_stay_open(path: str) -> None:
     section, _, key = path.rpartition(".")
     given = {section: {key: "auto"}} if section else {key: "auto"}
     with pytest.raises(ConfigError) as caught:
@@ -98,7 +101,7 @@ def test_what_only_the_script_knows_may_not_stay_open(path):
     refuse_open(load({"gradient_clipping": 1.0, "fp16": {"enabled": "auto"}}))
 
 
-def test_settled_values_are_said_in_one_line():
+def test_settled_values_are_said_in_one_line() -> None:
     source = {
         "train_batch_size": "auto",
         "fp16": {"enabled": "auto"},
@@ -113,7 +116,7 @@ def test_settled_values_are_said_in_one_line():
     assert resolve(load({"train_batch_size": 3}), world_size=3).resolved_auto() == []
 
 
-def test_a_batch_size_that_nothing_has_given_is_warned_of():
+def test_a_batch_size_that_nothing_has_given_is_warned_of() -> None:
     (line,) = resolve(load({MICRO: "auto"}), world_size=2).guesses()
     assert line.startswith(f'<dict>: {MICRO}: "auto" became 1') and "give it a number" in line
     for source in ({MICRO: 2}, {TRAIN: 4, MICRO: "auto"}, {MICRO: 2, TRAIN: "auto"}):
@@ -123,7 +126,7 @@ def test_a_batch_size_that_nothing_has_given_is_warned_of():
 @given(
     st.integers(1, 64), st.integers(1, 64), st.integers(1, 64), st.sets(st.sampled_from((TRAIN, MICRO, GAS)))
 )
-def test_any_sufficient_two_give_the_third(micro, gas, world, dropped):
+def test_any_sufficient_two_give_the_third(micro: int, gas: int, world: int, dropped: set[str]) -> None:
     full = {TRAIN: micro * gas * world, MICRO: micro, GAS: gas}
     kept = {key: value for key, value in full.items() if key not in dropped}
     if len(kept) >= 2:
@@ -145,7 +148,7 @@ AUTO_ZERO = {
 }
 
 
-def test_sizes_from_hidden_size():
+def test_sizes_from_hidden_size() -> None:
     loaded = load(AUTO_ZERO)
     effective = resolve(loaded, world_size=1, hidden_size=65, hidden_size_from="model.config.hidden_size")
     zero = effective.config.zero_optimization
@@ -165,7 +168,7 @@ def test_sizes_from_hidden_size():
     assert plain.sources["zero_optimization.reduce_bucket_size"].startswith("auto: default")
 
 
-def test_optimizer_and_scheduler_auto():
+def test_optimizer_and_scheduler_auto() -> None:
     loaded = load(
         {
             "train_batch_size": 1,
@@ -184,15 +187,17 @@ def test_optimizer_and_scheduler_auto():
     )
     effective = resolve(loaded, world_size=1)
     config = effective.config
+    assert config.optimizer is not None and config.scheduler is not None
     assert config.optimizer.params == {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 1e-2}
     assert config.scheduler.params == {"warmup_min_lr": 0, "warmup_max_lr": 1e-3, "warmup_num_steps": 1000}
     assert (config.fp16.enabled, config.bf16.enabled, config.gradient_clipping) == (False, False, 1.0)
     assert effective.sources["fp16.enabled"].startswith("auto")
     other = resolve(loaded, world_size=1, default_lr=0.5).config
+    assert other.optimizer is not None and other.scheduler is not None
     assert other.optimizer.params["lr"] == other.scheduler.params["warmup_max_lr"] == 0.5
 
 
-def test_warmup_max_lr_follows_a_given_lr():
+def test_warmup_max_lr_follows_a_given_lr() -> None:
     loaded = load(
         {
             "train_batch_size": 1,
@@ -200,10 +205,11 @@ def test_warmup_max_lr_follows_a_given_lr():
             "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "auto"}},
         }
     )
-    assert resolve(loaded, world_size=1, default_lr=9).config.scheduler.params["warmup_max_lr"] == 0.25
+    scheduler = resolve(loaded, world_size=1, default_lr=9).config.scheduler
+    assert scheduler is not None and scheduler.params["warmup_max_lr"] == 0.25
 
 
-def test_total_num_steps_must_be_given():
+def test_total_num_steps_must_be_given() -> None:
     loaded = load(
         {"train_batch_size": 1, "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}}}
     )
@@ -211,7 +217,7 @@ def test_total_num_steps_must_be_given():
         resolve(loaded, world_size=1)
 
 
-def test_every_value_has_a_source_and_digest_is_stable(tmp_path):
+def test_every_value_has_a_source_and_digest_is_stable(tmp_path: Path) -> None:
     loaded = load(AUTO_ZERO)
     effective = resolve(loaded, world_size=2, hidden_size=8)
     rows = effective.table()
@@ -228,7 +234,7 @@ def test_every_value_has_a_source_and_digest_is_stable(tmp_path):
     assert [item.name for item in tmp_path.iterdir()] == ["effective.json"]
 
 
-def test_unchecked_values_keep_their_source():
+def test_unchecked_values_keep_their_source() -> None:
     loaded = load(
         {
             "train_batch_size": 1,
@@ -237,12 +243,13 @@ def test_unchecked_values_keep_their_source():
         }
     )
     effective = resolve(loaded, world_size=1)
+    assert effective.config.optimizer is not None
     assert effective.config.optimizer.params == {"alpha": 0.9, "lr": 1e-2}
     assert effective.sources["amp.nested.a"] == "<dict>"
     assert effective.sources["optimizer.params.alpha"] == "<dict>"
     assert effective.sources["optimizer.params.lr"].startswith("auto: torch's default")
 
 
-def test_wrong_world_size():
+def test_wrong_world_size() -> None:
     with pytest.raises(ConfigError, match="world_size"):
         resolve(load({"train_batch_size": 1}), world_size=0)

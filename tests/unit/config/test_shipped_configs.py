@@ -52,7 +52,7 @@ WARNED = {
 WORLD = 8
 
 
-def key_of(warning):
+def key_of(warning: str) -> str:
     _, key, rest = warning.split(": ", 2)
     if not key.startswith("no effect"):
         return key
@@ -61,7 +61,7 @@ def key_of(warning):
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_shipped_config(name):
+def test_shipped_config(name: str) -> None:
     if name in REFUSED:
         path, feature = REFUSED[name]
         with pytest.raises(ConfigError) as caught:
@@ -77,7 +77,7 @@ def test_shipped_config(name):
             resolve(loaded, world_size=WORLD)
     else:
         config = resolve(loaded, world_size=WORLD, hidden_size=64).config
-        assert config.train_batch_size % WORLD == 0
+        assert config.train_batch_size is not None and config.train_batch_size % WORLD == 0
     if "gradient_clipping" in loaded.auto:
         with pytest.raises(ConfigError, match="gradient_clipping"):
             refuse_open(loaded)
@@ -85,6 +85,6 @@ def test_shipped_config(name):
         refuse_open(loaded)
 
 
-def test_the_lists_name_files_that_are_there():
+def test_the_lists_name_files_that_are_there() -> None:
     assert set(REFUSED) | set(WARNED) <= set(FILES) and not set(REFUSED) & set(WARNED)
     assert len(FILES) > 50

@@ -1,19 +1,22 @@
 """Test what a config may ask for: old spellings, switched-off features, keys in the wrong place."""
 
+from __future__ import annotations
+
 import json
+from typing import Any
 
 import pytest
 
 from zlaunch.runtime.config import ConfigError, json_schema, load, resolve
 
 
-def problems(source):
+def problems(source: dict[str, Any]) -> list[str]:
     with pytest.raises(ConfigError) as caught:
         load(source)
     return [line.removeprefix("<dict>: ") for line in caught.value.problems]
 
 
-def warnings(source):
+def warnings(source: dict[str, Any]) -> list[str]:
     return [line.removeprefix("<dict>: ") for line in load(source).warnings]
 
 
@@ -29,7 +32,7 @@ def warnings(source):
         {"zero_optimization": {"cpu_offload": False, "cpu_offload_param": None}},
     ],
 )
-def test_features_of_size_one_are_off(source):
+def test_features_of_size_one_are_off(source: dict[str, Any]) -> None:
     assert warnings(source) == []
 
 
@@ -44,13 +47,13 @@ def test_features_of_size_one_are_off(source):
         ({"hybrid_engine": {"enabled": True}}, "hybrid_engine.enabled", "hybrid engine"),
     ],
 )
-def test_more_than_one_names_the_feature(source, path, feature):
+def test_more_than_one_names_the_feature(source: dict[str, Any], path: str, feature: str) -> None:
     (line,) = problems(source)
     assert line.startswith(path) and feature.lower() in line.lower() and "is not supported yet" in line
 
 
 @pytest.mark.parametrize("zero", [0, 0.0, "0"])
-def test_sub_group_size_zero_is_the_default(zero):
+def test_sub_group_size_zero_is_the_default(zero: float | str) -> None:
     config = load({"zero_optimization": {"stage": 3, "sub_group_size": zero}}).config
     assert config.zero_optimization.sub_group_size == 1_000_000_000
     with pytest.raises(ConfigError, match="sub_group_size"):
@@ -58,7 +61,7 @@ def test_sub_group_size_zero_is_the_default(zero):
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_offload_param_below_stage_3_is_ignored(stage):
+def test_offload_param_below_stage_3_is_ignored(stage: int) -> None:
     part = {"device": "nvme", "pin_memory": False}  # no nvme_path: nobody needs it
     loaded = load(
         {"train_batch_size": 1, "zero_optimization": {"stage": stage, "offload_param": part}},
@@ -71,10 +74,10 @@ def test_offload_param_below_stage_3_is_ignored(stage):
     assert warnings({"zero_optimization": {"stage": stage, "offload_param": {"device": "none"}}}) == []
 
 
-def test_a_section_that_is_off_decides_nothing():
+def test_a_section_that_is_off_decides_nothing() -> None:
     from zlaunch.runtime.offload.options import offload_options
 
-    source = {
+    source: dict[str, Any] = {
         "stage": 3,
         "offload_optimizer": {"device": "cpu"},
         "offload_param": {"device": "none", "pin_memory": False},
@@ -84,15 +87,15 @@ def test_a_section_that_is_off_decides_nothing():
     assert not offload_options(load({"zero_optimization": source}).config, 2).pin
 
 
-def test_offload_param_at_stage_3_is_checked_as_before():
+def test_offload_param_at_stage_3_is_checked_as_before() -> None:
     (line,) = problems({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}})
     assert line.startswith("zero_optimization.offload_param.nvme_path: is required")
     (line,) = problems({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}})
     assert line.startswith("zero_optimization.offload_optimizer.device:") and "needs stage 1, 2 or 3" in line
 
 
-def test_a_stage_that_is_still_open_is_not_judged():
-    source = {
+def test_a_stage_that_is_still_open_is_not_judged() -> None:
+    source: dict[str, Any] = {
         "zero_optimization": {
             "stage": "auto",
             "offload_optimizer": {"device": "cpu"},
@@ -100,7 +103,8 @@ def test_a_stage_that_is_still_open_is_not_judged():
         }
     }
     loaded = load(source)
-    assert loaded.warnings == () and loaded.config.zero_optimization.offload_param.device == "cpu"
+    offload = loaded.config.zero_optimization.offload_param
+    assert loaded.warnings == () and offload is not None and offload.device == "cpu"
     source["zero_optimization"]["offload_param"]["device"] = "nvme"
     assert load(source).warnings == ()
     source["zero_optimization"]["offload_optimizer"]["device"] = "nvme"
@@ -111,7 +115,7 @@ def test_a_stage_that_is_still_open_is_not_judged():
 @pytest.mark.parametrize(
     "key", ["_comment", "//", "$schema", "comment", "comments", "model_name", "lora", "num_epochs"]
 )
-def test_a_foreign_top_level_key_is_a_warning(key):
+def test_a_foreign_top_level_key_is_a_warning(key: str) -> None:
     assert warnings({key: 1}) == [f"{key}: unknown key, ignored"]
     assert problems({key: 1, "strict": True}) == [f"{key}: unknown key"]
     assert warnings({key: 1, "strict": False}) == [f"{key}: unknown key, ignored"]
@@ -121,17 +125,17 @@ def test_a_foreign_top_level_key_is_a_warning(key):
     ("key", "meant"),
     [("fp17", "fp16"), ("gradient_cliping", "gradient_clipping"), ("batch_size", "train_batch_size")],
 )
-def test_a_top_level_key_close_to_a_known_one_is_an_error(key, meant):
+def test_a_top_level_key_close_to_a_known_one_is_an_error(key: str, meant: str) -> None:
     assert problems({key: 1}) == [f"{key}: unknown key, did you mean {meant}?"]
     assert warnings({key: 1, "strict": False}) == [f"{key}: unknown key, did you mean {meant}?, ignored"]
 
 
-def test_a_key_does_not_belong_where_it_is():
+def test_a_key_does_not_belong_where_it_is() -> None:
     (said,) = problems({"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "maximize": True}}})
     assert said.startswith("optimizer.params.maximize: unknown key") and "belongs" not in said
 
 
-def test_unknown_keys_in_sections_are_errors():
+def test_unknown_keys_in_sections_are_errors() -> None:
     assert problems({"zero_optimization": {"_comment": 1}}) == ["zero_optimization._comment: unknown key"]
     assert problems({"data_types": {"xyz": 1}}) == [
         "data_types.xyz: unknown key, expected one of grad_accum_dtype, param_dtype, buffer_dtype"
@@ -139,17 +143,18 @@ def test_unknown_keys_in_sections_are_errors():
 
 
 @pytest.mark.parametrize(("value", "stage"), [(True, 1), (False, 0)])
-def test_zero_optimization_as_a_switch(value, stage):
+def test_zero_optimization_as_a_switch(value: bool, stage: int) -> None:
     source = {"zero_optimization": value}
     loaded = load(source)
     assert loaded.config.zero_optimization.stage == stage and source == {"zero_optimization": value}
     assert loaded.raw == source and loaded.warnings == ()
 
 
-def test_old_spellings_of_offload():
+def test_old_spellings_of_offload() -> None:
     zero = load(
         {"zero_optimization": {"stage": 3, "cpu_offload": True, "cpu_offload_param": True}}
     ).config.zero_optimization
+    assert zero.offload_optimizer is not None and zero.offload_param is not None
     assert zero.offload_optimizer.device == zero.offload_param.device == "cpu"
     both = {"stage": 2, "cpu_offload": True, "offload_optimizer": {"device": "cpu"}}
     assert problems({"zero_optimization": both}) == [
@@ -177,11 +182,11 @@ def test_old_spellings_of_offload():
          "offload_optimizer.buffer_size: {}, it belongs in zero_optimization.offload_param"),
     ],
 )  # fmt: skip
-def test_known_keys_in_the_wrong_place(source, line):
+def test_known_keys_in_the_wrong_place(source: dict[str, Any], line: str) -> None:
     assert problems(source) == [line.format("unknown key here")]
 
 
-def test_every_known_key_is_known_everywhere():
+def test_every_known_key_is_known_everywhere() -> None:
     """In a section that does not have it, each key is told where it belongs."""
     from zlaunch.runtime.config.keys import homes
 
@@ -196,7 +201,7 @@ def test_every_known_key_is_known_everywhere():
         assert named.count(",") + named.count(" or ") <= 3
 
 
-def test_schema_has_only_what_a_schema_has():
+def test_schema_has_only_what_a_schema_has() -> None:
     for part in (json_schema(), *json_schema()["$defs"].values()):
         for prop in part["properties"].values():
             assert not prop.keys() & {"aliases", "feature", "off", "why", "holds"}, json.dumps(prop)
