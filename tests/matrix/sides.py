@@ -111,7 +111,7 @@ class Side:
         optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
         section: Mapping[str, Any] | None = None,
         client: bool = False,
-        groups: Callable[[nn.Module], list[Any]] | None = None,
+        groups: Callable[[Any], list[Any]] | None = None,
         scheduler: Callable[[Any], Any] | None = None,
         accumulation: int = 1,
         clip: float = 0.0,
@@ -126,6 +126,7 @@ class Side:
         by a section of the config, and ``client`` hands over an instance.
         """
         model = model.to(dtype) if dtype is not None else model
+        own: Any
         make = optimizer or (lambda parameters: torch.optim.SGD(parameters, **SGD))
         if self.stage is None:
             parameters = groups(model) if groups else [p for p in model.parameters() if p.requires_grad]

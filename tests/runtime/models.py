@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -103,6 +104,19 @@ def train_engine(engine: Any, data: list[Tensor], loss_function: Any = loss_of) 
             total += loss.item() / accumulation
         losses.append(total)
     return losses
+
+
+def grad_of(parameter: Tensor) -> Tensor:
+    """Returns the gradient of a parameter that has one."""
+    grad = parameter.grad
+    assert grad is not None
+    return grad
+
+
+def with_forward(model: Any, forward: Callable[[Tensor], Tensor]) -> Any:
+    """Gives the model another forward function; returns the model."""
+    model.forward = forward
+    return model
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:

@@ -55,10 +55,11 @@ def _interrupted() -> list[str]:
                     torch.manual_seed(7)
                     settings = config(stage, 6, 2, 0.1, **options)
                     settings["zero_optimization"]["stage3_param_persistence_threshold"] = 0
-                    engine, *_ = zlaunch.initialize(model=Interrupted(), config=settings)
+                    model = Interrupted()
+                    engine, *_ = zlaunch.initialize(model=model, config=settings)
                     losses = train_engine(engine, data[:2])
                     if error is not None:
-                        engine.module.error, engine.module.backward = error, backward
+                        model.error, model.backward = error, backward
                         with pytest.raises(type(error)):
                             engine.backward(loss_of(engine, data[3][:6]))
                         engine.zero_grad()

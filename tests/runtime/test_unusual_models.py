@@ -25,6 +25,7 @@ from tests.runtime.models import (
     relative_error,
     train_engine,
     train_plain,
+    with_forward,
 )
 from tests.runtime.workers import join, run_workers
 
@@ -69,8 +70,7 @@ def unused() -> nn.Module:
                 x = layer(x)
         return model.head(model.norm(x))
 
-    model.forward = forward
-    return model
+    return with_forward(model, forward)
 
 
 def used_by_another() -> nn.Module:
@@ -84,8 +84,7 @@ def used_by_another() -> nn.Module:
             x = layer(x) * model.layers[0].up.bias[0]
         return nn.functional.linear(model.norm(x), model.embedding.weight)
 
-    model.forward = forward
-    return model
+    return with_forward(model, forward)
 
 
 def changing_order() -> nn.Module:
@@ -101,8 +100,7 @@ def changing_order() -> nn.Module:
             x = layer(x)
         return model.head(model.norm(x))
 
-    model.forward = forward
-    return model
+    return with_forward(model, forward)
 
 
 def _checkpointed(reentrant: bool) -> Callable[[], nn.Module]:
@@ -118,8 +116,7 @@ def _checkpointed(reentrant: bool) -> Callable[[], nn.Module]:
             )  # and used again
             return model.head(model.norm(x))
 
-        model.forward = forward
-        return model
+        return with_forward(model, forward)
 
     return build
 
@@ -164,15 +161,14 @@ def _structured(kind: str) -> Callable[[], nn.Module]:
                     x.mul_(0.5)  # in place on the view that the hook was put on
             return model.head(model.norm(x))
 
-        model.forward = forward
-        return model
+        return with_forward(model, forward)
 
     return build
 
 
 def odd_sizes() -> nn.Module:
     """Sizes that no world size divides, an empty parameter, a scalar and a buffer in use."""
-    model = net(width=23, depth=3)
+    model: Any = net(width=23, depth=3)
     model.empty = nn.Parameter(torch.zeros(0, 5))
     model.gain = nn.Parameter(torch.tensor(0.7))
     model.register_buffer("shift", torch.full((23,), 0.1))
@@ -183,8 +179,7 @@ def odd_sizes() -> nn.Module:
             x = layer(x)
         return model.head(model.norm(x))
 
-    model.forward = forward
-    return model
+    return with_forward(model, forward)
 
 
 def compiled_blocks() -> nn.Module:
@@ -220,7 +215,8 @@ def _errors(case: str) -> dict[str, float]:
         data = batches(8, 4 * accumulation)
         for stage in range(4):
             torch.manual_seed(7)
-            plain, model = CASES[case]().double(), CASES[case]().double()
+            plain: Any = CASES[case]().double()
+            model: Any = CASES[case]().double()
             if accumulation > 1 and case == "changing_order":
                 continue  # the plain loop would see another order of calls
             model.load_state_dict(plain.state_dict())

@@ -155,7 +155,8 @@ def test_unfrozen_parameters_get_their_state_back(tmp_path: Path) -> None:
 class Writing(nn.Module):
     def __init__(self, how: str) -> None:
         super().__init__()
-        self.how, self.layers = how, nn.ModuleList([Layer(24), Layer(24)])
+        self.how = how
+        self.layers: Any = nn.ModuleList([Layer(24), Layer(24)])
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:

@@ -16,6 +16,7 @@ import shutil
 import socket
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -50,7 +51,7 @@ class Model(nn.Module):
         return self.head(self.norm(self.frozen(x)))
 
 
-def groups(model: nn.Module) -> list[dict]:
+def groups(model: nn.Module) -> list[dict[str, Any]]:
     decayed = [p for p in model.parameters() if p.requires_grad and p.dim() > 1]
     rest = [p for p in model.parameters() if p.requires_grad and p.dim() <= 1]
     return [{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
@@ -65,7 +66,7 @@ def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
     return nn.functional.cross_entropy(model(tokens).float().flatten(0, 1), tokens.flatten())
 
 
-def config(stage: int, dtype: str) -> dict:
+def config(stage: int, dtype: str) -> dict[str, Any]:
     given = {
         "train_micro_batch_size_per_gpu": 4,
         "zero_optimization": {"stage": stage},

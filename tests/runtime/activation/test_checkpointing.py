@@ -18,7 +18,17 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import zlaunch
-from tests.runtime.models import Layer, batches, config, loss_of, net, relative_error, train_engine
+from tests.runtime.models import (
+    Layer,
+    Net,
+    batches,
+    config,
+    loss_of,
+    net,
+    relative_error,
+    train_engine,
+    with_forward,
+)
 from tests.runtime.workers import run_workers
 from zlaunch.runtime.activation import checkpointing, offload
 from zlaunch.runtime.activation.offload import ActivationPlacement
@@ -68,7 +78,7 @@ class Noisy(nn.Module):
         return nn.functional.dropout(self.layer(x), 0.3, self.training)
 
 
-def noisy() -> nn.Module:
+def noisy() -> Net:
     """In double precision, so that a compiled one can be compared."""
     model = net(width=40, depth=4).double()  # wide enough for blocks of their own at stage 3
     model.layers = nn.ModuleList(Noisy(layer) for layer in model.layers)
@@ -157,8 +167,7 @@ def parameters_as_arguments(call: Callable[..., Any]) -> nn.Module:
         return call(nn.functional.linear, model.norm(x), model.embedding.weight)
 
     del model.head
-    model.forward = forward
-    return model
+    return with_forward(model, forward)
 
 
 def _parameters() -> list[bool]:
@@ -182,7 +191,7 @@ def test_parameters_as_arguments() -> None:
 
 def _gathered() -> float:
     zlaunch.init_distributed()
-    section = {"activation_checkpointing": {"enabled": True}}
+    section: dict[str, Any] = {"activation_checkpointing": {"enabled": True}}
     engine, *_ = zlaunch.initialize(model=net(width=64, depth=6), config=config(3, 4, **section))
     data = batches(3, 8)
     train_engine(engine, data[:2])
@@ -198,7 +207,8 @@ def test_stage_3_gathers_no_more() -> None:
 def _meet() -> None:
     """What the script said holds where the config says nothing."""
     public, settings = zlaunch.checkpointing, checkpointing._settings
-    for section in ({}, {"activation_checkpointing": {"enabled": False}}):
+    nothing: dict[str, Any] = {}
+    for section in (nothing, {"activation_checkpointing": {"enabled": False}}):
         assert not public.is_configured()
         model = net(depth=4)
         zlaunch.initialize(model=model, config=config(0, 1, **section))
@@ -208,8 +218,8 @@ def _meet() -> None:
     model = net(depth=4)
     zlaunch.initialize(model=model, config=config(0, 1, activation_checkpointing={"enabled": True}))
     assert _checkpointed(model) == [0, 1, 2] and settings.place.in_cpu
-    section = {"enabled": True, "number_checkpoints": 2, "cpu_checkpointing": False}
-    zlaunch.initialize(model=(model := net(depth=4)), config=config(0, 1, activation_checkpointing=section))
+    own = {"enabled": True, "number_checkpoints": 2, "cpu_checkpointing": False}
+    zlaunch.initialize(model=(model := net(depth=4)), config=config(0, 1, activation_checkpointing=own))
     assert _checkpointed(model) == [0, 2] and not settings.place.in_cpu
     given = {"activation_checkpointing": {"number_checkpoints": 1, "cpu_checkpointing": True}}
     public.configure(None, given, checkpoint_in_cpu=False)
@@ -240,7 +250,7 @@ def test_partitioning_alone_warns_once(capsys: pytest.CaptureFixture[str]) -> No
 # -- blocks
 
 
-def _checkpointed(model: nn.Module) -> list[int]:
+def _checkpointed(model: Net) -> list[int]:
     return [i for i, layer in enumerate(model.layers) if "forward" in layer.__dict__]
 
 
@@ -324,7 +334,7 @@ def test_blocks_with_checkpointing_of_their_own(where: str, capsys: pytest.Captu
 
 
 def test_caches_are_switched_off(capsys: pytest.CaptureFixture[str]) -> None:
-    model = net()
+    model: Any = net()
     model.config = model.layers[0].config = types.SimpleNamespace(use_cache=True)
     zlaunch.checkpointing.checkpoint_blocks(model, 0)
     assert model.config.use_cache

@@ -74,7 +74,7 @@ def test_kills_at_random_instants(tmp_path: Path, count: int) -> None:
         world, asynchronous = (2 if number % 10 == 9 else 1), number % 2 == 1
         port, ready = _free_port(), _context.Queue()
         jobs = [
-            _context.Process(  # type: ignore[attr-defined]
+            _context.Process(
                 target=_save_for_ever, args=(str(tmp_path), port, rank, world, asynchronous, ready)
             )
             for rank in range(world)
@@ -91,6 +91,7 @@ def test_kills_at_random_instants(tmp_path: Path, count: int) -> None:
             chance.shuffle(jobs)
             for job in jobs:
                 with suppress(ProcessLookupError):  # the other rank may have noticed and ended
+                    assert job.pid is not None
                     os.kill(job.pid, signal.SIGKILL)
                 time.sleep(chance.choice([0, 0, 0.02]))
         for job in jobs:
@@ -315,7 +316,7 @@ def _dies(folder: str) -> str:
     engine = engine_of("stage2", "")
     engine.save_checkpoint(folder)
     if engine.global_rank == 1:
-        saving.FileWriter.close = lambda self: os._exit(0)  # type: ignore[method-assign, assignment]
+        saving.FileWriter.close = lambda self: os._exit(0)  # type: ignore[method-assign]
     train_engine(engine, batches(1, 12))
     with pytest.raises(CheckpointError) as caught:
         engine.save_checkpoint(folder)

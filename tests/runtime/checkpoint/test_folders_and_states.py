@@ -174,7 +174,7 @@ class Odd(torch.optim.Optimizer):
         super().__init__(parameters, {"lr": lr})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is None:
@@ -290,12 +290,14 @@ def _odds(folder: str) -> dict[str, Any]:
     model = net()
     wide = [p for p in model.parameters() if p.dim() > 1]
     narrow = [p for p in model.parameters() if p.dim() == 1]
-    engine = engine_of(model, torch.optim.AdamW([{"params": wide, "lr": 1.0}, {"params": narrow}]))
+    groups: list[dict[str, Any]] = [{"params": wide, "lr": 1.0}, {"params": narrow}]
+    engine = engine_of(model, torch.optim.AdamW(groups))
     engine.save_checkpoint(folder, "groups")
     model = net()
     wide = [p for p in model.parameters() if p.dim() > 1]
     narrow = [p for p in model.parameters() if p.dim() == 1]
-    other = engine_of(model, torch.optim.AdamW([{"params": narrow}, {"params": wide, "lr": 1.0}]))
+    groups = [{"params": narrow}, {"params": wide, "lr": 1.0}]
+    other = engine_of(model, torch.optim.AdamW(groups))
     message("groups", lambda: other.load_checkpoint(folder))
     scheduled = engine_of(scheduler=SCHEDULES["cosine"])
     scheduled.save_checkpoint(folder, "cosine")
@@ -387,7 +389,8 @@ def _signal(folder: str) -> Any:
     engine.checkpoints._background._thread.join()
     Save._finish = real  # type: ignore[method-assign]
     assert engine.checkpoints._background.has_unreported_failure
-    engine.client_state = lambda: {}["missing"]
+    nothing: dict[str, Any] = {}
+    engine.client_state = lambda: nothing["missing"]
     os.kill(os.getpid(), signal.SIGUSR1)
     with pytest.raises(SystemExit) as caught:
         step(engine)

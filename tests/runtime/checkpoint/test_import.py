@@ -164,8 +164,9 @@ def test_weights_of_torch_and_hugging_face(tmp_path: Path, kind: str) -> None:
     """Buffers, which such files do not tell from parameters; tied weights, which safetensors cannot have."""
     torch.manual_seed(9)
     model = Normed()
-    model.norm.running_mean.add_(2)
-    model.norm.num_batches_tracked.add_(5)
+    for buffer, value in ((model.norm.running_mean, 2), (model.norm.num_batches_tracked, 5)):
+        assert buffer is not None
+        buffer.add_(value)
     state = model.state_dict()
     source = tmp_path / "source"
     source.mkdir()
@@ -182,7 +183,7 @@ def test_weights_of_torch_and_hugging_face(tmp_path: Path, kind: str) -> None:
             file = f"{stem}-{index}.{suffix}"
             places |= dict.fromkeys(part, file)
             tensors = {name: untied[name] for name in part}
-            (torch.save if suffix == "bin" else save_file)(tensors, source / file)  # type: ignore[operator]
+            (torch.save if suffix == "bin" else save_file)(tensors, source / file)
         (source / f"{stem}.{suffix}.index.json").write_text(json.dumps({"weight_map": places}))
     else:
         source = source / "x.pt"

@@ -25,6 +25,8 @@ class Rich(nn.Module):
     steps only and one never, buffers, an integer parameter.
     """
 
+    count: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.net = Net(width=48, tied=True)
@@ -334,6 +336,7 @@ def _position_elsewhere(folder: str, load: bool) -> list[int]:
     engine, _, loader, _ = zlaunch.initialize(
         model=nn.Linear(2, 2), config=config(1, 12 // world), training_data=data
     )
+    assert loader is not None
     if load:
         engine.load_checkpoint(folder)
         return [int(i) for batch in loader for i in batch[0]]
@@ -419,7 +422,7 @@ def test_mistakes_have_one_clear_message_on_every_rank(tmp_path: Path) -> None:
         "no dict": "client_state is a list: it has to be a dict",
         "folders": f"rank 1 saves to {folder}/1 and rank 0 to {folder}/0",
         "slash": "tag 'a/b': must be a plain name",
-        "file": "test_checkpoint.py: File exists",
+        "file": f"{Path(__file__).name}: File exists",
         "no tag": "has no checkpoint 'global_step7'; 'global_step1' looks whole, and tag=\"auto\"",
         "names": "is not of this model: more.weight is not in it; more.bias is not in it; never.weight is",
         "shape": "never.weight has shape [31, 200] in it and [31, 7] in the model",
@@ -483,7 +486,7 @@ def _nodes(folder: str) -> Any:
     rank = torch.distributed.get_rank()
     import socket
 
-    socket.gethostname = lambda: f"node{rank}"  # type: ignore[assignment]
+    socket.gethostname = lambda: f"node{rank}"
     messages = []
     for name in ("stage1", "stage0", "stage3 nvme"):
         given = {

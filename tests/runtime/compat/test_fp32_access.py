@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import zlaunch
-from tests.runtime.models import batches, config, loss_of, net
+from tests.runtime.models import batches, config, grad_of, loss_of, net
 from tests.runtime.workers import run_workers
 from zlaunch.compat import fp32_access as access
 
@@ -21,8 +21,8 @@ _PLACES: dict[str, dict[str, Any]] = {
     "cpu": {"offload_optimizer": {"device": "cpu"}},
     "nvme": {"offload_optimizer": {"device": "nvme"}, "offload_param": {"device": "cpu"}},
 }
-CLOSE = {"rtol": 1e-9, "atol": 1e-12}
-ROUNDED = {"rtol": 1e-6, "atol": 1e-9}
+CLOSE: dict[str, Any] = {"rtol": 1e-9, "atol": 1e-12}
+ROUNDED: dict[str, Any] = {"rtol": 1e-6, "atol": 1e-9}
 """Gradients are handed out in fp32."""
 _NAMES = ("embedding.weight", "layers.1.up.weight", "norm.bias")
 
@@ -36,7 +36,7 @@ def _plain(world: int, steps: int) -> tuple[Any, torch.optim.Optimizer, dict[str
         loss_of(model, data).backward()
         if step < steps:
             optimizer.step()
-    return model, optimizer, {name: p.grad.clone() for name, p in model.named_parameters()}
+    return model, optimizer, {name: grad_of(p).clone() for name, p in model.named_parameters()}
 
 
 def _engine(stage: int, place: str, folder: str) -> Any:
@@ -96,7 +96,8 @@ def _read_and_change(stage: int, place: str, folder: str) -> str:
         for key in ("exp_avg", "exp_avg_sq"):
             access.safe_set_full_optimizer_state(mine, new[key], key)
             optimizer.state[plain][key].copy_(new[key])
-            assert torch.equal(access.safe_get_full_optimizer_state(mine, key), new[key])
+            written = access.safe_get_full_optimizer_state(mine, key)
+            assert written is not None and torch.equal(written, new[key])
         if place != "nvme":
             access.safe_set_full_grad(mine, new["grad"])
             plain.grad.copy_(new["grad"])
@@ -137,10 +138,12 @@ def _set_before_the_first_step() -> list[Any]:
     other = access.safe_get_full_optimizer_state(engine.module.norm.bias, "exp_avg")
     engine.backward(loss_of(engine, batches(1, 2)[0]))
     engine.step()
+    value = access.safe_get_full_fp32_param(mine)
+    assert state is not None and other is not None and value is not None
     return [
         float(state.mean()),
         float(other.sum()),
-        bool(torch.isfinite(access.safe_get_full_fp32_param(mine)).all()),
+        bool(torch.isfinite(value).all()),
     ]
 
 

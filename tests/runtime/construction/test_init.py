@@ -125,7 +125,7 @@ def test_never_more_than_one_module_is_whole(tmp_path: Path) -> None:
     assert max(run_workers(_one_at_a_time, 1, str(tmp_path))) <= 1
 
 
-def _refuses(built: nn.Module) -> None:
+def _refuses(built: Any) -> None:
     for use in (built.state_dict, lambda: built(torch.ones(1, 8)), lambda: built.weight.isnan()):
         with pytest.raises(RuntimeError, match=r"give the model to zlaunch.initialize, or reach its"):
             use()
@@ -187,8 +187,9 @@ def _modified(stage: int, folder: str) -> list[bool]:
         settings = config(stage, 6, zero={"stage3_param_persistence_threshold": 0, **offload})
         settings["optimizer"]["params"]["lr"] = 0.0
         torch.manual_seed(0)
-        engine, *_ = zlaunch.initialize(model=Net(), config=settings)
-        weight = engine.module.layers[0].up.weight
+        model = Net()
+        engine, *_ = zlaunch.initialize(model=model, config=settings)
+        weight = model.layers[0].up.weight
         with zlaunch.zero.GatheredParameters([weight], modifier_rank=1), torch.no_grad():
             if rank == 1:
                 weight.fill_(0.25)

@@ -21,7 +21,7 @@ class Lamb(torch.optim.Optimizer):
         super().__init__(parameters, {"lr": lr})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
@@ -40,7 +40,7 @@ class Estimating(torch.optim.Optimizer):
         super().__init__(parameters, {"lr": lr, "d": 1.0})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         group = self.param_groups[0]
         total = sum(float(p.grad.abs().sum()) for p in group["params"] if p.grad is not None)
         group["d"] = max(group["d"], total)
@@ -76,6 +76,7 @@ def _train(folder: str) -> dict[str, float]:
                     engine.save_checkpoint(folder, tag=f"{name}{stage}")
             found[f"{name} {stage}"] = worst(model, plain)
             if name == "Estimating":
+                assert mine is not None
                 assert mine.param_groups[0]["d"] == pytest.approx(theirs.param_groups[0]["d"], rel=1e-9)
             again, *_ = zlaunch.initialize(model=net().double(), optimizer=make, config=given)
             again.load_checkpoint(folder, tag=f"{name}{stage}")

@@ -225,7 +225,7 @@ def _methods(stage: int) -> list[str]:
     with pytest.raises(RuntimeError, match="without a backward pass"):
         mine.step()
     with pytest.raises(zlaunch.OptimizerError, match="closure"):
-        mine.step(lambda: None)
+        mine.step(lambda: 0.0)
     with pytest.raises(zlaunch.OptimizerError, match="safe_get_full_optimizer_state"):
         mine.state[model.head.weight]
     with pytest.raises(zlaunch.OptimizerError, match="safe_get_full_optimizer_state"):

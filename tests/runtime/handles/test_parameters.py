@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import zlaunch
-from tests.runtime.models import batches, config, loss_of, net, relative_error
+from tests.runtime.models import batches, config, grad_of, loss_of, net, relative_error
 from tests.runtime.workers import join, run_workers
 
 
@@ -82,7 +82,7 @@ def _taken(stage: int) -> None:
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     with pytest.raises(zlaunch.ParameterError, match="safe_set_full_grad"):
         for p in model.parameters():
-            p.grad.add_(1.0)
+            grad_of(p).add_(1.0)
     with pytest.raises(zlaunch.ParameterError, match=r"head\.weight\.grad cannot be assigned"):
         model.head.weight.grad = torch.ones_like(model.head.weight)
     with pytest.raises(zlaunch.ParameterError, match=r"head\.weight\.data cannot|head\.weight is sharded"):
@@ -152,10 +152,12 @@ def _written(folder: str) -> dict[str, float]:
                 largest = max(float(p.detach().abs().max()) for p in model.parameters())
                 found[f"{stage} {place} {way}"] = largest
                 master = zlaunch.safe_get_full_fp32_param(model.head.weight)
+                assert master is not None
                 assert relative_error(master.bfloat16(), model.head.weight.detach()) == 0
                 with torch.no_grad():
                     model.head.weight.fill_(0.5)
-                assert bool((zlaunch.safe_get_full_fp32_param(model.head.weight) == 0.5).all())
+                filled = zlaunch.safe_get_full_fp32_param(model.head.weight)
+                assert filled is not None and bool((filled == 0.5).all())
                 engine.destroy()
     return found
 
@@ -177,6 +179,7 @@ def _kept_digits() -> bool:
     with torch.no_grad():
         model.head.weight[0].zero_()
     after = zlaunch.safe_get_full_fp32_param(model.head.weight)
+    assert before is not None and after is not None
     return torch.equal(before[1:], after[1:]) and not bool(after[0].any())
 
 
@@ -248,6 +251,7 @@ def _wide_sums(stage: int) -> float:
         if index == 3:
             torch.distributed.all_reduce(wanted)
             found = zlaunch.safe_get_full_grad(model.head.weight)
+            assert found is not None
             return relative_error(found, wanted / 2)
         engine.step()
     raise AssertionError

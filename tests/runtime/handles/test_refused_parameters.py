@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import zlaunch
-from tests.runtime.models import batches, config, loss_of, net, relative_error
+from tests.runtime.models import Net, batches, config, loss_of, net, relative_error
 from tests.runtime.workers import join, run_workers
 
 
@@ -26,11 +26,11 @@ def _dtensor() -> nn.Parameter:
     return nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)]))
 
 
-def _shared_memory(model: nn.Module) -> nn.Parameter:
+def _shared_memory(model: Net) -> nn.Parameter:
     return nn.Parameter(model.head.weight.data[2:5])
 
 
-REFUSED: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
+REFUSED: dict[str, tuple[Callable[[Net], Any], str]] = {
     "complex": (lambda m: nn.Parameter(torch.ones(3, dtype=torch.complex64)), "is complex64 and requires"),
     "float8": (
         lambda m: nn.Parameter(torch.ones(3).to(torch.float8_e4m3fn)),
@@ -67,6 +67,8 @@ def _taken() -> None:
     rank = join()
 
     class Mixed(nn.Module):
+        freqs: Tensor
+
         def __init__(self) -> None:
             super().__init__()
             self.net = net().double()

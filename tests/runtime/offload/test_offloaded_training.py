@@ -32,7 +32,7 @@ TILES = {"sub_group_size": 4096}
 def offloads(folder: str, stage: int) -> dict[str, dict[str, Any]]:
     """Every way to offload at a stage."""
     nvme = {"device": "nvme", "nvme_path": folder}
-    found = {
+    found: dict[str, dict[str, Any]] = {
         "cpu": {"offload_optimizer": {"device": "cpu"}},
         "nvme": {"offload_optimizer": nvme},
         "half": {"offload_optimizer": {"device": "cpu", "ratio": 0.5}},

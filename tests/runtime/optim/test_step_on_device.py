@@ -36,7 +36,7 @@ def _train(stage: int, on_device: bool, section: str) -> tuple[Any, list[Any]]:
     model = net().double() if section == "fp64" else net()
     engine, *_ = zlaunch.initialize(model=model, config=settings)
     build.ShardedOptimizer = ShardedOptimizer  # type: ignore[misc]
-    assert engine._shard_step.decides_on_device is on_device
+    assert engine._shard_step is not None and engine._shard_step.decides_on_device is on_device
     rank = engine.global_rank
     for batch in batches(14, 12):
         engine.backward(loss_of(engine, batch.chunk(world)[rank]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +23,8 @@ def _losses(stage: int, section: str, accumulation: int) -> tuple[list[float], l
     world = torch.distributed.get_world_size()
     data = batches(4, 8 * accumulation) * 6
     plain = train_plain(net(), data)
-    settings = config(stage, 8 // world, accumulation, **{section: {"enabled": True}})
+    enabled: dict[str, Any] = {section: {"enabled": True}}
+    settings = config(stage, 8 // world, accumulation, **enabled)
     engine, *_ = zlaunch.initialize(model=net(), config=settings)
     assert {p.dtype for p in engine.module.parameters()} == {
         torch.bfloat16 if section == "bf16" else torch.float16
@@ -80,8 +82,9 @@ def test_overflow_on_one_rank_skips_on_all(stage: int) -> None:
 def _floor() -> str:
     zlaunch.init_distributed()
     fp16 = {"enabled": True, "initial_scale_power": 0, "hysteresis": 1}
-    engine, *_ = zlaunch.initialize(model=net(), config=config(2, 2, fp16=fp16))
-    loss = engine.module.norm.weight.float().sum() * float("nan") + loss_of(engine, batches(1, 2)[0])
+    model = net()
+    engine, *_ = zlaunch.initialize(model=model, config=config(2, 2, fp16=fp16))
+    loss = model.norm.weight.float().sum() * float("nan") + loss_of(engine, batches(1, 2)[0])
     engine.backward(loss)
     with pytest.raises(LossScaleFloorError) as caught:
         engine.step()
@@ -94,7 +97,7 @@ def test_floor_names_the_parameters() -> None:
         assert "layers.0" not in text
 
 
-def _plain_backward(stage: int) -> list[tuple[float, float]]:
+def _plain_backward(stage: int) -> list[tuple[float | None, float | None]]:
     """``loss.backward()`` straight on the loss is scaled like ``engine.backward``."""
     rank = join()
     settings = config(stage, 2, fp16={"enabled": True, "loss_scale": 1024})
@@ -127,7 +130,7 @@ def test_a_scale_that_fp16_does_not_have(scale: float | torch.Tensor) -> None:
     engine.destroy()
 
 
-def _options(extra: dict[str, object]) -> list[float]:
+def _options(extra: dict[str, Any]) -> list[float]:
     zlaunch.init_distributed()
     engine, *_ = zlaunch.initialize(model=net(), config=config(2, 2, **extra))
     return train_engine(engine, batches(6, 4))

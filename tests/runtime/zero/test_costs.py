@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import zlaunch
-from tests.runtime.models import batches, config, loss_of, net, train_engine
+from tests.runtime.models import batches, config, loss_of, net, train_engine, with_forward
 from tests.runtime.workers import run_workers
 from zlaunch.runtime.zero.reduce import MAX_IN_FLIGHT
 
@@ -119,8 +119,7 @@ def _checkpointing_volume() -> float:
             x = checkpoint(layer, x, use_reentrant=False)
         return model.head(model.norm(x))
 
-    model.forward = forward
-    engine, *_ = zlaunch.initialize(model=model, config=config(3, 4))
+    engine, *_ = zlaunch.initialize(model=with_forward(model, forward), config=config(3, 4))
     data = batches(3, 8)
     train_engine(engine, data[:2])
     engine._sharded.comm.moved.clear()

@@ -113,7 +113,7 @@ class Own:
         self.value = value
 
 
-OUTPUTS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any, nn.Module], Tensor]]] = {
+OUTPUTS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any, Any], Tensor]]] = {
     "namespace": (lambda y: types.SimpleNamespace(y=y), lambda out, model: out.y),
     "slots": (Own, lambda out, model: out.value),
     "nothing": (lambda y: None, lambda out, model: model.kept),
@@ -287,11 +287,12 @@ def test_a_graph_from_before_a_step_is_refused() -> None:
 def _memory() -> None:
     """A freed unit's memory is given back although the graph has saved its weights."""
     zlaunch.init_distributed()
-    engine, *_ = zlaunch.initialize(model=net(depth=4), config=options())
+    model = net(depth=4)
+    engine, *_ = zlaunch.initialize(model=model, config=options())
     loss = engine(batches(1, 2)[0]).square().mean()
     full = [unit for unit in engine._sharded.units if unit._storage.nbytes()]
     assert len(full) <= 3, [unit.name for unit in full]  # the root, and the last block
-    held = engine.module.layers[0].up.weight
+    held = model.layers[0].up.weight
     del held
     engine.backward(loss)
     engine.step()
@@ -318,10 +319,10 @@ def _transforms() -> dict[str, float]:
                 if self.kind == "grad":
                     x = x + torch.func.grad(lambda y, layer=layer: layer(y).square().sum())(x)
                 elif self.kind == "vjp":
-                    value, back = torch.func.vjp(layer, x)
+                    value, back = torch.func.vjp(layer, x)[:2]
                     x = value + back(torch.ones_like(value))[0]
                 elif self.kind == "jvp":
-                    value, slope = torch.func.jvp(layer, (x,), (torch.ones_like(x),))
+                    value, slope = torch.func.jvp(layer, (x,), (torch.ones_like(x),))[:2]
                     x = value + slope
                 else:
                     jacobian = torch.func.vmap(torch.func.jacrev(lambda y, layer=layer: layer(y).sum(-1)))

@@ -49,14 +49,15 @@ def test_a_sharded_parameter_is_never_garbage() -> None:
 def _copies() -> None:
     """At stages 0 to 2 a copy of the model is a plain model of its own."""
     rank = join()
-    engine, *_ = zlaunch.initialize(model=net(), config=config(1, 2))
+    model = net()
+    engine, *_ = zlaunch.initialize(model=model, config=config(1, 2))
     batch = batches(1, 4)[0].chunk(2)[rank]
     engine.backward(loss_of(engine, batch))
     engine.step()
-    average = copy.deepcopy(engine.module)
+    average: Any = copy.deepcopy(engine.module)
     assert relative_error(loss_of(average, batch), loss_of(engine, batch)) < 1e-5
     assert average.double().head.weight.dtype == torch.float64
-    assert engine.module.head.weight.dtype == torch.float32
+    assert model.head.weight.dtype == torch.float32
 
 
 def test_a_copy_is_a_plain_model() -> None:
@@ -89,7 +90,7 @@ def test_parameters_can_be_read_right_after_a_step(stage: int) -> None:
 def _load(stage: int, bf16: bool) -> None:
     """load_state_dict reaches the master copies: training goes on from what was loaded."""
     zlaunch.init_distributed()
-    extra = {"bf16": {"enabled": True}} if bf16 else {}
+    extra: dict[str, Any] = {"bf16": {"enabled": True}} if bf16 else {}
     data = batches(4, 4)
     first, *_ = zlaunch.initialize(model=net(), config=config(stage, 2, **extra))
     train_engine(first, data)
@@ -114,7 +115,7 @@ def _save(stage: int, folder: str, name: str) -> dict[str, torch.Tensor]:
     engine, *_ = zlaunch.initialize(model=net(tied=True), config=config(stage, 2))
     train_engine(engine, batches(2, 4))
     engine.save_16bit_model(folder, name)
-    return {key: value.numpy() for key, value in engine.module.state_dict().items()}  # type: ignore[misc]
+    return {key: value.numpy() for key, value in engine.module.state_dict().items()}
 
 
 @pytest.mark.parametrize("stage", [0, 3])

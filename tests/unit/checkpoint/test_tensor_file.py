@@ -19,6 +19,7 @@ from zlaunch.runtime.checkpoint.format import tensor_file, writer
 from zlaunch.runtime.checkpoint.format.commit import new_owner, replace_file
 from zlaunch.runtime.checkpoint.format.tensor_file import NAMES, CheckpointError, File
 from zlaunch.runtime.checkpoint.format.writer import FileWriter
+from zlaunch.runtime.comm.pending import Pending
 from zlaunch.runtime.offload.transfer import HostLink
 
 DTYPES = list(NAMES)
@@ -185,7 +186,7 @@ class FailedDevice(HostLink):
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
 
-class FailedCopy:
+class FailedCopy(Pending):
     def wait(self) -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 

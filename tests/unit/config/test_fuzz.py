@@ -111,7 +111,7 @@ def test_valid_configs_load_and_settle(source: dict[str, Any], world: int, hidde
     assert again.digest() == effective.digest()
 
 
-BREAK = [
+BREAK: list[tuple[str | None, str, list[Any]]] = [
     ("zero_optimization", "stage", [4, -1, "three", None, True, 1.5]),
     ("zero_optimization", "reduce_bucket_size", [True, -5, "x", [], float("nan")]),
     ("zero_optimization", "overlap_com", [True]),
@@ -150,9 +150,9 @@ def test_one_mistake_is_found_and_named(source: dict[str, Any], data: st.DataObj
 def test_junk_never_raises_anything_else(source: dict[str, Any], data: st.DataObject) -> None:
     source = copy.deepcopy(source)
     for _ in range(data.draw(st.integers(1, 3))):
-        target = source
-        inner = [value for value in source.values() if isinstance(value, dict)]
-        if inner and data.draw(booleans):
+        target: dict[Any, Any] = source
+        inner: list[dict[Any, Any]] = [value for value in source.values() if isinstance(value, dict)]
+        if len(inner) > 0 and data.draw(booleans):
             target = data.draw(st.sampled_from(inner))
         names = st.one_of(st.sampled_from([*keys, *map(str, target)]), st.text(max_size=4), st.integers())
         target[data.draw(names)] = data.draw(junk)

@@ -83,7 +83,7 @@ def compare_step(
     grad = values(numel, grad_dtype, device, offset=offset, specials=specials)
     before = grad.clone()
     out = None if out_dtype is None else values(numel, out_dtype, device, offset=offset).fill_(7)
-    inputs: list[Tensor | None] = [master, *(state or [None]), grad, out]  # type: ignore[list-item]
+    inputs: list[Tensor | None] = [master, *(state or [None]), grad, out]
     copies = [None if tensor is None else tensor.clone() for tensor in inputs]
     function(*inputs, **options)
     twins_of(lambda: function(*copies, **options))
@@ -104,15 +104,18 @@ def compare_step(
 
 
 def adam(*tensors: Any, step: Any, **options: Any) -> None:
-    adam_step(*tensors, step=step, args=AdamArgs(**options))
+    master, state1, state2, grad, out = tensors
+    adam_step(master, state1, state2, grad, out, step=step, args=AdamArgs(**options))
 
 
 def sgd(*tensors: Any, step: Any, **options: Any) -> None:
-    sgd_step(*tensors, step=step, args=SgdArgs(**options))
+    master, state, grad, out = tensors
+    sgd_step(master, state, grad, out, step=step, args=SgdArgs(**options))
 
 
 def lion(*tensors: Any, **options: Any) -> None:
-    lion_step(*tensors, args=LionArgs(**options))
+    master, state, grad, out = tensors
+    lion_step(master, state, grad, out, args=LionArgs(**options))
 
 
 def scalars(on_device: bool, device: str, **numbers: float) -> dict[str, Any]:
@@ -120,7 +123,7 @@ def scalars(on_device: bool, device: str, **numbers: float) -> dict[str, Any]:
 
 
 ADAM = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1}
-LION = {"beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1}
+LION: dict[str, Any] = {"beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1}
 SGD: list[dict[str, Any]] = [
     {"momentum": 0.0, "dampening": 0.0, "nesterov": False, "weight_decay": 0.0},
     {"momentum": 0.9, "dampening": 0.0, "nesterov": True, "weight_decay": 0.1},

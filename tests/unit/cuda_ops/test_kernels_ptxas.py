@@ -39,7 +39,7 @@ def ptxas() -> Path:
 def resources(ptxas: Path, text: bytes, arch: int, folder: Path) -> dict[str, tuple[int, int]]:
     """Bytes of local memory and registers of each kernel."""
     (folder / "kernel.ptx").write_bytes(text)
-    command = [ptxas, "-v", f"-arch=sm_{arch}", "kernel.ptx", "-o", "/dev/null"]
+    command = [str(ptxas), "-v", f"-arch=sm_{arch}", "kernel.ptx", "-o", "/dev/null"]
     run = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=LIMIT_S)
     assert run.returncode == 0, run.stderr
     found = _ENTRY.findall(run.stderr)

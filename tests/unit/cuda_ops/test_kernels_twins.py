@@ -114,7 +114,7 @@ class PlainLion(torch.optim.Optimizer):
         self.m = torch.zeros_like(parameters[0])
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         (p,) = self.param_groups[0]["params"]
         c = 0.9 * self.m + (1 - 0.9) * p.grad
         p -= 1e-2 * (torch.sign(c) + 0.1 * p)
@@ -133,15 +133,20 @@ def test_fp32_without_out_is_torch_to_the_bit(decoupled: bool) -> None:
     master = parameter.detach().clone()
     m, v = torch.zeros(10_000), torch.zeros(10_000)
     optimizer = kind([parameter], 1e-2, weight_decay=0.1, fused=True)
-    optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
+    optimizer._step_supports_amp_scaling = True
     optimizer.grad_scale = torch.tensor(4.0)  # type: ignore[attr-defined]
     optimizer.found_inf = torch.tensor(0.0)  # type: ignore[attr-defined]
     for count in range(1, 6):
         grad = torch.randn(10_000)
         parameter.grad = grad.clone()
         optimizer.step()
-        numbers = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1, "decoupled": decoupled}
-        numbers |= {"multiplier": 0.25, "found_inf": None, "step": count, "lr": 1e-2}
+        numbers: dict[str, Any] = {
+            "beta1": 0.9,
+            "beta2": 0.999,
+            "eps": 1e-8,
+            "weight_decay": 0.1,
+        }
+        numbers |= {"decoupled": decoupled, "multiplier": 0.25, "found_inf": None, "step": count, "lr": 1e-2}
         adam(master, m, v, grad, None, **numbers)
         assert torch.equal(master, parameter)
 
@@ -162,7 +167,7 @@ def adam_tensors(numel: int, grad: torch.dtype = torch.bfloat16, out: Any = torc
 def test_found_inf_leaves_everything_alone(way: str, dtypes: Any, found: Any) -> None:
     tensors = adam_tensors(3000, *dtypes)
     tensors[3][5] = torch.inf
-    before = [tensor if tensor is None else tensor.clone() for tensor in tensors]
+    before: list[Any] = [tensor if tensor is None else tensor.clone() for tensor in tensors]
     adam(*tensors, **adam_options(found_inf=found))
     for mine, old in zip(tensors, before, strict=True):
         assert mine is None or torch.equal(mine, old)

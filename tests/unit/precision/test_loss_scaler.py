@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -72,7 +73,7 @@ def make(power: int, window: int, min_scale: float, hysteresis: int, consecutive
 
 @given(settings, overflows)
 def test_same_scale_as_the_reference_after_every_step(
-    given_settings: dict[str, int], history: list[bool]
+    given_settings: dict[str, Any], history: list[bool]
 ) -> None:
     mine = make(**given_settings)
     theirs = Reference(mine.scale, mine.window, mine.min_scale, mine.hysteresis, mine.consecutive_hysteresis)
@@ -89,7 +90,7 @@ def test_same_scale_as_the_reference_after_every_step(
 
 @given(settings, overflows, st.integers(0, 120))
 def test_a_saved_scaler_goes_on_as_if_it_had_not_stopped(
-    given_settings: dict[str, int], history: list[bool], cut: int
+    given_settings: dict[str, Any], history: list[bool], cut: int
 ) -> None:
     whole, resumed = make(**given_settings), make(**given_settings)
     resumed.scale = 12345.0

@@ -82,7 +82,7 @@ def test_bad_optimizers_are_value_errors(kind: str, params: dict[str, Any], word
 
 @pytest.mark.parametrize("kind", sorted(SCHEDULES))
 def test_our_schedulers_by_name(kind: str) -> None:
-    needed = {
+    needed: dict[str, dict[str, Any]] = {
         "OneCycle": {"cycle_min_lr": 0.1, "cycle_max_lr": 0.2},
         "WarmupDecayLR": {"total_num_steps": 10},
         "WarmupCosineLR": {"total_num_steps": 10},

@@ -33,7 +33,8 @@ def test_counting(tmp_path: Path, proc: int, dev: int, count: int) -> None:
 )
 def test_wsl_has_one_device_file(tmp_path: Path, says: str | None, count: int) -> None:
     dev, wsl = tmp_path / "dev", tmp_path / "wsl"
-    dev.mkdir(), wsl.mkdir()
+    dev.mkdir()
+    wsl.mkdir()
     (dev / "dxg").touch()
     assert not discover({}, proc=tmp_path / "gpus", dev=dev, wsl=wsl).tokens, "another maker's GPU"
     (wsl / "libcuda.so.1").touch()
