@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from zlaunch.runtime.config.optimizers import SCHEDULER_PARAMS
 from zlaunch.runtime.registry.lr_schedules import (
     SCHEDULES,
     LRRangeTest,
@@ -172,7 +173,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
 
 
 def test_every_schedule_is_covered() -> None:
-    assert set(ARGUMENTS) == set(SCHEDULES)
+    assert set(ARGUMENTS) == set(SCHEDULES) == set(SCHEDULER_PARAMS)
 
 
 @pytest.mark.parametrize("name", sorted(SCHEDULES))
