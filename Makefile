@@ -1,4 +1,5 @@
 # make demo: train a small GPT on two workers.   make test: the tests, without the exhaustive ones.
+# make test-fast: the unit tests, in half a minute.
 # make test-all: all of them, and the runtime's with other versions of Python and torch (test-support).
 # More: lint, bench, clean.
 PYTHON ?= python3
@@ -13,7 +14,7 @@ PIP := $(PY) -m pip install --no-input --disable-pip-version-check --progress-ba
 TORCH_INDEX ?= $(if $(wildcard /proc/driver/nvidia/gpus/*),,https://download.pytorch.org/whl/cpu)
 export PYTHONUNBUFFERED := 1
 
-.PHONY: demo test test-all test-support lint bench clean
+.PHONY: demo test test-fast test-all test-support lint bench clean
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -43,6 +44,12 @@ demo: $(INSTALLED)
 # FLAGS: more options for pytest.
 test: $(WITH_TOOLS)
 	$(PY) -m pytest -n 2 -m "not exhaustive" $(FLAGS)
+
+# tests/unit, without kernels and their twins, wheels and the rehearsal of the benchmark: these compile or start
+# processes, and take as long again.
+SLOW := $(addprefix --ignore=tests/unit/,project/test_packaging.py benchmarks) --ignore-glob=*/test_kernels_*
+test-fast: $(WITH_TOOLS)
+	$(PY) -m pytest -n 2 -m "not exhaustive" $(SLOW) tests/unit $(FLAGS)
 
 test-all: $(WITH_TOOLS)
 	$(PY) -m pytest -n 2 $(FLAGS)

@@ -37,7 +37,7 @@ def find() -> str | None:
 
 def calls(device: str) -> int:
     """Call each kernel in each of its variants on small tensors; return how many comparisons were made."""
-    from tests.unit import test_kernels_math as math
+    from tests.unit.cuda_ops import test_kernels_math as math
     from zlaunch.cuda_ops import loader
 
     loader.set_mode("torch" if device == "cpu" else "cupy")

@@ -31,15 +31,15 @@ TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 WANTED = ("-e", ".[cpu]", "pytest", "pytest-xdist", "hypothesis")
 TESTS = ("tests/runtime", "tests/unit")
 LEFT_OUT = (
-    "--ignore=tests/unit/test_kernels_compile.py",  # needs NVRTC, by CuPy
-    "--ignore=tests/unit/test_kernels_ptxas.py",  # needs CUDA's assembler
-    "--ignore=tests/unit/test_packaging.py",  # builds a wheel
-    "--ignore=tests/unit/test_kernels_math.py",  # tests C++
-    "--ignore=tests/unit/test_config_fuzz.py",  # long, and no torch in it, as the next
-    "--ignore=tests/unit/test_benchmarks_gpu.py",
-    "--ignore=tests/runtime/test_rank_mismatch.py",  # long
-    "--deselect=tests/runtime/test_offload.py::test_memory_with_everything_on_disk_is_that_of_the_buffers",
-    "--deselect=tests/runtime/test_checkpoint_export.py::test_from_pretrained_of_an_export_gives_equal_logits",
+    "--ignore=tests/unit/cuda_ops/test_kernels_compile.py",  # needs NVRTC, by CuPy
+    "--ignore=tests/unit/cuda_ops/test_kernels_ptxas.py",  # needs CUDA's assembler
+    "--ignore=tests/unit/project/test_packaging.py",  # builds a wheel
+    "--ignore=tests/unit/cuda_ops/test_kernels_math.py",  # tests C++
+    "--ignore=tests/unit/config/test_fuzz.py",  # long, and no torch in it, as the next
+    "--ignore=tests/unit/benchmarks",
+    "--ignore=tests/runtime/deadlock/test_rank_mismatch.py",  # long
+    "--deselect=tests/runtime/offload/test_offloaded_training.py::test_memory_with_everything_on_disk_is_that_of_the_buffers",
+    "--deselect=tests/runtime/checkpoint/test_export.py::test_from_pretrained_of_an_export_gives_equal_logits",
 )
 
 

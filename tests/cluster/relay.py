@@ -36,8 +36,8 @@ def main() -> None:
     while True:
         left_s = max(0.0, waiting[0][0] - time.monotonic()) if waiting else None
         for key, _ in selector.select(left_s):
+            assert isinstance(key.fileobj, socket.socket)
             device = key.fileobj
-            assert isinstance(device, socket.socket)
             try:
                 while True:
                     number += 1

@@ -264,7 +264,7 @@ def test_files_in_the_working_folder_do_no_harm(cluster: Testbed, tmp_path: Path
     (tmp_path / "scripts" / "train.py").write_text("import tokenize, typing\nprint('fine')")
     zlaunch = Path(sys.executable).with_name("zlaunch")
     command = [
-        zlaunch,
+        str(zlaunch),
         f"--hostfile={cluster.hostfile}",
         f"--ssh_config={cluster.ssh_config}",
         "--no_local_rank",

@@ -15,6 +15,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from tests.leftovers import unmarked
@@ -64,6 +65,10 @@ def missing() -> str:
 
 def _which(program: str) -> str | None:
     return shutil.which(program, path=os.environ.get("PATH", "") + ":/usr/sbin:/sbin")
+
+
+def _succeeds(*command: str) -> bool:
+    return sh(*command, check=False).returncode == 0
 
 
 def sh(*command: str | Path, check: bool = True, **more: object) -> subprocess.CompletedProcess[str]:
@@ -283,10 +288,7 @@ class Testbed:
             if other != node:
                 address = self.address(other)
                 command = ("ip", "netns", "exec", _PREFIX + node, sys.executable, "-c", probe, address)
-                wait_until(
-                    lambda c=command: sh(*c, check=False).returncode == 0,
-                    f"{node} reaches {other} again",
-                )
+                wait_until(partial(_succeeds, *command), f"{node} reaches {other} again")
 
     @contextmanager
     def latency(self, node: str, ms: float) -> Iterator[None]:

@@ -1,7 +1,7 @@
 """Run a DeepSpeed script that must give equal results under both: ``side_by_side.py OUT.json``, on any ranks.
 
-Nothing here knows zlaunch. ``python -m tests.compat.record`` runs it under the real DeepSpeed and writes
-down what it says; the test compares ours with that.
+Nothing here knows zlaunch. ``python -m tests.data.side_by_side.record`` runs it under the real DeepSpeed and
+writes down what it says; the test compares ours with that.
 """
 
 from __future__ import annotations

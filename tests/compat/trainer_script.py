@@ -43,20 +43,20 @@ def config(stage: int, *, optimizer: bool = True, scheduler: bool = False, **zer
     found: dict[str, Any] = {**dict.fromkeys(keys, "auto"), "zero_optimization": {**section, **zero}}
     found |= {"bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}, "steps_per_print": float("inf")}
     if optimizer:
-        names = ("lr", "betas", "eps", "weight_decay")
-        found["optimizer"] = {"type": "AdamW", "params": dict.fromkeys(names, "auto")}
+        params = dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")
+        found["optimizer"] = {"type": "AdamW", "params": params}
     if scheduler:
-        names = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps")
-        found["scheduler"] = {"type": "WarmupLR", "params": dict.fromkeys(names, "auto")}
+        params = dict.fromkeys(("warmup_min_lr", "warmup_max_lr", "warmup_num_steps"), "auto")
+        found["scheduler"] = {"type": "WarmupLR", "params": params}
     return found
 
 
 def small(kind: str = "llama") -> Any:
-    ids = {"vocab_size": 128, "bos_token_id": 1, "eos_token_id": 2}
+    ids: dict[str, Any] = {"vocab_size": 128, "bos_token_id": 1, "eos_token_id": 2}
     if kind == "gpt2":  # tied weights
         return GPT2Config(n_embd=32, n_layer=2, n_head=2, n_positions=32, **ids)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-    return LlamaConfig(**sizes, num_key_value_heads=2, max_position_embeddings=64, **ids)
+    ids |= {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return LlamaConfig(num_key_value_heads=2, max_position_embeddings=64, **ids)
 
 
 def make(name: str, given: Any, *, kind: str = "llama", model: Any = None, **options: Any) -> Trainer:
@@ -84,10 +84,15 @@ def losses(trainer: Trainer) -> list[float]:
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
+def model_of(trainer: Trainer) -> Any:
+    """Returns the trainer's model, whose class transformers does not tell."""
+    return trainer.model
+
+
 def resume() -> None:
     """A straight run, one resumed half-way; what is saved is what plain transformers loads."""
     for stage, kind in ((1, "llama"), (2, "gpt2"), (3, "llama"), (3, "gpt2")):
-        options = {"save_strategy": "steps", "save_steps": 2, "warmup_steps": 2, "kind": kind}
+        options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "warmup_steps": 2, "kind": kind}
         name = f"{kind}{stage}"
         straight = make(name, config(stage, scheduler=True), **options)
         straight.train()
@@ -121,15 +126,16 @@ def whose_optimizer() -> None:
 
 def precision() -> None:
     for option, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
-        trainer = make(option, config(3), max_steps=2, **{option: True})
+        enabled: dict[str, Any] = {option: True}
+        trainer = make(option, config(3), max_steps=2, **enabled)
         trainer.train()
-        assert next(trainer.model.parameters()).dtype == dtype
+        assert next(model_of(trainer).parameters()).dtype == dtype
         assert all(4 < loss < 6 for loss in losses(trainer))
 
 
 def best() -> None:
-    options = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
-    trainer = make("best", config(3), load_best_model_at_end=True, **options)
+    options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps"}
+    trainer = make("best", config(3), load_best_model_at_end=True, eval_steps=2, **options)
     trainer.train()
     assert trainer.state.best_model_checkpoint is not None
 
@@ -144,7 +150,7 @@ def generation() -> None:
     trainer.train()
     prompt = torch.tensor([[1, 5, 6]])
     length = 4 + 5 * RANK
-    text = trainer.model.generate(
+    text = model_of(trainer).generate(
         prompt, max_new_tokens=length, min_new_tokens=length, do_sample=False, pad_token_id=0
     )
     assert text.shape == (1, 3 + length)
@@ -157,7 +163,7 @@ def inference() -> None:
     if RANK == 0:
         AutoModelForCausalLM.from_config(small()).save_pretrained(f"{FOLDER}/saved")
     torch.distributed.barrier()
-    plain = AutoModelForCausalLM.from_pretrained(f"{FOLDER}/saved")
+    plain: Any = AutoModelForCausalLM.from_pretrained(f"{FOLDER}/saved")
     length = 3 + 4 * RANK
     options = {"max_new_tokens": length, "min_new_tokens": length, "do_sample": False, "pad_token_id": 0}
     expected = plain.generate(prompt, **options)
@@ -211,8 +217,9 @@ def resizing() -> None:
 
     trainer = make("longer", config(3, stage3_param_persistence_threshold=0), model=longer, max_steps=1)
     trainer.train()
-    with deepspeed.zero.GatheredParameters(trainer.model.get_input_embeddings().weight):
-        assert trainer.model.get_input_embeddings().weight.shape == (136, 32)
+    weight = model_of(trainer).get_input_embeddings().weight
+    with deepspeed.zero.GatheredParameters(weight):
+        assert weight.shape == (136, 32)
 
 
 def main() -> None:

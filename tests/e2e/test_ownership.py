@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -81,11 +82,16 @@ def test_a_stranger_with_the_id_of_a_finished_rank_lives_on(tmp_path: Path, end:
         stranger.wait()
 
 
-KILLED = {
+def _kill_both(launch: Launch, agent: int) -> None:
+    launch.process.kill()
+    os.kill(agent, signal.SIGKILL)
+
+
+KILLED: dict[str, Callable[[Launch, int], None]] = {
     "agent": lambda launch, agent: os.kill(agent, signal.SIGKILL),
     "guard": lambda launch, agent: os.kill(parent_of(agent), signal.SIGKILL),
     "launcher": lambda launch, agent: launch.process.kill(),
-    "launcher and agent": lambda launch, agent: (launch.process.kill(), os.kill(agent, signal.SIGKILL)),
+    "launcher and agent": _kill_both,
 }
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import zlaunch
+from tests.runtime.checkpoint.test_save_load import content, differences
 from tests.runtime.models import batches, config, loss_of, net
-from tests.runtime.test_checkpoint import content, differences
 
 pytestmark = pytest.mark.gpu
 

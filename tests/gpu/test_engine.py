@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -39,7 +40,8 @@ def test_fp32_equals_plain_torch(stage: int) -> None:
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_16_bit_loss_falls(stage: int, section: str) -> None:
     zlaunch.init_distributed()
-    engine, *_ = zlaunch.initialize(model=net(), config=config(stage, 8, **{section: {"enabled": True}}))
+    settings: dict[str, Any] = {section: {"enabled": True}}
+    engine, *_ = zlaunch.initialize(model=net(), config=config(stage, 8, **settings))
     data = batches(2, 8) * 20
     losses = []
     for batch in data:

@@ -20,7 +20,7 @@ class Odd(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Layer(128) for _ in range(3))
+        self.layers: Any = nn.ModuleList(Layer(128) for _ in range(3))
         self.shift = nn.Parameter(torch.zeros(4, 128))
 
     def forward(self, x: Tensor) -> Any:
@@ -38,6 +38,7 @@ def test_unknown_outputs_and_views(stage: int) -> None:
     optimizer = torch.optim.AdamW(plain.parameters(), lr=3e-3, weight_decay=0.1)
     given = config(stage, 4, zero={"stage3_module_granularity_threshold": 0})
     engine, mine, *_ = zlaunch.initialize(model=model, config=given)
+    assert mine is not None
     for _ in range(5):
         x = torch.randn(4, 128, device="cuda")
         plain(x).y.square().mean().backward()
@@ -57,8 +58,9 @@ def test_unknown_outputs_and_views(stage: int) -> None:
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_changes_in_place_reach_the_masters(stage: int) -> None:
     zlaunch.init_distributed()
-    engine, *_ = zlaunch.initialize(model=Odd(), config=config(stage, 4, bf16={"enabled": True}))
-    weight = engine.module.layers[0].up.weight
+    model = Odd()
+    engine, *_ = zlaunch.initialize(model=model, config=config(stage, 4, bf16={"enabled": True}))
+    weight = model.layers[0].up.weight
     weight.data.fill_(0.5)
     engine.backward(engine(torch.randn(4, 128, device="cuda").bfloat16()).y.float().square().mean())
     engine.step()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.unit.test_kernels_math import (
+from tests.unit.cuda_ops.test_kernels_math import (
     FLOATS,
     OUTS,
     SIZES,

@@ -13,6 +13,7 @@ from tests.matrix.parts import Stack
 from tests.matrix.registry import feature
 from tests.matrix.sides import Side, Trainer
 from tests.matrix.train import floats, run_steps, squared, train
+from tests.runtime.models import grad_of
 
 Step = Callable[[Side, Trainer, Tensor], None]
 
@@ -122,7 +123,7 @@ def adversarial(side: Side, trainer: Trainer, x: Tensor) -> None:
 def of_the_inputs(side: Side, trainer: Trainer, x: Tensor) -> None:
     x = x.requires_grad_()
     trainer.backward(squared(trainer.call(x)))
-    side.record_share(f"inputs {len(side.records)}", x.grad * x.shape[0])
+    side.record_share(f"inputs {len(side.records)}", grad_of(x) * x.shape[0])
 
 
 @each_step("retain_graph_twice")

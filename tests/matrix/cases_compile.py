@@ -12,7 +12,7 @@ from tests.matrix.parts import Stack, layers
 from tests.matrix.registry import feature
 from tests.matrix.sides import Side
 from tests.matrix.train import WIDTH, floats, run_steps, squared, train
-from tests.runtime.models import Layer
+from tests.runtime.models import Layer, with_forward
 
 
 def _compiled(side: Side, backend: str, what: str) -> None:
@@ -30,7 +30,7 @@ def _compiled(side: Side, backend: str, what: str) -> None:
     elif what == "model":
         net.compile(backend=backend)
     elif what == "forward":
-        net.forward = torch.compile(net.forward, backend=backend)
+        with_forward(net, torch.compile(net.forward, backend=backend))
     trainer = side.start(net)
     if what == "step":
         loss = torch.compile(lambda x: squared(trainer.call(x)), backend=backend)

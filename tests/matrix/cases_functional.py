@@ -38,7 +38,7 @@ def grad() -> nn.Module:
 @model("functional", "jvp_with_respect_to_inputs")
 def jvp() -> nn.Module:
     def around(layer: nn.Module, x: Tensor) -> Tensor:
-        value, slope = torch.func.jvp(layer, (x,), (torch.ones_like(x),))
+        value, slope = torch.func.jvp(layer, (x,), (torch.ones_like(x),))[:2]
         return value + 0.1 * slope
 
     return Stack(around=around)
@@ -47,7 +47,7 @@ def jvp() -> nn.Module:
 @model("functional", "vjp_with_respect_to_inputs", may_refuse=INSIDE)
 def vjp() -> nn.Module:
     def around(layer: nn.Module, x: Tensor) -> Tensor:
-        value, back = torch.func.vjp(layer, x)
+        value, back = torch.func.vjp(layer, x)[:2]
         return value + 0.1 * back(torch.ones_like(value))[0]
 
     return Stack(around=around)

@@ -269,6 +269,8 @@ class Recomputing(torch.autograd.Function):
 @model("hooks", "function_that_recomputes_a_block")
 def recomputing() -> nn.Module:
     class Outer(Stack):
+        first: nn.Linear
+
         def forward(self, x: Tensor) -> Tensor:
             x = self.first(x)
             for layer in self.layers:
@@ -299,6 +301,8 @@ def takes_parameters() -> nn.Module:
             return found[0], None, *found[1:]
 
     class Outer(Stack):
+        first: nn.Linear
+
         def forward(self, x: Tensor) -> Tensor:
             x = self.first(x)
             for layer in self.layers:

@@ -27,7 +27,7 @@ def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
 
 
-def causal(name: str, **sizes: Any) -> nn.Module:
+def causal(name: str, **sizes: Any) -> Any:
     """Build a causal language model of a family by the name of its configuration."""
     import transformers
 
@@ -47,7 +47,7 @@ def causal(name: str, **sizes: Any) -> nn.Module:
     return transformers.AutoModelForCausalLM.from_config(config)
 
 
-def gpt2(**sizes: Any) -> nn.Module:
+def gpt2(**sizes: Any) -> Any:
     """Build a GPT-2 without dropout."""
     import transformers
 
@@ -166,7 +166,7 @@ def clip() -> nn.Module:
     """Build a model of texts and images, whose loss compares a whole batch."""
     import transformers
 
-    sizes = {
+    sizes: dict[str, Any] = {
         "hidden_size": 32,
         "intermediate_size": 48,
         "num_hidden_layers": 2,
@@ -248,7 +248,7 @@ for _name, (_build, _data, _loss) in FAMILIES.items():
     )
 
 
-def _lora(net: nn.Module, **options: Any) -> nn.Module:
+def _lora(net: nn.Module, **options: Any) -> Any:
     import peft
 
     config = peft.LoraConfig(r=4, lora_alpha=8, lora_dropout=0.0, init_lora_weights=False, **options)

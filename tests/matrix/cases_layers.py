@@ -91,7 +91,7 @@ def standardised() -> nn.Module:
             weight = self.weight - self.weight.mean(1, keepdim=True)
             return F.linear(x, weight / (weight.std(1, keepdim=True) + 1e-3), self.bias)
 
-    def change(linear: nn.Module) -> nn.Module:
+    def change(linear: Any) -> nn.Module:
         return Standardised(linear.in_features, linear.out_features)
 
     return _changed(change)
@@ -177,7 +177,11 @@ def method() -> nn.Module:
             return F.linear(x, self.down.weight, self.down.bias)
 
     blocks = nn.ModuleList(Split(WIDTH) for _ in range(3))
-    return Stack(blocks, around=lambda layer, x: x + layer.second(layer.first(x)))
+
+    def around(layer: Any, x: Tensor) -> Tensor:
+        return x + layer.second(layer.first(x))
+
+    return Stack(blocks, around=around)
 
 
 @model("layers", "weights_stacked_over_blocks")

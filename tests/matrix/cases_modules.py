@@ -169,7 +169,7 @@ def attention_evaluated(side: Side) -> None:
     _evaluated(side, nn.Sequential(Attention(), Attention()))
 
 
-def _encoder_layer() -> nn.Module:
+def _encoder_layer() -> nn.TransformerEncoderLayer:
     return nn.TransformerEncoderLayer(48, 4, 64, dropout=0.0, batch_first=True)
 
 

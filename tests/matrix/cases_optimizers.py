@@ -63,7 +63,7 @@ class Lion(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             for parameter in group["params"]:
                 mean = self.state[parameter].setdefault("mean", torch.zeros_like(parameter))
@@ -107,7 +107,7 @@ def _two_groups(net: nn.Module) -> list[Any]:
     ]
 
 
-def _three_groups(net: nn.Module) -> list[Any]:
+def _three_groups(net: Any) -> list[Any]:
     return [
         {"params": list(net.layers[1].parameters()), "lr": 0.0},
         {"params": net.head.parameters(), "lr": 0.02},
@@ -170,7 +170,7 @@ class Signs(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "beta": beta})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is None:
@@ -187,7 +187,7 @@ class Rows(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:

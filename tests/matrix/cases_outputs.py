@@ -184,15 +184,17 @@ def number() -> nn.Module:
 class Storing(Layer):
     """Hands its result on through an attribute."""
 
-    def forward(self, x: Tensor) -> None:
+    def forward(self, x: Tensor) -> Any:
         self.result = super().forward(x)
 
 
 @model("outputs", "blocks_that_return_none")
 def blocks_of_none() -> nn.Module:
-    return Stack(
-        nn.ModuleList(Storing(WIDTH) for _ in range(3)), around=lambda layer, x: (layer(x), layer.result)[1]
-    )
+    def around(layer: Any, x: Tensor) -> Tensor:
+        layer(x)
+        return layer.result
+
+    return Stack(nn.ModuleList(Storing(WIDTH) for _ in range(3)), around=around)
 
 
 @model("outputs", "blocks_that_append_to_a_list")

@@ -154,6 +154,8 @@ def frozen(side: Side) -> None:
 @feature("precision", "integer_parameter")
 def integer(side: Side) -> None:
     class Indexed(Stack):
+        order: Tensor
+
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x[..., self.order])
 

@@ -104,6 +104,8 @@ def transposed_tie() -> nn.Module:
 @model("sharing", "block_borrows_the_next_blocks_weight")
 def borrows() -> nn.Module:
     class Borrowing(Layer):
+        other: list[Layer]
+
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x) + F.linear(x, self.other[0].up.weight[:WIDTH])
 
@@ -115,6 +117,9 @@ def borrows() -> nn.Module:
 @model("sharing", "shared_buffers")
 def shared_buffers() -> nn.Module:
     class Scaled(Layer):
+        scale: Tensor
+        calls: Tensor
+
         def forward(self, x: Tensor) -> Tensor:
             self.calls.add_(1)
             return super().forward(x) * self.scale
@@ -130,6 +135,8 @@ def shared_buffers() -> nn.Module:
 @model("sharing", "parameter_list_of_the_blocks_parameters")
 def parameter_list() -> nn.Module:
     class Regularised(Stack):
+        watched: nn.ParameterList
+
         def forward(self, x: Tensor) -> Tensor:
             penalty = sum(p.square().mean() for p in self.watched)
             return super().forward(x) + 0.1 * penalty

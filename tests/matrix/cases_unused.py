@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +28,7 @@ class Chosen(Stack):
         return self.head(x)
 
 
-def adamw(parameters: object) -> torch.optim.Optimizer:
+def adamw(parameters: Any) -> torch.optim.Optimizer:
     """Make AdamW, which decays a parameter whether its gradient is zero or not."""
     return torch.optim.AdamW(parameters, lr=3e-3, weight_decay=0.1, eps=1e-6)
 
@@ -99,6 +100,8 @@ def layer_drop() -> nn.Module:
 @model("unused", "parameter_used_at_even_steps", steps=6)
 def even_parameter() -> nn.Module:
     class Even(Chosen):
+        gain: nn.Parameter
+
         def forward(self, x: Tensor) -> Tensor:
             even = self.calls % 2 == 0
             x = super().forward(x)
@@ -150,6 +153,8 @@ def frozen_first() -> nn.Module:
 @model("unused", "all_frozen_but_a_scalar")
 def all_but_a_scalar() -> nn.Module:
     class Scaled(Stack):
+        gain: nn.Parameter
+
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x * self.gain)
 
@@ -169,7 +174,7 @@ def frozen_biases() -> nn.Module:
 @feature("unused", "block_of_one_rank_only", stages=(0, 1, 2))
 def one_rank(side: Side) -> None:
     class Choosing(Stack):
-        def forward(self, x: Tensor, which: int) -> Tensor:
+        def forward(self, x: Tensor, which: int = 0) -> Tensor:
             return self.head(self.layers[2](self.layers[which](x)))
 
     trainer = side.start(Choosing())

@@ -31,7 +31,7 @@ class Stack(nn.Module):
         width: int = WIDTH,
     ) -> None:
         super().__init__()
-        self.layers = blocks if blocks is not None else layers(width=width)
+        self.layers: Any = blocks if blocks is not None else layers(width=width)
         self.head = nn.Linear(width, width)
         self.around = around
 
@@ -47,7 +47,7 @@ class Tokens(nn.Module):
     def __init__(self, width: int = WIDTH, depth: int = 2) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, width)
-        self.layers = layers(depth, width)
+        self.layers: Any = layers(depth, width)
         self.head = nn.Linear(width, VOCABULARY, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ import zlaunch
 
 MICRO = 2
 """Samples of one micro-batch of one rank."""
-SGD = {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01}
+SGD: dict[str, Any] = {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01}
 """The default optimizer: it shows gradients of the wrong size, and zeros where there should be none."""
 
 
@@ -40,7 +40,7 @@ def settings(stage: int, **extra: Any) -> dict[str, Any]:
 class Trainer:
     """Drives one model: ``call`` is what the script calls, ``module`` the user's own module."""
 
-    def __init__(self, side: Side, call: Any, module: nn.Module, optimizer: Any, scheduler: Any) -> None:
+    def __init__(self, side: Side, call: Any, module: Any, optimizer: Any, scheduler: Any) -> None:
         self.side, self.call, self.module = side, call, module
         self.optimizer, self.scheduler = optimizer, scheduler
         self.accumulation, self.clip = 1, 0.0
@@ -111,7 +111,7 @@ class Side:
         optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
         section: Mapping[str, Any] | None = None,
         client: bool = False,
-        groups: Callable[[nn.Module], list[Any]] | None = None,
+        groups: Callable[[Any], list[Any]] | None = None,
         scheduler: Callable[[Any], Any] | None = None,
         accumulation: int = 1,
         clip: float = 0.0,
@@ -126,6 +126,7 @@ class Side:
         by a section of the config, and ``client`` hands over an instance.
         """
         model = model.to(dtype) if dtype is not None else model
+        own: Any
         make = optimizer or (lambda parameters: torch.optim.SGD(parameters, **SGD))
         if self.stage is None:
             parameters = groups(model) if groups else [p for p in model.parameters() if p.requires_grad]

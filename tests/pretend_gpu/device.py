@@ -91,7 +91,7 @@ def _install_memory() -> None:
         block = blocks.get(storage._cdata)
         return DEVICE if block is not None and block.on_device else torch.device("cpu")
 
-    torch.UntypedStorage.device = property(device_of)  # type: ignore[assignment, misc]
+    torch.UntypedStorage.device = property(device_of)  # type: ignore[assignment]
     Tensor.record_stream = record_stream  # type: ignore[assignment, method-assign]
     torch.UntypedStorage.resize_ = resize_  # type: ignore[assignment, method-assign]
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.unit.test_kernels_shim import CpuKernels, kernels_of
+from tests.unit.cuda_ops.test_kernels_shim import CpuKernels, kernels_of
 from zlaunch.cuda_ops import loader
 
 from .clocks import lock

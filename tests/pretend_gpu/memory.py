@@ -173,8 +173,8 @@ def _span(tensor: Tensor) -> tuple[int, int] | None:
         if tensor.numel() == 0:
             return None
         size = tensor.element_size()
-        start = tensor.storage_offset() * size
-        last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        start = int(tensor.storage_offset()) * size
+        last = sum(int(n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
         return start, start + (last + 1) * size
 
 

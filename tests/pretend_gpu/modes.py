@@ -237,7 +237,7 @@ def _to(func: Any, args: Any, kwargs: Any) -> Any:
         device, dtype = (DEVICE if is_on_device(rest[0]) else CPU), rest[0].dtype
         non_blocking = kwargs.get("non_blocking", False)
     else:
-        device, dtype, non_blocking, _ = torch._C._nn._parse_to(*rest, **named)  # type: ignore[attr-defined]
+        device, dtype, non_blocking, _ = torch._C._nn._parse_to(*rest, **named)
     if device is not None and "torch/optim" in sys._getframe(2).f_code.co_filename:
         device = DEVICE if is_on_device(tensor) else CPU  # C++ has told the optimizer where it really is
     if device is not None and (device.type == "cuda") != is_on_device(tensor):
@@ -248,7 +248,7 @@ def _to(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 _ANSWERS: dict[Any, Any] = {
-    Tensor.device.__get__: _say_device,  # type: ignore[attr-defined]
+    Tensor.device.__get__: _say_device,
     Tensor.is_cuda.__get__: lambda func, args, kwargs: is_on_device(args[0]),  # type: ignore[attr-defined]
     Tensor.is_cpu.__get__: lambda func, args, kwargs: not is_on_device(args[0]),  # type: ignore[attr-defined]
     Tensor.get_device: lambda func, args, kwargs: 0 if is_on_device(args[0]) else -1,

@@ -14,7 +14,7 @@ import pytest
 
 from tests.pretend_gpu.cases import CASES
 from tests.pretend_gpu.mutations import MUTATIONS
-from tests.unit.test_kernels_shim import build
+from tests.unit.cuda_ops.test_kernels_shim import build
 from zlaunch.plan.checks import pick_port
 
 ROOT = Path(__file__).resolve().parents[2]

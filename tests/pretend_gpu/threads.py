@@ -131,7 +131,7 @@ def install() -> None:
     thread: Any = threading.Thread
     thread.start, thread.run = _before(thread.start), _thread_run(thread.run)
     thread.join = _after(thread.join)
-    threading.Lock = _Lock  # type: ignore[assignment, misc]
+    threading.Lock = _Lock  # type: ignore[assignment]
     condition: Any = threading.Condition
     condition.__enter__, condition.__exit__ = _after(condition.__enter__), _before(condition.__exit__)
     condition.wait = _after(condition.wait)
@@ -139,7 +139,7 @@ def install() -> None:
     event.set, event.wait = _before(event.set), _after(event.wait)
     lines: Any = queue.Queue
     lines.put, lines.get = _before(lines.put), _after(lines.get)
-    queue.SimpleQueue = _SimpleQueue  # type: ignore[misc, assignment]
+    queue.SimpleQueue = _SimpleQueue  # type: ignore[misc]
     future: Any = Future
     future.set_result = _before(future.set_result)
     future.set_exception = _before(future.set_exception)

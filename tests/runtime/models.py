@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,7 +28,8 @@ class Net(nn.Module):
     def __init__(self, width: int = 24, depth: int = 3, vocabulary: int = 31, tied: bool = False) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, width)
-        self.layers = nn.ModuleList(Layer(width) for _ in range(depth))
+        # torch types the items as Module, and their attributes as Tensor | Module
+        self.layers: Any = nn.ModuleList(Layer(width) for _ in range(depth))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocabulary, bias=False)
         if tied:
@@ -102,6 +104,19 @@ def train_engine(engine: Any, data: list[Tensor], loss_function: Any = loss_of) 
             total += loss.item() / accumulation
         losses.append(total)
     return losses
+
+
+def grad_of(parameter: Tensor) -> Tensor:
+    """Returns the gradient of a parameter that has one."""
+    grad = parameter.grad
+    assert grad is not None
+    return grad
+
+
+def with_forward(model: Any, forward: Callable[[Tensor], Tensor]) -> Any:
+    """Gives the model another forward function; returns the model."""
+    model.forward = forward
+    return model
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:

@@ -6,15 +6,13 @@ import gc
 import os
 import threading
 
-import torch
-
 import zlaunch
 from tests.runtime.models import batches, config, loss_of, net
-from tests.runtime.workers import run_workers
+from tests.runtime.workers import join, run_workers
 
 
 def _drop() -> list[tuple[int, int]]:
-    rank = zlaunch.init_distributed() and torch.distributed.get_rank()
+    rank = join()
     found = []
     for round_ in range(8):
         engine, *_ = zlaunch.initialize(model=net(), config=config(2, 2))

@@ -22,6 +22,16 @@ _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["torch", "torch._dynamo", "zlaunch.runtime.api", "pytest"])
 
 
+def join() -> int:
+    """Joins the process group of the workers; returns this worker's rank."""
+    import torch.distributed as dist
+
+    import zlaunch
+
+    zlaunch.init_distributed()
+    return dist.get_rank()
+
+
 class WorkerError(AssertionError):
     """A worker raised; the text is its traceback."""
 
@@ -65,7 +75,7 @@ def run_workers(
             result = Path(folder) / f"{rank}.pkl"
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank), **common}
             job = (result, own, function.__module__, function.__qualname__, args)
-            process = _context.Process(target=_work, args=job)  # type: ignore[attr-defined]
+            process = _context.Process(target=_work, args=job)
             process.start()
             workers.append((process, result))
         while (waiting := [process for process, _ in workers if process.is_alive()]) and (
@@ -79,7 +89,9 @@ def run_workers(
             process.kill()
             process.join()
         codes = [process.exitcode for process, _ in workers]
-        outcomes = [pickle.loads(result.read_bytes()) if result.exists() else None for _, result in workers]
+        outcomes: list[Any] = [
+            pickle.loads(result.read_bytes()) if result.exists() else None for _, result in workers
+        ]
     errors = [o[1] for o in outcomes if o is not None and o[0] == "error"]
     consequences = ("Connection closed by peer", "Connection reset", "PeerLost: rank")
     real = [e for e in errors if not any(text in e for text in consequences)] or errors

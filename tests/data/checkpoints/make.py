@@ -95,6 +95,11 @@ def train(engine: Any, first: int, last: int) -> dict[str, list[float]]:
     return {"losses": (total / engine.world_size).tolist(), "rates": rates}
 
 
+def _copy(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None
+    return tensor.detach().cpu().float().clone()
+
+
 def state_of(model: nn.Module) -> dict[str, Tensor]:
     """Returns the fp32 values and the moments of the trained parameters by name, whole. Collective."""
     found = {}
@@ -103,7 +108,7 @@ def state_of(model: nn.Module) -> dict[str, Tensor]:
             found[f"{name}/value"] = zlaunch.safe_get_full_fp32_param(parameter)
             for key in ("exp_avg", "exp_avg_sq"):
                 found[f"{name}/{key}"] = zlaunch.safe_get_full_optimizer_state(parameter, key)
-    return {name: tensor.detach().cpu().float().clone() for name, tensor in found.items()}
+    return {name: _copy(tensor) for name, tensor in found.items()}
 
 
 def work(rank: int, world: int, port: int, stage: int, dtype: str, folder: str) -> None:

@@ -1,0 +1,260 @@
+"""Test the optimizer that a script holds: every method leads to the engine or says why not."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zlaunch
+from tests.runtime.models import batches, config, loss_of, net, relative_error
+from tests.runtime.workers import join, run_workers
+from zlaunch.runtime.handles.optimizer import ZeroOptimizer
+
+TOLERANCE = 1e-9
+STAGES = (0, 1, 2, 3)
+
+
+def options(stage: int, **extra: Any) -> dict[str, Any]:
+    """A config with the smallest blocks sharded and no optimizer section."""
+    given = config(stage, 2, zero={"stage3_module_granularity_threshold": 0}, **extra)
+    return {key: value for key, value in given.items() if key != "optimizer"}
+
+
+def worst(model: nn.Module, plain: nn.Module) -> float:
+    """The largest relative difference of the parameters of two models."""
+    state, wanted = model.state_dict(), plain.state_dict()
+    return max(relative_error(state[name], wanted[name]) for name in wanted)
+
+
+def _adam(model: nn.Module, **extra: Any) -> torch.optim.Optimizer:
+    parameters = extra.pop("parameters", None)
+    return torch.optim.AdamW(
+        list(model.parameters()) if parameters is None else parameters, lr=3e-3, weight_decay=0.1, **extra
+    )
+
+
+# -- zero_grad: the ordinary GAN loop, in which the discriminator collects gradients that it must not use
+
+
+def _gan(way: str) -> dict[int, float]:
+    rank = join()
+    found = {}
+    for stage in STAGES:
+        plain, model = net().double(), net().double()
+        theirs, mine = _adam(plain), _adam(model)
+        engine, returned, *_ = zlaunch.initialize(model=model, optimizer=mine, config=options(stage))
+        assert returned is mine and engine.optimizer is mine
+        assert isinstance(mine, torch.optim.AdamW) and isinstance(mine, ZeroOptimizer)
+        assert mine.param_groups[0]["params"][0] is model.embedding.weight
+        for first, second in zip(batches(5, 4), batches(5, 4)[::-1], strict=True):
+            (3 * loss_of(plain, first)).backward()  # to be dropped
+            theirs.zero_grad()
+            loss_of(plain, second).backward()
+            theirs.step()
+            theirs.zero_grad()
+
+            (3 * loss_of(engine, first.chunk(2)[rank])).backward()
+            {"optimizer": mine.zero_grad, "model": model.zero_grad, "engine": engine.zero_grad}[way]()
+            loss_of(engine, second.chunk(2)[rank]).backward()
+            mine.step()
+            mine.zero_grad()
+        found[stage] = worst(model, plain)
+        engine.destroy()
+        assert type(mine) is torch.optim.AdamW
+    return found
+
+
+@pytest.mark.parametrize("way", ["optimizer", "model", "engine"])
+def test_zero_grad_drops_gradients(way: str) -> None:
+    for found in run_workers(_gan, 2, way):
+        assert {stage: error for stage, error in found.items() if not error <= TOLERANCE} == {}
+
+
+def _part() -> dict[int, float]:
+    """Drop the gradients of a submodule, and of one parameter, alone."""
+    rank = join()
+    found = {}
+    for stage in STAGES:
+        plain, model = net().double(), net().double()
+        theirs = _adam(plain)
+        engine, *_ = zlaunch.initialize(model=model, optimizer=_adam(model), config=options(stage))
+        for batch in batches(4, 4):
+            loss_of(plain, batch).backward()
+            plain.layers[1].zero_grad()
+            plain.layers[0].up.weight.grad = None
+            theirs.step()
+            theirs.zero_grad()
+
+            engine.backward(loss_of(engine, batch.chunk(2)[rank]))
+            model.layers[1].zero_grad()
+            model.layers[0].up.weight.grad = None
+            engine.step()
+        found[stage] = worst(model, plain)
+        engine.destroy()
+    return found
+
+
+def test_zero_grad_of_a_part() -> None:
+    for found in run_workers(_part, 2):
+        assert {stage: error for stage, error in found.items() if not error <= TOLERANCE} == {}
+
+
+# -- unfreezing
+
+
+def _unfreeze(way: str) -> dict[int, float]:
+    """A block that is frozen at the start is trained from the third step on, another from the fifth."""
+    rank = join()
+    found = {}
+    for stage in STAGES:
+        plain, model = net().double(), net().double()
+        for each in (plain, model):
+            each.layers[0].requires_grad_(False)
+            each.layers[1].requires_grad_(False)
+        given = [
+            [p for p in each.parameters() if p.requires_grad or way == "requires_grad"]
+            for each in (plain, model)
+        ]
+        theirs, mine = _adam(plain, parameters=given[0]), _adam(model, parameters=given[1])
+        engine, *_ = zlaunch.initialize(model=model, optimizer=mine, config=options(stage, clip=0.5))
+        for step, batch in enumerate(batches(8, 4)):
+            if step in (2, 4):
+                for each, optimizer in ((plain, theirs), (model, mine)):
+                    layer = each.layers[step // 2 - 1].requires_grad_(True)
+                    if way == "add_param_group":
+                        optimizer.add_param_group({"params": list(layer.parameters()), "lr": 1e-3})
+            if step == 6:
+                for each in (plain, model):
+                    each.layers[0].requires_grad_(False)
+            loss_of(plain, batch).backward()
+            nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+            theirs.step()
+            theirs.zero_grad()
+            engine.backward(loss_of(engine, batch.chunk(2)[rank]))
+            engine.step()
+        found[stage] = worst(model, plain)
+        assert len(mine.param_groups) == (3 if way == "add_param_group" else 1)
+        engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("way", ["requires_grad", "add_param_group"])
+def test_what_is_unfrozen_is_trained(way: str) -> None:
+    for found in run_workers(_unfreeze, 2, way):
+        assert {stage: error for stage, error in found.items() if not error <= TOLERANCE} == {}
+
+
+def _unfreeze_offloaded(folder: str) -> dict[str, float]:
+    zlaunch.init_distributed()
+    found = {}
+    for device in ("cpu", "nvme"):
+        plain, model = net().double(), net().double()
+        for each in (plain, model):
+            each.layers[0].requires_grad_(False)
+        theirs, mine = _adam(plain), _adam(model)
+        place = {"device": device, "nvme_path": folder}
+        given = options(2)
+        given["zero_optimization"]["offload_optimizer"] = place
+        engine, *_ = zlaunch.initialize(model=model, optimizer=mine, config=given)
+        for step, batch in enumerate(batches(5, 2)):
+            if step == 2:
+                plain.layers[0].requires_grad_(True)
+                model.layers[0].requires_grad_(True)
+            loss_of(plain, batch).backward()
+            theirs.step()
+            theirs.zero_grad()
+            engine.backward(loss_of(engine, batch))
+            engine.step()
+        found[device] = worst(model, plain)
+        engine.destroy()
+    return found
+
+
+def test_what_is_unfrozen_is_trained_offloaded(tmp_path: Path) -> None:
+    (found,) = run_workers(_unfreeze_offloaded, 1, str(tmp_path))
+    assert {device: error for device, error in found.items() if not error <= TOLERANCE} == {}
+
+
+def _unknown() -> None:
+    zlaunch.init_distributed()
+    model = net()
+    model.layers[0].requires_grad_(False)
+    mine = _adam(model, parameters=[p for p in model.parameters() if p.requires_grad])
+    engine, *_ = zlaunch.initialize(model=model, optimizer=mine, config=options(2))
+    with pytest.raises(zlaunch.OptimizerError, match="not a parameter of this engine"):
+        mine.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    with pytest.raises(ValueError, match="more than one parameter group"):
+        mine.add_param_group({"params": [model.head.weight]})
+    model.layers[0].requires_grad_(True)
+    with pytest.raises(zlaunch.ParameterError, match=r"layers\.0.* was frozen .*add_param_group"):
+        loss_of(engine, batches(1, 2)[0])
+    mine.add_param_group({"params": list(model.layers[0].parameters())})
+    loss_of(engine, batches(1, 2)[0])
+    mine.param_groups[0]["params"].append(nn.Parameter(torch.ones(2)))
+    engine.backward(loss_of(engine, batches(1, 2)[0]))
+    with pytest.raises(zlaunch.ParameterError, match=r"param group 0 .*add_param_group"):
+        engine.step()
+
+
+def test_a_group_of_unknown_parameters_is_refused() -> None:
+    run_workers(_unknown, 1)
+
+
+# -- everything else
+
+
+def _methods(stage: int) -> list[str]:
+    rank = join()
+    model = net()
+    mine = _adam(model)
+    schedule = torch.optim.lr_scheduler.StepLR(mine, 1, 0.5)  # wraps step() of the plain optimizer
+    engine, *_ = zlaunch.initialize(model=model, optimizer=mine, lr_scheduler=schedule, config=options(stage))
+    calls: list[str] = []
+    mine.register_step_pre_hook(lambda optimizer, args, kw: calls.append(f"before {optimizer is mine}"))
+    mine.register_step_post_hook(lambda optimizer, args, kw: calls.append(f"after {optimizer is mine}"))
+    data = [batch.chunk(2)[rank] for batch in batches(3, 4)]
+    engine.backward(loss_of(engine, data[0]))
+    engine.step()
+    assert calls == ["before True", "after True"] and mine.param_groups[0]["lr"] == 1.5e-3
+    with pytest.raises(RuntimeError, match="without a backward pass"):
+        mine.step()
+    with pytest.raises(zlaunch.OptimizerError, match="closure"):
+        mine.step(lambda: 0.0)
+    with pytest.raises(zlaunch.OptimizerError, match="safe_get_full_optimizer_state"):
+        mine.state[model.head.weight]
+    with pytest.raises(zlaunch.OptimizerError, match="safe_get_full_optimizer_state"):
+        len(mine.state)
+    for copying in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(zlaunch.OptimizerError, match="save_checkpoint"):
+            copying(mine)
+    assert "AdamW" in repr(mine)
+
+    saved = copy.deepcopy(mine.state_dict())
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    engine.backward(loss_of(engine, data[1]))
+    engine.step()
+    once = {name: value.clone() for name, value in model.state_dict().items()}
+    model.load_state_dict(weights)
+    mine.load_state_dict(saved)
+    assert mine.param_groups[0]["lr"] == 1.5e-3
+    engine.backward(loss_of(engine, data[1]))
+    engine.step()
+    assert all(torch.equal(value, once[name]) for name, value in model.state_dict().items())
+    with pytest.raises(zlaunch.OptimizerError, match="another rank"):
+        mine.load_state_dict({**saved, "zlaunch": {**saved["zlaunch"], "rank": 1 - rank}})
+    with pytest.raises(zlaunch.OptimizerError, match="not of an engine"):
+        mine.load_state_dict(_adam(net()).state_dict())
+    with pytest.raises(zlaunch.OptimizerError, match="another engine"):
+        zlaunch.initialize(model=net(), optimizer=mine, config=options(stage))
+    return calls
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_every_method_works_or_says_why_not(stage: int) -> None:
+    run_workers(_methods, 2, stage)

@@ -1,0 +1,164 @@
+"""Test what the controller decides, with transports that only remember."""
+
+from __future__ import annotations
+
+import io
+import os
+import queue
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zlaunch.launch import run_record
+from zlaunch.launch.controller import Controller
+from zlaunch.launch.nodes import Link
+from zlaunch.launch.verdict import Outcome
+from zlaunch.plan.plan import NodePlan, Plan, WorkerPlan
+from zlaunch.system.events import Event
+from zlaunch.view.console import Console
+
+
+class FakeTransport:
+    """An agent that says what the test has it say, and remembers what it was told."""
+
+    local = False
+
+    def __init__(self, host: str) -> None:
+        self.host = host
+        self.told: list[Event] = []
+        self.killed = False
+        self.words: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
+
+    def send(self, message: Event) -> None:
+        self.told.append(message)
+        if message.get("cmd") == "stop":
+            self.words.put({"type": "done", "host": self.host})
+            self.words.put(None)
+
+    def events(self) -> Iterator[Event]:
+        while (event := self.words.get(timeout=60)) is not None:
+            yield event
+
+    def close(self, timeout_s: float) -> int | None:
+        self.words.put(None)
+        return 0
+
+    def kill(self) -> None:
+        self.killed = True
+
+    def diagnostics(self) -> str:
+        return ""
+
+    def commands(self) -> list[str]:
+        """Return the commands that came after the plan."""
+        return [message["cmd"] for message in self.told[1:]]
+
+
+class Scene:
+    """A run on two nodes of one worker each."""
+
+    def __init__(self, folder: Path) -> None:
+        nodes = tuple(
+            NodePlan(host, (WorkerPlan(rank, 0, {}, ("x",)),)) for rank, host in enumerate(("n0", "n1"))
+        )
+        self.plan = Plan("id", str(folder), "n0", 1, nodes, cwd="/", grace_s=0.5)
+        self.agents = [FakeTransport("n0"), FakeTransport("n1")]
+        self.err = io.BytesIO()
+        console = Console([0], out=io.BytesIO(), err=self.err, terminal=False)
+        self.controller = Controller(self.plan, console, [Link(agent) for agent in self.agents])
+
+    def say(self, rank: int, *events: Event) -> None:
+        """Have the agent of a rank say something, in order, before the run begins."""
+        for event in events:
+            self.agents[rank].words.put({"rank": rank, "host": f"n{rank}", **event})
+
+    def end(self, rank: int, code: int = 0, **more: Any) -> None:
+        """Have a worker end, and its agent stay for the launcher's word where it failed."""
+        self.say(rank, {"type": "exit", "returncode": code, "after_stop": False, "reason": "", **more})
+        if not code:
+            self.say(rank, {"type": "done"})
+
+    def run(self) -> Outcome:
+        return self.controller.run()
+
+    def shown(self) -> str:
+        return self.err.getvalue().decode()
+
+
+@pytest.fixture
+def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Scene:
+    monkeypatch.setattr("zlaunch.launch.controller.adopt_orphans", lambda: None)
+    return Scene(tmp_path)
+
+
+def test_each_agent_gets_its_own_part_of_the_plan(scene: Scene) -> None:
+    scene.end(0)
+    scene.end(1)
+    assert scene.run() == Outcome(0)
+    for rank, agent in enumerate(scene.agents):
+        (node,) = agent.told[0]["nodes"]
+        assert [worker["rank"] for worker in node["workers"]] == [rank] and agent.commands() == []
+
+
+def test_a_failure_stops_the_other_nodes_and_is_the_exit_code(scene: Scene) -> None:
+    scene.end(1, code=7)
+    outcome = scene.run()
+    assert outcome.code == 7 and "rank 1 on n1 failed first" in scene.shown()
+    assert all(agent.commands() == ["stop"] for agent in scene.agents)
+
+
+def test_ends_that_the_stop_has_caused_are_no_failures(scene: Scene) -> None:
+    scene.end(0, code=-signal.SIGTERM, after_stop=True)
+    scene.end(1, code=5)
+    assert scene.run().code == 5 and "rank 0" not in scene.shown()
+
+
+def test_an_agent_that_dies_without_a_word_is_a_lost_node(scene: Scene) -> None:
+    scene.agents[1].words.put(None)
+    outcome = scene.run()
+    assert outcome.lost == outcome.died == {"n1"} and outcome.code == 1
+    assert "agent on n1 died" in scene.shown() and scene.agents[0].commands() == ["stop"]
+
+
+def test_an_agent_that_does_not_stop_in_time_is_given_up(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("zlaunch.launch.controller._MARGIN_S", 0.0)
+    monkeypatch.setattr(scene.agents[1], "send", scene.agents[1].told.append)  # it is deaf
+    scene.end(0, code=1)
+    outcome = scene.run()
+    assert "n1" in outcome.lost and scene.agents[1].killed and "did not stop in time" in scene.shown()
+
+
+def test_a_signal_stops_all_and_another_one_at_once_is_the_same(scene: Scene) -> None:
+    scene.controller._on_signal(signal.SIGINT, None)
+    scene.controller._on_signal(signal.SIGINT, None)
+    assert [agent.told for agent in scene.agents] == [[{"cmd": "stop", "grace_s": 0.5}]] * 2
+    outcome = scene.run()
+    assert (outcome.code, outcome.signum) == (130, signal.SIGINT)
+
+
+def test_asking_to_save_goes_to_every_node_and_is_remembered(scene: Scene) -> None:
+    scene.controller._pass_on(signal.SIGUSR1, None)
+    assert all(agent.told == [{"cmd": "signal", "signum": 10}] for agent in scene.agents)
+    for rank in (0, 1):
+        scene.end(rank, code=75)
+        scene.say(rank, {"type": "done"})
+    outcome = scene.run()
+    assert outcome.code == 75 and outcome.save_asked
+
+
+def test_output_and_events_are_written_down(scene: Scene, tmp_path: Path) -> None:
+    scene.say(0, {"type": "output", "stream": "stdout", "text": "hello\n"})
+    scene.say(0, {"type": "checkpoint", "tag": "t", "folder": "/saved", "step": 1})
+    scene.end(0)
+    scene.end(1)
+    scene.run()
+    assert (tmp_path / "logs" / "rank_00000.log").read_bytes() == b"hello\n"
+    assert b'"type":"checkpoint"' in (tmp_path / "events.jsonl").read_bytes()
+    assert "/saved" in (tmp_path / "checkpoint.json").read_text()
+    known = run_record.read(tmp_path)
+    assert known is not None and known.pid == os.getpid() and known.hosts == ("n0", "n1")

@@ -1,0 +1,141 @@
+"""Test the shape of the source: which rooms import which, and how large they are."""
+
+from __future__ import annotations
+
+import ast
+import io
+import tokenize
+from collections import Counter
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[3]
+FOLDERS = ("zlaunch", "runtime", "cuda_ops", "hostfiles", "slurm")
+CORE = ("zero", "optim", "comm", "precision", "engine", "loop", "api", "data")
+OPTIONAL = (
+    *("offload", "memory", "activation", "checkpoint.convert", "checkpoint.export"),
+    *("construction", "deadlock", "handles", "offload_states", "registry", "shared_memory"),
+)
+CORE_LINES, ROOM_LINES, FILE_LINES = 4000, 1500, 400
+"""Limits: lines of code of the core, which may go down but not up, and of a room; all lines of a file."""
+
+
+@cache
+def modules() -> dict[str, Path]:
+    """Every module of the package by its name; the folder that imitates deepspeed's layout aside."""
+    found = {}
+    for folder in FOLDERS:
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            relative = path.relative_to(ROOT)
+            parts = list(relative.with_suffix("").parts)
+            linked = any(parent.is_symlink() for parent in [path, *path.parents] if ROOT in parent.parents)
+            if linked or "path" in parts:
+                continue
+            if parts[-1] == "__init__":
+                parts.pop()
+            found[".".join(parts if parts[0] == "zlaunch" else ["zlaunch", *parts])] = path
+    return found
+
+
+@cache
+def imports(name: str) -> frozenset[str]:
+    """The modules that one imports, at its top, inside of functions and for type checkers."""
+    if name == "zlaunch":  # it imports nothing: it names what is loaded when somebody asks for it
+        return frozenset()
+    path = modules()[name]
+    package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            source = ".".join([*base, *([node.module] if node.module else [])])
+            for alias in node.names:
+                whole = f"{source}.{alias.name}"
+                found.add(whole if whole in modules() else source)
+    return frozenset(found & modules().keys() - {name})
+
+
+def circles() -> list[list[str]]:
+    """Modules that import each other, by way of others or not: every strongly connected set (Tarjan)."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(name: str) -> None:
+        index[name] = low[name] = len(index)
+        stack.append(name)
+        for other in imports(name):
+            if other not in index:
+                visit(other)
+            if other in stack:
+                low[name] = min(low[name], low[other])
+        if low[name] == index[name]:
+            members = [stack.pop()]
+            while members[-1] != name:
+                members.append(stack.pop())
+            if len(members) > 1:
+                found.append(sorted(members))
+
+    for name in modules():
+        if name not in index:
+            visit(name)
+    return found
+
+
+def code_lines(path: Path) -> int:
+    """Count the lines with code: neither blank, nor comments, nor docstrings."""
+    source = path.read_text()
+    strings: set[int] = set()
+    for node in ast.walk(ast.parse(source)):
+        for entry in getattr(node, "body", []) if isinstance(getattr(node, "body", None), list) else []:
+            if isinstance(entry, ast.Expr) and isinstance(entry.value, ast.Constant):
+                strings.update(range(entry.lineno, (entry.end_lineno or entry.lineno) + 1))
+    layout = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
+    lines: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type not in (*layout, tokenize.ENDMARKER):
+            lines.update(range(token.start[0], token.end[0] + 1))
+    return len(lines - strings)
+
+
+def room(*names: str) -> list[str]:
+    """The modules of rooms of the runtime."""
+    prefixes = [f"zlaunch.runtime.{name}" for name in names]
+    return [m for m in modules() if any(m == p or m.startswith(f"{p}.") for p in prefixes)]
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    assert not circles()
+
+
+def test_the_core_knows_nothing_of_the_optional_rooms() -> None:
+    optional = {*room(*OPTIONAL), *(m for m in modules() if m.startswith("zlaunch.compat"))}
+    assert not {(name, other) for name in room(*CORE) for other in imports(name) if other in optional}
+
+
+def test_the_core_is_small() -> None:
+    assert sum(code_lines(modules()[name]) for name in room(*CORE)) <= CORE_LINES
+
+
+def test_every_optional_room_is_small() -> None:
+    for name in OPTIONAL:
+        assert sum(code_lines(modules()[each]) for each in room(name)) <= ROOM_LINES, name
+
+
+def test_no_file_is_long() -> None:
+    lengths = {name: len(path.read_text().splitlines()) for name, path in modules().items()}
+    assert not {name: length for name, length in lengths.items() if length > FILE_LINES}
+
+
+def test_no_two_classes_have_one_name() -> None:
+    count = Counter(
+        node.name
+        for name, path in modules().items()
+        if not name.startswith("zlaunch.compat")
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    )
+    assert not {name for name, times in count.items() if times > 1}

@@ -1,0 +1,500 @@
+"""Test sbatch files, and how they are submitted and followed with stand-ins for SLURM's commands."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.limits import LIMIT_S
+from zlaunch.cli.main import main
+from zlaunch.slurm import commands as queue
+from zlaunch.slurm.commands import was_cancelled
+from zlaunch.slurm.environment import SlurmError
+from zlaunch.slurm.script import PRESETS, BatchScript, render
+
+TEMPLATES = Path(__file__).resolve().parents[3] / "slurm" / "templates"
+
+EVERYTHING = BatchScript(
+    script="my train.py",
+    script_args=("--name", "it's $HOME", "", "two\nlines", "*"),
+    zlaunch_args=("--log_ranks", "all"),
+    nodes=2,
+    gpus_per_node="a100:4",
+    cpus_per_task=32,
+    time="1-12:00:00",
+    partition="gpu",
+    account="proj",
+    qos="high",
+    array="0-9%2",
+    job_name="a job",
+    output='my logs/%x "1" \\#.out',
+    container="nvcr.io#nvidia/pytorch:24.10-py3",
+    modules=("cuda/12.4", "nccl"),
+    setup=('export DATA="$HOME/data"', "ulimit -n 65536"),
+    venv="/home/me/my env",
+    python="/opt/py/bin/python",
+    signal="USR1@120",
+    requeue=True,
+    sbatch=("--nice=5", '--constraint="a&b"'),
+)
+
+GOLDEN = r"""#!/bin/bash
+#SBATCH --job-name="a job"
+#SBATCH --partition=gpu
+#SBATCH --account=proj
+#SBATCH --qos=high
+#SBATCH --array=0-9%2
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=a100:4
+#SBATCH --cpus-per-task=32
+#SBATCH --time=1-12:00:00
+#SBATCH --output="my logs/%x \"1\" \\#.out"
+#SBATCH --signal=B:USR1@120
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --nice=5
+#SBATCH --constraint="a&b"
+
+set -euo pipefail
+
+# Left over when sbatch is called inside a job step; srun and zlaunch would believe it.
+unset ${!SLURM_STEP_*} ${!SLURM_CPU_BIND*}
+# srun does not take this over from sbatch.
+export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-32}"
+# The workers run in this image: pyxis reads it when zlaunch calls srun. zlaunch here runs outside of it.
+export PYXIS_CONTAINER_IMAGE='nvcr.io#nvidia/pytorch:24.10-py3'
+
+# Modules and activation scripts may read variables that are not set.
+set +u
+module load cuda/12.4 nccl
+source '/home/me/my env/bin/activate'
+set -u
+
+export DATA="$HOME/data"
+ulimit -n 65536
+
+# SLURM sends this signal to the batch shell alone. exec puts zlaunch in the shell's place, so that
+# zlaunch gets it; a bash that waits for a child would keep it to itself.
+exec /opt/py/bin/python -m zlaunch --requeue --log_ranks all 'my train.py' --name 'it'"'"'s $HOME' '' 'two
+lines' '*'
+"""
+
+
+def programs(folder: Path, **texts: str) -> Path:
+    """Executable files with these texts."""
+    folder.mkdir(exist_ok=True)
+    for name, text in texts.items():
+        path = folder / name
+        path.write_text(text)
+        path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return folder
+
+
+def check_syntax(text: str) -> None:
+    result = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True, timeout=LIMIT_S)
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+# -- the text
+
+
+def test_every_option() -> None:
+    assert render(EVERYTHING) == GOLDEN
+    check_syntax(GOLDEN)
+
+
+def test_least() -> None:
+    text = render(BatchScript(script="train.py"))
+    assert [line for line in text.splitlines() if line and not line.startswith("# ")] == [
+        "#!/bin/bash",
+        "#SBATCH --nodes=1",
+        "#SBATCH --ntasks-per-node=1",
+        "set -euo pipefail",
+        "unset ${!SLURM_STEP_*} ${!SLURM_CPU_BIND*}",
+        "exec zlaunch train.py",
+    ]
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_templates_are_the_presets(name: str) -> None:
+    assert (TEMPLATES / f"{name}.sbatch").read_text() == render(PRESETS[name])
+    check_syntax(render(PRESETS[name]))
+
+
+def test_every_template_is_a_preset() -> None:
+    assert {path.name for path in TEMPLATES.iterdir()} == {f"{name}.sbatch" for name in PRESETS}
+
+
+def test_one_node_runs_in_the_container_as_a_whole() -> None:
+    text = render(BatchScript(script="t.py", container="docker://x"))
+    assert "#SBATCH --container-image=docker://x\n" in text and "PYXIS" not in text
+
+
+@pytest.mark.parametrize("signal", ["TERM", "USR1@90", "10@5", "B:USR1@90"])
+def test_signals_go_to_the_batch_shell(signal: str) -> None:
+    text = render(BatchScript(script="t.py", signal=signal))
+    assert f"#SBATCH --signal=B:{signal.removeprefix('B:')}\n" in text
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"nodes": 0}, "--nodes 0: must be at least 1"),
+        ({"cpus_per_task": -1}, "--cpus-per-task -1: must be at least 1"),
+        ({"gpus_per_node": 0}, "--gpus-per-node '0': write it as 8 or a100:8"),
+        ({"gpus_per_node": "a100"}, "--gpus-per-node 'a100'"),
+        ({"time": "1h"}, "--time '1h': write it as 90, 24:00:00"),
+        ({"time": "1:00\n#SBATCH --uid=0"}, "--time "),
+        ({"array": "a"}, "--array 'a': write it as 0-9"),
+        ({"signal": "usr1"}, "--signal 'usr1': write it as USR1@120"),
+        ({"signal": "USR1@120\n"}, "--signal "),
+        ({"job_name": "a\nb"}, r"--job-name 'a\nb': must be one line"),
+        ({"partition": ""}, "--partition '': must be one line"),
+        ({"output": "a\rb"}, r"--output 'a\rb'"),
+        ({"container": "a\0"}, r"--container 'a\x00'"),
+        ({"sbatch": ("nice=5",)}, "--sbatch 'nice=5': write one option of sbatch"),
+        ({"sbatch": ("--nice=5\nrm",)}, "--sbatch "),
+        ({"script": ""}, "'' where the script should be"),
+        ({"script": "--nodes"}, "'--nodes' where the script should be"),
+        ({"script_args": ("a\0",)}, r"script argument 'a\x00': sbatch takes no file with a zero byte"),
+        ({"setup": ("a\r\n",)}, r"--setup 'a\r\n'"),
+        ({"modules": ("\0",)}, "--load "),
+    ],
+)
+def test_values_that_would_be_misread(values: dict[str, Any], words: str) -> None:
+    with pytest.raises(SlurmError) as caught:
+        BatchScript(**{"script": "t.py", **values})
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def sbatch_words(line: str) -> list[str]:
+    """How sbatch reads the rest of an #SBATCH line: inside either quotes a backslash escapes."""
+    words: list[str] = []
+    word, quote, escaped = "", "", False
+    for char in line:
+        if escaped:
+            word, escaped = word + char, False
+        elif char == "\\":
+            escaped = True
+        elif quote:
+            word, quote = (word, "") if char == quote else (word + char, quote)
+        elif char in "\"'":
+            quote = char
+        elif char == "#":
+            break
+        elif char.isspace():
+            words, word = [*words, word] if word else words, ""
+        else:
+            word += char
+    return [*words, word] if word else words
+
+
+printable = st.text(min_size=1, max_size=20).filter(str.isprintable)
+
+
+@given(printable | st.text(alphabet="a \\\"'#$`%", min_size=1, max_size=12))
+def test_values_survive_sbatch(value: str) -> None:
+    text = render(BatchScript(script="t.py", output=value))
+    (line,) = [line for line in text.split("\n") if line.startswith("#SBATCH --output")]
+    assert sbatch_words(line.removeprefix("#SBATCH")) == [f"--output={value}"]
+
+
+@pytest.fixture(scope="module")
+def stand_in(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a `zlaunch` that prints its arguments as JSON."""
+    code = f"#!{sys.executable} -ISXutf8\nimport json, sys\nprint(json.dumps(sys.argv[1:]))\n"
+    return programs(tmp_path_factory.mktemp("bin"), zlaunch=code)
+
+
+words = st.text(
+    alphabet=st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=12
+) | st.text(alphabet="a '\"$`\\\n!*~;&|<>(){}#-=", max_size=12)
+
+
+@settings(max_examples=40)
+@given(st.lists(words.filter(lambda word: "\r\n" not in word), max_size=12))
+def test_arguments_survive_bash(stand_in: Path, args: list[str]) -> None:
+    batch = BatchScript(script="a b.py", script_args=tuple(args), zlaunch_args=("--run_dir", "$x 'y'"))
+    result = subprocess.run(
+        ["bash", "-c", render(batch)],
+        env={"PATH": f"{stand_in}:/usr/bin:/bin", "SLURM_STEP_ID": "0"},
+        capture_output=True,
+        timeout=LIMIT_S,
+    )
+    assert result.stderr == b""
+    assert json.loads(result.stdout) == ["--run_dir", "$x 'y'", "a b.py", *args]
+
+
+def test_a_whole_file_runs(stand_in: Path, tmp_path: Path) -> None:
+    """Modules, activation and setup take effect; what a step left behind does not."""
+    venv = tmp_path / "my env"
+    (venv / "bin").mkdir(parents=True)
+    (venv / "bin" / "activate").write_text('ACTIVE="yes$NOT_SET"\n')
+    code = f"#!{sys.executable} -ISXutf8\nimport json, os\nprint(json.dumps(dict(os.environ)))\n"
+    folder = programs(tmp_path / "bin", zlaunch=code, module='#!/bin/sh\necho "$@" >"$LOADED"\n')
+    batch = BatchScript(
+        script="t.py", cpus_per_task=3, modules=("cuda/12", "a b"), venv=str(venv), setup=("export ACTIVE",)
+    )
+    path = tmp_path / "job.sbatch"
+    path.write_text(render(batch))
+    environ = {
+        "PATH": f"{folder}:/usr/bin:/bin",
+        "LOADED": str(tmp_path / "loaded"),
+        "SLURM_STEP_ID": "0",
+        "SLURM_CPU_BIND_LIST": "0x1",
+        "SLURM_JOB_ID": "7",
+    }
+    result = subprocess.run(["bash", path], env=environ, capture_output=True, text=True, timeout=LIMIT_S)
+    assert result.stderr == ""
+    seen = json.loads(result.stdout)
+    assert (tmp_path / "loaded").read_text() == "load cuda/12 a b\n"
+    assert (seen["ACTIVE"], seen["SRUN_CPUS_PER_TASK"], seen["SLURM_JOB_ID"]) == ("yes", "3", "7")
+    assert not {"SLURM_STEP_ID", "SLURM_CPU_BIND_LIST"} & set(seen)
+
+
+# -- submitting
+
+
+@pytest.fixture
+def bin_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The first folder on PATH, and no SLURM of this machine behind it."""
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/bin")
+    for name in [name for name in os.environ if name.startswith("SLURM")]:
+        monkeypatch.delenv(name)
+    return programs(tmp_path / "bin")
+
+
+def shell(out: str = "", err: str = "", code: int = 0) -> str:
+    return f"#!/bin/sh\ncat <<'END'\n{out}\nEND\ncat >&2 <<'END'\n{err}\nEND\nexit {code}\n"
+
+
+@pytest.mark.parametrize("out", ["42", "42;cluster", "hello from a site wrapper\n42"])
+def test_submit_gives_the_id(bin_folder: Path, out: str) -> None:
+    programs(bin_folder, sbatch=shell(out))
+    assert queue.submit("job.sbatch") == "42"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (shell(err="sbatch: error: no partition\nsbatch: bad", code=1), "no partition; sbatch: bad"),
+        (shell(code=3), "sbatch refused job.sbatch: exit code 3"),
+        (shell("Submitted"), "sbatch printed 'Submitted\\n' where the job's id should be"),
+    ],
+)
+def test_submit_passes_on_what_sbatch_says(bin_folder: Path, text: str, words: str) -> None:
+    programs(bin_folder, sbatch=text)
+    with pytest.raises(SlurmError) as caught:
+        queue.submit("job.sbatch")
+    assert words in str(caught.value)
+
+
+def test_submit_without_sbatch(bin_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(bin_folder))
+    with pytest.raises(SlurmError, match="there is no sbatch on PATH"):
+        queue.submit("job.sbatch")
+
+
+def test_a_job_does_not_inherit_the_one_it_is_submitted_from(
+    bin_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    programs(bin_folder, sbatch=f'#!/bin/sh\nenv >{tmp_path}/env\necho "$2" >{tmp_path}/path\necho 1\n')
+    for name in ("SLURM_JOB_ID", "SLURM_CPU_BIND", "SLURM_CONF", "SBATCH_ACCOUNT", "PMIX_RANK"):
+        monkeypatch.setenv(name, "x")
+    queue.submit("job.sbatch")
+    seen = {line.partition("=")[0] for line in (tmp_path / "env").read_text().splitlines()}
+    assert {"SLURM_CONF", "SBATCH_ACCOUNT"} <= seen
+    assert not {"SLURM_JOB_ID", "SLURM_CPU_BIND", "PMIX_RANK"} & seen
+    assert (tmp_path / "path").read_text() == f"{os.getcwd()}/job.sbatch\n"
+
+
+GONE = shell(err="slurm_load_jobs error: Invalid job id specified", code=1)
+SILENT = shell(err="Unable to contact slurm controller", code=1)
+
+
+@pytest.mark.parametrize(
+    ("squeue", "scontrol", "sacct", "state"),
+    [
+        (shell("RUNNING"), SILENT, SILENT, "RUNNING"),
+        (shell("PENDING\nRUNNING"), SILENT, SILENT, "PENDING"),
+        (shell(), shell("JobId=7 JobName=x\n   JobState=TIMEOUT Reason=None"), SILENT, "TIMEOUT"),
+        (GONE, GONE, shell("CANCELLED by 1000"), "CANCELLED"),
+        (GONE, GONE, shell("RUNNING"), "UNKNOWN"),
+        (GONE, GONE, SILENT, "UNKNOWN"),
+        (SILENT, GONE, shell("FAILED"), "FAILED"),
+        (SILENT, shell("   JobState=RUNNING"), SILENT, "RUNNING"),
+    ],
+)
+def test_state(bin_folder: Path, squeue: str, scontrol: str, sacct: str, state: str) -> None:
+    programs(bin_folder, squeue=squeue, scontrol=scontrol, sacct=sacct)
+    assert queue.state("7") == state
+
+
+def test_state_when_slurm_is_silent(bin_folder: Path) -> None:
+    programs(bin_folder, squeue=SILENT, scontrol=SILENT, sacct=shell("COMPLETED"))
+    with pytest.raises(SlurmError, match="squeue: Unable to contact slurm controller"):
+        queue.state("7")
+
+
+def test_find_output(bin_folder: Path) -> None:
+    assert queue.find_output("7") is None
+    programs(bin_folder, scontrol=shell("JobId=7 JobName=x\n   StdErr=/e\n   StdOut=/my logs/%x-%j.out"))
+    assert queue.find_output("7") == Path("/my logs/x-7.out")
+
+
+def sequence(folder: Path, output: Path, *steps: str) -> str:
+    """A squeue that runs one line of shell a call; the last one again and again."""
+    (folder / "steps").write_text("".join(f"{step}\n" for step in steps))
+    return (
+        f"#!/bin/sh\nprintf x >>{folder}/calls\nn=$(wc -c <{folder}/calls)\n"
+        f'[ "$n" -gt {len(steps)} ] && n={len(steps)}\nout={output}\n'
+        f'eval "$(sed -n "${{n}}p" {folder}/steps)"\n'
+    )
+
+
+def test_follow_shows_all_output_until_the_end(bin_folder: Path, tmp_path: Path) -> None:
+    output = tmp_path / "job.out"
+    squeue = sequence(
+        tmp_path,
+        output,
+        "echo PENDING",
+        "printf 'one\\ntw' >$out; echo RUNNING",
+        "exit 1",
+        "echo PREEMPTED",
+        "printf 'o\\n' >>$out; echo RUNNING",
+        "echo COMPLETED",
+        "printf end >>$out; echo COMPLETED",
+    )
+    programs(bin_folder, squeue=squeue, scontrol=SILENT, sacct=SILENT)
+    shown: list[bytes] = []
+    assert queue.follow("7", output, shown.append, poll_s=0.001, ask_s=0.002) == "COMPLETED"
+    assert b"".join(shown) == b"one\ntwo\nend"
+
+
+def test_follow_reads_a_file_that_was_truncated_again(bin_folder: Path, tmp_path: Path) -> None:
+    output = tmp_path / "job.out"
+    output.write_text("first try")
+    squeue = sequence(tmp_path, output, "echo RUNNING", "printf again >$out; echo RUNNING", "echo FAILED")
+    programs(bin_folder, squeue=squeue)
+    shown: list[bytes] = []
+    assert queue.follow("7", output, shown.append, poll_s=0.001, ask_s=0.002) == "FAILED"
+    assert b"".join(shown) == b"first tryagain"
+
+
+def test_follow_gives_up_on_a_silent_slurm(
+    bin_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    programs(bin_folder, squeue=SILENT, scontrol=SILENT)
+    monkeypatch.setattr(queue, "_PATIENCE_S", 0.02)
+    with pytest.raises(SlurmError, match="Unable to contact"):
+        queue.follow("7", tmp_path / "none", bytes, poll_s=0.001, ask_s=0.002)
+
+
+# -- the command
+
+
+def test_script_prints_and_leaves_the_scripts_options_alone(capfd: pytest.CaptureFixture[str]) -> None:
+    command = ["slurm", "script", "--nodes=2", "--gpus_per_node", "8", "--load", "cuda", "--load", "nccl"]
+    command += ["--sbatch", "--nice=5", "--zlaunch-args", "--log_ranks 'all'", "dir/train.py", "--nodes", "3"]
+    assert main([*command, "-o", "x y"]) == 0
+    batch = BatchScript(
+        script="dir/train.py",
+        script_args=("--nodes", "3", "-o", "x y"),
+        zlaunch_args=("--log_ranks", "all"),
+        nodes=2,
+        gpus_per_node="8",
+        modules=("cuda", "nccl"),
+        sbatch=("--nice=5",),
+        job_name="train",
+    )
+    assert capfd.readouterr().out == render(batch)
+
+
+def test_script_writes_a_file(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "job.sbatch"
+    assert main(["slurm", "script", "-o", str(path), "-J", "x", "train.py", os.fsdecode(b"\xff")]) == 0
+    assert path.read_bytes().endswith(b"exec zlaunch train.py '\xff'\n")
+    assert capfd.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (["script"], "no script given"),
+        (["submit"], "no script given"),
+        (["script", "--time", "soon", "t.py"], "--time 'soon': write it as 90"),
+        (["script", "--zlaunch-args", "'", "t.py"], '--zlaunch-args "\'": No closing quotation'),
+        (["script", "-o", "/no/such/dir/f", "t.py"], "-o /no/such/dir/f: No such file or directory"),
+        (["submit", "/no/such/dir/t.py"], "no script '/no/such/dir/t.py'"),
+        (["submit", "none.sbatch"], "no file 'none.sbatch'"),
+        (["submit", "--follow", "--array=0-1", "t.py"], "--follow goes with one job, not with --array"),
+    ],
+)
+def test_user_errors_are_one_line(command: list[str], words: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["slurm", *command]) == 2
+    error = capfd.readouterr().err
+    assert words in error and error.startswith("zlaunch slurm: error: ") and error.count("\n") == 1
+
+
+def test_submit_makes_a_file_or_takes_one(
+    bin_folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    programs(bin_folder, sbatch=f'#!/bin/sh\ncat "$2" >{tmp_path}/seen\nbasename "$2" >&2\necho 42\n')
+    train, ready = tmp_path / "train.py", tmp_path / "ready.sbatch"
+    train.touch()
+    ready.write_text("#!/bin/bash\n")
+    assert main(["slurm", "submit", "--nodes", "2", str(train), "--lr", "1"]) == 0
+    assert (tmp_path / "seen").read_text().endswith(f"exec zlaunch {train} --lr 1\n")
+    assert main(["slurm", "submit", str(ready)]) == 0
+    assert (tmp_path / "seen").read_text() == "#!/bin/bash\n"
+    assert capfd.readouterr().out == "42\n42\n"
+    for command in (["--nodes", "2", str(ready)], [str(ready), "more"]):
+        assert main(["slurm", "submit", *command]) == 2
+        assert "belong into the file" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(("state", "code"), [("COMPLETED", 0), ("FAILED", 1)])
+def test_submit_and_follow(
+    bin_folder: Path,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    state: str,
+    code: int,
+) -> None:
+    output, ready = tmp_path / "job.out", tmp_path / "ready.sbatch"
+    output.write_text("the output\n")
+    ready.touch()
+    programs(bin_folder, sbatch=shell("42"), squeue=shell(state), scontrol=shell(f"   StdOut={output}"))
+    monkeypatch.setattr(queue, "follow", partial(queue.follow, poll_s=0.001, ask_s=0.002))
+    assert main(["slurm", "submit", "--follow", str(ready)]) == code
+    captured = capfd.readouterr()
+    assert captured.out == "42\nthe output\n"
+    assert f"following {output}" in captured.err and f"job 42: {state}" in captured.err
+
+
+@pytest.mark.parametrize(
+    ("state", "run", "limit", "cancelled"),
+    [
+        ("RUNNING", "00:00:10", "00:01:00", False),
+        ("COMPLETING", "00:00:10", "00:01:00", True),
+        ("CANCELLED", "1-00:00:10", "UNLIMITED", True),
+        ("COMPLETING", "2-00:00:30", "2-00:00:00", False),
+        ("TIMEOUT", "00:01:00", "00:01:00", False),
+    ],
+)
+def test_who_cancels_a_job_does_not_want_it_back(state: str, run: str, limit: str, cancelled: bool) -> None:
+    text = f"JobId=1 JobName=x\n   JobState={state} Reason=None\n   RunTime={run} TimeLimit={limit}\n"
+    assert was_cancelled(text) == cancelled
