@@ -134,7 +134,7 @@ def _backend(context: click.Context, parameter: click.Parameter, value: str | No
 def surroundings() -> Surroundings:
     """Look at this machine and its environment."""
     from zlaunch.slurm.environment import SlurmError, read
-    from zlaunch.system.devices import available_cores, discover
+    from zlaunch.system.devices import discover
 
     try:
         allocation = read(os.environ)
@@ -142,7 +142,7 @@ def surroundings() -> Surroundings:
         allocation = None  # said where the job is read for good
     return Surroundings(
         gpus=len(discover(os.environ).tokens),
-        cores=available_cores(),
+        cores=len(os.sched_getaffinity(0)),
         knows_hosts=allocation is not None or os.path.isfile(DEFAULT_HOSTFILE),
         step_nodes=len(allocation.nodes) if allocation is not None and allocation.inside_step else None,
     )

@@ -12,6 +12,7 @@ import signal
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
 
@@ -111,7 +112,7 @@ class Controller:
         )
         for index, link in enumerate(self.links):
             threading.Thread(target=self._read, args=(index, link), daemon=True).start()
-            link.transport.send(_as_event(self.plan.for_node(index)))
+            link.transport.send(asdict(self.plan.for_node(index)))
             if self.signum:
                 self._stop()  # this agent had no plan yet when the signal came
         self.heartbeat.start()
@@ -382,9 +383,3 @@ class Controller:
                 return
             if event.get("type") in ("output", "exit", "exception"):
                 self._on_event(index, event)
-
-
-def _as_event(plan: Plan) -> Event:
-    from dataclasses import asdict
-
-    return asdict(plan)

@@ -52,7 +52,7 @@ class SrunTaskLauncher(ThisNodeLauncher):
         # The launchers of a step tell each other of a failure by a signal that reaches all its processes.
         env = {**o.worker_env, "ZLAUNCH_IGNORE_HUP": "1"}
         tokens = discover(os.environ).tokens
-        if place.layout == "one_per_node":
+        if place.one_per_node:
             counts = [o.num_gpus or node.gpus or len(tokens) or 1 for node in allocation.nodes]
             here = counts[place.rank_of_node]
             if tokens and here > len(tokens):

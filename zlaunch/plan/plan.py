@@ -104,10 +104,6 @@ class Plan:
         """Return the part that one agent carries out."""
         return replace(self, nodes=(self.nodes[index],))
 
-    def to_json(self, indent: int | None = None) -> str:
-        """Write the plan as ASCII JSON: arguments that are not valid UTF-8 survive as lone surrogates."""
-        return json.dumps(asdict(self), indent=indent)
-
     def shown(self) -> str:
         """Return it as JSON to be read: values of variables that hold secrets are left out."""
         data = asdict(self)
@@ -127,13 +123,8 @@ class Plan:
             file.write(self.shown() + "\n")
 
     @staticmethod
-    def from_json(text: str | bytes) -> Plan:
-        """Read what `to_json` has written."""
-        return Plan.from_dict(json.loads(text))
-
-    @staticmethod
     def from_dict(data: dict[str, Any]) -> Plan:
-        """Make a plan from parsed JSON."""
+        """Make a plan from parsed JSON: what `asdict` gave where it was sent."""
         nodes = tuple(
             NodePlan(
                 host=node["host"],

@@ -5,7 +5,6 @@ Slot i is the i-th device that CUDA would show to a process started here.
 
 from __future__ import annotations
 
-import os
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -86,11 +85,6 @@ def visible_for_workers(tokens: Sequence[str]) -> tuple[str, ...]:
     if any(token.startswith("MIG-") for token in tokens):
         return tuple(tokens)
     return (",".join(tokens),) * len(tokens)
-
-
-def available_cores() -> int:
-    """Count the CPU cores that this process may use: its affinity, not the machine."""
-    return len(os.sched_getaffinity(0))
 
 
 def split_cores(cores: Sequence[int], workers: int) -> tuple[tuple[int, ...], ...]:
