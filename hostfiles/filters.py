@@ -8,11 +8,10 @@ order is the rank order.
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Mapping, Sequence
 
 from zlaunch.errors import LaunchError
-from zlaunch.hostfiles.hostlist import HostListError, expand_pattern
+from zlaunch.hostfiles.hostlist import HostListError, expand_pattern, ranges
 
 Pool = dict[str, tuple[int, ...]]
 """Host -> its slots, both in rank order."""
@@ -20,7 +19,7 @@ Pool = dict[str, tuple[int, ...]]
 Selection = dict[str, "frozenset[int] | None"]
 """Host -> the slots named for it; None means all of them."""
 
-_RANGE = re.compile(r"(\d{1,6})(?:-(\d{1,6}))?", re.ASCII)
+_MOST_SLOTS = 1_000_000
 
 
 class FilterError(LaunchError, ValueError):
@@ -52,15 +51,12 @@ def _parse_hosts(text: str, part: str) -> list[str]:
 
 def _parse_slots(text: str, part: str) -> frozenset[int]:
     slots: set[int] = set()
-    for token in (piece.strip() for piece in text.split(",")):
-        match = _RANGE.fullmatch(token)
-        if match is None:
+    for token, numbers in ranges(text):
+        if numbers is None or numbers.stop > _MOST_SLOTS:
             raise FilterError(f"{part!r}: {token!r} is not a slot; write a number or a range such as 0-3")
-        first = int(match[1])
-        last = first if match[2] is None else int(match[2])
-        if last < first:
+        if not numbers:
             raise FilterError(f"{part!r}: the range {token!r} runs backwards")
-        slots.update(range(first, last + 1))
+        slots.update(numbers)
     return frozenset(slots)
 
 

@@ -49,11 +49,11 @@ def expand_pattern(token: str) -> list[str]:
             raise HostListError(f"{short(token)}: {bad!r} cannot be in a host name")
     if not token:
         raise HostListError(f"{token!r}: a host name is missing")
-    count = math.prod(sum(last - first + 1 for first, last, _ in group) for group in groups)
+    count = math.prod(sum(len(numbers) for numbers, _ in group) for group in groups)
     if count > MAX_HOSTS:
         raise HostListError(f"{short(token)}: {count} hosts, the limit is {MAX_HOSTS}")
     longest = sum(map(len, literals)) + sum(
-        max(max(width, len(str(last))) for _, last, width in group) for group in groups
+        max(max(width, len(str(numbers[-1]))) for numbers, width in group) for group in groups
     )
     if longest > _MAX_NAME_CHARS:
         raise HostListError(f"{short(token)}: a host name of more than {_MAX_NAME_CHARS} characters")
@@ -75,22 +75,29 @@ def _split(text: str) -> Iterator[str]:
     yield text[start:]
 
 
-def _parse_group(text: str, token: str) -> list[tuple[int, int, int]]:
-    """Read `01-16,20` as (first, last, width in digits)."""
-    ranges: list[tuple[int, int, int]] = []
-    for item in (piece.strip() for piece in text.split(",")):
-        match = _RANGE.fullmatch(item)
-        if match is None:
+def ranges(text: str) -> Iterator[tuple[str, range | None]]:
+    """Read `0,2-3` token by token: each with its numbers, none if it runs backwards, None if it is neither a
+    number nor a range.
+    """
+    for token in (piece.strip() for piece in text.split(",")):
+        match = _RANGE.fullmatch(token)
+        yield token, range(int(match[1]), int(match[2] or match[1]) + 1) if match else None
+
+
+def _parse_group(text: str, token: str) -> list[tuple[range, int]]:
+    """Read `01-16,20` as (numbers, width in digits)."""
+    group: list[tuple[range, int]] = []
+    for item, numbers in ranges(text):
+        if numbers is None:
             raise HostListError(f"{short(token)}: {short(item)} is not a number or a range such as 01-16")
-        first, last = int(match[1]), int(match[2] or match[1])
-        if last < first:
+        if not numbers:
             raise HostListError(f"{short(token)}: the range {short(item)} runs backwards")
-        ranges.append((first, last, len(match[1])))
-    return ranges
+        group.append((numbers, len(item.partition("-")[0])))
+    return group
 
 
-def _numbers(group: list[tuple[int, int, int]]) -> Iterator[str]:
-    return (str(number).zfill(width) for first, last, width in group for number in range(first, last + 1))
+def _numbers(group: list[tuple[range, int]]) -> Iterator[str]:
+    return (str(number).zfill(width) for numbers, width in group for number in numbers)
 
 
 def short(text: str) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from zlaunch.errors import LaunchError
-from zlaunch.hostfiles.hostlist import HostListError, expand, short
+from zlaunch.hostfiles.hostlist import HostListError, expand, ranges, short
 
 _LAST_STEP_ID = 0xFFFFFFF0
 """Step ids from this one on are SLURM's: batch, extern, interactive (the shell of `salloc`)."""
@@ -19,7 +19,6 @@ _LAST_STEP_ID = 0xFFFFFFF0
 _NAMED_STEPS = ("batch", "extern", "interactive")
 _MAX_NODES = 65536
 _REPEATED = re.compile(r"(\d{1,9})(?:\(x(\d{1,9})\))?", re.ASCII)
-_INDICES = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?", re.ASCII)
 _TYPED_COUNT = re.compile(r"(?:[A-Za-z0-9_.-]+:)?(\d{1,9})", re.ASCII)
 _NUMBER = re.compile(r"\d{1,10}", re.ASCII)
 
@@ -232,10 +231,8 @@ def _listed_gpus(environ: Mapping[str, str], name: str) -> int | None:
     if not text:
         return None
     indices: set[int] = set()
-    for item in text.split(","):
-        match = _INDICES.fullmatch(item.strip())
-        first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
-        if not 0 <= last - first <= _MAX_NODES:
+    for item, numbers in ranges(text):
+        if not numbers or len(numbers) > _MAX_NODES:
             raise SlurmError(f"{name}={short(text)}: {short(item)} is not a GPU's index")
-        indices.update(range(first, last + 1))
+        indices.update(numbers)
     return len(indices)

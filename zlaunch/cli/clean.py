@@ -23,7 +23,7 @@ folder that could not be emptied stays a run.
 """
 
 
-def clean(runs: Sequence[FoundRun], *, yes: bool) -> int:
+def clean_up(runs: Sequence[FoundRun], *, yes: bool) -> int:
     """List the runs that have ended, ask, and remove them; returns the exit code."""
     chosen = []
     for run in runs:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import click
@@ -65,6 +66,19 @@ def message_of(error: click.ClickException) -> str:
     for kind, plain in (("integer", "whole number"), ("float", "number")):
         text = re.sub(rf"\bvalid {kind}( range)?\b", plain, text)
     return text
+
+
+def with_options(
+    options: Iterable[Callable[..., Any]],
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return a decorator that gives a click command these options, in this order."""
+
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        for option in reversed(tuple(options)):
+            command = option(command)
+        return command
+
+    return decorate
 
 
 class Command(click.Command):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import tempfile
 import threading
 import time
@@ -16,13 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from zlaunch.cli.commands import SETTINGS, Command
-from zlaunch.cli.launch_options import REACH, with_options
+from zlaunch.cli.commands import SETTINGS, Command, with_options
+from zlaunch.cli.launch_options import REACH
 from zlaunch.plan.options import Options, python_there
 from zlaunch.system.checkup import Checkup, HostReport, Problem, describe_gpus, judge, size
 
 if TYPE_CHECKING:
-    from rich.table import Table
     from rich.text import Text
 
     from zlaunch.launch.nodes import Node
@@ -33,23 +31,14 @@ _ANSWER_TIMEOUT_S = 20.0
 _MEET_TIMEOUT_S = 40.0
 """For finding all the hosts that cannot reach node 0, a round of connecting for each."""
 _PINGS = 3
-_COLUMNS = (
-    "host",
-    "state",
-    "python",
-    "zlaunch",
-    "torch",
-    "GPUs",
-    "driver",
-    "clock",
-    "disk",
-    "shm",
-    "memlock",
+COLUMNS = (
+    *("host", "state", "python", "zlaunch", "torch", "GPUs", "driver", "clock"),
+    *("disk", "shm", "memlock", "nofile", "interfaces", "NCCL", "node 0"),
 )
-COLUMNS = (*_COLUMNS, "nofile", "interfaces", "NCCL", "node 0")
 """Of the table; a problem names the one that it belongs to."""
 _NOT_KNOWN = "-"
 _SHOWN_INTERFACES = 4
+_STYLES = {"error": "bold red", "warning": "yellow"}
 
 
 @click.command(
@@ -224,19 +213,9 @@ def table_rows(reports: Sequence[HostReport], problems: Sequence[Problem]) -> li
         for problem in problems:
             if problem.host == report.host and levels.get(problem.check) != "error":
                 levels[problem.check] = problem.level
-        worst = min(levels.values(), default="ok")  # error before warning
         cells = _cells(report)
-        levels["state"] = worst
-        styles = {"error": "bold red", "warning": "yellow"}
-        rows.append(
-            [
-                Text(
-                    worst if column == "state" else cells[column],
-                    style=styles.get(levels.get(column, ""), ""),
-                )
-                for column in COLUMNS
-            ]
-        )
+        cells["state"] = levels["state"] = min(levels.values(), default="ok")  # error before warning
+        rows.append([Text(cells[column], _STYLES.get(levels.get(column, ""), "")) for column in COLUMNS])
     return rows
 
 
@@ -267,30 +246,20 @@ def _cells(report: HostReport) -> dict[str, str]:
     return cells
 
 
-def _table(columns: Sequence[str], rows: Sequence[Mapping[str, Text]]) -> Table:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0))
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    for row in rows:
-        table.add_row(*(row[column] for column in columns))
-    return table
-
-
 def _show(reports: Sequence[HostReport], problems: Sequence[Problem]) -> None:
-    from rich.console import Console
+    from zlaunch.cli.tables import make_table, stdout_console
 
-    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
-    rows = [dict(zip(COLUMNS, row, strict=True)) for row in table_rows(reports, problems)]
-    whole = _table(COLUMNS, rows)
+    console = stdout_console()
+    rows = table_rows(reports, problems)
+    padding = (0, 1, 0, 0)
+    whole = make_table(COLUMNS, rows, padding=padding)
     if console.measure(whole, options=console.options.update(max_width=1000)).maximum <= console.width:
         console.print(whole)
     else:
         half = COLUMNS.index("disk")
-        console.print(_table(COLUMNS[:half], rows))
-        console.print(_table(("host", *COLUMNS[half:]), rows))
+        upper, lower = [row[:half] for row in rows], [[row[0], *row[half:]] for row in rows]
+        console.print(make_table(COLUMNS[:half], upper, padding=padding))
+        console.print(make_table(("host", *COLUMNS[half:]), lower, padding=padding))
     for problem in problems:
         colour = "red" if problem.level == "error" else "yellow"
         text = ": ".join(filter(None, (problem.text, problem.advice)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import click
@@ -10,6 +10,19 @@ import click
 from zlaunch.cli.deepspeed_flags import deepspeed_flags, launcher_name
 from zlaunch.launchers.registry import NAMED
 from zlaunch.plan.options import COMPAT_CHOICES
+
+
+def _count(*names: str, low: int = 1, **more: Any) -> Callable[..., Any]:
+    """Make an option that takes a whole number."""
+    return click.option(*names, type=click.IntRange(min=low), metavar="N", **more)
+
+
+def _seconds(name: str, text: str, *, default: float | None = None, low: float = 0.0) -> Callable[..., Any]:
+    """Make an option that takes a number of seconds; a default that is not 0 is shown."""
+    kind = click.FloatRange(min=low)
+    shown = bool(default)
+    return click.option(name, type=kind, default=default, show_default=shown, metavar="SECONDS", help=text)
+
 
 REACH = (
     click.option("--ssh_port", type=click.IntRange(1, 65535), metavar="PORT", help="Port of sshd."),
@@ -25,15 +38,13 @@ REACH = (
 )
 """For getting to other nodes."""
 LAUNCH = (
-    click.option(
+    _count(
         "--num_gpus",
         "--num_accelerators",
-        type=click.IntRange(min=1),
-        metavar="N",
         help="Workers on each node: one a GPU; without a GPU any number.  [default: all GPUs, or 1]",
     ),
     click.option("-H", "--hostfile", metavar="FILE", help="Hosts to run on: lines of HOST slots=N."),
-    click.option("--num_nodes", type=click.IntRange(min=1), metavar="N", help="Use the first N hosts."),
+    _count("--num_nodes", help="Use the first N hosts."),
     click.option("-i", "--include", metavar="FILTER", help="Hosts and slots to use: node1:0,2-3@node[2-4]."),
     click.option("-e", "--exclude", metavar="FILTER", help="Hosts and slots to leave out, in the same form."),
     click.option(
@@ -43,11 +54,7 @@ LAUNCH = (
         help="How to reach the nodes; openssh is the ssh program.  [default: found out, and said]",
     ),
     click.option(
-        "--master_port",
-        type=int,
-        default=0,
-        metavar="PORT",
-        help="Rendezvous port; 0 takes a free one.",
+        "--master_port", type=int, default=0, metavar="PORT", help="Rendezvous port; 0 takes a free one."
     ),
     click.option(
         "--master_addr", metavar="ADDR", help="Rendezvous address.  [default: one of node 0 that all reach]"
@@ -62,42 +69,20 @@ LAUNCH = (
         "--env", multiple=True, metavar="KEY[=VAL]", help="Export a variable to the nodes; repeatable."
     ),
     click.option("--workdir", metavar="DIR", help="Folder to run in on every node.  [default: this one]"),
-    click.option(
-        "--connect_timeout",
-        type=click.FloatRange(min=1),
-        default=60.0,
-        show_default=True,
-        metavar="SECONDS",
-        help="For a node to answer at the start.",
-    ),
-    click.option(
-        "--heartbeat",
-        type=click.FloatRange(min=1),
-        default=15.0,
-        show_default=True,
-        metavar="SECONDS",
-        help="A node silent for so long is lost.",
-    ),
-    click.option(
+    _seconds("--connect_timeout", "For a node to answer at the start.", default=60.0, low=1.0),
+    _seconds("--heartbeat", "A node silent for so long is lost.", default=15.0, low=1.0),
+    _count(
         "--max_restarts",
-        type=click.IntRange(min=0),
+        low=0,
         default=0,
         show_default=True,
-        metavar="N",
         help="Start all workers anew after a failure, so many times.",
     ),
-    click.option(
-        "--min_nodes",
-        type=click.IntRange(min=1),
-        metavar="N",
-        help="Go on without dead nodes while N are left.",
-    ),
-    click.option(
+    _count("--min_nodes", help="Go on without dead nodes while N are left."),
+    _seconds(
         "--hang_timeout",
-        type=click.FloatRange(min=0),
+        "Stop, with the stacks of all ranks, when no rank has written anything for so long.",
         default=0.0,
-        metavar="SECONDS",
-        help="Stop, with the stacks of all ranks, when no rank has written anything for so long.",
     ),
     click.option(
         "--requeue",
@@ -127,11 +112,9 @@ LAUNCH = (
         "--no_preload", is_flag=True, help="Start each worker by itself, not as forks of one process."
     ),
     click.option("--no_local_rank", is_flag=True, help="Do not pass --local_rank=N to the script."),
-    click.option(
+    _seconds(
         "--grace",
-        type=click.FloatRange(min=0),
-        metavar="SECONDS",
-        help="Time between SIGTERM and SIGKILL when the run is stopped.  [default: 3; with --requeue 25]",
+        "Time between SIGTERM and SIGKILL when the run is stopped.  [default: 3; with --requeue 25]",
     ),
     click.option(
         "--compat",
@@ -144,16 +127,3 @@ LAUNCH = (
     click.option("-q", "--quiet", is_flag=True, help="Show only the workers' output and failures."),
 )
 """Lists the options of the command that launches."""
-
-
-def with_options(
-    options: Iterable[Callable[..., Any]],
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a decorator that gives a click command these options, in this order."""
-
-    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
-        for option in reversed(tuple(options)):
-            command = option(command)
-        return command
-
-    return decorate

@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from zlaunch.cli.commands import SUBCOMMANDS, Group
+from zlaunch.cli.commands import SUBCOMMANDS, Group, with_options
 from zlaunch.errors import LaunchError
 
 if TYPE_CHECKING:
@@ -60,19 +59,13 @@ _OPTIONS = (
 )
 
 
-def _batch_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    for option in reversed(_OPTIONS):
-        command = option(command)
-    return command
-
-
 @click.group(cls=Group, context_settings=_GROUP_SETTINGS)
 def slurm() -> None:
     """Make and submit SLURM batch files."""
 
 
 @slurm.command(context_settings=_SETTINGS)
-@_batch_options
+@with_options(_OPTIONS)
 @click.option("-o", "--write", "file", metavar="FILE", help="Write it there instead of printing it.")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT [ARGS]...")
 def script(command: tuple[str, ...], file: str | None, **options: Any) -> None:
@@ -93,7 +86,7 @@ def script(command: tuple[str, ...], file: str | None, **options: Any) -> None:
 
 
 @slurm.command(context_settings=_SETTINGS)
-@_batch_options
+@with_options(_OPTIONS)
 @click.option("-f", "--follow", is_flag=True, help="Show the output until the job has ended.")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT [ARGS]...")
 def submit(command: tuple[str, ...], follow: bool, **options: Any) -> int:

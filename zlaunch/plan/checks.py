@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from zlaunch.errors import LaunchError
+from zlaunch.hostfiles.hostlist import ranges
 
 _CONFIG_SUFFIXES = (".json", ".yaml", ".yml")
 _TORCH_USERS = {"torch", "zlaunch", "deepspeed", "transformers", "accelerate", "lightning", "torchvision"}
 _CONFIG_USERS = {"zlaunch", "deepspeed", "transformers", "accelerate"}
 _MOST_RANKS = 1 << 20
+_MOST_CORES = 1 << 16
 _DISTINCTIVE_KEYS = {"zero_optimization", "train_micro_batch_size_per_gpu"}
 
 
@@ -142,22 +144,40 @@ def pick_port(port: int) -> int:
         return int(probe.getsockname()[1])
 
 
-def parse_ranks(text: str, world_size: int | None) -> list[int] | None:
-    """Read `all` (None), or ranks such as `0,2-3`; a world size that is not known yet allows all."""
+def parse_ranks(option: str, text: str, example: str = "0,2-3") -> list[int]:
+    """Read the ranks `0,2-3` that an option names, in their order."""
+    ranks: set[int] = set()
+    for token, numbers in ranges(text):
+        if numbers is None:
+            raise LaunchError(f"{option} {text!r}: {token!r} is not a rank; write {example}")
+        if not numbers or numbers.stop > _MOST_RANKS:
+            raise LaunchError(f"{option} {text!r}: {token!r} is not a range of ranks")
+        ranks.update(numbers)
+    return sorted(ranks)
+
+
+def parse_shown_ranks(text: str, world_size: int | None) -> list[int] | None:
+    """Read --log_ranks: `all` (None), or ranks; a world size that is not known yet allows all."""
     if text == "all":
         return None
-    ranks: set[int] = set()
-    for token in text.split(","):
-        match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", token, re.ASCII)
-        if match is None:
-            raise LaunchError(f"--log_ranks {text!r}: {token!r} is not a rank; write all, or 0,2-3")
-        last = int(match[2] or match[1])
-        if last < int(match[1]) or last >= _MOST_RANKS:
-            raise LaunchError(f"--log_ranks {text!r}: {token!r} is not a range of ranks")
-        if world_size is not None and last >= world_size:
-            raise LaunchError(f"--log_ranks {text!r}: there is no rank {last} among {world_size} worker(s)")
-        ranks.update(range(int(match[1]), last + 1))
-    return sorted(ranks)
+    ranks = parse_ranks("--log_ranks", text, "all, or 0,2-3")
+    if world_size is not None and ranks[-1] >= world_size:
+        raise LaunchError(f"--log_ranks {text!r}: there is no rank {ranks[-1]} among {world_size} worker(s)")
+    return ranks
+
+
+def parse_cores(text: str) -> tuple[int, ...]:
+    """Read --bind_core_list, `0-3,8`, in the given order."""
+    option, cores = f"--bind_core_list {text!r}", list[int]()
+    for token, numbers in ranges(text):
+        if not numbers:
+            raise LaunchError(f"{option}: {token!r} is not a core or a range such as 0-3")
+        if numbers.stop > _MOST_CORES:
+            raise LaunchError(f"{option}: {token!r}: there is no machine with so many cores")
+        cores += numbers
+    if len(set(cores)) < len(cores):
+        raise LaunchError(f"{option}: a core is named twice")
+    return tuple(cores)
 
 
 def check_configs(

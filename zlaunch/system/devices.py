@@ -12,8 +12,6 @@ from pathlib import Path
 
 _UUID_PREFIXES = ("GPU-", "MIG-")
 
-_MOST_CORES = 1 << 16
-
 
 @dataclass(frozen=True, slots=True)
 class Devices:
@@ -93,18 +91,3 @@ def split_cores(cores: Sequence[int], workers: int) -> tuple[tuple[int, ...], ..
     return tuple(
         tuple(cores[(i * share) % len(cores) : (i * share) % len(cores) + share]) for i in range(workers)
     )
-
-
-def parse_cores(text: str) -> tuple[int, ...]:
-    """Read `0-3,8` as numbers, in the given order. Raises ValueError naming the token."""
-    cores: list[int] = []
-    for token in (piece.strip() for piece in text.split(",")):
-        first, dash, last = token.partition("-")
-        if not first.isdecimal() or (dash and not last.isdecimal()) or (dash and int(last) < int(first)):
-            raise ValueError(f"{token!r} is not a core or a range such as 0-3")
-        if int(last or first) >= _MOST_CORES:
-            raise ValueError(f"{token!r}: there is no machine with so many cores")
-        cores += range(int(first), int(last if dash else first) + 1)
-    if len(set(cores)) < len(cores):
-        raise ValueError("a core is named twice")
-    return tuple(cores)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import stat
 import subprocess
 from collections.abc import Collection, Iterator, Sequence
@@ -107,6 +108,18 @@ def open_local(host: str, stderr_path: Path) -> LocalTransport:
         return LocalTransport(host, python_module_argv("zlaunch.node.agent"), stderr_path)
     except OSError as error:
         raise NodeError(host, f"cannot start an agent: {error}") from None
+
+
+def open_program(
+    host: str, argv: Sequence[str], stderr_path: Path, *, advice: str = "", without: Collection[str] = ()
+) -> LocalTransport:
+    """Start the agent of a host by a program that carries its lines. Raises NodeError."""
+    if shutil.which(argv[0]) is None:
+        raise NodeError(host, f"there is no {argv[0]} on PATH{advice}")
+    try:
+        return LocalTransport(host, argv, stderr_path, local=False, without=without)
+    except OSError as error:
+        raise NodeError(host, f"cannot start {argv[0]}: {error.strerror}") from None
 
 
 def _user_input() -> int | None:
