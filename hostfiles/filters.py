@@ -96,17 +96,13 @@ def exclude(pool: Mapping[str, Sequence[int]], selection: Selection) -> Pool:
     return _not_empty(kept)
 
 
-def limit(pool: Mapping[str, Sequence[int]], num_nodes: int | None, num_gpus: int | None) -> Pool:
-    """Keep the first ``num_nodes`` hosts and the first ``num_gpus`` slots of each; None means all."""
-    if num_nodes is not None and not 1 <= num_nodes <= len(pool):
-        raise FilterError(
-            f"--num_nodes {num_nodes}: there are {len(pool)} host(s): {', '.join(pool) or 'none'}"
-        )
+def limit(pool: Mapping[str, Sequence[int]], num_gpus: int | None) -> Pool:
+    """Keep the first ``num_gpus`` slots of each host; None means all."""
     kept: Pool = {}
-    for host in [*pool][:num_nodes]:
-        if num_gpus is not None and not 1 <= num_gpus <= len(pool[host]):
-            raise FilterError(f"--num_gpus {num_gpus}: {host} has {len(pool[host])} slot(s)")
-        kept[host] = tuple(pool[host][:num_gpus])
+    for host, slots in pool.items():
+        if num_gpus is not None and not 1 <= num_gpus <= len(slots):
+            raise FilterError(f"--num_gpus {num_gpus}: {host} has {len(slots)} slot(s)")
+        kept[host] = tuple(slots[:num_gpus])
     return _not_empty(kept)
 
 

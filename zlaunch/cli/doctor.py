@@ -7,9 +7,9 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -116,7 +116,7 @@ def _examine(launcher: SshLauncher) -> list[HostReport]:
         with ThreadPoolExecutor(PARALLEL) as pool:
             reports = list(pool.map(lambda node: _ask(node, question), nodes))
         able = [node for node, report in zip(nodes, reports, strict=True) if report.checkup is not None]
-        meeting = _meet(able, options.iface)
+        interfaces, meet_errors = _meet(able, options.iface)
     finally:
         close_all(nodes)
     known = {error.host: HostReport(host=error.host, error=error.text) for error in errors}
@@ -127,8 +127,8 @@ def _examine(launcher: SshLauncher) -> list[HostReport]:
             slots=launcher.selection.entries[host].slots,
             workdir=options.workdir,
             iface=options.iface,
-            meets_by=meeting.interfaces.get(host),
-            meet_error=meeting.errors.get(host, ""),
+            meets_by=interfaces.get(host),
+            meet_error=meet_errors.get(host, ""),
         )
         for host in hosts
     ]
@@ -169,22 +169,17 @@ def _skew_s(node: Node) -> float:
     return skew_s
 
 
-@dataclass(frozen=True, slots=True)
-class _Meeting:
-    """Maps hosts to the interface by which they and node 0 reach each other, or to why they cannot."""
+def _meet(nodes: Sequence[Node], iface: str | None) -> tuple[dict[str, str], dict[str, str]]:
+    """Have all nodes reach the first one; a node that cannot is left out, and the others try again.
 
-    interfaces: Mapping[str, str]
-    errors: Mapping[str, str]
-
-
-def _meet(nodes: Sequence[Node], iface: str | None) -> _Meeting:
-    """Have all nodes reach the first one; who cannot is left out, and the others try again."""
+    Maps hosts to the interface by which they and node 0 reach each other, and the others to why they cannot.
+    """
     from zlaunch.errors import NodeError
     from zlaunch.launch.nodes import find_rendezvous
 
     left, errors = list(nodes), dict[str, str]()
     if len(left) < 2 or (iface is not None and iface not in left[0].facts.addresses):
-        return _Meeting({}, {})  # the report names the second
+        return {}, {}  # the report names the second
     deadline = time.monotonic() + _MEET_TIMEOUT_S
     while len(left) > 1 and time.monotonic() < deadline:
         try:
@@ -196,8 +191,8 @@ def _meet(nodes: Sequence[Node], iface: str | None) -> _Meeting:
             left = [node for node in left if node.host != error.host]
         else:
             names = [node.host for node in left]
-            return _Meeting(dict(zip(names, found.interfaces, strict=True)), errors)
-    return _Meeting({}, errors)
+            return dict(zip(names, found.interfaces, strict=True)), errors
+    return {}, errors
 
 
 # -- showing -----------------------------------------------------------------------------------

@@ -51,10 +51,9 @@ def run(command: tuple[str, ...], **given: Any) -> int:
     given["no_ssh"] = given["no_ssh"] or given["node_rank"] is not None
     if given["no_ssh"] and given["node_rank"] is None:
         raise click.UsageError("--no_ssh and --node_rank N go together")
-    if given["master_addr"] is not None and not given["master_addr"].strip():
-        raise click.UsageError("--master_addr is empty")
-    if given["run_dir"] is not None and not given["run_dir"].strip():
-        raise click.UsageError("--run_dir is empty")
+    for name in ("master_addr", "run_dir"):
+        if given[name] is not None and not given[name].strip():
+            raise click.UsageError(f"--{name} is empty")
     given["quiet"] = given["quiet"] or given["log_level"] in ("error", "critical")
     if given["include"] is not None and given["exclude"] is not None:
         raise click.UsageError("--include and --exclude exclude each other")
@@ -70,7 +69,9 @@ def run(command: tuple[str, ...], **given: Any) -> int:
     options = _options(command, mode, given)
     name, why = registry.choose(options, allocation)
     kind = registry.load(name)
-    _refuse_without_effect(kind, given)
+    for option, reason in kind.refuses.items():
+        if given[option]:  # an option that would do nothing is a mistake
+            raise click.UsageError(f"--{option} has no effect here: {reason}")
     if given["requeue"] and allocation is None:
         raise click.UsageError("--requeue: this is not inside a SLURM job")
     if given["run_dir"] is None:
@@ -145,13 +146,6 @@ def _options(
             )
         },
     )
-
-
-def _refuse_without_effect(kind: type[Launcher], given: dict[str, Any]) -> None:
-    """Refuse an option that would do nothing: it is a mistake."""
-    for name, why in kind.refuses.items():
-        if given[name]:
-            raise click.UsageError(f"--{name} has no effect here: {why}")
 
 
 def _check_command(

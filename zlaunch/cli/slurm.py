@@ -10,17 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from zlaunch.cli.commands import SUBCOMMANDS, Group, with_options
+from zlaunch.cli.commands import SETTINGS, SUBCOMMANDS, Group, with_options
 from zlaunch.errors import LaunchError
 
 if TYPE_CHECKING:
     from zlaunch.slurm.script import BatchScript
 
-_GROUP_SETTINGS = {
-    "token_normalize_func": lambda token: token.replace("_", "-"),
-    "help_option_names": ["-h", "--help"],
-    "max_content_width": 100,
-}
+_GROUP_SETTINGS = {**SETTINGS, "token_normalize_func": lambda token: token.replace("_", "-")}
 _SETTINGS = {"allow_interspersed_args": False}
 
 _OPTIONS = (

@@ -26,10 +26,7 @@ _SAME = {
 }
 """Flag -> the option that is the same by another name."""
 _NUMBERS = (
-    "num_machines",
-    "machine_rank",
-    "main_process_port",
-    "num_processes",
+    *("num_machines", "machine_rank", "main_process_port", "num_processes"),
     "num_cpu_threads_per_process",
 )
 _TEXTS = (

@@ -63,7 +63,7 @@ class HostSelection:
             with _naming("--exclude", o.exclude):
                 kept = {host: slots for host, slots in filters.parse(o.exclude).items() if host in pool}
                 pool = filters.exclude(pool, kept)
-        self.chosen = filters.limit(pool, None, o.num_gpus)
+        self.chosen = filters.limit(pool, o.num_gpus)
 
 
 @contextmanager

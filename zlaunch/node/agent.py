@@ -19,6 +19,7 @@ import signal
 import socket
 import time
 import traceback
+from contextlib import suppress
 from functools import partial
 from typing import Any, NoReturn
 
@@ -129,10 +130,8 @@ class Agent:
             from zlaunch.slurm.commands import cancel_step
             from zlaunch.slurm.environment import SlurmError
 
-            try:
+            with suppress(SlurmError):  # no launcher is left to be told
                 cancel_step(os.environ)
-            except SlurmError:
-                pass  # no launcher is left to be told
 
     def _is_alone(self) -> bool:
         return os.getppid() != self.watchdog
@@ -150,18 +149,12 @@ class Agent:
             self.stop("the launcher asked for it", 0.0)
             self.ending.kill(time.monotonic())
         elif command == "signal":
-            for worker in self.workers.values():
-                if worker.returncode is None:
-                    self._signal(worker.pid, int(message["signum"]))
+            for pid in self._living():
+                # The worker alone, not what it has started: "save and stop", "show your stacks".
+                with suppress(OSError):
+                    os.kill(pid, int(message["signum"]))
         elif self.plan is None:
             self.handshake.handle(message)
-
-    def _signal(self, pid: int, signum: int) -> None:
-        """Signal the worker alone, not the processes that it started: "save and stop", "show your stacks"."""
-        try:
-            os.kill(pid, signum)
-        except OSError:
-            pass
 
     def _on_output(self, worker: Worker, fd: int) -> bool:
         """Forward one chunk; False when there is nothing (yet or any more)."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 
 from zlaunch.system.events import Event
@@ -56,12 +57,10 @@ class Handshake:
 
     def _accept(self, listener: socket.socket) -> None:
         """Send the token to the next one that has connected."""
-        try:
+        with suppress(OSError):
             connection, _ = listener.accept()
             connection.sendall(self._token)
             connection.close()
-        except OSError:
-            pass
 
     def _reach(self, addresses: list[str], port: int, token: bytes) -> None:
         """Find the first address where node 0 answers, and the interface that leads there."""

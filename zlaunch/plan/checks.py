@@ -10,6 +10,7 @@ import shutil
 import socket
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,7 @@ def _check_is_python(path: Path) -> None:
             start = file.read(256)
     except OSError as error:
         raise LaunchError(f"cannot read the script {str(path)!r}: {error.strerror}") from None
-    if path.suffix in (".json", ".yaml", ".yml"):
+    if path.suffix in _CONFIG_SUFFIXES:
         raise LaunchError(f"{str(path)!r} is no script but a config: zlaunch SCRIPT --config {path.name}")
     first = start.split(b"\n", 1)[0]
     if path.suffix == ".py":
@@ -73,15 +74,19 @@ def _check_is_python(path: Path) -> None:
 def check_module(name: str) -> None:
     """Check that the module's top-level package can be found; nothing of it is imported."""
     top = name.partition(".")[0]
+    if _find(top) is None:
+        raise LaunchError(f"no module named {top!r}")
+
+
+def _find(top: str) -> ModuleSpec | None:
+    """Find a top-level package where `python -m` would."""
     sys.path.insert(0, os.getcwd())
     try:
-        found = importlib.util.find_spec(top) is not None
+        return importlib.util.find_spec(top)
     except (ImportError, ValueError):
-        found = False
+        return None
     finally:
         del sys.path[0]
-    if not found:
-        raise LaunchError(f"no module named {top!r}")
 
 
 def shared_imports(name: str, *, module: bool) -> tuple[str, ...]:
@@ -108,11 +113,7 @@ def _imported(name: str, *, module: bool) -> set[str]:
 def _source_of(name: str, *, module: bool) -> Path:
     if not module:
         return Path(name)
-    sys.path.insert(0, os.getcwd())
-    try:
-        spec = importlib.util.find_spec(name.partition(".")[0])
-    finally:
-        del sys.path[0]
+    spec = _find(name.partition(".")[0])
     if spec is None or spec.origin is None:
         raise ImportError(name)
     inner = name.split(".")[1:]

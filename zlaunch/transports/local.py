@@ -60,11 +60,9 @@ class LocalTransport:
     def send(self, message: Event) -> None:
         """Write straight to the descriptor: a buffered writer could be entered twice by a signal handler."""
         data = memoryview(encode(message))
-        try:
+        with suppress(OSError, ValueError):  # it is gone; its reader sees that too
             while data:
                 data = data[os.write(self._stdin.fileno(), data) :]
-        except (OSError, ValueError):  # it is gone; its reader sees that too
-            pass
 
     def events(self) -> Iterator[Event]:
         """Yield events until the agent's stdout ends."""
@@ -75,10 +73,8 @@ class LocalTransport:
 
     def close(self, timeout_s: float) -> int | None:
         """Close stdin, which tells a living agent to stop, and wait."""
-        try:
+        with suppress(OSError):
             self._stdin.close()
-        except OSError:
-            pass
         try:
             code = self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:

@@ -76,12 +76,10 @@ class SshTransport:
         self._outgoing.put(encode(message))
 
     def _write(self) -> None:
-        try:
+        with contextlib.suppress(OSError):  # it is gone; its reader sees that too
             while (data := self._outgoing.get()) is not None:
                 self._channel.sendall(data)
             self._channel.shutdown_write()
-        except OSError:  # it is gone; its reader sees that too
-            pass
 
     def events(self) -> Iterator[Event]:
         """Yield events until the channel ends; lines that are not events (a noisy shell) are passed over."""
