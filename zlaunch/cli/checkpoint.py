@@ -154,16 +154,8 @@ def show(folder: str, tag: str | None, as_json: bool) -> None:
         {"name": name, "dtype": "", "shape": [], "kind": f"tied to {first}", "state": []}
         for name, first in opened.tied.items()
     ]
-    head = {
-        "path": str(opened.folder),
-        "written_by": manifest["written_by"],
-        "world_size": manifest["world_size"],
-        "stage": manifest["stage"],
-        "engine": manifest["engine"],
-        "optimizer": manifest["optimizer"],
-        "scheduler": manifest["scheduler"],
-        "client_state": manifest["client_state"],
-    }
+    kept = ("written_by", "world_size", "stage", "engine", "optimizer", "scheduler", "client_state")
+    head = {"path": str(opened.folder), **{key: manifest[key] for key in kept}}
     if as_json:
         click.echo(json.dumps({**head, "tensors": rows}, indent=1))
         return

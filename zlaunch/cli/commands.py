@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 import re
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -34,8 +34,7 @@ OTHER_FLAGS = "nnodes"
 
 def load(name: str) -> click.Command:
     """Import a subcommand."""
-    module, _, attribute = SUBCOMMANDS[name].partition(":")
-    command: click.Command = getattr(importlib.import_module(module), attribute)
+    command: click.Command = pkgutil.resolve_name(SUBCOMMANDS[name])
     return command
 
 

@@ -216,7 +216,7 @@ def stacks(run: str, chosen: str | None) -> int:
     """
     run = meant(run)
     found = _living(run, "stacks")
-    if not _is_python(found.path):
+    if not run_record.read_json(found.path / "plan.json").get("python", True):
         raise click.UsageError(f"{run} runs a program with --no_python: it has no Python stacks")
     ranks = {rank.rank: rank for rank in read_ranks(found)}
     if not ranks:
@@ -248,13 +248,6 @@ def _chosen_ranks(text: str, known: Collection[int]) -> list[int]:
         if rank not in known:
             raise LaunchError(f"--rank {text!r}: there is no rank {rank}; the last is {max(known)}")
     return [rank for rank in ranks if rank in known]
-
-
-def _is_python(run_dir: Path) -> bool:
-    try:
-        return bool(json.loads((run_dir / "plan.json").read_text()).get("python", True))
-    except (OSError, ValueError):
-        return True
 
 
 def _await_quiet(logs: dict[int, Path], before: dict[int, int]) -> None:

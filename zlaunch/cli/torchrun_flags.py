@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from zlaunch.cli.deepspeed_flags import refuse
+from zlaunch.cli.deepspeed_flags import answered
 from zlaunch.launchers.registry import LOCAL
 from zlaunch.plan.options import DEFAULT_HOSTFILE
 
@@ -113,10 +113,7 @@ def torchrun_flags() -> list[click.Option]:
         click.Option(["--mixed_precision"], type=kinds, hidden=True),
     ]
     found += [click.Option([flag], hidden=True, expose_value=False) for flag in _WITHOUT_EFFECT]
-    for flag, (takes_value, answer) in _INSTEAD.items():
-        kind: dict[str, Any] = {} if takes_value else {"is_flag": True}
-        answering = refuse(f"{flag} is not zlaunch's: {answer}")
-        found.append(click.Option([flag], hidden=True, expose_value=False, callback=answering, **kind))
+    found += [click.Option([flag], **about) for flag, about in answered(_INSTEAD, "not zlaunch's").items()]
     return found
 
 

@@ -12,6 +12,7 @@ import signal
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
@@ -359,18 +360,13 @@ class Controller:
 
     def _finish(self) -> None:
         """Leave no agent and no process of the run on this machine, whatever happened before."""
-        clean = not self.open_nodes
-        threads = [threading.Thread(target=self._part, args=(link, clean)) for link in self.links]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(len(self.links)) as pool:
+            list(pool.map(self._part, self.links))
         self._sweep()
         self._take_rest()
 
-    @staticmethod
-    def _part(link: Link, clean: bool) -> None:
-        if not clean or link.transport.close(timeout_s=2.0) is None:
+    def _part(self, link: Link) -> None:
+        if self.open_nodes or link.transport.close(timeout_s=2.0) is None:
             link.transport.kill()
             link.transport.close(timeout_s=2.0)
 

@@ -77,9 +77,7 @@ class ClusterLauncher(Launcher):
         interfaces = rendezvous.interfaces if rendezvous is not None else ("",) * len(nodes)
         specs = [self._spec(node, interface) for node, interface in zip(nodes, interfaces, strict=True)]
         versions = [tuple(map(int, node.facts.python.split(".")[:2])) for node in nodes]
-        if (
-            rendezvous is None
-        ):  # a single node, which may be one of a larger run that somebody else puts together
+        if rendezvous is None:  # one node, perhaps of a larger run that somebody else puts together
             address, port = self.options.master_addr or "127.0.0.1", self.options.master_port
         else:
             address, port = rendezvous.address, rendezvous.port

@@ -6,7 +6,7 @@ To add one, write a file with a subclass of `Launcher` and a line in NAMED.
 from __future__ import annotations
 
 import os
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
 from zlaunch.errors import LaunchError
@@ -32,8 +32,7 @@ _IMPLIED = {_SRUN_TASK: "srun_task:SrunTaskLauncher", _MANUAL: "manual:ManualLau
 
 def load(name: str) -> type[Launcher]:
     """Import a launcher's class."""
-    module, _, attribute = (NAMED | _IMPLIED)[name].partition(":")
-    kind: type[Launcher] = getattr(import_module(f"zlaunch.launchers.{module}"), attribute)
+    kind: type[Launcher] = resolve_name(f"zlaunch.launchers.{(NAMED | _IMPLIED)[name]}")
     return kind
 
 
