@@ -76,7 +76,7 @@ def _check(pool: Mapping[str, Sequence[int]], selection: Selection) -> None:
 
 
 def include(pool: Mapping[str, Sequence[int]], selection: Selection) -> Pool:
-    """Keep only what the selection names."""
+    """Keep only the hosts and slots that the selection names."""
     _check(pool, selection)
     kept: Pool = {}
     for host, slots in pool.items():
@@ -87,7 +87,7 @@ def include(pool: Mapping[str, Sequence[int]], selection: Selection) -> Pool:
 
 
 def exclude(pool: Mapping[str, Sequence[int]], selection: Selection) -> Pool:
-    """Keep all but what the selection names."""
+    """Keep all hosts and slots except those that the selection names."""
     _check(pool, selection)
     kept: Pool = {}
     for host, slots in pool.items():

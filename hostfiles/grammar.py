@@ -49,7 +49,7 @@ class HostEntry:
 
 
 def read(path: str | os.PathLike[str]) -> list[HostEntry]:
-    """Parse a file; HostfileError also when it cannot be read."""
+    """Parse a file. Raises HostfileError, also when it cannot be read."""
     name = os.fspath(path)
     try:
         with open(name, "rb") as file:
@@ -64,7 +64,10 @@ def read(path: str | os.PathLike[str]) -> list[HostEntry]:
 
 
 def parse(text: str, name: str) -> list[HostEntry]:
-    """Return the hosts in order, those with `slots=0` left out; ``name`` is the file's, for messages."""
+    """Parse the text of a file: return the hosts in order, without those with `slots=0`.
+
+    ``name`` is the file's, for messages.
+    """
     entries: list[HostEntry] = []
     problems: list[str] = []
     first: dict[str, HostEntry] = {}

@@ -38,7 +38,7 @@ def expand(text: str) -> list[str]:
 
 
 def expand_pattern(token: str) -> list[str]:
-    """Return the hosts of one pattern, that is one without a comma outside brackets."""
+    """Return the hosts of one pattern, which has no comma outside brackets."""
     pieces = _GROUP.split(token)  # literal, group, literal, ..., literal
     literals, groups = pieces[::2], [_parse_group(group, token) for group in pieces[1::2]]
     for literal in filter(None, literals):
@@ -76,8 +76,9 @@ def _split(text: str) -> Iterator[str]:
 
 
 def ranges(text: str) -> Iterator[tuple[str, range | None]]:
-    """Read `0,2-3` token by token: each with its numbers, none if it runs backwards, None if it is neither a
-    number nor a range.
+    """Yield the tokens of `0,2-3`, each with its numbers.
+
+    A range that runs backwards has no numbers; a token that is neither a number nor a range has None.
     """
     for token in (piece.strip() for piece in text.split(",")):
         match = _RANGE.fullmatch(token)

@@ -1,4 +1,4 @@
-"""The subcommands of `zlaunch`, each imported only when it is called or listed."""
+"""List the subcommands of `zlaunch`, and import each only when it is called or shown in the help."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SETTINGS: dict[str, Any] = {
     "help_option_names": ["-h", "--help"],
     "max_content_width": 100,
 }
-"""Of every command; groups hand them on to theirs."""
+"""Settings of every command; groups hand them on to theirs."""
 OTHER_FLAGS = "nnodes"
 """One of the flags of other launchers: where it is among the parameters, they all are."""
 
@@ -55,7 +55,7 @@ def asked_for_help(words: list[str]) -> list[str]:
 
 
 def message_of(error: click.ClickException) -> str:
-    """Return an error's text: one option that is meant, the nearest, and numbers by their plain names."""
+    """Return an error's text. It suggests the nearest option alone, and calls an integer a whole number."""
     if isinstance(error, click.NoSuchOption) and error.possibilities:
         import difflib
 
@@ -96,10 +96,10 @@ class Group(Command, click.Group):
 
 
 class Launch(Command):
-    """Launches: its help ends with a line for each subcommand, and it knows the flags of other launchers."""
+    """Launches a script. Its help lists the subcommands; it also accepts the flags of other launchers."""
 
     def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
-        """Parse, with the flags of other launchers where one is used: to make them all takes 6 ms."""
+        """Parse the arguments; add the flags of other launchers where one is used: that takes 6 ms."""
         try:
             return super().parse_args(context, list(args))
         except click.NoSuchOption:
@@ -111,7 +111,7 @@ class Launch(Command):
             return super().parse_args(context, list(args))
 
     def format_epilog(self, context: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the list, and the command's own epilog below it."""
+        """Write the list of subcommands, and the command's own epilog below it."""
         with formatter.section("Other commands"):
             rows = [(f"zlaunch {name}", load(name).get_short_help_str(80)) for name in SUBCOMMANDS]
             formatter.write_dl([*rows, ("zlaunch help [COMMAND]", "Show this, or the help of a command.")])

@@ -1,4 +1,4 @@
-"""Flags of the `deepspeed` command that zlaunch has no use for: each is passed over, or says what to use."""
+"""Ignore the flags of the `deepspeed` command that zlaunch has no use for, or say what to use instead."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _OTHER_LAUNCHERS = ("mpich", "mvapich", "impi")
 
 
 def deepspeed_flags() -> list[Callable[..., Any]]:
-    """Return click decorators for them, hidden; none of their values is handed on but `log_level`."""
+    """Return hidden click options for these flags; only the value of `--log_level` is handed on."""
     found = [click.option(name, is_flag=True, hidden=True, expose_value=False) for name in _WITHOUT_EFFECT]
     found += [click.option(name, **about) for name, about in answered(_INSTEAD, "DeepSpeed's").items()]
     found.append(click.option("--config", hidden=True, expose_value=False, callback=_config, metavar="X"))
@@ -39,8 +39,9 @@ def deepspeed_flags() -> list[Callable[..., Any]]:
 
 
 def answered(flags: Mapping[str, tuple[bool, str]], owner: str) -> dict[str, dict[str, Any]]:
-    """Return click's settings of hidden flags, each mapped to whether it has a value and to the answer that
-    it gets.
+    """Return click's settings for hidden flags that only get an answer, as a usage error.
+
+    Each flag is mapped to whether it has a value, and to the answer.
     """
     return {
         name: {

@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 _CONNECT_TIMEOUT_S = 30.0
 _ANSWER_TIMEOUT_S = 20.0
 _MEET_TIMEOUT_S = 40.0
-"""For finding all the hosts that cannot reach node 0, a round of connecting for each."""
+"""Seconds for finding all hosts that cannot reach node 0: each takes a round of connecting."""
 _PINGS = 3
 COLUMNS = (
     *("host", "state", "python", "zlaunch", "torch", "GPUs", "driver", "clock"),
     *("disk", "shm", "memlock", "nofile", "interfaces", "NCCL", "node 0"),
 )
-"""Of the table; a problem names the one that it belongs to."""
+"""Columns of the table; a problem names the one that it belongs to."""
 _NOT_KNOWN = "-"
 _SHOWN_INTERFACES = 4
 _STYLES = {"error": "bold red", "warning": "yellow"}
@@ -158,7 +158,7 @@ def _ask(node: Node, question: dict[str, Any]) -> HostReport:
 
 
 def _skew_s(node: Node) -> float:
-    """Return its clock less ours: of the fastest of some pings, half of whose time is taken off."""
+    """Return a node's clock less ours, by the fastest of some pings, half of whose time is taken off."""
     best_s, skew_s = float("inf"), 0.0
     for _ in range(_PINGS):
         sent, started = time.time(), time.monotonic()
@@ -265,7 +265,7 @@ def _show(reports: Sequence[HostReport], problems: Sequence[Problem]) -> None:
 
 
 def _as_data(reports: Sequence[HostReport], problems: Sequence[Problem]) -> dict[str, Any]:
-    """Return a dictionary with equal keys for every host; null for what is not known."""
+    """Return all findings as data: every host has every key, with None for what is not known."""
     from dataclasses import asdict
 
     from zlaunch.system.facts import Facts

@@ -1,4 +1,4 @@
-"""The options of the command that launches, and those of them by which `doctor` reaches the hosts too."""
+"""Define the options of the command that launches. `doctor` shares those that reach other nodes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ REACH = (
     click.option("--venv", metavar="DIR", help="Virtual environment on the nodes; its Python is taken."),
     click.option("--iface", metavar="NAME", help="Network interface for rendezvous and traffic."),
 )
-"""For getting to other nodes."""
+"""Lists the options that reach other nodes."""
 LAUNCH = (
     _count(
         "--num_gpus",

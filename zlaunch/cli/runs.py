@@ -33,7 +33,7 @@ from zlaunch.system.processes import Process, kill, start_ticks
 
 _POLL_S = 0.05
 _QUIET_S = 0.5
-"""Logs that have not grown for so long have all of the stacks."""
+"""Seconds without growth after which a log has all of the stacks."""
 _STACKS_TIMEOUT_S = 5.0
 _STACK_MARK = b"(most recent call first):"
 _SIGNALS = {"TERM": signal.SIGTERM, "INT": signal.SIGINT, "USR1": signal.SIGUSR1, "KILL": signal.SIGKILL}
@@ -251,7 +251,7 @@ def _chosen_ranks(text: str, known: Collection[int]) -> list[int]:
 
 
 def _await_quiet(logs: dict[int, Path], before: dict[int, int]) -> None:
-    """Wait until all logs have grown and then stood still; noisy or silent ones end the patience."""
+    """Wait until all logs have grown and then stood still, or a limit has passed."""
     sizes, changed = before, time.monotonic()
     deadline = changed + _STACKS_TIMEOUT_S
     while (now := time.monotonic()) < deadline:

@@ -1,5 +1,6 @@
-"""Flags of torchrun and `accelerate launch`: taken as the options that zlaunch has for them, passed over, or
-answered with what to use.
+"""Translate the flags of torchrun and `accelerate launch` to zlaunch's options.
+
+Flags that zlaunch has no option for are ignored, or say what to use instead.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _SAME = {
     "log_dir": "run_dir",
     "deepspeed_hostfile": "hostfile",
 }
-"""Flag -> the option that is the same by another name."""
+"""Flag -> zlaunch's name for it."""
 _NUMBERS = (
     *("num_machines", "machine_rank", "main_process_port", "num_processes"),
     "num_cpu_threads_per_process",
@@ -97,7 +98,7 @@ class Surroundings:
 
 
 def torchrun_flags() -> list[click.Option]:
-    """Return them, hidden; :func:`take_flags` takes them out of what is given."""
+    """Return hidden click options for these flags; :func:`take_flags` translates their values."""
     found = []
     for name in _NUMBERS:
         low = 0 if name in ("machine_rank", "main_process_port") else 1
@@ -143,7 +144,7 @@ def surroundings() -> Surroundings:
 
 
 def take_flags(given: dict[str, Any], around: Callable[[], Surroundings] = surroundings) -> dict[str, Any]:
-    """Return what was given without these flags, their values in the options that zlaunch has for them.
+    """Translate these flags: return what was given with their values in zlaunch's own options.
 
     ``notes`` in it is what the user should hear of that, ``configs`` is to be checked like arguments of the
     script. Raises click.UsageError for what contradicts itself or is missing.
@@ -184,7 +185,7 @@ def _take(out: dict[str, Any], option: str, value: Any, said: str) -> None:
 
 
 def _streams(name: str, value: str | None) -> bool:
-    """Tell whether any stream of any rank is meant."""
+    """Tell whether --tee or --redirects names any stream of any rank."""
     if value is not None and not _STREAMS.fullmatch(value):
         raise click.UsageError(f"--{name} {value}: write 0, 1, 2, 3 or 0:3,1:1")
     return value is not None and any(part.rpartition(":")[2] != "0" for part in value.split(","))
@@ -266,7 +267,7 @@ def _take_workers(out: dict[str, Any], here: Surroundings, each: str | None, tot
 
 
 def _take_variables(out: dict[str, Any], flags: dict[str, Any]) -> None:
-    """Put what accelerate's launcher says through the environment into the workers' environment."""
+    """Add to the workers' environment the variables that accelerate's launcher would set."""
     found = {variable: flags[flag] for flag, variable in _VARIABLES.items() if flags[flag]}
     pairs = {name: "true" if value is True else str(value) for name, value in found.items()}
     if pairs:

@@ -1,4 +1,4 @@
-"""Runs a plan on agents that are there: follows their events, stops them, and says how it ended.
+"""Run a plan on agents that are there: follow their events, stop them, and say how it ended.
 
 Reader threads (one a node) fill a queue, the main thread empties it. Every wait has an end, and a signal
 handler that shortens one puts something into the queue, so that it ends at once.
@@ -119,7 +119,7 @@ class Controller:
         self.heartbeat.start()
 
     def _read(self, index: int, link: Link) -> None:
-        """Put one agent's events into the queue for as long as it sends any: a reader thread's work."""
+        """Put one agent's events into the queue until it sends no more. Each reader thread runs this."""
         try:
             for event in link.events:
                 self.heartbeat.heard(index)
@@ -371,7 +371,7 @@ class Controller:
             link.transport.close(timeout_s=2.0)
 
     def _take_rest(self) -> None:
-        """Take what the readers still had when the run was cut short."""
+        """Handle the events that the readers still had when the run was cut short."""
         while True:
             try:
                 index, event = self.queue.get_nowait()

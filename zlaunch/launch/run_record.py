@@ -46,7 +46,7 @@ def _path(run_dir: str | Path) -> Path:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a file of a run's folder; nothing where there is none that holds an object."""
+    """Read the JSON object in a file; return {} where there is none."""
     try:
         content = json.loads(path.read_text()) if path.is_file() else {}
     except (OSError, ValueError, RecursionError):
@@ -64,7 +64,7 @@ def _write(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def started(plan: Plan, attempt: int) -> None:
-    """Record that a run goes on from here."""
+    """Record that an attempt begins."""
     record = RunRecord(
         run_id=plan.run_id,
         host=socket.gethostname(),

@@ -1,4 +1,4 @@
-"""All launchers, each imported when it is used, and the choice of one for a command line.
+"""List all launchers, and choose one for a command line. Each is imported when it is used.
 
 To add one, write a file with a subclass of `Launcher` and a line in NAMED.
 """
@@ -25,9 +25,9 @@ NAMED = {
     SLURM: "slurm:SlurmLauncher",
     "openmpi": "openmpi:OpenMpiLauncher",
 }
-"""Those that --launcher may name, by that name."""
+"""Name for --launcher -> the launcher's `module:class`."""
 _IMPLIED = {_SRUN_TASK: "srun_task:SrunTaskLauncher", _MANUAL: "manual:ManualLauncher"}
-"""Those that follow from the environment or other options."""
+"""Launchers that follow from the environment or other options."""
 
 
 def load(name: str) -> type[Launcher]:

@@ -1,4 +1,4 @@
-"""Runs as one task of a step that the user started with srun; all tasks together are the run."""
+"""Run as one task of a step that the user started with srun; all tasks together are the run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SRUN_DECIDES = "srun has started this task and decides; start zlaunch by sbatch
 
 
 class SrunTaskLauncher(ThisNodeLauncher):
-    """Runs this task's part of a step; every task comes to the same numbers by itself."""
+    """Runs this task's part of a step; every task computes equal numbers by itself."""
 
     name = "step"
     refuses = dict.fromkeys(

@@ -333,7 +333,7 @@ class Agent:
             self._await_leftovers(self.plan.run_id)
 
     def _await_leftovers(self, run_id: str) -> None:
-        """Give what the workers have started the rest of the time, and in a stop one SIGTERM."""
+        """Wait for processes that the workers have started; in a stop, send them one SIGTERM."""
         found = run_processes(run_id, ancestor=os.getpid())
         if not found:
             self._end()
@@ -343,7 +343,7 @@ class Agent:
                 kill(process, signal.SIGTERM)
 
     def _end(self) -> None:
-        """Kill all that is left, hand over the last output, and say so."""
+        """Kill all that is left, take the last output, and report the end."""
         assert self.plan is not None
         signal_groups(self._living(), signal.SIGKILL)
         swept = sweep(self.plan.run_id, ancestor=os.getpid(), reap=self._reap)

@@ -1,4 +1,4 @@
-"""Runs one worker: `python -m zlaunch.node.bootstrap [--module|--exec] TARGET ARGS...`.
+"""Run one worker: `python -m zlaunch.node.bootstrap [--module|--exec] TARGET ARGS...`.
 
 The user's program must not be able to tell it from `python script.py`; what we add is that it dies with its
 agent, prints its stacks on SIGUSR2, and hands an uncaught exception to the launcher as data. Keep the imports

@@ -1,4 +1,4 @@
-"""Checks of what the user gave, before anything is started; each raises LaunchError."""
+"""Check what the user gave before anything is started. Each check raises LaunchError."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _near_command(name: str, commands: Collection[str]) -> str:
 
 
 def _check_is_python(path: Path) -> None:
-    """Refuse what is a program of another kind. Python itself tells the rest."""
+    """Refuse a file that is no Python script. Python itself reports all other errors."""
     try:
         with open(path, "rb") as file:
             start = file.read(256)
@@ -146,7 +146,7 @@ def pick_port(port: int) -> int:
 
 
 def parse_ranks(option: str, text: str, example: str = "0,2-3") -> list[int]:
-    """Read the ranks `0,2-3` that an option names, in their order."""
+    """Return the ranks that an option names as `0,2-3`, sorted."""
     ranks: set[int] = set()
     for token, numbers in ranges(text):
         if numbers is None:
@@ -158,7 +158,7 @@ def parse_ranks(option: str, text: str, example: str = "0,2-3") -> list[int]:
 
 
 def parse_shown_ranks(text: str, world_size: int | None) -> list[int] | None:
-    """Read --log_ranks: `all` (None), or ranks; a world size that is not known yet allows all."""
+    """Return the ranks of --log_ranks; None for `all`. A world size that is not known yet allows any."""
     if text == "all":
         return None
     ranks = parse_ranks("--log_ranks", text, "all, or 0,2-3")
@@ -168,7 +168,7 @@ def parse_shown_ranks(text: str, world_size: int | None) -> list[int] | None:
 
 
 def parse_cores(text: str) -> tuple[int, ...]:
-    """Read --bind_core_list, `0-3,8`, in the given order."""
+    """Return the cores of --bind_core_list, such as `0-3,8`, in the given order."""
     option, cores = f"--bind_core_list {text!r}", list[int]()
     for token, numbers in ranges(text):
         if not numbers:
@@ -223,7 +223,7 @@ def _check_config(
 
 
 def _config_near(path: str) -> str:
-    """Return ", did you mean" one that is there, for a config that is not."""
+    """Return a hint at a config that exists, for one that does not."""
     if os.path.lexists(path):
         return ""
     try:
@@ -246,9 +246,7 @@ def _config_arguments(args: Sequence[str]) -> Iterator[tuple[str, str, bool]]:
 
 
 def _is_broken(path: str) -> bool:
-    """Tell whether no reader could make anything of a file: it is empty, or not well-formed even as YAML with
-    any tags.
-    """
+    """Tell whether no program could read a file: it is empty, or no YAML, whatever its tags."""
     import yaml
 
     try:

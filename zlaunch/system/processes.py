@@ -81,7 +81,7 @@ def start_ticks(pid: int) -> int | None:
 
 
 def is_stopped(process: Process) -> bool:
-    """Tell whether a process has been stopped by a signal."""
+    """Tell whether a signal has stopped a process (SIGSTOP)."""
     try:
         fields = _stat_fields(process.pid)
         return fields[0] == b"T" and int(fields[19]) == process.start_ticks

@@ -16,7 +16,7 @@ _PER_TASK = (
 
 
 def srun_prefix(host: str, cpus: int | None) -> tuple[str, ...]:
-    """Start one task on one node of this allocation, beside whatever runs there, unbound."""
+    """Return the srun that starts one unbound task on a node of this allocation, beside what runs there."""
     return (
         "srun",
         f"--nodelist={host}",
@@ -33,7 +33,7 @@ def srun_prefix(host: str, cpus: int | None) -> tuple[str, ...]:
 
 
 def mpirun_prefix(host: str) -> tuple[str, ...]:
-    """Start one process on one node by Open MPI, unbound."""
+    """Return the mpirun that starts one unbound process on a node."""
     return ("mpirun", "--allow-run-as-root", "-np", "1", "-host", host, "--bind-to", "none")
 
 
