@@ -57,7 +57,7 @@ class ClusterLauncher(Launcher):
         return ", ".join(self.hosts)
 
     def connect(self, hosts: Sequence[str], say: Say) -> tuple[list[Node], list[NodeError]]:
-        """Start agents, ask for slots that are not known yet, and leave nodes that the filters leave out."""
+        """Start agents, ask for slots that are not known yet, release nodes that the filters leave out."""
         nodes, errors = connect(hosts, self.open_transport, self.options.connect_timeout_s, say)
         if not nodes:
             return [], errors
