@@ -80,6 +80,18 @@ def with_options(
     return decorate
 
 
+def count_option(*names: str, low: int = 1, **more: Any) -> Callable[..., Any]:
+    """Make an option that takes a whole number."""
+    return click.option(*names, type=click.IntRange(min=low), metavar="N", **more)
+
+
+def seconds_option(name: str, text: str, *, default: float | None = None, low: int = 0) -> Callable[..., Any]:
+    """Make an option that takes a number of seconds; a default that is not 0 is shown."""
+    kind = click.FloatRange(min=low)
+    shown = bool(default)
+    return click.option(name, type=kind, default=default, show_default=shown, metavar="SECONDS", help=text)
+
+
 class Command(click.Command):
     """Turns the errors of a launch into click's usage errors: here and nowhere else."""
 

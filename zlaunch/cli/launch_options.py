@@ -2,27 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import click
 
+from zlaunch.cli.commands import count_option, seconds_option
 from zlaunch.cli.deepspeed_flags import deepspeed_flags, launcher_name
 from zlaunch.launchers.registry import NAMED
 from zlaunch.plan.options import COMPAT_CHOICES
-
-
-def _count(*names: str, low: int = 1, **more: Any) -> Callable[..., Any]:
-    """Make an option that takes a whole number."""
-    return click.option(*names, type=click.IntRange(min=low), metavar="N", **more)
-
-
-def _seconds(name: str, text: str, *, default: float | None = None, low: float = 0.0) -> Callable[..., Any]:
-    """Make an option that takes a number of seconds; a default that is not 0 is shown."""
-    kind = click.FloatRange(min=low)
-    shown = bool(default)
-    return click.option(name, type=kind, default=default, show_default=shown, metavar="SECONDS", help=text)
-
 
 REACH = (
     click.option("--ssh_port", type=click.IntRange(1, 65535), metavar="PORT", help="Port of sshd."),
@@ -38,13 +23,13 @@ REACH = (
 )
 """Lists the options that reach other nodes."""
 LAUNCH = (
-    _count(
+    count_option(
         "--num_gpus",
         "--num_accelerators",
         help="Workers on each node: one a GPU; without a GPU any number.  [default: all GPUs, or 1]",
     ),
     click.option("-H", "--hostfile", metavar="FILE", help="Hosts to run on: lines of HOST slots=N."),
-    _count("--num_nodes", help="Use the first N hosts."),
+    count_option("--num_nodes", help="Use the first N hosts."),
     click.option("-i", "--include", metavar="FILTER", help="Hosts and slots to use: node1:0,2-3@node[2-4]."),
     click.option("-e", "--exclude", metavar="FILTER", help="Hosts and slots to leave out, in the same form."),
     click.option(
@@ -69,17 +54,17 @@ LAUNCH = (
         "--env", multiple=True, metavar="KEY[=VAL]", help="Export a variable to the nodes; repeatable."
     ),
     click.option("--workdir", metavar="DIR", help="Folder to run in on every node.  [default: this one]"),
-    _seconds("--connect_timeout", "For a node to answer at the start.", default=60.0, low=1.0),
-    _seconds("--heartbeat", "A node silent for so long is lost.", default=15.0, low=1.0),
-    _count(
+    seconds_option("--connect_timeout", "For a node to answer at the start.", default=60.0, low=1),
+    seconds_option("--heartbeat", "A node silent for so long is lost.", default=15.0, low=1),
+    count_option(
         "--max_restarts",
         low=0,
         default=0,
         show_default=True,
         help="Start all workers anew after a failure, so many times.",
     ),
-    _count("--min_nodes", help="Go on without dead nodes while N are left."),
-    _seconds(
+    count_option("--min_nodes", help="Go on without dead nodes while N are left."),
+    seconds_option(
         "--hang_timeout",
         "Stop, with the stacks of all ranks, when no rank has written anything for so long.",
         default=0.0,
@@ -112,7 +97,7 @@ LAUNCH = (
         "--no_preload", is_flag=True, help="Start each worker by itself, not as forks of one process."
     ),
     click.option("--no_local_rank", is_flag=True, help="Do not pass --local_rank=N to the script."),
-    _seconds(
+    seconds_option(
         "--grace",
         "Time between SIGTERM and SIGKILL when the run is stopped.  [default: 3; with --requeue 25]",
     ),

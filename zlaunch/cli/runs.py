@@ -15,7 +15,7 @@ from typing import Any
 import click
 
 from zlaunch.cli.clean import clean_up
-from zlaunch.cli.commands import SETTINGS, Command
+from zlaunch.cli.commands import SETTINGS, Command, seconds_option
 from zlaunch.errors import LaunchError
 from zlaunch.launch import run_record
 from zlaunch.launch.found_runs import (
@@ -163,14 +163,7 @@ def _duration(seconds: float) -> str:
     help="USR1: save and stop. KILL: the launcher alone; its agents then stop the workers.  [default: TERM; "
     "INT for a run with --requeue, which TERM would put back into the queue]",
 )
-@click.option(
-    "--timeout",
-    type=click.FloatRange(min=0),
-    default=30.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="To wait for the end.",
-)
+@seconds_option("--timeout", "To wait for the end.", default=30.0)
 def stop(run: str, name: str | None, timeout: float) -> int:
     """Stop RUN, a run's folder, its name under runs or `last`, and wait for its end.
 

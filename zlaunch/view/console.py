@@ -68,11 +68,11 @@ class Console:
     def message(self, text: str) -> None:
         """Show a message of the launcher itself, on stderr."""
         if not self._quiet:
-            self._write("stderr", f"zlaunch: {text}\n".encode("utf-8", "surrogateescape"))
+            self.text(f"zlaunch: {text}")
 
     def error(self, text: str) -> None:
         """Show an error on stderr, also with --quiet."""
-        self._write("stderr", f"zlaunch: error: {text}\n".encode("utf-8", "surrogateescape"))
+        self.text(f"zlaunch: error: {text}")
 
     def text(self, text: str) -> None:
         """Show lines as they are on stderr, also with --quiet."""
