@@ -77,22 +77,20 @@ def _check(pool: Mapping[str, Sequence[int]], selection: Selection) -> None:
 
 def include(pool: Mapping[str, Sequence[int]], selection: Selection) -> Pool:
     """Keep only the hosts and slots that the selection names."""
-    _check(pool, selection)
-    kept: Pool = {}
-    for host, slots in pool.items():
-        if host in selection:
-            named = selection[host]
-            kept[host] = tuple(slot for slot in slots if named is None or slot in named)
-    return _not_empty(kept)
+    return _filter(pool, selection, keep=True)
 
 
 def exclude(pool: Mapping[str, Sequence[int]], selection: Selection) -> Pool:
     """Keep all hosts and slots except those that the selection names."""
+    return _filter(pool, selection, keep=False)
+
+
+def _filter(pool: Mapping[str, Sequence[int]], selection: Selection, *, keep: bool) -> Pool:
     _check(pool, selection)
     kept: Pool = {}
     for host, slots in pool.items():
         named = selection.get(host, frozenset())
-        kept[host] = () if named is None else tuple(slot for slot in slots if slot not in named)
+        kept[host] = tuple(slot for slot in slots if (named is None or slot in named) == keep)
     return _not_empty(kept)
 
 

@@ -52,10 +52,14 @@ def doctor(hostfile: str | None, as_json: bool, iface: str | None, **given: Any)
 
     Exit code 1: a launch would fail on some host.
     """
+    from zlaunch.launchers.ssh import SshLauncher
+
     with tempfile.TemporaryDirectory(prefix="zlaunch-doctor-") as folder:
         Path(folder, "logs").mkdir()
-        options = _options(folder, hostfile, iface, given)
-        reports = _examine(_reach(options))
+        if hostfile is None:
+            hostfile = str(Path(folder, "this_machine"))
+            Path(hostfile).write_text("localhost\n")
+        reports = _examine(SshLauncher(_options(folder, hostfile, iface, given), None))
     problems = judge(reports)
     failed = any(problem.level == "error" for problem in problems)
     if as_json:
@@ -65,7 +69,7 @@ def doctor(hostfile: str | None, as_json: bool, iface: str | None, **given: Any)
     return 1 if failed else 0
 
 
-def _options(folder: str, hostfile: str | None, iface: str | None, given: dict[str, Any]) -> Options:
+def _options(folder: str, hostfile: str, iface: str | None, given: dict[str, Any]) -> Options:
     """Make a launch's options, so that the hosts are reached as a launch would reach them."""
     from zlaunch.plan.plan import Program
 
@@ -85,17 +89,6 @@ def _options(folder: str, hostfile: str | None, iface: str | None, given: dict[s
         connect_timeout_s=_CONNECT_TIMEOUT_S,
         **given,
     )
-
-
-def _reach(options: Options) -> SshLauncher:
-    from zlaunch.hostfiles.grammar import HostEntry
-    from zlaunch.launchers.ssh import SshLauncher
-
-    class ThisMachine(SshLauncher):
-        def entries(self) -> list[HostEntry]:
-            return [HostEntry("localhost")]
-
-    return (ThisMachine if options.hostfile is None else SshLauncher)(options, None)
 
 
 # -- asking ------------------------------------------------------------------------------------
