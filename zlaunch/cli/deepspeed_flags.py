@@ -47,7 +47,7 @@ def answered(flags: Mapping[str, tuple[bool, str]], owner: str) -> dict[str, dic
         name: {
             "hidden": True,
             "expose_value": False,
-            "is_flag": not takes_value,
+            "is_flag": None if takes_value else True,
             "callback": _refusing(f"{name} is {owner}: {answer}"),
         }
         for name, (takes_value, answer) in flags.items()
