@@ -169,7 +169,8 @@ def parse_shown_ranks(text: str, world_size: int | None) -> list[int] | None:
 
 def parse_cores(text: str) -> tuple[int, ...]:
     """Return the cores of --bind_core_list, such as `0-3,8`, in the given order."""
-    option, cores = f"--bind_core_list {text!r}", list[int]()
+    option = f"--bind_core_list {text!r}"
+    cores: list[int] = []
     for token, numbers in ranges(text):
         if not numbers:
             raise LaunchError(f"{option}: {token!r} is not a core or a range such as 0-3")
