@@ -1,4 +1,4 @@
-"""A byte-level GPT in plain torch, and the text it learns: the Python standard library's own sources."""
+"""Define a byte-level GPT in plain torch, and load its text: the Python standard library's sources."""
 
 from __future__ import annotations
 
@@ -74,13 +74,13 @@ class GPT(nn.Module):
 
 
 def loss_of(model: nn.Module, text: Tensor) -> Tensor:
-    """Mean cross entropy in nats of predicting each byte of ``text`` (batch, time + 1) from those before."""
+    """Return the mean cross entropy, in nats, of predicting each byte of ``text`` (batch, time + 1)."""
     logits = model(text[:, :-1])
     return F.cross_entropy(logits.flatten(0, 1).float(), text[:, 1:].flatten())
 
 
 def load_text(limit_bytes: int = 8_000_000) -> tuple[Tensor, Tensor]:
-    """Training and validation bytes (int64); every twentieth file is for validation."""
+    """Return training and validation bytes (int64); every twentieth file is for validation."""
     parts: dict[bool, list[bytes]] = {True: [], False: []}
     total = 0
     for index, path in enumerate(sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))):
@@ -94,6 +94,6 @@ def load_text(limit_bytes: int = 8_000_000) -> tuple[Tensor, Tensor]:
 
 
 def sample_batch(text: Tensor, count: int, context: int, generator: torch.Generator) -> Tensor:
-    """``count`` random windows of ``context + 1`` bytes."""
+    """Return ``count`` random windows of ``context + 1`` bytes."""
     starts = torch.randint(0, len(text) - context - 1, (count,), generator=generator)
     return torch.stack([text[start : start + context + 1] for start in starts.tolist()])

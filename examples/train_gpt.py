@@ -17,7 +17,7 @@ import zlaunch
 
 
 def memory_gb() -> float:
-    """Peak memory of this rank: of the GPU if it trains on one, else of the process."""
+    """Return the peak memory of this rank: of the GPU if it trains on one, else of the process."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
@@ -25,7 +25,7 @@ def memory_gb() -> float:
 
 @torch.no_grad()
 def validate(engine: zlaunch.Engine, text: torch.Tensor, context: int, batches: int = 8) -> float:
-    """Mean loss over windows that are the same at every call, shared between the ranks."""
+    """Return the mean loss over fixed windows, which the ranks share between them."""
     engine.eval()
     generator = torch.Generator().manual_seed(99 + engine.global_rank)
     losses = [

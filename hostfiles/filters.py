@@ -8,11 +8,10 @@ order is the rank order.
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Mapping, Sequence
 
 from zlaunch.errors import LaunchError
-from zlaunch.hostfiles.hostlist import HostListError, expand_pattern
+from zlaunch.hostfiles.hostlist import HostListError, expand_pattern, ranges
 
 Pool = dict[str, tuple[int, ...]]
 """Host -> its slots, both in rank order."""
@@ -20,7 +19,7 @@ Pool = dict[str, tuple[int, ...]]
 Selection = dict[str, "frozenset[int] | None"]
 """Host -> the slots named for it; None means all of them."""
 
-_RANGE = re.compile(r"(\d{1,6})(?:-(\d{1,6}))?", re.ASCII)
+_MOST_SLOTS = 1_000_000
 
 
 class FilterError(LaunchError, ValueError):
@@ -52,15 +51,12 @@ def _parse_hosts(text: str, part: str) -> list[str]:
 
 def _parse_slots(text: str, part: str) -> frozenset[int]:
     slots: set[int] = set()
-    for token in (piece.strip() for piece in text.split(",")):
-        match = _RANGE.fullmatch(token)
-        if match is None:
+    for token, numbers in ranges(text):
+        if numbers is None or numbers.stop > _MOST_SLOTS:
             raise FilterError(f"{part!r}: {token!r} is not a slot; write a number or a range such as 0-3")
-        first = int(match[1])
-        last = first if match[2] is None else int(match[2])
-        if last < first:
+        if not numbers:
             raise FilterError(f"{part!r}: the range {token!r} runs backwards")
-        slots.update(range(first, last + 1))
+        slots.update(numbers)
     return frozenset(slots)
 
 
@@ -80,37 +76,31 @@ def _check(pool: Mapping[str, Sequence[int]], selection: Selection) -> None:
 
 
 def include(pool: Mapping[str, Sequence[int]], selection: Selection) -> Pool:
-    """Keep only what the selection names."""
-    _check(pool, selection)
-    kept: Pool = {}
-    for host, slots in pool.items():
-        if host in selection:
-            named = selection[host]
-            kept[host] = tuple(slot for slot in slots if named is None or slot in named)
-    return _not_empty(kept)
+    """Keep only the hosts and slots that the selection names."""
+    return _filter(pool, selection, keep=True)
 
 
 def exclude(pool: Mapping[str, Sequence[int]], selection: Selection) -> Pool:
-    """Keep all but what the selection names."""
+    """Keep all hosts and slots except those that the selection names."""
+    return _filter(pool, selection, keep=False)
+
+
+def _filter(pool: Mapping[str, Sequence[int]], selection: Selection, *, keep: bool) -> Pool:
     _check(pool, selection)
     kept: Pool = {}
     for host, slots in pool.items():
         named = selection.get(host, frozenset())
-        kept[host] = () if named is None else tuple(slot for slot in slots if slot not in named)
+        kept[host] = tuple(slot for slot in slots if (named is None or slot in named) == keep)
     return _not_empty(kept)
 
 
-def limit(pool: Mapping[str, Sequence[int]], num_nodes: int | None, num_gpus: int | None) -> Pool:
-    """Keep the first ``num_nodes`` hosts and the first ``num_gpus`` slots of each; None means all."""
-    if num_nodes is not None and not 1 <= num_nodes <= len(pool):
-        raise FilterError(
-            f"--num_nodes {num_nodes}: there are {len(pool)} host(s): {', '.join(pool) or 'none'}"
-        )
+def limit(pool: Mapping[str, Sequence[int]], num_gpus: int | None) -> Pool:
+    """Keep the first ``num_gpus`` slots of each host; None means all."""
     kept: Pool = {}
-    for host in [*pool][:num_nodes]:
-        if num_gpus is not None and not 1 <= num_gpus <= len(pool[host]):
-            raise FilterError(f"--num_gpus {num_gpus}: {host} has {len(pool[host])} slot(s)")
-        kept[host] = tuple(pool[host][:num_gpus])
+    for host, slots in pool.items():
+        if num_gpus is not None and not 1 <= num_gpus <= len(slots):
+            raise FilterError(f"--num_gpus {num_gpus}: {host} has {len(slots)} slot(s)")
+        kept[host] = tuple(slots[:num_gpus])
     return _not_empty(kept)
 
 

@@ -13,7 +13,7 @@ import re
 from dataclasses import dataclass
 
 from zlaunch.errors import LaunchError
-from zlaunch.hostfiles.hostlist import HostListError, expand_pattern
+from zlaunch.hostfiles.hostlist import HostListError, expand_pattern, short
 
 _NUMBER = re.compile(r"\d{1,6}", re.ASCII)
 _HOST = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
@@ -49,7 +49,7 @@ class HostEntry:
 
 
 def read(path: str | os.PathLike[str]) -> list[HostEntry]:
-    """Parse a file; HostfileError also when it cannot be read."""
+    """Parse a file. Raises HostfileError, also when it cannot be read."""
     name = os.fspath(path)
     try:
         with open(name, "rb") as file:
@@ -64,7 +64,10 @@ def read(path: str | os.PathLike[str]) -> list[HostEntry]:
 
 
 def parse(text: str, name: str) -> list[HostEntry]:
-    """Return the hosts in order, those with `slots=0` left out; ``name`` is the file's, for messages."""
+    """Parse the text of a file: return the hosts in order, without those with `slots=0`.
+
+    ``name`` is the file's, for messages.
+    """
     entries: list[HostEntry] = []
     problems: list[str] = []
     first: dict[str, HostEntry] = {}
@@ -100,7 +103,7 @@ def _repeated(entry: HostEntry, known: HostEntry) -> str:
 
 def _parse_line(words: list[str], line: int) -> list[HostEntry]:
     if "=" in words[0]:
-        raise _BadLine(f"{_short(words[0])} where the host should be; write HOST slots=N")
+        raise _BadLine(f"{short(words[0])} where the host should be; write HOST slots=N")
     values = _parse_words(words[1:])
     user, host, port_text = _split_address(words[0])
     slots = _parse_slots(values["slots"]) if "slots" in values else None
@@ -113,7 +116,7 @@ def _parse_line(words: list[str], line: int) -> list[HostEntry]:
     for key in _USER_KEYS:
         if key in values:
             if user is not None and user != values[key]:
-                raise _BadLine(f"user {user!r} before the host and {key}={_short(values[key])}; keep one")
+                raise _BadLine(f"user {user!r} before the host and {key}={short(values[key])}; keep one")
             user = _checked_user(values[key])
     return [HostEntry(name, slots, user, port, line) for name in _hosts(host)]
 
@@ -133,12 +136,12 @@ def _parse_words(words: list[str]) -> dict[str, str]:
                 if _NUMBER.fullmatch(word)
                 else "; write KEY=VALUE, or # before a comment"
             )
-            raise _BadLine(f"{_short(word)} is not understood{hint}")
+            raise _BadLine(f"{short(word)} is not understood{hint}")
         if not _KEY.fullmatch(key):
-            raise _BadLine(f"{_short(word)} is not understood; write KEY=VALUE")
+            raise _BadLine(f"{short(word)} is not understood; write KEY=VALUE")
         near = difflib.get_close_matches(key.lower(), ["slots", "port"], n=1, cutoff=0.75)
         if near and key != near[0]:
-            raise _BadLine(f"unknown key in {_short(word)}: did you mean {near[0]}?")
+            raise _BadLine(f"unknown key in {short(word)}: did you mean {near[0]}?")
         if key in values:
             raise _BadLine(f"{key}= is there twice; keep one")
         values[key] = value
@@ -152,7 +155,7 @@ def _split_address(text: str) -> tuple[str | None, str, str | None]:
     inside, closed, after = address[1:].partition("]")
     if address.startswith("[") and closed and ":" in inside:
         if after and not after.startswith(":"):
-            raise _BadLine(f"{_short(address)}: write [ADDRESS]:PORT")
+            raise _BadLine(f"{short(address)}: write [ADDRESS]:PORT")
         return user, _checked_ipv6(inside), after[1:] if after else None
     if address.count(":") > 1:
         return user, _checked_ipv6(address), None
@@ -169,7 +172,7 @@ def _hosts(text: str) -> list[str]:
         raise _BadLine(f"{error}; write one host or pattern a line") from None
     for host in hosts:
         if not _HOST.fullmatch(host):
-            raise _BadLine(f"{_short(host)} is not a host name")
+            raise _BadLine(f"{short(host)} is not a host name")
     return hosts
 
 
@@ -179,12 +182,12 @@ def _checked_ipv6(text: str) -> str:
             return text
     except ValueError:
         pass
-    raise _BadLine(f"{_short(text)} is not an IPv6 address; a port goes after it so: [ADDRESS]:PORT")
+    raise _BadLine(f"{short(text)} is not an IPv6 address; a port goes after it so: [ADDRESS]:PORT")
 
 
 def _checked_user(text: str) -> str:
     if not _USER.fullmatch(text):
-        raise _BadLine(f"{_short(text)} is not a user name; write USER@HOST")
+        raise _BadLine(f"{short(text)} is not a user name; write USER@HOST")
     return text
 
 
@@ -193,22 +196,18 @@ def _parse_slots(text: str) -> int:
         return int(text)
     if re.fullmatch(r"-\d+", text):
         raise _BadLine(
-            f"slots={_short(text)} is negative; write how many workers the host may have, or 0 to skip it"
+            f"slots={short(text)} is negative; write how many workers the host may have, or 0 to skip it"
         )
-    raise _BadLine(f"slots={_short(text)} is not a number; write how many workers the host may have: slots=8")
+    raise _BadLine(f"slots={short(text)} is not a number; write how many workers the host may have: slots=8")
 
 
 def _parse_port(text: str, values: dict[str, str] | None = None) -> int:
     """Read a port; with ``values`` it was written after a colon, where others mean slots."""
     if not _NUMBER.fullmatch(text) or not 1 <= int(text) <= 65535:
-        raise _BadLine(f"{_short(text)} is not a port; write a number from 1 to 65535")
+        raise _BadLine(f"{short(text)} is not a port; write a number from 1 to 65535")
     port = int(text)
     if values is not None and port < _LOWEST_SSH_PORT and "slots" not in values:
         raise _BadLine(
             f"':{port}' after a host is its ssh port; write slots={port}, or port={port} if it is meant"
         )
     return port
-
-
-def _short(text: str) -> str:
-    return repr(text if len(text) <= 80 else f"{text[:77]}...")

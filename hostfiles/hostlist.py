@@ -1,6 +1,6 @@
-"""Expand and compress host lists: `node[01-16,20]`, `n[1-2]r[01-03]`, `a,b[1-2],c`, as SLURM writes them.
+"""Expand host lists: `node[01-16,20]`, `n[1-2]r[01-03]`, `a,b[1-2],c`, as SLURM writes them.
 
-Pure functions. Order and zero padding are kept both ways; text may follow a bracket (`gpu[1-4].cluster`).
+Pure functions. Order and zero padding are kept; text may follow a bracket (`gpu[1-4].cluster`).
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from zlaunch.errors import LaunchError
 
@@ -19,7 +19,6 @@ _MAX_NAME_CHARS = 255
 _RANGE = re.compile(r"(\d{1,18})(?:-(\d{1,18}))?", re.ASCII)
 _GROUP = re.compile(r"\[([^\[\]]*)\]")
 _NAME = re.compile(r"[^\s\[\],]+")
-_NUMBERED = re.compile(r"(.*?)(\d{1,18})(\D*)", re.ASCII | re.DOTALL)
 
 
 class HostListError(LaunchError, ValueError):
@@ -34,52 +33,32 @@ def expand(text: str) -> list[str]:
     for token in _split(text):
         hosts += expand_pattern(token.strip())
         if len(hosts) > MAX_HOSTS:
-            raise HostListError(f"{_short(token)}: more than {MAX_HOSTS} hosts with it")
+            raise HostListError(f"{short(token)}: more than {MAX_HOSTS} hosts with it")
     return hosts
 
 
 def expand_pattern(token: str) -> list[str]:
-    """Return the hosts of one pattern, that is one without a comma outside brackets."""
+    """Return the hosts of one pattern, which has no comma outside brackets."""
     pieces = _GROUP.split(token)  # literal, group, literal, ..., literal
     literals, groups = pieces[::2], [_parse_group(group, token) for group in pieces[1::2]]
     for literal in filter(None, literals):
         if "[" in literal or "]" in literal:
-            raise HostListError(f"{_short(token)}: a bracket is not closed, not opened or nested")
+            raise HostListError(f"{short(token)}: a bracket is not closed, not opened or nested")
         if not _NAME.fullmatch(literal):
             bad = next(char for char in literal if char.isspace() or char == ",")
-            raise HostListError(f"{_short(token)}: {bad!r} cannot be in a host name")
+            raise HostListError(f"{short(token)}: {bad!r} cannot be in a host name")
     if not token:
         raise HostListError(f"{token!r}: a host name is missing")
-    count = math.prod(sum(last - first + 1 for first, last, _ in group) for group in groups)
+    count = math.prod(sum(len(numbers) for numbers, _ in group) for group in groups)
     if count > MAX_HOSTS:
-        raise HostListError(f"{_short(token)}: {count} hosts, the limit is {MAX_HOSTS}")
+        raise HostListError(f"{short(token)}: {count} hosts, the limit is {MAX_HOSTS}")
     longest = sum(map(len, literals)) + sum(
-        max(max(width, len(str(last))) for _, last, width in group) for group in groups
+        max(max(width, len(str(numbers[-1]))) for numbers, width in group) for group in groups
     )
     if longest > _MAX_NAME_CHARS:
-        raise HostListError(f"{_short(token)}: a host name of more than {_MAX_NAME_CHARS} characters")
+        raise HostListError(f"{short(token)}: a host name of more than {_MAX_NAME_CHARS} characters")
     numbers = itertools.product(*([*_numbers(group)] for group in groups))
     return ["".join(itertools.chain(*zip(literals, (*row, ""), strict=True))) for row in numbers]
-
-
-def compress(hosts: Iterable[str]) -> str:
-    """Return the shortest list this module knows that expands to just these hosts in this order.
-
-    Only neighbours are joined, and only in one number of the name: the last one before the first dot.
-    """
-    names = [*map(_numbered, hosts)]
-    if len(names) > MAX_HOSTS:
-        raise HostListError(f"{len(names)} hosts, the limit is {MAX_HOSTS}")
-    parts: list[str] = []
-    for (prefix, suffix), run in itertools.groupby(names, key=lambda name: name[0]):
-        if suffix is None:
-            parts += [prefix for _ in run]
-            continue
-        ranges = _ranges(number for _, number in run)
-        inside = ",".join(low if low == high else f"{low}-{high}" for low, high in ranges)
-        single = len(ranges) == 1 and ranges[0][0] == ranges[0][1]
-        parts.append(f"{prefix}{inside}{suffix}" if single else f"{prefix}[{inside}]{suffix}")
-    return ",".join(parts)
 
 
 def _split(text: str) -> Iterator[str]:
@@ -96,47 +75,32 @@ def _split(text: str) -> Iterator[str]:
     yield text[start:]
 
 
-def _parse_group(text: str, token: str) -> list[tuple[int, int, int]]:
-    """Read `01-16,20` as (first, last, width in digits)."""
-    ranges: list[tuple[int, int, int]] = []
-    for item in (piece.strip() for piece in text.split(",")):
-        match = _RANGE.fullmatch(item)
-        if match is None:
-            raise HostListError(f"{_short(token)}: {_short(item)} is not a number or a range such as 01-16")
-        first, last = int(match[1]), int(match[2] or match[1])
-        if last < first:
-            raise HostListError(f"{_short(token)}: the range {_short(item)} runs backwards")
-        ranges.append((first, last, len(match[1])))
-    return ranges
+def ranges(text: str) -> Iterator[tuple[str, range | None]]:
+    """Yield the tokens of `0,2-3`, each with its numbers.
+
+    A range that runs backwards has no numbers; a token that is neither a number nor a range has None.
+    """
+    for token in (piece.strip() for piece in text.split(",")):
+        match = _RANGE.fullmatch(token)
+        yield token, range(int(match[1]), int(match[2] or match[1]) + 1) if match else None
 
 
-def _numbers(group: list[tuple[int, int, int]]) -> Iterator[str]:
-    return (str(number).zfill(width) for first, last, width in group for number in range(first, last + 1))
+def _parse_group(text: str, token: str) -> list[tuple[range, int]]:
+    """Read `01-16,20` as (numbers, width in digits)."""
+    group: list[tuple[range, int]] = []
+    for item, numbers in ranges(text):
+        if numbers is None:
+            raise HostListError(f"{short(token)}: {short(item)} is not a number or a range such as 01-16")
+        if not numbers:
+            raise HostListError(f"{short(token)}: the range {short(item)} runs backwards")
+        group.append((numbers, len(item.partition("-")[0])))
+    return group
 
 
-def _numbered(host: str) -> tuple[tuple[str, str | None], str]:
-    """Split a name into ((before, after), number); without a number it is ((name, None), "")."""
-    if not _NAME.fullmatch(host) or len(host) > _MAX_NAME_CHARS:
-        raise HostListError(f"{_short(host)} is not a host name")
-    label, dot, domain = host.partition(".")
-    if label.isdigit():  # an IPv4 address: what differs is at its end
-        label, dot, domain = host, "", ""
-    match = _NUMBERED.fullmatch(label)
-    return ((match[1], match[3] + dot + domain), match[2]) if match else ((host, None), "")
+def _numbers(group: list[tuple[range, int]]) -> Iterator[str]:
+    return (str(number).zfill(width) for numbers, width in group for number in numbers)
 
 
-def _ranges(numbers: Iterable[str]) -> list[tuple[str, str]]:
-    """Join numbers that count up by one, in the padding of their first, to (first, last) ranges."""
-    ranges: list[tuple[str, str]] = []
-    for number in numbers:
-        low, high = ranges[-1] if ranges else ("", "")
-        if high and number == str(int(high) + 1).zfill(len(low)):
-            ranges[-1] = (low, number)
-        else:
-            ranges.append((number, number))
-    return ranges
-
-
-def _short(text: str) -> str:
+def short(text: str) -> str:
     """Quote a token for a message, and cut it where it is very long."""
     return repr(text if len(text) <= 80 else f"{text[:77]}...")

@@ -173,10 +173,8 @@ def _run(
         )
     except subprocess.TimeoutExpired:
         raise SlurmError(f"{command[0]} has not answered for {timeout_s:.0f} s") from None
-    except OSError as error:
-        raise SlurmError(f"{command[0]}: {error.strerror or error}") from None
-    except ValueError as error:  # a zero byte
-        raise SlurmError(f"{command[0]}: {error}") from None
+    except (OSError, ValueError) as error:  # ValueError: a zero byte
+        raise SlurmError(f"{command[0]}: {getattr(error, 'strerror', None) or error}") from None
 
 
 def _complaint(result: subprocess.CompletedProcess[str]) -> str:

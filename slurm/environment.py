@@ -9,10 +9,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from zlaunch.errors import LaunchError
-from zlaunch.hostfiles.hostlist import HostListError, expand
+from zlaunch.hostfiles.hostlist import HostListError, expand, ranges, short
 
 _LAST_STEP_ID = 0xFFFFFFF0
 """Step ids from this one on are SLURM's: batch, extern, interactive (the shell of `salloc`)."""
@@ -20,7 +19,6 @@ _LAST_STEP_ID = 0xFFFFFFF0
 _NAMED_STEPS = ("batch", "extern", "interactive")
 _MAX_NODES = 65536
 _REPEATED = re.compile(r"(\d{1,9})(?:\(x(\d{1,9})\))?", re.ASCII)
-_INDICES = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?", re.ASCII)
 _TYPED_COUNT = re.compile(r"(?:[A-Za-z0-9_.-]+:)?(\d{1,9})", re.ASCII)
 _NUMBER = re.compile(r"\d{1,10}", re.ASCII)
 
@@ -71,8 +69,8 @@ class StepPlace:
     nodes: int
     local_task: int
     tasks_here: int
-    layout: Literal["one_per_node", "one_per_gpu", "other"]
-    """one_per_node: a single task on every node. one_per_gpu: on this node as many tasks as GPUs."""
+    one_per_node: bool
+    """Tells whether every node has a single task."""
 
 
 def read(environ: Mapping[str, str], *, has_terminal: bool = False) -> Allocation | None:
@@ -153,12 +151,8 @@ def in_step_place(allocation: Allocation) -> StepPlace:
         tasks_here = 1
     if allocation.localid >= tasks_here:
         raise SlurmError(f"SLURM_LOCALID={allocation.localid}: {node.host} has {tasks_here} task(s)")
-    layout: Literal["one_per_node", "one_per_gpu", "other"] = "other"
-    if all(other.tasks in (1, None) for other in allocation.nodes):
-        layout = "one_per_node"
-    elif tasks_here == node.gpus:
-        layout = "one_per_gpu"
-    return StepPlace(allocation.nodeid, len(allocation.nodes), allocation.localid, tasks_here, layout)
+    one_per_node = all(other.tasks in (1, None) for other in allocation.nodes)
+    return StepPlace(allocation.nodeid, len(allocation.nodes), allocation.localid, tasks_here, one_per_node)
 
 
 def _hosts(environ: Mapping[str, str], name: str) -> list[str]:
@@ -166,9 +160,9 @@ def _hosts(environ: Mapping[str, str], name: str) -> list[str]:
     try:
         hosts = expand(text)
     except HostListError as error:
-        raise SlurmError(f"{name}={_short(text)}: {error}") from None
+        raise SlurmError(f"{name}={short(text)}: {error}") from None
     if len(set(hosts)) < len(hosts):
-        raise SlurmError(f"{name}={_short(text)}: a node is there twice")
+        raise SlurmError(f"{name}={short(text)}: a node is there twice")
     return hosts
 
 
@@ -179,7 +173,7 @@ def _number(environ: Mapping[str, str], *names: str) -> int | None:
         if not text:
             continue
         if not _NUMBER.fullmatch(text):
-            raise SlurmError(f"{name}={_short(text)}: not a number")
+            raise SlurmError(f"{name}={short(text)}: not a number")
         return int(text)
     return None
 
@@ -191,7 +185,7 @@ def _per_node(environ: Mapping[str, str], name: str, hosts: Sequence[str]) -> di
     for item in text.split(",") if text else ():
         match = _REPEATED.fullmatch(item.strip())
         if match is None or len(counts) + int(match[2] or 1) > _MAX_NODES:
-            raise SlurmError(f"{name}={_short(text)}: {_short(item)} is not a count such as 2 or 2(x3)")
+            raise SlurmError(f"{name}={short(text)}: {short(item)} is not a count such as 2 or 2(x3)")
         counts += [int(match[1])] * int(match[2] or 1)
     return dict(zip(hosts, counts, strict=True)) if len(counts) == len(hosts) else {}
 
@@ -227,7 +221,7 @@ def _gpus_per_node(environ: Mapping[str, str]) -> int | None:
         return None
     matches = [_TYPED_COUNT.fullmatch(item.strip()) for item in text.split(",")]
     if None in matches:
-        raise SlurmError(f"SLURM_GPUS_PER_NODE={_short(text)}: not a count such as 4 or a100:4")
+        raise SlurmError(f"SLURM_GPUS_PER_NODE={short(text)}: not a count such as 4 or a100:4")
     return sum(int(match[1]) for match in matches if match)
 
 
@@ -237,14 +231,8 @@ def _listed_gpus(environ: Mapping[str, str], name: str) -> int | None:
     if not text:
         return None
     indices: set[int] = set()
-    for item in text.split(","):
-        match = _INDICES.fullmatch(item.strip())
-        first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
-        if not 0 <= last - first <= _MAX_NODES:
-            raise SlurmError(f"{name}={_short(text)}: {_short(item)} is not a GPU's index")
-        indices.update(range(first, last + 1))
+    for item, numbers in ranges(text):
+        if not numbers or len(numbers) > _MAX_NODES:
+            raise SlurmError(f"{name}={short(text)}: {short(item)} is not a GPU's index")
+        indices.update(numbers)
     return len(indices)
-
-
-def _short(text: str) -> str:
-    return repr(text if len(text) <= 80 else f"{text[:77]}...")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from zlaunch.slurm.environment import SlurmError
 
@@ -111,24 +111,6 @@ class BatchScript:
         ):
             for word in words:
                 yield option, word
-
-
-_PRESET = BatchScript(
-    job_name="train",
-    gpus_per_node=8,
-    cpus_per_task=64,
-    time="24:00:00",
-    output="%x-%j.out",
-    venv=".venv",
-    script="train.py",
-    script_args=("--config", "ds.json"),
-)
-PRESETS = {
-    "single_node": _PRESET,
-    "multi_node": replace(_PRESET, nodes=4),
-    "preemptible": replace(_PRESET, nodes=4, signal="USR1@120", requeue=True),
-}
-"""The files in `templates/`."""
 
 
 def render(batch: BatchScript) -> str:

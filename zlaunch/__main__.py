@@ -1,4 +1,4 @@
-"""Runs the command line: the `zlaunch` script, or `python -m zlaunch`."""
+"""Run the command line: the `zlaunch` script, or `python -m zlaunch`."""
 
 import signal
 import sys

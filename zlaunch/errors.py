@@ -1,4 +1,4 @@
-"""The errors that users may catch, and their base. It imports nothing, so that everything may import it."""
+"""Define the errors that users may catch. Imports nothing, so that everything may import it."""
 
 
 class ZlaunchError(Exception):

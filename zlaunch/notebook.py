@@ -1,4 +1,4 @@
-"""``zlaunch.notebook(function, num_gpus=2)``: a function of a notebook on several workers."""
+"""Run a function of a notebook on several workers: ``zlaunch.notebook(function, num_gpus=2)``."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def notebook(
 
 
 def _run(command: Sequence[str]) -> None:
-    """Run it, with its output on this process's ``sys.stdout``, which a notebook shows."""
+    """Run a command with its output on this process's ``sys.stdout``, which a notebook shows."""
     tail: list[str] = []
     process = subprocess.Popen(
         command,

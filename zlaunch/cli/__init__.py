@@ -1,1 +1,1 @@
-"""The command line: one file a subcommand, `run` the default; heavy imports wait until they are needed."""
+"""Define the command line, one file for each subcommand. Heavy imports wait until they are needed."""

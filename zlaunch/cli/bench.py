@@ -7,7 +7,7 @@ import os
 
 import click
 
-from zlaunch.cli.commands import SETTINGS
+from zlaunch.cli.commands import SETTINGS, count_option
 
 
 @click.group(context_settings=SETTINGS)
@@ -28,13 +28,8 @@ def bench() -> None:
 @click.option(
     "--params", type=float, metavar="N", help="Parameters of a model: how long would its step take?"
 )
-@click.option(
-    "--world_size",
-    type=click.IntRange(min=1),
-    default=1,
-    show_default=True,
-    metavar="N",
-    help="Ranks that share the model's state, for --params.",
+@count_option(
+    "--world_size", default=1, show_default=True, help="Ranks that share the model's state, for --params."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print all that was measured as JSON.")
 def io(path: str, size: float, params: float | None, world_size: int, as_json: bool) -> None:

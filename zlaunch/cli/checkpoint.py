@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,8 +14,6 @@ import click
 from zlaunch.cli.commands import SETTINGS
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from zlaunch.runtime.checkpoint.format.manifest import Checkpoint
 
 _TAG = click.option(
@@ -55,22 +52,6 @@ def _open(folder: str, tag: str | None) -> Checkpoint:
             raise CheckpointError(f"{folder}: has no whole checkpoint")
         raise CheckpointError(f"{folder}: no checkpoint is there (no file {LATEST!r}){advice}")
     return Checkpoint(path)
-
-
-def _table(*columns: str, right: tuple[str, ...] = ()) -> Table:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE)
-    for column in columns:
-        table.add_column(column, justify="right" if column in right else "left", overflow="fold")
-    return table
-
-
-def _print(table: Table) -> None:
-    from rich.console import Console
-
-    Console(width=None if sys.stdout.isatty() else 160, highlight=False).print(table)
 
 
 def _size(nbytes: int) -> str:
@@ -127,22 +108,23 @@ def list_(folder: str, as_json: bool) -> None:
     if not found:
         click.echo(f"{folder}: no checkpoints")
         return
-    table = _table(
-        "tag", "", "steps", "saved", "ranks", "stage", "size", right=("steps", "ranks", "stage", "size")
-    )
+    from zlaunch.cli.tables import make_table, stdout_console
+
+    rows = []
     for each in found:
         mark = "latest" if each["latest"] else ""
         if "problem" in each:
-            table.add_row(
-                each["tag"], mark, "", "damaged: " + each["problem"].rpartition(": ")[2], "", "", ""
+            rows.append(
+                (each["tag"], mark, "", "damaged: " + each["problem"].rpartition(": ")[2], "", "", "")
             )
             continue
         moment = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(each["saved"]))
         if each["parts_on"]:
             mark = f"{mark} (parts on {', '.join(each['parts_on'])})".strip()
         numbers = (str(each["world_size"]), str(each["stage"]), _size(each["bytes"]))
-        table.add_row(each["tag"], mark, str(each["steps"]), moment, *numbers)
-    _print(table)
+        rows.append((each["tag"], mark, str(each["steps"]), moment, *numbers))
+    columns = ("tag", "", "steps", "saved", "ranks", "stage", "size")
+    stdout_console().print(make_table(columns, rows, right=("steps", "ranks", "stage", "size")))
 
 
 @checkpoint.command()
@@ -172,27 +154,21 @@ def show(folder: str, tag: str | None, as_json: bool) -> None:
         {"name": name, "dtype": "", "shape": [], "kind": f"tied to {first}", "state": []}
         for name, first in opened.tied.items()
     ]
-    head = {
-        "path": str(opened.folder),
-        "written_by": manifest["written_by"],
-        "world_size": manifest["world_size"],
-        "stage": manifest["stage"],
-        "engine": manifest["engine"],
-        "optimizer": manifest["optimizer"],
-        "scheduler": manifest["scheduler"],
-        "client_state": manifest["client_state"],
-    }
+    kept = ("written_by", "world_size", "stage", "engine", "optimizer", "scheduler", "client_state")
+    head = {"path": str(opened.folder), **{key: manifest[key] for key in kept}}
     if as_json:
         click.echo(json.dumps({**head, "tensors": rows}, indent=1))
         return
     for key, value in head.items():
         text = value if isinstance(value, str) else json.dumps(value)
         click.echo(f"{key:<13} {text if len(text) <= 300 else text[:297] + '...'}")
-    table = _table("name", "dtype", "shape", "kind", "optimizer state")
+    from zlaunch.cli.tables import make_table, stdout_console
+
+    cells = []
     for row in rows:
         shape = " x ".join(map(str, row["shape"])) or ("scalar" if row["dtype"] else "")
-        table.add_row(row["name"], row["dtype"], shape, row["kind"], ", ".join(row["state"]))
-    _print(table)
+        cells.append((row["name"], row["dtype"], shape, row["kind"], ", ".join(row["state"])))
+    stdout_console().print(make_table(("name", "dtype", "shape", "kind", "optimizer state"), cells))
 
 
 @checkpoint.command()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Sequence
@@ -23,7 +22,7 @@ folder that could not be emptied stays a run.
 """
 
 
-def clean(runs: Sequence[FoundRun], *, yes: bool) -> int:
+def clean_up(runs: Sequence[FoundRun], *, yes: bool) -> int:
     """List the runs that have ended, ask, and remove them; returns the exit code."""
     chosen = []
     for run in runs:
@@ -59,10 +58,7 @@ def _kept_because(run: FoundRun) -> str | None:
         return "a launch has just begun there"
     if alive := own_pids(run):
         return f"process {alive[0]} of it is still alive"
-    try:
-        job = json.loads((run.path / "checkpoint.json").read_text())["job"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    job = run_record.read_json(run.path / run_record.CHECKPOINT).get("job")
     return f"SLURM job {job} goes on from it if it is requeued; otherwise remove it by hand" if job else None
 
 

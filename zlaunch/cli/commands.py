@@ -1,9 +1,10 @@
-"""The subcommands of `zlaunch`, each imported only when it is called or listed."""
+"""List the subcommands of `zlaunch`, and import each only when it is called or shown in the help."""
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 import re
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import click
@@ -26,15 +27,14 @@ SETTINGS: dict[str, Any] = {
     "help_option_names": ["-h", "--help"],
     "max_content_width": 100,
 }
-"""Of every command; groups hand them on to theirs."""
+"""Settings of every command; groups hand them on to theirs."""
 OTHER_FLAGS = "nnodes"
 """One of the flags of other launchers: where it is among the parameters, they all are."""
 
 
 def load(name: str) -> click.Command:
     """Import a subcommand."""
-    module, _, attribute = SUBCOMMANDS[name].partition(":")
-    command: click.Command = getattr(importlib.import_module(module), attribute)
+    command: click.Command = pkgutil.resolve_name(SUBCOMMANDS[name])
     return command
 
 
@@ -55,7 +55,7 @@ def asked_for_help(words: list[str]) -> list[str]:
 
 
 def message_of(error: click.ClickException) -> str:
-    """Return an error's text: one option that is meant, the nearest, and numbers by their plain names."""
+    """Return an error's text. It suggests the nearest option alone, and calls an integer a whole number."""
     if isinstance(error, click.NoSuchOption) and error.possibilities:
         import difflib
 
@@ -65,6 +65,31 @@ def message_of(error: click.ClickException) -> str:
     for kind, plain in (("integer", "whole number"), ("float", "number")):
         text = re.sub(rf"\bvalid {kind}( range)?\b", plain, text)
     return text
+
+
+def with_options(
+    options: Iterable[Callable[..., Any]],
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return a decorator that gives a click command these options, in this order."""
+
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        for option in reversed(tuple(options)):
+            command = option(command)
+        return command
+
+    return decorate
+
+
+def count_option(*names: str, low: int = 1, **more: Any) -> Callable[..., Any]:
+    """Make an option that takes a whole number."""
+    return click.option(*names, type=click.IntRange(min=low), metavar="N", **more)
+
+
+def seconds_option(name: str, text: str, *, default: float | None = None, low: int = 0) -> Callable[..., Any]:
+    """Make an option that takes a number of seconds; a default that is not 0 is shown."""
+    kind = click.FloatRange(min=low)
+    shown = bool(default)
+    return click.option(name, type=kind, default=default, show_default=shown, metavar="SECONDS", help=text)
 
 
 class Command(click.Command):
@@ -83,10 +108,10 @@ class Group(Command, click.Group):
 
 
 class Launch(Command):
-    """Launches: its help ends with a line for each subcommand, and it knows the flags of other launchers."""
+    """Launches a script. Its help lists the subcommands; it also accepts the flags of other launchers."""
 
     def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
-        """Parse, with the flags of other launchers where one is used: to make them all takes 6 ms."""
+        """Parse the arguments; add the flags of other launchers where one is used: that takes 6 ms."""
         try:
             return super().parse_args(context, list(args))
         except click.NoSuchOption:
@@ -98,7 +123,7 @@ class Launch(Command):
             return super().parse_args(context, list(args))
 
     def format_epilog(self, context: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the list, and the command's own epilog below it."""
+        """Write the list of subcommands, and the command's own epilog below it."""
         with formatter.section("Other commands"):
             rows = [(f"zlaunch {name}", load(name).get_short_help_str(80)) for name in SUBCOMMANDS]
             formatter.write_dl([*rows, ("zlaunch help [COMMAND]", "Show this, or the help of a command.")])

@@ -1,8 +1,8 @@
-"""Flags of the `deepspeed` command that zlaunch has no use for: each is passed over, or says what to use."""
+"""Ignore the flags of the `deepspeed` command that zlaunch has no use for, or say what to use instead."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import click
@@ -31,19 +31,30 @@ _OTHER_LAUNCHERS = ("mpich", "mvapich", "impi")
 
 
 def deepspeed_flags() -> list[Callable[..., Any]]:
-    """Return click decorators for them, hidden; none of their values is handed on but `log_level`."""
+    """Return hidden click options for these flags; only the value of `--log_level` is handed on."""
     found = [click.option(name, is_flag=True, hidden=True, expose_value=False) for name in _WITHOUT_EFFECT]
-    for name, (takes_value, answer) in _INSTEAD.items():
-        kind: dict[str, Any] = {"metavar": "X"} if takes_value else {"is_flag": True}
-        answering = refuse(f"{name} is DeepSpeed's: {answer}")
-        found.append(click.option(name, hidden=True, expose_value=False, callback=answering, **kind))
+    found += [click.option(name, **about) for name, about in answered(_INSTEAD, "DeepSpeed's").items()]
     found.append(click.option("--config", hidden=True, expose_value=False, callback=_config, metavar="X"))
     return [*found, click.option("--log_level", type=click.Choice(_LEVELS), default="info", hidden=True)]
 
 
-def refuse(text: str) -> Callable[..., None]:
-    """Return a callback for an option that is answered with a text, when it is given."""
+def answered(flags: Mapping[str, tuple[bool, str]], owner: str) -> dict[str, dict[str, Any]]:
+    """Return click's settings for hidden flags that only get an answer, as a usage error.
 
+    Each flag is mapped to whether it has a value, and to the answer.
+    """
+    return {
+        name: {
+            "hidden": True,
+            "expose_value": False,
+            "is_flag": None if takes_value else True,
+            "callback": _refusing(f"{name} is {owner}: {answer}"),
+        }
+        for name, (takes_value, answer) in flags.items()
+    }
+
+
+def _refusing(text: str) -> Callable[..., None]:
     def callback(context: click.Context, parameter: click.Parameter, value: Any) -> None:
         if value not in (None, False):
             raise click.UsageError(text)

@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from zlaunch.cli.commands import SETTINGS, Command
-from zlaunch.cli.launch_options import REACH, with_options
+from zlaunch.cli.commands import SETTINGS, Command, with_options
+from zlaunch.cli.launch_options import REACH
 from zlaunch.plan.options import Options, python_there
 from zlaunch.system.checkup import Checkup, HostReport, Problem, describe_gpus, judge, size
 
 if TYPE_CHECKING:
-    from rich.table import Table
     from rich.text import Text
 
     from zlaunch.launch.nodes import Node
@@ -31,25 +29,16 @@ if TYPE_CHECKING:
 _CONNECT_TIMEOUT_S = 30.0
 _ANSWER_TIMEOUT_S = 20.0
 _MEET_TIMEOUT_S = 40.0
-"""For finding all the hosts that cannot reach node 0, a round of connecting for each."""
+"""Seconds for finding all hosts that cannot reach node 0: each takes a round of connecting."""
 _PINGS = 3
-_COLUMNS = (
-    "host",
-    "state",
-    "python",
-    "zlaunch",
-    "torch",
-    "GPUs",
-    "driver",
-    "clock",
-    "disk",
-    "shm",
-    "memlock",
+COLUMNS = (
+    *("host", "state", "python", "zlaunch", "torch", "GPUs", "driver", "clock"),
+    *("disk", "shm", "memlock", "nofile", "interfaces", "NCCL", "node 0"),
 )
-COLUMNS = (*_COLUMNS, "nofile", "interfaces", "NCCL", "node 0")
-"""Of the table; a problem names the one that it belongs to."""
+"""Columns of the table; a problem names the one that it belongs to."""
 _NOT_KNOWN = "-"
 _SHOWN_INTERFACES = 4
+_STYLES = {"error": "bold red", "warning": "yellow"}
 
 
 @click.command(
@@ -63,10 +52,14 @@ def doctor(hostfile: str | None, as_json: bool, iface: str | None, **given: Any)
 
     Exit code 1: a launch would fail on some host.
     """
+    from zlaunch.launchers.ssh import SshLauncher
+
     with tempfile.TemporaryDirectory(prefix="zlaunch-doctor-") as folder:
         Path(folder, "logs").mkdir()
-        options = _options(folder, hostfile, iface, given)
-        reports = _examine(_reach(options))
+        if hostfile is None:
+            hostfile = str(Path(folder, "this_machine"))
+            Path(hostfile).write_text("localhost\n")
+        reports = _examine(SshLauncher(_options(folder, hostfile, iface, given), None))
     problems = judge(reports)
     failed = any(problem.level == "error" for problem in problems)
     if as_json:
@@ -76,7 +69,7 @@ def doctor(hostfile: str | None, as_json: bool, iface: str | None, **given: Any)
     return 1 if failed else 0
 
 
-def _options(folder: str, hostfile: str | None, iface: str | None, given: dict[str, Any]) -> Options:
+def _options(folder: str, hostfile: str, iface: str | None, given: dict[str, Any]) -> Options:
     """Make a launch's options, so that the hosts are reached as a launch would reach them."""
     from zlaunch.plan.plan import Program
 
@@ -98,17 +91,6 @@ def _options(folder: str, hostfile: str | None, iface: str | None, given: dict[s
     )
 
 
-def _reach(options: Options) -> SshLauncher:
-    from zlaunch.hostfiles.grammar import HostEntry
-    from zlaunch.launchers.ssh import SshLauncher
-
-    class ThisMachine(SshLauncher):
-        def entries(self) -> list[HostEntry]:
-            return [HostEntry("localhost")]
-
-    return (ThisMachine if options.hostfile is None else SshLauncher)(options, None)
-
-
 # -- asking ------------------------------------------------------------------------------------
 
 
@@ -127,7 +109,7 @@ def _examine(launcher: SshLauncher) -> list[HostReport]:
         with ThreadPoolExecutor(PARALLEL) as pool:
             reports = list(pool.map(lambda node: _ask(node, question), nodes))
         able = [node for node, report in zip(nodes, reports, strict=True) if report.checkup is not None]
-        meeting = _meet(able, options.iface)
+        interfaces, meet_errors = _meet(able, options.iface)
     finally:
         close_all(nodes)
     known = {error.host: HostReport(host=error.host, error=error.text) for error in errors}
@@ -138,8 +120,8 @@ def _examine(launcher: SshLauncher) -> list[HostReport]:
             slots=launcher.selection.entries[host].slots,
             workdir=options.workdir,
             iface=options.iface,
-            meets_by=meeting.interfaces.get(host),
-            meet_error=meeting.errors.get(host, ""),
+            meets_by=interfaces.get(host),
+            meet_error=meet_errors.get(host, ""),
         )
         for host in hosts
     ]
@@ -169,7 +151,7 @@ def _ask(node: Node, question: dict[str, Any]) -> HostReport:
 
 
 def _skew_s(node: Node) -> float:
-    """Return its clock less ours: of the fastest of some pings, half of whose time is taken off."""
+    """Return a node's clock less ours, by the fastest of some pings, half of whose time is taken off."""
     best_s, skew_s = float("inf"), 0.0
     for _ in range(_PINGS):
         sent, started = time.time(), time.monotonic()
@@ -180,22 +162,17 @@ def _skew_s(node: Node) -> float:
     return skew_s
 
 
-@dataclass(frozen=True, slots=True)
-class _Meeting:
-    """Maps hosts to the interface by which they and node 0 reach each other, or to why they cannot."""
+def _meet(nodes: Sequence[Node], iface: str | None) -> tuple[dict[str, str], dict[str, str]]:
+    """Have all nodes reach the first one; a node that cannot is left out, and the others try again.
 
-    interfaces: Mapping[str, str]
-    errors: Mapping[str, str]
-
-
-def _meet(nodes: Sequence[Node], iface: str | None) -> _Meeting:
-    """Have all nodes reach the first one; who cannot is left out, and the others try again."""
+    Maps hosts to the interface by which they and node 0 reach each other, and the others to why they cannot.
+    """
     from zlaunch.errors import NodeError
     from zlaunch.launch.nodes import find_rendezvous
 
     left, errors = list(nodes), dict[str, str]()
     if len(left) < 2 or (iface is not None and iface not in left[0].facts.addresses):
-        return _Meeting({}, {})  # the report names the second
+        return {}, {}  # the report names the second
     deadline = time.monotonic() + _MEET_TIMEOUT_S
     while len(left) > 1 and time.monotonic() < deadline:
         try:
@@ -207,8 +184,8 @@ def _meet(nodes: Sequence[Node], iface: str | None) -> _Meeting:
             left = [node for node in left if node.host != error.host]
         else:
             names = [node.host for node in left]
-            return _Meeting(dict(zip(names, found.interfaces, strict=True)), errors)
-    return _Meeting({}, errors)
+            return dict(zip(names, found.interfaces, strict=True)), errors
+    return {}, errors
 
 
 # -- showing -----------------------------------------------------------------------------------
@@ -224,19 +201,9 @@ def table_rows(reports: Sequence[HostReport], problems: Sequence[Problem]) -> li
         for problem in problems:
             if problem.host == report.host and levels.get(problem.check) != "error":
                 levels[problem.check] = problem.level
-        worst = min(levels.values(), default="ok")  # error before warning
         cells = _cells(report)
-        levels["state"] = worst
-        styles = {"error": "bold red", "warning": "yellow"}
-        rows.append(
-            [
-                Text(
-                    worst if column == "state" else cells[column],
-                    style=styles.get(levels.get(column, ""), ""),
-                )
-                for column in COLUMNS
-            ]
-        )
+        cells["state"] = levels["state"] = min(levels.values(), default="ok")  # error before warning
+        rows.append([Text(cells[column], _STYLES.get(levels.get(column, ""), "")) for column in COLUMNS])
     return rows
 
 
@@ -267,30 +234,20 @@ def _cells(report: HostReport) -> dict[str, str]:
     return cells
 
 
-def _table(columns: Sequence[str], rows: Sequence[Mapping[str, Text]]) -> Table:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0))
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    for row in rows:
-        table.add_row(*(row[column] for column in columns))
-    return table
-
-
 def _show(reports: Sequence[HostReport], problems: Sequence[Problem]) -> None:
-    from rich.console import Console
+    from zlaunch.cli.tables import make_table, stdout_console
 
-    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
-    rows = [dict(zip(COLUMNS, row, strict=True)) for row in table_rows(reports, problems)]
-    whole = _table(COLUMNS, rows)
+    console = stdout_console()
+    rows = table_rows(reports, problems)
+    padding = (0, 1, 0, 0)
+    whole = make_table(COLUMNS, rows, padding=padding)
     if console.measure(whole, options=console.options.update(max_width=1000)).maximum <= console.width:
         console.print(whole)
     else:
         half = COLUMNS.index("disk")
-        console.print(_table(COLUMNS[:half], rows))
-        console.print(_table(("host", *COLUMNS[half:]), rows))
+        upper, lower = [row[:half] for row in rows], [[row[0], *row[half:]] for row in rows]
+        console.print(make_table(COLUMNS[:half], upper, padding=padding))
+        console.print(make_table(("host", *COLUMNS[half:]), lower, padding=padding))
     for problem in problems:
         colour = "red" if problem.level == "error" else "yellow"
         text = ": ".join(filter(None, (problem.text, problem.advice)))
@@ -301,7 +258,7 @@ def _show(reports: Sequence[HostReport], problems: Sequence[Problem]) -> None:
 
 
 def _as_data(reports: Sequence[HostReport], problems: Sequence[Problem]) -> dict[str, Any]:
-    """Return a dictionary with equal keys for every host; null for what is not known."""
+    """Return all findings as data: every host has every key, with None for what is not known."""
     from dataclasses import asdict
 
     from zlaunch.system.facts import Facts

@@ -1,12 +1,10 @@
-"""The options of the command that launches, and those of them by which `doctor` reaches the hosts too."""
+"""Define the options of the command that launches. `doctor` shares those that reach other nodes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
-
 import click
 
+from zlaunch.cli.commands import count_option, seconds_option
 from zlaunch.cli.deepspeed_flags import deepspeed_flags, launcher_name
 from zlaunch.launchers.registry import NAMED
 from zlaunch.plan.options import COMPAT_CHOICES
@@ -23,17 +21,15 @@ REACH = (
     click.option("--venv", metavar="DIR", help="Virtual environment on the nodes; its Python is taken."),
     click.option("--iface", metavar="NAME", help="Network interface for rendezvous and traffic."),
 )
-"""For getting to other nodes."""
+"""Lists the options that reach other nodes."""
 LAUNCH = (
-    click.option(
+    count_option(
         "--num_gpus",
         "--num_accelerators",
-        type=click.IntRange(min=1),
-        metavar="N",
         help="Workers on each node: one a GPU; without a GPU any number.  [default: all GPUs, or 1]",
     ),
     click.option("-H", "--hostfile", metavar="FILE", help="Hosts to run on: lines of HOST slots=N."),
-    click.option("--num_nodes", type=click.IntRange(min=1), metavar="N", help="Use the first N hosts."),
+    count_option("--num_nodes", help="Use the first N hosts."),
     click.option("-i", "--include", metavar="FILTER", help="Hosts and slots to use: node1:0,2-3@node[2-4]."),
     click.option("-e", "--exclude", metavar="FILTER", help="Hosts and slots to leave out, in the same form."),
     click.option(
@@ -43,11 +39,7 @@ LAUNCH = (
         help="How to reach the nodes; openssh is the ssh program.  [default: found out, and said]",
     ),
     click.option(
-        "--master_port",
-        type=int,
-        default=0,
-        metavar="PORT",
-        help="Rendezvous port; 0 takes a free one.",
+        "--master_port", type=int, default=0, metavar="PORT", help="Rendezvous port; 0 takes a free one."
     ),
     click.option(
         "--master_addr", metavar="ADDR", help="Rendezvous address.  [default: one of node 0 that all reach]"
@@ -62,42 +54,20 @@ LAUNCH = (
         "--env", multiple=True, metavar="KEY[=VAL]", help="Export a variable to the nodes; repeatable."
     ),
     click.option("--workdir", metavar="DIR", help="Folder to run in on every node.  [default: this one]"),
-    click.option(
-        "--connect_timeout",
-        type=click.FloatRange(min=1),
-        default=60.0,
-        show_default=True,
-        metavar="SECONDS",
-        help="For a node to answer at the start.",
-    ),
-    click.option(
-        "--heartbeat",
-        type=click.FloatRange(min=1),
-        default=15.0,
-        show_default=True,
-        metavar="SECONDS",
-        help="A node silent for so long is lost.",
-    ),
-    click.option(
+    seconds_option("--connect_timeout", "For a node to answer at the start.", default=60.0, low=1),
+    seconds_option("--heartbeat", "A node silent for so long is lost.", default=15.0, low=1),
+    count_option(
         "--max_restarts",
-        type=click.IntRange(min=0),
+        low=0,
         default=0,
         show_default=True,
-        metavar="N",
         help="Start all workers anew after a failure, so many times.",
     ),
-    click.option(
-        "--min_nodes",
-        type=click.IntRange(min=1),
-        metavar="N",
-        help="Go on without dead nodes while N are left.",
-    ),
-    click.option(
+    count_option("--min_nodes", help="Go on without dead nodes while N are left."),
+    seconds_option(
         "--hang_timeout",
-        type=click.FloatRange(min=0),
+        "Stop, with the stacks of all ranks, when no rank has written anything for so long.",
         default=0.0,
-        metavar="SECONDS",
-        help="Stop, with the stacks of all ranks, when no rank has written anything for so long.",
     ),
     click.option(
         "--requeue",
@@ -127,11 +97,9 @@ LAUNCH = (
         "--no_preload", is_flag=True, help="Start each worker by itself, not as forks of one process."
     ),
     click.option("--no_local_rank", is_flag=True, help="Do not pass --local_rank=N to the script."),
-    click.option(
+    seconds_option(
         "--grace",
-        type=click.FloatRange(min=0),
-        metavar="SECONDS",
-        help="Time between SIGTERM and SIGKILL when the run is stopped.  [default: 3; with --requeue 25]",
+        "Time between SIGTERM and SIGKILL when the run is stopped.  [default: 3; with --requeue 25]",
     ),
     click.option(
         "--compat",
@@ -144,16 +112,3 @@ LAUNCH = (
     click.option("-q", "--quiet", is_flag=True, help="Show only the workers' output and failures."),
 )
 """Lists the options of the command that launches."""
-
-
-def with_options(
-    options: Iterable[Callable[..., Any]],
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a decorator that gives a click command these options, in this order."""
-
-    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
-        for option in reversed(tuple(options)):
-            command = option(command)
-        return command
-
-    return decorate

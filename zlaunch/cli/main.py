@@ -1,4 +1,4 @@
-"""The `zlaunch` command: a known subcommand name first, otherwise a script to run."""
+"""Run the `zlaunch` command: the subcommand that the first argument names, otherwise a script."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def _check_folder() -> None:
 
 
 def _flushed(code: int) -> int:
-    """Flush here, where a reader that has gone (`zlaunch ... | head`) can be passed over in silence."""
+    """Flush stdout and return the exit code. A reader that has gone (`zlaunch ... | head`) is no error."""
     try:
         if sys.stdout is not None:
             sys.stdout.flush()

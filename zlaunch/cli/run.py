@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from zlaunch import __version__
-from zlaunch.cli.commands import OTHER_FLAGS, SETTINGS, SUBCOMMANDS, Launch
-from zlaunch.cli.launch_options import LAUNCH, with_options
+from zlaunch.cli.commands import OTHER_FLAGS, SETTINGS, SUBCOMMANDS, Launch, with_options
+from zlaunch.cli.launch_options import LAUNCH
 from zlaunch.launchers import registry
 from zlaunch.plan.options import Options, python_there
 
@@ -51,10 +51,9 @@ def run(command: tuple[str, ...], **given: Any) -> int:
     given["no_ssh"] = given["no_ssh"] or given["node_rank"] is not None
     if given["no_ssh"] and given["node_rank"] is None:
         raise click.UsageError("--no_ssh and --node_rank N go together")
-    if given["master_addr"] is not None and not given["master_addr"].strip():
-        raise click.UsageError("--master_addr is empty")
-    if given["run_dir"] is not None and not given["run_dir"].strip():
-        raise click.UsageError("--run_dir is empty")
+    for name in ("master_addr", "run_dir"):
+        if given[name] is not None and not given[name].strip():
+            raise click.UsageError(f"--{name} is empty")
     given["quiet"] = given["quiet"] or given["log_level"] in ("error", "critical")
     if given["include"] is not None and given["exclude"] is not None:
         raise click.UsageError("--include and --exclude exclude each other")
@@ -70,7 +69,9 @@ def run(command: tuple[str, ...], **given: Any) -> int:
     options = _options(command, mode, given)
     name, why = registry.choose(options, allocation)
     kind = registry.load(name)
-    _refuse_without_effect(kind, given)
+    for option, reason in kind.refuses.items():
+        if given[option]:  # an option that would do nothing is a mistake
+            raise click.UsageError(f"--{option} has no effect here: {reason}")
     if given["requeue"] and allocation is None:
         raise click.UsageError("--requeue: this is not inside a SLURM job")
     if given["run_dir"] is None:
@@ -99,16 +100,15 @@ def run(command: tuple[str, ...], **given: Any) -> int:
         for warning in warnings:  # in a run rank 0 says them
             print(f"zlaunch: warning: {warning}", file=sys.stderr)
         return 0
-    ranks = checks.parse_ranks(given["log_ranks"], world)
+    ranks = checks.parse_shown_ranks(given["log_ranks"], world)
     return _launch(launcher, why, ranks, given)
 
 
 def _options(
     command: tuple[str, ...], mode: Literal["script", "module", "exec"], given: dict[str, Any]
 ) -> Options:
-    from zlaunch.plan.checks import check_port, shared_imports
+    from zlaunch.plan.checks import check_port, parse_cores, shared_imports
     from zlaunch.plan.plan import Program
-    from zlaunch.system.devices import parse_cores
 
     grace = given["grace"] if given["grace"] is not None else 25.0 if given["requeue"] else 3.0
     for name, value in (
@@ -119,10 +119,7 @@ def _options(
         if not math.isfinite(value):
             raise click.UsageError(f"--{name}: not a number of seconds")
     check_port(given["master_port"])
-    try:
-        cores = parse_cores(given["bind_core_list"]) if given["bind_core_list"] is not None else None
-    except ValueError as error:
-        raise click.UsageError(f"--bind_core_list {given['bind_core_list']!r}: {error}") from None
+    cores = parse_cores(given["bind_core_list"]) if given["bind_core_list"] is not None else None
     run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(3).hex()}"
     is_python = mode != "exec" and not given["no_preload"]
     shared = shared_imports(command[0], module=mode == "module") if is_python else ()
@@ -151,13 +148,6 @@ def _options(
     )
 
 
-def _refuse_without_effect(kind: type[Launcher], given: dict[str, Any]) -> None:
-    """Refuse an option that would do nothing: it is a mistake."""
-    for name, why in kind.refuses.items():
-        if given[name]:
-            raise click.UsageError(f"--{name} has no effect here: {why}")
-
-
 def _check_command(
     command: tuple[str, ...], *, module: bool, no_python: bool, folder: str | None
 ) -> Literal["script", "module", "exec"]:
@@ -182,15 +172,12 @@ def _print_plan(plan: Plan, *, as_json: bool) -> None:
     if as_json:
         print(plan.shown())
         return
-    from rich.console import Console
-
     if isinstance(sys.stdout, io.TextIOWrapper):  # file names need not fit into its encoding
         sys.stdout.reconfigure(errors="backslashreplace")
+    from zlaunch.cli.tables import stdout_console
     from zlaunch.view.plan_table import plan_table
 
-    Console(soft_wrap=False, width=None if sys.stdout.isatty() else 160, highlight=False).print(
-        plan_table(plan)
-    )
+    stdout_console().print(plan_table(plan))
 
 
 def _launch(launcher: Launcher, why: str, ranks: list[int] | None, given: dict[str, Any]) -> int:

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import click
 
-from zlaunch.cli.commands import SETTINGS, Command
+from zlaunch.cli.clean import clean_up
+from zlaunch.cli.commands import SETTINGS, Command, seconds_option
+from zlaunch.errors import LaunchError
 from zlaunch.launch import run_record
 from zlaunch.launch.found_runs import (
     DEFAULT_FOLDER,
@@ -27,11 +28,12 @@ from zlaunch.launch.found_runs import (
     meant,
     read_ranks,
 )
+from zlaunch.plan.checks import parse_ranks
 from zlaunch.system.processes import Process, kill, start_ticks
 
 _POLL_S = 0.05
 _QUIET_S = 0.5
-"""Logs that have not grown for so long have all of the stacks."""
+"""Seconds without growth after which a log has all of the stacks."""
 _STACKS_TIMEOUT_S = 5.0
 _STACK_MARK = b"(most recent call first):"
 _SIGNALS = {"TERM": signal.SIGTERM, "INT": signal.SIGINT, "USR1": signal.SIGUSR1, "KILL": signal.SIGKILL}
@@ -89,30 +91,28 @@ def ps(folder: str, show_all: bool, clean: bool, yes: bool, as_json: bool) -> in
     if known is not None:
         run = FoundRun(path.name or str(path), path, known)
         if clean:
-            return _clean([run], yes=yes)
+            return clean_up([run], yes=yes)
         _show_run(run, read_ranks(run), as_json=as_json)
         return 0
     if not path.is_dir() and folder != DEFAULT_FOLDER:
         raise click.UsageError(f"there is no folder {folder!r}")
     everything = find_runs(path)
     if clean:
-        return _clean(everything, yes=yes)
+        return clean_up(everything, yes=yes)
     chosen = [run for run in everything if show_all or run.state == "running" or run.state.startswith("on ")]
     if as_json:
         print(json.dumps([_as_data(run) for run in chosen], indent=2))
     elif chosen:
+        from zlaunch.cli.tables import make_table, stdout_console
+
         columns = ("run", "state", "hosts", "workers", "started", "elapsed", "attempt")
-        _print_table(columns, [_row(run) for run in chosen])
+        stdout_console().print(
+            make_table(columns, map(_row, chosen), whole=("run",))
+        )  # it is there to be copied
     else:
         ended = f"{len(everything)} {'has' if len(everything) == 1 else 'have'} ended"
         print(f"no run is running in {folder}; {ended}: --all" if everything else f"no runs in {folder}")
     return 0
-
-
-def _clean(runs: Sequence[FoundRun], *, yes: bool) -> int:
-    from zlaunch.cli.clean import clean
-
-    return clean(runs, yes=yes)
 
 
 def _as_data(run: FoundRun) -> dict[str, Any]:
@@ -135,24 +135,11 @@ def _show_run(run: FoundRun, ranks: Sequence[Rank], *, as_json: bool) -> None:
     if as_json:
         print(json.dumps({**_as_data(run), "ranks": [asdict(rank) for rank in ranks]}, indent=2))
         return
+    from zlaunch.cli.tables import make_table, stdout_console
+
     rows = [(str(r.rank), r.host, str(r.pid), r.state) for r in ranks]
-    _print_table(("rank", "host", "pid", "state"), rows, f"{run.name}: {run.state}")
-
-
-def _print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], title: str | None = None) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    heading = Text(title) if title is not None else None
-    table = Table(box=box.SIMPLE, title=heading, title_justify="left")
-    for column in columns:
-        # the run's name is there to be copied
-        table.add_column(column, overflow="fold", no_wrap=column == "run")
-    for row in rows:
-        table.add_row(*map(Text, row))
-    Console(width=None if sys.stdout.isatty() else 160, highlight=False).print(table)
+    columns = ("rank", "host", "pid", "state")
+    stdout_console().print(make_table(columns, rows, title=f"{run.name}: {run.state}"))
 
 
 def _moment(epoch_s: float) -> str:
@@ -176,14 +163,7 @@ def _duration(seconds: float) -> str:
     help="USR1: save and stop. KILL: the launcher alone; its agents then stop the workers.  [default: TERM; "
     "INT for a run with --requeue, which TERM would put back into the queue]",
 )
-@click.option(
-    "--timeout",
-    type=click.FloatRange(min=0),
-    default=30.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="To wait for the end.",
-)
+@seconds_option("--timeout", "To wait for the end.", default=30.0)
 def stop(run: str, name: str | None, timeout: float) -> int:
     """Stop RUN, a run's folder, its name under runs or `last`, and wait for its end.
 
@@ -229,12 +209,12 @@ def stacks(run: str, chosen: str | None) -> int:
     """
     run = meant(run)
     found = _living(run, "stacks")
-    if not _is_python(found.path):
+    if not run_record.read_json(found.path / "plan.json").get("python", True):
         raise click.UsageError(f"{run} runs a program with --no_python: it has no Python stacks")
     ranks = {rank.rank: rank for rank in read_ranks(found)}
     if not ranks:
         raise click.UsageError(f"no worker of {run} has been started yet")
-    wanted = parse_ranks(chosen, ranks) if chosen is not None else [r.rank for r in alive(ranks.values())]
+    wanted = _chosen_ranks(chosen, ranks) if chosen is not None else [r.rank for r in alive(ranks.values())]
     logs = {rank: found.path / "logs" / f"rank_{rank:05d}.log" for rank in wanted}
     before = _sizes(logs)
     kill(Process(found.record.pid, found.record.start_ticks), signal.SIGUSR2)
@@ -254,31 +234,17 @@ def stacks(run: str, chosen: str | None) -> int:
     return 1 if silent else 0
 
 
-def parse_ranks(text: str, known: Iterable[int]) -> list[int]:
-    """Numbers and ranges such as `0,3-4`. Raises click.UsageError."""
-    known = set(known)
-    ranks: set[int] = set()
-    for token in text.split(","):
-        match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", token, re.ASCII)
-        if match is None:
-            raise click.UsageError(f"--rank {text!r}: {token!r} is not a rank; write for example 0,3-4")
-        first, last = int(match[1]), int(match[2] or match[1])
-        for rank in (first, last):
-            if rank not in known:
-                raise click.UsageError(f"--rank {text!r}: there is no rank {rank}; the last is {max(known)}")
-        ranks.update(range(first, last + 1))
-    return sorted(ranks & known)
-
-
-def _is_python(run_dir: Path) -> bool:
-    try:
-        return bool(json.loads((run_dir / "plan.json").read_text()).get("python", True))
-    except (OSError, ValueError):
-        return True
+def _chosen_ranks(text: str, known: Collection[int]) -> list[int]:
+    """Return the known ranks among those that --rank names. Raises LaunchError."""
+    ranks = parse_ranks("--rank", text)
+    for rank in (ranks[0], ranks[-1]):
+        if rank not in known:
+            raise LaunchError(f"--rank {text!r}: there is no rank {rank}; the last is {max(known)}")
+    return [rank for rank in ranks if rank in known]
 
 
 def _await_quiet(logs: dict[int, Path], before: dict[int, int]) -> None:
-    """Wait until all logs have grown and then stood still; noisy or silent ones end the patience."""
+    """Wait until all logs have grown and then stood still, or a limit has passed."""
     sizes, changed = before, time.monotonic()
     deadline = changed + _STACKS_TIMEOUT_S
     while (now := time.monotonic()) < deadline:

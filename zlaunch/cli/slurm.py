@@ -5,23 +5,18 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from zlaunch.cli.commands import SUBCOMMANDS, Group
+from zlaunch.cli.commands import SETTINGS, SUBCOMMANDS, Group, with_options
 from zlaunch.errors import LaunchError
 
 if TYPE_CHECKING:
     from zlaunch.slurm.script import BatchScript
 
-_GROUP_SETTINGS = {
-    "token_normalize_func": lambda token: token.replace("_", "-"),
-    "help_option_names": ["-h", "--help"],
-    "max_content_width": 100,
-}
+_GROUP_SETTINGS = {**SETTINGS, "token_normalize_func": lambda token: token.replace("_", "-")}
 _SETTINGS = {"allow_interspersed_args": False}
 
 _OPTIONS = (
@@ -60,19 +55,13 @@ _OPTIONS = (
 )
 
 
-def _batch_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    for option in reversed(_OPTIONS):
-        command = option(command)
-    return command
-
-
 @click.group(cls=Group, context_settings=_GROUP_SETTINGS)
 def slurm() -> None:
     """Make and submit SLURM batch files."""
 
 
 @slurm.command(context_settings=_SETTINGS)
-@_batch_options
+@with_options(_OPTIONS)
 @click.option("-o", "--write", "file", metavar="FILE", help="Write it there instead of printing it.")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT [ARGS]...")
 def script(command: tuple[str, ...], file: str | None, **options: Any) -> None:
@@ -93,7 +82,7 @@ def script(command: tuple[str, ...], file: str | None, **options: Any) -> None:
 
 
 @slurm.command(context_settings=_SETTINGS)
-@_batch_options
+@with_options(_OPTIONS)
 @click.option("-f", "--follow", is_flag=True, help="Show the output until the job has ended.")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT [ARGS]...")
 def submit(command: tuple[str, ...], follow: bool, **options: Any) -> int:

@@ -1,5 +1,6 @@
-"""Flags of torchrun and `accelerate launch`: taken as the options that zlaunch has for them, passed over, or
-answered with what to use.
+"""Translate the flags of torchrun and `accelerate launch` to zlaunch's options.
+
+Flags that zlaunch has no option for are ignored, or say what to use instead.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 
 import click
 
-from zlaunch.cli.deepspeed_flags import refuse
+from zlaunch.cli.deepspeed_flags import answered
 from zlaunch.launchers.registry import LOCAL
 from zlaunch.plan.options import DEFAULT_HOSTFILE
 
@@ -24,12 +25,9 @@ _SAME = {
     "log_dir": "run_dir",
     "deepspeed_hostfile": "hostfile",
 }
-"""Flag -> the option that is the same by another name."""
+"""Flag -> zlaunch's name for it."""
 _NUMBERS = (
-    "num_machines",
-    "machine_rank",
-    "main_process_port",
-    "num_processes",
+    *("num_machines", "machine_rank", "main_process_port", "num_processes"),
     "num_cpu_threads_per_process",
 )
 _TEXTS = (
@@ -100,7 +98,7 @@ class Surroundings:
 
 
 def torchrun_flags() -> list[click.Option]:
-    """Return them, hidden; :func:`take_flags` takes them out of what is given."""
+    """Return hidden click options for these flags; :func:`take_flags` translates their values."""
     found = []
     for name in _NUMBERS:
         low = 0 if name in ("machine_rank", "main_process_port") else 1
@@ -116,10 +114,7 @@ def torchrun_flags() -> list[click.Option]:
         click.Option(["--mixed_precision"], type=kinds, hidden=True),
     ]
     found += [click.Option([flag], hidden=True, expose_value=False) for flag in _WITHOUT_EFFECT]
-    for flag, (takes_value, answer) in _INSTEAD.items():
-        kind: dict[str, Any] = {} if takes_value else {"is_flag": True}
-        answering = refuse(f"{flag} is not zlaunch's: {answer}")
-        found.append(click.Option([flag], hidden=True, expose_value=False, callback=answering, **kind))
+    found += [click.Option([flag], **about) for flag, about in answered(_INSTEAD, "not zlaunch's").items()]
     return found
 
 
@@ -134,7 +129,7 @@ def _backend(context: click.Context, parameter: click.Parameter, value: str | No
 def surroundings() -> Surroundings:
     """Look at this machine and its environment."""
     from zlaunch.slurm.environment import SlurmError, read
-    from zlaunch.system.devices import available_cores, discover
+    from zlaunch.system.devices import discover
 
     try:
         allocation = read(os.environ)
@@ -142,14 +137,14 @@ def surroundings() -> Surroundings:
         allocation = None  # said where the job is read for good
     return Surroundings(
         gpus=len(discover(os.environ).tokens),
-        cores=available_cores(),
+        cores=len(os.sched_getaffinity(0)),
         knows_hosts=allocation is not None or os.path.isfile(DEFAULT_HOSTFILE),
         step_nodes=len(allocation.nodes) if allocation is not None and allocation.inside_step else None,
     )
 
 
 def take_flags(given: dict[str, Any], around: Callable[[], Surroundings] = surroundings) -> dict[str, Any]:
-    """Return what was given without these flags, their values in the options that zlaunch has for them.
+    """Translate these flags: return what was given with their values in zlaunch's own options.
 
     ``notes`` in it is what the user should hear of that, ``configs`` is to be checked like arguments of the
     script. Raises click.UsageError for what contradicts itself or is missing.
@@ -190,7 +185,7 @@ def _take(out: dict[str, Any], option: str, value: Any, said: str) -> None:
 
 
 def _streams(name: str, value: str | None) -> bool:
-    """Tell whether any stream of any rank is meant."""
+    """Tell whether --tee or --redirects names any stream of any rank."""
     if value is not None and not _STREAMS.fullmatch(value):
         raise click.UsageError(f"--{name} {value}: write 0, 1, 2, 3 or 0:3,1:1")
     return value is not None and any(part.rpartition(":")[2] != "0" for part in value.split(","))
@@ -272,7 +267,7 @@ def _take_workers(out: dict[str, Any], here: Surroundings, each: str | None, tot
 
 
 def _take_variables(out: dict[str, Any], flags: dict[str, Any]) -> None:
-    """Put what accelerate's launcher says through the environment into the workers' environment."""
+    """Add to the workers' environment the variables that accelerate's launcher would set."""
     found = {variable: flags[flag] for flag, variable in _VARIABLES.items() if flags[flag]}
     pairs = {name: "true" if value is True else str(value) for name, value in found.items()}
     if pairs:

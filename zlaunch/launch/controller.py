@@ -1,4 +1,4 @@
-"""Runs a plan on agents that are there: follows their events, stops them, and says how it ended.
+"""Run a plan on agents that are there: follow their events, stop them, and say how it ended.
 
 Reader threads (one a node) fill a queue, the main thread empties it. Every wait has an end, and a signal
 handler that shortens one puts something into the queue, so that it ends at once.
@@ -12,6 +12,8 @@ import signal
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
 
@@ -111,13 +113,13 @@ class Controller:
         )
         for index, link in enumerate(self.links):
             threading.Thread(target=self._read, args=(index, link), daemon=True).start()
-            link.transport.send(_as_event(self.plan.for_node(index)))
+            link.transport.send(asdict(self.plan.for_node(index)))
             if self.signum:
                 self._stop()  # this agent had no plan yet when the signal came
         self.heartbeat.start()
 
     def _read(self, index: int, link: Link) -> None:
-        """Put one agent's events into the queue for as long as it sends any: a reader thread's work."""
+        """Put one agent's events into the queue until it sends no more. Each reader thread runs this."""
         try:
             for event in link.events:
                 self.heartbeat.heard(index)
@@ -358,23 +360,18 @@ class Controller:
 
     def _finish(self) -> None:
         """Leave no agent and no process of the run on this machine, whatever happened before."""
-        clean = not self.open_nodes
-        threads = [threading.Thread(target=self._part, args=(link, clean)) for link in self.links]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(len(self.links)) as pool:
+            list(pool.map(self._part, self.links))
         self._sweep()
         self._take_rest()
 
-    @staticmethod
-    def _part(link: Link, clean: bool) -> None:
-        if not clean or link.transport.close(timeout_s=2.0) is None:
+    def _part(self, link: Link) -> None:
+        if self.open_nodes or link.transport.close(timeout_s=2.0) is None:
             link.transport.kill()
             link.transport.close(timeout_s=2.0)
 
     def _take_rest(self) -> None:
-        """Take what the readers still had when the run was cut short."""
+        """Handle the events that the readers still had when the run was cut short."""
         while True:
             try:
                 index, event = self.queue.get_nowait()
@@ -382,9 +379,3 @@ class Controller:
                 return
             if event.get("type") in ("output", "exit", "exception"):
                 self._on_event(index, event)
-
-
-def _as_event(plan: Plan) -> Event:
-    from dataclasses import asdict
-
-    return asdict(plan)

@@ -16,7 +16,7 @@ TAIL_LINES = 20
 
 SAVED_CODE = 75
 """Exit code of a worker that has saved and ended because it was asked to: "start me again" (EX_TEMPFAIL). The
-runtime uses this number, too.
+runtime uses this number as well.
 """
 
 

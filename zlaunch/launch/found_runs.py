@@ -66,7 +66,7 @@ def find_runs(folder: Path) -> list[FoundRun]:
 
 
 def find_run(text: str) -> FoundRun:
-    """Find the run whose folder or name this is. Raises LaunchError, with the nearest name."""
+    """Find the run with this folder or name. Raises LaunchError, with the nearest name."""
     places = (Path(text), Path(DEFAULT_FOLDER, text))
     for path in places:
         known = run_record.read(path)
@@ -87,8 +87,9 @@ def find_run(text: str) -> FoundRun:
 
 
 def meant(text: str) -> str:
-    """Return the name of the run that is meant: `last` is the newest run, unless one has that name. Raises
-    LaunchError.
+    """Return a run's name or folder; `last` is the newest run, unless one has that name.
+
+    Raises LaunchError where there is no run.
     """
     if text != "last" or any(path.exists() for path in (Path(text), Path(DEFAULT_FOLDER, text))):
         return text

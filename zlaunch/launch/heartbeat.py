@@ -125,9 +125,8 @@ class HangWatch:
 
     def output(self, rank: int, text: str) -> None:
         """Record a rank's output; after the stacks were asked for, it belongs to them."""
-        if self._asked is None:
-            self._last = time.monotonic()
-        else:
+        self.activity()
+        if self._asked is not None:
             self._texts[rank] = self._texts.get(rank, "") + text
 
     def next_s(self) -> float:

@@ -20,7 +20,7 @@ from zlaunch.view.console import Console
 
 
 class Job(ABC):
-    """Says what is to be run, as far as it does not depend on an attempt. Launchers are such jobs."""
+    """Describes what is to be run, for every attempt alike. Launchers are such jobs."""
 
     options: Options
 
@@ -78,8 +78,8 @@ class _Stopped(BaseException):
 
 @contextmanager
 def _signals_between_attempts() -> Iterator[Callable[[], None]]:
-    """Take the signals that a run answers to also while nodes are connected to and after the last attempt,
-    when the controller does not: none may kill the launcher before it has written its record.
+    """Handle a run's signals while no controller does: while nodes are connected to, and after the last
+    attempt. None may kill the launcher before it has written its record.
 
     Gives a function to call when the outcome is known: signals change nothing from then on.
     """

@@ -87,7 +87,7 @@ def connect(
     timeout_s: float,
     say: Say = lambda text: None,
 ) -> tuple[list[Node], list[NodeError]]:
-    """Start an agent on every host at once; the nodes that answered, in order, and the others' errors.
+    """Start an agent on every host at once; return the nodes that answered, in order, and the others' errors.
 
     `open_transport` may raise NodeError. A host that has not answered within `timeout_s` is given up,
     whatever it hangs in: `open_transport` need not return then.
@@ -123,8 +123,10 @@ def _all(
     timeout_s: float,
     say: Say = lambda text: None,
 ) -> list[Node | Event | NodeError]:
-    """Call `work(host)` for every host in threads. A host that takes too long is given up: its thread is left
-    in the call that it hangs in, and `give_up` says what that is.
+    """Call `work(host)` for every host in threads, and return the results in order.
+
+    A host that takes too long is given up: its thread is left in the call that it hangs in, and `give_up`
+    says what that is.
     """
     waiting = list(reversed(hosts))
     deadlines: dict[str, float] = {}
@@ -241,7 +243,7 @@ def find_rendezvous(
 
 
 def sweep_hosts(hosts: Sequence[str], open_transport: Callable[[str], Transport], run_id: str) -> None:
-    """End what an agent and its watchdog, both dead, have left of a run. A host that is down has none."""
+    """End the processes of a run on hosts whose agent and watchdog are dead. A host that is down has none."""
 
     def work(host: str) -> Event:
         link = links[host] = Link(open_transport(host))
@@ -257,6 +259,6 @@ def sweep_hosts(hosts: Sequence[str], open_transport: Callable[[str], Transport]
 
 
 def close_all(nodes: Sequence[Node]) -> None:
-    """Let the agents go; without a plan they end at once."""
+    """Close the connections to agents, which then end if they have no plan."""
     with ThreadPoolExecutor(PARALLEL) as pool:
         list(pool.map(lambda node: node.link.transport.close(timeout_s=2.0), nodes))

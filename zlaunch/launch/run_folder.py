@@ -31,31 +31,27 @@ def make_run_dir(path: Path, *, shared: bool = False) -> None:
             probe.unlink(missing_ok=True)
     except OSError as error:
         raise LaunchError(f"--run_dir {path}: cannot write there: {error.strerror}") from None
-    if not shared:
-        _lock(path)
+    # The descriptor stays open: other launchers are kept out for as long as this process lives.
+    if not shared and _lock(path) is None:
+        raise LaunchError(f"--run_dir {path}: another launch has just begun there")
 
 
 def is_locked(path: Path) -> bool:
     """Tell whether a launch holds a run's folder."""
+    fd = _lock(path)
+    if fd is not None:
+        os.close(fd)
+    return fd is None
+
+
+def _lock(path: Path) -> int | None:
+    """Lock a run's folder while the returned descriptor is open; None where another launch has locked it."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        return True
+        os.close(fd)
+        return None
     except OSError:  # a file system without locks
         pass
-    finally:
-        os.close(fd)
-    return False
-
-
-def _lock(path: Path) -> None:
-    """Keep other launchers out of a run's folder for as long as this process lives."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(fd)
-        raise LaunchError(f"--run_dir {path}: another launch has just begun there") from None
-    except OSError:  # a file system without locks
-        os.close(fd)
+    return fd

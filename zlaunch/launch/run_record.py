@@ -38,11 +38,20 @@ class RunRecord:
         return self.ended is None and start_ticks(self.pid) == self.start_ticks
 
 
-_CHECKPOINT = "checkpoint.json"
+CHECKPOINT = "checkpoint.json"
 
 
 def _path(run_dir: str | Path) -> Path:
     return Path(run_dir) / "launcher.json"
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read the JSON object in a file; return {} where there is none."""
+    try:
+        content = json.loads(path.read_text()) if path.is_file() else {}
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 def _write(path: Path, content: Mapping[str, Any]) -> None:
@@ -55,7 +64,7 @@ def _write(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def started(plan: Plan, attempt: int) -> None:
-    """Record that a run goes on from here."""
+    """Record that an attempt begins."""
     record = RunRecord(
         run_id=plan.run_id,
         host=socket.gethostname(),
@@ -91,7 +100,7 @@ def saved(plan: Plan, event: Mapping[str, Any]) -> None:
         "job": os.environ.get("SLURM_JOB_ID"),
         "time": event.get("time", time.time()),
     }
-    _write(Path(plan.run_dir) / _CHECKPOINT, content)
+    _write(Path(plan.run_dir) / CHECKPOINT, content)
 
 
 def resume_folder(
@@ -103,29 +112,28 @@ def resume_folder(
     """
     found: list[tuple[float, str]] = []
     job = environ.get("SLURM_JOB_ID") if environ.get("SLURM_RESTART_COUNT", "0") not in ("", "0") else None
-    paths = {Path(run_dir) / _CHECKPOINT}
+    paths = {Path(run_dir) / CHECKPOINT}
     if job:
-        paths |= set(Path(run_dir).parent.glob(f"*/{_CHECKPOINT}"))
+        paths |= set(Path(run_dir).parent.glob(f"*/{CHECKPOINT}"))
     for path in paths:
+        content = read_json(path)
         try:
-            content = json.loads(path.read_text())
             mine = attempt > 0 and content["run_id"] == run_id
             argv = list(content["argv"])
             same = program.name in argv and argv[len(argv) - len(program.args) :] == list(program.args)
             if mine or (job is not None and content["job"] == job and same):
                 found.append((float(content["time"]), str(content["folder"])))
-        except (OSError, ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError):
             continue
     return max(found)[1] if found else None
 
 
 def read(run_dir: str | Path) -> RunRecord | None:
     """Read the record of a run's folder; None when there is none."""
-    path = _path(run_dir)
+    data = read_json(_path(run_dir))
     try:
-        data = json.loads(path.read_text()) if path.is_file() else {}
         record = RunRecord(**{**data, "hosts": tuple(data["hosts"]), "command": tuple(data["command"])})
-    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+    except (TypeError, KeyError):
         return None
     texts = (record.run_id, record.host, *record.hosts, *record.command)
     numbers = (record.pid, record.start_ticks, record.world_size, record.attempt, record.started)

@@ -1,4 +1,4 @@
-"""Judges the events of an attempt: when it is to be stopped, which failure is told, what its exit code is.
+"""Judge the events of an attempt: when to stop it, which failure to tell, what the exit code is.
 
 Agents only report. The launcher judges by the order and the time in which the reports arrive there: the
 clocks of hosts may differ.
@@ -142,7 +142,7 @@ class Verdict:
         return replace(found, code=code, port_taken=port_taken)
 
     def _others(self) -> str:
-        """Return what is known of ranks that others may have lost although they have not failed."""
+        """Say what became of ranks that others may have lost although they have not failed."""
         if self.lost:
             return f"those of {', '.join(sorted(self.lost))}, see above"
         if self._ended_well:

@@ -1,4 +1,4 @@
-"""What a launcher is: it starts an agent on each node, plans for those that answer, and ends the run.
+"""Define a launcher: it starts an agent on each node, plans for those that answer, and ends the run.
 
 `zlaunch/launchers/registry.py` lists all launchers and chooses one for a command line.
 """
@@ -32,13 +32,13 @@ class Launcher(Job):
     """Starts the agents of one run and makes its plans; `zlaunch.launch.job` does the rest."""
 
     name: ClassVar[str]
-    """As the user gives or reads it."""
+    """The name that the user gives or reads."""
     refuses: ClassVar[Mapping[str, str]] = {}
     """Option -> why it would do nothing with this launcher."""
     spans_nodes: ClassVar[bool] = False
     """Agents are started on other nodes too, and only these can tell all that a plan needs."""
     shares_run_dir: ClassVar[bool] = False
-    """Launchers of other nodes, which are parts of the same run, may use its folder."""
+    """Launchers of other nodes of the run may use its folder."""
     in_step: ClassVar[bool] = False
     """Every task of a SLURM step runs this launcher; they tell each other when one has failed."""
 
@@ -110,5 +110,5 @@ class Launcher(Job):
         )
 
     def agent_log(self, host: str) -> Path:
-        """Return the file for what the agent of a host says on stderr."""
+        """Return the file for the stderr of a host's agent."""
         return Path(self.options.run_dir, "logs", f"agent_{host}.log")

@@ -1,4 +1,4 @@
-"""What launchers that start agents on other nodes have in common."""
+"""Start agents on other nodes: the base of the launchers that do."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class ClusterLauncher(Launcher):
         return ", ".join(self.hosts)
 
     def connect(self, hosts: Sequence[str], say: Say) -> tuple[list[Node], list[NodeError]]:
-        """Start agents, ask for what is not known yet, and let go of nodes that the filters leave out."""
+        """Start agents, ask for slots that are not known yet, release nodes that the filters leave out."""
         nodes, errors = connect(hosts, self.open_transport, self.options.connect_timeout_s, say)
         if not nodes:
             return [], errors
@@ -69,7 +69,7 @@ class ClusterLauncher(Launcher):
         return [node for node in nodes if node.host in chosen], errors
 
     def sweep(self, hosts: Sequence[str], run_id: str) -> None:
-        """End what is left of a run on hosts whose agents have died."""
+        """End the processes that a run has left on hosts whose agents have died."""
         sweep_hosts(hosts, self.open_transport, run_id)
 
     def plan(self, nodes: Sequence[Node], rendezvous: Rendezvous | None, attempt: int) -> Plan:
@@ -77,9 +77,7 @@ class ClusterLauncher(Launcher):
         interfaces = rendezvous.interfaces if rendezvous is not None else ("",) * len(nodes)
         specs = [self._spec(node, interface) for node, interface in zip(nodes, interfaces, strict=True)]
         versions = [tuple(map(int, node.facts.python.split(".")[:2])) for node in nodes]
-        if (
-            rendezvous is None
-        ):  # a single node, which may be one of a larger run that somebody else puts together
+        if rendezvous is None:  # one node, perhaps of a larger run that somebody else puts together
             address, port = self.options.master_addr or "127.0.0.1", self.options.master_port
         else:
             address, port = rendezvous.address, rendezvous.port

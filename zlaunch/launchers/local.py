@@ -1,4 +1,4 @@
-"""Runs on this machine alone."""
+"""Run on this machine alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs one node's part where the user, accelerate or Kubernetes starts the same command on every node."""
+"""Run one node's part, where the user, accelerate or Kubernetes starts one command on every node."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _KNOWS_NO_OTHER = "every node is started by itself here, and knows no other"
 
 
 class ManualLauncher(ThisNodeLauncher):
-    """Runs the part of node --node_rank; every node comes to the same numbers from the same command line."""
+    """Runs the part of node --node_rank; every node computes equal numbers from an equal command line."""
 
     name = "hand"
     refuses = dict.fromkeys(

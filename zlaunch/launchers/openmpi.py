@@ -1,4 +1,4 @@
-"""Runs on the hosts of a hostfile, each reached by Open MPI's mpirun."""
+"""Run on the hosts of a hostfile, each reached by Open MPI's mpirun."""
 
 from __future__ import annotations
 

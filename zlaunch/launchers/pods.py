@@ -1,4 +1,4 @@
-"""Pods and containers that somebody else starts, one a node: what their environment says of the whole.
+"""Read a run's shape from the environment of pods or containers that somebody else starts, one a node.
 
 Kubeflow's PyTorchJob (and all that imitate it) sets MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE, counting
 pods, and torchrun's own variables PET_NNODES, PET_NODE_RANK, PET_NPROC_PER_NODE, PET_MASTER_ADDR, which win.
@@ -32,7 +32,7 @@ class Pod:
     """On each node; None: as many as it has GPUs."""
     master_addr: str
     master_port: int
-    """0 where it is not said."""
+    """0 where the environment does not say it."""
 
 
 def read_pod(environ: Mapping[str, str]) -> Pod | None:

@@ -1,4 +1,4 @@
-"""All launchers, each imported when it is used, and the choice of one for a command line.
+"""List all launchers, and choose one for a command line. Each is imported when it is used.
 
 To add one, write a file with a subclass of `Launcher` and a line in NAMED.
 """
@@ -6,7 +6,7 @@ To add one, write a file with a subclass of `Launcher` and a line in NAMED.
 from __future__ import annotations
 
 import os
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
 from zlaunch.errors import LaunchError
@@ -25,15 +25,14 @@ NAMED = {
     SLURM: "slurm:SlurmLauncher",
     "openmpi": "openmpi:OpenMpiLauncher",
 }
-"""Those that --launcher may name, by that name."""
+"""Name for --launcher -> the launcher's `module:class`."""
 _IMPLIED = {_SRUN_TASK: "srun_task:SrunTaskLauncher", _MANUAL: "manual:ManualLauncher"}
-"""Those that follow from the environment or other options."""
+"""Launchers that follow from the environment or other options."""
 
 
 def load(name: str) -> type[Launcher]:
     """Import a launcher's class."""
-    module, _, attribute = (NAMED | _IMPLIED)[name].partition(":")
-    kind: type[Launcher] = getattr(import_module(f"zlaunch.launchers.{module}"), attribute)
+    kind: type[Launcher] = resolve_name(f"zlaunch.launchers.{(NAMED | _IMPLIED)[name]}")
     return kind
 
 

@@ -16,7 +16,7 @@ class HostSelection:
     """Holds the hosts that were named, and the slots chosen on them as soon as these are known."""
 
     def __init__(self, options: Options, entries: Sequence[HostEntry]) -> None:
-        """Choose, as far as the entries say how many slots there are. Raises LaunchError."""
+        """Choose the slots if the entries say how many there are. Raises LaunchError."""
         self.options = options
         if options.num_gpus is not None:  # CPU workers: as many as asked for
             entries = [entry if entry.slots else replace(entry, slots=options.num_gpus) for entry in entries]
@@ -48,7 +48,7 @@ class HostSelection:
         return names
 
     def apply_filters(self, found: Mapping[str, int] = {}) -> None:
-        """Choose the slots, if every host's are known by now: written down, or found there."""
+        """Choose the slots if every host's number is known: from its entry, or as found there."""
         pool: filters.Pool = {}
         for host in self._left_hosts():
             slots = self.entries[host].slots if self.entries[host].slots is not None else found.get(host)
@@ -63,12 +63,12 @@ class HostSelection:
             with _naming("--exclude", o.exclude):
                 kept = {host: slots for host, slots in filters.parse(o.exclude).items() if host in pool}
                 pool = filters.exclude(pool, kept)
-        self.chosen = filters.limit(pool, None, o.num_gpus)
+        self.chosen = filters.limit(pool, o.num_gpus)
 
 
 @contextmanager
 def _naming(option: str, text: str) -> Iterator[None]:
-    """Put the option before what is wrong with a filter."""
+    """Add the option to the text of a filter's error."""
     try:
         yield
     except filters.FilterError as error:

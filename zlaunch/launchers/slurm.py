@@ -1,4 +1,4 @@
-"""Runs on the nodes of a SLURM allocation, each reached by srun."""
+"""Run on the nodes of a SLURM allocation, each reached by srun."""
 
 from __future__ import annotations
 

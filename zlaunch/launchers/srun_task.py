@@ -1,4 +1,4 @@
-"""Runs as one task of a step that the user started with srun; all tasks together are the run."""
+"""Run as one task of a step that the user started with srun; all tasks together are the run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SRUN_DECIDES = "srun has started this task and decides; start zlaunch by sbatch
 
 
 class SrunTaskLauncher(ThisNodeLauncher):
-    """Runs this task's part of a step; every task comes to the same numbers by itself."""
+    """Runs this task's part of a step; every task computes equal numbers by itself."""
 
     name = "step"
     refuses = dict.fromkeys(
@@ -52,7 +52,7 @@ class SrunTaskLauncher(ThisNodeLauncher):
         # The launchers of a step tell each other of a failure by a signal that reaches all its processes.
         env = {**o.worker_env, "ZLAUNCH_IGNORE_HUP": "1"}
         tokens = discover(os.environ).tokens
-        if place.layout == "one_per_node":
+        if place.one_per_node:
             counts = [o.num_gpus or node.gpus or len(tokens) or 1 for node in allocation.nodes]
             here = counts[place.rank_of_node]
             if tokens and here > len(tokens):

@@ -1,4 +1,4 @@
-"""Runs on the hosts of a hostfile, reached by paramiko or by the `ssh` program."""
+"""Run on the hosts of a hostfile, reached by paramiko or by the `ssh` program."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What launchers that start nothing on other nodes have in common."""
+"""Run the workers of this machine alone: the base of the launchers that start nothing elsewhere."""
 
 from __future__ import annotations
 

@@ -19,8 +19,9 @@ import signal
 import socket
 import time
 import traceback
+from contextlib import suppress
 from functools import partial
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from zlaunch.node.death import likely_reason
 from zlaunch.node.descriptors import Descriptors
@@ -129,10 +130,8 @@ class Agent:
             from zlaunch.slurm.commands import cancel_step
             from zlaunch.slurm.environment import SlurmError
 
-            try:
+            with suppress(SlurmError):  # no launcher is left to be told
                 cancel_step(os.environ)
-            except SlurmError:
-                pass  # no launcher is left to be told
 
     def _is_alone(self) -> bool:
         return os.getppid() != self.watchdog
@@ -143,25 +142,19 @@ class Agent:
             if self.plan is None:
                 self._start(Plan.from_dict(message))
         elif command == "ping":
-            self.send({"type": "pong", "host": self._host(), "time": time.time()})
+            self._report("pong")
         elif command == "stop":
             self.stop("the launcher asked for it", message.get("grace_s"))
         elif command == "kill":
             self.stop("the launcher asked for it", 0.0)
             self.ending.kill(time.monotonic())
         elif command == "signal":
-            for worker in self.workers.values():
-                if worker.returncode is None:
-                    self._signal(worker.pid, int(message["signum"]))
+            for pid in self._living():
+                # The worker alone, not what it has started: "save and stop", "show your stacks".
+                with suppress(OSError):
+                    os.kill(pid, int(message["signum"]))
         elif self.plan is None:
             self.handshake.handle(message)
-
-    def _signal(self, pid: int, signum: int) -> None:
-        """Signal the worker alone, not the processes that it started: "save and stop", "show your stacks"."""
-        try:
-            os.kill(pid, signum)
-        except OSError:
-            pass
 
     def _on_output(self, worker: Worker, fd: int) -> bool:
         """Forward one chunk; False when there is nothing (yet or any more)."""
@@ -190,13 +183,17 @@ class Agent:
     def _host(self) -> str:
         return self.plan.nodes[0].host if self.plan else socket.gethostname()
 
+    def _report(self, kind: str, **about: Any) -> None:
+        """Send an event with this node's name and the time."""
+        self.send({"type": kind, "host": self._host(), **about, "time": time.time()})
+
     def _start(self, plan: Plan) -> None:
         self.plan = plan
         self.uplink.heartbeat_s = plan.heartbeat_s
         listener = self.handshake.close()
         if listener is not None:
             self.descriptors.unwatch(listener)
-        self.send({"type": "agent", "host": self._host(), "pid": os.getpid(), "time": time.time()})
+        self._report("agent", pid=os.getpid())
         if plan.preload:
             try:
                 self.batch = Batch(plan.nodes[0].workers, plan.preload, plan.cwd, self.user_input)
@@ -220,7 +217,7 @@ class Agent:
         if workers is None:
             what = " and ".join(name.partition(".")[0] for name in self.plan.preload) if self.plan else ""
             text = f"{self._host()}: the process that imports {what} for all workers has failed: "
-            self.send({"type": "notice", "message": text + "each starts by itself"})
+            self._report("notice", message=text + "each starts by itself")
             self._spawn_each()
         for worker in workers or ():
             self._watch_worker(worker)
@@ -239,7 +236,7 @@ class Agent:
                     )
                 if os.strerror(errno.EMFILE) in text:
                     text += f" (the limit, ulimit -n, is {resource.getrlimit(resource.RLIMIT_NOFILE)[0]})"
-                self.send({"type": "error", "message": text, "time": time.time()})
+                self._report("error", message=text)
                 self.stop("a worker could not be started")
                 return
 
@@ -250,9 +247,8 @@ class Agent:
             self.descriptors.watch(fd, partial(self._on_output, worker, fd))
         self.descriptors.watch(worker.event_fd, partial(self._on_worker_event, worker))
         self._wake_at_end_of(worker.pid)
-        place = {"rank": plan.rank, "local_rank": plan.local_rank, "host": self._host()}
-        process = {"pid": worker.pid, "start_ticks": start_ticks(worker.pid) or 0}
-        self.send({"type": "spawn", **place, **process, "time": time.time()})
+        ticks = start_ticks(worker.pid) or 0
+        self._report("spawn", rank=plan.rank, local_rank=plan.local_rank, pid=worker.pid, start_ticks=ticks)
 
     def _wake_at_end_of(self, pid: int) -> None:
         pidfd = open_pidfd(pid)
@@ -283,18 +279,8 @@ class Agent:
         reason = ""
         if code < 0 and not self.ending.stopping:
             reason = likely_reason(-code, oom_killed=oom_rose(self.oom_before, oom_counters()))
-        self.send(
-            {
-                "type": "exit",
-                "rank": worker.plan.rank,
-                "host": self._host(),
-                "pid": worker.pid,
-                "returncode": code,
-                "after_stop": self.ending.stopping,
-                "reason": reason,
-                "time": time.time(),
-            }
-        )
+        about = {"rank": worker.plan.rank, "pid": worker.pid, "returncode": code, "reason": reason}
+        self._report("exit", **about, after_stop=self.ending.stopping)
 
     def _drain(self, worker: Worker) -> None:
         """Take what a dead worker left in its pipes; their end may never come, grandchildren hold them."""
@@ -319,9 +305,7 @@ class Agent:
         signal_groups(self._living(), signal.SIGTERM)
         # SIGCONT: a worker that was stopped (SIGSTOP) could not act on the SIGTERM.
         signal_groups(self._living(), signal.SIGCONT)
-        self.send(
-            {"type": "stopping", "host": self._host(), "why": why, "grace_s": grace_s, "time": time.time()}
-        )
+        self._report("stopping", why=why, grace_s=grace_s)
 
     def _living(self) -> list[int]:
         """List the workers whose status has not been taken: no other process can have their ids."""
@@ -349,7 +333,7 @@ class Agent:
             self._await_leftovers(self.plan.run_id)
 
     def _await_leftovers(self, run_id: str) -> None:
-        """Give what the workers have started the rest of the time, and in a stop one SIGTERM."""
+        """Wait for processes that the workers have started; in a stop, send them one SIGTERM."""
         found = run_processes(run_id, ancestor=os.getpid())
         if not found:
             self._end()
@@ -359,13 +343,13 @@ class Agent:
                 kill(process, signal.SIGTERM)
 
     def _end(self) -> None:
-        """Kill all that is left, hand over the last output, and say so."""
+        """Kill all that is left, take the last output, and report the end."""
         assert self.plan is not None
         signal_groups(self._living(), signal.SIGKILL)
         swept = sweep(self.plan.run_id, ancestor=os.getpid(), reap=self._reap)
         for worker in self.workers.values():
             self._drain(worker)
-        self.send({"type": "done", "host": self._host(), "swept": swept, "time": time.time()})
+        self._report("done", swept=swept)
         self.ended = True
 
 

@@ -1,4 +1,4 @@
-"""Runs one worker: `python -m zlaunch.node.bootstrap [--module|--exec] TARGET ARGS...`.
+"""Run one worker: `python -m zlaunch.node.bootstrap [--module|--exec] TARGET ARGS...`.
 
 The user's program must not be able to tell it from `python script.py`; what we add is that it dies with its
 agent, prints its stacks on SIGUSR2, and hands an uncaught exception to the launcher as data. Keep the imports
@@ -138,13 +138,11 @@ def _run_module(args: list[str]) -> None:
 def _run_script(args: list[str]) -> None:
     script = args[0]
     sys.argv = args
-    if os.path.isdir(script) or script.endswith((".zip", ".pyz", ".pyc")):
-        _set_path(os.path.dirname(os.path.realpath(script)))
-        _choose_deepspeed()
-        runpy.run_path(script, run_name="__main__")
-        return
     _set_path(os.path.dirname(os.path.realpath(script)))
     _choose_deepspeed()
+    if os.path.isdir(script) or script.endswith((".zip", ".pyz", ".pyc")):
+        runpy.run_path(script, run_name="__main__")
+        return
     script = os.path.abspath(script)  # sys.argv[0] stays as it was given, as in Python itself
     with open(script, "rb") as file:
         code: CodeType = compile(file.read(), script, "exec", dont_inherit=True)

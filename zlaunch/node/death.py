@@ -9,7 +9,7 @@ from zlaunch.node.oom import OomScope
 
 
 def _cpu_limit() -> str:
-    """Name the limit of CPU time, if there is one: the kernel enforces it with SIGKILL, too."""
+    """Name the limit of CPU time, if there is one: the kernel also enforces it with SIGKILL."""
     seconds = resource.getrlimit(resource.RLIMIT_CPU)[1]
     return "" if seconds == resource.RLIM_INFINITY else f", or the CPU time limit of {seconds} s: ulimit -t"
 

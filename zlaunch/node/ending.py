@@ -24,7 +24,7 @@ class Ending:
 
     def __init__(self) -> None:
         self.stopping = False
-        """Whether the workers are ended from here: they have not ended by themselves."""
+        """Tells whether the agent ends the workers; otherwise they end by themselves."""
         self._kill_at: float | None = None
         self._scan_at = 0.0
 
@@ -38,7 +38,7 @@ class Ending:
         self._kill_at = now
 
     def due(self, now: float, *, all_exited: bool) -> Due:
-        """Return what is due; that all workers have exited begins the end, too."""
+        """Return what is due. The end also begins when all workers have exited."""
         if self._kill_at is None and all_exited:
             self._kill_at = now + _LEFTOVER_S
         if self._kill_at is None:

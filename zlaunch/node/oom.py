@@ -54,7 +54,7 @@ def _count(file: Path) -> int | None:
 
 
 def oom_rose(before: Mapping[OomScope, int], after: Mapping[OomScope, int]) -> OomScope | None:
-    """Tell where a process was killed for lack of memory in between.
+    """Tell where a process was killed for lack of memory between two readings.
 
     Where the control group counts, the machine's number says nothing: it was a process of another group.
     """

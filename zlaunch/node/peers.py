@@ -17,8 +17,8 @@ _LOST = ("PeerLost", "Connection closed by peer", "Connection reset by peer")
 
 def talk_of(error: BaseException) -> str:
     """Return "lost" for an exception that says no more than that another rank has gone, "failed" for another
-    failure in talking to the ranks, "" for anything else. The words alone do not count: a download may be
-    reset by its peer, too.
+    failure in talking to the ranks, "" for anything else. The words alone do not count: a download may also
+    be reset by its peer.
     """
     text = str(error)
     if not _is_of_torch(error, text):

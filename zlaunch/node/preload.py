@@ -1,4 +1,4 @@
-"""Imports what all workers of a node will import, once, and forks them: `python -m zlaunch.node.preload`.
+"""Import once what all workers of a node will import, and fork them: `python -m zlaunch.node.preload`.
 
 Importing torch takes a second of CPU and reads hundreds of files; on a cluster's shared file system that is
 most of a start. The process is started by the agent, forks every worker before any thread or CUDA call of the

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 
 from zlaunch.system.events import Event
 from zlaunch.system.network import interface_of, open_listener, own_address_towards
@@ -43,27 +45,22 @@ class Handshake:
     def _listen(self, port: int, token: bytes) -> None:
         """Take a port and tell everyone who connects that it is us; asked again, keep a port that will do."""
         self._token = token
-        if self._listener is not None and port in (0, self._listener.getsockname()[1]):
-            self._send({"type": "listening", "port": self._listener.getsockname()[1], "error": ""})
-            return
-        try:
-            listener = open_listener(port)
-        except OSError as error:
-            self._send({"type": "listening", "port": 0, "error": error.strerror or str(error)})
-            return
-        listener.setblocking(False)
-
-        def accept() -> None:
+        if self._listener is None or port not in (0, self._listener.getsockname()[1]):
             try:
-                connection, _ = listener.accept()
-                connection.sendall(self._token)
-                connection.close()
-            except OSError:
-                pass
+                self._listener = open_listener(port)
+            except OSError as error:
+                self._send({"type": "listening", "port": 0, "error": error.strerror or str(error)})
+                return
+            self._listener.setblocking(False)
+            self._watch(self._listener.fileno(), partial(self._accept, self._listener))
+        self._send({"type": "listening", "port": self._listener.getsockname()[1], "error": ""})
 
-        self._listener = listener
-        self._watch(listener.fileno(), accept)
-        self._send({"type": "listening", "port": listener.getsockname()[1], "error": ""})
+    def _accept(self, listener: socket.socket) -> None:
+        """Send the token to the next one that has connected."""
+        with suppress(OSError):
+            connection, _ = listener.accept()
+            connection.sendall(self._token)
+            connection.close()
 
     def _reach(self, addresses: list[str], port: int, token: bytes) -> None:
         """Find the first address where node 0 answers, and the interface that leads there."""

@@ -46,7 +46,7 @@ class Uplink:
         return commands
 
     def too_silent(self) -> str:
-        """Say that the launcher has been silent for longer than the present state allows, if it has."""
+        """Return how long the launcher has been silent, if the present state does not allow it; else ""."""
         silent_s = time.monotonic() - self._heard_at
         if self.heartbeat_s is None:
             return "no plan has come" if silent_s > self.idle_s else ""
@@ -58,7 +58,7 @@ class Uplink:
         return ""
 
     def hand_over(self) -> None:
-        """Write all that is left, for as long as the launcher takes some of it or is heard.
+        """Write the rest of the output, for as long as the launcher takes some of it or is heard.
 
         A launcher on this machine may take its time: its terminal may be halted.
         """

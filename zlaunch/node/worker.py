@@ -61,7 +61,7 @@ class Batch:
                     os.close(fd)
 
     def close(self) -> None:
-        """Give up: what was forked ends."""
+        """Close the connection and the pipes; workers that were forked end."""
         self.preloader.connection.close()
         self._close()
 

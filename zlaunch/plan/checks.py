@@ -1,4 +1,4 @@
-"""Checks of what the user gave, before anything is started; each raises LaunchError."""
+"""Check what the user gave before anything is started. Each check raises LaunchError."""
 
 from __future__ import annotations
 
@@ -10,15 +10,18 @@ import shutil
 import socket
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
 from zlaunch.errors import LaunchError
+from zlaunch.hostfiles.hostlist import ranges
 
 _CONFIG_SUFFIXES = (".json", ".yaml", ".yml")
 _TORCH_USERS = {"torch", "zlaunch", "deepspeed", "transformers", "accelerate", "lightning", "torchvision"}
 _CONFIG_USERS = {"zlaunch", "deepspeed", "transformers", "accelerate"}
 _MOST_RANKS = 1 << 20
+_MOST_CORES = 1 << 16
 _DISTINCTIVE_KEYS = {"zero_optimization", "train_micro_batch_size_per_gpu"}
 
 
@@ -53,13 +56,13 @@ def _near_command(name: str, commands: Collection[str]) -> str:
 
 
 def _check_is_python(path: Path) -> None:
-    """Refuse what is a program of another kind. Python itself tells the rest."""
+    """Refuse a file that is no Python script. Python itself reports all other errors."""
     try:
         with open(path, "rb") as file:
             start = file.read(256)
     except OSError as error:
         raise LaunchError(f"cannot read the script {str(path)!r}: {error.strerror}") from None
-    if path.suffix in (".json", ".yaml", ".yml"):
+    if path.suffix in _CONFIG_SUFFIXES:
         raise LaunchError(f"{str(path)!r} is no script but a config: zlaunch SCRIPT --config {path.name}")
     first = start.split(b"\n", 1)[0]
     if path.suffix == ".py":
@@ -71,15 +74,19 @@ def _check_is_python(path: Path) -> None:
 def check_module(name: str) -> None:
     """Check that the module's top-level package can be found; nothing of it is imported."""
     top = name.partition(".")[0]
+    if _find(top) is None:
+        raise LaunchError(f"no module named {top!r}")
+
+
+def _find(top: str) -> ModuleSpec | None:
+    """Find a top-level package where `python -m` would."""
     sys.path.insert(0, os.getcwd())
     try:
-        found = importlib.util.find_spec(top) is not None
+        return importlib.util.find_spec(top)
     except (ImportError, ValueError):
-        found = False
+        return None
     finally:
         del sys.path[0]
-    if not found:
-        raise LaunchError(f"no module named {top!r}")
 
 
 def shared_imports(name: str, *, module: bool) -> tuple[str, ...]:
@@ -106,11 +113,7 @@ def _imported(name: str, *, module: bool) -> set[str]:
 def _source_of(name: str, *, module: bool) -> Path:
     if not module:
         return Path(name)
-    sys.path.insert(0, os.getcwd())
-    try:
-        spec = importlib.util.find_spec(name.partition(".")[0])
-    finally:
-        del sys.path[0]
+    spec = _find(name.partition(".")[0])
     if spec is None or spec.origin is None:
         raise ImportError(name)
     inner = name.split(".")[1:]
@@ -142,22 +145,41 @@ def pick_port(port: int) -> int:
         return int(probe.getsockname()[1])
 
 
-def parse_ranks(text: str, world_size: int | None) -> list[int] | None:
-    """Read `all` (None), or ranks such as `0,2-3`; a world size that is not known yet allows all."""
+def parse_ranks(option: str, text: str, example: str = "0,2-3") -> list[int]:
+    """Return the ranks that an option names as `0,2-3`, sorted."""
+    ranks: set[int] = set()
+    for token, numbers in ranges(text):
+        if numbers is None:
+            raise LaunchError(f"{option} {text!r}: {token!r} is not a rank; write {example}")
+        if not numbers or numbers.stop > _MOST_RANKS:
+            raise LaunchError(f"{option} {text!r}: {token!r} is not a range of ranks")
+        ranks.update(numbers)
+    return sorted(ranks)
+
+
+def parse_shown_ranks(text: str, world_size: int | None) -> list[int] | None:
+    """Return the ranks of --log_ranks; None for `all`. A world size that is not known yet allows any."""
     if text == "all":
         return None
-    ranks: set[int] = set()
-    for token in text.split(","):
-        match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", token, re.ASCII)
-        if match is None:
-            raise LaunchError(f"--log_ranks {text!r}: {token!r} is not a rank; write all, or 0,2-3")
-        last = int(match[2] or match[1])
-        if last < int(match[1]) or last >= _MOST_RANKS:
-            raise LaunchError(f"--log_ranks {text!r}: {token!r} is not a range of ranks")
-        if world_size is not None and last >= world_size:
-            raise LaunchError(f"--log_ranks {text!r}: there is no rank {last} among {world_size} worker(s)")
-        ranks.update(range(int(match[1]), last + 1))
-    return sorted(ranks)
+    ranks = parse_ranks("--log_ranks", text, "all, or 0,2-3")
+    if world_size is not None and ranks[-1] >= world_size:
+        raise LaunchError(f"--log_ranks {text!r}: there is no rank {ranks[-1]} among {world_size} worker(s)")
+    return ranks
+
+
+def parse_cores(text: str) -> tuple[int, ...]:
+    """Return the cores of --bind_core_list, such as `0-3,8`, in the given order."""
+    option = f"--bind_core_list {text!r}"
+    cores: list[int] = []
+    for token, numbers in ranges(text):
+        if not numbers:
+            raise LaunchError(f"{option}: {token!r} is not a core or a range such as 0-3")
+        if numbers.stop > _MOST_CORES:
+            raise LaunchError(f"{option}: {token!r}: there is no machine with so many cores")
+        cores += numbers
+    if len(set(cores)) < len(cores):
+        raise LaunchError(f"{option}: a core is named twice")
+    return tuple(cores)
 
 
 def check_configs(
@@ -202,7 +224,7 @@ def _check_config(
 
 
 def _config_near(path: str) -> str:
-    """Return ", did you mean" one that is there, for a config that is not."""
+    """Return a hint at a config that exists, for one that does not."""
     if os.path.lexists(path):
         return ""
     try:
@@ -225,9 +247,7 @@ def _config_arguments(args: Sequence[str]) -> Iterator[tuple[str, str, bool]]:
 
 
 def _is_broken(path: str) -> bool:
-    """Tell whether no reader could make anything of a file: it is empty, or not well-formed even as YAML with
-    any tags.
-    """
+    """Tell whether no program could read a file: it is empty, or no YAML, whatever its tags."""
     import yaml
 
     try:

@@ -9,39 +9,19 @@ from pathlib import Path
 from zlaunch.errors import LaunchError
 
 _PREFIXES = (
-    "NCCL_",
-    "TORCH_",
-    "TORCHINDUCTOR_",
-    "PYTORCH_",
-    "TRITON_",
-    "CUDA_",
-    "CUPY_",
-    "PYTHON",
-    "OMP_",
-    "MKL_",
-    "KMP_",
-    "OPENBLAS_",
-    "GLOO_",
-    "UCX_",
-    "FI_",
-    "MV2_",
-    "HF_",
-    "HUGGINGFACE_",
-    "TRANSFORMERS_",
-    "TOKENIZERS_",
-    "ACCELERATE_",
-    "DS_",
-    "WANDB_",
-    "MLFLOW_",
-    "COMET_",
-    "TENSORBOARD_",
+    *("NCCL_", "GLOO_", "UCX_", "FI_", "MV2_"),
+    *("TORCH_", "TORCHINDUCTOR_", "PYTORCH_", "TRITON_", "CUDA_", "CUPY_"),
+    *("PYTHON", "OMP_", "MKL_", "KMP_", "OPENBLAS_"),
+    *("HF_", "HUGGINGFACE_", "TRANSFORMERS_", "TOKENIZERS_", "ACCELERATE_", "DS_"),
+    *("WANDB_", "MLFLOW_", "COMET_", "TENSORBOARD_"),
 )
+"""Variables for communication, torch and its compilers, Python and its threads, libraries, trackers."""
 _NAMES = (
     *("LD_LIBRARY_PATH", "LD_PRELOAD", "GLIBC_TUNABLES", "TZ", "LANG", "LC_ALL"),
     *("ZLAUNCH_SHARED_MEMORY", "ZLAUNCH_DEBUG_FREE", "ZLAUNCH_QUIET"),
 )
 _NEVER = ("CUDA_VISIBLE_DEVICES",)
-"""What is each node's own."""
+"""Variables that each node sets for itself."""
 
 OWN = frozenset(
     (
@@ -60,7 +40,7 @@ class EnvError(LaunchError, ValueError):
 
 
 def forwarded_env(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return what goes to the other nodes without being asked for: an allow-list."""
+    """Return the variables that go to the other nodes without being asked for: an allow-list."""
     return {
         key: value
         for key, value in environ.items()

@@ -1,4 +1,4 @@
-"""What the command line says about where and how to run."""
+"""Hold what the command line says about where and how to run."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ class Options:
     node_rank: int | None = None
     """With --no_ssh: which of the nodes this is."""
     pod: bool = False
-    """The variables of a pod have said so."""
+    """Tells whether the place among the nodes comes from the variables of a pod."""
     compat: str | None = None
     """What `import deepspeed` is in the workers; None leaves it to their environment."""
 
     @property
     def worker_env(self) -> dict[str, str]:
-        """Return the variables that the workers get beside the usual ones. Raises LaunchError."""
+        """Return the variables that the options add to the workers' environment. Raises LaunchError."""
         from zlaunch.plan.env import requested_env
 
         env = requested_env(os.environ, self.env)
@@ -99,5 +99,5 @@ def own_names() -> set[str]:
 
 
 def agreed_port(seed: str) -> int:
-    """Return a port that all who know the seed agree on, below those that systems hand out by themselves."""
+    """Return a port that follows from the seed alone, below those that systems hand out by themselves."""
     return 20000 + zlib.crc32(seed.encode()) % 12000

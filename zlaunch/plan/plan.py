@@ -1,4 +1,4 @@
-"""The plan of a launch: every decision as plain data, before anything is started.
+"""Represent the plan of a launch: every decision as plain data, before anything is started.
 
 Transports and agents only carry it out; `--dry_run` prints it; tests compare it.
 """
@@ -17,7 +17,7 @@ _SECRET_WORDS = (
     r"TOKEN(?!IZER|S)|SECRET|PASSW|PASSPHRASE|CREDENTIAL|COOKIE|AUTH(?!OR)|KEY(?![A-Z])|(?<![A-Z])PAT(?![A-Z])|"
     r"(?<![A-Z])(?:PG)?PASS(?![A-Z])"
 )
-"""In names of variables and options whose values are nobody else's business."""
+"""Words in the names of variables and options whose values are secret."""
 _ASSIGNED = rf"[\w.-]*(?:{_SECRET_WORDS})[\w.-]*="
 _IN_ADDRESS = r"://[^/@\s]+@"
 _NOT_SHOWN = "(not shown)"
@@ -91,7 +91,7 @@ class Plan:
     preload: tuple[str, ...] = ()
     """Modules that one process on each node imports before it forks the workers; none: each by itself."""
     in_step: bool = False
-    """Other launchers of the same SLURM step run the other nodes, and are told when this one is gone."""
+    """Other launchers of the SLURM step run the other nodes, and are told when this one is gone."""
     python: bool = True
     """The workers are Python programs under our bootstrap, which knows what SIGUSR1 and SIGUSR2 mean."""
 
@@ -104,12 +104,8 @@ class Plan:
         """Return the part that one agent carries out."""
         return replace(self, nodes=(self.nodes[index],))
 
-    def to_json(self, indent: int | None = None) -> str:
-        """Write the plan as ASCII JSON: arguments that are not valid UTF-8 survive as lone surrogates."""
-        return json.dumps(asdict(self), indent=indent)
-
     def shown(self) -> str:
-        """Return it as JSON to be read: values of variables that hold secrets are left out."""
+        """Return the plan as JSON to be read, without the values of variables that hold secrets."""
         data = asdict(self)
         for node in data["nodes"]:
             for worker in node["workers"]:
@@ -121,19 +117,14 @@ class Plan:
         return json.dumps(data, indent=2)
 
     def write(self, path: Path) -> None:
-        """Write what :meth:`shown` says, for this user alone."""
+        """Write what :meth:`shown` returns to a file that only this user can read."""
         with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
             os.fchmod(file.fileno(), 0o600)
             file.write(self.shown() + "\n")
 
     @staticmethod
-    def from_json(text: str | bytes) -> Plan:
-        """Read what `to_json` has written."""
-        return Plan.from_dict(json.loads(text))
-
-    @staticmethod
     def from_dict(data: dict[str, Any]) -> Plan:
-        """Make a plan from parsed JSON."""
+        """Make a plan from parsed JSON: what `asdict` gave where it was sent."""
         nodes = tuple(
             NodePlan(
                 host=node["host"],

@@ -12,6 +12,7 @@ import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -206,11 +207,7 @@ def judge(reports: Sequence[HostReport]) -> list[Problem]:
 
 def _alone(report: HostReport, *, several: bool) -> Iterator[Problem]:
     """Yield the problems that one report shows."""
-    host, facts = report.host, report.facts
-
-    def error(check: str, text: str, advice: str = "") -> Problem:
-        return Problem(host, "error", check, text, advice)
-
+    facts, error = report.facts, partial(Problem, report.host, "error")
     if report.error:
         yield error("host", report.error)
     if facts is None:
@@ -229,17 +226,14 @@ def _alone(report: HostReport, *, several: bool) -> Iterator[Problem]:
         yield error("node 0", report.meet_error)
     if report.skew_s is not None and abs(report.skew_s) > _MAX_SKEW_S:
         text = f"its clock is {abs(report.skew_s):.1f} s {'ahead' if report.skew_s > 0 else 'behind'}"
-        yield Problem(host, "warning", "clock", text, "let chrony or systemd-timesyncd set it")
+        yield Problem(report.host, "warning", "clock", text, "let chrony or systemd-timesyncd set it")
     if report.checkup is not None:
         yield from _resources(report, report.checkup, gpus, several=several)
 
 
 def _resources(report: HostReport, checkup: Checkup, gpus: int, *, several: bool) -> Iterator[Problem]:
     """Yield the problems that the checkup shows."""
-
-    def problem(level: Level, check: str, text: str, advice: str) -> Problem:
-        return Problem(report.host, level, check, text, advice)
-
+    problem = partial(Problem, report.host)
     if checkup.torch is None:
         advice = "install it, or name another Python with --remote_python or --venv"
         yield problem("error", "torch", "its Python has no torch", advice)

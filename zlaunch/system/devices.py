@@ -5,15 +5,12 @@ Slot i is the i-th device that CUDA would show to a process started here.
 
 from __future__ import annotations
 
-import os
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 _UUID_PREFIXES = ("GPU-", "MIG-")
-
-_MOST_CORES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,29 +85,9 @@ def visible_for_workers(tokens: Sequence[str]) -> tuple[str, ...]:
     return (",".join(tokens),) * len(tokens)
 
 
-def available_cores() -> int:
-    """Count the CPU cores that this process may use: its affinity, not the machine."""
-    return len(os.sched_getaffinity(0))
-
-
 def split_cores(cores: Sequence[int], workers: int) -> tuple[tuple[int, ...], ...]:
     """Share the cores out equally, neighbours together; with fewer cores than workers they share."""
     share = max(1, len(cores) // workers)
     return tuple(
         tuple(cores[(i * share) % len(cores) : (i * share) % len(cores) + share]) for i in range(workers)
     )
-
-
-def parse_cores(text: str) -> tuple[int, ...]:
-    """Read `0-3,8` as numbers, in the given order. Raises ValueError naming the token."""
-    cores: list[int] = []
-    for token in (piece.strip() for piece in text.split(",")):
-        first, dash, last = token.partition("-")
-        if not first.isdecimal() or (dash and not last.isdecimal()) or (dash and int(last) < int(first)):
-            raise ValueError(f"{token!r} is not a core or a range such as 0-3")
-        if int(last or first) >= _MOST_CORES:
-            raise ValueError(f"{token!r}: there is no machine with so many cores")
-        cores += range(int(first), int(last if dash else first) + 1)
-    if len(set(cores)) < len(cores):
-        raise ValueError("a core is named twice")
-    return tuple(cores)

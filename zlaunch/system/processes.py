@@ -81,7 +81,7 @@ def start_ticks(pid: int) -> int | None:
 
 
 def is_stopped(process: Process) -> bool:
-    """Tell whether a process has been stopped by a signal."""
+    """Tell whether a signal has stopped a process (SIGSTOP)."""
     try:
         fields = _stat_fields(process.pid)
         return fields[0] == b"T" and int(fields[19]) == process.start_ticks
@@ -94,15 +94,14 @@ def run_processes(
     sessions: Collection[Process] = (),
     *,
     ancestor: int | None = None,
-    spare: Collection[int] = (),
 ) -> list[Process]:
-    """List every living process of the run, except this one and those to spare.
+    """List every living process of the run, except this one.
 
     `run_id` is looked for in environments, `sessions` are leaders of sessions, `ancestor` is a process whose
     descendants count. A session whose leader's id belongs to a later process is not the run's any more.
     """
     marker = b"\0ZLAUNCH_RUN_ID=" + os.fsencode(run_id) + b"\0" if run_id is not None else None
-    spared = {os.getpid(), *spare}
+    own = os.getpid()
     start: dict[int, int] = {}
     children: dict[int, list[int]] = {}
     members: dict[int, list[int]] = {leader.pid: [] for leader in sessions}
@@ -132,10 +131,10 @@ def run_processes(
     todo = [] if ancestor is None else list(children.get(ancestor, ()))
     while todo:
         pid = todo.pop()
-        if pid not in spared:
+        if pid != own:
             found.add(pid)
             todo += children.get(pid, ())
-    return [Process(pid, start[pid]) for pid in found - spared]
+    return [Process(pid, start[pid]) for pid in found - {own}]
 
 
 def kill(process: Process, signum: int = signal.SIGKILL) -> None:
@@ -176,7 +175,6 @@ def sweep(
     sessions: Collection[Process] = (),
     *,
     ancestor: int | None = None,
-    spare: Collection[int] = (),
     reap: Callable[[], object] = lambda: None,
     timeout_s: float = 5.0,
 ) -> int:
@@ -189,7 +187,7 @@ def sweep(
     deadline = time.monotonic() + timeout_s
     empty_scans = 0
     while empty_scans < 2 and time.monotonic() < deadline:
-        found = run_processes(run_id, sessions, ancestor=ancestor, spare=spare)
+        found = run_processes(run_id, sessions, ancestor=ancestor)
         for process in found:
             kill(process)
         reap()

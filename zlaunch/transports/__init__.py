@@ -13,7 +13,7 @@ class Transport(Protocol):
 
     host: str
     local: bool
-    """Whether the agent is on this machine: its processes are ours to look for."""
+    """Tells whether the agent is on this machine, where the launcher can find its processes."""
 
     def send(self, message: Event) -> None:
         """Hand over a plan or a command; never raises and never blocks for long. Safe in a signal handler."""
@@ -28,4 +28,4 @@ class Transport(Protocol):
         """Take the agent down at once."""
 
     def diagnostics(self) -> str:
-        """Return what the agent or its way said on stderr, for the report when it dies."""
+        """Return what the agent or its transport wrote to stderr, for the report when it dies."""

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from zlaunch.errors import NodeError
 from zlaunch.system.processes import python_module_argv
-from zlaunch.transports.local import LocalTransport
+from zlaunch.transports.local import LocalTransport, open_program
 
 _PER_TASK = (
     *("SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_NTASKS_PER_GPU", "SLURM_GPU_BIND"),
@@ -18,7 +16,7 @@ _PER_TASK = (
 
 
 def srun_prefix(host: str, cpus: int | None) -> tuple[str, ...]:
-    """Start one task on one node of this allocation, beside whatever runs there, unbound."""
+    """Return the srun that starts one unbound task on a node of this allocation, beside what runs there."""
     return (
         "srun",
         f"--nodelist={host}",
@@ -35,16 +33,11 @@ def srun_prefix(host: str, cpus: int | None) -> tuple[str, ...]:
 
 
 def mpirun_prefix(host: str) -> tuple[str, ...]:
-    """Start one process on one node by Open MPI, unbound."""
+    """Return the mpirun that starts one unbound process on a node."""
     return ("mpirun", "--allow-run-as-root", "-np", "1", "-host", host, "--bind-to", "none")
 
 
 def open_command(host: str, prefix: Sequence[str], python: str, stderr_path: Path) -> LocalTransport:
     """Start the agent with a Python of the node. Raises NodeError when the starter is not there."""
-    if shutil.which(prefix[0]) is None:
-        raise NodeError(host, f"there is no {prefix[0]} on PATH")
-    try:
-        argv = (*prefix, python, *python_module_argv("zlaunch.node.agent")[1:])
-        return LocalTransport(host, argv, stderr_path, local=False, without=_PER_TASK)
-    except OSError as error:
-        raise NodeError(host, f"cannot start {prefix[0]}: {error.strerror}") from None
+    argv = (*prefix, python, *python_module_argv("zlaunch.node.agent")[1:])
+    return open_program(host, argv, stderr_path, without=_PER_TASK)

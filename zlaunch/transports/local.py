@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import stat
 import subprocess
 from collections.abc import Collection, Iterator, Sequence
@@ -59,11 +60,9 @@ class LocalTransport:
     def send(self, message: Event) -> None:
         """Write straight to the descriptor: a buffered writer could be entered twice by a signal handler."""
         data = memoryview(encode(message))
-        try:
+        with suppress(OSError, ValueError):  # it is gone; its reader sees that too
             while data:
                 data = data[os.write(self._stdin.fileno(), data) :]
-        except (OSError, ValueError):  # it is gone; its reader sees that too
-            pass
 
     def events(self) -> Iterator[Event]:
         """Yield events until the agent's stdout ends."""
@@ -74,10 +73,8 @@ class LocalTransport:
 
     def close(self, timeout_s: float) -> int | None:
         """Close stdin, which tells a living agent to stop, and wait."""
-        try:
+        with suppress(OSError):
             self._stdin.close()
-        except OSError:
-            pass
         try:
             code = self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -107,6 +104,18 @@ def open_local(host: str, stderr_path: Path) -> LocalTransport:
         return LocalTransport(host, python_module_argv("zlaunch.node.agent"), stderr_path)
     except OSError as error:
         raise NodeError(host, f"cannot start an agent: {error}") from None
+
+
+def open_program(
+    host: str, argv: Sequence[str], stderr_path: Path, *, advice: str = "", without: Collection[str] = ()
+) -> LocalTransport:
+    """Start the agent of a host by a program that carries its lines. Raises NodeError."""
+    if shutil.which(argv[0]) is None:
+        raise NodeError(host, f"there is no {argv[0]} on PATH{advice}")
+    try:
+        return LocalTransport(host, argv, stderr_path, local=False, without=without)
+    except OSError as error:
+        raise NodeError(host, f"cannot start {argv[0]}: {error.strerror}") from None
 
 
 def _user_input() -> int | None:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from zlaunch.errors import NodeError
-from zlaunch.transports.local import LocalTransport
+from zlaunch.transports.local import LocalTransport, open_program
 
 Asked = Mapping[str, Sequence[str]]
 """What `ssh -G` says: option in small letters -> its values."""
@@ -35,20 +33,13 @@ def reason_for_openssh(asked: Asked) -> str:
         expanded = Path(os.path.expanduser(path))
         if Path(f"{expanded}-cert.pub").is_file():
             return "a certificate beside the identityfile"
-        if expanded.is_file() and _begins(Path(f"{expanded}.pub"), b"sk-"):
+        if expanded.is_file() and _has_line(Path(f"{expanded}.pub"), b"sk-"):
             return "an identityfile on a security key"
     for name in ("userknownhostsfile", "globalknownhostsfile"):
         for path in (word for value in asked.get(name, ()) for word in value.split()):
             if _has_line(Path(os.path.expanduser(path)), _CERT_AUTHORITY):
                 return "@cert-authority in known_hosts"
     return ""
-
-
-def _begins(path: Path, start: bytes) -> bool:
-    try:
-        return path.read_bytes().startswith(start)
-    except OSError:
-        return False
 
 
 def _has_line(path: Path, start: bytes) -> bool:
@@ -73,8 +64,6 @@ def open_openssh(
 
     A host's refusal shows when the agent is asked who it is: `ssh` says why and ends with 255.
     """
-    if shutil.which("ssh") is None:
-        raise NodeError(host, "there is no ssh on PATH: install OpenSSH's client, or use --launcher ssh")
     options = ["BatchMode=yes", f"ConnectTimeout={max(1, round(timeout_s))}"]
     options += ["ServerAliveInterval=5", "ServerAliveCountMax=3", "RequestTTY=no", "LogLevel=ERROR"]
     if accept_new:
@@ -83,7 +72,5 @@ def open_openssh(
     argv += ["-F", config] if config else []
     argv += ["-l", user] if user else []
     argv += ["-p", str(port)] if port else []
-    try:
-        return LocalTransport(host, (*argv, "--", host, command), stderr_path, local=False)
-    except OSError as error:
-        raise NodeError(host, f"cannot start ssh: {error.strerror}") from None
+    advice = ": install OpenSSH's client, or use --launcher ssh"
+    return open_program(host, (*argv, "--", host, command), stderr_path, advice=advice)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import errno
 import logging
 import queue
@@ -75,12 +76,10 @@ class SshTransport:
         self._outgoing.put(encode(message))
 
     def _write(self) -> None:
-        try:
+        with contextlib.suppress(OSError):  # it is gone; its reader sees that too
             while (data := self._outgoing.get()) is not None:
                 self._channel.sendall(data)
             self._channel.shutdown_write()
-        except OSError:  # it is gone; its reader sees that too
-            pass
 
     def events(self) -> Iterator[Event]:
         """Yield events until the channel ends; lines that are not events (a noisy shell) are passed over."""
@@ -131,11 +130,11 @@ def open_ssh(settings: HostSettings, python: str, *, accept_new: bool) -> SshTra
         try:
             client = _connect(settings, jumps, accept_new)
             return SshTransport(settings.alias, client, jumps, python, settings.timeout_s)
-        except NodeError:
-            _close(jumps)
-            raise
-        except (paramiko.SSHException, OSError, EOFError) as error:
-            _close(jumps)
+        except (NodeError, paramiko.SSHException, OSError, EOFError) as error:
+            for jump in jumps:
+                jump.close()
+            if isinstance(error, NodeError):
+                raise
             busy = "banner" in str(error) or isinstance(error, (ConnectionResetError, EOFError))
             if not busy or attempt == _ATTEMPTS - 1:
                 refused = AuthenticationRefused if _is_refusal(error) else NodeError
@@ -144,20 +143,12 @@ def open_ssh(settings: HostSettings, python: str, *, accept_new: bool) -> SshTra
     raise AssertionError
 
 
-def _close(clients: list[paramiko.SSHClient]) -> None:
-    for client in clients:
-        client.close()
-
-
 def _connect(settings: HostSettings, jumps: list[paramiko.SSHClient], accept_new: bool) -> paramiko.SSHClient:
     client = paramiko.SSHClient()
     for path in settings.known_hosts:
-        try:
-            client.load_host_keys(path) if path == settings.known_hosts[0] else client.load_system_host_keys(
-                path
-            )
-        except OSError:
-            continue
+        is_first = path == settings.known_hosts[0]
+        with contextlib.suppress(OSError):
+            (client.load_host_keys if is_first else client.load_system_host_keys)(path)
     client.set_missing_host_key_policy(_UnknownKey(settings, accept_new or settings.accept_new))
     sock: Any = None
     if settings.jump is not None:

@@ -10,7 +10,7 @@ import getpass
 import os
 import shutil
 import subprocess
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from zlaunch.errors import NodeError
@@ -53,47 +53,39 @@ def _resolve(host: str, user: str | None, port: int | None, config: str | None, 
     if depth > 5:
         raise NodeError(host, "ProxyJump goes in circles in the ssh configuration")
     options = _ask_openssh(host, user, port, config) if shutil.which("ssh") else _read_file(host, config)
-    jump = None
-    hops = [hop for hop in options.get("proxyjump", ["none"])[0].split(",") if hop and hop != "none"]
-    if hops:
-        # a,b: through a to b. The last hop is reached through those before it.
-        jump = None
-        for hop in hops:
-            hop_user, _, rest = hop.removeprefix("ssh://").rpartition("@")
-            name, _, hop_port = rest.partition(":") if rest.count(":") == 1 else (rest, "", "")
-            settings = _resolve(
-                name, hop_user or None, int(hop_port) if hop_port else None, config, depth + 1
-            )
-            jump = settings if jump is None else _through(settings, jump)
-    timeout = options.get("connecttimeout", ["none"])[0]
-    known = [
-        os.path.expanduser(p) for p in options.get("userknownhostsfile", ["~/.ssh/known_hosts"])[0].split()
-    ]
-    known += [
-        os.path.expanduser(p)
-        for p in options.get("globalknownhostsfile", ["/etc/ssh/ssh_known_hosts"])[0].split()
-    ]
-    identities = tuple(os.path.expanduser(p) for p in options.get("identityfile", []))
+
+    def first(name: str, default: str) -> str:
+        return options.get(name, [default])[0]
+
+    jump: HostSettings | None = None
+    for hop in first("proxyjump", "none").split(","):  # a,b: through a to b
+        if hop in ("", "none"):
+            continue
+        hop_user, _, rest = hop.removeprefix("ssh://").rpartition("@")
+        name, _, hop_port = rest.partition(":") if rest.count(":") == 1 else (rest, "", "")
+        reached = _resolve(name, hop_user or None, int(hop_port) if hop_port else None, config, depth + 1)
+        if jump is not None:
+            needs_openssh = reached.needs_openssh or jump.needs_openssh
+            reached = replace(reached, jump=jump, needs_openssh=needs_openssh)
+        jump = reached
+    timeout = first("connecttimeout", "none")
+    known_hosts = first("userknownhostsfile", "~/.ssh/known_hosts").split()
+    known_hosts += first("globalknownhostsfile", "/etc/ssh/ssh_known_hosts").split()
+    identities = map(os.path.expanduser, options.get("identityfile", []))
     return HostSettings(
         alias=host,
-        hostname=options.get("hostname", [host])[0],
-        user=user or options.get("user", [getpass.getuser()])[0],
-        port=port or int(options.get("port", ["22"])[0]),
+        hostname=first("hostname", host),
+        user=user or first("user", getpass.getuser()),
+        port=port or int(first("port", "22")),
         identity_files=tuple(path for path in identities if os.path.isfile(path)),
-        identities_only=options.get("identitiesonly", ["no"])[0] == "yes",
-        known_hosts=tuple(known),
-        accept_new=options.get("stricthostkeychecking", ["ask"])[0] in ("accept-new", "no", "off", "false"),
+        identities_only=first("identitiesonly", "no") == "yes",
+        known_hosts=tuple(map(os.path.expanduser, known_hosts)),
+        accept_new=first("stricthostkeychecking", "ask") in ("accept-new", "no", "off", "false"),
         timeout_s=float(timeout) if timeout.isdigit() and int(timeout) else _CONNECT_TIMEOUT_S,
         jump=jump,
         needs_openssh=reason_for_openssh(options) or (jump.needs_openssh if jump is not None else ""),
-        gssapi=options.get("gssapiauthentication", ["no"])[0] == "yes",
+        gssapi=first("gssapiauthentication", "no") == "yes",
     )
-
-
-def _through(settings: HostSettings, jump: HostSettings) -> HostSettings:
-    from dataclasses import replace
-
-    return replace(settings, jump=jump, needs_openssh=settings.needs_openssh or jump.needs_openssh)
 
 
 def _ask_openssh(host: str, user: str | None, port: int | None, config: str | None) -> dict[str, list[str]]:

@@ -68,14 +68,14 @@ class Console:
     def message(self, text: str) -> None:
         """Show a message of the launcher itself, on stderr."""
         if not self._quiet:
-            self._write("stderr", f"zlaunch: {text}\n".encode("utf-8", "surrogateescape"))
+            self.text(f"zlaunch: {text}")
 
     def error(self, text: str) -> None:
-        """Show something that the user has to know, on stderr, also when it is to be quiet."""
-        self._write("stderr", f"zlaunch: error: {text}\n".encode("utf-8", "surrogateescape"))
+        """Show an error on stderr, also with --quiet."""
+        self.text(f"zlaunch: error: {text}")
 
     def text(self, text: str) -> None:
-        """Show lines as they are, on stderr, also when it is to be quiet."""
+        """Show lines as they are on stderr, also with --quiet."""
         self._write("stderr", f"{text}\n".encode("utf-8", "surrogateescape"))
 
     def metrics(self, event: Mapping[str, Any]) -> None:
@@ -102,7 +102,7 @@ class Console:
             self._write("stdout", text.encode() + b"\n")
 
     def close(self) -> None:
-        """Show unfinished lines and leave the last status standing: a run, or an attempt at it, is over."""
+        """Show unfinished lines and leave the last status standing, at the end of an attempt."""
         for (rank, stream), rest in self._partial.items():
             if rest:
                 self._write(stream, b"[rank %d] %s\n" % (rank, rest))
@@ -143,7 +143,7 @@ class Console:
             self._put("stdout", self._status[:width].encode())
 
     def _put(self, stream: str, data: bytes) -> None:
-        """Write all of it; a reader that has gone (`| head`), a full disk or a lost terminal ends nothing."""
+        """Write all data; a reader that has gone (`| head`), a full disk or a lost terminal ends nothing."""
         file = self._streams.get(stream)
         if file is None:
             return
@@ -160,7 +160,7 @@ class Console:
 
 
 def _write_all(file: BinaryIO, data: bytes) -> None:
-    """Write through to the descriptor, if there is one, even if it has been made non-blocking."""
+    """Write all data to the descriptor, if there is one, even if it has been made non-blocking."""
     file.flush()
     try:
         fd = file.fileno()

@@ -73,34 +73,27 @@ def test_nothing_left_is_an_error() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_nodes", "num_gpus", "pool"),
-    [
-        (None, None, POOL),
-        (1, None, {"worker-0": (0, 1, 2, 3)}),
-        (2, 2, {"worker-0": (0, 1), "worker-1": (0, 1)}),
-        (None, 1, {"worker-0": (0,), "worker-1": (0,), "gpu7": (0,)}),
-    ],
+    ("num_gpus", "pool"),
+    [(None, POOL), (1, {"worker-0": (0,), "worker-1": (0,), "gpu7": (0,)})],
 )
-def test_limit(num_nodes: int | None, num_gpus: int | None, pool: dict[str, tuple[int, ...]]) -> None:
-    assert limit(POOL, num_nodes, num_gpus) == pool
+def test_limit(num_gpus: int | None, pool: dict[str, tuple[int, ...]]) -> None:
+    assert limit(POOL, num_gpus) == pool
 
 
 def test_limit_takes_the_first_slots_that_are_there() -> None:
-    assert limit({"a": [1, 3, 5]}, None, 2) == {"a": (1, 3)}
+    assert limit({"a": [1, 3, 5]}, 2) == {"a": (1, 3)}
 
 
 @pytest.mark.parametrize(
-    ("num_nodes", "num_gpus", "words"),
+    ("num_gpus", "words"),
     [
-        (4, None, r"--num_nodes 4: there are 3 host\(s\): worker-0, worker-1, gpu7"),
-        (0, None, "--num_nodes 0: there are 3"),
-        (2, 3, r"--num_gpus 3: worker-1 has 2 slot\(s\)"),
-        (1, 0, r"--num_gpus 0: worker-0 has 4 slot\(s\)"),
+        (3, r"--num_gpus 3: worker-1 has 2 slot\(s\)"),
+        (0, r"--num_gpus 0: worker-0 has 4 slot\(s\)"),
     ],
 )
-def test_limits_beyond_what_is_there(num_nodes: int, num_gpus: int | None, words: str) -> None:
+def test_limits_beyond_what_is_there(num_gpus: int, words: str) -> None:
     with pytest.raises(FilterError, match=words):
-        limit(POOL, num_nodes, num_gpus)
+        limit(POOL, num_gpus)
 
 
 @given(st.text(alphabet="ab01-:,@ \t9x[]", max_size=20) | st.text(max_size=20))

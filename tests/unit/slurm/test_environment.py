@@ -166,19 +166,19 @@ def place(**variables: str) -> StepPlace:
 
 
 def test_place_with_one_task_a_node() -> None:
-    assert place(SLURM_STEP_TASKS_PER_NODE="1(x2)") == StepPlace(1, 2, 0, 1, "one_per_node")
+    assert place(SLURM_STEP_TASKS_PER_NODE="1(x2)") == StepPlace(1, 2, 0, 1, True)
 
 
 def test_place_with_one_task_a_gpu() -> None:
     found = place(SLURM_STEP_TASKS_PER_NODE="2(x2)", SLURM_STEP_GPUS="0,1", SLURM_LOCALID="1")
-    assert found == StepPlace(1, 2, 1, 2, "one_per_gpu")
+    assert found == StepPlace(1, 2, 1, 2, False)
 
 
 def test_other_places() -> None:
-    assert place(SLURM_STEP_TASKS_PER_NODE="2(x2)", SLURM_STEP_GPUS="0-3").layout == "other"
+    assert place(SLURM_STEP_TASKS_PER_NODE="2(x2)", SLURM_STEP_GPUS="0-3").one_per_node is False
     assert place(
         SLURM_STEP_TASKS_PER_NODE="", SLURM_TASKS_PER_NODE="", SLURM_STEP_NUM_TASKS="2"
-    ) == StepPlace(1, 2, 0, 1, "one_per_node")
+    ) == StepPlace(1, 2, 0, 1, True)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import os
 import stat
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,26 @@ from zlaunch.cli.main import main
 from zlaunch.slurm import commands as queue
 from zlaunch.slurm.commands import was_cancelled
 from zlaunch.slurm.environment import SlurmError
-from zlaunch.slurm.script import PRESETS, BatchScript, render
+from zlaunch.slurm.script import BatchScript, render
 
 TEMPLATES = Path(__file__).resolve().parents[3] / "slurm" / "templates"
+
+TRAIN = BatchScript(
+    job_name="train",
+    gpus_per_node=8,
+    cpus_per_task=64,
+    time="24:00:00",
+    output="%x-%j.out",
+    venv=".venv",
+    script="train.py",
+    script_args=("--config", "ds.json"),
+)
+PRESETS = {
+    "single_node": TRAIN,
+    "multi_node": replace(TRAIN, nodes=4),
+    "preemptible": replace(TRAIN, nodes=4, signal="USR1@120", requeue=True),
+}
+"""What the files in `templates/` were made from."""
 
 EVERYTHING = BatchScript(
     script="my train.py",
