@@ -144,11 +144,8 @@ def load_units(
             fill = filler(checkpoint, unit)
             take_values(unit, fill)
             own = by_unit.get(id(unit), [])
-            if optimizer is None or not own:
-                continue
-            groups = [optimizer.param_groups[part.group] for part, _ in own]
-            on_device = any(group.get("fused") or group.get("capturable") for group in groups)
-            take_state(unit, own, fill, optimizer.state, on_device)
+            if optimizer is not None and own:
+                take_state(unit, own, fill, optimizer)
 
 
 def load_persistent(checkpoint: Checkpoint, sharded: ShardedModel) -> None:

@@ -212,15 +212,15 @@ def take_values(unit: Unit, fill: Fill) -> None:
     unit.values.flush()
 
 
-def take_state(unit: Unit, slices: Sequence[Described], fill: Fill, state: State, on_device: bool) -> None:
+def take_state(unit: Unit, slices: Sequence[Described], fill: Fill, optimizer: torch.optim.Optimizer) -> None:
     """Load this rank's optimizer state of a unit, whose slices have been split by what is kept for them.
-
-    ``on_device``: the optimizer wants its counters where its parameters are. Raises DiskError,
-    CheckpointError.
+    Raises DiskError, CheckpointError.
     """
-    store = unit.store
+    store, state = unit.store, optimizer.state
     assert store is not None
     for part, what in slices:
+        group = optimizer.param_groups[part.group]
+        on_device = bool(group.get("fused") or group.get("capturable"))
         _take_entries(part, what, state, store.state_room, on_device)
     if not any(what.tensors for _, what in slices):
         return
@@ -236,7 +236,10 @@ def take_state(unit: Unit, slices: Sequence[Described], fill: Fill, state: State
 def _take_entries(
     part: ShardSlice, what: Description, state: State, room: int | None, on_device: bool
 ) -> None:
-    """Give a slice the state entries of its description; their tensors are filled afterwards."""
+    """Give a slice the state entries of its description; their tensors are filled afterwards.
+
+    ``on_device``: the optimizer wants its counters where its parameters are.
+    """
     keys = [key for key, _ in what.tensors]
     if part.leaf is None:
         assert room is not None

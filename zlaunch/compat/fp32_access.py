@@ -269,10 +269,7 @@ class _Parameter:
             touched = unit.start + part.start < slot.stop and unit.start + part.stop > slot.offset
             has_no_step = touched and what == Description()
             slices.append((part, fresh if has_no_step else what))
-        fused = any(
-            group.get("fused") or group.get("capturable") for group in self.step.optimizer.param_groups
-        )
-        take_state(unit, slices, self._filler(flat, key), state, fused and self.engine.device.type != "cpu")
+        take_state(unit, slices, self._filler(flat, key), self.step.optimizer)
 
     def _filler(self, flat: Tensor, wanted: str) -> Fill:
         slot = self.slot

@@ -109,10 +109,6 @@ class ConfigGetters:
         """Tell whether the optimizer steps on the CPU: with offload."""
         return self.zero_cpu_offload()
 
-    def zero_gather_16bit_weights_on_model_save(self) -> bool:
-        """Tell whether accelerate and the Trainer save whole weights at stage 3."""
-        return bool(self.effective_config.zero_optimization.stage3_gather_16bit_weights_on_model_save)
-
     def postscale_gradients(self) -> bool:
         """Tell whether gradients are divided after the reduction."""
         return not self.effective_config.prescale_gradients
@@ -126,11 +122,6 @@ class ConfigGetters:
         """Return the scale that fp16 training starts with."""
         return float(2**self.effective_config.fp16.initial_scale_power)
 
-    def fp16_enabled(self) -> bool:
-        """Return ``fp16.enabled``."""
-        return bool(self.effective_config.fp16.enabled)
-
 
 for _name, _path in _PATHS.items():
-    if _name not in ConfigGetters.__dict__:
-        setattr(ConfigGetters, _name, _getter(_name, _path))
+    setattr(ConfigGetters, _name, _getter(_name, _path))
