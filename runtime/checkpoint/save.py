@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,7 @@ from ..zero.hooks import ShardedModel
 from ..zero.unit import Unit
 from .all_or_none import all_or_none
 from .format.commit import SaveTarget, point_to, prepare, prune, put_in_place, write_manifest
-from .format.manifest import FORMAT, VERSION, WHOLE
+from .format.manifest import WHOLE
 from .format.tensor_file import NAMES, CheckpointError
 from .format.writer import FileWriter
 from .shard_io import Described, Description, ShardBlock, blocks_of, describe, persistent
@@ -180,7 +179,8 @@ class Save:
 
     def _complete(self, parts: Sequence[Mapping[str, Any]]) -> None:
         target = self._target
-        write_manifest(target.temporary, _manifest(self._source, target, parts, self._whole))
+        files = {name: entry for part in parts for name, entry in part["files"].items()}
+        write_manifest(target.temporary, _entries(self._source, target, parts), self._whole, files)
         put_in_place(target.temporary, target.folder / target.tag)
 
     def _give_up(self) -> None:
@@ -276,13 +276,10 @@ def _tied(sharded: ShardedModel) -> dict[str, str]:
 # -- the whole
 
 
-def _manifest(
-    source: Source, target: SaveTarget, parts: Sequence[Mapping[str, Any]], whole: Mapping[str, Tensor]
-) -> dict[str, Any]:
+def _entries(source: Source, target: SaveTarget, parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Put together the manifest's entries about the run and its parameters."""
     merged: dict[str, Any] = {}
-    files: dict[str, Any] = {}
     for part in parts:
-        files |= part["files"]
         for name, entry in part["parameters"].items():
             if name in merged:
                 merged[name]["slices"] += entry["slices"]
@@ -290,15 +287,7 @@ def _manifest(
                 merged[name] = {**entry, "slices": list(entry["slices"])}
     ordered = [name for name, _ in source.sharded.module.named_parameters() if name in merged]
     left_out = [unit for unit in source.sharded.units if target.exclude_frozen and not unit.trainable]
-    buffers = {
-        name.removeprefix("buffer."): {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape)}
-        for name, tensor in whole.items()
-        if name.startswith("buffer.")
-    }
     return {
-        "format": FORMAT,
-        "version": VERSION,
-        "time": time.time(),
         "save_id": target.owner,
         "world_size": source.sharded.comm.world_size,
         **source.facts,
@@ -306,6 +295,4 @@ def _manifest(
         "parameters": {name: merged[name] for name in ordered},
         "excluded": [name for unit in left_out for name in unit.names if name not in merged],
         "tied": _tied(source.sharded),
-        "buffers": buffers,
-        "files": files,
     }
