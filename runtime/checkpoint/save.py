@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,7 @@ class Save:
         self._comm = source.sharded.comm
         self._writer: FileWriter | None = None
         self._whole_writer: FileWriter | None = None
-        self._later: list[tuple[ShardBlock, Snapshot | None]] = []
+        self._later: list[ShardBlock] = []
         self._announced: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
         self._part: dict[str, Any] = {}
         self._whole: dict[str, Tensor] = {}
@@ -109,11 +110,11 @@ class Save:
             if not block.resident:
                 self._write(block)
             elif snapshot is None:
-                self._later.append((block, None))
+                self._later.append(block)
             else:
                 with block.open() as pieces:
                     snapshot.take(block.prefix, pieces)
-                self._later.append((block, snapshot))
+                self._later.append(replace(block, open=partial(snapshot.open, block.prefix)))
         if snapshot is not None:
             self._whole = {name: value.detach().cpu().clone() for name, value in self._whole.items()}
             self._link.after_downloads()
@@ -158,14 +159,8 @@ class Save:
     def _finish(self) -> dict[str, Any]:
         self._open_files()
         assert self._writer is not None
-        for block, snapshot in self._later:
-            if snapshot is None:
-                self._write(block)
-            else:
-                snapshot.arrived()
-                for kind in block.kinds:
-                    for piece in snapshot.parts(block.prefix, kind):
-                        self._writer.write(f"{block.prefix}.{kind}", piece)
+        for block in self._later:
+            self._write(block)
         for name, tensor in self._source.rank_tensors.items():
             self._writer.write(name, tensor)
         entry = {**self._writer.close(), "host": self._target.host}

@@ -102,14 +102,12 @@ def read_deepspeed(folder: Path) -> ForeignCheckpoint:
         inner = states[0]["base_optimizer_state"]
     tied = dict(first.get("shared_params") or {})
     parameters |= _others(first, parameters.keys() | tied.keys())
-    dtypes = {name: tensor.dtype for name, tensor in first["module"].items() if isinstance(tensor, Tensor)}
+    dtypes = {name: entry.dtype for name, entry in parameters.items()}
+    dtypes |= {name: tensor.dtype for name, tensor in first["module"].items() if isinstance(tensor, Tensor)}
     ordered = [name for name in first["module"] if name in parameters]
     ordered += [name for name in parameters if name not in ordered]
     return ForeignCheckpoint(
-        parameters={
-            name: replace(parameters[name], dtype=dtypes.get(name, parameters[name].dtype))
-            for name in ordered
-        },
+        parameters={name: replace(parameters[name], dtype=dtypes[name]) for name in ordered},
         buffers=_buffers(first),
         tied=tied,
         facts={

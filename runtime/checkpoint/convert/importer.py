@@ -122,7 +122,7 @@ def _write_into(checkpoint: ForeignCheckpoint, folder: Path, rank: int) -> None:
 def _write_file(
     path: Path, contents: Mapping[str, tuple[torch.dtype, tuple[int, ...], Sequence[Tensor]]]
 ) -> dict[str, Any]:
-    """Write tensors, given as dtype, shape and consecutive pieces; return the file's entry in the manifest."""
+    """Write tensors, given as dtype, shape and consecutive pieces; return the file's manifest entry."""
     announced = {name: (dtype, shape) for name, (dtype, shape, _) in contents.items()}
     writer = FileWriter(path, announced, HostLink(torch.device("cpu"), pin=False))
     try:
