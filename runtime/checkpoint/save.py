@@ -45,6 +45,10 @@ class Source:
     rank_tensors: Mapping[str, Tensor]
 
 
+Announced = dict[str, tuple[torch.dtype, tuple[int, ...]]]
+"""Dtype and shape of each tensor of a file, in their order."""
+
+
 def rank_file(rank: int) -> str:
     """Return the name of one rank's file of tensors."""
     return f"rank_{rank:05d}.safetensors"
@@ -64,7 +68,7 @@ class Save:
         self._writer: FileWriter | None = None
         self._whole_writer: FileWriter | None = None
         self._later: list[ShardBlock] = []
-        self._announced: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+        self._announced: Announced = {}
         self._part: dict[str, Any] = {}
         self._whole: dict[str, Tensor] = {}
 
@@ -88,12 +92,10 @@ class Save:
         source, target, rank = self._source, self._target, self._comm.rank
         blocks = list(_blocks(source, target))
         blocks.sort(key=lambda block: block.resident)
-        announced: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
         for block in blocks:
             for kind, dtype in block.kinds.items():
-                announced[f"{block.prefix}.{kind}"] = dtype, (block.last - block.first,)
-        for name, tensor in source.rank_tensors.items():
-            announced[name] = tensor.dtype, tuple(tensor.shape)
+                self._announced[f"{block.prefix}.{kind}"] = dtype, (block.last - block.first,)
+        self._announced |= _announce(source.rank_tensors)
         self._part = {
             "parameters": _describe_all(source, blocks, rank),
             "rank_state": source.rank_facts,
@@ -101,7 +103,6 @@ class Save:
         if target.leader:
             self._whole = {**source.tensors}
             self._whole |= {f"buffer.{name}": value for name, value in persistent(source.sharded).items()}
-        self._announced = announced
         if snapshot is None or not all(block.resident for block in blocks):
             self._open_files()
         if snapshot is not None:
@@ -125,9 +126,8 @@ class Save:
         folder = self._target.temporary
         self._writer = FileWriter(folder / rank_file(self._comm.rank), self._announced, self._link)
         if self._target.leader:
-            announced = {name: (t.dtype, tuple(t.shape)) for name, t in self._whole.items()}
             try:
-                self._whole_writer = FileWriter(folder / WHOLE, announced, self._link)
+                self._whole_writer = FileWriter(folder / WHOLE, _announce(self._whole), self._link)
             except FileExistsError:
                 raise CheckpointError(
                     f"{folder / WHOLE}: another node writes it, too: the nodes share this folder, so "
@@ -184,6 +184,10 @@ class Save:
                 writer.abandon()
         if self._target.leader:
             shutil.rmtree(self._target.temporary, ignore_errors=True)
+
+
+def _announce(tensors: Mapping[str, Tensor]) -> Announced:
+    return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
 
 
 # -- what this rank writes

@@ -216,8 +216,12 @@ def _between(parts: Sequence[Tensor], start: int, stop: int) -> list[Tensor]:
     return found
 
 
-def _kept(entry: Mapping[str, Any], numel: int) -> tuple[list[str], dict[str, Any]]:
-    """Return the names of tensors that the optimizer keeps for each element of a vector, and the rest."""
+def _kept(
+    entry: Mapping[str, Any], numel: int, groups: Sequence[Mapping[str, Any]]
+) -> tuple[list[str], dict[str, Any]]:
+    """Return the names of tensors that the optimizer keeps for each element of a vector, and the rest, with
+    the step of an optimizer that counts in its ``groups``.
+    """
     tensors = [
         k for k, v in entry.items() if isinstance(v, Tensor) and v.dim() == 1 and v.numel() >= numel > 1
     ]
@@ -228,15 +232,10 @@ def _kept(entry: Mapping[str, Any], numel: int) -> tuple[list[str], dict[str, An
         elif isinstance(value, (int, float)) and not isinstance(value, bool):
             # torch's optimizers count in tensors now; DeepSpeed's optimizers count in plain numbers
             scalars[key] = ["F32", float(value)] if key == "step" else ["", value]
+    steps = [group["step"] for group in groups if "step" in group]
+    if tensors and steps and "step" not in scalars:
+        scalars["step"] = ["F32", float(steps[0])]
     return tensors, scalars
-
-
-def _with_step(scalars: dict[str, Any], inner: Mapping[str, Any]) -> dict[str, Any]:
-    """Add the step of an optimizer that counts in its groups, not for each parameter."""
-    step = next((group["step"] for group in inner.get("param_groups", []) if "step" in group), None)
-    if step is None or "step" in scalars:
-        return scalars
-    return {**scalars, "step": ["F32", float(step)]}
 
 
 def _stage12(
@@ -251,8 +250,8 @@ def _stage12(
     for group, members in enumerate(shapes):
         values = [state["single_partition_of_fp32_groups"][group].reshape(-1) for state in states]
         kept = [state["base_optimizer_state"]["state"].get(group, {}) for state in states]
-        tensors, scalars = _kept(kept[0], values[0].numel())
-        scalars = _with_step(scalars, states[0]["base_optimizer_state"]) if tensors else scalars
+        groups = states[0]["base_optimizer_state"].get("param_groups", [])
+        tensors, scalars = _kept(kept[0], values[0].numel(), groups)
         lists = {VALUE: values}
         for key in tensors:
             lists[key] = [entry[key][: v.numel()] for entry, v in zip(kept, values, strict=True)]
@@ -276,8 +275,8 @@ def _stage3(
     found: dict[str, Foreign] = {}
     flats = [[flat.reshape(-1) for flat in state["fp32_flat_groups"]] for state in states]
     kept = [state["optimizer_state_dict"]["state"] for state in states]
-    tensors, scalars = _kept(kept[0].get(0, {}), flats[0][0].numel())
-    scalars = _with_step(scalars, states[0]["optimizer_state_dict"]) if tensors else scalars
+    groups = states[0]["optimizer_state_dict"].get("param_groups", [])
+    tensors, scalars = _kept(kept[0].get(0, {}), flats[0][0].numel(), groups)
     lists: dict[str, list[list[Tensor]]] = {VALUE: flats}
     for key in tensors:
         lists[key] = [
