@@ -109,6 +109,10 @@ class ConfigGetters:
         """Tell whether the optimizer steps on the CPU: with offload."""
         return self.zero_cpu_offload()
 
+    def zero_gather_16bit_weights_on_model_save(self) -> bool:
+        """Tell whether accelerate and the Trainer save whole weights at stage 3."""
+        return bool(self.effective_config.zero_optimization.stage3_gather_16bit_weights_on_model_save)
+
     def postscale_gradients(self) -> bool:
         """Tell whether gradients are divided after the reduction."""
         return not self.effective_config.prescale_gradients
@@ -124,4 +128,5 @@ class ConfigGetters:
 
 
 for _name, _path in _PATHS.items():
-    setattr(ConfigGetters, _name, _getter(_name, _path))
+    if _name not in ConfigGetters.__dict__:
+        setattr(ConfigGetters, _name, _getter(_name, _path))
