@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,43 +24,32 @@ def check_model(checkpoint: Checkpoint, sharded: ShardedModel, *, strict: bool) 
     """Raise CheckpointError, naming parameters, if checkpoint and model do not fit: in shape always, in names
     where ``strict``.
     """
-    wanted = {name: list(shape) for u in sharded.units for name, shape in zip(u.names, u.shapes, strict=True)}
-    buffers = {name: list(tensor.shape) for name, tensor in persistent(sharded).items()}
-    have = {name: entry["shape"] for name, entry in checkpoint.parameters.items()}
-    there = {name: entry["shape"] for name, entry in checkpoint.manifest["buffers"].items()}
-    for name in buffers.keys() & have.keys() - wanted.keys():  # an imported file does not tell them apart
-        there[name] = have.pop(name)
-    problems: list[str] = []
-    for name, shape in wanted.items():
-        own = have.get(source_name(checkpoint, name))
-        if own is not None and own != shape:
-            problems.append(f"{name} has shape {own} in it and {shape} in the model")
-    problems += [
-        f"buffer {name} has shape {there[name]} in it and {shape} in the model"
-        for name, shape in buffers.items()
-        if name in there and there[name] != shape
+    shapes = {name: list(shape) for u in sharded.units for name, shape in zip(u.names, u.shapes, strict=True)}
+    sources = {name: source_name(checkpoint, name) for name in shapes}
+    there = {name: entry["shape"] for name, entry in checkpoint.parameters.items()}
+    buffers = {name: entry["shape"] for name, entry in checkpoint.manifest["buffers"].items()}
+    for name, tensor in persistent(sharded).items():
+        if name in there and name not in shapes:  # an imported file does not tell them apart
+            buffers[name] = there.pop(name)
+        shapes[f"buffer {name}"] = list(tensor.shape)
+        sources[f"buffer {name}"] = f"buffer {name}"
+    there |= {f"buffer {name}": shape for name, shape in buffers.items()}
+    problems = [
+        f"{name} has shape {there[sources[name]]} in it and {shape} in the model"
+        for name, shape in shapes.items()
+        if there.get(sources[name], shape) != shape
     ]
+    advice = " (load_module_strict=False loads what fits)" if strict and not problems else ""
     if strict:
-        excluded = set(checkpoint.manifest["excluded"])
-        used = {source_name(checkpoint, name) for name in wanted}
-        problems += [
-            f"{name} is not in it"
-            for name in wanted
-            if source_name(checkpoint, name) not in have and name not in excluded
-        ]
-        problems += [f"{name} is not in the model" for name in have if name not in used]
-        problems += [f"buffer {name} is not in it" for name in buffers if name not in there]
-        problems += [f"buffer {name} is not in the model" for name in there if name not in buffers]
+        excluded, used = set(checkpoint.manifest["excluded"]), set(sources.values())
+        missing = [name for name, source in sources.items() if source not in there and name not in excluded]
+        problems += [f"{name} is not in it" for name in missing]
+        problems += [f"{name} is not in the model" for name in there if name not in used]
     if problems:
         more = f", and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
-        advice = " (load_module_strict=False loads what fits)" if strict and not _shapes(problems) else ""
         raise CheckpointError(
             f"{checkpoint.folder}: is not of this model: {'; '.join(problems[:_SHOWN])}{more}{advice}"
         )
-
-
-def _shapes(problems: Iterable[str]) -> bool:
-    return any(" has shape " in problem for problem in problems)
 
 
 def check_optimizer(checkpoint: Checkpoint, optimizer: torch.optim.Optimizer, units: Sequence[Unit]) -> None:
@@ -144,11 +133,8 @@ def load_units(
             fill = filler(checkpoint, unit)
             take_values(unit, fill)
             own = by_unit.get(id(unit), [])
-            if optimizer is None or not own:
-                continue
-            groups = [optimizer.param_groups[part.group] for part, _ in own]
-            on_device = any(group.get("fused") or group.get("capturable") for group in groups)
-            take_state(unit, own, fill, optimizer.state, on_device)
+            if optimizer is not None and own:
+                take_state(unit, own, fill, optimizer)
 
 
 def load_persistent(checkpoint: Checkpoint, sharded: ShardedModel) -> None:

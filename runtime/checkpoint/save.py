@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import shutil
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from ..zero.hooks import ShardedModel
 from ..zero.unit import Unit
 from .all_or_none import all_or_none
 from .format.commit import SaveTarget, point_to, prepare, prune, put_in_place, write_manifest
-from .format.manifest import FORMAT, VERSION, WHOLE
+from .format.manifest import WHOLE
 from .format.tensor_file import NAMES, CheckpointError
 from .format.writer import FileWriter
 from .shard_io import Described, Description, ShardBlock, blocks_of, describe, persistent
@@ -45,6 +45,10 @@ class Source:
     rank_tensors: Mapping[str, Tensor]
 
 
+Announced = dict[str, tuple[torch.dtype, tuple[int, ...]]]
+"""Dtype and shape of each tensor of a file, in their order."""
+
+
 def rank_file(rank: int) -> str:
     """Return the name of one rank's file of tensors."""
     return f"rank_{rank:05d}.safetensors"
@@ -63,8 +67,8 @@ class Save:
         self._comm = source.sharded.comm
         self._writer: FileWriter | None = None
         self._whole_writer: FileWriter | None = None
-        self._later: list[tuple[ShardBlock, Snapshot | None]] = []
-        self._announced: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+        self._later: list[ShardBlock] = []
+        self._announced: Announced = {}
         self._part: dict[str, Any] = {}
         self._whole: dict[str, Tensor] = {}
 
@@ -88,12 +92,10 @@ class Save:
         source, target, rank = self._source, self._target, self._comm.rank
         blocks = list(_blocks(source, target))
         blocks.sort(key=lambda block: block.resident)
-        announced: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
         for block in blocks:
             for kind, dtype in block.kinds.items():
-                announced[f"{block.prefix}.{kind}"] = dtype, (block.last - block.first,)
-        for name, tensor in source.rank_tensors.items():
-            announced[name] = tensor.dtype, tuple(tensor.shape)
+                self._announced[f"{block.prefix}.{kind}"] = dtype, (block.last - block.first,)
+        self._announced |= _announce(source.rank_tensors)
         self._part = {
             "parameters": _describe_all(source, blocks, rank),
             "rank_state": source.rank_facts,
@@ -101,7 +103,6 @@ class Save:
         if target.leader:
             self._whole = {**source.tensors}
             self._whole |= {f"buffer.{name}": value for name, value in persistent(source.sharded).items()}
-        self._announced = announced
         if snapshot is None or not all(block.resident for block in blocks):
             self._open_files()
         if snapshot is not None:
@@ -110,11 +111,11 @@ class Save:
             if not block.resident:
                 self._write(block)
             elif snapshot is None:
-                self._later.append((block, None))
+                self._later.append(block)
             else:
                 with block.open() as pieces:
                     snapshot.take(block.prefix, pieces)
-                self._later.append((block, snapshot))
+                self._later.append(replace(block, open=partial(snapshot.open, block.prefix)))
         if snapshot is not None:
             self._whole = {name: value.detach().cpu().clone() for name, value in self._whole.items()}
             self._link.after_downloads()
@@ -125,9 +126,8 @@ class Save:
         folder = self._target.temporary
         self._writer = FileWriter(folder / rank_file(self._comm.rank), self._announced, self._link)
         if self._target.leader:
-            announced = {name: (t.dtype, tuple(t.shape)) for name, t in self._whole.items()}
             try:
-                self._whole_writer = FileWriter(folder / WHOLE, announced, self._link)
+                self._whole_writer = FileWriter(folder / WHOLE, _announce(self._whole), self._link)
             except FileExistsError:
                 raise CheckpointError(
                     f"{folder / WHOLE}: another node writes it, too: the nodes share this folder, so "
@@ -159,14 +159,8 @@ class Save:
     def _finish(self) -> dict[str, Any]:
         self._open_files()
         assert self._writer is not None
-        for block, snapshot in self._later:
-            if snapshot is None:
-                self._write(block)
-            else:
-                snapshot.arrived()
-                for kind in block.kinds:
-                    for piece in snapshot.parts(block.prefix, kind):
-                        self._writer.write(f"{block.prefix}.{kind}", piece)
+        for block in self._later:
+            self._write(block)
         for name, tensor in self._source.rank_tensors.items():
             self._writer.write(name, tensor)
         entry = {**self._writer.close(), "host": self._target.host}
@@ -180,7 +174,8 @@ class Save:
 
     def _complete(self, parts: Sequence[Mapping[str, Any]]) -> None:
         target = self._target
-        write_manifest(target.temporary, _manifest(self._source, target, parts, self._whole))
+        files = {name: entry for part in parts for name, entry in part["files"].items()}
+        write_manifest(target.temporary, _entries(self._source, target, parts), self._whole, files)
         put_in_place(target.temporary, target.folder / target.tag)
 
     def _give_up(self) -> None:
@@ -189,6 +184,10 @@ class Save:
                 writer.abandon()
         if self._target.leader:
             shutil.rmtree(self._target.temporary, ignore_errors=True)
+
+
+def _announce(tensors: Mapping[str, Tensor]) -> Announced:
+    return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
 
 
 # -- what this rank writes
@@ -276,13 +275,10 @@ def _tied(sharded: ShardedModel) -> dict[str, str]:
 # -- the whole
 
 
-def _manifest(
-    source: Source, target: SaveTarget, parts: Sequence[Mapping[str, Any]], whole: Mapping[str, Tensor]
-) -> dict[str, Any]:
+def _entries(source: Source, target: SaveTarget, parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Put together the manifest's entries about the run and its parameters."""
     merged: dict[str, Any] = {}
-    files: dict[str, Any] = {}
     for part in parts:
-        files |= part["files"]
         for name, entry in part["parameters"].items():
             if name in merged:
                 merged[name]["slices"] += entry["slices"]
@@ -290,15 +286,7 @@ def _manifest(
                 merged[name] = {**entry, "slices": list(entry["slices"])}
     ordered = [name for name, _ in source.sharded.module.named_parameters() if name in merged]
     left_out = [unit for unit in source.sharded.units if target.exclude_frozen and not unit.trainable]
-    buffers = {
-        name.removeprefix("buffer."): {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape)}
-        for name, tensor in whole.items()
-        if name.startswith("buffer.")
-    }
     return {
-        "format": FORMAT,
-        "version": VERSION,
-        "time": time.time(),
         "save_id": target.owner,
         "world_size": source.sharded.comm.world_size,
         **source.facts,
@@ -306,6 +294,4 @@ def _manifest(
         "parameters": {name: merged[name] for name in ordered},
         "excluded": [name for unit in left_out for name in unit.names if name not in merged],
         "tied": _tied(source.sharded),
-        "buffers": buffers,
-        "files": files,
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -86,6 +86,8 @@ def persistent(sharded: ShardedModel) -> dict[str, Tensor]:
 
 
 Described = tuple[ShardSlice, Description]
+Pieces = Mapping[str, Sequence[Tensor]]
+"""Kinds of a block, each as consecutive flat pieces."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +103,8 @@ class ShardBlock:
     resident: bool
     """Tells whether the elements are in memory, not on disk."""
     slices: Sequence[Described]
-    open: Callable[[], Any]
-    """Opens a context that gives for every kind its consecutive flat pieces, on any device."""
+    open: Callable[[], AbstractContextManager[Pieces]]
+    """Opens a context that gives the pieces of every kind, on any device."""
 
     @property
     def nbytes(self) -> int:
@@ -158,7 +160,7 @@ def _kinds(slices: Sequence[Described], dtype: torch.dtype) -> dict[str, torch.d
 
 
 @contextmanager
-def _read_frozen(unit: Unit, low: int, high: int) -> Iterator[dict[str, list[Tensor]]]:
+def _read_frozen(unit: Unit, low: int, high: int) -> Iterator[Pieces]:
     with unit.values.read() as values:
         yield {VALUE: [values[low - unit.start : high - unit.start]]}
 
@@ -166,7 +168,7 @@ def _read_frozen(unit: Unit, low: int, high: int) -> Iterator[dict[str, list[Ten
 @contextmanager
 def _read(
     unit: Unit, tile: Range, slices: Sequence[ShardSlice], state: State, kinds: Mapping[str, torch.dtype]
-) -> Iterator[dict[str, list[Tensor]]]:
+) -> Iterator[Pieces]:
     """Yield the pieces of a tile: of each kind the slices' parts, with zeros between them."""
     assert unit.store is not None
     with open_tiles([(unit.store, tile, None)], Access.READ) as tiles:
@@ -212,15 +214,15 @@ def take_values(unit: Unit, fill: Fill) -> None:
     unit.values.flush()
 
 
-def take_state(unit: Unit, slices: Sequence[Described], fill: Fill, state: State, on_device: bool) -> None:
+def take_state(unit: Unit, slices: Sequence[Described], fill: Fill, optimizer: torch.optim.Optimizer) -> None:
     """Load this rank's optimizer state of a unit, whose slices have been split by what is kept for them.
-
-    ``on_device``: the optimizer wants its counters where its parameters are. Raises DiskError,
-    CheckpointError.
+    Raises DiskError, CheckpointError.
     """
-    store = unit.store
+    store, state = unit.store, optimizer.state
     assert store is not None
     for part, what in slices:
+        group = optimizer.param_groups[part.group]
+        on_device = bool(group.get("fused") or group.get("capturable"))
         _take_entries(part, what, state, store.state_room, on_device)
     if not any(what.tensors for _, what in slices):
         return
@@ -236,7 +238,10 @@ def take_state(unit: Unit, slices: Sequence[Described], fill: Fill, state: State
 def _take_entries(
     part: ShardSlice, what: Description, state: State, room: int | None, on_device: bool
 ) -> None:
-    """Give a slice the state entries of its description; their tensors are filled afterwards."""
+    """Give a slice the state entries of its description; their tensors are filled afterwards.
+
+    ``on_device``: the optimizer wants its counters where its parameters are.
+    """
     keys = [key for key, _ in what.tensors]
     if part.leaf is None:
         assert room is not None

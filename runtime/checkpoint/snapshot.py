@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 from torch import Tensor
 
@@ -25,7 +26,7 @@ class Snapshot:
         self._segments: list[Tensor] = []
         self._current, self._filled = 0, 0
         self._segment_bytes = _SEGMENT_BYTES
-        self._tensors: dict[tuple[str, str], list[Tensor]] = {}
+        self._tensors: dict[str, dict[str, list[Tensor]]] = {}
         self._last: Pending = DONE
         """The copy that was started last; copies end in their order."""
 
@@ -51,10 +52,10 @@ class Snapshot:
 
     def take(self, prefix: str, pieces: Mapping[str, Sequence[Tensor]]) -> None:
         """Start to copy tensors, each given as consecutive pieces on any device."""
-        for kind, parts in pieces.items():
-            copies = self._tensors.setdefault((prefix, kind), [])
-            for part in parts:
-                copies += self._copy(part.detach())
+        self._tensors[prefix] = {
+            kind: [copy for part in parts for copy in self._copy(part.detach())]
+            for kind, parts in pieces.items()
+        }
 
     def _copy(self, part: Tensor) -> list[Tensor]:
         copies = []
@@ -89,9 +90,11 @@ class Snapshot:
         self._last.wait()
         self._last = DONE
 
-    def parts(self, prefix: str, kind: str) -> Sequence[Tensor]:
-        """Return a tensor's consecutive pieces."""
-        return self._tensors[prefix, kind]
+    @contextmanager
+    def open(self, prefix: str) -> Iterator[Mapping[str, Sequence[Tensor]]]:
+        """Give what was taken under this name, once it has arrived."""
+        self.arrived()
+        yield self._tensors[prefix]
 
     def close(self) -> None:
         """Give the memory back, once all copies have arrived."""

@@ -77,20 +77,25 @@ def real(value: Any) -> int | float | None:
     return None
 
 
+def _finite(value: Any) -> int | float | None:
+    """Return `value` as a number that fits a finite float; None if it is not one."""
+    number = real(value)
+    try:
+        return number if number is not None and math.isfinite(number) else None
+    except OverflowError:  # of a huge whole number
+        return None
+
+
 def _whole(low: int, high: int = MAX, infinite: bool = False) -> Callable[[Any], int | None]:
     """Return a validator for whole numbers; with `infinite`, inf means never and becomes None."""
     bound = f"a whole number, {low} or more" if high == MAX else f"a whole number from {low} to {high}"
     expected = bound + (" (or inf)" if infinite else "")
 
     def check(value: Any) -> int | None:
-        if value is None and infinite:
+        if infinite and (value is None or real(value) == math.inf):
             return None
-        number = real(value)
-        if number is not None and infinite and number == math.inf:
-            return None
-        if number is None or not _finite(number) or number != int(number):
-            raise ValueError(expected)
-        if not low <= number <= high:
+        number = _finite(value)
+        if number is None or number != int(number) or not low <= number <= high:
             raise ValueError(expected)
         return int(number)
 
@@ -101,8 +106,8 @@ def _size(low: int) -> Callable[[Any], int]:
     """Return a validator for element counts: fractions are cut, anything huge means no limit."""
 
     def check(value: Any) -> int:
-        number = real(value)
-        if number is None or not _finite(number) or number < low:
+        number = _finite(value)
+        if number is None or number < low:
             raise ValueError(f"a number, {low} or more")
         return min(int(number), MAX)
 
@@ -111,6 +116,7 @@ def _size(low: int) -> Callable[[Any], int]:
 
 def _float(low: float | None = None, high: float = math.inf, above: bool = False) -> Callable[[Any], float]:
     """Return a validator for finite numbers from `low` (or `above` it) to `high`."""
+    least = -math.inf if low is None else low
     expected = "a number"
     if low is not None:
         expected += f" above {low:g}" if above else f", {low:g} or more"
@@ -118,22 +124,12 @@ def _float(low: float | None = None, high: float = math.inf, above: bool = False
         expected += f", at most {high:g}"
 
     def check(value: Any) -> float:
-        number = real(value)
-        if number is None or not _finite(number):
-            raise ValueError(expected)
-        if (low is not None and (number < low or (above and number == low))) or number > high:
+        number = _finite(value)
+        if number is None or number < least or number > high or (above and number == least):
             raise ValueError(expected)
         return float(number)
 
     return check
-
-
-def _finite(number: int | float) -> bool:
-    """Tell whether `number` fits a finite float (math.isfinite raises on huge ints)."""
-    try:
-        return math.isfinite(number)
-    except OverflowError:
-        return False
 
 
 def _schema(kind: str, low: float | None = None, high: float | None = None, above: bool = False) -> Any:
@@ -187,8 +183,8 @@ def _log_level(value: Any) -> str:
 def _auto_int(value: Any) -> int | str:
     if value == "auto":
         return "auto"
-    number = real(value)
-    if number is None or not _finite(number) or number != int(number) or number < 1:
+    number = _finite(value)
+    if number is None or number != int(number) or number < 1:
         raise ValueError('"auto" or a whole number, 1 or more')
     return int(number)
 

@@ -98,9 +98,9 @@ def resolve(
     notes: dict[str, str] = dict(loaded.dropped)
     problems = [
         *_batch(loaded, values, notes, world_size),
-        *_sizes(loaded, values, notes, hidden_size, hidden_size_from),
         *_params(loaded, values, notes, default_lr),
     ]
+    _sizes(loaded, values, notes, hidden_size, hidden_size_from)
     if problems:
         raise ConfigError([f"{loaded.origin}: {problem}" for problem in problems])
     for path in loaded.auto:
@@ -185,16 +185,13 @@ def _batch(loaded: Loaded, values: dict[str, Any], notes: dict[str, str], world:
             return [f"batch size is not known, give {TRAIN} or {MICRO}"]
         micro = 1
         notes[MICRO] = _NO_SIZE
+    if gas is None and (train is None or micro is None):
+        gas = 1
+        notes[GAS] = "derived: 1 unless given"
     if train is None:
-        if gas is None:
-            gas = 1
-            notes[GAS] = "derived: 1 unless given"
         train = micro * gas * world
         notes[TRAIN] = f"derived: {MICRO} {micro} * {GAS} {gas} * world size {world}"
     elif micro is None:
-        if gas is None:
-            gas = 1
-            notes[GAS] = "derived: 1 unless given"
         micro = train // (gas * world)
         notes[MICRO] = f"derived: {TRAIN} {train} / ({GAS} {gas} * world size {world})"
     elif gas is None:
@@ -229,27 +226,22 @@ def _mistake(train: int, micro: int | None, gas: int | None, world: int) -> str:
 
 def _sizes(
     loaded: Loaded, values: dict[str, Any], notes: dict[str, str], hidden: int | None, hidden_from: str
-) -> list[str]:
+) -> None:
     """Size the ZeRO buckets by the model's width."""
-    if hidden is None:
-        rules: dict[str, tuple[int, str]] = {}
-    else:
-        name = f"hidden_size {hidden}" + (f" from {hidden_from}" if hidden_from else "")
-        rules = {
-            "reduce_bucket_size": (hidden * hidden, f"{name}, squared"),
-            "stage3_prefetch_bucket_size": (int(0.9 * hidden * hidden), f"0.9 * the square of {name}"),
-            "stage3_param_persistence_threshold": (10 * hidden, f"10 * {name}"),
-        }
-    for key in ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold"):
+    width = hidden or 0
+    name = f"hidden_size {hidden}" + (f" from {hidden_from}" if hidden_from else "")
+    rules = {
+        "reduce_bucket_size": (width * width, f"{name}, squared"),
+        "stage3_prefetch_bucket_size": (int(0.9 * width * width), f"0.9 * the square of {name}"),
+        "stage3_param_persistence_threshold": (10 * width, f"10 * {name}"),
+    }
+    for key, (size, why) in rules.items():
         path = f"zero_optimization.{key}"
-        if path not in loaded.auto:
-            continue
-        if key in rules:
-            values["zero_optimization"][key], why = rules[key]
-            notes[path] = f"auto: {why}"
-        else:
+        if path in loaded.auto and hidden is None:
             notes[path] = "auto: default, the model's hidden_size is not known"
-    return []
+        elif path in loaded.auto:
+            values["zero_optimization"][key] = size
+            notes[path] = f"auto: {why}"
 
 
 def _params(

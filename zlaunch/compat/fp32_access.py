@@ -6,13 +6,16 @@ collective; *local* ones are the flat part that this rank updates.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from zlaunch.runtime.checkpoint.format.manifest import VALUE
 from zlaunch.runtime.checkpoint.shard_io import (
+    AS_MASTER,
+    Described,
     Description,
     Fill,
     blocks_of,
@@ -21,7 +24,8 @@ from zlaunch.runtime.checkpoint.shard_io import (
     take_values,
 )
 from zlaunch.runtime.engine import Engine, engine_of
-from zlaunch.runtime.optim.slices import ShardSlice
+from zlaunch.runtime.optim.sharded_optimizer import ShardedOptimizer
+from zlaunch.runtime.zero.layout import Slot
 from zlaunch.runtime.zero.ownership import STATES
 from zlaunch.runtime.zero.unit import Unit, owner_of
 
@@ -50,40 +54,29 @@ def safe_get_full_grad(param: Tensor) -> Tensor | None:
     found = _find(param)
     if found is None:
         return None
-    engine, unit, index = found
-    parts = _gradient_parts(engine, unit, index)
-    known = engine._sharded.comm.all_reduce_scalars(torch.tensor([float(bool(parts))], device=engine.device))
-    if not known.item():
-        return None
-    return _joined(engine, unit, index, [(at, part / _divisor(engine)) for at, part in parts])
+    grad = found.averaged_grad()
+    parts = [(found.own_range[0], grad)] if grad is not None and grad.numel() else []
+    return found.joined(parts) if found.any_rank_has(parts) else None
 
 
 def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
     """Replace the master value, and what the model reads. ``value`` is the same on all ranks. Collective."""
-    engine, unit, index = _needed(param)
-    flat = _flat(value, unit, index)
-    engine._sharded.comm.drain()
-    with torch.no_grad():
-        if not unit.shard_params:
-            unit.wait_unsharded()
-        take_values(unit, _filler(unit, index, flat, VALUE))
-        if not unit.shard_params:
-            slot = unit.layout.slots[index]
-            unit.full[slot.offset : slot.stop].copy_(flat)
+    found = _needed(param)
+    found.set_value(found.flat(value))
 
 
 def safe_set_full_optimizer_state(param: Tensor, value: Tensor, optim_state_key: str) -> None:
     """Replace an optimizer state. ``value`` is the same on all ranks. Collective. Raises KeyError for a state
     that the optimizer does not keep.
     """
-    engine, unit, index = _needed(param)
-    _set_state(engine, unit, index, optim_state_key, _flat(value, unit, index))
+    found = _needed(param)
+    found.set_state(optim_state_key, found.flat(value))
 
 
 def safe_set_full_grad(param: Tensor, value: Tensor) -> None:
     """Replace the gradient that the next step will use (averaged, unscaled). Collective."""
-    engine, unit, index = _needed(param)
-    _set_gradient(engine, unit, index, _flat(value, unit, index))
+    found = _needed(param)
+    found.set_grad(found.flat(value))
 
 
 def safe_update_full_grad_vectorized(
@@ -112,44 +105,195 @@ def safe_get_local_optimizer_state(param: Tensor, optim_state_key: str) -> Tenso
 def safe_get_local_grad(param: Tensor) -> Tensor | None:
     """This rank's part of the averaged, unscaled gradient, flat fp32."""
     found = _find(param)
-    if found is None:
-        return None
-    if _gradient(found[1]) is None:
-        return None
-    parts = [part for _, part in _gradient_parts(*found)]
-    return torch.cat(parts) / _divisor(found[0]) if parts else torch.zeros(0, device=found[0].device)
+    return found.averaged_grad() if found is not None else None
 
 
 def safe_set_local_fp32_param(param: Tensor, value: Tensor) -> None:
     """Replace this rank's part of the master value. At stages 0 to 2, and for parameters too small to be
     sharded, collective: every rank replaces its own.
     """
-    engine, unit, index = _needed(param)
-    if not unit.shard_params:
-        safe_set_full_fp32_param(param, _spread(engine, unit, index, value))
-        return
-    flat = _padded(unit, index, value)
-    engine._sharded.comm.drain()  # other ranks may still be reading it
-    with torch.no_grad():
-        take_values(unit, _filler(unit, index, flat, VALUE))
+    found = _needed(param)
+    full = found.padded(value)
+    found.set_value(full if found.unit.shard_params else found.joined([(0, full)]).view(-1))
 
 
 def safe_set_local_optimizer_state(param: Tensor, value: Tensor, optim_state_key: str) -> None:
     """Replace this rank's part of an optimizer state."""
-    engine, unit, index = _needed(param)
-    _set_state(engine, unit, index, optim_state_key, _padded(unit, index, value))
+    found = _needed(param)
+    found.set_state(optim_state_key, found.padded(value))
 
 
 def safe_set_local_grad(param: Tensor, value: Tensor) -> None:
     """Replace this rank's part of the gradient."""
-    engine, unit, index = _needed(param)
-    _set_gradient(engine, unit, index, _padded(unit, index, value))
+    found = _needed(param)
+    found.set_grad(found.padded(value))
 
 
 # -- how
 
 
-def _find(param: Tensor) -> tuple[Engine, Unit, int] | None:
+@dataclass(frozen=True, slots=True)
+class _Parameter:
+    """Reads and changes what is kept for a parameter that an engine trains."""
+
+    engine: Engine
+    unit: Unit
+    index: int
+    """Its place among the unit's parameters."""
+
+    @property
+    def slot(self) -> Slot:
+        return self.unit.layout.slots[self.index]
+
+    @property
+    def step(self) -> ShardedOptimizer:
+        assert self.engine._shard_step is not None
+        return self.engine._shard_step
+
+    @property
+    def own_range(self) -> tuple[int, int]:
+        """Return the elements of the parameter, from its first, that this rank updates."""
+        low, high = max(self.unit.start, self.slot.offset), min(self.unit.stop, self.slot.stop)
+        return (low - self.slot.offset, high - self.slot.offset) if low < high else (0, 0)
+
+    def described(self) -> list[Described]:
+        """Describe what the optimizer keeps for each slice of the unit."""
+        state = self.step.optimizer.state
+        return [(part, describe(part, state, "")) for part in self.step.slices if part.unit is self.unit]
+
+    def starts_with_zeros(self, kind: str) -> bool:
+        """Tell whether the optimizer has such a state, even if it has made no step yet."""
+        return kind in _ADAM and self.is_adam
+
+    @property
+    def is_adam(self) -> bool:
+        return isinstance(self.engine.torch_optimizer, (torch.optim.Adam, torch.optim.AdamW))
+
+    # -- read
+
+    def own_parts(self, kind: str) -> Iterator[tuple[int, Tensor]]:
+        """Yield this rank's pieces of a state: first element of the parameter, and the elements, in fp32 or
+        wider.
+        """
+        unit, slot, state = self.unit, self.slot, self.step.optimizer.state
+        for block in blocks_of(unit, "", self.described(), state, unit.start, unit.stop):
+            low, high = max(block.first, slot.offset), min(block.last, slot.stop)
+            if low >= high or kind not in block.kinds:
+                continue
+            with block.open() as pieces:
+                flat = torch.cat([piece.detach() for piece in pieces[kind]])
+                yield low - slot.offset, flat[low - block.first : high - block.first].clone()
+
+    def own_grad(self) -> Tensor | None:
+        """View this rank's part of the summed gradient, if a backward pass has left one."""
+        store = self.unit.store
+        if store is None or not store.has_grad:
+            return None
+        low, high = self.own_range
+        start = self.slot.offset + low - self.unit.start
+        return store.grad()[start : start + high - low]
+
+    def averaged_grad(self) -> Tensor | None:
+        """Copy this rank's part of the gradient that the next step will use, flat fp32."""
+        grad = self.own_grad()
+        return grad.to(self.engine.device, torch.float32) / self.divisor if grad is not None else None
+
+    @property
+    def divisor(self) -> float:
+        return float(self.engine.gradient_divisor())
+
+    def any_rank_has(self, parts: Sequence[object]) -> bool:
+        """Tell whether there are such parts on any rank. Collective."""
+        count = torch.tensor([float(bool(parts))], device=self.engine.device)
+        return bool(self.engine._sharded.comm.all_reduce_scalars(count).item())
+
+    def joined(self, parts: Sequence[tuple[int, Tensor]]) -> Tensor:
+        """Sum every rank's parts to one tensor in the parameter's shape; at stage 0 each rank has all of
+        them.
+        """
+        unit = self.unit
+        dtype = torch.promote_types(unit.dtype, torch.float32)
+        full = torch.zeros(self.slot.numel, dtype=dtype, device=self.engine.device)
+        for at, part in parts:
+            full[at : at + part.numel()] = part
+        if unit.stop - unit.start < unit.numel:
+            self.engine._sharded.comm.all_reduce_scalars(full)
+        return full.view(unit.shapes[self.index])
+
+    # -- change
+
+    def flat(self, value: Tensor) -> Tensor:
+        """Flatten a value for the whole parameter. Raises ValueError for another size."""
+        if value.numel() != self.slot.numel:
+            raise ValueError(
+                f"{self.unit.names[self.index]} has {self.slot.numel} elements, the given tensor "
+                f"{value.numel()}"
+            )
+        return value.detach().reshape(-1)
+
+    def padded(self, value: Tensor) -> Tensor:
+        """Return a value for this rank's part, at its place in a flat tensor of the parameter's size. Raises
+        ValueError for another size.
+        """
+        low, high = self.own_range
+        if value.numel() != high - low:
+            raise ValueError(
+                f"this rank updates {high - low} elements of {self.unit.names[self.index]}, the given tensor "
+                f"has {value.numel()}"
+            )
+        full = torch.zeros(self.slot.numel, dtype=value.dtype, device=value.device)
+        full[low:high] = value.detach().reshape(-1)
+        return full
+
+    def set_value(self, flat: Tensor) -> None:
+        unit, slot = self.unit, self.slot
+        self.engine._sharded.comm.drain()  # other ranks may still be reading it
+        with torch.no_grad():
+            if not unit.shard_params:
+                unit.wait_unsharded()
+            take_values(unit, self._filler(flat, VALUE))
+            if not unit.shard_params:
+                unit.full[slot.offset : slot.stop].copy_(flat)
+
+    def set_state(self, key: str, flat: Tensor) -> None:
+        state, slot, unit = self.step.optimizer.state, self.slot, self.unit
+        kept = {name for part in self.step.slices for name, _ in describe(part, state, "").tensors}
+        if key not in kept and not self.starts_with_zeros(key):
+            known = ", ".join(sorted(kept)) or "nothing before its first step"
+            raise KeyError(f"the optimizer keeps no {key!r} for each element: it keeps {known}")
+        names = _ADAM if self.is_adam else (key,)
+        counter = (("step", ("F32", 0.0)),) if self.is_adam else ()
+        fresh = Description(tuple((name, AS_MASTER) for name in names), counter)
+        slices: list[Described] = []
+        for part, what in self.described():
+            touched = unit.start + part.start < slot.stop and unit.start + part.stop > slot.offset
+            has_no_step = touched and what == Description()
+            slices.append((part, fresh if has_no_step else what))
+        take_state(unit, slices, self._filler(flat, key), self.step.optimizer)
+
+    def _filler(self, flat: Tensor, wanted: str) -> Fill:
+        slot = self.slot
+
+        def fill(target: Tensor, first: int, kind: str) -> None:
+            low, high = max(first, slot.offset), min(first + target.numel(), slot.stop)
+            if kind == wanted and low < high:
+                target[low - first : high - first].copy_(flat[low - slot.offset : high - slot.offset])
+
+        return fill
+
+    def set_grad(self, flat: Tensor) -> None:
+        grad = self.own_grad()
+        if grad is None:
+            raise RuntimeError("there is no gradient yet: call engine.backward first")
+        low, high = self.own_range
+        with torch.no_grad():
+            grad.copy_(flat[low:high] * self.divisor)
+        assert self.unit.store is not None
+        self.unit.store.grad_changed()
+
+
+def _find(param: Tensor) -> _Parameter | None:
+    """Find a parameter's engine and unit, once what is under way has ended; None if no engine trains it."""
     engine, unit = engine_of(param), owner_of(param)
     if engine is None or unit is None or not unit.trainable or engine._shard_step is None:
         return None
@@ -158,171 +302,31 @@ def _find(param: Tensor) -> tuple[Engine, Unit, int] | None:
     if not unit.shard_params:
         unit.wait_unsharded()
         unit.writes.bring()
-    return engine, unit, next(i for i, own in enumerate(unit.parameters) if own is param)
+    return _Parameter(engine, unit, next(i for i, own in enumerate(unit.parameters) if own is param))
 
 
-def _needed(param: Tensor) -> tuple[Engine, Unit, int]:
+def _needed(param: Tensor) -> _Parameter:
     found = _find(param)
     if found is None:
         raise ValueError("this tensor is not a parameter that an engine trains")
     return found
 
 
-def _flat(value: Tensor, unit: Unit, index: int) -> Tensor:
-    slot = unit.layout.slots[index]
-    if value.numel() != slot.numel:
-        raise ValueError(f"{unit.names[index]} has {slot.numel} elements, the given tensor {value.numel()}")
-    return value.detach().reshape(-1)
-
-
-def _own_range(unit: Unit, index: int) -> tuple[int, int]:
-    """The elements of a parameter, from its first, that this rank updates."""
-    slot = unit.layout.slots[index]
-    low, high = max(unit.start, slot.offset), min(unit.stop, slot.stop)
-    return (low - slot.offset, high - slot.offset) if low < high else (0, 0)
-
-
-def _divisor(engine: Engine) -> float:
-    return float(engine.gradient_divisor())
-
-
-def _own_parts(engine: Engine, unit: Unit, index: int, kind: str) -> Iterator[tuple[int, Tensor]]:
-    """This rank's pieces of a state: first element of the parameter, and the elements, in fp32 or wider."""
-    step = engine._shard_step
-    assert step is not None
-    state, slot = step.optimizer.state, unit.layout.slots[index]
-    slices = [(part, describe(part, state, "")) for part in step.slices if part.unit is unit]
-    for block in blocks_of(unit, "", slices, state, unit.start, unit.stop):
-        low, high = max(block.first, slot.offset), min(block.last, slot.stop)
-        if low >= high or kind not in block.kinds:
-            continue
-        with block.open() as pieces:
-            flat = torch.cat([piece.detach() for piece in pieces[kind]])
-            yield low - slot.offset, flat[low - block.first : high - block.first].clone()
-
-
 def _full(param: Tensor, kind: str) -> Tensor | None:
     found = _find(param)
     if found is None:
         return None
-    engine, unit, index = found
-    parts = [(at, part.to(engine.device)) for at, part in _own_parts(engine, unit, index, kind)]
-    known = engine._sharded.comm.all_reduce_scalars(torch.tensor([float(bool(parts))], device=engine.device))
-    if not known.item() and not (kind in _ADAM and _is_adam(engine)):
-        return None
-    return _joined(engine, unit, index, parts)
-
-
-def _joined(engine: Engine, unit: Unit, index: int, parts: list[tuple[int, Tensor]]) -> Tensor:
-    """Every rank's parts as one tensor in the parameter's shape; at stage 0 each rank has all of them."""
-    dtype = torch.promote_types(unit.dtype, torch.float32)
-    full = torch.zeros(unit.layout.slots[index].numel, dtype=dtype, device=engine.device)
-    for at, part in parts:
-        full[at : at + part.numel()] = part
-    if unit.stop - unit.start < unit.numel:
-        engine._sharded.comm.all_reduce_scalars(full)
-    return full.view(unit.shapes[index])
+    parts = list(found.own_parts(kind))
+    return found.joined(parts) if found.any_rank_has(parts) or found.starts_with_zeros(kind) else None
 
 
 def _local(param: Tensor, kind: str) -> Tensor | None:
     found = _find(param)
     if found is None:
         return None
-    engine, unit, index = found
-    parts = [part for _, part in _own_parts(engine, unit, index, kind)]
+    parts = [part for _, part in found.own_parts(kind)]
     if parts:
         return torch.cat(parts)
-    low, high = _own_range(unit, index)
-    known = kind == VALUE or (kind in _ADAM and _is_adam(engine)) or low == high
-    return torch.zeros(high - low, device=engine.device) if known else None
-
-
-def _padded(unit: Unit, index: int, value: Tensor) -> Tensor:
-    """This rank's part, at its place in a flat tensor of the parameter's size."""
-    low, high = _own_range(unit, index)
-    if value.numel() != high - low:
-        raise ValueError(
-            f"this rank updates {high - low} elements of {unit.names[index]}, the given tensor has "
-            f"{value.numel()}"
-        )
-    full = torch.zeros(unit.layout.slots[index].numel, dtype=value.dtype, device=value.device)
-    full[low:high] = value.detach().reshape(-1)
-    return full
-
-
-def _spread(engine: Engine, unit: Unit, index: int, value: Tensor) -> Tensor:
-    full = _padded(unit, index, value).to(engine.device)
-    if unit.stop - unit.start < unit.numel:
-        engine._sharded.comm.all_reduce_scalars(full)
-    return full
-
-
-def _filler(unit: Unit, index: int, flat: Tensor, wanted: str) -> Fill:
-    slot = unit.layout.slots[index]
-
-    def fill(target: Tensor, first: int, kind: str) -> None:
-        low, high = max(first, slot.offset), min(first + target.numel(), slot.stop)
-        if kind == wanted and low < high:
-            target[low - first : high - first].copy_(flat[low - slot.offset : high - slot.offset])
-
-    return fill
-
-
-def _is_adam(engine: Engine) -> bool:
-    return isinstance(engine.torch_optimizer, (torch.optim.Adam, torch.optim.AdamW))
-
-
-def _set_state(engine: Engine, unit: Unit, index: int, key: str, flat: Tensor) -> None:
-    step = engine._shard_step
-    assert step is not None
-    state, slot = step.optimizer.state, unit.layout.slots[index]
-    kept = {name for part in step.slices for name, _ in describe(part, state, "").tensors}
-    if key not in kept and not (key in _ADAM and _is_adam(engine)):
-        known = ", ".join(sorted(kept)) or "nothing before its first step"
-        raise KeyError(f"the optimizer keeps no {key!r} for each element: it keeps {known}")
-    slices: list[tuple[ShardSlice, Description]] = []
-    for part in step.slices:
-        if part.unit is not unit:
-            continue
-        what = describe(part, state, "")
-        touched = unit.start + part.start < slot.stop and unit.start + part.stop > slot.offset
-        if touched and what == Description():  # it has made no step yet
-            adam = _is_adam(engine)
-            names = _ADAM if adam else (key,)
-            counter = (("step", ("F32", 0.0)),) if adam else ()
-            what = Description(tuple((name, "master") for name in names), counter)
-        slices.append((part, what))
-    fused = any(group.get("fused") or group.get("capturable") for group in step.optimizer.param_groups)
-    take_state(
-        unit,
-        slices,
-        _filler(unit, index, flat, key),
-        state,
-        fused and engine.device.type != "cpu",
-    )
-
-
-def _gradient_parts(engine: Engine, unit: Unit, index: int) -> list[tuple[int, Tensor]]:
-    grad = _gradient(unit)
-    low, high = _own_range(unit, index)
-    if grad is None or low == high:
-        return []
-    start = unit.layout.slots[index].offset + low - unit.start
-    return [(low, grad[start : start + high - low].to(engine.device, torch.float32, copy=True))]
-
-
-def _gradient(unit: Unit) -> Tensor | None:
-    """Return this rank's shard of the summed gradient, if a backward pass has left one."""
-    return unit.store.grad() if unit.store is not None and unit.store.has_grad else None
-
-
-def _set_gradient(engine: Engine, unit: Unit, index: int, flat: Tensor) -> None:
-    grad = _gradient(unit)
-    if grad is None:
-        raise RuntimeError("there is no gradient yet: call engine.backward first")
-    low, high = _own_range(unit, index)
-    start = unit.layout.slots[index].offset + low - unit.start
-    with torch.no_grad():
-        grad[start : start + high - low].copy_(flat[low:high] * _divisor(engine))
-    assert unit.store is not None
-    unit.store.grad_changed()
+    low, high = found.own_range
+    known = kind == VALUE or found.starts_with_zeros(kind) or low == high
+    return torch.zeros(high - low, device=found.engine.device) if known else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,10 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..format.manifest import VALUE
 from ..format.tensor_file import CheckpointError
-
-Pieces = Callable[[], Iterator[Tensor]]
-"""Gives flat tensors that follow one another."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,8 +24,8 @@ class Foreign:
     shape: tuple[int, ...]
     trainable: bool = True
     group: int = 0
-    contents: Mapping[str, tuple[torch.dtype, Pieces]]
-    """VALUE and the optimizer's tensors, each of the parameter's size."""
+    contents: Mapping[str, tuple[torch.dtype, Sequence[Tensor]]]
+    """VALUE and the optimizer's tensors, each of the parameter's size: its dtype and consecutive pieces."""
     scalars: Mapping[str, Any] = field(default_factory=dict)
     """Further entries that the optimizer keeps for the parameter, as [dtype or "", value]."""
 
@@ -41,6 +39,32 @@ class ForeignCheckpoint:
     tied: Mapping[str, str]
     facts: Mapping[str, Any]
     """The manifest's entries, not encoded: engine, optimizer, scheduler, loss_scaler, client_state, stage."""
+
+
+def whole(tensor: Tensor, *, trainable: bool = True) -> Foreign:
+    """Describe a parameter that is one tensor; the value of one that trains becomes fp32 or wider."""
+    dtype = torch.promote_types(tensor.dtype, torch.float32) if trainable else tensor.dtype
+    return Foreign(
+        dtype=tensor.dtype,
+        shape=tuple(tensor.shape),
+        trainable=trainable,
+        contents={VALUE: (dtype, [tensor])},
+    )
+
+
+def with_ties(state: Mapping[str, Tensor]) -> tuple[dict[str, Foreign], dict[str, str]]:
+    """Describe tensors as parameters, each once; return further names of one memory with its first name."""
+    parameters: dict[str, Foreign] = {}
+    tied: dict[str, str] = {}
+    known: dict[tuple[Any, ...], str] = {}
+    for name, tensor in state.items():
+        place = (tensor.data_ptr(), tensor.shape, tensor.dtype, tensor.stride())
+        first = known.setdefault(place, name) if tensor.numel() else name
+        if first == name:
+            parameters[name] = whole(tensor)
+        else:
+            tied[name] = first
+    return parameters, tied
 
 
 def load_torch(path: Path, allowed: Sequence[Any] = ()) -> Any:

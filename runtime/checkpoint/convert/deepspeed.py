@@ -8,7 +8,8 @@ parts, one for each rank, the last padded; a rank's parts follow one another ove
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from ..format.manifest import LATEST, VALUE
 from ..format.tensor_file import NAMES, CheckpointError
-from .common import Foreign, ForeignCheckpoint, Pieces, load_torch
+from .common import Foreign, ForeignCheckpoint, load_torch, whole, with_ties
 
 _OURS = {
     *("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params"),
@@ -101,11 +102,12 @@ def read_deepspeed(folder: Path) -> ForeignCheckpoint:
         inner = states[0]["base_optimizer_state"]
     tied = dict(first.get("shared_params") or {})
     parameters |= _others(first, parameters.keys() | tied.keys())
-    dtypes = {name: tensor.dtype for name, tensor in first["module"].items() if isinstance(tensor, Tensor)}
+    dtypes = {name: entry.dtype for name, entry in parameters.items()}
+    dtypes |= {name: tensor.dtype for name, tensor in first["module"].items() if isinstance(tensor, Tensor)}
     ordered = [name for name in first["module"] if name in parameters]
     ordered += [name for name in parameters if name not in ordered]
     return ForeignCheckpoint(
-        parameters={name: _with_dtype(parameters[name], dtypes.get(name)) for name in ordered},
+        parameters={name: replace(parameters[name], dtype=dtypes[name]) for name in ordered},
         buffers=_buffers(first),
         tied=tied,
         facts={
@@ -121,17 +123,6 @@ def _by_rank(folder: Path, suffix: str) -> list[Path]:
         return tuple(int(number) for number in re.findall(r"\d+", path.name))
 
     return sorted(folder.glob(f"*{suffix}"), key=key)
-
-
-def _with_dtype(parameter: Foreign, dtype: torch.dtype | None) -> Foreign:
-    return Foreign(
-        dtype=dtype or parameter.dtype,
-        shape=parameter.shape,
-        trainable=parameter.trainable,
-        group=parameter.group,
-        contents=parameter.contents,
-        scalars=parameter.scalars,
-    )
 
 
 def _facts(model: Mapping[str, Any], stage: int) -> dict[str, Any]:
@@ -183,66 +174,34 @@ def _buffers(model: Mapping[str, Any]) -> dict[str, Tensor]:
 def _weights_alone(model: Mapping[str, Any]) -> ForeignCheckpoint:
     """Read a checkpoint of stage 0 without the optimizer's state, which names no parameters there."""
     buffers = _buffers(model)
-    module = {name: value for name, value in model["module"].items() if name not in buffers}
-    tied: dict[str, str] = dict(model.get("shared_params") or {})
-    known: dict[int, str] = {}
-    parameters: dict[str, Foreign] = {}
-    for name, tensor in module.items():
-        first = known.setdefault(tensor.data_ptr(), name) if tensor.numel() else name
-        if first != name:
-            tied[name] = first
-        elif name not in tied:
-            wide = torch.promote_types(tensor.dtype, torch.float32)
-            parameters[name] = Foreign(
-                dtype=tensor.dtype,
-                shape=tuple(tensor.shape),
-                contents={VALUE: (wide, _pieces([tensor.reshape(-1)]))},
-            )
+    parameters, found = with_ties({n: value for n, value in model["module"].items() if n not in buffers})
+    tied: dict[str, str] = {**(model.get("shared_params") or {}), **found}
     return ForeignCheckpoint(
-        parameters=parameters, buffers=buffers, tied=tied, facts={**_facts(model, 0), "scheduler": None}
+        parameters={name: entry for name, entry in parameters.items() if name not in tied},
+        buffers=buffers,
+        tied=tied,
+        facts={**_facts(model, 0), "scheduler": None},
     )
 
 
 def _frozen(model: Mapping[str, Any], parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Foreign]:
     found: dict[str, Foreign] = {}
     for name, shape in (model["frozen_param_shapes"] or {}).items():
-        pieces = _cut([part[name].reshape(-1) for part in parts], shape.numel())
+        pieces = _between([part[name].reshape(-1) for part in parts], 0, shape.numel())
         dtype = parts[0][name].dtype
         found[name] = Foreign(
-            dtype=dtype, shape=tuple(shape), trainable=False, contents={VALUE: (dtype, _pieces(pieces))}
+            dtype=dtype, shape=tuple(shape), trainable=False, contents={VALUE: (dtype, pieces)}
         )
     return found
 
 
 def _others(model: Mapping[str, Any], known: Set[str]) -> dict[str, Foreign]:
     """Read the parameters that only the module's state has: stage 1 does not list frozen ones."""
-    found: dict[str, Foreign] = {}
-    for name, tensor in model["module"].items():
-        if name in known or name in model["buffer_names"] or not tensor.numel():
-            continue
-        contents = {VALUE: (tensor.dtype, _pieces([tensor.reshape(-1)]))}
-        found[name] = Foreign(
-            dtype=tensor.dtype, shape=tuple(tensor.shape), trainable=False, contents=contents
-        )
-    return found
-
-
-def _pieces(tensors: Sequence[Tensor]) -> Pieces:
-    def give() -> Iterator[Tensor]:
-        yield from tensors
-
-    return give
-
-
-def _cut(parts: Sequence[Tensor], numel: int) -> list[Tensor]:
-    """Return the first ``numel`` elements of consecutive tensors."""
-    found: list[Tensor] = []
-    for part in parts:
-        take = min(part.numel(), numel)
-        if take:
-            found.append(part[:take])
-        numel -= take
-    return found
+    return {
+        name: whole(tensor, trainable=False)
+        for name, tensor in model["module"].items()
+        if name not in known and name not in model["buffer_names"] and tensor.numel()
+    }
 
 
 def _between(parts: Sequence[Tensor], start: int, stop: int) -> list[Tensor]:
@@ -257,8 +216,12 @@ def _between(parts: Sequence[Tensor], start: int, stop: int) -> list[Tensor]:
     return found
 
 
-def _kept(entry: Mapping[str, Any], numel: int) -> tuple[list[str], dict[str, Any]]:
-    """Return the names of tensors that the optimizer keeps for each element of a vector, and the rest."""
+def _kept(
+    entry: Mapping[str, Any], numel: int, groups: Sequence[Mapping[str, Any]]
+) -> tuple[list[str], dict[str, Any]]:
+    """Return the names of tensors that the optimizer keeps for each element of a vector, and the rest, with
+    the step of an optimizer that counts in its ``groups``.
+    """
     tensors = [
         k for k, v in entry.items() if isinstance(v, Tensor) and v.dim() == 1 and v.numel() >= numel > 1
     ]
@@ -269,15 +232,10 @@ def _kept(entry: Mapping[str, Any], numel: int) -> tuple[list[str], dict[str, An
         elif isinstance(value, (int, float)) and not isinstance(value, bool):
             # torch's optimizers count in tensors now; DeepSpeed's optimizers count in plain numbers
             scalars[key] = ["F32", float(value)] if key == "step" else ["", value]
+    steps = [group["step"] for group in groups if "step" in group]
+    if tensors and steps and "step" not in scalars:
+        scalars["step"] = ["F32", float(steps[0])]
     return tensors, scalars
-
-
-def _with_step(scalars: dict[str, Any], inner: Mapping[str, Any]) -> dict[str, Any]:
-    """Add the step of an optimizer that counts in its groups, not for each parameter."""
-    step = next((group["step"] for group in inner.get("param_groups", []) if "step" in group), None)
-    if step is None or "step" in scalars:
-        return scalars
-    return {**scalars, "step": ["F32", float(step)]}
 
 
 def _stage12(
@@ -292,15 +250,19 @@ def _stage12(
     for group, members in enumerate(shapes):
         values = [state["single_partition_of_fp32_groups"][group].reshape(-1) for state in states]
         kept = [state["base_optimizer_state"]["state"].get(group, {}) for state in states]
-        tensors, scalars = _kept(kept[0], values[0].numel())
-        scalars = _with_step(scalars, states[0]["base_optimizer_state"]) if tensors else scalars
+        groups = states[0]["base_optimizer_state"].get("param_groups", [])
+        tensors, scalars = _kept(kept[0], values[0].numel(), groups)
         lists = {VALUE: values}
         for key in tensors:
             lists[key] = [entry[key][: v.numel()] for entry, v in zip(kept, values, strict=True)]
         at = 0
         for name, shape in members.items():
-            found[name] = _parameter(lists, [(at, at + shape.numel())], shape, group, scalars)
-            at += shape.numel()
+            stop = at + shape.numel()
+            contents = {key: (parts[0].dtype, _between(parts, at, stop)) for key, parts in lists.items()}
+            found[name] = Foreign(
+                dtype=torch.float32, shape=tuple(shape), group=group, contents=contents, scalars=scalars
+            )
+            at = stop
         if sum(value.numel() for value in values) < at:
             raise CheckpointError(f"{folder}: group {group} has fewer elements than its parameters")
     return found
@@ -313,8 +275,8 @@ def _stage3(
     found: dict[str, Foreign] = {}
     flats = [[flat.reshape(-1) for flat in state["fp32_flat_groups"]] for state in states]
     kept = [state["optimizer_state_dict"]["state"] for state in states]
-    tensors, scalars = _kept(kept[0].get(0, {}), flats[0][0].numel())
-    scalars = _with_step(scalars, states[0]["optimizer_state_dict"]) if tensors else scalars
+    groups = states[0]["optimizer_state_dict"].get("param_groups", [])
+    tensors, scalars = _kept(kept[0].get(0, {}), flats[0][0].numel(), groups)
     lists: dict[str, list[list[Tensor]]] = {VALUE: flats}
     for key in tensors:
         lists[key] = [
@@ -325,26 +287,12 @@ def _stage3(
     for group, members in enumerate(shapes):
         for name, shape in members.items():
             part = -(-shape.numel() // ranks)
-            contents: dict[str, tuple[torch.dtype, Pieces]] = {}
+            contents: dict[str, tuple[torch.dtype, list[Tensor]]] = {}
             for key, by_rank in lists.items():
                 pieces = [piece for own in by_rank for piece in _between(own, at, at + part)]
-                contents[key] = by_rank[0][0].dtype, _pieces(_cut(pieces, shape.numel()))
+                contents[key] = by_rank[0][0].dtype, _between(pieces, 0, shape.numel())
             found[name] = Foreign(
                 dtype=torch.float32, shape=tuple(shape), group=group, contents=contents, scalars=scalars
             )
             at += part
     return found
-
-
-def _parameter(
-    lists: Mapping[str, Sequence[Tensor]],
-    spans: Sequence[tuple[int, int]],
-    shape: torch.Size,
-    group: int,
-    scalars: Mapping[str, Any],
-) -> Foreign:
-    contents: dict[str, tuple[torch.dtype, Pieces]] = {}
-    for key, parts in lists.items():
-        pieces = [piece for start, stop in spans for piece in _between(parts, start, stop)]
-        contents[key] = parts[0].dtype, _pieces(pieces)
-    return Foreign(dtype=torch.float32, shape=tuple(shape), group=group, contents=contents, scalars=scalars)

@@ -5,14 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-import torch
 from torch import Tensor
 
-from ..format.manifest import VALUE
 from ..format.tensor_file import CheckpointError
-from .common import Foreign, ForeignCheckpoint, Pieces, load_torch
+from .common import ForeignCheckpoint, load_torch, with_ties
 
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _SINGLES = ("model.safetensors", "pytorch_model.bin")
@@ -43,29 +40,9 @@ def read_plain(paths: Sequence[Path]) -> ForeignCheckpoint:
         state |= _tensors_of(path)
     if state and all(name.startswith("module.") for name in state):
         state = {name.removeprefix("module."): tensor for name, tensor in state.items()}
-    parameters: dict[str, Foreign] = {}
-    buffers: dict[str, Tensor] = {}
-    tied: dict[str, str] = {}
-    known: dict[tuple[Any, ...], str] = {}
-    for name, tensor in state.items():
-        if not tensor.is_floating_point():
-            buffers[name] = tensor
-            continue
-        place = (tensor.data_ptr(), tensor.shape, tensor.dtype, tensor.stride())
-        first = known.setdefault(place, name) if tensor.numel() else name
-        if first != name:
-            tied[name] = first
-            continue
-        parameters[name] = Foreign(
-            dtype=tensor.dtype,
-            shape=tuple(tensor.shape),
-            contents={VALUE: (torch.promote_types(tensor.dtype, torch.float32), _once(tensor))},
-        )
+    buffers = {name: tensor for name, tensor in state.items() if not tensor.is_floating_point()}
+    parameters, tied = with_ties({name: state[name] for name in state if name not in buffers})
     return ForeignCheckpoint(parameters=parameters, buffers=buffers, tied=tied, facts={})
-
-
-def _once(tensor: Tensor) -> Pieces:
-    return lambda: iter([tensor.reshape(-1)])
 
 
 def _tensors_of(path: Path) -> dict[str, Tensor]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
-import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from ..format.commit import (
     write_manifest,
 )
 from ..format.jsonable import encode
-from ..format.manifest import FORMAT, LATEST, VALUE, VERSION, WHOLE
+from ..format.manifest import LATEST, VALUE, WHOLE
 from ..format.tensor_file import NAMES, CheckpointError
 from ..format.writer import FileWriter
 from ..save import rank_file
@@ -70,37 +70,19 @@ def _write_into(checkpoint: ForeignCheckpoint, folder: Path, rank: int) -> None:
     from zlaunch import __version__
 
     file = rank_file(rank)
-    announced = {
-        f"{name}.{kind}": (dtype, (_numel(entry.shape),))
+    own = {
+        f"{name}.{kind}": (dtype, (math.prod(entry.shape),), pieces)
         for name, entry in checkpoint.parameters.items()
-        for kind, (dtype, _) in entry.contents.items()
+        for kind, (dtype, pieces) in entry.contents.items()
     }
-    files: dict[str, Any] = {}
-    link = HostLink(torch.device("cpu"), pin=False)
-    writer = FileWriter(folder / file, announced, link)
-    try:
-        for name, entry in checkpoint.parameters.items():
-            for kind, (dtype, pieces) in entry.contents.items():
-                for piece in pieces():
-                    for part in torch.split(piece, 1 << 20):
-                        writer.write(f"{name}.{kind}", part.to(dtype))
-        files[file] = {**writer.close(), "host": None}
-    finally:
-        writer.abandon()
     tensors: dict[str, Tensor] = {}
     facts = {name: encode(value, tensors, name) for name, value in checkpoint.facts.items()}
     whole = {**tensors, **{f"buffer.{name}": value for name, value in checkpoint.buffers.items()}}
-    writer = FileWriter(folder / WHOLE, {name: (t.dtype, tuple(t.shape)) for name, t in whole.items()}, link)
-    try:
-        for name, value in whole.items():
-            writer.write(name, value)
-        files[WHOLE] = {**writer.close(), "host": None}
-    finally:
-        writer.abandon()
+    files = {
+        file: _write_file(folder / file, own),
+        WHOLE: _write_file(folder / WHOLE, {n: (t.dtype, tuple(t.shape), [t]) for n, t in whole.items()}),
+    }
     manifest = {
-        "format": FORMAT,
-        "version": VERSION,
-        "time": time.time(),
         "world_size": 1,
         "written_by": {"zlaunch": __version__, "torch": str(torch.__version__)},
         "stage": 0,
@@ -127,20 +109,27 @@ def _write_into(checkpoint: ForeignCheckpoint, folder: Path, rank: int) -> None:
                     },
                     "scalars": dict(entry.scalars),
                 },
-                "slices": [[file, name, 0, 0, _numel(entry.shape)]],
+                "slices": [[file, name, 0, 0, math.prod(entry.shape)]],
             }
             for name, entry in checkpoint.parameters.items()
         },
         "excluded": [],
         "tied": dict(checkpoint.tied),
-        "buffers": {
-            name: {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape)}
-            for name, tensor in checkpoint.buffers.items()
-        },
-        "files": files,
     }
-    write_manifest(folder, manifest)
+    write_manifest(folder, manifest, whole, files)
 
 
-def _numel(shape: Sequence[int]) -> int:
-    return torch.Size(shape).numel()
+def _write_file(
+    path: Path, contents: Mapping[str, tuple[torch.dtype, tuple[int, ...], Sequence[Tensor]]]
+) -> dict[str, Any]:
+    """Write tensors, given as dtype, shape and consecutive pieces; return the file's manifest entry."""
+    announced = {name: (dtype, shape) for name, (dtype, shape, _) in contents.items()}
+    writer = FileWriter(path, announced, HostLink(torch.device("cpu"), pin=False))
+    try:
+        for name, (dtype, _, pieces) in contents.items():
+            for piece in pieces:
+                for part in torch.split(piece.reshape(-1), 1 << 20):
+                    writer.write(name, part.to(dtype))
+        return {**writer.close(), "host": None}
+    finally:
+        writer.abandon()

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ...zero import placeholder
 from ...zero.hooks import ShardedModel
+from ..format.tensor_file import replacing
 
 
 def consolidated_state_dict(model: ShardedModel, *, exclude_frozen: bool = False) -> dict[str, Tensor]:
@@ -69,8 +70,7 @@ def save_weights(model: ShardedModel, directory: str, filename: str, *, exclude_
 
 
 def _write(state: dict[str, Tensor], path: Path) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
+    with replacing(path) as temporary:
         if path.suffix == ".safetensors":
             from safetensors.torch import save_file
 
@@ -88,6 +88,3 @@ def _write(state: dict[str, Tensor], path: Path) -> None:
             torch.save(state, temporary)
         with open(temporary, "rb") as file:
             os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..format.manifest import LATEST, Checkpoint, find
-from ..format.tensor_file import DTYPES, CheckpointError, bytes_of, header_of, memory_of
+from ..format.tensor_file import DTYPES, CheckpointError, bytes_of, header_of, memory_of, replacing
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _PIECE_NUMEL = 1 << 20
@@ -74,14 +74,10 @@ def export(
         )
     written: list[Path] = []
     for name, shard in zip(names, shards, strict=True):
-        temporary = out / f".{name}.{os.getpid()}.tmp"
-        try:
+        with replacing(out / name) as temporary:
             _write_safetensors(checkpoint, temporary, shard)
             if kind == "bin":
                 _to_bin(temporary, checkpoint.tied)
-            os.replace(temporary, out / name)
-        finally:
-            temporary.unlink(missing_ok=True)
         written.append(out / name)
     if len(shards) > 1:
         places = {w: name for name, shard in zip(names, shards, strict=True) for w in shard}
@@ -89,9 +85,8 @@ def export(
             places |= {alias: places[name] for alias, name in checkpoint.tied.items() if name in places}
         size = sum(bytes_of(*entry) for shard in shards for entry in shard.values())
         text = json.dumps({"metadata": {"total_size": size}, "weight_map": places}, indent=2)
-        temporary = out / f".{index.name}.{os.getpid()}.tmp"
-        temporary.write_text(text + "\n", encoding="utf-8")
-        os.replace(temporary, index)
+        with replacing(index) as temporary:
+            temporary.write_text(text + "\n", encoding="utf-8")
         written.append(index)
     return written
 
@@ -137,12 +132,8 @@ def copy_companions(found: Sequence[Path], out: str | os.PathLike[str], *, repla
         copy = Path(out) / path.name
         if copy.exists() and (not replace or copy.samefile(path)):
             continue
-        temporary = copy.with_name(f".{copy.name}.{os.getpid()}.tmp")
-        try:
+        with replacing(copy) as temporary:
             shutil.copyfile(path, temporary)
-            os.replace(temporary, copy)
-        finally:
-            temporary.unlink(missing_ok=True)
         copies.append(copy)
     return copies
 
@@ -196,17 +187,13 @@ def _to_bin(path: Path, tied: Mapping[str, str]) -> None:
             flat = torch.from_numpy(mapped)
         tensors[name] = flat.view(DTYPES[entry["dtype"]]).view(tuple(entry["shape"]))
     tensors |= {alias: tensors[name] for alias, name in tied.items() if name in tensors}
-    other = path.with_name(path.name + "2")
     try:
-        with open(other, "wb") as file:
+        with replacing(path) as other, open(other, "wb") as file:
             torch.save(tensors, file)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(other, path)
     except RuntimeError as error:  # how torch.save says that the disk is full
         raise OSError(errno.EIO, f"cannot be written by torch.save: {error}", str(path)) from None
-    finally:
-        other.unlink(missing_ok=True)
 
 
 def parse_size(text: str) -> int:

@@ -11,15 +11,27 @@ import shutil
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from ..export import script
-from .manifest import LATEST, MANIFEST, WHOLE, candidates, checksum, is_checkpoint, put_aside
-from .tensor_file import CheckpointError
+from .manifest import (
+    FORMAT,
+    LATEST,
+    MANIFEST,
+    VERSION,
+    WHOLE,
+    candidates,
+    checksum,
+    is_checkpoint,
+    put_aside,
+)
+from .tensor_file import NAMES, CheckpointError
 
 _STALE_S = 3600.0
 """Seconds without a write after which a temporary folder counts as left by a dead process."""
@@ -56,9 +68,19 @@ def absolute(folder: str | os.PathLike[str]) -> Path:
     return Path(os.path.abspath(os.path.expanduser(folder)))
 
 
-def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
-    """Write the manifest with its checksum. Raises OSError."""
-    manifest = json.loads(json.dumps({"crc32": 0, **manifest}))
+def write_manifest(
+    folder: Path, entries: Mapping[str, Any], whole: Mapping[str, Tensor], files: Mapping[str, Any]
+) -> None:
+    """Write the manifest with its checksum: ``entries``, the buffers among the tensors of the file WHOLE, and
+    the files. Raises OSError.
+    """
+    buffers = {
+        name.removeprefix("buffer."): {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape)}
+        for name, tensor in whole.items()
+        if name.startswith("buffer.")
+    }
+    head = {"crc32": 0, "format": FORMAT, "version": VERSION, "time": time.time()}
+    manifest = json.loads(json.dumps({**head, **entries, "buffers": buffers, "files": files}))
     manifest["crc32"] = checksum(manifest)
     with open(folder / MANIFEST, "x", encoding="utf-8") as file:
         json.dump(manifest, file, indent=1)

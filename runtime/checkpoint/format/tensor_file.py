@@ -6,10 +6,12 @@ Part of the stand-alone script (``script.py``): needs torch alone.
 from __future__ import annotations
 
 import json
+import math
 import os
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -203,10 +205,18 @@ def memory_of(tensor: Tensor) -> memoryview:
 
 
 def bytes_of(dtype: torch.dtype, shape: Sequence[int]) -> int:
-    nbytes = dtype.itemsize
-    for length in shape:
-        nbytes *= length
-    return nbytes
+    return dtype.itemsize * math.prod(shape)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Give a name beside ``path`` to write to; the file takes its place at the end, whole, or is removed."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def header_of(tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]], metadata: Mapping[str, str]) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import math
 import os
 import zlib
 from collections import deque
@@ -49,7 +50,7 @@ class FileWriter:
                     f"{path}: {name} is {dtype}, which the safetensors format does not have"
                 )
         self.path = path
-        self._left = deque((name, _numel(shape), dtype) for name, (dtype, shape) in tensors.items())
+        self._left = deque((name, math.prod(shape), dtype) for name, (dtype, shape) in tensors.items())
         self._missing = 0
         self._dtype = torch.uint8
         header = header_of(tensors, {})
@@ -207,13 +208,6 @@ def _cut(memory: Tensor) -> list[Tensor]:
     """Cut memory in chunks, each in separate huge pages, which direct transfers pin faster."""
     first = -memory.data_ptr() % CHUNK_BYTES
     return list(memory[first : first + _BUFFERS * CHUNK_BYTES].split(CHUNK_BYTES))  # type: ignore[no-untyped-call]
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    numel = 1
-    for length in shape:
-        numel *= length
-    return numel
 
 
 def _create(path: Path) -> tuple[int, bool]:

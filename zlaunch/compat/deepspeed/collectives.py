@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -9,24 +10,37 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import P2POp, ReduceOp, batch_isend_irecv, get_backend, is_available, is_initialized
+from torch.distributed import (
+    P2POp,
+    ProcessGroup,
+    ReduceOp,
+    batch_isend_irecv,
+    get_backend,
+    get_rank,
+    get_world_size,
+    is_available,
+    is_initialized,
+    new_group,
+)
 
 from zlaunch.compat.deepspeed.missing import missing_function
 from zlaunch.runtime.comm.process_group import close_all
 from zlaunch.runtime.comm.process_group import init_distributed as _init
 from zlaunch.runtime.environment import read_environment
 
-ProcessGroup = dist.ProcessGroup
 _EXTRA = ("prof", "log_name", "debug")
 
 
-def _plain(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap torch's function, deaf to the arguments that DeepSpeed's takes for its logs."""
+def _plain(function: Callable[..., Any], **names: str) -> Callable[..., Any]:
+    """Wrap torch's function, deaf to the arguments that DeepSpeed's takes for its logs, by place or by name.
+
+    ``names``: those of its arguments that have another name in DeepSpeed, with torch's.
+    """
+    most = len(inspect.signature(function).parameters)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        for name in _EXTRA:
-            kwargs.pop(name, None)
-        return function(*args, **kwargs)
+        given = {names.get(name, name): value for name, value in kwargs.items() if name not in _EXTRA}
+        return function(*args[:most], **given)
 
     call.__name__ = function.__name__
     call.__doc__ = f"``torch.distributed.{function.__name__}``."
@@ -64,16 +78,6 @@ def init_distributed(
     _init(dist_backend, timeout=timeout)
 
 
-def get_rank(group: Any = None) -> int:
-    """Return this rank."""
-    return dist.get_rank(group)
-
-
-def get_world_size(group: Any = None) -> int:
-    """Return how many ranks there are."""
-    return dist.get_world_size(group)
-
-
 def get_local_rank() -> int:
     """Return this rank's number on its node."""
     return read_environment().local_rank
@@ -92,11 +96,6 @@ def get_world_group() -> Any:
 def get_all_ranks_from_group(group: Any = None) -> list[int]:
     """List the ranks of a group."""
     return dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
-
-
-def new_group(ranks: list[int], **options: Any) -> Any:
-    """Call ``torch.distributed.new_group``."""
-    return dist.new_group(ranks, **options)
 
 
 def destroy_process_group(group: Any = None) -> None:
@@ -127,56 +126,6 @@ def _finish(handles: list[Any], async_op: bool) -> _All | None:
     return None
 
 
-def all_reduce(
-    tensor: Tensor, op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False, *log: Any, **more: Any
-) -> Any:
-    """Call ``torch.distributed.all_reduce``."""
-    return dist.all_reduce(tensor, op=op, group=group, async_op=async_op)
-
-
-def all_gather_into_tensor(
-    output_tensor: Tensor, tensor: Tensor, group: Any = None, async_op: bool = False, *log: Any, **more: Any
-) -> Any:
-    """Call ``torch.distributed.all_gather_into_tensor``."""
-    return dist.all_gather_into_tensor(output_tensor, tensor, group=group, async_op=async_op)
-
-
-def allgather_fn(
-    output_tensor: Tensor, input_tensor: Tensor, group: Any = None, async_op: bool = False, **more: Any
-) -> Any:
-    """Call :func:`all_gather_into_tensor`."""
-    return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
-
-
-def reduce_scatter_tensor(
-    output_tensor: Tensor,
-    tensor: Tensor,
-    op: Any = ReduceOp.SUM,
-    group: Any = None,
-    async_op: bool = False,
-    *log: Any,
-    **more: Any,
-) -> Any:
-    """Call ``torch.distributed.reduce_scatter_tensor``."""
-    return dist.reduce_scatter_tensor(output_tensor, tensor, op=op, group=group, async_op=async_op)
-
-
-def all_to_all_single(
-    output: Tensor,
-    tensor: Tensor,
-    output_split_sizes: list[int] | None = None,
-    input_split_sizes: list[int] | None = None,
-    group: Any = None,
-    async_op: bool = False,
-    *log: Any,
-    **more: Any,
-) -> Any:
-    """Call ``torch.distributed.all_to_all_single``."""
-    return dist.all_to_all_single(
-        output, tensor, output_split_sizes, input_split_sizes, group=group, async_op=async_op
-    )
-
-
 def all_reduce_coalesced(
     tensors: list[Tensor], op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False
 ) -> _All | None:
@@ -201,9 +150,13 @@ def has_all_gather_into_tensor() -> bool:
 
 has_reduce_scatter_tensor = has_all_reduce_coalesced = has_coalescing_manager = has_all_gather_into_tensor
 all_gather = _plain(dist.all_gather)
+all_gather_into_tensor = _plain(dist.all_gather_into_tensor, tensor="input_tensor")
+allgather_fn = all_gather_into_tensor
 all_gather_object = _plain(dist.all_gather_object)
+all_reduce = _plain(dist.all_reduce)
 inference_all_reduce = all_reduce
 all_to_all = _plain(dist.all_to_all)
+all_to_all_single = _plain(dist.all_to_all_single, tensor="input")
 barrier = _plain(dist.barrier)
 broadcast = _plain(dist.broadcast)
 broadcast_object_list = _plain(dist.broadcast_object_list)
@@ -215,6 +168,7 @@ monitored_barrier = _plain(dist.monitored_barrier)
 recv = _plain(dist.recv)
 reduce = _plain(dist.reduce)
 reduce_scatter = _plain(dist.reduce_scatter)
+reduce_scatter_tensor = _plain(dist.reduce_scatter_tensor, output_tensor="output", tensor="input")
 reduce_scatter_fn = reduce_scatter_tensor
 scatter = _plain(dist.scatter)
 send = _plain(dist.send)

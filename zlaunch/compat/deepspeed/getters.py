@@ -126,10 +126,6 @@ class ConfigGetters:
         """Return the scale that fp16 training starts with."""
         return float(2**self.effective_config.fp16.initial_scale_power)
 
-    def fp16_enabled(self) -> bool:
-        """Return ``fp16.enabled``."""
-        return bool(self.effective_config.fp16.enabled)
-
 
 for _name, _path in _PATHS.items():
     if _name not in ConfigGetters.__dict__:

@@ -47,24 +47,4 @@ get_data_parallel_group = _get_data_parallel_group
 get_data_parallel_world_size = _get_data_parallel_world_size
 get_data_parallel_rank = _get_data_parallel_rank
 
-__all__ = [
-    "_get_data_parallel_group",
-    "_get_data_parallel_rank",
-    "_get_data_parallel_world_size",
-    "_get_expert_parallel_world_size",
-    "_get_model_parallel_group",
-    "_get_model_parallel_rank",
-    "_get_model_parallel_world_size",
-    "_get_sequence_data_parallel_group",
-    "_get_sequence_data_parallel_rank",
-    "_get_sequence_data_parallel_world_size",
-    "_get_sequence_parallel_group",
-    "_get_sequence_parallel_rank",
-    "_get_sequence_parallel_world_size",
-    "_get_tensor_model_parallel_group",
-    "_get_tensor_model_parallel_rank",
-    "_get_tensor_model_parallel_world_size",
-    "get_data_parallel_group",
-    "get_data_parallel_rank",
-    "get_data_parallel_world_size",
-]
+__all__ = [name for name in globals() if "_parallel_" in name]

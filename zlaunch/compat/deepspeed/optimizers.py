@@ -25,22 +25,6 @@ class _Maker(type):
         return cls.make(*args, **kwargs)  # type: ignore[attr-defined]
 
 
-def _adam(
-    params: Any,
-    lr: Any,
-    betas: Sequence[float],
-    eps: float,
-    decay: float,
-    amsgrad: bool,
-    decoupled: bool,
-    bias_correction: bool,
-) -> torch.optim.Optimizer:
-    if not bias_correction:
-        raise ValueError("bias_correction=False is not supported")
-    kind = torch.optim.AdamW if decoupled else torch.optim.Adam
-    return kind(params, lr=lr, betas=tuple(betas), eps=eps, weight_decay=decay, amsgrad=amsgrad)  # type: ignore[arg-type]
-
-
 class FusedAdam(metaclass=_Maker):
     """Adam, with decoupled weight decay unless ``adam_w_mode`` is False."""
 
@@ -59,7 +43,17 @@ class FusedAdam(metaclass=_Maker):
         set_grad_none: bool = True,
     ) -> torch.optim.Optimizer:
         """Make the torch optimizer. Raises ValueError for what would be another rule."""
-        return _adam(params, lr, betas, eps, weight_decay, amsgrad, adam_w_mode, bias_correction)
+        if not bias_correction:
+            raise ValueError("bias_correction=False is not supported")
+        kind = torch.optim.AdamW if adam_w_mode else torch.optim.Adam
+        return kind(
+            params,
+            lr=lr,
+            betas=tuple(betas),  # type: ignore[arg-type]
+            eps=eps,
+            weight_decay=weight_decay,
+            amsgrad=amsgrad,
+        )
 
 
 class DeepSpeedCPUAdam(metaclass=_Maker):
@@ -80,7 +74,9 @@ class DeepSpeedCPUAdam(metaclass=_Maker):
         fp32_optimizer_states: bool = True,
     ) -> torch.optim.Optimizer:
         """Make the torch optimizer. Raises ValueError for what would be another rule."""
-        return _adam(model_params, lr, betas, eps, weight_decay, amsgrad, adamw_mode, bias_correction)
+        return FusedAdam.make(
+            model_params, lr, bias_correction, betas, eps, adamw_mode, weight_decay, amsgrad
+        )
 
 
 class FusedLion(metaclass=_Maker):

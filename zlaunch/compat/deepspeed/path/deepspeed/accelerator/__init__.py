@@ -1,10 +1,5 @@
 """The device, behind one object."""
 
 from zlaunch.compat.deepspeed.accelerator import Accelerator as DeepSpeedAccelerator
-from zlaunch.compat.deepspeed.accelerator import (
-    get_accelerator,
-    is_current_accelerator_supported,
-    set_accelerator,
-)
 
-__all__ = ["DeepSpeedAccelerator", "get_accelerator", "is_current_accelerator_supported", "set_accelerator"]
+from .real_accelerator import get_accelerator, is_current_accelerator_supported, set_accelerator

@@ -5,5 +5,3 @@ from zlaunch.compat.deepspeed.accelerator import (
     is_current_accelerator_supported,
     set_accelerator,
 )
-
-__all__ = ["get_accelerator", "is_current_accelerator_supported", "set_accelerator"]

@@ -1,5 +1,3 @@
 """``clone_tensors_for_torch_save``."""
 
 from zlaunch.compat.deepspeed.tools import clone_tensors_for_torch_save
-
-__all__ = ["clone_tensors_for_torch_save"]

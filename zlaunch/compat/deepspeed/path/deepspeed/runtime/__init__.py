@@ -11,5 +11,3 @@ from . import fp16 as fp16
 from . import lr_schedules as lr_schedules
 from . import utils as utils
 from . import zero as zero
-
-__all__ = ["DeepSpeedOptimizer", "ZeROOptimizer"]

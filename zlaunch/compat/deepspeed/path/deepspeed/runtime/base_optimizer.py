@@ -1,5 +1,3 @@
 """Classes for ``isinstance``."""
 
 from zlaunch.compat.deepspeed.optimizer import DeepSpeedOptimizer, ZeROOptimizer
-
-__all__ = ["DeepSpeedOptimizer", "ZeROOptimizer"]

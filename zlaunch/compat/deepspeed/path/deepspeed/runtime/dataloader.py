@@ -2,5 +2,3 @@
 
 from zlaunch.compat.deepspeed.tools import RepeatingLoader
 from zlaunch.runtime.data import EngineLoader as DeepSpeedDataLoader
-
-__all__ = ["DeepSpeedDataLoader", "RepeatingLoader"]

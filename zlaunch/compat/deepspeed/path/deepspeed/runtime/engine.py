@@ -7,5 +7,3 @@ from zlaunch.compat.deepspeed.engine import DeepSpeedEngine
 
 DeepSpeedOptimizerCallable = _Callable[[_Any], _Any]
 DeepSpeedSchedulerCallable = _Callable[[_Any], _Any]
-
-__all__ = ["DeepSpeedEngine", "DeepSpeedOptimizerCallable", "DeepSpeedSchedulerCallable"]

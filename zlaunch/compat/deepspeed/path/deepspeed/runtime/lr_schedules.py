@@ -1,6 +1,6 @@
 """The schedules that configs name."""
 
-from zlaunch.compat.deepspeed.missing import absent
+from zlaunch.compat.deepspeed.missing import absent as _absent
 from zlaunch.runtime.registry.lr_schedules import (
     SCHEDULES,
     LRRangeTest,
@@ -39,17 +39,4 @@ COS_MIN_RATIO = "cos_min_ratio"
 TOTAL_NUM_STEPS = "total_num_steps"
 LR_SCHEDULE = "lr_schedule"
 
-__getattr__ = absent("deepspeed.runtime.lr_schedules")
-__all__ = [
-    "LR_RANGE_TEST",
-    "ONE_CYCLE",
-    "VALID_LR_SCHEDULES",
-    "WARMUP_COSINE_LR",
-    "WARMUP_DECAY_LR",
-    "WARMUP_LR",
-    "LRRangeTest",
-    "OneCycle",
-    "WarmupCosineLR",
-    "WarmupDecayLR",
-    "WarmupLR",
-]
+__getattr__ = _absent("deepspeed.runtime.lr_schedules")

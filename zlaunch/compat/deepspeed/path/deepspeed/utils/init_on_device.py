@@ -1,5 +1,3 @@
 """``OnDevice``."""
 
 from zlaunch.compat.deepspeed.tools import OnDevice
-
-__all__ = ["OnDevice"]

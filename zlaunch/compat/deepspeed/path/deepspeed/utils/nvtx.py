@@ -1,5 +1,3 @@
 """``instrument_w_nvtx``."""
 
 from zlaunch.compat.deepspeed.tools import instrument_w_nvtx
-
-__all__ = ["instrument_w_nvtx"]

@@ -1,5 +1,3 @@
 """``required_torch_version``."""
 
 from zlaunch.compat.deepspeed.tools import required_torch_version
-
-__all__ = ["required_torch_version"]

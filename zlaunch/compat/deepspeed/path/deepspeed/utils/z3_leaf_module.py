@@ -9,13 +9,3 @@ from zlaunch.compat.deepspeed.leaf_modules import (
     unset_z3_leaf_modules,
     z3_leaf_module,
 )
-
-__all__ = [
-    "get_z3_leaf_modules",
-    "set_z3_leaf_module",
-    "set_z3_leaf_modules",
-    "set_z3_leaf_modules_by_name",
-    "set_z3_leaf_modules_by_suffix",
-    "unset_z3_leaf_modules",
-    "z3_leaf_module",
-]

@@ -12,14 +12,6 @@ get_model_state_file = missing_function("utils.zero_to_fp32.get_model_state_file
 get_optim_files = missing_function("utils.zero_to_fp32.get_optim_files", _INSTEAD)
 get_model_state_files = missing_function("utils.zero_to_fp32.get_model_state_files", _INSTEAD)
 
-__all__ = [
-    "convert_zero_checkpoint_to_fp32_state_dict",
-    "get_fp32_state_dict_from_zero_checkpoint",
-    "get_model_state_file",
-    "get_model_state_files",
-    "get_optim_files",
-    "load_state_dict_from_zero_checkpoint",
-]
 
 if __name__ == "__main__":
     from zlaunch.runtime.checkpoint.export.full_weights import main

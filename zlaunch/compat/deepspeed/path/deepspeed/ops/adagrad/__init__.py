@@ -1,5 +1,3 @@
-"""Torch optimizers under DeepSpeed"s names; the engine gives them its own kernels."""
+"""Torch optimizers under DeepSpeed's names; the engine gives them its own kernels."""
 
 from zlaunch.compat.deepspeed.optimizers import DeepSpeedCPUAdagrad
-
-__all__ = ["DeepSpeedCPUAdagrad"]

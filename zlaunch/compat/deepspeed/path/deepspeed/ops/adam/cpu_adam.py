@@ -1,5 +1,3 @@
 """The module in which DeepSpeed has it."""
 
 from zlaunch.compat.deepspeed.optimizers import DeepSpeedCPUAdam
-
-__all__ = ["DeepSpeedCPUAdam"]

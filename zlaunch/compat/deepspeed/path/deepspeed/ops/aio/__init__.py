@@ -1,5 +1,3 @@
 """Asynchronous disk access is the runtime's own."""
 
 from ..op_builder import AsyncIOBuilder
-
-__all__ = ["AsyncIOBuilder"]

@@ -1,5 +1,3 @@
 """The module in which DeepSpeed has it."""
 
 from zlaunch.compat.deepspeed.optimizers import DeepSpeedCPULion
-
-__all__ = ["DeepSpeedCPULion"]

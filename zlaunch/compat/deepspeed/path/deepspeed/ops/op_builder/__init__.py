@@ -11,15 +11,3 @@ from zlaunch.compat.deepspeed.builders import (
     FusedLionBuilder,
     UtilsBuilder,
 )
-
-__all__ = [
-    "BUILDERS",
-    "AsyncIOBuilder",
-    "CPUAdagradBuilder",
-    "CPUAdamBuilder",
-    "CPULionBuilder",
-    "FusedAdamBuilder",
-    "FusedLambBuilder",
-    "FusedLionBuilder",
-    "UtilsBuilder",
-]

@@ -1,5 +1,3 @@
 """Classes that DeepSpeed's checkpoints hold."""
 
 from zlaunch.compat.deepspeed.pickled import DynamicLossScaler, LossScaler, LossScalerBase
-
-__all__ = ["DynamicLossScaler", "LossScaler", "LossScalerBase"]

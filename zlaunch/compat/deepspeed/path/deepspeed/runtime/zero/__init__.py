@@ -8,7 +8,8 @@ from zlaunch.compat.deepspeed.estimate import (
     estimate_zero3_model_states_mem_needs_all_cold,
     estimate_zero3_model_states_mem_needs_all_live,
 )
-from zlaunch.compat.deepspeed.missing import absent, missing_class
+from zlaunch.compat.deepspeed.missing import absent as _absent
+from zlaunch.compat.deepspeed.missing import missing_class
 from zlaunch.compat.deepspeed.parameters import (
     GatheredParameters,
     Init,
@@ -26,27 +27,4 @@ TiledLinear = missing_class("zero.TiledLinear", _TILES)
 TiledLinearReturnBias = missing_class("zero.TiledLinearReturnBias", _TILES)
 MiCS_Init = missing_class("zero.MiCS_Init", "use zero.Init")
 
-__getattr__ = absent("deepspeed.zero")
-__all__ = [
-    "GatheredParameters",
-    "Init",
-    "MiCS_Init",
-    "TiledLinear",
-    "TiledLinearReturnBias",
-    "ZeroParamStatus",
-    "ZeroParamType",
-    "config",
-    "estimate_zero2_model_states_mem_needs",
-    "estimate_zero2_model_states_mem_needs_all_cold",
-    "estimate_zero2_model_states_mem_needs_all_live",
-    "estimate_zero3_model_states_mem_needs",
-    "estimate_zero3_model_states_mem_needs_all_cold",
-    "estimate_zero3_model_states_mem_needs_all_live",
-    "offload_config",
-    "partition_parameters",
-    "register_external_parameter",
-    "stage3",
-    "stage_1_and_2",
-    "unregister_external_parameter",
-    "unwrap_model_for_generation",
-]
+__getattr__ = _absent("deepspeed.zero")

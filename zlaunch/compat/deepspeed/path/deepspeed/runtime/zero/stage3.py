@@ -7,11 +7,3 @@ from zlaunch.compat.deepspeed.estimate import (
 )
 from zlaunch.compat.deepspeed.optimizer import ZeROOptimizer as DeepSpeedZeroOptimizer_Stage3
 from zlaunch.compat.deepspeed.parameters import unwrap_model_for_generation
-
-__all__ = [
-    "DeepSpeedZeroOptimizer_Stage3",
-    "estimate_zero3_model_states_mem_needs",
-    "estimate_zero3_model_states_mem_needs_all_cold",
-    "estimate_zero3_model_states_mem_needs_all_live",
-    "unwrap_model_for_generation",
-]

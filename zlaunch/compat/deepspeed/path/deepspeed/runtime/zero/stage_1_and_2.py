@@ -6,10 +6,3 @@ from zlaunch.compat.deepspeed.estimate import (
     estimate_zero2_model_states_mem_needs_all_live,
 )
 from zlaunch.compat.deepspeed.optimizer import ZeROOptimizer as DeepSpeedZeroOptimizer
-
-__all__ = [
-    "DeepSpeedZeroOptimizer",
-    "estimate_zero2_model_states_mem_needs",
-    "estimate_zero2_model_states_mem_needs_all_cold",
-    "estimate_zero2_model_states_mem_needs_all_live",
-]
