@@ -31,7 +31,7 @@ from .handles.eligible import find_refused
 from .handles.handles import Handles
 from .handles.module_methods import intercept_module
 from .handles.optimizer import ZeroOptimizer, guard
-from .log import say, set_level, warn
+from .log import say, set_level, show, warn
 from .memory.estimate import relief
 from .memory.preflight import preflight
 from .memory.resources import PINNED_SHARE
@@ -343,4 +343,4 @@ def _record(effective: Effective, comm: Comm) -> None:
         effective.write(os.path.join(run_dir, "config.effective.json"))
     if comm.rank == 0 and effective.config.dump_state:
         for path, value, source in effective.table():
-            print(f"{path} = {value}  ({source})", flush=True)
+            show(f"{path} = {value}  ({source})")

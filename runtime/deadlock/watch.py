@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from ..comm.waits import Key, Waits, waits
+from ..log import fail
 
 PERIOD_S = 2.0
 """Sets how often the thread looks; a wait shorter than that is never seen."""
@@ -163,7 +164,7 @@ class DeadlockWatch:
             present = self._blocked(None)
             if present is None or present.wait != mine.wait:
                 return
-        print(f"zlaunch: error: {self._waits.verdict}", file=sys.stderr, flush=True)
+        fail(f"error: {verdict}", sys.stderr)
         os._exit(1)
 
 
