@@ -47,8 +47,7 @@ class BackgroundStep:
         """Do the step, or begin it. Raises DiskError if it was done at once."""
         after: torch.cuda.Event | None = None
         if self._comm.device.type == "cuda":
-            after = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            after.record(torch.cuda.current_stream(self._comm.device))
+            after = torch.cuda.current_stream(self._comm.device).record_event()
         stepped = step_tiles(rule, slices, rule.optimizer.state, after)
         arrivals = {id(unit): _Arrival() for unit in self._units}
         self._arrivals = list(arrivals.values())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor
 from ..comm.pending import DONE, Pending
 from ..zero.layout import Range
 from ..zero.store import Access, OpenTile, ShardReader, ShardStore, TileView, ValueStore, squares_of
+from .buffers import BufferQueue
 from .transfer import HostLink
 
 
@@ -57,33 +57,6 @@ class HostValues(ValueStore):
             self.tensor = None
 
 
-class UploadBuffers:
-    """Lends page-locked memory for new values on their way to the device: two tiles at most."""
-
-    def __init__(self, link: HostLink) -> None:
-        self._link = link
-        self._sent: deque[tuple[Pending, Tensor]] = deque()
-
-    def take(self, nbytes: int) -> Tensor:
-        """Lend a uint8 buffer of at least ``nbytes``."""
-        self._retire(1)
-        return self._link.pool.take(nbytes)
-
-    def give_back(self, buffer: Tensor, sent: Pending) -> None:
-        """Take a buffer back, to be lent again once ``sent`` has read it."""
-        self._sent.append((sent, buffer))
-
-    def drain(self) -> None:
-        """Wait until all buffers have been read."""
-        self._retire(0)
-
-    def _retire(self, left: int) -> None:
-        while len(self._sent) > left:
-            sent, buffer = self._sent.popleft()
-            sent.synchronize()
-            self._link.pool.give_back(buffer)
-
-
 class HostStore(ShardStore):
     """Keeps master values and gradient of a unit in host memory; the optimizer has the state there, too.
 
@@ -95,7 +68,7 @@ class HostStore(ShardStore):
     def __init__(
         self,
         link: HostLink,
-        buffers: UploadBuffers,
+        buffers: BufferQueue,
         master: Tensor,
         values: ValueStore,
         dtype: torch.dtype,
@@ -192,7 +165,7 @@ class HostStore(ShardStore):
 class _BufferedTile(OpenTile):
     """Shows a tile whose new values go to the device, or to a disk, from a separate buffer."""
 
-    def __init__(self, values: ValueStore, view: TileView, buffers: UploadBuffers, buffer: Tensor) -> None:
+    def __init__(self, values: ValueStore, view: TileView, buffers: BufferQueue, buffer: Tensor) -> None:
         super().__init__(values, view)
         self._buffers, self._buffer, self._sent = buffers, buffer, DONE
 
@@ -201,7 +174,7 @@ class _BufferedTile(OpenTile):
         return self._sent
 
     def close(self) -> None:
-        self._buffers.give_back(self._buffer, self._sent)
+        self._buffers.give_back(self._buffer, self._sent.synchronize)
 
     def abandon(self) -> None:
         self.close()
