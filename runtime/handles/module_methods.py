@@ -16,13 +16,10 @@ from ..zero.ownership import MASTERS, VALUES
 from ..zero.unit import Unit, owner_of
 
 
-def _units(module: nn.Module, *, recurse: bool) -> list[Unit]:
-    found: dict[int, Unit] = {}
-    for parameter in module.parameters(recurse=recurse):
-        unit = owner_of(parameter)
-        if unit is not None:
-            found[id(unit)] = unit
-    return list(found.values())
+def _units(module: nn.Module) -> list[Unit]:
+    """Return the units of the module's direct parameters."""
+    owners = [owner_of(parameter) for parameter in module.parameters(recurse=False)]
+    return list({id(unit): unit for unit in owners if unit is not None}.values())
 
 
 def intercept_module(root: nn.Module, gathered: Gathered) -> Callable[[], None]:
@@ -38,7 +35,7 @@ def intercept_module(root: nn.Module, gathered: Gathered) -> Callable[[], None]:
 
     def hold(module: nn.Module) -> None:
         stack = ExitStack()
-        stack.enter_context(gathered(_units(module, recurse=False)))
+        stack.enter_context(gathered(_units(module)))
         stacks.setdefault(id(module), []).append(stack)
 
     def let_go(module: nn.Module) -> None:
@@ -56,12 +53,12 @@ def intercept_module(root: nn.Module, gathered: Gathered) -> Callable[[], None]:
         let_go(module)
 
     def before_load(module: nn.Module, *args: Any) -> None:
-        for unit in _units(module, recurse=False):
+        for unit in _units(module):
             unit.check_here(MASTERS, VALUES)
         hold(module)
 
     def after_load(module: nn.Module, incompatible: Any) -> None:
-        for unit in _units(module, recurse=False):
+        for unit in _units(module):
             unit.write_back()
         let_go(module)
 
