@@ -27,18 +27,16 @@ Array = Any
 """What is an ndarray here becomes one of numba's types."""
 
 
+_njit: Any = functools.partial(numba.njit, nogil=True, error_model="numpy", boundscheck=False)
+_part: Any = functools.partial(_njit, forceinline=True)
+
+
 def _compiled(function: Callable[..., None]) -> Any:
     """Compile with numba, which keeps the machine code in its cache where it finds a folder to write to."""
-    decorate = functools.partial(numba.njit, nogil=True, error_model="numpy", boundscheck=False)
     try:
-        return decorate(function, cache=True)
+        return _njit(function, cache=True)
     except RuntimeError:
-        return decorate(function)
-
-
-_part: Any = functools.partial(
-    numba.njit, nogil=True, forceinline=True, error_model="numpy", boundscheck=False
-)
+        return _njit(function)
 
 
 @_part

@@ -101,6 +101,11 @@ def build_engine(
     whole = client is not None and _needs_whole(client, effective, comm)
     blocks, options = _plan(model, effective, comm)
     offload = _make_offload(effective, client, blocks, options, precision, comm)
+    on_gpu = comm.device.type == "cuda"
+
+    def offloaded_step(units: Sequence[Unit]) -> BackgroundStep:
+        return BackgroundStep(units, comm, on_gpu)
+
     step = None
     with ExitStack() as undo:  # what exists so far is closed if a later part fails
         if offload is not None:
@@ -116,8 +121,8 @@ def build_engine(
                 comm,
                 sharded=options.shard_optimizer,
                 whole=whole,
-                offloaded_step=_offloaded_step(comm) if offload is not None else None,
-                on_device=comm.device.type == "cuda",
+                offloaded_step=offloaded_step if offload is not None else None,
+                on_device=on_gpu,
             )
         undo.pop_all()
     scaler: LossScaler | DeviceLossScaler = precision.scaler
@@ -138,7 +143,7 @@ def build_engine(
         step,
         scaler=scaler,
         effective=effective,
-        link=HostLink(comm.device, pin=comm.device.type == "cuda"),
+        link=HostLink(comm.device, pin=on_gpu),
         save_weights=partial(save_weights, sharded),
     )
     engine.attach(
@@ -250,11 +255,6 @@ def _check_parameters(model: nn.Module, comm: Comm) -> None:
     for rank, problem in enumerate(comm.exchange(find_refused(model))):
         if problem is not None:
             raise ParameterError(problem if rank == comm.rank else f"on rank {rank}, {problem}")
-
-
-def _offloaded_step(comm: Comm) -> Callable[[Sequence[Unit]], BackgroundStep]:
-    """Return a factory of the step for units off the device; on a GPU it runs in the background."""
-    return lambda units: BackgroundStep(units, comm, comm.device.type == "cuda")
 
 
 def _plan(model: nn.Module, effective: Effective, comm: Comm) -> tuple[list[Block], ShardingOptions]:

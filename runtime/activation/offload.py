@@ -219,7 +219,7 @@ class OffloadedTensor:
         self.version = x._version
         self.users = 0
         """Calls that have not taken the tensor yet."""
-        self._device, self._parking = x.device, room
+        self._device, self._room = x.device, room
         self._held: Tensor | None = x
         self._fetched: Tensor | None = None
         self._buffer = room.pool.take(x.nbytes)
@@ -229,11 +229,11 @@ class OffloadedTensor:
 
     def __del__(self) -> None:
         if hasattr(self, "_buffer"):
-            self._parking.returned.append(self._buffer)
+            self._room.returned.append(self._buffer)
 
     def _copy(self, target: Tensor, source: Tensor) -> Any:
         """Start a copy and return the event of its end."""
-        stream = self._parking.stream
+        stream = self._room.stream
         if stream is None:
             target.copy_(source)
             return None
@@ -261,8 +261,8 @@ class OffloadedTensor:
     def _bring(self) -> Tensor:
         fetched = self._fetched = torch.empty_like(self._host, device=self._device)
         self._copied = self._copy(fetched, self._host)
-        if self._parking.stream is not None:
-            fetched.record_stream(self._parking.stream)  # it may be dropped before anyone waits for the copy
+        if self._room.stream is not None:
+            fetched.record_stream(self._room.stream)  # it may be dropped before anyone waits for the copy
         return fetched
 
     def take(self) -> Tensor:

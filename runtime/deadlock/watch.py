@@ -79,20 +79,18 @@ class DeadlockWatch:
         self._store = None
 
     def _look(self) -> None:
-        before: Blocked | None = None
+        now: Blocked | None = None
         others: dict[int, tuple[Blocked, int]] = {}
         published = False
         while not self._ended.wait(PERIOD_S):
             try:
-                now = self._blocked(before)
+                before, now = now, self._blocked(now)
                 if now is None or before is None or now.wait != before.wait:
                     others.clear()
-                    before = now
                     if published:
                         self._publish(None)
-                        published = False
+                    published = False
                     continue
-                before = now
                 self._publish(now)
                 published = True
                 verdict = self._told(now) or self._judge(now, others)

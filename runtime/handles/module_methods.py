@@ -33,7 +33,7 @@ def intercept_module(root: nn.Module, gathered: Gathered) -> Callable[[], None]:
     handles: list[Any] = []
     stacks: dict[int, list[ExitStack]] = {}
 
-    def hold(module: nn.Module) -> None:
+    def hold(module: nn.Module, *arguments: Any) -> None:
         stack = ExitStack()
         stack.enter_context(gathered(_units(module)))
         stacks.setdefault(id(module), []).append(stack)
@@ -41,9 +41,6 @@ def intercept_module(root: nn.Module, gathered: Gathered) -> Callable[[], None]:
     def let_go(module: nn.Module) -> None:
         if stacks.get(id(module)):
             stacks[id(module)].pop().close()
-
-    def before_state(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        hold(module)
 
     def after_state(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         for name, parameter in module._parameters.items():
@@ -64,7 +61,7 @@ def intercept_module(root: nn.Module, gathered: Gathered) -> Callable[[], None]:
 
     for module in root.modules():
         if any(placeholder.owner(p) is not None for p in module._parameters.values() if p is not None):
-            handles.append(module.register_state_dict_pre_hook(Hook(before_state)))  # type: ignore[no-untyped-call]
+            handles.append(module.register_state_dict_pre_hook(Hook(hold)))  # type: ignore[no-untyped-call]
             handles.append(module.register_state_dict_post_hook(Hook(after_state)))  # type: ignore[no-untyped-call]
             handles.append(module.register_load_state_dict_pre_hook(Hook(before_load)))  # type: ignore[no-untyped-call]
             handles.append(module.register_load_state_dict_post_hook(Hook(after_load)))  # type: ignore[no-untyped-call]

@@ -79,10 +79,13 @@ class HostStore(ShardStore):
         super().__init__(master, values, cuts, tiles)
         self._link, self._buffers, self._dtype = link, buffers, dtype
         self._landing: Tensor | None = None
+        """Keeps memory for a first gradient."""
         self._sum: Tensor | None = None
+        """Keeps memory for a sum."""
+        self._home: Tensor | None = None
+        """Holds the gradient, once it has arrived: one of the two."""
         self._arrival: Pending = DONE
         self._source: Tensor | None = None
-        self._summing = False
         self._squares: list[Tensor] | None = None
 
     # -- tiles
@@ -124,34 +127,29 @@ class HostStore(ShardStore):
         if first:
             if self._landing is None or self._landing.dtype != shard.dtype:
                 self._landing = self._link.empty(shard.numel(), shard.dtype)
-            total, home, self._summing = shard, self._landing, False
+            total, self._home = shard, self._landing
         else:
-            total, home = self._added(shard), self._room_for_sum(shard)
-            self._summing = True
+            total = self._added(shard)
+            if self._sum is None:
+                self._sum = self._link.empty(total.numel(), total.dtype)
+            self._home = self._sum
         self._squares = squares_of([total[start:stop] for start, stop in self.cuts])
-        self._source, self._arrival = total, self._link.download(total, home)
+        self._source, self._arrival = total, self._link.download(total, self._home)
         self.has_grad = True
 
     def _added(self, shard: Tensor) -> Tensor:
         """Copy the sum so far to the device, and add a gradient."""
-        before = self._sum if self._summing else self._landing
-        assert before is not None
-        there = torch.empty_like(before, device=shard.device)
-        self._link.upload(before, there, self._link.mark(), self._arrival.event).wait()
+        assert self._home is not None
+        there = torch.empty_like(self._home, device=shard.device)
+        self._link.upload(self._home, there, self._link.mark(), self._arrival.event).wait()
         return there.to(torch.promote_types(shard.dtype, torch.float32)).add_(shard)
-
-    def _room_for_sum(self, shard: Tensor) -> Tensor:
-        if self._sum is None:
-            self._sum = self._link.empty(shard.numel(), torch.promote_types(shard.dtype, torch.float32))
-        return self._sum
 
     def grad(self) -> Tensor:
         """Return the gradient, once it has arrived: fp32, or the dtype it was reduced in."""
         self._arrival.wait()
         self._arrival, self._source = DONE, None
-        grad = self._sum if self._summing else self._landing
-        assert grad is not None
-        return grad
+        assert self._home is not None
+        return self._home
 
     def grad_squares(self) -> list[Tensor]:
         """Return the sums computed on the device; compute them again if the gradient was changed since."""

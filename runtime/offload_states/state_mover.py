@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..comm.pending import Pending
+from ..comm.pending import DONE, Pending
 from ..config import Config
 from ..environment import read_environment
 from ..errors import OffloadedError
@@ -57,7 +57,7 @@ class _Moved:
     link: HostLink
     buffer: Tensor | None
     """Holds the content in host memory; None where the content does not matter."""
-    copied: Pending | None = None
+    copied: Pending = DONE
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
@@ -123,7 +123,7 @@ class StateMover:
         self.away = away
         if not non_blocking:
             for each in moved:
-                _await(each)
+                each.copied.wait()
         for each in moved:
             self._release(each)
         if BUFFERS in names:
@@ -144,7 +144,7 @@ class StateMover:
         coming: list[tuple[_Moved, Pending]] = []
         try:
             for key, moved in list(self._moved.items()):
-                _await(moved)
+                moved.copied.wait()
                 if moved.storage.nbytes() != moved.nbytes:
                     moved.storage.resize_(moved.nbytes)
                 target = _bytes_of(moved.storage)
@@ -258,7 +258,7 @@ class StateMover:
                     each.copied = link.download(_bytes_of(piece.storage), buffer[:nbytes])
         except BaseException:
             for each in moved:
-                _await(each)
+                each.copied.wait()
                 if each.buffer is not None:
                     link.give_back(each.buffer)
             raise
@@ -312,12 +312,6 @@ def _complain(kept: list[_Piece]) -> None:
         "over them (parameter.data, a detached parameter): drop those first",
         stacklevel=4,
     )
-
-
-def _await(moved: _Moved) -> None:
-    if moved.copied is not None:
-        moved.copied.wait()
-        moved.copied = None
 
 
 def _inside(value: Any) -> Iterator[Tensor]:
