@@ -69,7 +69,6 @@ class Kept:
     """Version of an input that is kept as it is: it must not be modified until it is taken."""
     shape: torch.Size | None = None
     """Shape of the whole tensor, if a slice is kept."""
-    group: Any = None
 
 
 class Segment:
@@ -97,9 +96,9 @@ class Segment:
         if self._group is not None:
             piece, shape = self._slice_of(x), x.shape
         if self._place.in_cpu and (x.is_cuda or offload_cpu_tensors):
-            return Kept(self._offload(piece), shape=shape, group=self._group)
+            return Kept(self._offload(piece), shape=shape)
         if shape is not None:
-            return Kept(piece, shape=shape, group=self._group)
+            return Kept(piece, shape=shape)
         return Kept(x.detach(), version=x._version)
 
     def take(self, kept: Kept) -> Tensor:
@@ -113,7 +112,7 @@ class Segment:
             earlier.fetch()
         if kept.version is not None:
             _check_version(x, kept.version)
-        return x if kept.shape is None else _whole_of(x, kept.shape, kept.group)
+        return x if kept.shape is None else _whole_of(x, kept.shape, self._group)
 
     def _offload(self, x: Tensor) -> OffloadedTensor:
         if x.device not in _rooms:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -96,10 +96,9 @@ class DiskStore(ShardStore):
         self._engine, self._file, self._ring, self._link = engine, file, ring, link
         self._tiles: dict[Range, DiskTile] = {}
         for start, stop in tiles:
-            size = DiskTile(start, stop, 0, state_room, master.dtype)
-            offset = file.reserve(size.file_bytes)
-            self._tiles[start, stop] = DiskTile(start, stop, offset, state_room, master.dtype)
-            ring.fit(size.memory_bytes)
+            tile = DiskTile(start, stop, 0, state_room, master.dtype)
+            self._tiles[start, stop] = replace(tile, offset=file.reserve(tile.file_bytes))
+            ring.fit(tile.memory_bytes)
         self._squares: list[Tensor] = []
         self._resident: Tensor | None = None
         """Holds the gradient, where it stays on the device until the step; it is not on disk then."""
@@ -187,10 +186,10 @@ class DiskStore(ShardStore):
         view = _bytes_of(buffer)[tile.state_bytes : tile.file_bytes]
         arrival = DONE
         if first:
-            arrival = self._download(part, grad)
+            arrival = self._link.download(part.to(grad.dtype), grad)
         else:
             landed = tile.region(buffer, 0)
-            arriving = self._download(part, landed)
+            arriving = self._link.download(part.to(landed.dtype), landed)
             self._engine.read(self._file, view, offset).wait()
             arriving.wait()
             grad.add_(landed)
@@ -202,10 +201,6 @@ class DiskStore(ShardStore):
                 ]
             )
         self._ring.give_back(buffer, self._engine.write(self._file, view, offset, after=arrival.wait))
-
-    def _download(self, part: Tensor, target: Tensor) -> Pending:
-        """Start to copy a part of a gradient to host memory, in the target's dtype."""
-        return self._link.download(part.to(target.dtype), target)
 
     def grad_squares(self) -> list[Tensor]:
         """Return the sums that were computed when the gradient came."""

@@ -94,16 +94,7 @@ class StateMover:
         see ``Engine.offload_states``.
         """
         names = _names(include) - self.away
-        where = getattr(device, "value", getattr(device, "type", device))  # an enum, a torch.device or a name
-        if where != "cpu":
-            raise ValueError(f'engine.offload_states(device={where!r}): states can be moved to "cpu" alone')
-        for key in ("offload_optimizer", "offload_param"):
-            section = getattr(self._zero, key)
-            if section is not None and section.device != "none":
-                raise OffloadedError(
-                    f"engine.offload_states() cannot be used with zero_optimization.{key}: those states rest "
-                    f"off the device (device {section.device}) as it is. Leave one of the two out"
-                )
+        self._check_allowed(device)
         if not names:
             return
         self._end_passes()
@@ -182,6 +173,19 @@ class StateMover:
         self._links.clear()
 
     # -- internals
+
+    def _check_allowed(self, device: Any) -> None:
+        """Raise ValueError for another device than the host, OffloadedError where the config offloads."""
+        where = getattr(device, "value", getattr(device, "type", device))  # an enum, a torch.device or a name
+        if where != "cpu":
+            raise ValueError(f'engine.offload_states(device={where!r}): states can be moved to "cpu" alone')
+        for key in ("offload_optimizer", "offload_param"):
+            section = getattr(self._zero, key)
+            if section is not None and section.device != "none":
+                raise OffloadedError(
+                    f"engine.offload_states() cannot be used with zero_optimization.{key}: those states rest "
+                    f"off the device (device {section.device}) as it is. Leave one of the two out"
+                )
 
     def _end_passes(self) -> None:
         """End all activity: nothing is gathered, reduced or stepped afterwards. Collective.
