@@ -19,12 +19,12 @@ from ..comm.process_group import init_distributed
 from ..config import load
 from ..deadlock import watch as deadlock
 from ..log import say, set_level
+from ..offload.manager import Offload
 from ..offload.options import init_stores
 from ..precision.policy import choose_precision, dtype_named
 from ..zero import placeholder
 from ..zero.layout import make_layout
 from ..zero.ownership import Owner, UnitState
-from ..zero.store import StoreFactory
 from ..zero.unit import Unit
 from ..zero.unit_policy import is_shardable
 
@@ -103,7 +103,7 @@ class Init:
 class _Builder:
     """Shards modules as soon as their constructors have returned."""
 
-    def __init__(self, comm: Comm, stores: StoreFactory, dtype: torch.dtype | None) -> None:
+    def __init__(self, comm: Comm, stores: Offload, dtype: torch.dtype | None) -> None:
         self._comm, self._dtype = comm, dtype
         self._stores = stores
         self._under_construction: set[int] = set()
