@@ -31,22 +31,33 @@ class StepArgs:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AdamArgs(StepArgs):
-    """Coefficients of Adam, or of AdamW if ``decoupled``."""
+class BetaArgs(StepArgs):
+    """Coefficients of a step with moving averages."""
 
     beta1: float
     beta2: float
-    eps: float
-    decoupled: bool
 
     def __post_init__(self) -> None:
         check_range("beta1", self.beta1, 0.0, 1.0)
         check_range("beta2", self.beta2, 0.0, 1.0)
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdamArgs(BetaArgs):
+    """Coefficients of Adam, or of AdamW if ``decoupled``."""
+
+    eps: float
+    decoupled: bool
+
     def log_betas(self) -> tuple[float, float]:
         """Return both logarithms: ``1 - beta**step`` is ``-expm1(step * log(beta))``, exact in fp32 too."""
         first, second = (math.log(b) if b > 0 else -math.inf for b in (self.beta1, self.beta2))
         return first, second
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LionArgs(BetaArgs):
+    """Coefficients of Lion."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,18 +71,6 @@ class SgdArgs(StepArgs):
     def __post_init__(self) -> None:
         if self.nesterov and (self.momentum <= 0 or self.dampening != 0):
             raise ValueError("nesterov needs a momentum above 0 and a dampening of 0")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LionArgs(StepArgs):
-    """Coefficients of Lion."""
-
-    beta1: float
-    beta2: float
-
-    def __post_init__(self) -> None:
-        check_range("beta1", self.beta1, 0.0, 1.0)
-        check_range("beta2", self.beta2, 0.0, 1.0)
 
 
 def on_host(args: A) -> A | None:

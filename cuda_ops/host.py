@@ -136,20 +136,14 @@ def _run(
         _in_chunks(with_torch, grad.numel(), _CHUNK)
         return
     arrays = [np.empty(0, np.float32) if tensor is None else tensor.detach().numpy() for tensor in state]
-    raw, grad_kind, raw_out, out_kind = *_raw(grad), *_raw(out)
+    raw, kind = _raw(grad)
+    raw_out, out_kind = _raw(out)
     values = tuple(map(np.float32, coefficients))
 
     def with_numba(start: int, stop: int) -> None:
-        part = [array[start:stop] for array in arrays]
-        size, out_size = grad.itemsize, 2
-        compiled(
-            *part,
-            raw[start * size : stop * size],
-            grad_kind,
-            raw_out[start * out_size : stop * out_size],
-            out_kind,
-            values,
-        )
+        gradient = raw[start * grad.itemsize : stop * grad.itemsize], kind
+        cast = raw_out[start * 2 : stop * 2], out_kind
+        compiled(*[array[start:stop] for array in arrays], gradient, cast, values)
 
     _in_chunks(with_numba, grad.numel(), grad.numel())
 

@@ -25,26 +25,28 @@ BLOCK = 512
 Index = np.uint64
 Array = Any
 """What is an ndarray here becomes one of numba's types."""
+Raw = tuple[Array, int]
+"""The bytes of a tensor, and its kind."""
+Numbers = tuple[np.float32, ...]
+
+
+_njit: Any = functools.partial(numba.njit, nogil=True, error_model="numpy", boundscheck=False)
+_part: Any = functools.partial(_njit, forceinline=True)
 
 
 def _compiled(function: Callable[..., None]) -> Any:
     """Compile with numba, which keeps the machine code in its cache where it finds a folder to write to."""
-    decorate = functools.partial(numba.njit, nogil=True, error_model="numpy", boundscheck=False)
     try:
-        return decorate(function, cache=True)
+        return _njit(function, cache=True)
     except RuntimeError:
-        return decorate(function)
-
-
-_part: Any = functools.partial(
-    numba.njit, nogil=True, forceinline=True, error_model="numpy", boundscheck=False
-)
+        return _njit(function)
 
 
 @_part
-def _views(raw: Array, kind: int) -> Any:
+def _views(raw: Raw) -> Any:
     """View the bytes as 16-bit and as fp32 elements; the wrong one is not used."""
-    return raw.view(np.uint16), raw.view(np.float32) if kind == FLOAT32 else np.empty(0, np.float32)
+    wide = raw[0].view(np.float32) if raw[1] == FLOAT32 else np.empty(0, np.float32)
+    return raw[0].view(np.uint16), wide
 
 
 @_part
@@ -94,26 +96,17 @@ def _narrow(source: Array, half: Array, kind: int, start: Index, scratch: Array,
 
 
 @_compiled
-def adam(
-    w: Array,
-    m: Array,
-    v: Array,
-    grad: Array,
-    grad_kind: int,
-    out: Array,
-    out_kind: int,
-    coefficients: tuple[np.float32, ...],
-) -> None:
+def adam(w: Array, m: Array, v: Array, grad: Raw, out: Raw, coefficients: Numbers) -> None:
     """Step Adam. ``coefficients``: multiplier, L2 factor, 1 - lr * decay, 1 - beta1, 1 - beta2, lr /
     correction1, 1 / sqrt(correction2), eps.
     """
     factor, l2, decay, one_beta1, one_beta2, step_size, root, eps = coefficients
-    half, wide = _views(grad, grad_kind)
-    bits, narrow = w.view(np.uint32), out.view(np.uint16)
+    half, wide = _views(grad)
+    bits, narrow = w.view(np.uint32), out[0].view(np.uint16)
     g = np.empty(BLOCK, np.float32)
     for block in range(0, w.size, BLOCK):
         s, count = Index(block), Index(min(BLOCK, w.size - block))
-        _widen(half, wide, grad_kind, s, g, count)
+        _widen(half, wide, grad[1], s, g, count)
         for i in range(count):
             x = g[i] * factor + l2 * w[s + i]
             a = m[s + i] + one_beta1 * (x - m[s + i])
@@ -121,29 +114,21 @@ def adam(
             m[s + i] = a
             v[s + i] = b
             w[s + i] = w[s + i] * decay - step_size * a / (np.sqrt(b) * root + eps)
-        _narrow(bits, narrow, out_kind, s, g, count)
+        _narrow(bits, narrow, out[1], s, g, count)
 
 
 @_compiled
-def sgd(
-    w: Array,
-    buffer: Array,
-    grad: Array,
-    grad_kind: int,
-    out: Array,
-    out_kind: int,
-    coefficients: tuple[np.float32, ...],
-) -> None:
+def sgd(w: Array, buffer: Array, grad: Raw, out: Raw, coefficients: Numbers) -> None:
     """Step SGD. ``coefficients``: multiplier, L2 factor, lr, momentum, kept part of the gradient, what the
     update takes of the gradient and of the buffer. An empty buffer: no momentum.
     """
     factor, l2, lr, momentum, kept, own, carried = coefficients
-    half, wide = _views(grad, grad_kind)
-    bits, narrow = w.view(np.uint32), out.view(np.uint16)
+    half, wide = _views(grad)
+    bits, narrow = w.view(np.uint32), out[0].view(np.uint16)
     g = np.empty(BLOCK, np.float32)
     for block in range(0, w.size, BLOCK):
         s, count = Index(block), Index(min(BLOCK, w.size - block))
-        _widen(half, wide, grad_kind, s, g, count)
+        _widen(half, wide, grad[1], s, g, count)
         if buffer.size == 0:
             for i in range(count):
                 w[s + i] -= lr * (g[i] * factor + l2 * w[s + i])
@@ -153,39 +138,31 @@ def sgd(
                 b = momentum * buffer[s + i] + kept * x
                 buffer[s + i] = b
                 w[s + i] -= lr * (own * x + carried * b)
-        _narrow(bits, narrow, out_kind, s, g, count)
+        _narrow(bits, narrow, out[1], s, g, count)
 
 
 @_compiled
-def lion(
-    w: Array,
-    m: Array,
-    grad: Array,
-    grad_kind: int,
-    out: Array,
-    out_kind: int,
-    coefficients: tuple[np.float32, ...],
-) -> None:
+def lion(w: Array, m: Array, grad: Raw, out: Raw, coefficients: Numbers) -> None:
     """Step Lion. ``coefficients``: multiplier, weight decay, lr, 1 - beta1, 1 - beta2."""
     factor, decay, lr, one_beta1, one_beta2 = coefficients
-    half, wide = _views(grad, grad_kind)
-    bits, narrow = w.view(np.uint32), out.view(np.uint16)
+    half, wide = _views(grad)
+    bits, narrow = w.view(np.uint32), out[0].view(np.uint16)
     g = np.empty(BLOCK, np.float32)
     for block in range(0, w.size, BLOCK):
         s, count = Index(block), Index(min(BLOCK, w.size - block))
-        _widen(half, wide, grad_kind, s, g, count)
+        _widen(half, wide, grad[1], s, g, count)
         for i in range(count):
             change = g[i] * factor - m[s + i]
             c = m[s + i] + one_beta1 * change
             sign = np.float32(c > 0) - np.float32(c < 0)
             w[s + i] -= lr * (sign + decay * w[s + i])
             m[s + i] += one_beta2 * change
-        _narrow(bits, narrow, out_kind, s, g, count)
+        _narrow(bits, narrow, out[1], s, g, count)
 
 
 def ready(name: str) -> Any:
     """Return the kernel of that name after a call without elements: what can fail has failed by then."""
     function, states, coefficients = {"adam": (adam, 3, 8), "sgd": (sgd, 2, 7), "lion": (lion, 2, 5)}[name]
-    raw = np.empty(0, np.uint8)
-    function(*[np.empty(0, np.float32)] * states, raw, NONE, raw, NONE, (np.float32(1),) * coefficients)
+    raw = np.empty(0, np.uint8), NONE
+    function(*[np.empty(0, np.float32)] * states, raw, raw, (np.float32(1),) * coefficients)
     return function

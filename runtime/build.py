@@ -31,7 +31,7 @@ from .handles.eligible import find_refused
 from .handles.handles import Handles
 from .handles.module_methods import intercept_module
 from .handles.optimizer import ZeroOptimizer, guard
-from .log import say, set_level, warn
+from .log import say, set_level, show, warn
 from .memory.estimate import relief
 from .memory.preflight import preflight
 from .memory.resources import PINNED_SHARE
@@ -101,6 +101,11 @@ def build_engine(
     whole = client is not None and _needs_whole(client, effective, comm)
     blocks, options = _plan(model, effective, comm)
     offload = _make_offload(effective, client, blocks, options, precision, comm)
+    on_gpu = comm.device.type == "cuda"
+
+    def offloaded_step(units: Sequence[Unit]) -> BackgroundStep:
+        return BackgroundStep(units, comm, on_gpu)
+
     step = None
     with ExitStack() as undo:  # what exists so far is closed if a later part fails
         if offload is not None:
@@ -116,8 +121,8 @@ def build_engine(
                 comm,
                 sharded=options.shard_optimizer,
                 whole=whole,
-                offloaded_step=_offloaded_step(comm) if offload is not None else None,
-                on_device=comm.device.type == "cuda",
+                offloaded_step=offloaded_step if offload is not None else None,
+                on_device=on_gpu,
             )
         undo.pop_all()
     scaler: LossScaler | DeviceLossScaler = precision.scaler
@@ -138,7 +143,7 @@ def build_engine(
         step,
         scaler=scaler,
         effective=effective,
-        link=HostLink(comm.device, pin=comm.device.type == "cuda"),
+        link=HostLink(comm.device, pin=on_gpu),
         save_weights=partial(save_weights, sharded),
     )
     engine.attach(
@@ -252,11 +257,6 @@ def _check_parameters(model: nn.Module, comm: Comm) -> None:
             raise ParameterError(problem if rank == comm.rank else f"on rank {rank}, {problem}")
 
 
-def _offloaded_step(comm: Comm) -> Callable[[Sequence[Unit]], BackgroundStep]:
-    """Return a factory of the step for units off the device; on a GPU it runs in the background."""
-    return lambda units: BackgroundStep(units, comm, comm.device.type == "cuda")
-
-
 def _plan(model: nn.Module, effective: Effective, comm: Comm) -> tuple[list[Block], ShardingOptions]:
     """Plan the blocks, which are the parameters that share units, and the sharding options."""
     zero = effective.config.zero_optimization
@@ -343,4 +343,4 @@ def _record(effective: Effective, comm: Comm) -> None:
         effective.write(os.path.join(run_dir, "config.effective.json"))
     if comm.rank == 0 and effective.config.dump_state:
         for path, value, source in effective.table():
-            print(f"{path} = {value}  ({source})", flush=True)
+            show(f"{path} = {value}  ({source})")

@@ -1,7 +1,7 @@
-"""Prints the runtime's messages to its user, except errors.
+"""Prints what the runtime has to say to its user; no other module of the runtime does, except commands.
 
 The config's ``log_level`` sets the level for the process; a quiet run (``ZLAUNCH_QUIET=1``, ``zlaunch -q``)
-prints only warnings.
+prints only warnings, failures, and what its script has asked for.
 """
 
 from __future__ import annotations
@@ -32,3 +32,13 @@ def warn(text: str) -> None:
     """Print a line about something that may be wrong."""
     if _least <= logging.WARNING:
         print(f"zlaunch: warning: {text}", flush=True)
+
+
+def fail(text: str, file: TextIO | None = None) -> None:
+    """Print a line about a failure, at every level."""
+    print(f"zlaunch: {text}", file=file, flush=True)
+
+
+def show(text: str, file: TextIO | None = None) -> None:
+    """Print a line that the script or its config has asked for: as it is, at every level."""
+    print(text, file=file, flush=True)

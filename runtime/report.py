@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from .environment import read_environment
+from .log import show
 
 
 def report(**values: float | int | None) -> None:
@@ -25,7 +26,7 @@ def report(**values: float | int | None) -> None:
     shown = {name: value for name, value in values.items() if value is not None}
     if environment.event_fd is None:
         if environment.rank == 0:
-            print(" ".join(f"{k} {v:.6g}" for k, v in shown.items()), file=sys.stderr, flush=True)
+            show(" ".join(f"{k} {v:.6g}" for k, v in shown.items()), sys.stderr)
         return
     announce("metrics", values=shown)
 

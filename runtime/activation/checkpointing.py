@@ -27,7 +27,7 @@ from ..environment import read_environment
 from ..log import warn
 from ..zero.unit_policy import find_modules
 from . import offload
-from .offload import ActivationPlacement, Kept, Segment, group_getter
+from .offload import ActivationPlacement, Segment, group_getter
 
 
 @dataclass(slots=True)
@@ -174,16 +174,7 @@ def _keep_elsewhere() -> AbstractContextManager[Any]:
     if getattr(_inside, "depth", 0) or not (place.in_cpu or place.group() is not None):
         return nullcontext()
     segment = Segment(place)
-
-    def pack(x: Tensor) -> tuple[Segment, Kept]:
-        return segment, segment.keep(x)
-
-    return saved_tensors_hooks(pack, _unpack)
-
-
-def _unpack(packed: tuple[Segment, Kept]) -> Tensor:
-    segment, kept = packed
-    return segment.take(kept)
+    return saved_tensors_hooks(segment.keep, segment.take)
 
 
 # -- blocks of a model

@@ -69,7 +69,6 @@ class Kept:
     """Version of an input that is kept as it is: it must not be modified until it is taken."""
     shape: torch.Size | None = None
     """Shape of the whole tensor, if a slice is kept."""
-    group: Any = None
 
 
 class Segment:
@@ -97,9 +96,9 @@ class Segment:
         if self._group is not None:
             piece, shape = self._slice_of(x), x.shape
         if self._place.in_cpu and (x.is_cuda or offload_cpu_tensors):
-            return Kept(self._offload(piece), shape=shape, group=self._group)
+            return Kept(self._offload(piece), shape=shape)
         if shape is not None:
-            return Kept(piece, shape=shape, group=self._group)
+            return Kept(piece, shape=shape)
         return Kept(x.detach(), version=x._version)
 
     def take(self, kept: Kept) -> Tensor:
@@ -113,7 +112,7 @@ class Segment:
             earlier.fetch()
         if kept.version is not None:
             _check_version(x, kept.version)
-        return x if kept.shape is None else _whole_of(x, kept.shape, kept.group)
+        return x if kept.shape is None else _whole_of(x, kept.shape, self._group)
 
     def _offload(self, x: Tensor) -> OffloadedTensor:
         if x.device not in _rooms:
@@ -219,7 +218,7 @@ class OffloadedTensor:
         self.version = x._version
         self.users = 0
         """Calls that have not taken the tensor yet."""
-        self._device, self._parking = x.device, room
+        self._device, self._room = x.device, room
         self._held: Tensor | None = x
         self._fetched: Tensor | None = None
         self._buffer = room.pool.take(x.nbytes)
@@ -229,11 +228,11 @@ class OffloadedTensor:
 
     def __del__(self) -> None:
         if hasattr(self, "_buffer"):
-            self._parking.returned.append(self._buffer)
+            self._room.returned.append(self._buffer)
 
     def _copy(self, target: Tensor, source: Tensor) -> Any:
         """Start a copy and return the event of its end."""
-        stream = self._parking.stream
+        stream = self._room.stream
         if stream is None:
             target.copy_(source)
             return None
@@ -261,8 +260,8 @@ class OffloadedTensor:
     def _bring(self) -> Tensor:
         fetched = self._fetched = torch.empty_like(self._host, device=self._device)
         self._copied = self._copy(fetched, self._host)
-        if self._parking.stream is not None:
-            fetched.record_stream(self._parking.stream)  # it may be dropped before anyone waits for the copy
+        if self._room.stream is not None:
+            fetched.record_stream(self._room.stream)  # it may be dropped before anyone waits for the copy
         return fetched
 
     def take(self) -> Tensor:

@@ -16,6 +16,7 @@ import torch
 
 from ..comm.collectives import Comm
 from ..comm.pending import HostChannel
+from ..log import fail
 from .format.tensor_file import CheckpointError
 from .save import Save
 from .snapshot import Snapshot
@@ -99,7 +100,7 @@ class BackgroundSave:
         except BaseException as error:
             self._error = error
             if self._comm.rank == 0:
-                print(f"zlaunch: the checkpoint was not saved: {error}", flush=True)
+                fail(f"the checkpoint was not saved: {error}")
 
     def poll(self) -> None:
         """Raise, on all ranks in one step, what the save failed with. Collective while there is one."""

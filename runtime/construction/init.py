@@ -6,6 +6,7 @@ import functools
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakSet, finalize
@@ -18,12 +19,12 @@ from ..comm.process_group import init_distributed
 from ..config import load
 from ..deadlock import watch as deadlock
 from ..log import say, set_level
+from ..offload.manager import Offload
 from ..offload.options import init_stores
 from ..precision.policy import choose_precision, dtype_named
 from ..zero import placeholder
 from ..zero.layout import make_layout
 from ..zero.ownership import Owner, UnitState
-from ..zero.store import StoreFactory
 from ..zero.unit import Unit
 from ..zero.unit_policy import is_shardable
 
@@ -102,14 +103,15 @@ class Init:
 class _Builder:
     """Shards modules as soon as their constructors have returned."""
 
-    def __init__(self, comm: Comm, stores: StoreFactory, dtype: torch.dtype | None) -> None:
+    def __init__(self, comm: Comm, stores: Offload, dtype: torch.dtype | None) -> None:
         self._comm, self._dtype = comm, dtype
         self._stores = stores
         self._under_construction: set[int] = set()
         self._touched: dict[int, Unit] = {}
         self._alive: set[Unit] = set()
         self._modules: WeakSet[nn.Module] = WeakSet()
-        self._restore: list[Callable[[], None]] = []
+        self._restore = ExitStack()
+        """Restores torch's classes."""
         self._is_open = False
         self._largest = 0
         """Counts the bytes of the largest module while it was whole."""
@@ -129,21 +131,18 @@ class _Builder:
 
         nn.Module.__init_subclass__ = classmethod(init_subclass)  # type: ignore[assignment,method-assign]
         if original is None:
-            self._restore.append(lambda: delattr(nn.Module, "__init_subclass__"))
+            self._restore.callback(delattr, nn.Module, "__init_subclass__")
         else:
-            self._restore.append(lambda: setattr(nn.Module, "__init_subclass__", original))
-        plain_apply = nn.Module.apply
+            self._restore.callback(setattr, nn.Module, "__init_subclass__", original)
+        self._restore.callback(setattr, nn.Module, "apply", nn.Module.apply)
         nn.Module.apply = self._apply  # type: ignore[method-assign]
-        self._restore.append(lambda: setattr(nn.Module, "apply", plain_apply))
         self._is_open = True
 
     def close(self, *, whole: bool) -> None:
         """Restore torch's classes. ``whole``: the model has been built. After an exception nothing collective
         may follow: the other ranks need not have had it.
         """
-        for undo in reversed(self._restore):
-            undo()
-        self._restore.clear()
+        self._restore.close()
         if whole:
             self.reshard_touched()
             self._say()
@@ -186,7 +185,7 @@ class _Builder:
                 self.reshard_touched()
 
         kind.__init__ = construct  # type: ignore[method-assign,assignment]
-        self._restore.append(lambda: setattr(kind, "__init__", original))
+        self._restore.callback(setattr, kind, "__init__", original)
 
     @property
     def _apply(self) -> Callable[..., Any]:

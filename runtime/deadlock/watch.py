@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from ..comm.waits import Key, Waits, waits
+from ..log import fail
 
 PERIOD_S = 2.0
 """Sets how often the thread looks; a wait shorter than that is never seen."""
@@ -78,20 +79,18 @@ class DeadlockWatch:
         self._store = None
 
     def _look(self) -> None:
-        before: Blocked | None = None
+        now: Blocked | None = None
         others: dict[int, tuple[Blocked, int]] = {}
         published = False
         while not self._ended.wait(PERIOD_S):
             try:
-                now = self._blocked(before)
+                before, now = now, self._blocked(now)
                 if now is None or before is None or now.wait != before.wait:
                     others.clear()
-                    before = now
                     if published:
                         self._publish(None)
-                        published = False
+                    published = False
                     continue
-                before = now
                 self._publish(now)
                 published = True
                 verdict = self._told(now) or self._judge(now, others)
@@ -163,7 +162,7 @@ class DeadlockWatch:
             present = self._blocked(None)
             if present is None or present.wait != mine.wait:
                 return
-        print(f"zlaunch: error: {self._waits.verdict}", file=sys.stderr, flush=True)
+        fail(f"error: {verdict}", sys.stderr)
         os._exit(1)
 
 

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ..errors import ParameterError
 from ..zero import placeholder
 from ..zero.unit_policy import is_shardable
 
@@ -21,13 +20,6 @@ def find_refused(model: nn.Module) -> str | None:
         if reason is not None:
             return f"parameter {name} {reason}"
     return _overlap(model.named_parameters())
-
-
-def check_eligible(model: nn.Module) -> None:
-    """Raise ParameterError that names the first parameter that an engine cannot take."""
-    problem = find_refused(model)
-    if problem is not None:
-        raise ParameterError(problem)
 
 
 def _refusal(parameter: nn.Parameter) -> str | None:

@@ -16,13 +16,10 @@ from ..zero.ownership import MASTERS, VALUES
 from ..zero.unit import Unit, owner_of
 
 
-def _units(module: nn.Module, *, recurse: bool) -> list[Unit]:
-    found: dict[int, Unit] = {}
-    for parameter in module.parameters(recurse=recurse):
-        unit = owner_of(parameter)
-        if unit is not None:
-            found[id(unit)] = unit
-    return list(found.values())
+def _units(module: nn.Module) -> list[Unit]:
+    """Return the units of the module's direct parameters."""
+    owners = [owner_of(parameter) for parameter in module.parameters(recurse=False)]
+    return list({id(unit): unit for unit in owners if unit is not None}.values())
 
 
 def intercept_module(root: nn.Module, gathered: Gathered) -> Callable[[], None]:
@@ -36,17 +33,14 @@ def intercept_module(root: nn.Module, gathered: Gathered) -> Callable[[], None]:
     handles: list[Any] = []
     stacks: dict[int, list[ExitStack]] = {}
 
-    def hold(module: nn.Module) -> None:
+    def hold(module: nn.Module, *arguments: Any) -> None:
         stack = ExitStack()
-        stack.enter_context(gathered(_units(module, recurse=False)))
+        stack.enter_context(gathered(_units(module)))
         stacks.setdefault(id(module), []).append(stack)
 
     def let_go(module: nn.Module) -> None:
         if stacks.get(id(module)):
             stacks[id(module)].pop().close()
-
-    def before_state(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        hold(module)
 
     def after_state(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         for name, parameter in module._parameters.items():
@@ -56,18 +50,18 @@ def intercept_module(root: nn.Module, gathered: Gathered) -> Callable[[], None]:
         let_go(module)
 
     def before_load(module: nn.Module, *args: Any) -> None:
-        for unit in _units(module, recurse=False):
+        for unit in _units(module):
             unit.check_here(MASTERS, VALUES)
         hold(module)
 
     def after_load(module: nn.Module, incompatible: Any) -> None:
-        for unit in _units(module, recurse=False):
+        for unit in _units(module):
             unit.write_back()
         let_go(module)
 
     for module in root.modules():
         if any(placeholder.owner(p) is not None for p in module._parameters.values() if p is not None):
-            handles.append(module.register_state_dict_pre_hook(Hook(before_state)))  # type: ignore[no-untyped-call]
+            handles.append(module.register_state_dict_pre_hook(Hook(hold)))  # type: ignore[no-untyped-call]
             handles.append(module.register_state_dict_post_hook(Hook(after_state)))  # type: ignore[no-untyped-call]
             handles.append(module.register_load_state_dict_pre_hook(Hook(before_load)))  # type: ignore[no-untyped-call]
             handles.append(module.register_load_state_dict_post_hook(Hook(after_load)))  # type: ignore[no-untyped-call]

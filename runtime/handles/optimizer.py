@@ -9,11 +9,12 @@ work on are elsewhere: an inner optimizer of the original class steps this rank'
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
 
 import torch
 
+from ..engine import Engine
 from ..errors import OptimizerError
 
 MARK = "zlaunch"
@@ -23,48 +24,16 @@ MARK = "zlaunch"
 class _NoState(Mapping[Any, Any]):
     """Replaces ``optimizer.state``, which has no entry of a whole parameter."""
 
-    def _refuse(self) -> OptimizerError:
-        return OptimizerError(
+    def _refuse(self, *arguments: Any) -> NoReturn:
+        raise OptimizerError(
             "optimizer.state is spread over the ranks: zlaunch.safe_get_full_optimizer_state(parameter, "
             '"exp_avg") gives one of a parameter, engine.save_checkpoint saves all'
         )
 
-    def __getitem__(self, key: Any) -> Any:
-        raise self._refuse()
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        raise self._refuse()
-
-    def __iter__(self) -> Iterator[Any]:
-        raise self._refuse()
-
-    def __len__(self) -> int:
-        raise self._refuse()
-
-    def __contains__(self, key: object) -> bool:
-        raise self._refuse()
+    __getitem__ = __setitem__ = __iter__ = __len__ = __contains__ = _refuse
 
     def __repr__(self) -> str:
         return "<spread over the ranks>"
-
-
-class OptimizerHandles(Protocol):
-    """Serves the methods of an engine's optimizer."""
-
-    def add_param_group(self, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None: ...
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None: ...
-
-
-class SteppedEngine(Protocol):
-    """Describes the engine that an optimizer's methods lead to."""
-
-    @property
-    def handles(self) -> OptimizerHandles: ...
-    def step(self) -> None: ...
-    def zero_grad(self) -> None: ...
-    def offload_states(self, *args: Any, **kwargs: Any) -> None: ...
-    def reload_states(self, *args: Any, **kwargs: Any) -> None: ...
 
 
 class ZeroOptimizer(torch.optim.Optimizer):
@@ -75,7 +44,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             with :meth:`add_param_group` alone.
     """
 
-    _engine: SteppedEngine
+    _engine: Engine
     _kind: type[torch.optim.Optimizer]
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -152,7 +121,7 @@ def _refused(name: str, kind: str) -> Callable[..., Any]:
 
 
 def guard(
-    optimizer: torch.optim.Optimizer, engine: SteppedEngine, base: type[ZeroOptimizer] = ZeroOptimizer
+    optimizer: torch.optim.Optimizer, engine: Engine, base: type[ZeroOptimizer] = ZeroOptimizer
 ) -> None:
     """Forward ``optimizer``'s methods to ``engine``, by a class derived from ``base`` and its class."""
     kind = type(optimizer)

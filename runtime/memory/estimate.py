@@ -196,23 +196,20 @@ def shortages(s: Setting, free: Amounts, parameters_disk: int | None = None) -> 
     """
     parts = plan(s)
     need = parts.total
-    found = []
     if s.device_is_host:
-        if need.device + need.host > free.host:
-            found.append(f"host memory ({_gib(need.device + need.host)} needed, {_gib(free.host)} free)")
+        amounts = [("host memory", need.device + need.host, free.host)]
     else:
-        if need.device > free.device:
-            found.append(f"GPU memory ({_gib(need.device)} needed, {_gib(free.device)} free)")
-        if need.host > free.host:
-            found.append(f"host memory ({_gib(need.host)} needed, {_gib(free.host)} free)")
-    drives = [(need.disk, free.disk)]
-    if parameters_disk is not None:
+        amounts = [("GPU memory", need.device, free.device), ("host memory", need.host, free.host)]
+    if s.offload.disk and parameters_disk is None:
+        amounts.append(("disk", need.disk, free.disk))
+    elif s.offload.disk and parameters_disk is not None:
         values = parts.parameters.disk
-        drives = [(need.disk - values, free.disk), (values, parameters_disk)]
-    for needed, there in drives:
-        if needed > there and s.offload.disk:
-            found.append(f"disk ({_gib(needed)} needed, {_gib(there)} free)")
-    return found
+        amounts += [("disk", need.disk - values, free.disk), ("disk", values, parameters_disk)]
+    return [
+        f"{what} ({_gib(needed)} needed, {_gib(there)} free)"
+        for what, needed, there in amounts
+        if needed > there
+    ]
 
 
 def alternatives(s: Setting) -> Iterator[tuple[str, Setting]]:

@@ -70,14 +70,8 @@ def _own_groups() -> list[Path]:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
         return []
-    paths = [line.split(":", 2)[2] for line in lines if line.startswith("0::")]
-    groups = []
-    for path in paths:
-        folder = _CGROUPS / path.lstrip("/")
-        while folder != _CGROUPS and folder.is_relative_to(_CGROUPS):
-            groups.append(folder)
-            folder = folder.parent
-    return groups
+    own = [_CGROUPS / line.removeprefix("0::/") for line in lines if line.startswith("0::/")]
+    return [group for folder in own for group in (folder, *folder.parents) if _CGROUPS in group.parents]
 
 
 def _number(path: Path) -> int | None:
@@ -89,10 +83,6 @@ def _number(path: Path) -> int | None:
 
 def _statistic(path: Path, name: str) -> int:
     try:
-        for line in path.read_text().splitlines():
-            key, _, value = line.partition(" ")
-            if key == name:
-                return int(value)
-    except (OSError, ValueError):
-        pass
-    return 0
+        return int(dict(map(str.split, path.read_text().splitlines()))[name])
+    except (OSError, ValueError, KeyError):
+        return 0

@@ -33,7 +33,8 @@ class BackgroundStep:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._told = False
-        self._arrivals: list[_Arrival] = []
+        self._arrivals: dict[int, _Arrival] = {}
+        """Maps the identity of a unit to its new values."""
 
     @property
     def _units(self) -> list[Unit]:
@@ -47,19 +48,17 @@ class BackgroundStep:
         """Do the step, or begin it. Raises DiskError if it was done at once."""
         after: torch.cuda.Event | None = None
         if self._comm.device.type == "cuda":
-            after = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            after.record(torch.cuda.current_stream(self._comm.device))
+            after = torch.cuda.current_stream(self._comm.device).record_event()
         stepped = step_tiles(rule, slices, rule.optimizer.state, after)
-        arrivals = {id(unit): _Arrival() for unit in self._units}
-        self._arrivals = list(arrivals.values())
+        self._arrivals = {id(unit): _Arrival() for unit in self._units}
         if not self._background:
-            self._run(rule, stepped, arrivals)
+            self._run(rule, stepped)
             self.check()
-            for arrival in self._arrivals:
+            for arrival in self._arrivals.values():
                 arrival.wait()
             return
         for unit in self._units:
-            arrival = arrivals[id(unit)]
+            arrival = self._arrivals[id(unit)]
             if unit.store is not None:
                 unit.store.reader = arrival
             if unit.shard_params:
@@ -67,26 +66,21 @@ class BackgroundStep:
             else:
                 unit.await_update(arrival)
         self._thread = threading.Thread(
-            target=self._run, args=(rule, stepped, arrivals), name="zlaunch-step", daemon=True
+            target=self._run, args=(rule, stepped), name="zlaunch-step", daemon=True
         )
         self._thread.start()
 
-    def _run(
-        self,
-        rule: UpdateRule,
-        stepped: Iterator[tuple[Unit, list[Pending]]],
-        arrivals: dict[int, _Arrival],
-    ) -> None:
+    def _run(self, rule: UpdateRule, stepped: Iterator[tuple[Unit, list[Pending]]]) -> None:
         try:
             if self._comm.device.type == "cuda":
                 torch.cuda.set_device(self._comm.device)
             with torch.no_grad():
                 for unit, uploads in stepped:
-                    arrivals[id(unit)].come(uploads)
+                    self._arrivals[id(unit)].come(uploads)
             rule.end()
         except BaseException as error:
             self._error = error
-        for arrival in arrivals.values():
+        for arrival in self._arrivals.values():
             arrival.come([], self._error)
 
     def check(self) -> None:
@@ -107,7 +101,7 @@ class BackgroundStep:
             self._thread.join()
             self._thread = None
         self.check()
-        for arrival in self._arrivals:
+        for arrival in self._arrivals.values():
             arrival.synchronize()
         self._arrivals.clear()
 

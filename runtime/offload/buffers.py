@@ -1,30 +1,15 @@
-"""Keeps files that grow, and buffers of host memory for what is read from and written to them."""
+"""Lends buffers of host memory for what is on its way to or from a disk or a device."""
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from threading import Condition
 
 from torch import Tensor
 
-from .disk import DiskTransfer, ScratchFile, aligned
-from .scratch import ScratchFolder
+from .disk import DiskTransfer
 from .transfer import HostLink
-
-
-class Space:
-    """Keeps a file that grows as pieces of it are allocated."""
-
-    def __init__(self, folder: ScratchFolder, name: str) -> None:
-        self.file = ScratchFile(folder.path / name)
-        self.nbytes = 0
-
-    def allocate(self, nbytes: int) -> int:
-        """Reserve ``nbytes`` and return their offset. Raises DiskError when the disk is full."""
-        offset = self.nbytes
-        self.file.reserve(nbytes, offset)
-        self.nbytes += aligned(nbytes)
-        return offset
 
 
 class BufferRing:
@@ -37,7 +22,7 @@ class BufferRing:
         self.nbytes = 0
         self._free: list[Tensor] = []
         self._lent = 0
-        self._writing: deque[tuple[Tensor, list[DiskTransfer]]] = deque()
+        self._writing: deque[tuple[Tensor, DiskTransfer]] = deque()
         self._changed = Condition()
 
     def fit(self, nbytes: int) -> None:
@@ -53,33 +38,27 @@ class BufferRing:
         """Lend a uint8 buffer of ``nbytes``; wait for one that is being written. Raises that write's
         DiskError.
         """
-        while True:
-            with self._changed:
-                if self._free:
-                    self._lent += 1
-                    return self._free.pop()
-                if self._lent + len(self._writing) < self._count:
-                    self._lent += 1
-                    return self._link.pool.take(self.nbytes)
-                if not self._writing:
-                    self._changed.wait()
-                    continue
-                buffer, transfers = self._writing.popleft()
-                self._lent += 1
-            try:
-                for transfer in transfers:
-                    transfer.wait()
-            except BaseException:
-                self.give_back(buffer)
-                raise
-            return buffer
+        with self._changed:
+            self._changed.wait_for(lambda: self._free or self._writing or self._lent < self._count)
+            self._lent += 1
+            if self._free:
+                return self._free.pop()
+            if self._lent + len(self._writing) <= self._count:
+                return self._link.pool.take(self.nbytes)
+            buffer, transfer = self._writing.popleft()
+        try:
+            transfer.wait()
+        except BaseException:
+            self.give_back(buffer)
+            raise
+        return buffer
 
-    def give_back(self, buffer: Tensor, *transfers: DiskTransfer) -> None:
-        """Return a buffer that is free, or will be when these writes have ended."""
+    def give_back(self, buffer: Tensor, transfer: DiskTransfer | None = None) -> None:
+        """Return a buffer that is free, or will be when this transfer has ended."""
         with self._changed:
             self._lent -= 1
-            if transfers:
-                self._writing.append((buffer, list(transfers)))
+            if transfer is not None:
+                self._writing.append((buffer, transfer))
             else:
                 self._free.append(buffer)
             self._changed.notify()
@@ -88,7 +67,7 @@ class BufferRing:
     def spare(self) -> bool:
         """Tell whether ``take`` would not wait."""
         with self._changed:
-            written = bool(self._writing) and all(transfer.done for transfer in self._writing[0][1])
+            written = bool(self._writing) and self._writing[0][1].done
             return written or bool(self._free) or self._lent + len(self._writing) < self._count
 
     def drain(self) -> None:
@@ -97,36 +76,42 @@ class BufferRing:
             with self._changed:
                 if not self._writing:
                     return
-                buffer, transfers = self._writing.popleft()
+                buffer, transfer = self._writing.popleft()
                 self._lent += 1
             try:
-                for transfer in transfers:
-                    transfer.wait()
+                transfer.wait()
             finally:
                 self.give_back(buffer)
 
 
-class WriteBehind:
-    """Keeps buffers whose content is being written to disk, a few at most, for all values on disk."""
+class BufferQueue:
+    """Lends buffers of host memory of any size; of those that came back at most ``limit`` are still in use by
+    a transfer.
+    """
 
-    LIMIT = 4
-
-    def __init__(self, link: HostLink) -> None:
-        self._link = link
-        self._pending: deque[tuple[DiskTransfer, Tensor]] = deque()
+    def __init__(self, link: HostLink, limit: int) -> None:
+        self._link, self._limit = link, limit
+        self._busy: deque[tuple[Tensor, Callable[[], None]]] = deque()
 
     def take(self, nbytes: int) -> Tensor:
-        """Lend a uint8 buffer of at least ``nbytes``; wait for the oldest write if there are too many. Raises
-        that write's DiskError.
+        """Lend a uint8 buffer of at least ``nbytes``; wait for the oldest transfer if there are too many.
+        Raises that transfer's DiskError.
         """
-        while len(self._pending) >= self.LIMIT:
-            transfer, buffer = self._pending.popleft()
-            try:
-                transfer.wait()
-            finally:
-                self._link.pool.give_back(buffer)
+        self._retire(self._limit - 1)
         return self._link.take(nbytes)
 
-    def add(self, transfer: DiskTransfer, buffer: Tensor) -> None:
-        """Keep ``buffer`` until the transfer has ended."""
-        self._pending.append((transfer, buffer))
+    def give_back(self, buffer: Tensor, wait: Callable[[], None]) -> None:
+        """Take a buffer back, to be lent again once ``wait``, which waits for its transfer, has returned."""
+        self._busy.append((buffer, wait))
+
+    def drain(self) -> None:
+        """Wait until no transfer uses a buffer. Raises the first DiskError."""
+        self._retire(0)
+
+    def _retire(self, left: int) -> None:
+        while len(self._busy) > left:
+            buffer, wait = self._busy.popleft()
+            try:
+                wait()
+            finally:
+                self._link.pool.give_back(buffer)

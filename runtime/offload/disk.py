@@ -59,17 +59,19 @@ class ScratchFile:
         except OSError as error:
             raise DiskError(error.errno, f"{self.path}: cannot be opened: {error.strerror}") from None
 
-    def reserve(self, nbytes: int, offset: int = 0) -> None:
-        """Have the file system allocate the space now, not in the middle of a step. Raises DiskError."""
+    def reserve(self, nbytes: int) -> int:
+        """Have the file system allocate ``nbytes`` more now, not in the middle of a step; return their
+        offset. Raises DiskError.
+        """
+        offset, size = self.reserved_bytes, aligned(nbytes)
         try:
-            os.posix_fallocate(self.fd, offset, aligned(nbytes))
-            self.reserved_bytes = max(self.reserved_bytes, offset + aligned(nbytes))
+            os.posix_fallocate(self.fd, offset, size)
         except OSError as error:
-            if error.errno in (errno.EOPNOTSUPP, errno.EINVAL):
-                os.ftruncate(self.fd, offset + aligned(nbytes))
-                self.reserved_bytes = max(self.reserved_bytes, offset + aligned(nbytes))
-                return
-            raise DiskError(error.errno, f"{self.path}: {_explain(error, nbytes)}") from None
+            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+                raise DiskError(error.errno, f"{self.path}: {_explain(error, nbytes)}") from None
+            os.ftruncate(self.fd, offset + size)
+        self.reserved_bytes += size
+        return offset
 
     def check(self) -> None:
         """Raise DiskError if the file is shorter than what was reserved: a write would extend it again, with
@@ -145,11 +147,10 @@ class DiskEngine:
         """Start to write ``buffer`` to the file, once ``after`` has returned; it must stay untouched until
         the transfer is waited for.
         """
-        if after is None:
-            return self._start(file, buffer, offset, self._write_block)
 
         def write_block(file: ScratchFile, block: memoryview, offset: int) -> None:
-            after()
+            if after is not None:
+                after()
             self._write_block(file, block, offset)
 
         return self._start(file, buffer, offset, write_block)

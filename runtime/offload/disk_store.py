@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -12,8 +12,8 @@ from torch import Tensor
 from ..comm.pending import DONE, Pending
 from ..zero.layout import Range
 from ..zero.store import Access, OpenTile, ShardReader, ShardStore, TileView, ValueStore, squares_of
-from .buffers import BufferRing, Space, WriteBehind
-from .disk import DiskEngine, DiskTransfer, aligned
+from .buffers import BufferQueue, BufferRing
+from .disk import DiskEngine, DiskTransfer, ScratchFile, aligned
 from .transfer import HostLink
 
 
@@ -83,7 +83,7 @@ class DiskStore(ShardStore):
         *,
         state_room: int,
         engine: DiskEngine,
-        space: Space,
+        file: ScratchFile,
         ring: BufferRing,
         link: HostLink,
     ) -> None:
@@ -93,13 +93,12 @@ class DiskStore(ShardStore):
         super().__init__(None, values, cuts, tiles)
         self.state_room = state_room
         self._numel, self._dtype = master.numel(), dtype
-        self._engine, self._file, self._ring, self._link = engine, space.file, ring, link
+        self._engine, self._file, self._ring, self._link = engine, file, ring, link
         self._tiles: dict[Range, DiskTile] = {}
         for start, stop in tiles:
-            size = DiskTile(start, stop, 0, state_room, master.dtype)
-            offset = space.allocate(size.file_bytes)
-            self._tiles[start, stop] = DiskTile(start, stop, offset, state_room, master.dtype)
-            ring.fit(size.memory_bytes)
+            tile = DiskTile(start, stop, 0, state_room, master.dtype)
+            self._tiles[start, stop] = replace(tile, offset=file.reserve(tile.file_bytes))
+            ring.fit(tile.memory_bytes)
         self._squares: list[Tensor] = []
         self._resident: Tensor | None = None
         """Holds the gradient, where it stays on the device until the step; it is not on disk then."""
@@ -187,10 +186,10 @@ class DiskStore(ShardStore):
         view = _bytes_of(buffer)[tile.state_bytes : tile.file_bytes]
         arrival = DONE
         if first:
-            arrival = self._download(part, grad)
+            arrival = self._link.download(part.to(grad.dtype), grad)
         else:
             landed = tile.region(buffer, 0)
-            arriving = self._download(part, landed)
+            arriving = self._link.download(part.to(landed.dtype), landed)
             self._engine.read(self._file, view, offset).wait()
             arriving.wait()
             grad.add_(landed)
@@ -202,10 +201,6 @@ class DiskStore(ShardStore):
                 ]
             )
         self._ring.give_back(buffer, self._engine.write(self._file, view, offset, after=arrival.wait))
-
-    def _download(self, part: Tensor, target: Tensor) -> Pending:
-        """Start to copy a part of a gradient to host memory, in the target's dtype."""
-        return self._link.download(part.to(target.dtype), target)
 
     def grad_squares(self) -> list[Tensor]:
         """Return the sums that were computed when the gradient came."""
@@ -252,8 +247,8 @@ class _TileInBuffer(OpenTile):
         self._store._write(self._tile, self._access, self._buffer)
 
     def abandon(self) -> None:
-        arriving = [self._read] if self._read is not None and not self._read.done else []
-        self._store._ring.give_back(self._buffer, *arriving)
+        arriving = self._read if self._read is not None and not self._read.done else None
+        self._store._ring.give_back(self._buffer, arriving)
 
 
 class DiskValues(ValueStore):
@@ -263,14 +258,14 @@ class DiskValues(ValueStore):
     is_gathered_directly = False
 
     def __init__(
-        self, values: Tensor, *, engine: DiskEngine, space: Space, behind: WriteBehind, link: HostLink
+        self, values: Tensor, *, engine: DiskEngine, file: ScratchFile, behind: BufferQueue, link: HostLink
     ) -> None:
         """Write ``values`` (flat, in the compute dtype). Raises DiskError."""
         super().__init__(None)
-        self._engine, self._file, self._behind, self._link = engine, space.file, behind, link
+        self._engine, self._file, self._behind, self._link = engine, file, behind, link
         self._numel, self._dtype = values.numel(), values.dtype
         self._nbytes = aligned(self._numel * self._dtype.itemsize)
-        self._offset = space.allocate(self._nbytes)
+        self._offset = file.reserve(self._nbytes)
         self._writes: list[DiskTransfer] = []
         self.write(0, values)
         self.flush()
@@ -311,7 +306,7 @@ class DiskValues(ValueStore):
         buffer[: values.numel() * self._dtype.itemsize].view(self._dtype).copy_(values)
         offset = self._offset + start * self._dtype.itemsize
         transfer = self._engine.write(self._file, _bytes_of(buffer)[:nbytes], offset)
-        self._behind.add(transfer, buffer)
+        self._behind.give_back(buffer, transfer.wait)
         self._writes.append(transfer)
         return DONE
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor
 from ..comm.pending import DONE, Pending
 from ..zero.layout import Range
 from ..zero.store import Access, OpenTile, ShardReader, ShardStore, TileView, ValueStore, squares_of
+from .buffers import BufferQueue
 from .transfer import HostLink
 
 
@@ -57,33 +57,6 @@ class HostValues(ValueStore):
             self.tensor = None
 
 
-class UploadBuffers:
-    """Lends page-locked memory for new values on their way to the device: two tiles at most."""
-
-    def __init__(self, link: HostLink) -> None:
-        self._link = link
-        self._sent: deque[tuple[Pending, Tensor]] = deque()
-
-    def take(self, nbytes: int) -> Tensor:
-        """Lend a uint8 buffer of at least ``nbytes``."""
-        self._retire(1)
-        return self._link.pool.take(nbytes)
-
-    def give_back(self, buffer: Tensor, sent: Pending) -> None:
-        """Take a buffer back, to be lent again once ``sent`` has read it."""
-        self._sent.append((sent, buffer))
-
-    def drain(self) -> None:
-        """Wait until all buffers have been read."""
-        self._retire(0)
-
-    def _retire(self, left: int) -> None:
-        while len(self._sent) > left:
-            sent, buffer = self._sent.popleft()
-            sent.synchronize()
-            self._link.pool.give_back(buffer)
-
-
 class HostStore(ShardStore):
     """Keeps master values and gradient of a unit in host memory; the optimizer has the state there, too.
 
@@ -95,7 +68,7 @@ class HostStore(ShardStore):
     def __init__(
         self,
         link: HostLink,
-        buffers: UploadBuffers,
+        buffers: BufferQueue,
         master: Tensor,
         values: ValueStore,
         dtype: torch.dtype,
@@ -106,10 +79,13 @@ class HostStore(ShardStore):
         super().__init__(master, values, cuts, tiles)
         self._link, self._buffers, self._dtype = link, buffers, dtype
         self._landing: Tensor | None = None
+        """Keeps memory for a first gradient."""
         self._sum: Tensor | None = None
+        """Keeps memory for a sum."""
+        self._home: Tensor | None = None
+        """Holds the gradient, once it has arrived: one of the two."""
         self._arrival: Pending = DONE
         self._source: Tensor | None = None
-        self._summing = False
         self._squares: list[Tensor] | None = None
 
     # -- tiles
@@ -151,34 +127,29 @@ class HostStore(ShardStore):
         if first:
             if self._landing is None or self._landing.dtype != shard.dtype:
                 self._landing = self._link.empty(shard.numel(), shard.dtype)
-            total, home, self._summing = shard, self._landing, False
+            total, self._home = shard, self._landing
         else:
-            total, home = self._added(shard), self._room_for_sum(shard)
-            self._summing = True
+            total = self._added(shard)
+            if self._sum is None:
+                self._sum = self._link.empty(total.numel(), total.dtype)
+            self._home = self._sum
         self._squares = squares_of([total[start:stop] for start, stop in self.cuts])
-        self._source, self._arrival = total, self._link.download(total, home)
+        self._source, self._arrival = total, self._link.download(total, self._home)
         self.has_grad = True
 
     def _added(self, shard: Tensor) -> Tensor:
         """Copy the sum so far to the device, and add a gradient."""
-        before = self._sum if self._summing else self._landing
-        assert before is not None
-        there = torch.empty_like(before, device=shard.device)
-        self._link.upload(before, there, self._link.mark(), self._arrival.event).wait()
+        assert self._home is not None
+        there = torch.empty_like(self._home, device=shard.device)
+        self._link.upload(self._home, there, self._link.mark(), self._arrival.event).wait()
         return there.to(torch.promote_types(shard.dtype, torch.float32)).add_(shard)
-
-    def _room_for_sum(self, shard: Tensor) -> Tensor:
-        if self._sum is None:
-            self._sum = self._link.empty(shard.numel(), torch.promote_types(shard.dtype, torch.float32))
-        return self._sum
 
     def grad(self) -> Tensor:
         """Return the gradient, once it has arrived: fp32, or the dtype it was reduced in."""
         self._arrival.wait()
         self._arrival, self._source = DONE, None
-        grad = self._sum if self._summing else self._landing
-        assert grad is not None
-        return grad
+        assert self._home is not None
+        return self._home
 
     def grad_squares(self) -> list[Tensor]:
         """Return the sums computed on the device; compute them again if the gradient was changed since."""
@@ -192,7 +163,7 @@ class HostStore(ShardStore):
 class _BufferedTile(OpenTile):
     """Shows a tile whose new values go to the device, or to a disk, from a separate buffer."""
 
-    def __init__(self, values: ValueStore, view: TileView, buffers: UploadBuffers, buffer: Tensor) -> None:
+    def __init__(self, values: ValueStore, view: TileView, buffers: BufferQueue, buffer: Tensor) -> None:
         super().__init__(values, view)
         self._buffers, self._buffer, self._sent = buffers, buffer, DONE
 
@@ -201,7 +172,7 @@ class _BufferedTile(OpenTile):
         return self._sent
 
     def close(self) -> None:
-        self._buffers.give_back(self._buffer, self._sent)
+        self._buffers.give_back(self._buffer, self._sent.synchronize)
 
     def abandon(self) -> None:
         self.close()

@@ -22,10 +22,10 @@ from ..zero.store import (
     master_on_device,
     values_on_device,
 )
-from .buffers import BufferRing, Space, WriteBehind
-from .disk import DiskEngine
+from .buffers import BufferQueue, BufferRing
+from .disk import DiskEngine, ScratchFile
 from .disk_store import DiskStore, DiskValues
-from .host_store import HostStore, HostValues, UploadBuffers
+from .host_store import HostStore, HostValues
 from .scratch import ScratchFolder
 from .transfer import HostLink
 
@@ -84,6 +84,10 @@ def _give_freed_memory_back() -> None:
 
 
 _M_MMAP_THRESHOLD = -3
+_WRITES_BEHIND = 4
+"""Sets how many writes of values to disk may be under way."""
+_UPLOADS = 2
+"""Sets how many tiles of new values may be on their way to the device."""
 
 
 class Offload:
@@ -97,29 +101,29 @@ class Offload:
         self.link = HostLink(comm.device, pin=options.pin, budget_bytes=options.pinned_budget_bytes)
         self.folders: list[ScratchFolder] = []
         self.engine: DiskEngine | None = None
-        self.state_space: Space | None = None
-        self.value_space: Space | None = None
+        self.state_file: ScratchFile | None = None
+        self.value_file: ScratchFile | None = None
         self.ring = BufferRing(self.link, options.buffer_count)
-        self.behind = WriteBehind(self.link)
-        self._uploads = UploadBuffers(self.link)
+        self._behind = BufferQueue(self.link, _WRITES_BEHIND)
+        self._uploads = BufferQueue(self.link, _UPLOADS)
         if options.parameters is not Tier.DEVICE:
             _give_freed_memory_back()
         if options.disk:
             self.engine = DiskEngine(block_bytes=options.block_bytes, threads=options.threads)
         if options.optimizer is Tier.DISK:
-            self.state_space = self._space(options.optimizer_path, "optimizer.bin")
+            self.state_file = self._file(options.optimizer_path, "optimizer.bin")
         if options.parameters is Tier.DISK:
-            self.value_space = self._space(options.parameters_path, "parameters.bin")
+            self.value_file = self._file(options.parameters_path, "parameters.bin")
         self._values_in_host = 0
         self._leaving = 0
 
-    def _space(self, path: str | None, name: str) -> Space:
+    def _file(self, path: str | None, name: str) -> ScratchFile:
         assert path is not None
         folder = next((f for f in self.folders if f.root.absolute() == Path(path).absolute()), None)
         if folder is None:
             folder = ScratchFolder(path, self.comm.rank)
             self.folders.append(folder)
-        return Space(folder, name)
+        return ScratchFile(folder.path / name)
 
     def expect(self, numel: int) -> None:
         """Set the number of trainable elements: ``options.ratio`` of them are kept off the device."""
@@ -135,7 +139,7 @@ class Offload:
             return None, self._make_values(values, facts, None, tier)
         tiles = tile_ranges(values.numel(), self.options.tile_numel)
         if tier is Tier.DISK:
-            assert self.engine is not None and self.state_space is not None
+            assert self.engine is not None and self.state_file is not None
             kept = self._make_values(values, facts, None, tier)
             return DiskStore(
                 values.to(facts.master_dtype),
@@ -145,7 +149,7 @@ class Offload:
                 tiles,
                 state_room=self.options.state_count,
                 engine=self.engine,
-                space=self.state_space,
+                file=self.state_file,
                 ring=self.ring,
                 link=self.link,
             ), kept
@@ -169,10 +173,10 @@ class Offload:
         if master is not None and master_tier is tier and master.dtype == facts.dtype:
             return HostValues(self.link, master)
         if tier is Tier.DISK:
-            assert self.engine is not None and self.value_space is not None
+            assert self.engine is not None and self.value_file is not None
             narrow = values.to(facts.dtype)
             return DiskValues(
-                narrow, engine=self.engine, space=self.value_space, behind=self.behind, link=self.link
+                narrow, engine=self.engine, file=self.value_file, behind=self._behind, link=self.link
             )
         if tier is Tier.HOST:
             return HostValues(self.link, self._empty(values.numel(), facts.dtype).copy_(values))
@@ -201,8 +205,8 @@ class Offload:
         if self.engine is not None:
             self.engine.close()
         self.link.close()
-        for space in (self.state_space, self.value_space):
-            if space is not None:
-                space.file.close()
+        for file in (self.state_file, self.value_file):
+            if file is not None:
+                file.close()
         for folder in self.folders:
             folder.remove()

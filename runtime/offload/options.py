@@ -11,6 +11,7 @@ import torch
 
 from ..comm.collectives import Comm
 from ..config import ConfigError, Effective
+from ..config.zero import OffloadOptimizer, OffloadParam
 from ..optim.update_rule import SliceUpdate, State, UpdateRule, is_elementwise
 from ..zero.layout import TILE_NUMEL
 from .manager import Offload, OffloadOptions, Tier
@@ -22,17 +23,17 @@ if TYPE_CHECKING:
 def offload_options(config: Config, state_count: int) -> OffloadOptions:
     """Build OffloadOptions; ``state_count`` is how many tensors the optimizer keeps for each element."""
     zero, aio = config.zero_optimization, config.aio
-    optimizer, parameters = zero.offload_optimizer, zero.offload_param
-    sections = [part for part in (optimizer, parameters) if part is not None and part.device != "none"]
+    optimizer = zero.offload_optimizer or OffloadOptimizer()
+    parameters = zero.offload_param or OffloadParam()
     return OffloadOptions(
-        optimizer=Tier(optimizer.device) if optimizer else Tier.DEVICE,
-        parameters=Tier(parameters.device) if parameters else Tier.DEVICE,
-        optimizer_path=optimizer.nvme_path if optimizer else None,
-        parameters_path=parameters.nvme_path if parameters else None,
-        pin=all(section.pin_memory for section in sections),
-        ratio=float(optimizer.ratio) if optimizer else 1.0,
-        max_in_cpu_numel=int(parameters.max_in_cpu) if parameters else 0,
-        buffer_count=int(optimizer.buffer_count) if optimizer else 4,
+        optimizer=Tier(optimizer.device),
+        parameters=Tier(parameters.device),
+        optimizer_path=optimizer.nvme_path,
+        parameters_path=parameters.nvme_path,
+        pin=all(section.pin_memory for section in (optimizer, parameters) if section.device != "none"),
+        ratio=float(optimizer.ratio),
+        max_in_cpu_numel=int(parameters.max_in_cpu),
+        buffer_count=int(optimizer.buffer_count),
         tile_numel=min(int(zero.sub_group_size), TILE_NUMEL),
         block_bytes=int(aio.block_size),
         threads=max(int(aio.queue_depth), int(aio.intra_op_parallelism)),

@@ -89,8 +89,7 @@ class HostLink:
         self._down.wait_stream(torch.cuda.current_stream(self.device))
         with record_function("zlaunch::download"), torch.cuda.stream(self._down):
             target.copy_(source, non_blocking=True)
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record(self._down)
+            event = self._down.record_event()
         source.record_stream(self._down)
         return HostEvent(event)
 
@@ -115,9 +114,7 @@ class HostLink:
                 self._up.wait_event(event)
         with record_function("zlaunch::upload"), torch.cuda.stream(self._up):
             target.copy_(source, non_blocking=True)
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record(self._up)
-        return StreamEvent(event)
+            return StreamEvent(self._up.record_event())
 
     def behind_uploads(self) -> AbstractContextManager[Any]:
         """Make the uploads' stream the current one: what is queued inside comes after them."""
@@ -125,11 +122,7 @@ class HostLink:
 
     def mark(self) -> torch.cuda.Event | None:
         """Record an event behind everything that the current stream has queued; None on a CPU."""
-        if not self.cuda:
-            return None
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self.device))
-        return event
+        return torch.cuda.current_stream(self.device).record_event() if self.cuda else None
 
 
 class HostEvent(Pending):

@@ -37,6 +37,11 @@ class Schedule:
         self.last_batch_iteration = last_batch_iteration
         self._write(self.get_lr())
 
+    def _begin(self) -> None:
+        """Write the rates before the first step; end of every constructor."""
+        if self.last_batch_iteration == -1:
+            self._write(self.get_lr())
+
     def _write(self, rates: Sequence[float]) -> None:
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
@@ -75,13 +80,10 @@ class LRRangeTest(Schedule):
     ) -> None:
         super().__init__(optimizer, last_batch_iteration)
         self._min = self._per_group(lr_range_test_min_lr, "lr_range_test_min_lr")
-        self._size, self._rate, self._staircase = (
-            lr_range_test_step_size,
-            lr_range_test_step_rate,
-            lr_range_test_staircase,
-        )
-        if last_batch_iteration == -1:
-            self._write(self._min)
+        self._size = lr_range_test_step_size
+        self._rate = lr_range_test_step_rate
+        self._staircase = lr_range_test_staircase
+        self._begin()
 
     def get_lr(self) -> list[float]:
         fraction = (self.last_batch_iteration + 1) / self._size
@@ -111,10 +113,8 @@ class OneCycle(Schedule):
         last_batch_iteration: int = -1,
     ) -> None:
         super().__init__(optimizer, last_batch_iteration)
-        self._min, self._max = (
-            self._per_group(cycle_min_lr, "cycle_min_lr"),
-            self._per_group(cycle_max_lr, "cycle_max_lr"),
-        )
+        self._min = self._per_group(cycle_min_lr, "cycle_min_lr")
+        self._max = self._per_group(cycle_max_lr, "cycle_max_lr")
         self._decay_lr_rate, self._decay_step_size = decay_lr_rate, decay_step_size
         self._first = float(cycle_first_step_size)
         self._second = self._first if cycle_second_step_size is None else float(cycle_second_step_size)
@@ -125,14 +125,13 @@ class OneCycle(Schedule):
         self._total, self._ratio = self._first + self._second, self._first / (self._first + self._second)
         self._momentum = cycle_momentum and "betas" in optimizer.param_groups[0]
         self._min_mom, self._max_mom, self._decay_mom_rate = cycle_min_mom, cycle_max_mom, decay_mom_rate
-        if last_batch_iteration == -1:
-            self._write(self._min)
-            self._write_momentum(self._max_mom)
+        self._begin()
 
-    def _write_momentum(self, momentum: float) -> None:
+    def _write(self, rates: Sequence[float]) -> None:
+        super()._write(rates)
         if self._momentum:
             for group in self.optimizer.param_groups:
-                group["betas"] = (momentum, 0.99)
+                group["betas"] = (self.get_mom(), 0.99)
 
     def _height(self) -> float:
         """Return the height in the cycle: 0 at the minimum rate, 1 at the maximum."""
@@ -165,15 +164,6 @@ class OneCycle(Schedule):
             return self._max_mom - (self._max_mom - self._min_mom) * self._height()
         return self._max_mom * (1 + self._decay_mom_rate * self._decays())
 
-    def step(self, last_batch_iteration: int | None = None) -> None:
-        super().step(last_batch_iteration)
-        self._write_momentum(self.get_mom())
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        if self.last_batch_iteration >= 0:
-            self._write_momentum(self.get_mom())
-
 
 class WarmupLR(Schedule):
     """Warms up from ``warmup_min_lr`` to ``warmup_max_lr`` (None: the group's given rate), then stays."""
@@ -193,8 +183,7 @@ class WarmupLR(Schedule):
         own = [float(group["lr"]) for group in optimizer.param_groups]
         self._min = self._per_group(warmup_min_lr, "warmup_min_lr")
         self._max = own if warmup_max_lr is None else self._per_group(warmup_max_lr, "warmup_max_lr")
-        if last_batch_iteration == -1:
-            self._write(self.get_lr())
+        self._begin()
 
     def _after_warmup(self) -> float:
         return 1.0
@@ -245,15 +234,12 @@ class WarmupCosineLR(Schedule):
         last_batch_iteration: int = -1,
     ) -> None:
         super().__init__(optimizer, last_batch_iteration)
-        self._total, self._steps, self._type = (
-            total_num_steps,
-            _warmup_steps(warmup_num_steps),
-            _warmup_type(warmup_type),
-        )
+        self._total = total_num_steps
+        self._steps = _warmup_steps(warmup_num_steps)
+        self._type = _warmup_type(warmup_type)
         self._warmup_min, self._cos_min = warmup_min_ratio, cos_min_ratio
         self._base = [float(group["lr"]) for group in optimizer.param_groups]
-        if last_batch_iteration == -1:
-            self._write(self.get_lr())
+        self._begin()
 
     def get_lr_ratio(self) -> float:
         """Return the factor of the base rates for ``i``."""

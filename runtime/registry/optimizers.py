@@ -44,12 +44,8 @@ def build_optimizer(
         maker: Any = torch.optim.AdamW if decoupled else torch.optim.Adam
         # DeepSpeed's default for both is no decay; torch's AdamW has 0.01.
         arguments.setdefault("weight_decay", 0.0)
-    elif name == "sgd":
-        maker = torch.optim.SGD
-    elif name == "lion":
-        maker = Lion
     else:
-        maker = getattr(torch.optim, kind, None)
+        maker = {"sgd": torch.optim.SGD, "lion": Lion}.get(name) or getattr(torch.optim, kind, None)
         if not (isinstance(maker, type) and issubclass(maker, torch.optim.Optimizer)):
             raise ValueError(
                 f"optimizer.type: {kind!r} is not known; try AdamW, Adam, SGD or a name from torch.optim"

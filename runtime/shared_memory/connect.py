@@ -7,6 +7,7 @@ import socket
 import struct
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from ..comm.peer_memory import Identity
@@ -35,15 +36,13 @@ def connect(
     listener = None
     offer: object = None
     if allowed and hasattr(os, "memfd_create"):
-        try:
+        with suppress(OSError):
             os.close(os.memfd_create("zlaunch", os.MFD_CLOEXEC))
             listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             name = f"zlaunch-{uuid.uuid4().hex}"
             listener.bind("\0" + name)  # an abstract name: it vanishes with the socket
             listener.listen(world_size)
             offer = (_place(), name, os.getpid())
-        except OSError:
-            offer = None
     offers = exchange(offer)
     if any(other is None or other[0] != offers[0][0] for other in offers):  # type: ignore[index]
         if listener is not None:

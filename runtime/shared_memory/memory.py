@@ -50,11 +50,13 @@ class PeerTransfer(Pending):
         key: tuple[int, int],
         peers: Sequence[Peer],
         read: Callable[[Peer, int, int], None],
+        identity: Identity,
         *,
         exclusive: bool,
-        then: Callable[[], PeerTransfer] | None = None,
+        then: Callable[[], PeerTransfer] | None,
     ) -> None:
         self._shared, self.key, self._read, self._then = shared, key, read, then
+        self.identity = identity
         self._exclusive = exclusive
         """Tells whether this rank's part may change once the transfer has been waited for."""
         self.unread = list(peers)
@@ -69,11 +71,10 @@ class PeerTransfer(Pending):
             return
         while self.unread:
             peer = self.unread[0]
-            where = peer.ready.pop(self.key, None)
-            if where is None:
+            if self.key not in peer.ready:
                 return
-            peer.identity.pop(self.key, None)
-            self._read(peer, *where)
+            chunk, offset, _ = peer.ready.pop(self.key)
+            self._read(peer, chunk, offset)
             self.unread.pop(0)
             self._shared.tell(peer, _DONE, self.key)
         if self._then is not None:
@@ -121,7 +122,6 @@ class SharedMemory:
         """Maps the address of a tensor's storage in this rank's arena to chunk and offset."""
         self.started: dict[int, int] = {}
         """Counts the collectives of each channel that have been started."""
-        self._identities: dict[tuple[int, int], Identity] = {}
         self._transfers: dict[tuple[int, int], PeerTransfer] = {}
 
     # -- memory
@@ -247,21 +247,22 @@ class SharedMemory:
         then: Callable[[], PeerTransfer] | None = None,
     ) -> PeerTransfer:
         peers = list(self._peers.values())
-        transfer = PeerTransfer(self, key, peers, read, exclusive=exclusive, then=then)
+        transfer = PeerTransfer(self, key, peers, read, identity, exclusive=exclusive, then=then)
         self._transfers[key] = transfer
-        self._identities[key] = identity
         place = self._place_of(source)
-        for peer in self._peers.values():
+        for peer in peers:
             self.tell(peer, _READY, key, *place, identity=identity)
-        for peer in self._peers.values():
+        for peer in peers:
             self._compare(peer, key)
         self.progress()
         return transfer
 
     def _compare(self, peer: Peer, key: tuple[int, int]) -> None:
         """Raise RankMismatchError if a peer's part of a collective is about something else."""
-        mine, other = self._identities.get(key), peer.identity.get(key)
-        if mine is not None and other is not None and mine != other:
+        if key not in self._transfers or key not in peer.ready:
+            return
+        mine, other = self._transfers[key].identity, peer.ready[key][2]
+        if mine != other:
             raise RankMismatchError(
                 f"rank {peer.rank} {self._describe(key[0], other)}, while rank {self.rank} "
                 f"{self._describe(key[0], mine)}: all ranks must use the same parts of the model in the same "
@@ -312,8 +313,7 @@ class SharedMemory:
                     break
                 kind, channel, number, chunk, offset, label, numel = _MESSAGE.unpack(message)
                 if kind == _READY:
-                    peer.ready[channel, number] = chunk, offset
-                    peer.identity[channel, number] = label, numel
+                    peer.ready[channel, number] = chunk, offset, (label, numel)
                     self._compare(peer, (channel, number))
                 elif kind == _DONE:
                     self._transfers[channel, number].readers.discard(peer.rank)
@@ -329,7 +329,7 @@ class SharedMemory:
             transfer.advance()
         finished = [key for key, t in self._transfers.items() if not t.unread and not t.readers]
         for key in finished:
-            del self._transfers[key], self._identities[key]
+            del self._transfers[key]
 
     def drive(self, missing: Callable[[], set[int]]) -> None:
         """Advance the collectives until ``missing()`` names no rank. Raises PeerLost."""

@@ -37,8 +37,8 @@ class Peer:
     def __init__(self, rank: int, connection: socket.socket) -> None:
         self.rank, self.connection = rank, connection
         self.chunks: dict[int, Chunk] = {}
-        self.ready: dict[tuple[int, int], tuple[int, int]] = {}
-        """Maps a collective (channel, sequence number) to where this peer's part is: chunk and offset."""
-        self.identity: dict[tuple[int, int], Identity] = {}
-        """Maps a collective that is under way here to what this peer's part is about."""
+        self.ready: dict[tuple[int, int], tuple[int, int, Identity]] = {}
+        """Maps a collective (channel, sequence number) to where this peer's part is, chunk and offset, and to
+        what it is about.
+        """
         self.gone = False

@@ -31,7 +31,7 @@ NORM = "tolist in sharded_optimizer._step_by_host < sharded_optimizer.step"
 ORDER = "aten::_local_scalar_dense in sharded_optimizer._step_by_host < sharded_optimizer.step"
 """Stands for NORM with several ranks: whether they agree is read first."""
 ARRIVAL = "Event.synchronize in transfer.wait < host_store.grad"
-UPLOAD = "Event.synchronize in transfer.synchronize < host_store._retire"
+UPLOAD = "Event.synchronize in transfer.synchronize < buffers._retire"
 WRITTEN = "save: cuda.synchronize in transfer.release < writer.abandon"
 SUM_ON_DISK = "Event.synchronize in transfer.wait < disk_store._add_to_tile"
 

@@ -139,3 +139,15 @@ def test_no_two_classes_have_one_name() -> None:
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
     )
     assert not {name for name, times in count.items() if times > 1}
+
+
+def test_the_runtime_prints_by_its_log_alone() -> None:
+    script = ("checkpoint.format.manifest", "checkpoint.export.full_weights")  # a script without zlaunch
+    may = {f"zlaunch.runtime.{name}" for name in ("log", "config.reference", *script)}
+    prints = {
+        name
+        for name, path in modules().items()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if name.startswith("zlaunch.runtime.") and isinstance(node, ast.Name) and node.id == "print"
+    }
+    assert prints == may
