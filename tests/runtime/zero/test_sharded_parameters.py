@@ -193,7 +193,8 @@ def test_no_sync(stage: int) -> None:
 
 
 def _last_pass_without_reduction(stage: int, synced: tuple[bool, bool]) -> list[torch.Tensor]:
-    rank = zlaunch.init_distributed() and torch.distributed.get_rank()
+    zlaunch.init_distributed()
+    rank = torch.distributed.get_rank()
     engine, *_ = zlaunch.initialize(model=net().double(), config=config(stage, 2))
     for batch, sync in zip(batches(2, 4), synced, strict=True):
         with contextlib.nullcontext() if sync else engine.no_sync():

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.unit.fake_comm import FakeComm
+from tests.unit.zero.fake_comm import FakeComm
 from zlaunch.runtime.errors import ParameterError
 from zlaunch.runtime.zero import placeholder
 from zlaunch.runtime.zero.layout import make_layout

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.unit.fake_comm import FakeComm
+from tests.unit.zero.fake_comm import FakeComm
 from zlaunch.runtime.zero.bucket import Bucket, BucketState
 from zlaunch.runtime.zero.layout import make_layout
 from zlaunch.runtime.zero.reduce import MAX_IN_FLIGHT, GradientOptions, GradientReducer
