@@ -1,6 +1,7 @@
 """Dynamic loss scaling whose state stays on the device, so that no step waits for its overflow flag.
 
-The rules are those of ``runtime.loss_scaler.LossScaler``; the host reads ``at_floor`` when it pleases.
+The rules are those of ``runtime.precision.loss_scaler.LossScaler``; the host reads
+``at_floor`` when it pleases.
 """
 
 from __future__ import annotations

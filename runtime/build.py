@@ -25,9 +25,9 @@ from .deadlock import watch as deadlock
 from .engine import Engine
 from .environment import read_environment
 from .errors import OptimizerError, ParameterError
-from .handles.admission import needs_whole_tensors
+from .handles.accepted_optimizers import needs_whole_tensors
+from .handles.accepted_parameters import find_refused
 from .handles.consistency import check_consistency
-from .handles.eligible import find_refused
 from .handles.handles import Handles
 from .handles.module_methods import intercept_module
 from .handles.optimizer import ZeroOptimizer, guard

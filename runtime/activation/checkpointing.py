@@ -22,7 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint as _torch_checkpoint
 
 from ..config import load
-from ..config.sections import ActivationCheckpointing
+from ..config.other_sections import ActivationCheckpointing
 from ..environment import read_environment
 from ..log import warn
 from ..zero.unit_policy import find_modules

@@ -1,4 +1,7 @@
-"""Reading DeepSpeed's config files: load, check, settle. Imports no torch."""
+"""Reads DeepSpeed's config files: loads, checks and completes them. Imports no torch.
+
+The sections are in ``zero``, ``other_sections`` and ``optimizers``, what stands at the top in ``schema``.
+"""
 
 from .load import ConfigError, ConfigFileError, Loaded, load
 from .resolve import Effective, check_batch, open_values, refuse_open, resolve

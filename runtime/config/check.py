@@ -9,9 +9,9 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from . import optimizers
-from .cross import LATER, cross, show
-from .fields import Section, real
-from .keys import extra, join, names, section_of, unknown
+from .cross_checks import LATER, cross, show
+from .field_types import Section, real
+from .known_keys import extra, join, names, section_of, unknown
 from .report import ConfigReport
 from .schema import Config
 from .spellings import modern

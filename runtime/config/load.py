@@ -16,7 +16,7 @@ import yaml
 from ...errors import ZlaunchError
 from .check import check
 from .jsonc import MAX_DEPTH, SyntaxProblem, parse
-from .keys import join
+from .known_keys import join
 from .schema import Config
 
 _MOST_CHARS = 1 << 24

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from .fields import (
+from .field_types import (
     Betas,
     Bool,
     Count,
@@ -18,7 +18,7 @@ from .fields import (
     always,
     ok,
 )
-from .fields import Integer as LastIteration
+from .field_types import Integer as LastIteration
 from .unsupported import with_missing
 
 

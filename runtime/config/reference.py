@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 
-from .fields import MAX, Section
-from .keys import extra, join, section_of
+from .field_types import MAX, Section
+from .known_keys import extra, join, section_of
 from .optimizers import SCHEDULER_PARAMS, AdamParams, SGDParams
 from .schema import Config
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from .fields import (
+from .field_types import (
     Bool,
     Count,
     Dtype,
@@ -18,7 +18,7 @@ from .fields import (
     section,
 )
 from .optimizers import OPTIMIZER_PARAMS, SCHEDULER_PARAMS, Optimizer, Scheduler
-from .sections import AIO, BF16, FP16, ActivationCheckpointing, CheckpointSection, DataTypes
+from .other_sections import AIO, BF16, FP16, ActivationCheckpointing, CheckpointSection, DataTypes
 from .unsupported import with_missing
 from .zero import Zero
 

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import Field, create_model
 
-from .fields import (
+from .field_types import (
     AutoInt,
     Bool,
     Bucket,

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, WithJsonSchema
 
-from .fields import (
+from .field_types import (
     MAX,
     Bool,
     Bucket,

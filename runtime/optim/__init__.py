@@ -1,1 +1,1 @@
-"""Steps optimizers over flat shards, and computes learning-rate schedules."""
+"""Steps optimizers over flat shards."""

@@ -1,4 +1,7 @@
-"""Steps the flat shards of all units."""
+"""Steps the flat shards of all units, and brings the new values to where gathers read.
+
+That is ``ValueStore.write`` for each unit, and ``Unit.refresh`` for one that stays unsharded.
+"""
 
 from __future__ import annotations
 

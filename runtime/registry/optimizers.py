@@ -1,4 +1,7 @@
-"""Builds optimizers and schedulers from the config's ``type`` and ``params``."""
+"""Builds optimizers and schedulers from the config's ``type`` and ``params``.
+
+CONTRIBUTING.md says what else a new optimizer or schedule needs.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,17 @@ from typing import Any
 
 import torch
 
-from ...cuda_ops.lion import Lion
+from .lion import Lion
 from .lr_schedules import SCHEDULES
+
+ELEMENTWISE: frozenset[type[torch.optim.Optimizer]] = frozenset(
+    getattr(torch.optim, name)
+    for name in (
+        *("Adam", "AdamW", "SGD", "Adagrad", "Adadelta", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop"),
+        "Rprop",
+    )
+) | {Lion}
+"""Lists classes whose update of an element depends only on that element's gradient and state."""
 
 _IGNORED = {
     "torch_adam",

@@ -9,7 +9,7 @@ parameter is a view of its unit's flat buffer, and what a script does to it has 
   it.
 - :class:`ShardedParameter`: sharded. Inside a forward or backward pass of its model a use that no module hook
   announced gathers the unit on demand. Outside, reading gives NaN, while writing, and anything that a
-  gradient would have to flow through, raises (see ``freed.py``).
+  gradient would have to flow through, raises (see ``sharded_reads.py``).
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ParameterError
-from .freed import read_freed
 from .output_tensors import tensors_in
 from .ownership import Owner
+from .sharded_reads import read_freed
 
 
 @dataclass(slots=True)

@@ -1,4 +1,7 @@
-"""Watch for nodes that no longer answer, and for ranks that no longer write anything."""
+"""Watch for nodes that no longer answer, and for ranks that no longer write anything.
+
+`controller` decides what follows; `node/uplink.py` is what a node does when it no longer hears from here.
+"""
 
 from __future__ import annotations
 

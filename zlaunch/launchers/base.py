@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 from zlaunch.launch.job import Job
 from zlaunch.launch.run_record import resume_folder
-from zlaunch.plan.build import NodeSpec, Part, RunFacts, make_plan
+from zlaunch.plan.build import make_plan
+from zlaunch.plan.facts import NodeSpec, Part, RunFacts
 from zlaunch.plan.options import Options
 from zlaunch.plan.plan import Plan
 from zlaunch.system.processes import python_module_argv

@@ -14,8 +14,8 @@ from zlaunch.hostfiles.grammar import HostEntry, read
 from zlaunch.launch.nodes import close_all, connect, sweep_hosts
 from zlaunch.launchers.base import Launcher
 from zlaunch.launchers.selection import HostSelection
-from zlaunch.plan.build import NodeSpec
-from zlaunch.plan.env import forwarded_env
+from zlaunch.plan.facts import NodeSpec
+from zlaunch.plan.forwarded_env import forwarded_env
 from zlaunch.plan.options import DEFAULT_HOSTFILE, Options, agreed_port
 from zlaunch.plan.plan import Plan
 

@@ -9,7 +9,7 @@ from zlaunch.errors import LaunchError
 from zlaunch.hostfiles import filters
 from zlaunch.launchers.base import FOR_SEVERAL_NODES, NEEDS_NODES
 from zlaunch.launchers.this_node import ThisNodeLauncher
-from zlaunch.plan.build import NodeSpec
+from zlaunch.plan.facts import NodeSpec
 from zlaunch.plan.options import own_names
 from zlaunch.plan.plan import Plan
 

@@ -9,7 +9,7 @@ from zlaunch.hostfiles import grammar
 from zlaunch.launchers.base import FOR_SEVERAL_NODES
 from zlaunch.launchers.selection import HostSelection
 from zlaunch.launchers.this_node import ThisNodeLauncher
-from zlaunch.plan.build import Part
+from zlaunch.plan.facts import Part
 from zlaunch.plan.plan import Plan
 from zlaunch.system.devices import discover
 

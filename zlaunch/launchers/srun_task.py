@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from zlaunch.errors import LaunchError
 from zlaunch.launchers.base import FOR_SEVERAL_NODES
 from zlaunch.launchers.this_node import ThisNodeLauncher
-from zlaunch.plan.build import NodeSpec, Part
+from zlaunch.plan.facts import NodeSpec, Part
 from zlaunch.plan.options import agreed_port
 from zlaunch.plan.plan import Plan
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from zlaunch.errors import NodeError
 from zlaunch.launch.nodes import SLOW_S, Link, Node
 from zlaunch.launchers.base import Launcher
-from zlaunch.plan.build import NodeSpec
+from zlaunch.plan.facts import NodeSpec
 from zlaunch.plan.options import Options
 from zlaunch.plan.plan import Plan
 from zlaunch.transports.local import open_local

@@ -19,7 +19,7 @@ import traceback
 from types import CodeType, ModuleType, TracebackType
 from typing import NoReturn
 
-from zlaunch.node.peers import talk_of
+from zlaunch.node.lost_peers import talk_of
 from zlaunch.system.processes import PASSED_SIGNALS, die_with_parent
 
 _SAVED_CODE = 75

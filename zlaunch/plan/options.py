@@ -55,7 +55,7 @@ class Options:
     @property
     def worker_env(self) -> dict[str, str]:
         """Return the variables that the options add to the workers' environment. Raises LaunchError."""
-        from zlaunch.plan.env import requested_env
+        from zlaunch.plan.forwarded_env import requested_env
 
         env = requested_env(os.environ, self.env)
         if self.requeue:

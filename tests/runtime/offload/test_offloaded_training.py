@@ -20,9 +20,9 @@ import zlaunch
 from tests.limits import LIMIT_S
 from tests.runtime.models import batches, config, loss_of, net, train_engine
 from tests.runtime.workers import run_workers
-from zlaunch.cuda_ops.lion import Lion
 from zlaunch.runtime.errors import DiskError, MemoryPlanError
 from zlaunch.runtime.offload.scratch import ScratchFolder
+from zlaunch.runtime.registry.lion import Lion
 
 STEPS = 4
 TILES = {"sub_group_size": 4096}

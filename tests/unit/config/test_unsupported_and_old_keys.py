@@ -188,7 +188,7 @@ def test_known_keys_in_the_wrong_place(source: dict[str, Any], line: str) -> Non
 
 def test_every_known_key_is_known_everywhere() -> None:
     """In a section that does not have it, each key is told where it belongs."""
-    from zlaunch.runtime.config.keys import homes
+    from zlaunch.runtime.config.known_keys import homes
 
     elsewhere = {key: places for key, places in homes().items() if "data_types" not in places}
     assert len(elsewhere) > 200

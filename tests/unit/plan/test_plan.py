@@ -10,7 +10,8 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from zlaunch.plan.build import NodeSpec, RunFacts, make_plan
+from zlaunch.plan.build import make_plan
+from zlaunch.plan.facts import NodeSpec, RunFacts
 from zlaunch.plan.plan import Plan, Program
 from zlaunch.system.events import encode
 from zlaunch.view.plan_table import plan_table

@@ -1,6 +1,7 @@
 """``import deepspeed`` resolved to this runtime.
 
-``path/`` is a folder for ``sys.path``: it holds a package ``deepspeed`` of thin modules over the runtime, and
+Which name is what stands in ``path/deepspeed``. ``path/`` is a folder for ``sys.path``: it holds a package
+``deepspeed`` of thin modules over the modules here and the runtime, and
 the ``dist-info`` folder by which ``importlib.metadata`` and what is built on it find a version.
 :func:`install` adds that folder, for this process and, by ``PYTHONPATH``, for those that it starts.
 Nothing is written anywhere.

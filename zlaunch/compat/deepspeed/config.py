@@ -12,8 +12,8 @@ from zlaunch.compat.deepspeed.log import logger
 from zlaunch.compat.deepspeed.missing import absent
 from zlaunch.compat.deepspeed.pickled import OffloadDeviceEnum, ZeroStageEnum
 from zlaunch.runtime.config import load, resolve
-from zlaunch.runtime.config.fields import Section
-from zlaunch.runtime.config.keys import names
+from zlaunch.runtime.config.field_types import Section
+from zlaunch.runtime.config.known_keys import names
 from zlaunch.runtime.environment import read_environment
 
 _unknown = absent("DeepSpeedConfig")

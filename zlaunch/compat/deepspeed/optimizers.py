@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from zlaunch.cuda_ops.lion import Lion
+from zlaunch.runtime.registry.lion import Lion
 
 
 class _Maker(type):

@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from zlaunch.launch.failure import without_stacks
-from zlaunch.node.peers import talk_of
+from zlaunch.node.lost_peers import talk_of
 from zlaunch.runtime.checkpoint.format.tensor_file import CheckpointError
 from zlaunch.runtime.errors import PeerLost
 

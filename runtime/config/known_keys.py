@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 from pydantic.fields import FieldInfo
 
-from .fields import Section
+from .field_types import Section
 from .optimizers import OPTIMIZER_PARAMS, OTHER_NAMES, SCHEDULER_PARAMS
 from .schema import Config
 

@@ -4,17 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from ...cuda_ops.lion import Lion
 from ..errors import OptimizerError
-
-ELEMENTWISE: frozenset[type[torch.optim.Optimizer]] = frozenset(
-    getattr(torch.optim, name)
-    for name in (
-        *("Adam", "AdamW", "SGD", "Adagrad", "Adadelta", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop"),
-        "Rprop",
-    )
-) | {Lion}
-"""Lists classes whose update of an element depends only on that element's gradient and state."""
+from ..registry.optimizers import ELEMENTWISE
 
 _NEVER = {
     "LBFGS": "runs the model several times within a step",

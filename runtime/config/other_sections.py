@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
 
-from .fields import (
+from .field_types import (
     Bool,
     Bucket,
     Count,

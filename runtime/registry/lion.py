@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from .arguments import LionArgs, Scalar
-from .step import lion_step
-from .step_rules import StepRule, common_args
+from ...cuda_ops.arguments import LionArgs, Scalar
+from ...cuda_ops.step import lion_step
+from ...cuda_ops.step_rules import StepRule, common_args
 
 
 class LionRule(StepRule):

@@ -1,0 +1,75 @@
+"""Write down the environment variables of each worker."""
+
+from __future__ import annotations
+
+from zlaunch.plan.facts import NodeSpec, Part, RunFacts
+from zlaunch.system.devices import visible_for_workers
+
+
+def common_env(
+    run: RunFacts,
+    node: NodeSpec,
+    part: Part,
+    node_rank: int,
+    rendezvous: tuple[str, int],
+    attempt: int,
+    resume_dir: str | None,
+) -> dict[str, str]:
+    """Return what all workers of a node have in common. `rendezvous`: rank 0's address and port."""
+    local_world = node.workers if node.local_world is None else node.local_world
+    env = {
+        **node.env,
+        "WORLD_SIZE": str(part.world_size),
+        "LOCAL_WORLD_SIZE": str(local_world),
+        "LOCAL_SIZE": str(local_world),
+        "CROSS_RANK": str(node_rank),
+        "CROSS_SIZE": str(part.node_count),
+        "MASTER_ADDR": rendezvous[0],
+        "MASTER_PORT": str(rendezvous[1]),
+        "PYTHONUNBUFFERED": "1",
+        "ZLAUNCH_RUN_ID": run.run_id,
+        "ZLAUNCH_RUN_DIR": run.run_dir,
+        "ZLAUNCH_RESTART_COUNT": str(attempt),
+    }
+    if resume_dir is not None:
+        env["ZLAUNCH_RESUME_DIR"] = resume_dir
+    given = run.environ.keys() | node.env.keys()
+    for key, value in _default_env(node, single_node=part.node_count == 1).items():
+        if given.isdisjoint((key, *_SAME.get(key, ()))):
+            env[key] = value
+    return env
+
+
+def worker_env(run: RunFacts, node: NodeSpec, rank: int, index: int) -> dict[str, str]:
+    """Return what the node's worker number `index` has of its own."""
+    env = {"RANK": str(rank), "LOCAL_RANK": str(node.first_local + index)}
+    if node.bound:
+        cpus = node.bound[index]
+        env["ZLAUNCH_CPUS"] = ",".join(map(str, cpus))
+        if "OMP_NUM_THREADS" not in run.environ:
+            env["OMP_NUM_THREADS"] = str(len(cpus))
+    if visible := visible_for_workers(node.devices):
+        env["CUDA_VISIBLE_DEVICES"] = visible[index]
+    return env
+
+
+_SAME = {"PYTORCH_CUDA_ALLOC_CONF": ("PYTORCH_ALLOC_CONF",)}
+"""Maps a variable to its other names: what the user says under any of them counts."""
+
+
+def _default_env(node: NodeSpec, *, single_node: bool) -> dict[str, str]:
+    """Return the settings that give way to the user's own."""
+    env = {"OMP_NUM_THREADS": str(max(1, node.cores // (node.local_world or node.workers)))}
+    if not node.devices:
+        # Training on CPU is bound by page faults; huge pages in malloc take a quarter off a step.
+        env["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"
+    else:
+        # Gathers and reductions have a communicator each; without a common order two kernels could wait for
+        # each other's place on the device.
+        env["NCCL_LAUNCH_ORDER_IMPLICIT"] = "1"
+        # The memory of units is given back and taken again all the time, in sizes that differ.
+        env["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+    if single_node:
+        # Gloo otherwise takes the address of the host name, which may not resolve to this machine.
+        env["GLOO_SOCKET_IFNAME"] = "lo"
+    return env
