@@ -13,6 +13,7 @@ import os, torch.distributed as dist
 dist.init_process_group("gloo")
 place = [os.environ[name] for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "CROSS_RANK", "CROSS_SIZE")]
 print("rank", dist.get_rank(), dist.get_world_size(), *place)
+dist.barrier()
 dist.destroy_process_group()
 """
 

@@ -15,6 +15,7 @@ argparse.ArgumentParser().parse_args()  # torchrun passes no --local_rank
 dist.init_process_group("gloo")
 place = [os.environ[name] for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE")]
 print("rank", dist.get_rank(), dist.get_world_size(), *place)
+dist.barrier()
 dist.destroy_process_group()
 """
 ENV = {"CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"}
