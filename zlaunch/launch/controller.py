@@ -12,7 +12,6 @@ import signal
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
@@ -360,8 +359,11 @@ class Controller:
 
     def _finish(self) -> None:
         """Leave no agent and no process of the run on this machine, whatever happened before."""
-        with ThreadPoolExecutor(len(self.links)) as pool:
-            list(pool.map(self._part, self.links))
+        threads = [threading.Thread(target=self._part, args=(link,)) for link in self.links]
+        for thread in threads:
+            thread.start()
+        for thread in threads:  # an error in one of them keeps nothing else from being ended
+            thread.join()
         self._sweep()
         self._take_rest()
 
