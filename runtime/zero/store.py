@@ -219,9 +219,6 @@ class StoreFactory(Protocol):
         frozen one. Raises DiskError.
         """
 
-    def close(self) -> None:
-        """Release what the stores share. None of them may be used afterwards."""
-
 
 class DeviceStores:
     """Keeps every shard on the compute device."""
@@ -235,9 +232,6 @@ class DeviceStores:
             )
             return store, store.values
         return None, DeviceValues(values_on_device(values, facts))
-
-    def close(self) -> None:
-        """Do nothing."""
 
 
 def master_on_device(values: Tensor, facts: ShardFacts) -> Tensor:
