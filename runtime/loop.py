@@ -261,7 +261,9 @@ class TrainingLoop(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients locally inside the context; raises RuntimeError at stages 2 and 3."""
+        """Accumulate gradients locally inside the context. The next backward pass outside of it, or the step,
+        reduces them. Raises RuntimeError at stages 2 and 3.
+        """
         if self._sharded.options.shard_grads:
             raise RuntimeError(
                 f"no_sync needs whole gradients, but stage {self.zero_optimization_stage()} shards them: "
