@@ -117,4 +117,5 @@ def rule_of(optimizer: torch.optim.Optimizer) -> StepRule | None:
     step in another way, has none.
     """
     kind = type(optimizer)
-    return _RULES.get(kind) or vars(kind).get("step_rule")
+    own = vars(kind).get("step_rule")
+    return own if isinstance(own, StepRule) else _RULES.get(kind)

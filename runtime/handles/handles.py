@@ -67,7 +67,7 @@ class Handles:
 
     def nonfinite_names(self) -> list[str]:
         """Return the names of parameters with inf or NaN in this rank's shard of the gradients."""
-        return nonfinite_names(self._needed_step().units)
+        return nonfinite_names(self._sharded.units)
 
     def refuse_unused(self) -> None:
         """Raise ParameterError if a parameter has no gradient of this step on some rank. Collective."""

@@ -252,14 +252,14 @@ class ShardedOptimizer:
         run_hooks(self.outer, before=True)
         self._slices = separate_unused(self._slices, self.units, used, self.optimizer)
         with record_function("zlaunch::step"):
-            self._rule.apply(self._updates_here(), self.optimizer.state, live=True)
+            all_may_differ = self._rule.apply(self._updates_here(), self.optimizer.state, live=True)
         if self._background is not None:
             self._background.start(self._rule, self._slices)
         self.outer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers look for it
         stay = [unit for unit in self.units if not unit.shard_params]
         with torch.no_grad():
             for unit in self.units:
-                if isinstance(unit.store, DeviceStore) and unit.store.narrow_copy is None:
+                if isinstance(unit.store, DeviceStore) and (all_may_differ or unit.store.narrow_copy is None):
                     unit.values.write(0, unit.store.master)
         for unit in stay:
             if self._background is None or not self._background.brings(unit):

@@ -66,11 +66,12 @@ class UpdateRule:
                 if key not in before or value is not before[key]:
                     live[key] = value
 
-    def apply(self, updates: Sequence[SliceUpdate], state: State, *, live: bool = False) -> None:
+    def apply(self, updates: Sequence[SliceUpdate], state: State, *, live: bool = False) -> bool:
         """Update every piece once. ``state`` is keyed by leaf, as in the optimizer itself.
 
         With ``live`` the optimizer, which has all these leaves, steps itself, not a shadow of it: it keeps
-        the attributes that it changes.
+        the attributes that it changes. Returns True if it did: then it may have changed leaves that had no
+        gradient, too, and ``out`` of those that no kernel has stepped is not written.
         """
         rest: list[SliceUpdate] = []
         in_one_pass: list[SliceUpdate] = []
@@ -89,11 +90,12 @@ class UpdateRule:
         if rest:
             if live:
                 self._step(self.optimizer, rest)
-            else:
-                self._step_shadow(rest, state)
+                return True
+            self._step_shadow(rest, state)
             for update in rest:
                 if update.out is not None:
                     update.out.copy_(update.leaf)
+        return False
 
     def _fits(self, update: SliceUpdate) -> bool:
         """Tell whether one kernel pass does the step and the copy in 16 bits that has to be written."""

@@ -10,7 +10,7 @@ import torch
 
 import zlaunch
 from tests.runtime.handles.test_optimizer import TOLERANCE, options, worst
-from tests.runtime.models import batches, loss_of, net, train_engine
+from tests.runtime.models import batches, config, loss_of, net, train_engine
 from tests.runtime.workers import join, run_workers
 
 
@@ -119,3 +119,35 @@ def _refused(folder: str) -> None:
 
 def test_flat_shards_are_refused_unless_the_config_allows_them(tmp_path: Path) -> None:
     run_workers(_refused, 2, str(tmp_path))
+
+
+class DecayingAll(torch.optim.SGD):
+    """Changes parameters without a gradient, too."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.mul_(0.5)
+
+
+def _decay(stage: int) -> None:
+    model = net()
+    unused = torch.nn.Parameter(torch.ones(40))
+    model.register_parameter("unused", unused)
+    optimizer = DecayingAll(model.parameters(), lr=0.1)
+    settings = config(stage, 2, bf16={"enabled": True}, zero_allow_untested_optimizer=True)
+    settings.pop("optimizer")
+    engine, *_ = zlaunch.initialize(model=model, optimizer=optimizer, config=settings)
+    for batch in batches(2, 2):
+        engine.backward(loss_of(engine, batch))
+        engine.step()
+    master = zlaunch.safe_get_full_fp32_param(unused)
+    with zlaunch.zero.GatheredParameters([unused]):
+        torch.testing.assert_close(unused.float(), master, rtol=0, atol=0)
+    assert master is not None and master.eq(0.25).all()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_an_optimizer_that_changes_parameters_without_a_gradient(stage: int) -> None:
+    run_workers(_decay, 2, stage)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -79,11 +80,14 @@ def test_overflow_on_one_rank_skips_on_all(stage: int) -> None:
         assert result["scales"] == [256, 128, 128, 128]
 
 
-def _floor() -> str:
+def _floor(zero: dict[str, Any]) -> str:
     zlaunch.init_distributed()
     fp16 = {"enabled": True, "initial_scale_power": 0, "hysteresis": 1}
     model = net()
-    engine, *_ = zlaunch.initialize(model=model, config=config(2, 2, fp16=fp16))
+    engine, *_ = zlaunch.initialize(model=model, config=config(2, 2, fp16=fp16, zero=zero))
+    engine.backward(loss_of(engine, batches(1, 2)[0]))
+    engine.step()
+    assert not engine.overflow, "at the smallest scale, finite gradients are stepped"
     loss = model.norm.weight.float().sum() * float("nan") + loss_of(engine, batches(1, 2)[0])
     engine.backward(loss)
     with pytest.raises(LossScaleFloorError) as caught:
@@ -91,10 +95,12 @@ def _floor() -> str:
     return str(caught.value)
 
 
-def test_floor_names_the_parameters() -> None:
-    for text in run_workers(_floor, 2):
+@pytest.mark.parametrize("device", ["none", "cpu", "nvme"])
+def test_floor_names_the_parameters(tmp_path: Path, device: str) -> None:
+    zero = {"offload_optimizer": {"device": device, "nvme_path": str(tmp_path)}} if device != "none" else {}
+    for text in run_workers(_floor, 2, zero):
         assert "norm.weight" in text and "minimum" in text
-        assert "layers.0" not in text
+        assert device != "none" or "layers.0" not in text
 
 
 def _plain_backward(stage: int) -> list[tuple[float | None, float | None]]:

@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from zlaunch.cuda_ops.step_rules import rule_of
 from zlaunch.runtime.optim.update_rule import SliceUpdate, UpdateRule
+from zlaunch.runtime.registry.lion import Lion
 
 
 @pytest.mark.parametrize("count", [None, 3, 3.0, torch.tensor(3.0)])
@@ -24,3 +26,18 @@ def test_steps_are_counted_from_what_is_there(count: Any) -> None:
         assert float(state[leaf]["step"]) == begin + steps
     torch.testing.assert_close(state[leaf]["exp_avg"], torch.full((4,), 0.9**2), msg="what is there stays")
     assert torch.equal(state[leaf]["exp_avg_sq"], torch.zeros(4))
+
+
+class Own(torch.optim.SGD):
+    step_rule = "cosine"
+
+
+class Sub(torch.optim.AdamW):
+    pass
+
+
+@pytest.mark.parametrize("kind", [Own, Sub, torch.optim.RMSprop])
+def test_a_class_of_the_script_has_no_kernel(kind: type[torch.optim.Optimizer]) -> None:
+    optimizer = kind([torch.nn.Parameter(torch.zeros(1))])  # type: ignore[call-arg]  # the base class needs defaults
+    assert rule_of(optimizer) is None
+    assert rule_of(Lion([torch.nn.Parameter(torch.zeros(1))])) is Lion.step_rule

@@ -36,7 +36,8 @@ def _plain(function: Callable[..., Any], **names: str) -> Callable[..., Any]:
 
     ``names``: those of its arguments that have another name in DeepSpeed, with torch's.
     """
-    most = len(inspect.signature(function).parameters)
+    # group_src and group_dst stand where DeepSpeed's functions have their logs'
+    most = sum(not name.startswith("group_") for name in inspect.signature(function).parameters)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         given = {names.get(name, name): value for name, value in kwargs.items() if name not in _EXTRA}
