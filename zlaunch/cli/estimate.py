@@ -28,7 +28,13 @@ if TYPE_CHECKING:
 @count_option("--seq", default=2048, show_default=True, help="Tokens of a sample.")
 @count_option("--micro_batch", default=1, show_default=True, help="Samples of a forward pass on a GPU.")
 @click.option("--input", "shape", metavar="SHAPE", help="Input of MODEL: 8,3,224,224 or 8,128:int64.")
-@click.option("--dtype", type=click.Choice(["bf16", "fp16", "fp32"]), default="bf16", show_default=True)
+@click.option(
+    "--dtype",
+    type=click.Choice(["bf16", "fp16", "fp32"]),
+    default="bf16",
+    show_default=True,
+    help="What the model computes in.",
+)
 @click.option(
     "--for",
     "goal",
@@ -54,9 +60,9 @@ def estimate(
     goal: str | None,
     as_json: bool,
 ) -> None:
-    """Estimate the memory that a training run needs on each rank, with Adam.
+    """Estimate the memory of a model's training.
 
-    MODEL is a function that builds the module, as package.module:function or file.py:function. It is built
+    It is that of each rank, with Adam, at every stage and offload. MODEL is a function that builds the module, as package.module:function or file.py:function. It is built
     without memory.
     """
     if sum(given is not None for given in (model, hf_config, params)) != 1:
