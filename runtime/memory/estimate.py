@@ -159,11 +159,11 @@ def _parameters(s: Setting) -> Amounts:
 def _gradients(s: Setting, here: int, away: int) -> Amounts:
     if not s.trains:
         return Amounts()
-    largest = max(s.blocks, default=0)
     if s.stage < 2:
         sums = Amounts(device=s.trainable * _ACCUMULATE_BYTES)
     else:
-        sums = Amounts(device=_BUCKETS * largest * s.dtype_bytes + here * _ACCUMULATE_BYTES)
+        buckets = sum(sorted(s.blocks)[-_BUCKETS:])
+        sums = Amounts(device=buckets * s.dtype_bytes + here * _ACCUMULATE_BYTES)
     if s.offload.optimizer is Tier.HOST:
         landing = s.dtype_bytes + (_ACCUMULATE_BYTES if s.accumulates else 0)
         sums += _of_tier(Tier.HOST, away * landing, s.offload.pin)

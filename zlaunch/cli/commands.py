@@ -16,6 +16,7 @@ SUBCOMMANDS = {
     "checkpoint": "zlaunch.cli.checkpoint:checkpoint",
     "config": "zlaunch.cli.config:config",
     "doctor": "zlaunch.cli.doctor:doctor",
+    "estimate": "zlaunch.cli.estimate:estimate",
     "ps": "zlaunch.cli.runs:ps",
     "slurm": "zlaunch.cli.slurm:slurm",
     "stacks": "zlaunch.cli.runs:stacks",

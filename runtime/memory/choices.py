@@ -1,0 +1,189 @@
+"""Compares the stages and offloads for a model and machines; writes the config of the fastest that fits."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from ..offload.manager import OffloadOptions, Tier
+from .activations import Activations
+from .estimate import GIB, MemoryPlan, Setting, plan
+from .model_sizes import ModelSizes
+
+CONTEXT_BYTES = GIB
+"""Is assumed for the CUDA context, the libraries' buffers and what the allocator cannot use."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machines:
+    """Describes equal machines; memory in bytes, None where it is not known."""
+
+    nodes: int
+    gpus: int
+    """Counts the GPUs of a machine."""
+    gpu_bytes: int | None
+    host_bytes: int | None
+    """Counts the host memory of a machine, which its ranks share."""
+
+    @property
+    def world_size(self) -> int:
+        """Return the number of ranks."""
+        return self.nodes * self.gpus
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Names a stage, where the states are kept, and whether blocks are checkpointed."""
+
+    stage: int
+    optimizer: Tier = Tier.DEVICE
+    parameters: Tier = Tier.DEVICE
+    checkpointed: bool = False
+
+    @property
+    def name(self) -> str:
+        """Return the choice in words, without the checkpointing."""
+        places = {Tier.HOST: "CPU", Tier.DISK: "NVMe"}
+        parts = [f"stage {self.stage}"]
+        if self.optimizer is not Tier.DEVICE:
+            what = "optimizer and parameters" if self.parameters is not Tier.DEVICE else "optimizer"
+            parts.append(f"{what} on {places[self.optimizer]}")
+        return ", ".join(parts)
+
+
+_PLACES = (
+    *((stage, Tier.DEVICE, Tier.DEVICE) for stage in (0, 1, 2)),
+    (2, Tier.HOST, Tier.DEVICE),
+    (3, Tier.DEVICE, Tier.DEVICE),
+    (3, Tier.HOST, Tier.DEVICE),
+    (3, Tier.HOST, Tier.HOST),
+    (3, Tier.DISK, Tier.DISK),
+)
+"""Lists stages and tiers of optimizer and parameters, the fastest first."""
+
+
+def choices(world_size: int) -> Iterator[Choice]:
+    """Yield every choice, the fastest first. One rank has nothing to shard at stages 1 and 2."""
+    for stage, optimizer, parameters in _PLACES:
+        if world_size == 1 and stage in (1, 2) and optimizer is Tier.DEVICE:
+            continue
+        for checkpointed in (False, True):
+            yield Choice(stage, optimizer, parameters, checkpointed)
+
+
+@dataclass(frozen=True, slots=True)
+class Estimated:
+    """Holds what a choice needs on each rank."""
+
+    choice: Choice
+    states: MemoryPlan
+    activations: int | None
+    """Counts the bytes of activations; None where they are not known."""
+
+    @property
+    def device(self) -> int:
+        """Return the bytes on the GPU, with activations where they are known."""
+        return self.states.total.device + (self.activations or 0)
+
+    def fits(self, machines: Machines) -> bool | None:
+        """Tell whether it fits; None where the GPUs' memory is not known."""
+        if machines.gpu_bytes is None:
+            return None
+        on_host = self.states.total.host * machines.gpus
+        enough_host = machines.host_bytes is None or on_host <= machines.host_bytes
+        return self.device + CONTEXT_BYTES <= machines.gpu_bytes and enough_host
+
+
+def compare(
+    model: ModelSizes,
+    machines: Machines,
+    activations: Activations | None,
+    *,
+    dtype_bytes: int,
+    states: int = 2,
+) -> list[Estimated]:
+    """Estimate all choices, the fastest first. ``states``: the tensors that the optimizer keeps for each
+    element, 2 for Adam.
+    """
+    found = []
+    for choice in choices(machines.world_size):
+        if choice.checkpointed and (activations is None or activations.checkpointed is None):
+            continue
+        setting = Setting(
+            stage=choice.stage,
+            world_size=machines.world_size,
+            blocks=model.blocks_at(choice.stage),
+            frozen=model.frozen,
+            dtype_bytes=dtype_bytes,
+            states=states,
+            offload=OffloadOptions(optimizer=choice.optimizer, parameters=choice.parameters),
+        )
+        nbytes = None
+        if activations is not None:
+            nbytes = activations.checkpointed if choice.checkpointed else activations.plain
+        found.append(Estimated(choice, plan(setting), nbytes))
+    return found
+
+
+def fastest_that_fits(found: Sequence[Estimated], machines: Machines) -> Estimated | None:
+    """Return the first that fits, None if none does."""
+    return next((each for each in found if each.fits(machines)), None)
+
+
+def config_text(chosen: Estimated, machines: Machines, *, dtype: str, micro_batch: int) -> str:
+    """Return the config of a choice: JSON whose comments, which zlaunch reads over, give the reasons."""
+    choice = chosen.choice
+    need = f"{(chosen.device + CONTEXT_BYTES) / GIB:.1f} GiB of GPU memory"
+    lines = [f'"train_micro_batch_size_per_gpu": {micro_batch},  // what was estimated: {need} a rank']
+    if dtype != "fp32":
+        lines.append(f'"{dtype}": {{"enabled": true}},  // half the memory and traffic of parameters')
+    lines.append('"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},  // the learning rate is yours')
+    zero = [f'"stage": {choice.stage}']
+    for key, tier in (("offload_optimizer", choice.optimizer), ("offload_param", choice.parameters)):
+        if tier is Tier.HOST:
+            zero.append(f'"{key}": {{"device": "cpu"}}')
+        elif tier is Tier.DISK:
+            zero.append(f'"{key}": {{"device": "nvme", "nvme_path": "/local_nvme"}}')
+    ending = "," if choice.checkpointed else ""
+    reason = _REASONS[choice.stage, choice.optimizer]
+    lines.append(f'"zero_optimization": {{{", ".join(zero)}}}{ending}  // {reason}')
+    if choice.checkpointed:
+        lines.append('"activation_checkpointing": {"enabled": true}  // without it, activations do not fit')
+    return "{\n  " + "\n  ".join(lines) + "\n}"
+
+
+_REASONS = {
+    (0, Tier.DEVICE): "everything fits on each GPU, and nothing is faster",
+    (1, Tier.DEVICE): "stage 0 does not fit; sharding the optimizer costs no more traffic",
+    (2, Tier.DEVICE): "stage 1 does not fit; sharding gradients costs no more traffic",
+    (2, Tier.HOST): "stage 2 does not fit; the optimizer steps in host memory",
+    (3, Tier.DEVICE): "no less fits; parameters are gathered in each pass, half as much traffic again",
+    (3, Tier.HOST): "stage 3 does not fit; states are kept in host memory",
+    (3, Tier.DISK): "host memory does not suffice; states are kept on NVMe (name your drive)",
+}
+
+
+def as_json(found: Sequence[Estimated], machines: Machines) -> str:
+    """Return all estimates as JSON; sizes in bytes of a rank."""
+    rows = []
+    for each in found:
+        parts = {"parameters": each.states.parameters, "gradients": each.states.gradients}
+        parts["optimizer"] = each.states.optimizer
+        rows.append(
+            {
+                "stage": each.choice.stage,
+                "offload_optimizer": each.choice.optimizer.value,
+                "offload_param": each.choice.parameters.value,
+                "activation_checkpointing": each.choice.checkpointed,
+                "gpu": {
+                    **{name: part.device for name, part in parts.items()},
+                    "activations": each.activations,
+                    "total": each.device,
+                },
+                "host": each.states.total.host,
+                "nvme": each.states.total.disk,
+                "fits": each.fits(machines),
+            }
+        )
+    return json.dumps(rows, indent=1)

@@ -1,0 +1,157 @@
+"""Reads the sizes of a model from a function that builds it, from a Hugging Face config, or from numbers."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import MemoryPlanError
+from ..zero.unit_policy import UNIT_NUMEL, ShardingOptions, plan_blocks
+
+Builder = Callable[[], nn.Module]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSizes:
+    """Describes a model that need not exist; sizes in elements."""
+
+    name: str
+    blocks: tuple[int, ...]
+    """Counts the trainable elements of each block, the root block first, as stage 3 cuts them."""
+    frozen: int = 0
+    hidden: int | None = None
+    layers: int | None = None
+    vocab: int | None = None
+    build: Builder | None = None
+    """Builds the module; None where only numbers are known."""
+    is_language_model: bool = False
+    """Tells that it takes ``input_ids`` and ``labels`` and returns a loss, as Hugging Face's models do."""
+
+    @property
+    def numel(self) -> int:
+        """Return the elements of all parameters."""
+        return sum(self.blocks) + self.frozen
+
+    def blocks_at(self, stage: int) -> Sequence[int]:
+        """Return the sizes of the blocks at a stage: below 3, small neighbours share one."""
+        if stage >= 3:
+            return self.blocks
+        joined: list[int] = []
+        for block in self.blocks[1:]:
+            if joined and joined[-1] + block <= UNIT_NUMEL:
+                joined[-1] += block
+            else:
+                joined.append(block)
+        return [self.blocks[0], *joined]
+
+
+def from_numbers(params: float, hidden: int | None, layers: int | None, vocab: int | None) -> ModelSizes:
+    """Describe a transformer by its number of parameters, its width and its depth. A layer has 12 times the
+    square of the width (Kaplan et al., 2020, table 1); without both it is one block. Raises MemoryPlanError.
+    """
+    total, layer = int(params), 12 * hidden * hidden if hidden is not None else 0
+    name = f"{total / 1e9:.3g}B parameters"
+    if hidden is None or layers is None:
+        return ModelSizes(name=name, blocks=(0, total), hidden=hidden, layers=layers, vocab=vocab)
+    if layer * layers > total:
+        raise MemoryPlanError(
+            f"{layers} layers of width {hidden} have {layer * layers:.4g} parameters, more than the "
+            f"{total:.4g} of --params"
+        )
+    blocks = (total - layer * layers, *[layer] * layers)
+    return ModelSizes(name=name, blocks=blocks, hidden=hidden, layers=layers, vocab=vocab)
+
+
+def from_function(target: str) -> ModelSizes:
+    """Describe the model that a function without arguments builds: ``package.module:function`` or
+    ``file.py:function``. It is built on the meta device. Raises MemoryPlanError.
+    """
+    build = _find(target)
+    return _of_module(target, build)
+
+
+def from_hugging_face(path: str) -> ModelSizes:
+    """Describe the model of a Hugging Face ``config.json``, or of the folder with it.
+
+    Raises MemoryPlanError.
+    """
+    try:
+        import transformers
+    except ImportError:
+        raise MemoryPlanError(
+            "--hf_config needs transformers: pip install transformers (extra [hf])"
+        ) from None
+    if not Path(path).exists():
+        raise MemoryPlanError(f"{path}: no such file or folder")
+    try:
+        config: Any = transformers.AutoConfig.from_pretrained(path)
+    except (OSError, ValueError, KeyError) as error:
+        raise MemoryPlanError(
+            f"{path} is no config of a model that transformers {transformers.__version__} knows: {error}"
+        ) from None
+    names = list(getattr(config, "architectures", None) or [])
+    kind = getattr(transformers, names[0], None) if names else None
+
+    def build() -> nn.Module:
+        maker: Any = kind or transformers.AutoModelForCausalLM.from_config
+        built: nn.Module = maker(config)
+        return built
+
+    return _of_module(path, build, is_language_model=True, vocab=getattr(config, "vocab_size", None))
+
+
+def _of_module(
+    name: str, build: Builder, *, is_language_model: bool = False, vocab: int | None = None
+) -> ModelSizes:
+    try:
+        with torch.device("meta"):
+            model = build()
+    except Exception as error:
+        raise MemoryPlanError(
+            f"{name} cannot be built without memory (on torch's meta device): {type(error).__name__}: {error}"
+        ) from error
+    if not isinstance(model, nn.Module):
+        raise MemoryPlanError(f"{name} returns {type(model).__name__}, not a torch module")
+    options = ShardingOptions(shard_optimizer=True, shard_grads=True, shard_params=True)
+    blocks = plan_blocks(model, options)
+    trainable = [sum(p.numel() for _, p in block.parameters if p.requires_grad) for block in blocks]
+    frozen = sum(p.numel() for p in model.parameters()) - sum(trainable)
+    return ModelSizes(
+        name=name,
+        blocks=tuple(trainable),
+        frozen=frozen,
+        vocab=vocab,
+        build=build,
+        is_language_model=is_language_model,
+    )
+
+
+def _find(target: str) -> Builder:
+    place, colon, name = target.rpartition(":")
+    if not colon or not place or not name:
+        raise MemoryPlanError(f"{target!r}: expected package.module:function or file.py:function")
+    sys.path.insert(0, "")
+    try:
+        if place.endswith(".py"):
+            spec = importlib.util.spec_from_file_location(Path(place).stem, place)
+            assert spec is not None and spec.loader is not None
+            module = importlib.util.module_from_spec(spec)
+            sys.path.insert(0, str(Path(place).resolve().parent))
+            spec.loader.exec_module(module)
+        else:
+            module = importlib.import_module(place)
+    except Exception as error:
+        raise MemoryPlanError(f"{place} cannot be imported: {type(error).__name__}: {error}") from error
+    found: Any = getattr(module, name, None)
+    if not callable(found):
+        raise MemoryPlanError(f"{place} has no function {name}")
+    build: Builder = found
+    return build

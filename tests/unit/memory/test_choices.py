@@ -1,0 +1,189 @@
+"""Test what `zlaunch estimate` compares and chooses, and what it reads a model's sizes from."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zlaunch.runtime.config import load, resolve
+from zlaunch.runtime.errors import MemoryPlanError
+from zlaunch.runtime.memory.activations import Activations, of_numbers, parse_shape
+from zlaunch.runtime.memory.choices import (
+    CONTEXT_BYTES,
+    Estimated,
+    Machines,
+    compare,
+    config_text,
+    fastest_that_fits,
+)
+from zlaunch.runtime.memory.estimate import GIB
+from zlaunch.runtime.memory.model_sizes import from_function, from_numbers
+
+GPT2_XL = from_numbers(1_557_611_200, 1600, 48, 50257)
+
+
+def estimated(
+    gpu: float | None, host: float | None = None, gpus: int = 4
+) -> tuple[list[Estimated], Machines]:
+    machines = Machines(
+        nodes=1,
+        gpus=gpus,
+        gpu_bytes=None if gpu is None else int(gpu * GIB),
+        host_bytes=None if host is None else int(host * GIB),
+    )
+    return compare(GPT2_XL, machines, of_numbers(GPT2_XL, 1024, 1, 2), dtype_bytes=2), machines
+
+
+def test_gpt2_xl_in_the_papers_numbers() -> None:
+    """2 bytes of parameters, 4 of gradients, 12 of Adam's state; shared by four ranks as the stage says."""
+    found, _ = estimated(None)
+    n = GPT2_XL.numel
+    by_name = {each.choice.name: each.states for each in found if not each.choice.checkpointed}
+    assert by_name["stage 0"].total.device == 18 * n
+    assert by_name["stage 1"].total.device == 6 * n + 12 * n // 4
+    assert by_name["stage 2"].parameters.device == 2 * n
+    assert by_name["stage 2"].optimizer.device == 12 * n // 4
+    offloaded = by_name["stage 3, optimizer and parameters on CPU"]
+    assert offloaded.optimizer.device == 0 and offloaded.optimizer.host == 12 * n // 4
+    assert by_name["stage 3, optimizer and parameters on NVMe"].total.disk >= 14 * n // 4
+
+
+def test_activations_by_the_formula() -> None:
+    """34 s b h bytes a layer; the input of each layer, and one layer whole, where blocks are checkpointed."""
+    found = of_numbers(GPT2_XL, 1024, 2, 2)
+    tokens, head = 2048, 2048 * 50257 * 12
+    assert found is not None and found.checkpointed is not None
+    assert found.plain == 34 * tokens * 1600 * 48 + head
+    assert found.checkpointed == 2 * tokens * 1600 * 48 + head
+    assert of_numbers(from_numbers(1e9, None, None, None), 1024, 1, 2) is None
+
+
+@given(st.floats(2.0, 60.0), st.floats(4.0, 200.0), st.integers(1, 8))
+def test_what_is_chosen_fits_and_nothing_faster_does(gpu: float, host: float, gpus: int) -> None:
+    found, machines = estimated(gpu, host, gpus)
+    best = fastest_that_fits(found, machines)
+    for each in found:
+        fits = each.device + CONTEXT_BYTES <= gpu * GIB and each.states.total.host * gpus <= int(host * GIB)
+        if each is best:
+            assert fits
+            return
+        assert not fits
+    assert best is None
+
+
+@pytest.mark.parametrize("gpu", [80.0, 24.0, 14.0, 7.0, 3.0])
+def test_the_config_is_one_that_zlaunch_reads(gpu: float, tmp_path: Path) -> None:
+    found, machines = estimated(gpu, 500.0)
+    best = fastest_that_fits(found, machines)
+    assert best is not None
+    path = tmp_path / "ds.json"
+    path.write_text(config_text(best, machines, dtype="bf16", micro_batch=2))
+    config = resolve(load(path), world_size=4).config
+    assert config.zero_optimization.stage == best.choice.stage and config.bf16.enabled
+    assert config.activation_checkpointing.enabled is best.choice.checkpointed
+    offload = config.zero_optimization.offload_optimizer
+    assert (offload.device if offload is not None else "none") == best.choice.optimizer.value
+
+
+def test_one_rank_has_nothing_to_shard() -> None:
+    found, _ = estimated(None, gpus=1)
+    assert [each.choice.stage for each in found if not each.choice.checkpointed] == [0, 2, 3, 3, 3, 3]
+
+
+def test_activations_that_are_not_known_are_left_out() -> None:
+    machines = Machines(nodes=1, gpus=1, gpu_bytes=None, host_bytes=None)
+    found = compare(GPT2_XL, machines, None, dtype_bytes=2)
+    assert all(each.activations is None and not each.choice.checkpointed for each in found)
+    known = compare(GPT2_XL, machines, Activations(10, None, "test"), dtype_bytes=2)
+    assert [each.device for each in known] == [each.device + 10 for each in found]
+
+
+@pytest.mark.parametrize(
+    ("target", "text"),
+    [
+        ("nothing", "expected package.module:function"),
+        ("no.such.module:build", "no.such.module cannot be imported: ModuleNotFoundError"),
+        ("math:nothing", "math has no function nothing"),
+        ("math:pi", "math has no function pi"),
+        ("os:getcwd", "returns str, not a torch module"),
+        ("torch:ones", "cannot be built without memory"),
+    ],
+)
+def test_what_builds_no_model_is_named(target: str, text: str) -> None:
+    with pytest.raises(MemoryPlanError, match=text):
+        from_function(target)
+
+
+def test_layers_that_are_larger_than_the_model() -> None:
+    with pytest.raises(MemoryPlanError, match="more than the 1e\\+09 of --params"):
+        from_numbers(1e9, 8192, 80, None)
+
+
+@pytest.mark.parametrize("shape", ["", "a", "8,", "8:int3", "8;3"])
+def test_a_shape_that_is_none(shape: str) -> None:
+    with pytest.raises(MemoryPlanError, match="expected sizes and a dtype"):
+        parse_shape(shape)
+
+
+MODEL = """
+import torch
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
+    def forward(self, x):
+        return x + self.down(torch.nn.functional.gelu(self.up(x)))
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+"""
+
+
+def call(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "zlaunch", "estimate", *args],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=folder,
+    )
+
+
+def test_the_command(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(MODEL)
+    target = ["model.py:Net", "--input", "32,64", "--gpus", "2", "--dtype", "fp32"]
+    shown = call(tmp_path, *target, "--gpu_mem", "8")
+    assert shown.returncode == 0, shown.stderr
+    assert "2 GPUs; MiB of a rank" in shown.stdout and "a pass on fake tensors" in shown.stdout
+    rows = json.loads(call(tmp_path, *target, "--json").stdout)
+    numel = 4 * (64 * 256 * 2 + 64 + 256)
+    first = rows[0]["gpu"]
+    assert (first["parameters"], first["gradients"], first["optimizer"]) == (4 * numel, 4 * numel, 8 * numel)
+    kept = 4 * 32 * (64 + 256 + 256) * 4  # each block's input, and GELU's input and output
+    assert kept <= first["activations"] <= 1.5 * kept
+    assert rows[1]["activation_checkpointing"] and rows[1]["gpu"]["activations"] < first["activations"]
+    fitting = call(tmp_path, *target, "--gpu_mem", "8", "--for", "FITS")
+    assert '"stage": 0' in fitting.stdout
+    for args, text in (
+        ([], "give one of MODEL, --hf_config and --params"),
+        (["--params", "1e9", "--for", "fits"], "--for fits needs --gpu_mem"),
+        (["--params", "1e12", "--gpu_mem", "8", "--for", "fits"], "does not fit on 1 such GPUs"),
+        (["--hf_config", "nowhere"], "nowhere: no such file or folder"),
+        (["model.py:Net", "--input", "7,7"], "cannot be run on fake tensors"),
+    ):
+        refused = call(tmp_path, *args)
+        assert refused.returncode == 2 and text in refused.stderr and "Traceback" not in refused.stderr

@@ -1,0 +1,152 @@
+"""`zlaunch estimate`: say what a model needs at every stage and offload, and which config fits."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from zlaunch.cli.commands import SETTINGS, count_option
+
+if TYPE_CHECKING:
+    from zlaunch.runtime.memory.activations import Activations
+    from zlaunch.runtime.memory.choices import Estimated, Machines
+    from zlaunch.runtime.memory.model_sizes import ModelSizes
+
+
+@click.command(context_settings=SETTINGS)
+@click.argument("model", required=False)
+@click.option("--hf_config", metavar="PATH", help="A Hugging Face config.json, or the folder with it.")
+@click.option("--params", type=click.FloatRange(min=1), metavar="N", help="Parameters, such as 13e9.")
+@count_option("--hidden", help="Width of the transformer's layers, for --params.")
+@count_option("--layers", help="Number of its layers, for --params.")
+@count_option("--vocab", help="Size of its vocabulary, for --params.")
+@count_option("--nodes", default=1, show_default=True, help="Machines.")
+@count_option("--gpus", default=1, show_default=True, help="GPUs of a machine.")
+@click.option("--gpu_mem", type=click.FloatRange(min=0.1), metavar="GIB", help="Memory of a GPU.")
+@click.option("--host_mem", type=click.FloatRange(min=0.1), metavar="GIB", help="Memory of a machine.")
+@count_option("--seq", default=2048, show_default=True, help="Tokens of a sample.")
+@count_option("--micro_batch", default=1, show_default=True, help="Samples of a forward pass on a GPU.")
+@click.option("--input", "shape", metavar="SHAPE", help="Input of MODEL: 8,3,224,224 or 8,128:int64.")
+@click.option(
+    "--dtype",
+    type=click.Choice(["bf16", "fp16", "fp32"]),
+    default="bf16",
+    show_default=True,
+    help="What the model computes in.",
+)
+@click.option(
+    "--for",
+    "goal",
+    type=click.Choice(["fits"], case_sensitive=False),
+    help="Print the config of the fastest that fits, with the reasons.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print all numbers as JSON, in bytes.")
+def estimate(
+    model: str | None,
+    hf_config: str | None,
+    params: float | None,
+    hidden: int | None,
+    layers: int | None,
+    vocab: int | None,
+    nodes: int,
+    gpus: int,
+    gpu_mem: float | None,
+    host_mem: float | None,
+    seq: int,
+    micro_batch: int,
+    shape: str | None,
+    dtype: str,
+    goal: str | None,
+    as_json: bool,
+) -> None:
+    """Estimate the memory of a model's training.
+
+    It is that of each rank, with Adam, at every stage and offload. MODEL is a function that builds the module, as package.module:function or file.py:function. It is built
+    without memory.
+    """
+    if sum(given is not None for given in (model, hf_config, params)) != 1:
+        raise click.UsageError("give one of MODEL, --hf_config and --params")
+    if goal and gpu_mem is None:
+        raise click.UsageError("--for fits needs --gpu_mem")
+    from zlaunch.runtime.errors import MemoryPlanError
+    from zlaunch.runtime.log import set_level
+    from zlaunch.runtime.memory import choices
+    from zlaunch.runtime.memory.activations import of_module, of_numbers
+    from zlaunch.runtime.memory.estimate import GIB
+    from zlaunch.runtime.memory.model_sizes import from_function, from_hugging_face, from_numbers
+    from zlaunch.runtime.precision.policy import dtype_named
+
+    set_level("error")  # what a model says while it is built belongs in no table
+    kind = dtype_named(dtype)
+    assert kind is not None
+    machines = choices.Machines(
+        nodes=nodes,
+        gpus=gpus,
+        gpu_bytes=None if gpu_mem is None else int(gpu_mem * GIB),
+        host_bytes=None if host_mem is None else int(host_mem * GIB),
+    )
+    try:
+        if params is not None:
+            sizes = from_numbers(params, hidden, layers, vocab)
+            activations = of_numbers(sizes, seq, micro_batch, kind.itemsize)
+        else:
+            sizes = from_function(model) if model is not None else from_hugging_face(str(hf_config))
+            activations = of_module(sizes, seq, micro_batch, kind, shape)
+    except MemoryPlanError as error:
+        raise click.UsageError(str(error)) from None
+    found = choices.compare(sizes, machines, activations, dtype_bytes=kind.itemsize)
+    if as_json:
+        click.echo(choices.as_json(found, machines))
+        return
+    if goal:
+        best = choices.fastest_that_fits(found, machines)
+        if best is None:
+            raise click.ClickException(
+                f"{sizes.name} does not fit on {machines.world_size} such GPUs with any stage and offload: "
+                "take more GPUs, a smaller --micro_batch or --seq"
+            )
+        click.echo(choices.config_text(best, machines, dtype=dtype, micro_batch=micro_batch))
+        return
+    _show(sizes, machines, activations, found)
+
+
+def _show(
+    sizes: ModelSizes, machines: Machines, activations: Activations | None, found: list[Estimated]
+) -> None:
+    from rich.text import Text
+
+    from zlaunch.cli.tables import make_table, stdout_console
+    from zlaunch.runtime.memory.choices import CONTEXT_BYTES
+    from zlaunch.runtime.memory.estimate import GIB
+
+    unit, size = ("GiB", GIB) if max(each.device for each in found) >= GIB else ("MiB", 2**20)
+
+    def shown(nbytes: int | None) -> str:
+        return "?" if nbytes is None else f"{nbytes / size:.1f}"
+
+    parts = ("parameters", "gradients", "optimizer")
+    columns = ["", "blocks checkpointed", *parts, "activations", "GPU", "host", "NVMe"]
+    rows = []
+    for each in found:
+        fits, states = each.fits(machines), each.states
+        cells = [each.choice.name, "yes" if each.choice.checkpointed else "no"]
+        amounts = [getattr(states, part).device for part in parts]
+        amounts += [each.activations, each.device, states.total.host, states.total.disk]
+        cells += [shown(amount) for amount in amounts]
+        style = "" if fits is None else "green" if fits else "dim"
+        cells += [] if fits is None else ["fits" if fits else "no"]
+        rows.append([Text(cell, style=style) for cell in cells])
+    columns += [] if machines.gpu_bytes is None else ["fits"]
+    count = machines.world_size
+    title = f"{sizes.name}: {sizes.numel:,} parameters, {count} GPU{'s' * (count > 1)}; {unit} of a rank"
+    stdout_console().print(make_table(columns, rows, title=title, right=columns[2:9]))
+    source = (
+        activations.source
+        if activations is not None
+        else "not counted: no --input, or no --hidden and --layers"
+    )
+    click.echo(f"activations: {source}")
+    click.echo(f"fits: with {CONTEXT_BYTES / GIB:.1f} GiB for CUDA itself and what the allocator cannot use")
+    if machines.gpu_bytes is not None and machines.host_bytes is None:
+        click.echo("host memory was not checked: give --host_mem")
