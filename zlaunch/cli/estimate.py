@@ -62,8 +62,8 @@ def estimate(
 ) -> None:
     """Estimate the memory of a model's training.
 
-    It is that of each rank, with Adam, at every stage and offload. MODEL is a function that builds the module, as package.module:function or file.py:function. It is built
-    without memory.
+    It is that of each rank, with Adam, at every stage and offload. MODEL is a function that builds the
+    module, as package.module:function or file.py:function. It is built without memory.
     """
     if sum(given is not None for given in (model, hf_config, params)) != 1:
         raise click.UsageError("give one of MODEL, --hf_config and --params")
