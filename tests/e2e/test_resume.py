@@ -186,7 +186,7 @@ def test_ls_show_and_verify(saved: Path, tmp_path: Path, capfd: pytest.CaptureFi
     assert "5 apples" in command(
         capfd, "export", saved, tmp_path / "out", "--max_shard_size", "5 apples", code=2
     )
-    deepspeed = Path(__file__).parents[1] / "deepspeed" / "checkpoints" / "stage2-2"
+    deepspeed = Path(__file__).parents[1] / "data" / "deepspeed_checkpoints" / "stage2-2"
     assert "zlaunch checkpoint import" in command(capfd, "verify", deepspeed, code=2)
     assert "11 parameters, with exp_avg, exp_avg_sq" in command(capfd, "import", deepspeed, tmp_path / "ours")
     assert "imported: whole" in command(capfd, "verify", tmp_path / "ours")
