@@ -83,14 +83,14 @@ def from_hugging_face(path: str) -> ModelSizes:
 
     Raises MemoryPlanError.
     """
+    if not Path(path).exists():
+        raise MemoryPlanError(f"{path}: no such file or folder")
     try:
         import transformers
     except ImportError:
         raise MemoryPlanError(
             "--hf_config needs transformers: pip install transformers (extra [hf])"
         ) from None
-    if not Path(path).exists():
-        raise MemoryPlanError(f"{path}: no such file or folder")
     try:
         config: Any = transformers.AutoConfig.from_pretrained(path)
     except (OSError, ValueError, KeyError) as error:
