@@ -44,6 +44,8 @@ class Bucket:
 
     unit: Unit
     state: BucketState = BucketState.EMPTY
+    is_collecting: bool = False
+    """Tells that it holds gradients that have not been sent. It is kept, because each gradient asks."""
     order: int = 0
     tensor: Tensor | None = None
     views: list[Tensor] = field(default_factory=list)
@@ -71,12 +73,15 @@ class Bucket:
 
     def move(self, to: BucketState) -> None:
         assert to in _ALLOWED[self.state], f"bucket {self.unit.name}: {self.state.name} -> {to.name}"
-        self.state = to
+        self._set(to)
 
-    @property
-    def is_collecting(self) -> bool:
-        """Tell whether it holds gradients that have not been sent."""
-        return self.state in (BucketState.COLLECTING, BucketState.COLLECTING_AGAIN)
+    def empty(self) -> None:
+        """Begin a step, with no gradient."""
+        self._set(BucketState.EMPTY)
+
+    def _set(self, state: BucketState) -> None:
+        self.state = state
+        self.is_collecting = state in (BucketState.COLLECTING, BucketState.COLLECTING_AGAIN)
 
     def await_all(self) -> None:
         """Note that every parameter's gradient is to come (once more)."""

@@ -32,6 +32,8 @@ class Pass:
     def __init__(self, *, one_thread: bool) -> None:
         """Track no pass yet; with ``one_thread``, refuse that two threads use the model at a time."""
         self.phase = Phase.IDLE
+        self.is_backward = False
+        """Tells that a backward pass has begun and not ended. It is kept, because each gradient asks."""
         self.depth = 0
         """Counts the calls of the model that are going on, one inside the other."""
         self._one_thread = one_thread
@@ -68,11 +70,7 @@ class Pass:
     def _move(self, to: Phase) -> None:
         assert to in _ALLOWED[self.phase], f"{self.phase.name} -> {to.name}"
         self.phase = to
-
-    @property
-    def is_backward(self) -> bool:
-        """Tell whether a backward pass has begun and not ended."""
-        return self.phase is Phase.BACKWARD
+        self.is_backward = to is Phase.BACKWARD
 
     def was_cut_off(self) -> bool:
         """Tell whether the pass has ended unnoticed: for an interrupt torch calls no hooks. Raises

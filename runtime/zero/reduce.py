@@ -135,7 +135,8 @@ class GradientReducer:
 
     @staticmethod
     def _clear_bucket(bucket: Bucket) -> None:
-        bucket.state, bucket.carry = BucketState.EMPTY, None
+        bucket.empty()
+        bucket.carry = None
         bucket.store.drop_grad()
         bucket.written = [False] * len(bucket.unit.parameters)
         bucket.used = [False] * len(bucket.unit.parameters)
