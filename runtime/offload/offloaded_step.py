@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.profiler import record_function
 
 from ..comm.pending import Pending
 from ..optim.slices import ShardSlice
 from ..optim.update_rule import SliceUpdate, State, UpdateRule, is_elementwise
+from ..profiler import named
 from ..zero.layout import Range
 from ..zero.store import Access, DeviceStore, ShardStore, TileView, open_tiles
 from ..zero.unit import Unit
@@ -40,7 +40,7 @@ def _step_tiles(
     uploads: list[Pending] = []
     with open_tiles(work, Access.STEP) as tiles:
         for (unit, own, is_last), tile, view in tiles:
-            with record_function(f"zlaunch::step {unit.name}"):
+            with named(f"step {unit.name}"):
                 _update(rule, own, view, state)
                 uploads.append(tile.publish(after))
             if is_last:

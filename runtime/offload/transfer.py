@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.profiler import record_function
 
 from ...cuda_ops.pinned import PinnedPool
 from ..comm.pending import DONE, Pending
+from ..profiler import named
 
 
 class HostLink:
@@ -87,7 +87,7 @@ class HostLink:
             target.copy_(source)
             return DONE
         self._down.wait_stream(torch.cuda.current_stream(self.device))
-        with record_function("zlaunch::download"), torch.cuda.stream(self._down):
+        with named("download"), torch.cuda.stream(self._down):
             target.copy_(source, non_blocking=True)
             event = self._down.record_event()
         source.record_stream(self._down)
@@ -112,7 +112,7 @@ class HostLink:
         for event in after:
             if event is not None:
                 self._up.wait_event(event)
-        with record_function("zlaunch::upload"), torch.cuda.stream(self._up):
+        with named("upload"), torch.cuda.stream(self._up):
             target.copy_(source, non_blocking=True)
             return StreamEvent(self._up.record_event())
 

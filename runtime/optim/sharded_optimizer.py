@@ -12,13 +12,13 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.profiler import record_function
 
 from ...cuda_ops.arguments import Scalar
 from ...cuda_ops.norm import prepare_step
 from .. import preemption
 from ..comm.collectives import Comm
 from ..precision.step_result import StepResult
+from ..profiler import named
 from ..zero.reduce import GradientReducer
 from ..zero.store import DeviceStore, squares_of
 from ..zero.unit import Unit
@@ -251,7 +251,7 @@ class ShardedOptimizer:
     def _apply(self, used: list[bool]) -> None:
         run_hooks(self.outer, before=True)
         self._slices = separate_unused(self._slices, self.units, used, self.optimizer)
-        with record_function("zlaunch::step"):
+        with named("step"):
             all_may_differ = self._rule.apply(self._updates_here(), self.optimizer.state, live=True)
         if self._background is not None:
             self._background.start(self._rule, self._slices)

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.profiler import record_function
 
 from ..comm.collectives import Comm
 from ..comm.pending import DONE, Pending
+from ..profiler import named
 from .bucket import Bucket, BucketState
 from .buffer_pool import BufferPool
 from .ownership import GRADIENTS, VALUES
@@ -243,7 +243,7 @@ class GradientReducer:
         if len(self._in_flight) >= MAX_IN_FLIGHT:
             self._retire()
         reduce = self._reduce_transient if self.options.transient else self._reduce_persistent
-        with record_function(f"zlaunch::reduce {bucket.unit.name}"):
+        with named(f"reduce {bucket.unit.name}"):
             self._in_flight.append(reduce(bucket))
         if self.options.transient:
             bucket.set_tensor(None)

@@ -7,10 +7,10 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
-from torch.profiler import record_function
 
 from ..comm.collectives import Comm
 from ..comm.pending import DONE, Pending
+from ..profiler import named
 from . import placeholder
 from .external_writes import Writes
 from .layout import TILE_NUMEL, Layout, Piece, cuts_of
@@ -167,7 +167,7 @@ class Unit:
         self._move((UnitState.SHARDED,), UnitState.GATHERING)
         updated, self.updated = self.updated, DONE
         updated.wait()
-        with record_function(f"zlaunch::gather {self.name}"):
+        with named(f"gather {self.name}"):
             self._pending = self.values.start_gather(self)
 
     def own_part(self) -> Tensor:
