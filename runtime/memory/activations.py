@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import re
 import warnings
 from collections.abc import Sequence
@@ -43,16 +42,16 @@ class Activations:
 
 
 def of_numbers(model: ModelSizes, sequence: int, micro_batch: int, dtype_bytes: int) -> Activations | None:
-    """Estimate a transformer's activations from its width and depth; None if they are not known.
+    """Estimate a transformer's activations from its width, depth and vocabulary; None if one is not known.
 
     Source: Korthikanti et al., 2022, "Reducing Activation Recomputation in Large Transformer Models". The
     output layer has logits in the compute dtype and in fp32, and a gradient of each.
     """
-    if model.hidden is None or model.layers is None:
+    if model.hidden is None or model.layers is None or model.vocab is None:
         return None
     tokens = sequence * micro_batch
     layer = _LAYER_BYTES * tokens * model.hidden * dtype_bytes // 2
-    head = tokens * (model.vocab or 0) * 2 * (dtype_bytes + 4)
+    head = tokens * model.vocab * 2 * (dtype_bytes + 4)
     inputs = tokens * model.hidden * dtype_bytes * model.layers
     source = "the formula of Korthikanti et al., 2022"
     return Activations(layer * model.layers + head, inputs + max(layer, head), source)
@@ -149,7 +148,7 @@ def _fake_inputs(
 ) -> Any:
     if inputs is not None:
         sizes, kind = inputs
-        return torch.empty(math.prod(sizes), dtype=kind or dtype).view(list(sizes))
+        return torch.empty(list(sizes), dtype=kind or dtype)
     ids = torch.zeros(micro_batch, sequence, dtype=torch.int64)
     return {"input_ids": ids, "labels": ids}
 

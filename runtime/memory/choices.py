@@ -11,6 +11,7 @@ from .activations import Activations
 from .estimate import GIB, MemoryPlan, Setting, plan
 from .model_sizes import ModelSizes
 
+_ADAM_STATES = 2
 CONTEXT_BYTES = GIB
 """Is assumed for the CUDA context, the libraries' buffers and what the allocator cannot use."""
 
@@ -87,12 +88,14 @@ class Estimated:
         return self.states.total.device + (self.activations or 0)
 
     def fits(self, machines: Machines) -> bool | None:
-        """Tell whether it fits; None where the GPUs' memory is not known."""
+        """Tell whether it fits; None where that is not known: no size of the GPUs, or no activations."""
         if machines.gpu_bytes is None:
             return None
         on_host = self.states.total.host * machines.gpus
         enough_host = machines.host_bytes is None or on_host <= machines.host_bytes
-        return self.device + CONTEXT_BYTES <= machines.gpu_bytes and enough_host
+        if self.device + CONTEXT_BYTES > machines.gpu_bytes or not enough_host:
+            return False
+        return None if self.activations is None else True
 
 
 def compare(
@@ -101,11 +104,8 @@ def compare(
     activations: Activations | None,
     *,
     dtype_bytes: int,
-    states: int = 2,
 ) -> list[Estimated]:
-    """Estimate all choices, the fastest first. ``states``: the tensors that the optimizer keeps for each
-    element, 2 for Adam.
-    """
+    """Estimate all choices with Adam, the fastest first."""
     found = []
     for choice in choices(machines.world_size):
         if choice.checkpointed and (activations is None or activations.checkpointed is None):
@@ -116,7 +116,7 @@ def compare(
             blocks=model.blocks_at(choice.stage),
             frozen=model.frozen,
             dtype_bytes=dtype_bytes,
-            states=states,
+            states=_ADAM_STATES,
             offload=OffloadOptions(optimizer=choice.optimizer, parameters=choice.parameters),
         )
         nbytes = None
@@ -131,7 +131,7 @@ def fastest_that_fits(found: Sequence[Estimated], machines: Machines) -> Estimat
     return next((each for each in found if each.fits(machines)), None)
 
 
-def config_text(chosen: Estimated, machines: Machines, *, dtype: str, micro_batch: int) -> str:
+def config_text(chosen: Estimated, *, dtype: str, micro_batch: int) -> str:
     """Return the config of a choice: JSON whose comments, which zlaunch reads over, give the reasons."""
     choice = chosen.choice
     need = f"{(chosen.device + CONTEXT_BYTES) / GIB:.1f} GiB of GPU memory"
@@ -157,7 +157,7 @@ _REASONS = {
     (0, Tier.DEVICE): "everything fits on each GPU, and nothing is faster",
     (1, Tier.DEVICE): "stage 0 does not fit; sharding the optimizer costs no more traffic",
     (2, Tier.DEVICE): "stage 1 does not fit; sharding gradients costs no more traffic",
-    (2, Tier.HOST): "stage 2 does not fit; the optimizer steps in host memory",
+    (2, Tier.HOST): "the optimizer's state does not fit on the GPU; it is stepped in host memory",
     (3, Tier.DEVICE): "no less fits; parameters are gathered in each pass, half as much traffic again",
     (3, Tier.HOST): "stage 3 does not fit; states are kept in host memory",
     (3, Tier.DISK): "host memory does not suffice; states are kept on NVMe (name your drive)",

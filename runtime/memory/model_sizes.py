@@ -148,7 +148,7 @@ def _find(target: str) -> Builder:
             spec.loader.exec_module(module)
         else:
             module = importlib.import_module(place)
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a script that reads its arguments when it is imported
         raise MemoryPlanError(f"{place} cannot be imported: {type(error).__name__}: {error}") from error
     found: Any = getattr(module, name, None)
     if not callable(found):

@@ -7,13 +7,14 @@ and writes the new rate into every param group.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 
-class Schedule:
+class Schedule(ABC):
     """Keeps ``i`` and writes the rates of :meth:`get_lr` into the optimizer's groups: the schedules' base."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, last_batch_iteration: int = -1) -> None:
@@ -21,9 +22,9 @@ class Schedule:
         self.last_batch_iteration = last_batch_iteration
         self._last_lr: list[float] | None = None
 
+    @abstractmethod
     def get_lr(self) -> list[float]:
         """Return the rates for ``i``, one a param group."""
-        raise NotImplementedError
 
     def get_last_lr(self) -> list[float]:
         """Return the rates last written. Raises AssertionError before the first step."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import click
+from click.core import ParameterSource
 
 from zlaunch.cli.commands import SETTINGS, count_option
 
@@ -12,6 +13,8 @@ if TYPE_CHECKING:
     from zlaunch.runtime.memory.activations import Activations
     from zlaunch.runtime.memory.choices import Estimated, Machines
     from zlaunch.runtime.memory.model_sizes import ModelSizes
+
+_MISSING = "give MODEL with --input, --hf_config, or --params with --hidden, --layers and --vocab"
 
 
 @click.command(context_settings=SETTINGS)
@@ -67,12 +70,22 @@ def estimate(
     """
     if sum(given is not None for given in (model, hf_config, params)) != 1:
         raise click.UsageError("give one of MODEL, --hf_config and --params")
+    for name, value, needs in (
+        *(("--hidden", hidden, params), ("--layers", layers, params), ("--vocab", vocab, params)),
+        ("--input", shape, model),
+    ):
+        if value is not None and needs is None:
+            raise click.UsageError(f"{name} goes with {'MODEL' if name == '--input' else '--params'}")
+    for name in ("seq", "micro_batch"):
+        given = click.get_current_context().get_parameter_source(name) is not ParameterSource.DEFAULT
+        if given and model is not None:
+            raise click.UsageError(f"--{name} does not go with MODEL, whose --input has all sizes")
     if goal and gpu_mem is None:
         raise click.UsageError("--for fits needs --gpu_mem")
     from zlaunch.runtime.errors import MemoryPlanError
     from zlaunch.runtime.log import set_level
     from zlaunch.runtime.memory import choices
-    from zlaunch.runtime.memory.activations import of_module, of_numbers
+    from zlaunch.runtime.memory.activations import of_module, of_numbers, parse_shape
     from zlaunch.runtime.memory.estimate import GIB
     from zlaunch.runtime.memory.model_sizes import from_function, from_hugging_face, from_numbers
     from zlaunch.runtime.precision.policy import dtype_named
@@ -93,6 +106,8 @@ def estimate(
         else:
             sizes = from_function(model) if model is not None else from_hugging_face(str(hf_config))
             activations = of_module(sizes, seq, micro_batch, kind, shape)
+            if shape is not None:
+                micro_batch = parse_shape(shape)[0][0]
     except MemoryPlanError as error:
         raise click.UsageError(str(error)) from None
     found = choices.compare(sizes, machines, activations, dtype_bytes=kind.itemsize)
@@ -100,13 +115,17 @@ def estimate(
         click.echo(choices.as_json(found, machines))
         return
     if goal:
+        if activations is None:
+            raise click.UsageError(f"--for fits needs the activations: {_MISSING}")
+        if host_mem is None:
+            click.echo("zlaunch estimate: host memory was not checked: give --host_mem", err=True)
         best = choices.fastest_that_fits(found, machines)
         if best is None:
             raise click.ClickException(
                 f"{sizes.name} does not fit on {machines.world_size} such GPUs with any stage and offload: "
                 "take more GPUs, a smaller --micro_batch or --seq"
             )
-        click.echo(choices.config_text(best, machines, dtype=dtype, micro_batch=micro_batch))
+        click.echo(choices.config_text(best, dtype=dtype, micro_batch=micro_batch))
         return
     _show(sizes, machines, activations, found)
 
@@ -135,17 +154,14 @@ def _show(
         amounts += [each.activations, each.device, states.total.host, states.total.disk]
         cells += [shown(amount) for amount in amounts]
         style = "" if fits is None else "green" if fits else "dim"
-        cells += [] if fits is None else ["fits" if fits else "no"]
+        if machines.gpu_bytes is not None:
+            cells.append("?" if fits is None else "fits" if fits else "no")
         rows.append([Text(cell, style=style) for cell in cells])
     columns += [] if machines.gpu_bytes is None else ["fits"]
     count = machines.world_size
     title = f"{sizes.name}: {sizes.numel:,} parameters, {count} GPU{'s' * (count > 1)}; {unit} of a rank"
     stdout_console().print(make_table(columns, rows, title=title, right=columns[2:9]))
-    source = (
-        activations.source
-        if activations is not None
-        else "not counted: no --input, or no --hidden and --layers"
-    )
+    source = f"not known: {_MISSING}" if activations is None else activations.source
     click.echo(f"activations: {source}")
     click.echo(f"fits: with {CONTEXT_BYTES / GIB:.1f} GiB for CUDA itself and what the allocator cannot use")
     if machines.gpu_bytes is not None and machines.host_bytes is None:

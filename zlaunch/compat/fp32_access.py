@@ -139,7 +139,7 @@ class _Parameter:
     engine: Engine
     unit: Unit
     index: int
-    """Its place among the unit's parameters."""
+    """Counts the unit's parameters before it."""
 
     @property
     def slot(self) -> Slot:

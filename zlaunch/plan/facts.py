@@ -41,7 +41,7 @@ class NodeSpec:
     first_local: int = 0
     """The local rank of the first of these workers, where others on the node are started by somebody else."""
     local_world: int | None = None
-    """How many workers the node has in all; None: these."""
+    """Counts the workers of the node in all; None: these."""
     python: str | None = None
     """The interpreter there; None: this one."""
 

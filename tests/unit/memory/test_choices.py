@@ -83,7 +83,7 @@ def test_the_config_is_one_that_zlaunch_reads(gpu: float, tmp_path: Path) -> Non
     best = fastest_that_fits(found, machines)
     assert best is not None
     path = tmp_path / "ds.json"
-    path.write_text(config_text(best, machines, dtype="bf16", micro_batch=2))
+    path.write_text(config_text(best, dtype="bf16", micro_batch=2))
     config = resolve(load(path), world_size=4).config
     assert config.zero_optimization.stage == best.choice.stage and config.bf16.enabled
     assert config.activation_checkpointing.enabled is best.choice.checkpointed
@@ -100,6 +100,9 @@ def test_activations_that_are_not_known_are_left_out() -> None:
     machines = Machines(nodes=1, gpus=1, gpu_bytes=None, host_bytes=None)
     found = compare(GPT2_XL, machines, None, dtype_bytes=2)
     assert all(each.activations is None and not each.choice.checkpointed for each in found)
+    large = Machines(nodes=1, gpus=1, gpu_bytes=1 << 50, host_bytes=None)
+    small = Machines(nodes=1, gpus=1, gpu_bytes=GIB, host_bytes=None)
+    assert {each.fits(large) for each in found} == {None} and {each.fits(small) for each in found} == {False}
     known = compare(GPT2_XL, machines, Activations(10, None, "test"), dtype_bytes=2)
     assert [each.device for each in known] == [each.device + 10 for each in found]
 
@@ -153,6 +156,9 @@ class Net(nn.Module):
 """
 
 
+BIG = ["--params", "1e12", "--hidden", "12288", "--layers", "96", "--vocab", "50257"]
+
+
 def call(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "zlaunch", "estimate", *args],
@@ -177,11 +183,16 @@ def test_the_command(tmp_path: Path) -> None:
     assert kept <= first["activations"] <= 1.5 * kept
     assert rows[1]["activation_checkpointing"] and rows[1]["gpu"]["activations"] < first["activations"]
     fitting = call(tmp_path, *target, "--gpu_mem", "8", "--for", "FITS")
-    assert '"stage": 0' in fitting.stdout
+    assert '"stage": 0' in fitting.stdout and '"train_micro_batch_size_per_gpu": 32' in fitting.stdout
+    assert "host memory was not checked" in fitting.stderr
     for args, text in (
         ([], "give one of MODEL, --hf_config and --params"),
         (["--params", "1e9", "--for", "fits"], "--for fits needs --gpu_mem"),
-        (["--params", "1e12", "--gpu_mem", "8", "--for", "fits"], "does not fit on 1 such GPUs"),
+        (["--params", "1e9", "--gpu_mem", "80", "--for", "fits"], "--for fits needs the activations"),
+        ([*BIG, "--gpu_mem", "8", "--for", "fits"], "does not fit on 1 such GPUs"),
+        (["model.py:Net", "--hidden", "8"], "--hidden goes with --params"),
+        (["--params", "1e9", "--input", "8"], "--input goes with MODEL"),
+        (["model.py:Net", "--seq", "8"], "--seq does not go with MODEL"),
         (["--hf_config", "nowhere"], "nowhere: no such file or folder"),
         (["model.py:Net", "--input", "7,7"], "cannot be run on fake tensors"),
     ):

@@ -40,7 +40,7 @@ PRESETS = {
     "multi_node": replace(TRAIN, nodes=4),
     "preemptible": replace(TRAIN, nodes=4, signal="USR1@120", requeue=True),
 }
-"""What the files in `templates/` were made from."""
+"""Lists the options that the files in `templates/` were made with."""
 
 EVERYTHING = BatchScript(
     script="my train.py",
