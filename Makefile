@@ -47,7 +47,8 @@ test: $(WITH_TOOLS)
 
 # tests/unit, without kernels and their twins, wheels and the rehearsal of the benchmark: these compile or start
 # processes, and take as long again.
-SLOW := $(addprefix --ignore=tests/unit/,project/test_packaging.py benchmarks) --ignore-glob=*/test_kernels_*
+SLOW := $(addprefix --ignore=tests/unit/,project/test_packaging.py project/test_core_alone.py \
+  cli/test_estimate.py benchmarks) --ignore-glob=*/test_kernels_*
 test-fast: $(WITH_TOOLS)
 	$(PY) -m pytest -n 2 -m "not exhaustive" $(SLOW) tests/unit $(FLAGS)
 

@@ -1,0 +1,73 @@
+"""Test `zlaunch estimate` as a user calls it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+MODEL = """
+import torch
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
+    def forward(self, x):
+        return x + self.down(torch.nn.functional.gelu(self.up(x)))
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+"""
+
+
+BIG = ["--params", "1e12", "--hidden", "12288", "--layers", "96", "--vocab", "50257"]
+
+
+def call(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "zlaunch", "estimate", *args],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=folder,
+    )
+
+
+def test_the_command(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(MODEL)
+    target = ["model.py:Net", "--input", "32,64", "--gpus", "2", "--dtype", "fp32"]
+    shown = call(tmp_path, *target, "--gpu_mem", "8")
+    assert shown.returncode == 0, shown.stderr
+    assert "2 GPUs; MiB of a rank" in shown.stdout and "a pass on fake tensors" in shown.stdout
+    rows = json.loads(call(tmp_path, *target, "--json").stdout)
+    numel = 4 * (64 * 256 * 2 + 64 + 256)
+    first = rows[0]["gpu"]
+    assert (first["parameters"], first["gradients"], first["optimizer"]) == (4 * numel, 4 * numel, 8 * numel)
+    kept = 4 * 32 * (64 + 256 + 256) * 4  # each block's input, and GELU's input and output
+    assert kept <= first["activations"] <= 1.5 * kept
+    assert rows[1]["activation_checkpointing"] and rows[1]["gpu"]["activations"] < first["activations"]
+    fitting = call(tmp_path, *target, "--gpu_mem", "8", "--for", "FITS")
+    assert '"stage": 0' in fitting.stdout and '"train_micro_batch_size_per_gpu": 32' in fitting.stdout
+    assert "host memory was not checked" in fitting.stderr
+    for args, text in (
+        ([], "give one of MODEL, --hf_config and --params"),
+        (["--params", "1e9", "--for", "fits"], "--for fits needs --gpu_mem"),
+        (["--params", "1e9", "--gpu_mem", "80", "--for", "fits"], "--for fits needs the activations"),
+        ([*BIG, "--gpu_mem", "8", "--for", "fits"], "does not fit on 1 such GPUs"),
+        (["model.py:Net", "--hidden", "8"], "--hidden goes with --params"),
+        (["--params", "1e9", "--input", "8"], "--input goes with MODEL"),
+        (["model.py:Net", "--seq", "8"], "--seq does not go with MODEL"),
+        (["--hf_config", "nowhere"], "nowhere: no such file or folder"),
+        (["model.py:Net", "--input", "7,7"], "cannot be run on fake tensors"),
+    ):
+        refused = call(tmp_path, *args)
+        assert refused.returncode == 2 and text in refused.stderr and "Traceback" not in refused.stderr
