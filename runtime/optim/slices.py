@@ -38,7 +38,9 @@ class ShardSlice:
     def of(self, shard: Tensor) -> Tensor:
         """Return the slice's part of a flat tensor over the shard, in the leaf's shape."""
         assert self.leaf is not None
-        return shard[self.start : self.stop].view(self.leaf.shape)
+        return (
+            shard if shard.shape == self.leaf.shape else shard[self.start : self.stop].view(self.leaf.shape)
+        )
 
     def span(self, tile: TileView) -> slice:
         """Return where the slice is in a tile that holds it."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import Enum, auto
+from enum import IntEnum, auto
 
 from torch import Tensor
 
@@ -11,7 +11,7 @@ from .store import ShardStore
 from .unit import Unit
 
 
-class BucketState(Enum):
+class BucketState(IntEnum):
     """Says what a bucket holds of the present step."""
 
     EMPTY = auto()

@@ -290,9 +290,13 @@ class ShardedModel:
             raise RuntimeError(
                 f"the gradient of {unit.names[index]} has shape {tuple(grad.shape)}, not the parameter's"
             )
-        complete = self.reducer.add(unit, index, self.loss_scaling.of_parameter(grad))
+        if not self.loss_scaling.loss_is_scaled:
+            grad = self.loss_scaling.of_parameter(grad)
+        complete = self.reducer.add(unit, index, grad)
+        if not complete or not unit.shard_params:
+            return
         block = self._block_of[id(unit)]
-        if complete and unit.shard_params and not block.is_root:
+        if not block.is_root:
             if any(not other.trainable for other in block.units):
                 self._passed.append(block)
             else:

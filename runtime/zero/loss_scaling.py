@@ -38,11 +38,9 @@ class LossScaling:
         return (grad.to(torch.promote_types(grad.dtype, torch.float32)) * self.factor()).to(grad.dtype)
 
     def of_parameter(self, grad: Tensor) -> Tensor:
-        """Return a parameter's gradient as its part of the step. Raises RuntimeError where the pass began at
-        neither a scaled loss nor the model's outputs.
+        """Return a parameter's gradient as its part of the step, in a pass that did not begin at a scaled
+        loss. Raises RuntimeError where it did not begin at the model's outputs either.
         """
-        if self.loss_is_scaled:
-            return grad
         if self.factor is not None and not self._at_outputs:
             raise RuntimeError(
                 "fp16 needs engine.backward(loss), or engine.scale(loss).backward(): this backward pass does "

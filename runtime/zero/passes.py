@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import sys
-from enum import Enum, auto
+from enum import IntEnum, auto
 from types import FrameType
 
 
-class Phase(Enum):
+class Phase(IntEnum):
     """Says what a model is doing."""
 
     IDLE = auto()

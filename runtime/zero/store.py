@@ -179,7 +179,10 @@ class ShardStore(ABC):
 
     def grad_parts(self) -> list[Tensor]:
         """Return the parts of the gradient whose squares are summed. Raises as :meth:`grad`."""
-        return [self.grad()[start:stop] for start, stop in self.cuts]
+        grad = self.grad()
+        if self.cuts == [(0, grad.numel())]:
+            return [grad]
+        return [grad[start:stop] for start, stop in self.cuts]
 
     @abstractmethod
     def grad(self) -> Tensor:
@@ -266,9 +269,9 @@ class DeviceValues(ValueStore):
 
     def write(self, start: int, values: Tensor, after: torch.cuda.Event | None = None) -> Pending:
         """Replace elements; nothing is done where ``values`` are the elements themselves."""
-        target = self.tensor[start : start + values.numel()]
-        if target.data_ptr() == values.data_ptr():
+        if values.data_ptr() == self.tensor.data_ptr() + start * self.tensor.itemsize:
             return DONE
+        target = self.tensor[start : start + values.numel()]
         if self._upload is not None and values.device.type != target.device.type:
             return self._upload(values, target, after)
         target.copy_(values)
