@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -32,9 +32,12 @@ from .handles.handles import Handles
 from .handles.module_methods import intercept_module
 from .handles.optimizer import ZeroOptimizer, guard
 from .log import say, set_level, show, warn
+from .memory.advice import advised
 from .memory.estimate import relief
 from .memory.preflight import preflight
 from .memory.resources import PINNED_SHARE
+from .monitor.monitor import Monitor
+from .monitor.step_clock import StepClock
 from .offload.background_step import BackgroundStep
 from .offload.manager import Offload
 from .offload.options import choose_offload
@@ -45,6 +48,7 @@ from .optim.sharded_optimizer import ShardedOptimizer
 from .precision.loss_scaler import DeviceLossScaler, LossScaler
 from .precision.policy import Precision, choose_precision, dtype_named
 from .registry.optimizers import build_optimizer, build_scheduler
+from .report import StepReporter
 from .shared_memory.connect import connect
 from .zero import placeholder
 from .zero.hooks import ShardedModel
@@ -146,24 +150,54 @@ def build_engine(
         link=HostLink(comm.device, pin=on_gpu),
         save_weights=partial(save_weights, sharded),
     )
+    monitor = Monitor(effective.config, comm.rank)
     engine.attach(
         checkpoints=checkpoints,
         states=StateMover(sharded, step, effective.config),
         offload=offload,
-        advise_memory=partial(
-            relief,
-            stage=int(effective.config.zero_optimization.stage),
-            world_size=comm.world_size,
-            offloads=offload is not None,
-            checkpoints=effective.config.activation_checkpointing.enabled,
-        ),
+        monitor=monitor,
+        around=_make_around(effective, engine, monitor, comm, offloads=offload is not None),
     )
+    engine.observers.append(StepReporter(effective.config.steps_per_print).after_step)
+    if monitor.enabled:
+        engine.observers.append(monitor.after_step)
     if client is not None:
         guard(client, engine, kind.optimizer_class or ZeroOptimizer)
     if training_data is not None:
         engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=collate_fn)
     _record(effective, comm)
     return engine, client, engine.training_dataloader, engine.lr_scheduler
+
+
+def _make_around(
+    effective: Effective, engine: Engine, monitor: Monitor, comm: Comm, *, offloads: bool
+) -> Callable[[str], AbstractContextManager[None]]:
+    """Make what surrounds an engine's forward, backward and step: advice on memory, and a clock if asked."""
+    config = effective.config
+    advice = partial(
+        relief,
+        int(config.train_micro_batch_size_per_gpu or 0),
+        stage=int(config.zero_optimization.stage),
+        world_size=comm.world_size,
+        offloads=offloads,
+        checkpoints=config.activation_checkpointing.enabled,
+    )
+    if not config.wall_clock_breakdown:
+        return lambda name: advised(name, advice)
+    clock = StepClock(
+        comm.device,
+        lambda: (engine.global_steps, engine.global_samples),
+        monitor,
+        config.steps_per_print or 1,
+        prints=comm.rank == 0,
+    )
+
+    @contextmanager
+    def around(name: str) -> Iterator[None]:
+        with advised(name, advice), clock.part(name):
+            yield
+
+    return around
 
 
 def _choose_kernels() -> None:

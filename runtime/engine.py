@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Container, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Container, Mapping
+from contextlib import AbstractContextManager, ExitStack
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakSet
 
-import torch
 from torch import Tensor
 
 from .config import Config
@@ -53,6 +52,7 @@ class Engine(TrainingLoop):
         lr_scheduler: stepped by :meth:`step`, or None.
         global_steps, skipped_steps, micro_steps, global_samples: counters.
         overflow: whether the last step was skipped because gradients were not finite.
+        monitor: ``write_events([(name, value, step), ...])`` adds to the trackers of the config.
         should_stop: the run has been asked to save and stop (SIGUSR1, a preemption); known after a step,
             equal on all ranks.
         client_state: called for the ``client_state`` of a save that a signal has asked for
@@ -75,15 +75,16 @@ class Engine(TrainingLoop):
         checkpoints: Checkpointer,
         states: MovableStates,
         offload: Any,
-        advise_memory: Callable[[int], str],
+        monitor: Any,
+        around: Callable[[str], AbstractContextManager[None]],
     ) -> None:
         """Take the parts that the assembly has built for this engine; called once, before anything else.
 
-        ``offload`` keeps states off the device, None where all stay there; ``advise_memory`` returns, given
-        the size of a micro-batch, advice on how to save memory.
+        ``offload`` keeps states off the device, None where all stay there; ``monitor`` has ``write_events``;
+        ``around`` gives a context for each ``"forward"``, ``"backward"`` and ``"step"``.
         """
         self.checkpoints, self._states = checkpoints, states
-        self._offload, self._advise_memory = offload, advise_memory
+        self._offload, self.monitor, self._around = offload, monitor, around
         self._sharded.before_forward = self._before_forward
         self._sharded.engine = self
         _engines.add(self)
@@ -119,7 +120,7 @@ class Engine(TrainingLoop):
         """Call the model."""
         self._states.check("a forward pass", VALUES)
         self.checkpoints.check()
-        with self._memory_advice("forward"):
+        with self._around("forward"):
             return super().forward(*args, **kwargs)
 
     def _before_forward(self) -> None:
@@ -134,17 +135,8 @@ class Engine(TrainingLoop):
         """
         self._check_alive()
         self._states.check("engine.backward()", VALUES, GRADIENTS)
-        with self._memory_advice("backward"):
+        with self._around("backward"):
             return super().backward(loss, retain_graph, scale_wrt_gas)
-
-    @contextmanager
-    def _memory_advice(self, where: str) -> Iterator[None]:
-        """Add advice on how to save memory to an out-of-memory error."""
-        try:
-            yield
-        except torch.OutOfMemoryError as error:
-            advice = self._advise_memory(self.train_micro_batch_size_per_gpu())
-            raise torch.OutOfMemoryError(f"{error}\nzlaunch: out of memory in {where}: {advice}") from error
 
     def step(self, lr_kwargs: Any = None) -> None:
         """Average, unscale, clip and apply the gradients at the accumulation boundary, and step the
@@ -160,7 +152,8 @@ class Engine(TrainingLoop):
         before, is_boundary = self._result, self.is_gradient_accumulation_boundary()
         if is_boundary and self.global_steps:
             self.checkpoints.prepare()
-        super().step(lr_kwargs)
+        with self._around("step"):
+            super().step(lr_kwargs)
         if is_boundary:
             self._stop_if_asked(before)
             self.checkpoints.poll()
@@ -325,5 +318,6 @@ class Engine(TrainingLoop):
             if self._shard_step is not None:
                 stack.callback(self._shard_step.finish)
             stack.callback(self.checkpoints.close)
+            stack.callback(self.monitor.close)
             stack.callback(self._states.close)
             stack.callback(self._states.reload, non_blocking=False)

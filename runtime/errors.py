@@ -39,3 +39,7 @@ class LossScaleFloorError(ZlaunchError, RuntimeError):
 
 class MemoryPlanError(ZlaunchError, RuntimeError):
     """Reports that the plan exceeds this machine's memory; the text names what is short and what fits."""
+
+
+class MonitorError(ZlaunchError, RuntimeError):
+    """Reports a tracker of metrics that cannot be opened, or an event that is none."""

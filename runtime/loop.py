@@ -17,7 +17,6 @@ from .optim.sharded_optimizer import ShardedOptimizer
 from .precision.loss_scaler import DeviceLossScaler, LossScaler, floor_error
 from .precision.policy import Precision, cast_floats
 from .precision.step_result import StepResult
-from .report import StepReporter
 from .zero.hooks import ShardedModel
 from .zero.saved_tensors import explained
 
@@ -85,7 +84,8 @@ class TrainingLoop(nn.Module):
         self._no_sync = False
         self.last_loss: Tensor | None = None
         """Keeps the last micro-batch's loss."""
-        self._reporter = StepReporter(effective.config.steps_per_print)
+        self.observers: list[Callable[[TrainingLoop], None]] = []
+        """Are called after every optimizer step."""
         if scaler.used:
             sharded.loss_scaling.factor = lambda: scaler.factor
         sharded.loss_scaling.micro_share = lambda: 1.0 / self.gradient_accumulation_steps()
@@ -196,6 +196,17 @@ class TrainingLoop(nn.Module):
         self._resolve_last_step()
         optimizer = self.torch_optimizer
         return [float(group["lr"]) for group in optimizer.param_groups] if optimizer is not None else []
+
+    def metrics(self) -> dict[str, float | Tensor]:
+        """Return what is known after a step: learning rate, gradient norm, loss scale (fp16) and this rank's
+        last loss; 0-dim tensors where a number may still be on its way from the device.
+        """
+        optimizer, result = self.torch_optimizer, self._result
+        assert optimizer is not None and result is not None
+        found = {"lr": float(optimizer.param_groups[0]["lr"]), "grad_norm": result.norm_there}
+        if self._scaler.used:
+            found["loss_scale"] = self._scaler.factor
+        return found if self.last_loss is None else {**found, "train_loss": self.last_loss}
 
     def restore_counters(self, counters: Mapping[str, int]) -> None:
         """Set the counters to a checkpoint's numbers, at the beginning of an optimizer step."""
@@ -337,7 +348,8 @@ class TrainingLoop(nn.Module):
             self._advance_schedule()
         elif result.known:
             self._resolve_last_step()
-        self._reporter.after_step(self)
+        for observe in self.observers:
+            observe(self)
 
     def gradient_divisor(self) -> float | Tensor:
         """Return the divisor of the summed gradients: ranks and loss scale."""

@@ -17,6 +17,7 @@ from .field_types import (
     ok,
     section,
 )
+from .monitors import Comet, FileMonitor, WandB
 from .optimizers import OPTIMIZER_PARAMS, SCHEDULER_PARAMS, Optimizer, Scheduler
 from .other_sections import AIO, BF16, FP16, ActivationCheckpointing, CheckpointSection, DataTypes
 from .unsupported import with_missing
@@ -40,6 +41,9 @@ class Config(Section):
     """Forward and backward passes of one optimizer step."""
     steps_per_print: Steps | None = ok(None)
     """Steps between two progress lines; null and inf print none."""
+    wall_clock_breakdown: Bool = ok(False)
+    """Print how a step's time is split into forward, backward, step and the rest, every steps_per_print steps
+    (null and inf: every step), and write it to the monitors."""
     dump_state: Bool = ok(False)
     """Print the config and the engine's state at the start."""
     gradient_clipping: NonNegative = ok(1.0)
@@ -82,6 +86,14 @@ class Config(Section):
     """Activation checkpointing."""
     checkpoint: CheckpointSection = section(CheckpointSection)
     """Checkpoints."""
+    tensorboard: FileMonitor = section(FileMonitor)
+    """TensorBoard."""
+    csv_monitor: FileMonitor = section(FileMonitor)
+    """CSV files, one for each metric."""
+    wandb: WandB = section(WandB)
+    """Weights & Biases."""
+    comet: Comet = section(Comet)
+    """Comet."""
 
 
 def json_schema() -> Json:

@@ -68,8 +68,8 @@ def _model(
     return made
 
 
-def _monitor(name: str, text: str, **keys: Any) -> Any:
-    enabled = _key(Bool, False, "Write metrics there.")
+def _diagnostic(name: str, text: str, **keys: Any) -> Any:
+    enabled = _key(Bool, False, "Switch it on.")
     return _model(name, "speed", text, switch="enabled", enabled=enabled, **keys)
 
 
@@ -84,26 +84,7 @@ _FEATURE = _feature("Feature", "A rarely used feature that would change results;
 _TOOL = _feature(
     "Tool", "A rarely used tool that would not change results; its keys are not checked.", "speed"
 )
-_FILES = _monitor("FileMonitor", "Metrics in files: tensorboard or CSV.",
-    output_path=_key(str, "", "Folder of the files."),
-    job_name=_key(str, "DeepSpeedJobName", "Name of the folder of this job."),
-)
-_WANDB = _monitor("WandB", "Metrics for Weights & Biases.",
-    group=_key(str, None, "Group of runs."),
-    team=_key(str, None, "Team or user."),
-    project=_key(str, "deepspeed", "Project."),
-)
-_COMET = _monitor("Comet", "Metrics for Comet.",
-    samples_log_interval=_key(Count, 100, "Samples between two records."),
-    project=_key(str, None, "Project."),
-    workspace=_key(str, None, "Workspace."),
-    api_key=_key(str, None, "API key; better kept in the environment."),
-    experiment_name=_key(str, None, "Name of the experiment."),
-    experiment_key=_key(str, None, "Key of the experiment."),
-    online=_key(Bool, None, "Send while running."),
-    mode=_key(Literal["get", "create", "get_or_create"], None, "Create the experiment or go on with one."),
-)
-_FLOPS = _monitor("FlopsProfiler", "Counting operations of each module.",
+_FLOPS = _diagnostic("FlopsProfiler", "Counting operations of each module.",
     recompute_fwd_factor=_key(NonNegative, 0.0, "Share of the forward that is recomputed."),
     profile_step=_key(Count, 1, "Step to profile."),
     module_depth=_key(Integer, -1, "Depth of the printed tree; -1 is all of it."),
@@ -111,7 +92,7 @@ _FLOPS = _monitor("FlopsProfiler", "Counting operations of each module.",
     detailed=_key(Bool, True, "Print the tree."),
     output_file=_key(str, None, "File to write instead of printing."),
 )
-_COMMS = _monitor("CommsLogger", "Logging each collective.",
+_COMMS = _diagnostic("CommsLogger", "Logging each collective.",
     prof_all=_key(Bool, True, "Log all operations."),
     prof_ops=_key(list[str], [], "Operations to log."),
     verbose=_key(Bool, False, "Print each operation."),
@@ -250,7 +231,6 @@ MISSING: dict[str, dict[str, Key]] = {
             "Type of sequence-parallel communication."),
         "disable_allgather": _ignored(Bool, False, "Broadcast updated parameters instead of gathering them."),
         "graph_harvesting": _ignored(Bool, False, "Record the optimizer step in a CUDA graph."),
-        "wall_clock_breakdown": _ignored(Bool, False, "Time forward, backward and step."),
         "memory_breakdown": _ignored(Bool, False, "Print memory use."),
         "sequence_parallel_size": _refused(Count, 1, "Ranks that share one sequence.",
             feature="sequence parallelism"),
@@ -261,10 +241,6 @@ MISSING: dict[str, dict[str, Key]] = {
             feature="expert parallelism"),
         "torch_autocast": _part(_AUTOCAST, "torch.autocast."),
         "amp": _part(_FEATURE, "NVIDIA apex."),
-        "tensorboard": _part(_FILES, "TensorBoard."),
-        "wandb": _part(_WANDB, "Weights & Biases."),
-        "csv_monitor": _part(_FILES, "CSV files."),
-        "comet": _part(_COMET, "Comet."),
         "flops_profiler": _part(_FLOPS, "FLOPS profiler."),
         "comms_logger": _part(_COMMS, "Communication log."),
         "timers": _part(_TIMERS, "Timers."),

@@ -79,6 +79,11 @@ class StepResult:
         return self._facts[1]
 
     @property
+    def norm_there(self) -> float | Tensor:
+        """Return ``norm`` where it is: 0-dim on the device, or a number that is known."""
+        return self._facts[0]
+
+    @property
     def known(self) -> bool:
         """Tell whether the numbers can be read without a wait."""
         return self._values is not None

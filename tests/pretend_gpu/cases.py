@@ -23,6 +23,7 @@ DISK_BOTH: dict[str, Any] = {**DISK, "offload_param": {**_DISK, "max_in_cpu": 0}
 SAVES: dict[str, Any] = {"checkpoint": {"asynchronous": True}}
 SAVES_AT_ONCE: dict[str, Any] = {"checkpoint": {"asynchronous": False}}
 OFFLOADED_INPUTS: dict[str, Any] = {"activation_checkpointing": {"cpu_checkpointing": True}}
+WATCHED: dict[str, Any] = {"csv_monitor": {"enabled": True}, "wall_clock_breakdown": True}
 
 
 BEFORE = "Event.synchronize in step_result._read < step_result.differs"
@@ -30,6 +31,8 @@ BEFORE = "Event.synchronize in step_result._read < step_result.differs"
 NORM = "tolist in sharded_optimizer._step_by_host < sharded_optimizer.step"
 ORDER = "aten::_local_scalar_dense in sharded_optimizer._step_by_host < sharded_optimizer.step"
 """Stands for NORM with several ranks: whether they agree is read first."""
+METRICS = "Event.synchronize in numbers_on_way.read < monitor.read"
+"""At a step's end, for the numbers of the step before."""
 ARRIVAL = "Event.synchronize in transfer.wait < host_store.grad"
 UPLOAD = "Event.synchronize in transfer.synchronize < buffers._retire"
 WRITTEN = "save: cuda.synchronize in transfer.release < writer.abandon"
@@ -99,6 +102,7 @@ CASES = {
         Case("stage 3 offloaded", 3, HOST_BOTH, {**BF16, **OFFLOADED_INPUTS}),
         Case("stage 3 init", 3, options=BF16, init=True),
         Case("stage 3 init host both", 3, HOST_BOTH, BF16, init=True),
+        Case("stage 2 watched", 2, options={**BF16, **WATCHED}, more_waits=(METRICS,)),
         *(Case(f"stage {stage} on two", stage, options=BF16, world=2) for stage in range(4)),
         Case("stage 3 accumulated on two", 3, options=BF16, accumulation=2, world=2),
         Case("stage 2 host on two", 2, HOST, BF16, world=2, more_waits=(ARRIVAL, UPLOAD)),
@@ -144,6 +148,8 @@ def train(case: Case) -> dict[str, Any]:
             **case.options,
         )
         settings["steps_per_print"] = 1000
+        if "csv_monitor" in settings:
+            settings["csv_monitor"] = {**settings["csv_monitor"], "output_path": folder}
         if case.init:
             with zlaunch.zero.Init(config_dict_or_path=settings):
                 model = net(width=48, depth=2)

@@ -243,9 +243,9 @@ def test_aliases_and_dtypes() -> None:
 @pytest.mark.parametrize(
     ("source", "path"),
     [
-        ({"wall_clock_breakdown": True}, "wall_clock_breakdown"),
+        ({"memory_breakdown": True}, "memory_breakdown"),
         ({"sparse_gradients": True}, "sparse_gradients"),
-        ({"tensorboard": {"enabled": True, "output_path": "x"}}, "tensorboard.enabled"),
+        ({"comms_logger": {"enabled": True, "verbose": True}}, "comms_logger.enabled"),
         ({"flops_profiler": {"enabled": True}}, "flops_profiler.enabled"),
         ({"compile": {"deepcompile": True}}, "compile.deepcompile"),
         ({"autotuning": {"enabled": True}}, "autotuning.enabled"),

@@ -253,3 +253,11 @@ def test_unchecked_values_keep_their_source() -> None:
 def test_wrong_world_size() -> None:
     with pytest.raises(ConfigError, match="world_size"):
         resolve(load({"train_batch_size": 1}), world_size=0)
+
+
+def test_secrets_are_not_written(tmp_path: Path) -> None:
+    loaded = load({"train_batch_size": 2, "comet": {"enabled": True, "api_key": "secret-key"}})
+    effective = resolve(loaded, world_size=1)
+    effective.write(tmp_path / "config.json")
+    assert "secret-key" not in (tmp_path / "config.json").read_text() + str(effective.table())
+    assert effective.config.comet.api_key == "secret-key"

@@ -32,11 +32,10 @@ WARNED = {
     "deepspeed_chat_eval": ["zero_optimization.offload_param", "no effect: memory_efficient_linear"],
     "deepspeed_chat_zero2": ["no effect: memory_efficient_linear"],
     "deepspeed_chat_zero2_offload": ["zero_optimization.offload_param", "no effect: memory_efficient_linear"],
-    "deepspeed_chat_zero3_offload": ["tensorboard.enabled", "no effect: memory_efficient_linear"],
+    "deepspeed_chat_zero3_offload": ["no effect: memory_efficient_linear"],
     "examples_megatron_zero2": [
         "activation_checkpointing.contiguous_memory_optimization",
         "activation_checkpointing.synchronize_checkpoint_boundary",
-        "wall_clock_breakdown",
     ],
     "llama_factory_z0": ["no effect: overlap_comm"],
     "llama_factory_z2": ["no effect: overlap_comm"],

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from zlaunch.compat.deepspeed.experts import refuse_experts
 from zlaunch.compat.deepspeed.getters import ConfigGetters
 from zlaunch.compat.deepspeed.log import logger, set_log_level_from_string
-from zlaunch.compat.deepspeed.missing import FLOPS, MONITORS, NotInZlaunch
+from zlaunch.compat.deepspeed.missing import FLOPS, NotInZlaunch
 from zlaunch.compat.deepspeed.optimizer import ZeROOptimizer
 from zlaunch.compat.deepspeed.parameters import use_deepspeeds_placeholders
 from zlaunch.compat.deepspeed.timer import ThroughputTimer
@@ -30,9 +30,8 @@ from zlaunch.runtime.zero import placeholder
 
 _ABSENT = {
     "checkpoint_engine": "checkpoints are written by engine.save_checkpoint itself",
-    "monitor": MONITORS,
-    "timers": "use engine.tput_timer for samples per second, torch.profiler for the rest",
-    "get_wall_clock_timers": "use torch.profiler",
+    "timers": "use wall_clock_breakdown of the config, engine.tput_timer for samples per second",
+    "get_wall_clock_timers": "use wall_clock_breakdown of the config, or torch.profiler",
     "set_custom_curriculum_learning_schedule": "choose the data in the script",
     "flops_profiler": FLOPS,
 }

@@ -16,7 +16,6 @@ EXPERTS = "use the model's own experts; ZeRO shards them as any other parameters
 TENSOR_PARALLEL = "tensor parallelism is torch.distributed.tensor.parallel's"
 SEQUENCES = "long sequences: activation_checkpointing with cpu_checkpointing, or torch's context_parallel"
 FLOPS = "count operations with torch.utils.flop_counter.FlopCounterMode, time them with torch.profiler"
-MONITORS = "metrics go to the launcher (zlaunch.report), or from the script to its own tracker"
 ELASTICITY = "checkpoints load at any number of ranks: write the batch keys for the ranks there are"
 OPTIMIZERS = "use AdamW, SGD, Lion, or any optimizer that treats every element by itself"
 
@@ -32,7 +31,7 @@ MODULES = {
     "model_implementations": INFERENCE,
     "module_inject": INFERENCE,
     "moe": EXPERTS,
-    "monitor": MONITORS,
+    "monitor": "the trackers are tensorboard, wandb, csv_monitor and comet",
     "nebula": "checkpoints are written by engine.save_checkpoint itself",
     "nvme": "the section aio of the config has what transfers to disk are made with",
     "ops": "torch has the layers; kernels for optimizers are compiled when they are first used",
@@ -49,7 +48,7 @@ MODULES = {
     "runtime.swap_tensor": "offload_optimizer and offload_param of the config move state to disk",
     "runtime.tensor_parallel": TENSOR_PARALLEL,
     "sequence": SEQUENCES,
-    "utils.timer": "use engine.tput_timer, or torch.profiler",
+    "utils.timer": "use wall_clock_breakdown of the config, engine.tput_timer, or torch.profiler",
 }
 """Packages of DeepSpeed's, without its own name, and what to use for what is in them."""
 

@@ -1,4 +1,4 @@
-"""Trackers are the script's."""
+"""Trackers of metrics."""
 
 from . import config as config
 from . import monitor as monitor

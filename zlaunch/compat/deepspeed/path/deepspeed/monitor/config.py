@@ -1,8 +1,7 @@
-"""Trackers are the script's."""
+"""The config sections of the trackers."""
 
-from zlaunch.compat.deepspeed.missing import MONITORS, absent, missing_class, missing_function
-
-DeepSpeedMonitorConfig = missing_class("monitor.config.DeepSpeedMonitorConfig", MONITORS)
-get_monitor_config = missing_function("monitor.config.get_monitor_config", MONITORS)
+from zlaunch.compat.deepspeed.missing import absent
+from zlaunch.compat.deepspeed.monitors import DeepSpeedMonitorConfig as DeepSpeedMonitorConfig
+from zlaunch.compat.deepspeed.monitors import get_monitor_config as get_monitor_config
 
 __getattr__ = absent("deepspeed.monitor.config")

@@ -1,8 +1,7 @@
-"""Trackers are the script's."""
+"""Writing events to trackers."""
 
-from zlaunch.compat.deepspeed.missing import MONITORS, absent, missing_class
-
-Monitor = missing_class("monitor.monitor.Monitor", MONITORS)
-MonitorMaster = missing_class("monitor.monitor.MonitorMaster", MONITORS)
+from zlaunch.compat.deepspeed.missing import absent
+from zlaunch.compat.deepspeed.monitors import Monitor as Monitor
+from zlaunch.compat.deepspeed.monitors import MonitorMaster as MonitorMaster
 
 __getattr__ = absent("deepspeed.monitor.monitor")

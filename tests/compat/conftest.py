@@ -1,0 +1,20 @@
+"""Gives tests the alias of DeepSpeed, and takes it away after each module."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import zlaunch.compat.deepspeed
+from tests.compat.test_engine import _deepspeed
+
+
+@pytest.fixture(scope="module")
+def deepspeed() -> Iterator[Any]:
+    yield _deepspeed()
+    zlaunch.compat.deepspeed.uninstall()
+    for name in [name for name in sys.modules if name.partition(".")[0] == "deepspeed"]:
+        del sys.modules[name]

@@ -1,0 +1,126 @@
+"""Test what trackers get of the steps of an engine, and the split of a step's time."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import gc
+import io
+import re
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zlaunch
+from tests.runtime.workers import run_workers
+
+
+def _train(folder: str, extra: dict[str, Any], steps: int) -> tuple[dict[str, list[float]], str]:
+    """Return the metrics of each step, and what was printed."""
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        return _steps(folder, extra, steps), out.getvalue()
+
+
+def _steps(folder: str, extra: dict[str, Any], steps: int) -> dict[str, list[float]]:
+    zlaunch.init_distributed()
+    torch.manual_seed(0)
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "csv_monitor": {"enabled": True, "output_path": folder, "job_name": "job"},
+        **extra,
+    }
+    engine, *_ = zlaunch.initialize(model=nn.Linear(4, 4), config=config)
+    seen: dict[str, list[float]] = {"lr": [], "train_loss": [], "grad_norm": [], "step": []}
+    while engine.global_steps < steps:
+        x = torch.randn(2, 4, dtype=torch.float16 if "fp16" in extra else torch.float32)
+        loss = engine(x).float().square().mean()
+        engine.backward(loss)
+        last = engine.is_gradient_accumulation_boundary()
+        engine.step()
+        if last:
+            seen["lr"].append(engine.get_lr()[0])
+            seen["train_loss"].append(float(loss.detach()))
+            norm = engine.get_global_grad_norm()
+            assert norm is not None
+            seen["grad_norm"].append(norm)
+            seen["step"].append(engine.global_samples)
+            engine.monitor.write_events([("own", engine.global_steps, engine.global_samples)])
+    engine.destroy()
+    return seen
+
+
+def column(path: Path, index: int) -> list[float]:
+    with path.open(newline="") as file:
+        return [float(row[index]) for row in list(csv.reader(file))[1:]]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_every_step_is_written_once(stage: int, tmp_path: Path) -> None:
+    extra = {"zero_optimization": {"stage": stage}}
+    (first, _), _ = run_workers(_train, 2, str(tmp_path), extra, 3)
+    job = tmp_path / "job"
+    assert first["step"] == [8, 16, 24]
+    for name in ("lr", "train_loss", "grad_norm"):
+        path = job / f"Train_Samples_{name}.csv"
+        assert column(path, 0) == first["step"] and column(path, 1) == pytest.approx(first[name])
+    assert column(job / "own.csv", 1) == [1, 2, 3]
+    assert {path.name for path in job.iterdir()} == {
+        "own.csv",
+        *(f"Train_Samples_{name}.csv" for name in ("lr", "train_loss", "grad_norm")),
+    }
+
+
+def test_the_loss_scale_is_written_with_fp16(tmp_path: Path) -> None:
+    run_workers(_train, 1, str(tmp_path), {"fp16": {"enabled": True, "loss_scale": 128.0}}, 2)
+    assert column(tmp_path / "job" / "Train_Samples_loss_scale.csv", 1) == [128.0, 128.0]
+
+
+LINE = re.compile(
+    r"zlaunch: time \(ms\) of step (\d+): forward ([\d.]+), backward ([\d.]+), step ([\d.]+), "
+    r"rest (-?[\d.]+)(?:, mean of (\d+) steps)?"
+)
+
+
+@pytest.mark.parametrize(
+    ("every", "steps", "means"),
+    [(None, [1, 2, 3, 4], ["", "", "", ""]), (2, [2, 4], ["2", "2"])],
+)
+def test_the_split_of_a_steps_time(
+    every: int | None, steps: list[int], means: list[str], tmp_path: Path
+) -> None:
+    extra = {"wall_clock_breakdown": True, "steps_per_print": every}
+    (_, printed), (_, other) = run_workers(_train, 2, str(tmp_path), extra, 4)
+    found = LINE.findall(printed)
+    assert not LINE.search(other)
+    assert [int(line[0]) for line in found] == steps and [line[5] for line in found] == means
+    for part in ("forward", "backward", "step"):
+        times = column(tmp_path / "job" / f"Train_Samples_elapsed_time_ms_{part}.csv", 1)
+        assert len(times) == 4 and all(time > 0 for time in times)
+    assert all(float(line[4]) >= 0 for line in found)
+
+
+def test_an_engine_that_is_dropped_is_not_kept_alive(tmp_path: Path) -> None:
+    (alive,) = run_workers(_drop, 1, str(tmp_path))
+    assert not alive
+
+
+def _drop(folder: str) -> bool:
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "wall_clock_breakdown": True,
+        "csv_monitor": {"enabled": True, "output_path": folder},
+    }
+    engine, *_ = zlaunch.initialize(model=nn.Linear(2, 2), config=config)
+    engine.backward(engine(torch.ones(1, 2)).sum())
+    engine.step()
+    reference = weakref.ref(engine)
+    del engine, _
+    gc.collect()
+    return reference() is not None

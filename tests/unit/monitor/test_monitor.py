@@ -1,0 +1,193 @@
+"""Test the monitor with the real libraries: TensorBoard, CSV files, Weights & Biases and Comet offline."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.limits import LIMIT_S
+from zlaunch.runtime.config import load
+from zlaunch.runtime.errors import MonitorError
+from zlaunch.runtime.monitor.monitor import Monitor
+from zlaunch.runtime.monitor.trackers import Event, TensorBoard
+
+EVENTS = [("Train/Samples/lr", 0.5, 8), ("Train/Samples/train_loss", torch.tensor(1.5), 8)]
+
+
+def opened(rank: int = 0, **sections: dict[str, Any]) -> Monitor:
+    return Monitor(load(sections).config, rank)
+
+
+def rows(path: Path) -> list[list[str]]:
+    with path.open(newline="") as file:
+        return list(csv.reader(file))
+
+
+def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found: Any = EventAccumulator(str(folder))
+    found.Reload()
+    return {tag: [(e.step, e.value) for e in found.Scalars(tag)] for tag in found.Tags()["scalars"]}
+
+
+def test_csv(tmp_path: Path) -> None:
+    config = {"enabled": True, "output_path": str(tmp_path / "out"), "job_name": "job"}
+    monitor = opened(csv_monitor=config)
+    monitor.write_events(EVENTS)
+    monitor.write_events([("Train/Samples/lr", 0.25, 16)])
+    monitor.close()
+    again = opened(csv_monitor=config)  # a run that goes on
+    again.write_events([("Train/Samples/lr", 0.125, 24), ("val acc", 1, 24)])
+    again.close()
+    job = tmp_path / "out" / "job"
+    assert rows(job / "Train_Samples_lr.csv") == [
+        ["step", "lr"],
+        ["8", "0.5"],
+        ["16", "0.25"],
+        ["24", "0.125"],
+    ]
+    assert rows(job / "Train_Samples_train_loss.csv") == [["step", "train_loss"], ["8", "1.5"]]
+    assert rows(job / "val_acc.csv") == [["step", "val acc"], ["24", "1.0"]]
+
+
+def test_tensorboard(tmp_path: Path) -> None:
+    monitor = opened(tensorboard={"enabled": True, "output_path": str(tmp_path), "job_name": "job"})
+    monitor.write_events(EVENTS)
+    assert scalars(tmp_path / "job")["Train/Samples/train_loss"] == [(8, 1.5)]  # before it is closed
+    monitor.write_events([("Train/Samples/lr", 0.25, 16)])
+    monitor.close()
+    assert scalars(tmp_path / "job")["Train/Samples/lr"] == [(8, 0.5), (16, 0.25)]
+
+
+WANDB = """
+import json, sys, torch, wandb
+from zlaunch.runtime.config import load
+from zlaunch.runtime.monitor.monitor import Monitor
+
+own = wandb.init(project="the script's") if sys.argv[1] == "own" else None
+monitor = Monitor(load({"wandb": {"enabled": True, "project": "mine", "group": "g"}}).config, 0)
+run = wandb.run
+if own is not None:
+    own.log({"theirs": 1}, step=3)
+monitor.write_events([("lr", 0.5, 8), ("loss", torch.tensor(1.5), 8)])
+monitor.write_events([("lr", 0.25, 16)])
+if own is not None:
+    own.log({"theirs": 2}, step=6)
+monitor.write_events([("other", 1, 24)])
+said = {"project": run.project, "group": run.group, "step": run.step}
+said |= {name: run.summary[name] for name in ("lr", "loss", "theirs") if name in run.summary.keys()}
+monitor.close()
+print(json.dumps({**said, "open": wandb.run is not None}))
+if own is not None:
+    own.finish()
+"""
+
+
+@pytest.mark.parametrize(
+    ("whose", "wanted"),
+    [
+        ("new", {"project": "mine", "group": "g", "step": 24, "open": False}),
+        ("own", {"project": "the script's", "group": None, "step": 7, "theirs": 2, "open": True}),
+    ],
+)
+def test_weights_and_biases(whose: str, wanted: dict[str, Any], tmp_path: Path) -> None:
+    env = {**os.environ, "WANDB_MODE": "offline", "WANDB_SILENT": "true", "HOME": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", WANDB, whose],
+        cwd=tmp_path,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout.splitlines()[-1])
+    assert {**said, "group": said["group"] or None} == {**wanted, "lr": 0.25, "loss": 1.5}
+    assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
+
+
+def test_comet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COMET_OFFLINE_DIRECTORY", str(tmp_path))
+    monkeypatch.setenv("COMET_API_KEY", "0" * 25)
+    section = {"enabled": True, "online": False, "samples_log_interval": 10, "experiment_name": "mine"}
+    monitor = opened(comet=section)
+    monitor.write_events([("Train/Samples/lr", float(step), step) for step in (8, 16, 24, 32)])
+    monitor.close()
+    (archive,) = tmp_path.glob("*.zip")
+    with zipfile.ZipFile(archive) as file:
+        lines = [json.loads(line) for line in file.read("messages.json").decode().splitlines()]
+    metrics = [line["payload"]["metric"] for line in lines if "metric" in line["payload"]]
+    logged = [(m["metricName"], float(m["metricValue"])) for m in metrics if "lr" in m["metricName"]]
+    assert logged == [("Train/Samples/lr", 8.0), ("Train/Samples/lr", 24.0)]
+
+
+def test_other_ranks_write_nothing(tmp_path: Path) -> None:
+    monitor = opened(1, csv_monitor={"enabled": True, "output_path": str(tmp_path / "out")})
+    assert monitor.enabled and not monitor.is_open
+    monitor.write_events(EVENTS)
+    assert not (tmp_path / "out").exists()
+
+
+def test_nothing_is_opened_by_default() -> None:
+    assert not opened().enabled
+
+
+@pytest.mark.parametrize(
+    "event", [("lr", 1.0), ("lr", "much", 1), ("lr", torch.zeros(2), 1), (3, 1.0, 1), 7, ("lr", 1.0, None)]
+)
+def test_what_is_no_event_is_refused(event: Any, tmp_path: Path) -> None:
+    monitor = opened(csv_monitor={"enabled": True, "output_path": str(tmp_path)})
+    with pytest.raises(MonitorError, match=r"an event is \(name, number, step\), not"):
+        monitor.write_events([event])
+    monitor.close()
+
+
+def test_a_missing_package_is_named_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TensorBoard, "module", "no_such_package")
+    for rank in (0, 1):
+        with pytest.raises(MonitorError, match=r"^tensorboard: needs the package tensorboard: pip install"):
+            opened(rank, tensorboard={"enabled": True})
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(MonitorError, match=r"^csv_monitor: .*file"):
+        opened(csv_monitor={"enabled": True, "output_path": str(tmp_path / "file")})
+
+
+def test_a_tracker_that_fails_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    monitor = opened(
+        csv_monitor={"enabled": True, "output_path": str(tmp_path), "job_name": "csv"},
+        tensorboard={"enabled": True, "output_path": str(tmp_path), "job_name": "tb"},
+    )
+    (tmp_path / "csv").rmdir()
+    monitor.write_events(EVENTS)
+    monitor.write_events([("Train/Samples/lr", 0.25, 16)])
+    monitor.close()
+    out = capsys.readouterr().out
+    assert out.count("csv_monitor: FileNotFoundError") == 1 and "training goes on" in out
+    assert scalars(tmp_path / "tb")["Train/Samples/lr"] == [(8, 0.5), (16, 0.25)]
+
+
+def test_what_is_still_on_its_way_is_written_at_the_next_step_or_at_the_end(tmp_path: Path) -> None:
+    def note(step: int) -> list[Event]:
+        return [("a", 0.5, step)]
+
+    monitor = opened(csv_monitor={"enabled": True, "output_path": str(tmp_path), "job_name": "."})
+    for step in (1, 2):
+        monitor.expect(step, False, partial(note, step))
+        lines = rows(tmp_path / "a.csv") if (tmp_path / "a.csv").exists() else []
+        assert len(lines) == (0, 2)[step - 1]
+    monitor.close()
+    assert rows(tmp_path / "a.csv") == [["step", "a"], ["1", "0.5"], ["2", "0.5"]]
