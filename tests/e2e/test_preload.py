@@ -20,7 +20,8 @@ SHOW = """
         "already": already, "argv": sys.argv, "parent": os.getppid(),
         "rank": env["RANK"], "local": env["LOCAL_RANK"],
         "session": os.getsid(0) == os.getpid(), "name": __name__, "file": __file__, "path": sys.path[0],
-        "random": random.random(), "numpy": float(numpy.random.rand()), "agent": env.get("ZLAUNCH_AGENT_PID"),
+        "random": random.random(), "numpy": float(numpy.random.rand()),
+        "torch": float(torch.rand(())), "agent": env.get("ZLAUNCH_AGENT_PID"),
         "main": sys.modules["__main__"].__file__, "stdin": sys.stdin.read(),
     }))
 """
@@ -44,7 +45,8 @@ def test_a_forked_worker_is_like_one_started_by_itself(tmp_path: Path, options: 
         assert (f["rank"], f["local"], f["name"]) == (str(rank), str(rank), "__main__")
         assert f["file"] == f["main"] == str(tmp_path / "worker.py") and f["path"] == str(tmp_path)
         assert f["session"] and f["agent"] is None and f["stdin"] == ""
-    assert len({f["random"] for f in found}) == len({f["numpy"] for f in found}) == 3
+    for numbers in ("random", "numpy", "torch"):
+        assert len({f[numbers] for f in found}) == 3, numbers
 
 
 def test_a_script_without_torch_does_not_wait_for_it(tmp_path: Path) -> None:

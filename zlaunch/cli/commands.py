@@ -17,6 +17,7 @@ SUBCOMMANDS = {
     "config": "zlaunch.cli.config:config",
     "doctor": "zlaunch.cli.doctor:doctor",
     "estimate": "zlaunch.cli.estimate:estimate",
+    "logs": "zlaunch.cli.logs:logs",
     "ps": "zlaunch.cli.runs:ps",
     "slurm": "zlaunch.cli.slurm:slurm",
     "stacks": "zlaunch.cli.runs:stacks",

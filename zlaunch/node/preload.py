@@ -151,6 +151,8 @@ def _become(
         time.sleep(_POLL_S)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()  # like `random`, which reseeds by itself
+    if "torch" in sys.modules:
+        sys.modules["torch"].default_generator.seed()
     os.environ.update(job["env"])
     os.environ.update(ZLAUNCH_EVENT_FD=str(events), ZLAUNCH_AGENT_PID=str(agent))
     sys.argv = [sys.argv[0], *job["argv"]]

@@ -52,6 +52,11 @@ class Console:
         self._status = ""
         self._at_line_start = True
 
+    @property
+    def is_read(self) -> bool:
+        """Tell whether what is shown on stdout still arrives anywhere."""
+        return "stdout" in self._streams and "stdout" not in self._failed
+
     def shows(self, rank: int) -> bool:
         """Tell whether this rank's output was asked for."""
         return self._ranks is None or rank in self._ranks
