@@ -38,7 +38,7 @@ demo: $(INSTALLED)
 	$$run --config examples/ds_stage2.json --save out; \
 	echo; echo "Saved out/pytorch_model.bin. Plain torch loads it and writes:"; echo; \
 	$(PY) examples/sample.py out/pytorch_model.bin; \
-	echo; echo "Now with the parameters sharded too (ZeRO stage 3):"; \
+	echo; echo "To go on, with the parameters sharded too (ZeRO stage 3):"; \
 	echo "  $$run --config examples/ds_stage3.json"
 
 # FLAGS: more options for pytest.

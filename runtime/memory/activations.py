@@ -17,7 +17,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from ..activation.checkpointing import checkpoint_blocks
 from ..errors import MemoryPlanError
 from ..zero.output_tensors import tensors_in
-from .model_sizes import ModelSizes
+from .model_sizes import ModelSizes, described
 
 _LAYER_BYTES = 34
 """Counts the bytes that a transformer layer keeps for each element of its input in 16 bits, with an attention
@@ -80,7 +80,8 @@ def parse_shape(text: str) -> tuple[Sequence[int], torch.dtype | None]:
     sizes, _, name = text.partition(":")
     if not re.fullmatch(r"\d+(,\d+)*", sizes) or (name and name not in _DTYPES):
         raise MemoryPlanError(
-            f"--input {text}: expected sizes and a dtype, such as 8,128:int64 or 8,3,224,224"
+            f"--input {text}: expected sizes, such as 8,3,224,224, and for other numbers than the model's a "
+            f"dtype ({', '.join(_DTYPES)}), such as 8,128:int64"
         )
     return [int(size) for size in sizes.split(",")], _DTYPES.get(name)
 
@@ -122,7 +123,7 @@ def _peak(
         raise
     except Exception as error:
         raise MemoryPlanError(
-            f"{model.name} cannot be run on fake tensors: {type(error).__name__}: {error}"
+            f"{model.name} cannot be run on fake tensors{_shown(inputs, dtype)}: {described(error)}"
         ) from error
     finally:
         torch.set_default_dtype(before)
@@ -133,6 +134,15 @@ def _peak(
         for kind, nbytes in of_device.items()
         if str(kind).rpartition(".")[2] not in ("PARAM", "BUFFER", "Total")
     )
+
+
+def _shown(inputs: tuple[Sequence[int], torch.dtype | None] | None, dtype: torch.dtype) -> str:
+    if inputs is None:
+        return ""
+    sizes, kind = inputs
+    name = str(kind or dtype).removeprefix("torch.")
+    hint = "" if kind else "; of token ids: add :int64 to --input"
+    return f", with an input of {','.join(map(str, sizes))} in {name}{hint}"
 
 
 def _drop(parameter: Tensor) -> None:

@@ -134,7 +134,7 @@ def fastest_that_fits(found: Sequence[Estimated], machines: Machines) -> Estimat
 def config_text(chosen: Estimated, *, dtype: str, micro_batch: int) -> str:
     """Return the config of a choice: JSON whose comments, which zlaunch reads over, give the reasons."""
     choice = chosen.choice
-    need = f"{(chosen.device + CONTEXT_BYTES) / GIB:.1f} GiB of GPU memory"
+    need = f"{chosen.device / GIB:.1f} GiB of GPU memory and {CONTEXT_BYTES / GIB:.1f} for CUDA"
     lines = [f'"train_micro_batch_size_per_gpu": {micro_batch},  // what was estimated: {need} a rank']
     if dtype != "fp32":
         lines.append(f'"{dtype}": {{"enabled": true}},  // half the memory and traffic of parameters')

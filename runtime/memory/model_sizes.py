@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import importlib.util
+import inspect
+import os
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +21,7 @@ from ..errors import MemoryPlanError
 from ..zero.unit_policy import UNIT_NUMEL, ShardingOptions, plan_blocks
 
 Builder = Callable[[], nn.Module]
+_UNITS = ((10**12, "T"), (10**9, "B"), (10**6, "M"), (1, ""))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +63,8 @@ def from_numbers(params: float, hidden: int | None, layers: int | None, vocab: i
     square of the width (Kaplan et al., 2020, table 1); without both it is one block. Raises MemoryPlanError.
     """
     total, layer = int(params), 12 * hidden * hidden if hidden is not None else 0
-    name = f"{total / 1e9:.3g}B parameters"
+    size, unit = next((each for each in _UNITS if total >= each[0]), _UNITS[-1])
+    name = f"a model of {total / size:.4g}{unit} parameters"
     if hidden is None or layers is None:
         return ModelSizes(name=name, blocks=(0, total), hidden=hidden, layers=layers, vocab=vocab)
     if layer * layers > total:
@@ -116,7 +122,8 @@ def _of_module(
             model = build()
     except Exception as error:
         raise MemoryPlanError(
-            f"{name} cannot be built without memory (on torch's meta device): {type(error).__name__}: {error}"
+            f"{name} raised while it was built on torch's meta device, where tensors have no values: "
+            f"{described(error)}"
         ) from error
     if not isinstance(model, nn.Module):
         raise MemoryPlanError(f"{name} returns {type(model).__name__}, not a torch module")
@@ -138,7 +145,10 @@ def _find(target: str) -> Builder:
     place, colon, name = target.rpartition(":")
     if not colon or not place or not name:
         raise MemoryPlanError(f"{target!r}: expected package.module:function or file.py:function")
+    if place.endswith(".py") and not Path(place).is_file():
+        raise MemoryPlanError(f"{place}: no such file")
     sys.path.insert(0, "")
+    own, sys.argv = sys.argv, [place]  # a script's arguments are not ours
     try:
         if place.endswith(".py"):
             spec = importlib.util.spec_from_file_location(Path(place).stem, place)
@@ -148,10 +158,43 @@ def _find(target: str) -> Builder:
             spec.loader.exec_module(module)
         else:
             module = importlib.import_module(place)
-    except (Exception, SystemExit) as error:  # a script that reads its arguments when it is imported
-        raise MemoryPlanError(f"{place} cannot be imported: {type(error).__name__}: {error}") from error
+    except ModuleNotFoundError as error:
+        raise MemoryPlanError(f"{place} cannot be imported: {described(error)}") from error
+    except (Exception, SystemExit) as error:
+        raise MemoryPlanError(
+            f"{place} raised while it was imported: {described(error)}. Is it a script? What trains belongs "
+            'under `if __name__ == "__main__":`'
+        ) from error
+    finally:
+        sys.argv = own
     found: Any = getattr(module, name, None)
     if not callable(found):
-        raise MemoryPlanError(f"{place} has no function {name}")
+        what = f"{name} is a {type(found).__name__}, no function" if hasattr(module, name) else "no such name"
+        near = difflib.get_close_matches(name, [each for each in dir(module) if each[0] != "_"], n=1)
+        hint = f"; did you mean {near[0]}?" if near and not hasattr(module, name) else ""
+        raise MemoryPlanError(f"{target}: {what}{hint}")
+    needed = _needed_arguments(found)
+    if needed:
+        raise MemoryPlanError(
+            f"{target} needs arguments ({', '.join(needed)}): name a function that needs none"
+        )
     build: Builder = found
     return build
+
+
+def _needed_arguments(function: Callable[..., Any]) -> list[str]:
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # of some built-in ones it is not known
+        return []
+    optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [p.name for p in parameters if p.default is p.empty and p.kind not in optional]
+
+
+def described(error: BaseException) -> str:
+    """Describe an error in one line, with the line of the user's code that it comes from."""
+    known = tuple(str(Path(module.__file__ or "").parent) for module in (os, torch, sys.modules[__name__]))
+    frames = traceback.extract_tb(error.__traceback__)
+    theirs = [frame for frame in frames if not frame.filename.startswith((*known, "<"))]
+    where = f" ({theirs[-1].filename}, line {theirs[-1].lineno})" if theirs else ""
+    return f"{type(error).__name__}: {str(error) or 'no text'}{where}"

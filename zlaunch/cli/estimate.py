@@ -15,12 +15,25 @@ if TYPE_CHECKING:
     from zlaunch.runtime.memory.model_sizes import ModelSizes
 
 _MISSING = "give MODEL with --input, --hf_config, or --params with --hidden, --layers and --vocab"
+_SUFFIXES = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+
+
+def _number(text: str) -> float:
+    """Read a number of 1 or more, also with K, M, B or T behind it."""
+    factor = _SUFFIXES.get(text[-1:].upper(), 1.0)
+    try:
+        number = float(text[:-1] if factor > 1 else text) * factor
+    except ValueError:
+        number = 0.0
+    if not 1 <= number < float("inf"):
+        raise click.BadParameter(f"{text!r} is no number of 1 or more, such as 13e9 or 13B")
+    return number
 
 
 @click.command(context_settings=SETTINGS)
 @click.argument("model", required=False)
 @click.option("--hf_config", metavar="PATH", help="A Hugging Face config.json, or the folder with it.")
-@click.option("--params", type=click.FloatRange(min=1), metavar="N", help="Parameters, such as 13e9.")
+@click.option("--params", type=_number, metavar="N", help="Parameters, such as 13e9 or 13B.")
 @count_option("--hidden", help="Width of the transformer's layers, for --params.")
 @count_option("--layers", help="Number of its layers, for --params.")
 @count_option("--vocab", help="Size of its vocabulary, for --params.")
@@ -122,12 +135,16 @@ def estimate(
         best = choices.fastest_that_fits(found, machines)
         if best is None:
             raise click.ClickException(
-                f"{sizes.name} does not fit on {machines.world_size} such GPUs with any stage and offload: "
+                f"{sizes.name} does not fit on {_count(machines.world_size)} with any stage and offload: "
                 "take more GPUs, a smaller --micro_batch or --seq"
             )
         click.echo(choices.config_text(best, dtype=dtype, micro_batch=micro_batch))
         return
     _show(sizes, machines, activations, found)
+
+
+def _count(gpus: int) -> str:
+    return f"{gpus} GPU{'s' * (gpus > 1)}"
 
 
 def _show(
@@ -138,6 +155,7 @@ def _show(
     from zlaunch.cli.tables import make_table, stdout_console
     from zlaunch.runtime.memory.choices import CONTEXT_BYTES
     from zlaunch.runtime.memory.estimate import GIB
+    from zlaunch.runtime.offload.manager import Tier
 
     unit, size = ("GiB", GIB) if max(each.device for each in found) >= GIB else ("MiB", 2**20)
 
@@ -158,11 +176,17 @@ def _show(
             cells.append("?" if fits is None else "fits" if fits else "no")
         rows.append([Text(cell, style=style) for cell in cells])
     columns += [] if machines.gpu_bytes is None else ["fits"]
-    count = machines.world_size
-    title = f"{sizes.name}: {sizes.numel:,} parameters, {count} GPU{'s' * (count > 1)}; {unit} of a rank"
+    title = f"{sizes.name}: {sizes.numel:,} parameters, {_count(machines.world_size)}; {unit} of a rank"
     stdout_console().print(make_table(columns, rows, title=title, right=columns[2:9]))
     source = f"not known: {_MISSING}" if activations is None else activations.source
     click.echo(f"activations: {source}")
-    click.echo(f"fits: with {CONTEXT_BYTES / GIB:.1f} GiB for CUDA itself and what the allocator cannot use")
+    if len(sizes.blocks) <= 2:
+        click.echo("stage 3: the model is taken as one block, which is gathered whole: --hidden and --layers")
+    if any(each.choice.stage == 3 and each.choice.optimizer is not Tier.DEVICE for each in found):
+        click.echo("parameters at stage 3: gathered blocks and, where fp32 values are offloaded, own shards")
+    if machines.gpu_bytes is not None:
+        click.echo(
+            f"fits: with {CONTEXT_BYTES / GIB:.1f} GiB for CUDA itself and what the allocator cannot use"
+        )
     if machines.gpu_bytes is not None and machines.host_bytes is None:
         click.echo("host memory was not checked: give --host_mem")

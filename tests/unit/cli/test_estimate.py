@@ -7,6 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from zlaunch.cli.main import main
+from zlaunch.runtime import log
+
 MODEL = """
 import torch
 from torch import nn
@@ -26,6 +31,12 @@ class Net(nn.Module):
         for block in self.blocks:
             x = block(x)
         return x
+
+def wide(width):
+    return Net()
+
+def broken():
+    raise RuntimeError("my own")
 """
 
 
@@ -58,16 +69,45 @@ def test_the_command(tmp_path: Path) -> None:
     fitting = call(tmp_path, *target, "--gpu_mem", "8", "--for", "FITS")
     assert '"stage": 0' in fitting.stdout and '"train_micro_batch_size_per_gpu": 32' in fitting.stdout
     assert "host memory was not checked" in fitting.stderr
-    for args, text in (
+
+
+@pytest.mark.parametrize(
+    ("args", "text"),
+    [
         ([], "give one of MODEL, --hf_config and --params"),
         (["--params", "1e9", "--for", "fits"], "--for fits needs --gpu_mem"),
         (["--params", "1e9", "--gpu_mem", "80", "--for", "fits"], "--for fits needs the activations"),
-        ([*BIG, "--gpu_mem", "8", "--for", "fits"], "does not fit on 1 such GPUs"),
+        ([*BIG, "--gpu_mem", "8", "--for", "fits"], "a model of 1T parameters does not fit on 1 GPU with"),
         (["model.py:Net", "--hidden", "8"], "--hidden goes with --params"),
         (["--params", "1e9", "--input", "8"], "--input goes with MODEL"),
         (["model.py:Net", "--seq", "8"], "--seq does not go with MODEL"),
         (["--hf_config", "nowhere"], "nowhere: no such file or folder"),
-        (["model.py:Net", "--input", "7,7"], "cannot be run on fake tensors"),
-    ):
-        refused = call(tmp_path, *args)
-        assert refused.returncode == 2 and text in refused.stderr and "Traceback" not in refused.stderr
+        (
+            ["model.py:Net", "--input", "7,7"],
+            "on fake tensors, with an input of 7,7 in bfloat16; of token ids",
+        ),
+        (["model.py:Net", "--input", "7,7:int"], "a dtype (int64, float32, bfloat16, float16)"),
+        (["model.py:Nett"], "model.py:Nett: no such name; did you mean Net?"),
+        (["model.py:torch"], "model.py:torch: torch is a module, no function"),
+        (["model.py:wide"], "model.py:wide needs arguments (width): name a function that needs none"),
+        (["model.py:broken"], "RuntimeError: my own"),
+        (["nowhere.py:Net"], "nowhere.py: no such file"),
+        (["script.py:Net"], 'What trains belongs under `if __name__ == "__main__":`'),
+        (["--params", "7x"], "'7x' is no number of 1 or more"),
+    ],
+)
+def test_mistakes(
+    args: list[str],
+    text: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "model.py").write_text(MODEL)
+    (tmp_path / "script.py").write_text("import sys; assert len(sys.argv) == 1; sys.exit(3)")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(log, "_least", log._least)  # the command makes the runtime quiet
+    assert main(["estimate", *args]) == 2
+    said = capsys.readouterr().err
+    assert text in said and "Traceback" not in said
