@@ -28,7 +28,10 @@ class Tracker(ABC):
     @classmethod
     def find_missing(cls) -> str | None:
         """Say what has to be installed; None where all is there."""
-        if cls.module is None or importlib.util.find_spec(cls.module) is not None:
+        if cls.module is None:
+            return None
+        spec = importlib.util.find_spec(cls.module)
+        if spec is not None and spec.origin is not None:  # a mere folder, such as ./wandb, has none
             return None
         return f"{cls.section}: needs the package {cls.package}: pip install {cls.package}"
 

@@ -160,6 +160,14 @@ def test_a_missing_package_is_named_on_every_rank(monkeypatch: pytest.MonkeyPatc
             opened(rank, tensorboard={"enabled": True})
 
 
+def test_a_folder_of_its_name_is_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "no_such_package").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(TensorBoard, "module", "no_such_package")
+    with pytest.raises(MonitorError, match=r"^tensorboard: needs the package"):
+        opened(tensorboard={"enabled": True})
+
+
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(MonitorError, match=r"^csv_monitor: .*file"):
