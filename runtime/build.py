@@ -24,7 +24,7 @@ from .data import EngineLoader
 from .deadlock import watch as deadlock
 from .engine import Engine
 from .environment import read_environment
-from .errors import OptimizerError, ParameterError
+from .errors import MonitorError, OptimizerError, ParameterError
 from .handles.accepted_optimizers import needs_whole_tensors
 from .handles.accepted_parameters import find_refused
 from .handles.consistency import check_consistency
@@ -98,6 +98,7 @@ def build_engine(
             say(line)
     _check_parameters(model, comm)
     check_consistency(model, effective.digest(), comm)
+    monitor = _open_monitor(effective, comm)
     precision = choose_precision(effective.config)
     client, groups = _choose_optimizer(optimizer, model_parameters, model, effective)
     checkpointing.apply(model, loaded.config.activation_checkpointing)
@@ -150,7 +151,6 @@ def build_engine(
         link=HostLink(comm.device, pin=on_gpu),
         save_weights=partial(save_weights, sharded),
     )
-    monitor = Monitor(effective.config, comm.rank)
     engine.attach(
         checkpoints=checkpoints,
         states=StateMover(sharded, step, effective.config),
@@ -169,19 +169,35 @@ def build_engine(
     return engine, client, engine.training_dataloader, engine.lr_scheduler
 
 
+def _open_monitor(effective: Effective, comm: Comm) -> Monitor:
+    """Open the trackers. Raises MonitorError on every rank where rank 0 cannot."""
+    monitor, problem = None, None
+    try:
+        monitor = Monitor(effective.config, comm.rank)
+    except MonitorError as error:
+        problem = str(error)
+    for rank, text in enumerate(comm.exchange(problem) if monitor is None or monitor.enabled else ()):
+        if text is not None:
+            raise MonitorError(text if rank == comm.rank else f"on rank {rank}, {text}")
+    assert monitor is not None
+    return monitor
+
+
 def _make_around(
     effective: Effective, engine: Engine, monitor: Monitor, comm: Comm, *, offloads: bool
 ) -> Callable[[str], AbstractContextManager[None]]:
     """Make what surrounds an engine's forward, backward and step: advice on memory, and a clock if asked."""
     config = effective.config
-    advice = partial(
-        relief,
-        int(config.train_micro_batch_size_per_gpu or 0),
-        stage=int(config.zero_optimization.stage),
-        world_size=comm.world_size,
-        offloads=offloads,
-        checkpoints=config.activation_checkpointing.enabled,
-    )
+
+    def advice() -> str:
+        return relief(
+            engine.train_micro_batch_size_per_gpu(),
+            stage=int(config.zero_optimization.stage),
+            world_size=comm.world_size,
+            offloads=offloads,
+            checkpoints=config.activation_checkpointing.enabled,
+        )
+
     if not config.wall_clock_breakdown:
         return lambda name: advised(name, advice)
     clock = StepClock(

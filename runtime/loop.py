@@ -198,12 +198,11 @@ class TrainingLoop(nn.Module):
         return [float(group["lr"]) for group in optimizer.param_groups] if optimizer is not None else []
 
     def metrics(self) -> dict[str, float | Tensor]:
-        """Return what is known after a step: learning rate, gradient norm, loss scale (fp16) and this rank's
-        last loss; 0-dim tensors where a number may still be on its way from the device.
+        """Return what is known after a step: gradient norm, loss scale (fp16) and this rank's last loss;
+        0-dim tensors where a number may still be on its way from the device.
         """
-        optimizer, result = self.torch_optimizer, self._result
-        assert optimizer is not None and result is not None
-        found = {"lr": float(optimizer.param_groups[0]["lr"]), "grad_norm": result.norm_there}
+        assert self._result is not None
+        found = {"grad_norm": self._result.norm_there}
         if self._scaler.used:
             found["loss_scale"] = self._scaler.factor
         return found if self.last_loss is None else {**found, "train_loss": self.last_loss}

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 import torch
 
 from ..config import Effective
+from ..config.monitors import without_secrets
 from ..data import EngineLoader
 from ..environment import read_environment
 from ..log import say, warn
@@ -73,7 +74,7 @@ class Checkpointer:
         """Keep what is saved. ``link`` copies snapshots to the host, ``save_weights`` writes all weights."""
         self._run, self._sharded, self._shard_step = run, sharded, shard_step
         self._comm, self._scaler, self._link = sharded.comm, scaler, link
-        self._raw_config = effective.loaded.raw
+        self._raw_config = without_secrets(effective.loaded.raw)
         self._stage = int(effective.config.zero_optimization.stage)
         self._options = effective.config.checkpoint
         self._background = BackgroundSave(sharded.comm, link)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 from .field_types import Bool, Count, Section, ok
 
@@ -22,7 +23,7 @@ class WandB(Section):
     """Metrics for Weights & Biases."""
 
     enabled: Bool = ok(False)
-    """Log the metrics of every step: to the script's run if it has begun one, else to one of its own."""
+    """Log the metrics of every step, to a run of its own beside any run of the script's."""
     group: str | None = ok(None)
     """Group of runs."""
     team: str | None = ok(None)
@@ -52,3 +53,15 @@ class Comet(Section):
     """Send while running; false writes an archive to upload later."""
     mode: Literal["get", "create", "get_or_create"] | None = ok(None)
     """Create the experiment or go on with one."""
+
+
+TRACKERS = ("tensorboard", "wandb", "csv_monitor", "comet")
+"""Names the sections."""
+
+
+def without_secrets(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of a config as plain values, its API key left out."""
+    comet = config.get("comet")
+    if not isinstance(comet, Mapping) or comet.get("api_key") is None:
+        return dict(config)
+    return {**config, "comet": {**comet, "api_key": "(left out)"}}

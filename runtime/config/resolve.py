@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from .load import ConfigError, Loaded
+from .monitors import TRACKERS, without_secrets
 from .optimizers import OPTIMIZER_DEFAULTS, SCHEDULER_PARAMS
 from .schema import Config
 
@@ -33,15 +34,17 @@ class Effective:
         return self.config.model_dump(mode="json")
 
     def digest(self) -> str:
-        """Return a hash of the values; equal configs have equal digests, whatever their sources."""
-        text = json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"))
+        """Return a hash of the values; equal configs have equal digests, whatever their sources. Of trackers,
+        which rank 0 alone has, it holds only whether they are switched on: a name may have a time in it.
+        """
+        values = self.to_dict()
+        for name in TRACKERS:
+            values[name] = values[name]["enabled"]
+        text = json.dumps(values, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
 
     def _without_secrets(self) -> dict[str, Any]:
-        values = self.to_dict()
-        if values["comet"]["api_key"] is not None:
-            values["comet"]["api_key"] = "(left out)"
-        return values
+        return without_secrets(self.to_dict())
 
     def write(self, path: str | os.PathLike[str]) -> None:
         """Write values and sources as JSON, without secrets; a reader never sees half a file."""

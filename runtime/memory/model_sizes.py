@@ -120,7 +120,7 @@ def _of_module(
     try:
         with torch.device("meta"):
             model = build()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise MemoryPlanError(
             f"{name} raised while it was built on torch's meta device, where tensors have no values: "
             f"{described(error)}"
@@ -158,7 +158,7 @@ def _find(target: str) -> Builder:
             spec.loader.exec_module(module)
         else:
             module = importlib.import_module(place)
-    except ModuleNotFoundError as error:
+    except (ModuleNotFoundError, SyntaxError) as error:
         raise MemoryPlanError(f"{place} cannot be imported: {described(error)}") from error
     except (Exception, SystemExit) as error:
         raise MemoryPlanError(

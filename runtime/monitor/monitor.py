@@ -8,12 +8,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from ..config import Config
 from ..config.field_types import Section
 from ..errors import MonitorError
-from ..log import warn
+from ..log import fail
 from .numbers_on_way import NumbersOnWay
 from .trackers import CometExperiment, CsvFiles, Event, TensorBoard, Tracker, WeightsAndBiases
 
@@ -23,6 +24,8 @@ class MonitoredLoop(Protocol):
 
     global_samples: int
 
+    @property
+    def torch_optimizer(self) -> torch.optim.Optimizer | None: ...
     def metrics(self) -> dict[str, float | Tensor]: ...
 
 
@@ -51,6 +54,8 @@ class Monitor:
         if missing:
             raise MonitorError("; ".join(missing))
         self._trackers: list[Tracker] = []
+        self._failed: set[Tracker] = set()
+        self._closed = False
         self._expected: deque[_Expected] = deque()
         if rank != 0:
             return
@@ -69,17 +74,19 @@ class Monitor:
         return bool(self._trackers)
 
     def write_events(self, event_list: Iterable[Sequence[Any]]) -> None:
-        """Write ``(name, value, step)``; a value is a number or a tensor with one element. A tracker that
-        fails is told once and left out from then on: training goes on. Raises MonitorError where an event is
-        something else.
+        """Write ``(name, value, step)``; a value is a number or a tensor with one element. That a tracker
+        fails is told once, and training goes on. Raises MonitorError where an event is something else, and
+        after :meth:`close`.
         """
+        if self._closed and self.enabled:
+            raise MonitorError("the trackers are closed: their engine has been destroyed")
         if self._trackers:
             self._write([_checked(event) for event in event_list])
 
     def after_step(self, loop: MonitoredLoop) -> None:
         """Write the metrics of the step that has just been made; see :meth:`expect`."""
         if self._trackers:
-            metrics, samples = loop.metrics(), loop.global_samples
+            metrics, samples = {**_learning_rate(loop.torch_optimizer), **loop.metrics()}, loop.global_samples
             numbers = NumbersOnWay(list(metrics.values()))
             names = [f"Train/Samples/{name}" for name in metrics]
 
@@ -95,31 +102,35 @@ class Monitor:
         if not self._trackers:
             return
         self._expected.append(_Expected(step, is_here, read))
-        while self._expected and (self._expected[0].step < step or self._expected[0].is_here):
+        while self._expected and (self._expected[0].step != step or self._expected[0].is_here):
             self._write(self._expected.popleft().read())
 
     def _write(self, events: Sequence[Event]) -> None:
-        for tracker in list(self._trackers):
+        for tracker in self._trackers:
             try:
                 tracker.write(events)
             except Exception as error:
-                self._trackers.remove(tracker)
-                warn(
-                    f"{tracker.section}: {type(error).__name__}: {error}; "
-                    "no more metrics are written there, training goes on"
-                )
+                if tracker not in self._failed:
+                    self._failed.add(tracker)
+                    fail(
+                        f"{tracker.section}: {type(error).__name__}: {error}; metrics are lost there, and "
+                        "training goes on"
+                    )
 
     def close(self) -> None:
         """Write what is still expected and close the trackers. A second call does nothing."""
         atexit.unregister(self.close)
-        while self._expected:
-            self._write(self._expected.popleft().read())
-        for tracker in self._trackers:
-            try:
-                tracker.close()
-            except Exception as error:
-                warn(f"{tracker.section}: {type(error).__name__}: {error}")
-        self._trackers = []
+        self._closed = True
+        try:
+            while self._expected:
+                self._write(self._expected.popleft().read())
+        finally:
+            for tracker in self._trackers:
+                try:
+                    tracker.close()
+                except Exception as error:
+                    fail(f"{tracker.section}: {type(error).__name__}: {error}")
+            self._trackers = []
 
 
 def _chosen(config: Config) -> list[tuple[type[Any], Section]]:
@@ -133,11 +144,17 @@ def _chosen(config: Config) -> list[tuple[type[Any], Section]]:
     return [(kind, section) for enabled, kind, section in known if enabled]
 
 
+def _learning_rate(optimizer: torch.optim.Optimizer | None) -> dict[str, float | Tensor]:
+    """Return the first group's rate; nothing where it is no number, as with Adafactor's own schedule."""
+    rate = None if optimizer is None else optimizer.param_groups[0].get("lr")
+    return {"lr": rate} if isinstance(rate, (int, float, Tensor)) else {}
+
+
 def _checked(event: Sequence[Any]) -> Event:
     try:
         name, value, step = event
-        if isinstance(name, str):
+        if isinstance(name, str) and "\0" not in name:
             return name, float(value), int(step)
-    except (TypeError, ValueError, RuntimeError):  # torch's: a tensor of several elements
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # torch's: a tensor of several elements
         pass
     raise MonitorError(f"an event is (name, number, step), not {event!r}")

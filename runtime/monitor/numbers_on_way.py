@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -13,14 +14,12 @@ class NumbersOnWay:
 
     def __init__(self, numbers: Sequence[float | Tensor]) -> None:
         """Start the copy: one for all tensors, in float64, on the present stream."""
-        self._numbers = numbers
+        self._numbers = [number.detach() if isinstance(number, Tensor) else number for number in numbers]
         self._event: torch.cuda.Event | None = None
-        tensors = [number.detach().reshape(()).double() for number in numbers if isinstance(number, Tensor)]
-        self._copied: Tensor | None = torch.stack(tensors) if tensors else None
-        if self._copied is not None and self._copied.device.type == "cuda":
-            there = self._copied
-            self._copied = torch.empty(there.shape, dtype=there.dtype, pin_memory=True)
-            self._copied.copy_(there, non_blocking=True)
+        there = [number.detach().reshape(()).double() for number in numbers if _is_away(number)]
+        if there:
+            self._copied = torch.empty(len(there), dtype=torch.float64, pin_memory=True)
+            self._copied.copy_(torch.stack(there), non_blocking=True)
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch's own
             self._event.record()
 
@@ -33,5 +32,9 @@ class NumbersOnWay:
         """Return all numbers, in their order; wait for the copy if it is still under way."""
         if self._event is not None:
             self._event.synchronize()
-        copied = iter([] if self._copied is None else self._copied.tolist())
-        return [next(copied) if isinstance(number, Tensor) else float(number) for number in self._numbers]
+        copied = iter([] if self._event is None else self._copied.tolist())
+        return [next(copied) if _is_away(number) else float(number) for number in self._numbers]
+
+
+def _is_away(number: float | Tensor) -> TypeGuard[Tensor]:
+    return isinstance(number, Tensor) and number.device.type == "cuda"

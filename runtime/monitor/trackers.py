@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 import importlib.util
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from typing import Any
 
 from ..config.monitors import Comet, FileMonitor, WandB
 
+_MOST_NAME_BYTES = 200
 Event = tuple[str, float, int]
 """Names a metric, ``/`` between its parts, and gives its value and its place on the x axis."""
 
@@ -51,16 +53,24 @@ class CsvFiles(Tracker):
     def __init__(self, config: FileMonitor) -> None:
         self._folder = Path(config.output_path) / config.job_name
         self._folder.mkdir(parents=True, exist_ok=True)
+        self._names: dict[str, str] = {}
 
     def write(self, events: Sequence[Event]) -> None:
         """Append a line for each event; a file that is empty gets a line with the columns first."""
         for name, value, step in events:
-            path = self._folder / f"{name.replace('/', '_').replace(' ', '_')}.csv"
-            with path.open("a", newline="") as file:
+            with self._path(name).open("a", newline="", encoding="utf-8") as file:
                 lines = csv.writer(file)
                 if file.tell() == 0:
                     lines.writerow(["step", name.rpartition("/")[2]])
                 lines.writerow([step, value])
+
+    def _path(self, name: str) -> Path:
+        """Return a metric's file; a name that is too long, or whose file has another metric, gets a hash."""
+        stem = name.replace("/", "_").replace(" ", "_")
+        if len(stem.encode()) > _MOST_NAME_BYTES or self._names.setdefault(stem, name) != name:
+            mark = hashlib.sha256(name.encode()).hexdigest()[:8]
+            stem = f"{stem.encode()[:_MOST_NAME_BYTES].decode(errors='ignore')}-{mark}"
+        return self._folder / f"{stem}.csv"
 
 
 class TensorBoard(Tracker):
@@ -86,39 +96,38 @@ class TensorBoard(Tracker):
 
 
 class WeightsAndBiases(Tracker):
-    """Logs to a run of Weights & Biases: the script's, if it has begun one, else one of its own.
+    """Logs to a run of Weights & Biases of its own, beside any run of the script's, which stays as it is.
 
-    In its own run, wandb's step is the event's. The script's run has steps of the script's, and wandb drops
-    what comes for an earlier one: there the event's step is a metric, ``zlaunch/step``.
+    It begins with the first events: wandb would hand a run that is there to a script that begins its own.
+    The x axis is the metric ``step``: wandb's own step only rises, and drops what comes for an earlier one.
     """
 
-    section, package, module = "wandb", "wandb", "wandb"
+    section, package, module = "wandb", "wandb>=0.19.10", "wandb"
 
     def __init__(self, config: WandB) -> None:
-        import wandb
-
-        self._wandb: Any = wandb
-        self._own = wandb.run is None
-        if self._own:
-            wandb.init(project=config.project, group=config.group, entity=config.team)
-        else:
-            wandb.define_metric("Train/Samples/*", step_metric="zlaunch/step")
+        self._config = config
+        self._run: Any = None
 
     def write(self, events: Sequence[Event]) -> None:
         """Log events that belong to one step at once."""
+        import wandb
+
+        if self._run is None:
+            config = self._config
+            self._run = wandb.init(
+                project=config.project, group=config.group, entity=config.team, reinit="create_new"
+            )
+            self._run.define_metric("*", step_metric="step")
         by_step: dict[int, dict[str, float]] = {}
         for name, value, step in events:
             by_step.setdefault(step, {})[name] = value
         for step, values in by_step.items():
-            if self._own:
-                self._wandb.log(values, step=step)
-            else:
-                self._wandb.log({**values, "zlaunch/step": step})
+            self._run.log({**values, "step": step})
 
     def close(self) -> None:
-        """End the run, if it is not the script's."""
-        if self._own:
-            self._wandb.finish()
+        """End the run."""
+        if self._run is not None:
+            self._run.finish()
 
 
 class CometExperiment(Tracker):
@@ -143,9 +152,9 @@ class CometExperiment(Tracker):
             self._experiment.set_name(config.experiment_name)
 
     def write(self, events: Sequence[Event]) -> None:
-        """Log the events that are at least ``samples_log_interval`` behind the last of their name."""
+        """Log the events that are at least ``samples_log_interval`` away from the last of their name."""
         for name, value, step in events:
-            if name in self._last and step - self._last[name] < self._interval:
+            if name in self._last and abs(step - self._last[name]) < self._interval:
                 continue
             self._last[name] = step
             self._experiment.log_metric(name, value, step=step)

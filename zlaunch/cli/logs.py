@@ -33,19 +33,27 @@ def logs(run: str, follow: bool, chosen: str | None, lines: int | None) -> int:
     """
     found = find_run(meant(run))
     wanted = None if chosen is None else parse_ranks("--rank", chosen)
-    beyond = [] if wanted is None else [rank for rank in wanted if rank >= found.record.world_size]
-    if beyond:
-        last = found.record.world_size - 1
-        raise click.UsageError(f"--rank {chosen}: there is no rank {beyond[0]}; the last is {last}")
-    count = found.record.world_size if wanted is None else len(wanted)
+    known = max([found.record.world_size, *(rank + 1 for rank in _files(found.path / "logs", None))])
+    if wanted is not None and wanted[-1] >= known:
+        raise click.UsageError(f"--rank {chosen}: there is no rank {wanted[-1]}; the last is {known - 1}")
+    count = known if wanted is None else len(wanted)
     console = Console(None if count > 1 else wanted or [0])
     offsets: dict[int, int] = {}
+    if follow and found.state.startswith("on "):
+        console.message(
+            f"the launcher is {found.state}: if it is killed, that is not seen here; Ctrl-C ends this"
+        )
     while True:
         has_ended = not follow or _has_ended(found)  # asked first: what comes afterwards is still read
         for rank, path in _files(found.path / "logs", wanted).items():
-            if rank not in offsets:
-                offsets[rank] = 0 if lines is None else _offset_of_last(path, lines)
-            offsets[rank] = _show(console, rank, path, offsets[rank])
+            try:
+                if rank not in offsets:
+                    offsets[rank] = 0 if lines is None else _offset_of_last(path, lines)
+                offsets[rank] = _show(console, rank, path, offsets[rank])
+            except FileNotFoundError:
+                continue  # it has just been removed
+            if not follow:
+                console.close()
         if has_ended or not console.is_read:
             break
         time.sleep(_POLL_S)
@@ -57,7 +65,7 @@ def logs(run: str, follow: bool, chosen: str | None, lines: int | None) -> int:
 
 def _has_ended(run: FoundRun) -> bool:
     known = run_record.read(run.path)
-    return known is not None and FoundRun(run.name, run.path, known).state.startswith(("ended", "gone"))
+    return known is None or FoundRun(run.name, run.path, known).state.startswith(("ended", "gone"))
 
 
 def _files(folder: Path, wanted: Collection[int] | None) -> dict[int, Path]:

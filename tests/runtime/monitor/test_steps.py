@@ -6,6 +6,7 @@ import contextlib
 import csv
 import gc
 import io
+import os
 import re
 import weakref
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch import nn
 
 import zlaunch
 from tests.runtime.workers import run_workers
+from zlaunch.runtime.errors import MonitorError
 
 
 def _train(folder: str, extra: dict[str, Any], steps: int) -> tuple[dict[str, list[float]], str]:
@@ -103,6 +105,118 @@ def test_the_split_of_a_steps_time(
         times = column(tmp_path / "job" / f"Train_Samples_elapsed_time_ms_{part}.csv", 1)
         assert len(times) == 4 and all(time > 0 for time in times)
     assert all(float(line[4]) >= 0 for line in found)
+
+
+def _load_and_evaluate(folder: str) -> tuple[str, list[float]]:
+    """Train one step, load an earlier one, evaluate, train two steps; return what was printed."""
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+            "wall_clock_breakdown": True,
+            "csv_monitor": {"enabled": True, "output_path": folder, "job_name": "job"},
+        }
+        engine, *_ = zlaunch.initialize(model=nn.Linear(2, 2), config=config)
+
+        def step() -> None:
+            engine.backward(engine(torch.ones(1, 2)).sum())
+            engine.step()
+
+        engine.save_checkpoint(folder)
+        for _ in range(3):
+            step()
+        engine.load_checkpoint(folder)
+        with torch.no_grad():
+            for _ in range(200):
+                engine(torch.ones(1, 2))
+        step()
+        step()
+        engine.destroy()
+    return out.getvalue(), column(Path(folder, "job", "Train_Samples_lr.csv"), 0)
+
+
+def test_evaluation_and_a_loaded_checkpoint_are_no_part_of_a_step(tmp_path: Path) -> None:
+    ((printed, steps),) = run_workers(_load_and_evaluate, 1, str(tmp_path))
+    assert [int(line[0]) for line in LINE.findall(printed)] == [
+        1,
+        2,
+        3,
+        2,
+    ]  # the first after the load has no begin
+    assert steps == [1, 2, 3, 1, 2]
+    times = column(tmp_path / "job" / "Train_Samples_elapsed_time_ms_forward.csv", 0)
+    assert times == [1, 2, 3, 2]
+
+
+def _without_a_rate() -> None:
+    class Own(torch.optim.SGD):
+        pass
+
+    model = nn.Linear(2, 2)
+    optimizer = Own(model.parameters(), lr=0.1)
+    optimizer.param_groups[0]["lr"] = torch.tensor(0.1)
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_allow_untested_optimizer": True}
+    engine, *_ = zlaunch.initialize(model=model, optimizer=optimizer, config=config)
+    engine.backward(engine(torch.ones(1, 2)).sum())
+    engine.step()
+    assert engine.metrics().keys() == {"grad_norm", "train_loss"}
+    engine.destroy()
+
+
+def test_metrics_of_an_optimizer_whose_rate_is_a_tensor() -> None:
+    run_workers(_without_a_rate, 1)
+
+
+def _open_in_a_file(folder: str) -> str:
+    zlaunch.init_distributed()
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "csv_monitor": {"enabled": True, "output_path": folder, "job_name": "job"},
+    }
+    model = nn.Linear(2, 2)
+    with pytest.raises(MonitorError) as caught:
+        zlaunch.initialize(model=model, config=config)
+    config["csv_monitor"] = {"enabled": False}
+    engine, *_ = zlaunch.initialize(model=model, config=config)  # the model is as it was
+    engine.destroy()
+    return str(caught.value)
+
+
+def test_every_rank_is_told_that_a_tracker_cannot_be_opened(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    first, other = run_workers(_open_in_a_file, 2, str(tmp_path / "file"))
+    assert first.startswith("csv_monitor: ") and other == f"on rank 0, {first}"
+
+
+def _own_name(folder: str) -> None:
+    rank = int(os.environ["RANK"])
+    section = {"enabled": True, "output_path": folder, "job_name": f"job-{rank}"}
+    config = {"train_micro_batch_size_per_gpu": 1, "csv_monitor": section}
+    engine, *_ = zlaunch.initialize(model=nn.Linear(2, 2), config=config)
+    engine.destroy()
+
+
+def test_a_name_may_differ_between_ranks(tmp_path: Path) -> None:
+    run_workers(_own_name, 2, str(tmp_path))
+    assert [path.name for path in tmp_path.iterdir()] == ["job-0"]
+
+
+def _save_with_a_key(folder: str) -> None:
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "comet": {"enabled": False, "api_key": "secret-key"},
+    }
+    engine, *_ = zlaunch.initialize(model=nn.Linear(2, 2), config=config)
+    engine.save_checkpoint(folder)
+    engine.destroy()
+
+
+def test_a_checkpoint_has_no_key(tmp_path: Path) -> None:
+    run_workers(_save_with_a_key, 1, str(tmp_path))
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert files and not any(b"secret-key" in path.read_bytes() for path in files)
 
 
 def test_an_engine_that_is_dropped_is_not_kept_alive(tmp_path: Path) -> None:

@@ -9,11 +9,9 @@ from typing import Any
 import torch.distributed as dist
 
 from zlaunch.runtime.config import load
-from zlaunch.runtime.config.monitors import Comet, FileMonitor, WandB
+from zlaunch.runtime.config.monitors import TRACKERS, Comet, FileMonitor, WandB
 from zlaunch.runtime.environment import read_environment
 from zlaunch.runtime.monitor import monitor
-
-_SECTIONS = ("tensorboard", "wandb", "csv_monitor", "comet")
 
 
 class DeepSpeedMonitorConfig:
@@ -33,15 +31,15 @@ class DeepSpeedMonitorConfig:
     def __init__(self, **sections: Mapping[str, Any]) -> None:
         """Read sections by name. Raises ConfigError."""
         config = load({name: dict(section) for name, section in sections.items()}).config
-        for name in _SECTIONS:
+        for name in TRACKERS:
             setattr(self, name, getattr(config, name))
         self.whole = config
-        self.enabled = any(getattr(config, name).enabled for name in _SECTIONS)
+        self.enabled = any(getattr(config, name).enabled for name in TRACKERS)
 
 
 def get_monitor_config(param_dict: Mapping[str, Any]) -> DeepSpeedMonitorConfig:
     """Return the sections of the trackers in a config dict; other keys are not looked at."""
-    return DeepSpeedMonitorConfig(**{name: param_dict[name] for name in _SECTIONS if name in param_dict})
+    return DeepSpeedMonitorConfig(**{name: param_dict[name] for name in TRACKERS if name in param_dict})
 
 
 class Monitor(ABC):
