@@ -158,9 +158,9 @@ def build_engine(
         monitor=monitor,
         around=_make_around(effective, engine, monitor, comm, offloads=offload is not None),
     )
-    engine.observers.append(StepReporter(effective.config.steps_per_print).after_step)
+    engine.step_observers.append(StepReporter(effective.config.steps_per_print).after_step)
     if monitor.enabled:
-        engine.observers.append(monitor.after_step)
+        engine.step_observers.append(monitor.after_step)
     if client is not None:
         guard(client, engine, kind.optimizer_class or ZeroOptimizer)
     if training_data is not None:
@@ -178,6 +178,8 @@ def _open_monitor(effective: Effective, comm: Comm) -> Monitor:
         problem = str(error)
     for rank, text in enumerate(comm.exchange(problem) if monitor is None or monitor.enabled else ()):
         if text is not None:
+            if monitor is not None:
+                monitor.close()
             raise MonitorError(text if rank == comm.rank else f"on rank {rank}, {text}")
     assert monitor is not None
     return monitor

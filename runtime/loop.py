@@ -84,7 +84,7 @@ class TrainingLoop(nn.Module):
         self._no_sync = False
         self.last_loss: Tensor | None = None
         """Keeps the last micro-batch's loss."""
-        self.observers: list[Callable[[TrainingLoop], None]] = []
+        self.step_observers: list[Callable[[TrainingLoop], None]] = []
         """Are called after every optimizer step."""
         if scaler.used:
             sharded.loss_scaling.factor = lambda: scaler.factor
@@ -197,7 +197,7 @@ class TrainingLoop(nn.Module):
         optimizer = self.torch_optimizer
         return [float(group["lr"]) for group in optimizer.param_groups] if optimizer is not None else []
 
-    def metrics(self) -> dict[str, float | Tensor]:
+    def step_metrics(self) -> dict[str, float | Tensor]:
         """Return what is known after a step: gradient norm, loss scale (fp16) and this rank's last loss;
         0-dim tensors where a number may still be on its way from the device.
         """
@@ -347,7 +347,7 @@ class TrainingLoop(nn.Module):
             self._advance_schedule()
         elif result.known:
             self._resolve_last_step()
-        for observe in self.observers:
+        for observe in self.step_observers:
             observe(self)
 
     def gradient_divisor(self) -> float | Tensor:

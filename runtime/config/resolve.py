@@ -43,16 +43,15 @@ class Effective:
         text = json.dumps(values, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
 
-    def _without_secrets(self) -> dict[str, Any]:
-        return without_secrets(self.to_dict())
-
     def write(self, path: str | os.PathLike[str]) -> None:
         """Write values and sources as JSON, without secrets; a reader never sees half a file."""
         target = Path(path)
         temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
         try:
             with open(temporary, "w", encoding="utf-8") as file:
-                json.dump({"config": self._without_secrets(), "sources": self.sources}, file, indent=2)
+                json.dump(
+                    {"config": without_secrets(self.to_dict()), "sources": self.sources}, file, indent=2
+                )
                 file.write("\n")
             os.replace(temporary, target)
         finally:
@@ -87,7 +86,7 @@ class Effective:
 
     def table(self) -> list[tuple[str, str, str]]:
         """Return key, value and source of every value, without secrets."""
-        values = dict(_leaves(self._without_secrets()))
+        values = dict(_leaves(without_secrets(self.to_dict())))
         return [(path, json.dumps(value), self.sources[path]) for path, value in values.items()]
 
 

@@ -15,7 +15,7 @@ from ..config import Config
 from ..config.field_types import Section
 from ..errors import MonitorError
 from ..log import fail
-from .numbers_on_way import NumbersOnWay
+from .host_copy import HostCopy
 from .trackers import CometExperiment, CsvFiles, Event, TensorBoard, Tracker, WeightsAndBiases
 
 
@@ -26,7 +26,7 @@ class MonitoredLoop(Protocol):
 
     @property
     def torch_optimizer(self) -> torch.optim.Optimizer | None: ...
-    def metrics(self) -> dict[str, float | Tensor]: ...
+    def step_metrics(self) -> dict[str, float | Tensor]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,14 +86,15 @@ class Monitor:
     def after_step(self, loop: MonitoredLoop) -> None:
         """Write the metrics of the step that has just been made; see :meth:`expect`."""
         if self._trackers:
-            metrics, samples = {**_learning_rate(loop.torch_optimizer), **loop.metrics()}, loop.global_samples
-            numbers = NumbersOnWay(list(metrics.values()))
+            metrics = {**_learning_rate(loop.torch_optimizer), **loop.step_metrics()}
+            samples = loop.global_samples
+            numbers = HostCopy(list(metrics.values()))
             names = [f"Train/Samples/{name}" for name in metrics]
 
             def read() -> list[Event]:
                 return [(name, value, samples) for name, value in zip(names, numbers.read(), strict=True)]
 
-            self.expect(samples, numbers.are_here, read)
+            self.expect(samples, numbers.is_done, read)
 
     def expect(self, step: int, is_here: bool, read: Callable[[], Sequence[Event]]) -> None:
         """Write what ``read`` returns: now if it ``is_here``, else once that of a later step is expected, so

@@ -26,6 +26,8 @@ def test_a_monitor_without_an_engine(deepspeed: Any, tmp_path: Path) -> None:
     with (tmp_path / "job" / "Train_loss.csv").open(newline="") as file:
         assert list(csv.reader(file)) == [["step", "loss"], ["3", "0.5"]]
     assert not get_monitor_config({}).enabled
+    whole = deepspeed.DeepSpeedConfig({"train_batch_size": 1, "csv_monitor": section})
+    assert whole.monitor_config.enabled and whole.monitor_config.csv_monitor.job_name == "job"
     with pytest.raises(Exception, match=r"csv_monitor\.path"):
         get_monitor_config({"csv_monitor": {"path": "x"}})
 

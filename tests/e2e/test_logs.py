@@ -97,6 +97,24 @@ def test_a_launcher_that_is_killed_ends_it(tmp_path: Path) -> None:
     assert watcher.returncode == 0
 
 
+def test_a_run_that_restarts_is_followed(tmp_path: Path) -> None:
+    script = """
+        import os, sys, time
+        print("attempt", os.environ["ZLAUNCH_RESTART_COUNT"], flush=True)
+        while not os.path.exists("go"):
+            time.sleep(0.05)
+        sys.exit(os.environ["ZLAUNCH_RESTART_COUNT"] == "0")
+    """
+    launch = Launch(tmp_path, "--num_gpus=1", "--max_restarts=1", script=script)
+    wait_until(lambda: "attempt 0" in launch.out, "the rank is up")
+    watcher = follow(tmp_path, "run")
+    assert watcher.stdout is not None and watcher.stdout.readline() == "attempt 0\n"
+    (tmp_path / "go").touch()
+    rest, errors = watcher.communicate(timeout=LIMIT_S)
+    assert "attempt 1" in rest.splitlines() and watcher.returncode == 0 and not errors
+    assert launch.wait() == 0
+
+
 def test_the_watcher_leaves_the_run_alone(tmp_path: Path) -> None:
     launch = Launch(tmp_path, "--num_gpus=1", script=WAITING)
     wait_until(lambda: "up" in launch.out, "the rank is up")

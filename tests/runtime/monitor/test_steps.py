@@ -148,23 +148,19 @@ def test_evaluation_and_a_loaded_checkpoint_are_no_part_of_a_step(tmp_path: Path
     assert times == [1, 2, 3, 2]
 
 
-def _without_a_rate() -> None:
-    class Own(torch.optim.SGD):
-        pass
+def _models_own_names(folder: str) -> tuple[Any, ...]:
+    class Model(nn.Linear):
+        metrics, observers = "the model's", "the model's, too"
 
-    model = nn.Linear(2, 2)
-    optimizer = Own(model.parameters(), lr=0.1)
-    optimizer.param_groups[0]["lr"] = torch.tensor(0.1)
-    config = {"train_micro_batch_size_per_gpu": 1, "zero_allow_untested_optimizer": True}
-    engine, *_ = zlaunch.initialize(model=model, optimizer=optimizer, config=config)
-    engine.backward(engine(torch.ones(1, 2)).sum())
-    engine.step()
-    assert engine.metrics().keys() == {"grad_norm", "train_loss"}
+    config = {"train_micro_batch_size_per_gpu": 1, "csv_monitor": {"enabled": True, "output_path": folder}}
+    engine, *_ = zlaunch.initialize(model=Model(2, 2), config=config)
+    found = engine.metrics, engine.observers
     engine.destroy()
+    return found
 
 
-def test_metrics_of_an_optimizer_whose_rate_is_a_tensor() -> None:
-    run_workers(_without_a_rate, 1)
+def test_common_names_of_a_models_attributes_are_the_models(tmp_path: Path) -> None:
+    assert run_workers(_models_own_names, 1, str(tmp_path)) == [("the model's", "the model's, too")]
 
 
 def _open_in_a_file(folder: str) -> str:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from zlaunch.compat.deepspeed.getters import _PATHS, read
 from zlaunch.compat.deepspeed.log import logger
 from zlaunch.compat.deepspeed.missing import absent
+from zlaunch.compat.deepspeed.monitors import get_monitor_config
 from zlaunch.compat.deepspeed.pickled import OffloadDeviceEnum, ZeroStageEnum
 from zlaunch.runtime.config import load, resolve
 from zlaunch.runtime.config.field_types import Section
@@ -135,6 +136,8 @@ class DeepSpeedConfig:
         config = self._effective.config
         if name == "zero_config":
             return DeepSpeedZeroConfig.of(config.zero_optimization)
+        if name == "monitor_config":
+            return get_monitor_config(self._param_dict)
         path = _OWN.get(name) or _PATHS.get(name)
         if path is not None:
             return read(config, path)
