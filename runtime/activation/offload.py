@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...cuda_ops.pinned import PinnedPool
-from ..comm.collectives import _all_gather_flat
+from ..comm.collectives import all_gather_flat
 
 MINIMUM_NUMEL = 1024
 """Smaller tensors are not moved: that would cost more than keeping them."""
@@ -157,7 +157,7 @@ class Segment:
 def _whole_of(piece: Tensor, shape: torch.Size, group: Any) -> Tensor:
     """Gather the tensor of which every rank of the group gives its slice; contiguous. Collective."""
     full = piece.new_empty(piece.numel() * dist.get_world_size(group))
-    _all_gather_flat(full, piece, group=group)
+    all_gather_flat(full, piece, group=group)
     return full[: shape.numel()].view(shape)
 
 

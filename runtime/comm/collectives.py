@@ -38,8 +38,8 @@ from .process_group import new_group, open_comms
 from .waits import Key, waits
 
 # torch 2.13 renamed these two; the old names warn there, the new ones do not exist before.
-_all_gather_flat: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter_flat: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather_flat: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_flat: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 _GATHER, _REDUCE = 0, 1
@@ -196,7 +196,7 @@ class Comm:
         noted = self._begin(_GATHER, label)
         if self._shared is not None:
             return Noted(self._shared.all_gather(_GATHER, full, source, label), *noted)
-        return Work(_all_gather_flat(full, own, group=self._gather_group, async_op=True), *noted, full)
+        return Work(all_gather_flat(full, own, group=self._gather_group, async_op=True), *noted, full)
 
     def drain(self) -> bool:
         """Finish what cannot go on without this rank's help; return True if all gathers have arrived by then.
@@ -227,7 +227,7 @@ class Comm:
         if self._native_reduce_scatter:
             direct = shard.dtype == bucket.dtype
             pieces = shard if direct else torch.empty_like(shard, dtype=bucket.dtype)
-            sent = _reduce_scatter_flat(pieces, bucket, group=self._reduce_group, async_op=True)
+            sent = reduce_scatter_flat(pieces, bucket, group=self._reduce_group, async_op=True)
             work = Work(sent, *noted, bucket)
             return work if direct else work.then(lambda: sum_pieces(shard, pieces.view(1, -1)))
         pieces = torch.empty_like(bucket)

@@ -1,4 +1,4 @@
-"""`zlaunch bench io`: measure a disk for offload."""
+"""`zlaunch bench`: measure a disk for offload, and the network."""
 
 from __future__ import annotations
 
@@ -7,12 +7,16 @@ import os
 
 import click
 
+from zlaunch.cli.bench_net import net
 from zlaunch.cli.commands import SETTINGS, count_option
 
 
 @click.group(context_settings=SETTINGS)
 def bench() -> None:
-    """Measure this machine."""
+    """Measure a disk, or the network between nodes."""
+
+
+bench.add_command(net)
 
 
 @bench.command()

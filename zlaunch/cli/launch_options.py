@@ -22,7 +22,7 @@ REACH = (
     click.option("--iface", metavar="NAME", help="Network interface for rendezvous and traffic."),
 )
 """Lists the options that reach other nodes."""
-LAUNCH = (
+WHERE = (
     count_option(
         "--num_gpus",
         "--num_accelerators",
@@ -45,16 +45,20 @@ LAUNCH = (
         "--master_addr", metavar="ADDR", help="Rendezvous address.  [default: one of node 0 that all reach]"
     ),
     *REACH,
+    seconds_option("--connect_timeout", "For a node to answer at the start.", default=60.0, low=1),
+    click.option(
+        "--env", multiple=True, metavar="KEY[=VAL]", help="Export a variable to the nodes; repeatable."
+    ),
+)
+"""Lists the options that choose the ranks of a run and reach their nodes."""
+LAUNCH = (
+    *WHERE,
     click.option("--no_ssh", is_flag=True, help="The same command is started on each node by hand."),
     click.option(
         "--node_rank", type=int, metavar="N", help="Which of the nodes this is, of those started by hand."
     ),
     *deepspeed_flags(),
-    click.option(
-        "--env", multiple=True, metavar="KEY[=VAL]", help="Export a variable to the nodes; repeatable."
-    ),
     click.option("--workdir", metavar="DIR", help="Folder to run in on every node.  [default: this one]"),
-    seconds_option("--connect_timeout", "For a node to answer at the start.", default=60.0, low=1),
     seconds_option("--heartbeat", "A node silent for so long is lost.", default=15.0, low=1),
     count_option(
         "--max_restarts",
