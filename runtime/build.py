@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -24,7 +24,7 @@ from .data import EngineLoader
 from .deadlock import watch as deadlock
 from .engine import Engine
 from .environment import read_environment
-from .errors import MonitorError, OptimizerError, ParameterError
+from .errors import OptimizerError, ParameterError
 from .handles.accepted_optimizers import needs_whole_tensors
 from .handles.accepted_parameters import find_refused
 from .handles.consistency import check_consistency
@@ -32,12 +32,11 @@ from .handles.handles import Handles
 from .handles.module_methods import intercept_module
 from .handles.optimizer import ZeroOptimizer, guard
 from .log import say, set_level, show, warn
-from .memory.advice import advised
 from .memory.estimate import relief
 from .memory.preflight import preflight
 from .memory.resources import PINNED_SHARE
-from .monitor.monitor import Monitor
-from .monitor.step_clock import StepClock
+from .monitor.observation import observe, open_monitor
+from .offload import disk
 from .offload.background_step import BackgroundStep
 from .offload.manager import Offload
 from .offload.options import choose_offload
@@ -48,7 +47,7 @@ from .optim.sharded_optimizer import ShardedOptimizer
 from .precision.loss_scaler import DeviceLossScaler, LossScaler
 from .precision.policy import Precision, choose_precision, dtype_named
 from .registry.optimizers import build_optimizer, build_scheduler
-from .report import StepReporter
+from .report import announce, describe
 from .shared_memory.connect import connect
 from .zero import placeholder
 from .zero.hooks import ShardedModel
@@ -98,7 +97,7 @@ def build_engine(
             say(line)
     _check_parameters(model, comm)
     check_consistency(model, effective.digest(), comm)
-    monitor = _open_monitor(effective, comm)
+    monitor = open_monitor(effective, comm)
     precision = choose_precision(effective.config)
     client, groups = _choose_optimizer(optimizer, model_parameters, model, effective)
     checkpointing.apply(model, loaded.config.activation_checkpointing)
@@ -151,14 +150,23 @@ def build_engine(
         link=HostLink(comm.device, pin=on_gpu),
         save_weights=partial(save_weights, sharded),
     )
+
+    def advice() -> str:
+        return relief(
+            engine.train_micro_batch_size_per_gpu(),
+            stage=engine.zero_optimization_stage(),
+            world_size=comm.world_size,
+            offloads=offload is not None,
+            checkpoints=effective.config.activation_checkpointing.enabled,
+        )
+
     engine.attach(
         checkpoints=checkpoints,
         states=StateMover(sharded, step, effective.config),
         offload=offload,
         monitor=monitor,
-        around=_make_around(effective, engine, monitor, comm, offloads=offload is not None),
+        around=observe(engine, effective.config, monitor, {"disk": lambda: disk.waited.seconds}, advice),
     )
-    engine.step_observers.append(StepReporter(effective.config.steps_per_print).after_step)
     if monitor.enabled:
         engine.step_observers.append(monitor.after_step)
     if client is not None:
@@ -167,55 +175,6 @@ def build_engine(
         engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=collate_fn)
     _record(effective, comm)
     return engine, client, engine.training_dataloader, engine.lr_scheduler
-
-
-def _open_monitor(effective: Effective, comm: Comm) -> Monitor:
-    """Open the trackers. Raises MonitorError on every rank where rank 0 cannot."""
-    monitor, problem = None, None
-    try:
-        monitor = Monitor(effective.config, comm.rank)
-    except MonitorError as error:
-        problem = str(error)
-    for rank, text in enumerate(comm.exchange(problem) if monitor is None or monitor.enabled else ()):
-        if text is not None:
-            if monitor is not None:
-                monitor.close()
-            raise MonitorError(text if rank == comm.rank else f"on rank {rank}, {text}")
-    assert monitor is not None
-    return monitor
-
-
-def _make_around(
-    effective: Effective, engine: Engine, monitor: Monitor, comm: Comm, *, offloads: bool
-) -> Callable[[str], AbstractContextManager[None]]:
-    """Make what surrounds an engine's forward, backward and step: advice on memory, and a clock if asked."""
-    config = effective.config
-
-    def advice() -> str:
-        return relief(
-            engine.train_micro_batch_size_per_gpu(),
-            stage=int(config.zero_optimization.stage),
-            world_size=comm.world_size,
-            offloads=offloads,
-            checkpoints=config.activation_checkpointing.enabled,
-        )
-
-    if not config.wall_clock_breakdown:
-        return lambda name: advised(name, advice)
-    clock = StepClock(
-        comm.device,
-        lambda: (engine.global_steps, engine.global_samples),
-        monitor,
-        config.steps_per_print or 1,
-        prints=comm.rank == 0,
-    )
-
-    @contextmanager
-    def around(name: str) -> Iterator[None]:
-        with advised(name, advice), clock.part(name):
-            yield
-
-    return around
 
 
 def _choose_kernels() -> None:
@@ -391,6 +350,8 @@ def _make_scheduler(given: Any, effective: Effective, optimizer: torch.optim.Opt
 
 def _record(effective: Effective, comm: Comm) -> None:
     run_dir = read_environment().run_dir
+    if comm.rank == 0:
+        announce("environment", **describe(comm.device))
     if comm.rank == 0 and run_dir:
         effective.write(os.path.join(run_dir, "config.effective.json"))
     if comm.rank == 0 and effective.config.dump_state:

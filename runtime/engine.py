@@ -76,12 +76,13 @@ class Engine(TrainingLoop):
         states: MovableStates,
         offload: Any,
         monitor: Any,
-        around: Callable[[str], AbstractContextManager[None]],
+        around: Callable[..., AbstractContextManager[None]],
     ) -> None:
         """Take the parts that the assembly has built for this engine; called once, before anything else.
 
         ``offload`` keeps states off the device, None where all stay there; ``monitor`` has ``write_events``;
-        ``around`` gives a context for each ``"forward"``, ``"backward"`` and ``"step"``.
+        ``around`` gives a context for each ``"forward"`` (with the model's arguments, a tuple and a dict),
+        ``"backward"`` and ``"step"``.
         """
         self.checkpoints, self._states = checkpoints, states
         self._offload, self.monitor, self._around = offload, monitor, around
@@ -120,7 +121,7 @@ class Engine(TrainingLoop):
         """Call the model."""
         self._states.check("a forward pass", VALUES)
         self.checkpoints.check()
-        with self._around("forward"):
+        with self._around("forward", args, kwargs):
             return super().forward(*args, **kwargs)
 
     def _before_forward(self) -> None:

@@ -3,26 +3,49 @@
 from __future__ import annotations
 
 import json
-import math
 import os
+import platform
 import sys
 import time
-from typing import Any, Protocol
+from collections.abc import Mapping
+from typing import Any
 
-from torch import Tensor
+import torch
 
 from .environment import read_environment
 from .log import show
+
+_SHOWN = ("step", "loss", "lr", "loss_scale", "grad_norm", "samples_per_s", "tokens_per_s")
+
+
+class Reported:
+    """Notes what the script itself has reported."""
+
+    tokens = False
+    """It counts tokens, so that the runtime need not."""
+    tokens_at: float | None = None
+
+
+reported = Reported()
+"""Holds the notes of this process."""
 
 
 def report(**values: float | int | None) -> None:
     """Tell the launcher (or, without one, standard error of rank 0) the metrics of a step.
 
-    Known names are shown by name (``step``, ``steps``, ``loss``, ``lr``, ``loss_scale``, ``grad_norm``,
-    ``tokens_per_s``, ``memory_gb``); others are passed along. Never raises: a closed pipe must not end a run.
-    Under zlaunch every rank may report; the console shows rank 0 and the memory of all.
+    The runtime reports an engine's steps by itself; this adds what it cannot know. Known names are shown by
+    name (``step``, ``steps``: how many there will be, ``loss``, ``lr``, ``loss_scale``, ``grad_norm``,
+    ``tokens_per_s``, ``memory_gb``); others, such as ``val_loss``, are kept for `zlaunch watch` and `zlaunch
+    report`. ``tokens``: how many all ranks have trained on since the last such report, from which the speed
+    is known. Never raises: a closed pipe must not end a run. Under zlaunch every rank may report; the console
+    shows rank 0 and the memory of all.
     """
     environment = read_environment()
+    if values.get("tokens") is not None:
+        now, before = time.perf_counter(), reported.tokens_at
+        reported.tokens, reported.tokens_at = True, now
+        if before is not None:
+            values.setdefault("tokens_per_s", float(values["tokens"] or 0) / max(now - before, 1e-9))
     shown = {name: value for name, value in values.items() if value is not None}
     if environment.event_fd is None:
         if environment.rank == 0:
@@ -31,42 +54,14 @@ def report(**values: float | int | None) -> None:
     announce("metrics", values=shown)
 
 
-class ReportedLoop(Protocol):
-    """Has the metrics of its last step."""
-
-    last_loss: Tensor | None
-    global_steps: int
-    global_samples: int
-
-    @property
-    def loss_scale(self) -> float: ...
-    def get_lr(self) -> list[float]: ...
-    def get_global_grad_norm(self) -> float | None: ...
-
-
-class StepReporter:
-    """Reports the metrics of every ``every``-th step, with the speed since the last report."""
-
-    def __init__(self, every: float | None) -> None:
-        self._every = int(every) if every and math.isfinite(every) else 0
-        self._time, self._samples = time.perf_counter(), 0
-
-    def after_step(self, loop: ReportedLoop) -> None:
-        """Report the step that has just been made, if it is its turn; on a GPU that waits for the step."""
-        if not self._every or loop.global_steps % self._every:
-            return
-        now, samples = time.perf_counter(), loop.global_samples
-        seconds = max(now - self._time, 1e-9)
-        speed = (samples - self._samples) / seconds
-        self._time, self._samples = now, samples
-        report(
-            step=loop.global_steps,
-            loss=float(loop.last_loss) if loop.last_loss is not None else None,
-            lr=next(iter(loop.get_lr()), None),
-            loss_scale=loop.loss_scale,
-            grad_norm=loop.get_global_grad_norm(),
-            samples_per_s=speed,
-        )
+def send_step(values: Mapping[str, float], *, printed: bool) -> None:
+    """Tell the launcher, or without one standard error, what the runtime knows of a step. ``printed``: where
+    each report is a line, this is one.
+    """
+    if read_environment().event_fd is not None:
+        announce("metrics", values=values, printed=printed)
+    elif printed:
+        show(" ".join(f"{name} {values[name]:.6g}" for name in _SHOWN if name in values), sys.stderr)
 
 
 def announce(kind: str, **content: Any) -> None:
@@ -79,3 +74,19 @@ def announce(kind: str, **content: Any) -> None:
         os.write(environment.event_fd, json.dumps(event).encode() + b"\n")
     except (OSError, ValueError):
         pass
+
+
+def describe(device: torch.device) -> dict[str, str]:
+    """Describe what this process runs on: versions and the device, by name."""
+    from zlaunch import __version__
+
+    found = {
+        "zlaunch": __version__,
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "system": platform.platform(),
+        "device": "CPU",
+    }
+    if device.type == "cuda":
+        found |= {"device": torch.cuda.get_device_name(device), "CUDA": str(torch.version.cuda)}
+    return found

@@ -159,11 +159,6 @@ class Comm:
             self.calls[name] += 1
 
     @property
-    def moved_numel(self) -> int:
-        """Return the elements moved since the last reset of ``moved``, parameters and gradients alike."""
-        return sum(self.moved[k] for k in ("all_gather", "reduce_scatter", "all_reduce"))
-
-    @property
     def shared(self) -> bool:
         """Tell whether all ranks see memory from ``empty``; it then lives as long as this object."""
         return self._shared is not None

@@ -99,7 +99,7 @@ class Work(Pending):
         if self._work is None:
             return
         if self._keep and self._keep[0].device.type != "cpu":
-            self._work.wait()  # the stream waits, not the host
+            waits.on_stream(self._work.wait)  # the stream waits, not the host
         else:
             await_work(self._work, self._key, self._what)
         self._work, self._keep = None, ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
@@ -34,6 +35,10 @@ class Waits:
         """Identifies the thread whose waits are noted, once there is a watch."""
         self.make_watch: Callable[[Waits, int, int], Watch] | None = None
         """Makes and starts a watch for a rank and a world size. Without it notes are only taken."""
+        self.seconds = 0.0
+        """Adds up what the main thread has waited, where there is a watch."""
+        self.on_stream: Callable[[Callable[[], object]], object] = lambda wait: wait()
+        """Lets a stream wait for a collective; a clock may put marks around it."""
         self._watch: Watch | None = None
         self._count = 0
 
@@ -52,11 +57,12 @@ class Waits:
             return
         outer = self.now
         self._count += 1
-        self.now = (self._count, key, what)
+        self.now, start = (self._count, key, what), time.perf_counter()
         try:
             yield
         finally:
             self.now = outer
+            self.seconds += 0.0 if outer is not None else time.perf_counter() - start
 
     def check(self) -> None:
         """Raise RankMismatchError once it is known that this rank waits in vain."""

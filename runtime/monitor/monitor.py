@@ -86,7 +86,7 @@ class Monitor:
     def after_step(self, loop: MonitoredLoop) -> None:
         """Write the metrics of the step that has just been made; see :meth:`expect`."""
         if self._trackers:
-            metrics = {**_learning_rate(loop.torch_optimizer), **loop.step_metrics()}
+            metrics = {**learning_rate(loop.torch_optimizer), **loop.step_metrics()}
             samples = loop.global_samples
             numbers = HostCopy(list(metrics.values()))
             names = [f"Train/Samples/{name}" for name in metrics]
@@ -145,7 +145,7 @@ def _chosen(config: Config) -> list[tuple[type[Any], Section]]:
     return [(kind, section) for enabled, kind, section in known if enabled]
 
 
-def _learning_rate(optimizer: torch.optim.Optimizer | None) -> dict[str, float | Tensor]:
+def learning_rate(optimizer: torch.optim.Optimizer | None) -> dict[str, float | Tensor]:
     """Return the first group's rate; nothing where it is no number, as with Adafactor's own schedule."""
     rate = None if optimizer is None else optimizer.param_groups[0].get("lr")
     return {"lr": rate} if isinstance(rate, (int, float, Tensor)) else {}

@@ -1,43 +1,64 @@
-"""Times forward, backward and step, and prints how a step's time is split."""
+"""Times an engine's forward, backward and step, and what they wait for."""
 
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 
-from ..log import show
-from .monitor import Monitor
-from .trackers import Event
+from ..comm.waits import waits
 
-_PARTS = ("forward", "backward", "step")
+PARTS = ("forward", "backward", "step")
+COMMUNICATION = "communication"
 _Mark = float | torch.cuda.Event
-_Span = tuple[str, _Mark, _Mark]
 _MOST_SPANS = 1000
 """Spans of one step that are kept before they are added up; on a GPU that waits for the device."""
 
 
-@dataclass(slots=True)
-class _Step:
-    number: int
-    sums: dict[str, float]
-    spans: list[_Span]
+class TimedStep:
+    """Holds how long one step and its parts took. ``"forward"``, ``"backward"``, ``"step"`` and ``"all"`` are
+    whole times. Waits such as ``"communication"`` are parts of these; of a forward pass, it counts as
+    ``"communication in forward"`` as well.
+    """
 
-    def add_up(self) -> dict[str, float]:
-        """Return the milliseconds of each part."""
-        for name, start, stop in self.spans:
-            self.sums[name] = self.sums.get(name, 0.0) + _milliseconds(start, stop)
-        self.spans.clear()
-        return self.sums
+    def __init__(self, before: int) -> None:
+        """Begin a step when ``before`` steps have been made."""
+        self.before = before
+        self.number = self.samples = 0
+        """Number the step, and count the samples up to its end."""
+        self._sums: dict[str, float] = {}
+        self._spans: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+
+    def add(self, name: str, milliseconds: float) -> None:
+        """Add a time that is known."""
+        self._sums[name] = self._sums.get(name, 0.0) + milliseconds
+
+    def add_span(self, name: str, start: _Mark, stop: _Mark) -> None:
+        """Add the time between two marks; on a GPU it is known when the device has come there."""
+        if isinstance(start, float):
+            assert isinstance(stop, float)
+            self.add(name, (stop - start) * 1e3)
+            return
+        assert not isinstance(stop, float)
+        self._spans.append((name, start, stop))
+        if len(self._spans) > _MOST_SPANS:
+            self.milliseconds()
+
+    def milliseconds(self) -> dict[str, float]:
+        """Return the milliseconds by name; on a GPU, wait until the device has come to the last mark."""
+        for name, start, stop in self._spans:
+            stop.synchronize()
+            self.add(name, float(start.elapsed_time(stop)))
+        self._spans.clear()
+        return self._sums
 
 
 class StepClock:
-    """Times an engine's calls. On a GPU the marks are events on the present stream, read after the next step,
-    so that nobody waits for the device; the line of a step is then printed one step later.
+    """Times an engine's calls. On a GPU the marks are events on the present stream, and who reads a step
+    after the next one's end waits for nothing.
 
     The rest of a step's time is what the script does between the calls: data, evaluation, a loss of its own.
     """
@@ -46,20 +67,29 @@ class StepClock:
         self,
         device: torch.device,
         counters: Callable[[], tuple[int, int]],
-        monitor: Monitor,
-        every: int,
-        *,
-        prints: bool,
+        waited: Mapping[str, Callable[[], float]],
     ) -> None:
-        """Time on ``device``; ``counters`` returns the engine's steps and samples. The split is printed every
-        ``every`` steps where ``prints``.
+        """Time on ``device``; ``counters`` returns the engine's steps and samples, ``waited`` gives by name
+        the seconds that this process has waited so far.
         """
-        self._on_gpu = device.type == "cuda"
-        self._counters, self._monitor = counters, monitor
-        self._every, self._prints = every, prints
+        self.on_gpu = device.type == "cuda"
+        self.listeners: list[Callable[[TimedStep], None]] = []
+        """Are called at the end of each step."""
+        self._counters, self._waited = counters, waited
         self._last = self._mark()
-        self._step = _Step(counters()[0], {}, [])
-        self._unprinted: deque[_Step] = deque()
+        self._step = TimedStep(counters()[0])
+        self._part = "rest"
+        self._before = [read() for read in waited.values()]
+        clock = weakref.ref(self)
+
+        def on_stream(wait: Callable[[], object]) -> None:
+            alive = clock()
+            if alive is None:
+                wait()
+            else:
+                alive._wait_on_stream(wait)
+
+        self._on_stream = on_stream
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
@@ -67,63 +97,55 @@ class StepClock:
         pass without gradients is part of the rest.
         """
         counts = name != "forward" or torch.is_grad_enabled()
+        outer, self._part = self._part, name if counts else self._part
+        if self.on_gpu:  # of several engines, the one that works now
+            waits.on_stream = self._on_stream
+        self._add_waits(outer)
         start = self._mark()
         try:
             yield
         finally:
             stop = self._mark()
+            self._add_waits(self._part)
+            self._part = outer
             if counts:
-                self._step.spans.append((name, start, stop))
-                if not self._on_gpu or len(self._step.spans) > _MOST_SPANS:
-                    self._step.add_up()
+                self._step.add_span(name, start, stop)
         if name == "step":
             self._end(stop)
+
+    def _add_waits(self, part: str) -> None:
+        """Add what has been waited since the last call, in that part."""
+        for index, (name, read) in enumerate(self._waited.items()):
+            seconds = read()
+            if seconds != self._before[index]:
+                milliseconds, self._before[index] = (seconds - self._before[index]) * 1e3, seconds
+                self._step.add(name, milliseconds)
+                self._step.add(f"{name} in {part}", milliseconds)
+
+    def _wait_on_stream(self, wait: Callable[[], object]) -> None:
+        start = self._mark()
+        wait()
+        stop = self._mark()
+        self._step.add_span(COMMUNICATION, start, stop)
+        self._step.add_span(f"{COMMUNICATION} in {self._part}", start, stop)
 
     def _end(self, stop: _Mark) -> None:
         steps, samples = self._counters()
         done = self._step
-        if steps == done.number:
+        if steps == done.before:
             return
         begin, self._last = self._last, stop
-        self._step = _Step(steps, {}, [])
-        if steps != done.number + 1:  # a checkpoint was loaded in between
+        self._step = TimedStep(steps)
+        if steps != done.before + 1:  # a checkpoint was loaded in between
             return
-        done.number = steps
-        done.spans.append(("all", begin, stop))
-        self._monitor.expect(samples, not self._on_gpu, lambda: _events(done, samples))
-        if self._prints:
-            self._unprinted.append(done)
-            ready = len(self._unprinted) - self._on_gpu
-            if ready and self._unprinted[ready - 1].number % self._every == 0:
-                self._print([self._unprinted.popleft() for _ in range(ready)])
+        done.number, done.samples = steps, samples
+        done.add_span("all", begin, stop)
+        for listen in self.listeners:
+            listen(done)
 
     def _mark(self) -> _Mark:
-        if not self._on_gpu:
+        if not self.on_gpu:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch's own
         event.record()
         return event
-
-    def _print(self, steps: Sequence[_Step]) -> None:
-        means: dict[str, float] = {}
-        for step in steps:
-            for name, value in step.add_up().items():
-                means[name] = means.get(name, 0.0) + value / len(steps)
-        parts = [f"{name} {means[name]:.2f}" if name in means else f"{name} -" for name in _PARTS]
-        rest = means["all"] - sum(means.get(name, 0.0) for name in _PARTS)
-        count = f", mean of {len(steps)} steps" if len(steps) > 1 else ""
-        show(f"zlaunch: time (ms) of step {steps[-1].number}: {', '.join(parts)}, rest {rest:.2f}{count}")
-
-
-def _events(step: _Step, samples: int) -> list[Event]:
-    sums = step.add_up()
-    return [(f"Train/Samples/elapsed_time_ms_{name}", sums[name], samples) for name in _PARTS if name in sums]
-
-
-def _milliseconds(start: _Mark, stop: _Mark) -> float:
-    if isinstance(start, float):
-        assert isinstance(stop, float)
-        return (stop - start) * 1e3
-    assert not isinstance(stop, float)
-    stop.synchronize()
-    return float(start.elapsed_time(stop))

@@ -11,6 +11,7 @@ import errno
 import mmap
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -94,6 +95,16 @@ def _explain(error: OSError, nbytes: int) -> str:
     return error.strerror or str(error)
 
 
+class DiskWaits:
+    """Adds up the seconds that the main thread has waited for disks."""
+
+    seconds = 0.0
+
+
+waited = DiskWaits()
+"""Counts for this process."""
+
+
 class DiskTransfer:
     """Represents a read or a write under way, in blocks."""
 
@@ -110,10 +121,13 @@ class DiskTransfer:
         """Wait until every block is transferred; raises the DiskError of the first block that failed, at
         every call.
         """
+        start = time.perf_counter()
         for part in self._parts:
             error = part.exception()
             self._error = self._error or error
         self._parts = ()
+        if threading.current_thread() is threading.main_thread():
+            waited.seconds += time.perf_counter() - start
         if self._error is not None:
             raise self._error
 

@@ -23,7 +23,9 @@ DISK_BOTH: dict[str, Any] = {**DISK, "offload_param": {**_DISK, "max_in_cpu": 0}
 SAVES: dict[str, Any] = {"checkpoint": {"asynchronous": True}}
 SAVES_AT_ONCE: dict[str, Any] = {"checkpoint": {"asynchronous": False}}
 OFFLOADED_INPUTS: dict[str, Any] = {"activation_checkpointing": {"cpu_checkpointing": True}}
-WATCHED: dict[str, Any] = {"csv_monitor": {"enabled": True}, "wall_clock_breakdown": True}
+WATCHED: dict[str, Any] = {
+    **{"csv_monitor": {"enabled": True}, "wall_clock_breakdown": True, "steps_per_print": 2},
+}
 
 
 BEFORE = "Event.synchronize in step_result._read < step_result.differs"
@@ -33,6 +35,8 @@ ORDER = "aten::_local_scalar_dense in sharded_optimizer._step_by_host < sharded_
 """Stands for NORM with several ranks: whether they agree is read first."""
 METRICS = "Event.synchronize in host_copy.read < monitor.read"
 """At a step's end, for the numbers of the step before."""
+REPORT = "Event.synchronize in host_copy.read < step_reporter.flush"
+"""At a step's end, for a report of the step before."""
 ARRIVAL = "Event.synchronize in transfer.wait < host_store.grad"
 UPLOAD = "Event.synchronize in transfer.synchronize < buffers._retire"
 WRITTEN = "save: cuda.synchronize in transfer.release < writer.abandon"
@@ -102,7 +106,7 @@ CASES = {
         Case("stage 3 offloaded", 3, HOST_BOTH, {**BF16, **OFFLOADED_INPUTS}),
         Case("stage 3 init", 3, options=BF16, init=True),
         Case("stage 3 init host both", 3, HOST_BOTH, BF16, init=True),
-        Case("stage 2 watched", 2, options={**BF16, **WATCHED}, more_waits=(METRICS,)),
+        Case("stage 2 watched", 2, options={**BF16, **WATCHED}, more_waits=(METRICS, REPORT)),
         *(Case(f"stage {stage} on two", stage, options=BF16, world=2) for stage in range(4)),
         Case("stage 3 accumulated on two", 3, options=BF16, accumulation=2, world=2),
         Case("stage 2 host on two", 2, HOST, BF16, world=2, more_waits=(ARRIVAL, UPLOAD)),
@@ -147,7 +151,7 @@ def train(case: Case) -> dict[str, Any]:
             zero={**small, **_placed(case.zero, folder)},
             **case.options,
         )
-        settings["steps_per_print"] = 1000
+        settings.setdefault("steps_per_print", 1000)
         if "csv_monitor" in settings:
             settings["csv_monitor"] = {**settings["csv_monitor"], "output_path": folder}
         if case.init:

@@ -67,7 +67,8 @@ def _install_cuda() -> None:
     cuda.set_device, cuda.current_device = lambda device: None, lambda: 0
     cuda.is_current_stream_capturing = lambda: False
     cuda.mem_get_info = lambda device=None: (FREE_BYTES, TOTAL_BYTES)
-    cuda.memory_reserved = cuda.memory_allocated = lambda device=None: allocated()
+    cuda.get_device_name = lambda device=None: "a pretended GPU"
+    cuda.memory_reserved = cuda.memory_allocated = cuda.max_memory_allocated = lambda device=None: allocated()
     cuda.get_rng_state = lambda device=None: torch.zeros(16, dtype=torch.uint8)
     cuda.set_rng_state = lambda state, device=None: None
     cuda.set_sync_debug_mode = lambda mode: None

@@ -19,9 +19,11 @@ SUBCOMMANDS = {
     "estimate": "zlaunch.cli.estimate:estimate",
     "logs": "zlaunch.cli.logs:logs",
     "ps": "zlaunch.cli.runs:ps",
+    "report": "zlaunch.cli.report:report",
     "slurm": "zlaunch.cli.slurm:slurm",
     "stacks": "zlaunch.cli.runs:stacks",
     "stop": "zlaunch.cli.runs:stop",
+    "watch": "zlaunch.cli.watch:watch",
 }
 """Subcommand -> `module:attribute` of its click command."""
 SETTINGS: dict[str, Any] = {

@@ -23,7 +23,9 @@ from zlaunch.launch.verdict import Outcome, Verdict
 from zlaunch.plan.plan import Plan
 from zlaunch.system.events import Event, encode
 from zlaunch.system.processes import PASSED_SIGNALS, Process, adopt_orphans, signal_name, sweep
+from zlaunch.view.bottleneck import find_bottleneck
 from zlaunch.view.console import Console
+from zlaunch.view.progress import RunProgress
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _OUTPUT_IN_FLIGHT = 256
@@ -35,6 +37,8 @@ _MARGIN_S = 6.0
 _LONGEST_WAIT_S = 60.0
 _PAUSE_SENT_S = 0.5
 """Seconds in which the threads of ssh connections send the word before the process stands still."""
+_ENOUGH_STEPS = 10
+"""Steps after which it can be said what bounds them: the first ones do much for the first time."""
 _WAKE: Event = {"type": "wake"}
 
 
@@ -70,6 +74,7 @@ class Controller:
         self.save_asked = False
         self.deadline = float("inf")
         self.run_dir = Path(plan.run_dir)
+        self.progress = RunProgress()
 
     def run(self) -> Outcome:
         """Hand out the plan, follow the run to its end, and return its outcome."""
@@ -102,7 +107,15 @@ class Controller:
             for file in (*self.logs.values(), self.event_log):
                 file.close()
             self.console.close()
+        self._say_what_bounds()
         return self.verdict.outcome(self.signum, save_asked=self.save_asked)
+
+    def _say_what_bounds(self) -> None:
+        """Say what bounded the steps of this attempt, if there were enough."""
+        hosts = {worker.rank: node.host for node in self.plan.nodes for worker in node.workers}
+        found = find_bottleneck(self.progress.times(), hosts)
+        if found is not None and (self.progress.step or 0) >= _ENOUGH_STEPS:
+            self.console.message(found.sentence)
 
     # -- the run -------------------------------------------------------------------------------
 
@@ -237,6 +250,7 @@ class Controller:
             self.console.message(event["message"])
         elif kind == "metrics":
             self.hang.activity()
+            self.progress.take(event)
             self.console.metrics(event)
         elif kind == "checkpoint":
             self.hang.activity()

@@ -91,7 +91,7 @@ class Console:
         memory = values.get("memory_gb")
         if isinstance(memory, (int, float)):
             self._memory_gb[event["rank"]] = float(memory)
-        if event["rank"] != 0:
+        if event["rank"] != 0 or not (self._terminal or event.get("printed", True)):
             return
         text = metrics_line(values, [self._memory_gb[rank] for rank in sorted(self._memory_gb)])
         if self._terminal:
@@ -193,7 +193,8 @@ def metrics_line(values: Mapping[str, Any], memory_gb: Collection[float]) -> str
         return [template.format(value)] if isinstance(value, (int, float)) else []
 
     steps = values.get("steps")
-    step = shown("step", "step {}" + (f"/{steps}" if steps else ""))
+    of = f"/{steps:.0f}" if isinstance(steps, (int, float)) and steps else ""
+    step = shown("step", "step {:.0f}" + of)
     words = [
         *step,
         *shown("loss", "loss {:.4g}"),

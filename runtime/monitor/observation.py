@@ -1,0 +1,92 @@
+"""Surrounds an engine's calls with what observes them: the clock, the reports, advice on memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
+
+import torch
+
+from ..comm.collectives import Comm
+from ..comm.waits import waits
+from ..config import Config, Effective
+from ..errors import MonitorError
+from ..memory.advice import advised
+from .breakdown import WallClockBreakdown
+from .monitor import Monitor
+from .step_clock import COMMUNICATION, StepClock
+from .step_reporter import ReportedLoop, StepReporter
+
+Around = Callable[..., AbstractContextManager[None]]
+"""Gives a context for a call: its name, and of a forward pass the model's arguments."""
+
+
+class ObservedLoop(ReportedLoop, Protocol):
+    """Has a device besides what is reported."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+
+def open_monitor(effective: Effective, comm: Comm) -> Monitor:
+    """Open the trackers. Raises MonitorError on every rank where rank 0 cannot."""
+    monitor, problem = None, None
+    try:
+        monitor = Monitor(effective.config, comm.rank)
+    except MonitorError as error:
+        problem = str(error)
+    for rank, text in enumerate(comm.exchange(problem) if monitor is None or monitor.enabled else ()):
+        if text is not None:
+            if monitor is not None:
+                monitor.close()
+            raise MonitorError(text if rank == comm.rank else f"on rank {rank}, {text}")
+    assert monitor is not None
+    return monitor
+
+
+def observe(
+    engine: ObservedLoop,
+    config: Config,
+    monitor: Monitor,
+    more_waits: Mapping[str, Callable[[], float]],
+    advice: Callable[[], str],
+) -> Around:
+    """Return what surrounds an engine's forward, backward and step. ``more_waits``: by name, the seconds that
+    this process has waited for something besides communication; ``advice`` is added to out-of-memory errors.
+    """
+    on_gpu = engine.device.type == "cuda"
+    # A stream waits for NCCL, and marks around that are what the clock reads there.
+    known = {} if on_gpu else {COMMUNICATION: lambda: waits.seconds}
+    clock = StepClock(
+        engine.device, lambda: (engine.global_steps, engine.global_samples), {**known, **more_waits}
+    )
+    if config.wall_clock_breakdown:
+        every = int(config.steps_per_print or 1)
+        breakdown = WallClockBreakdown(monitor, every, prints=engine.global_rank == 0, on_gpu=on_gpu)
+        clock.listeners.append(breakdown.after_step)
+    reporter = StepReporter(
+        engine,
+        every=config.steps_per_print,
+        total_steps=_total_steps(config),
+        waits=(COMMUNICATION, *more_waits),
+        on_gpu=on_gpu,
+    )
+    clock.listeners.append(reporter.after_step)
+
+    @contextmanager
+    def around(
+        name: str, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Iterator[None]:
+        if name == "forward" and torch.is_grad_enabled():
+            reporter.count_tokens(args, kwargs or {})
+        with advised(name, advice), clock.part(name):
+            yield
+
+    return around
+
+
+def _total_steps(config: Config) -> int | None:
+    """Return how many steps the run will make, where the config's schedule says it."""
+    total = config.scheduler.params.get("total_num_steps") if config.scheduler is not None else None
+    return int(total) if isinstance(total, (int, float)) and total > 0 else None

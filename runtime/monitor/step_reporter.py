@@ -1,0 +1,161 @@
+"""Reports an engine's steps to the launcher: metrics, speed, memory, and where a step's time goes."""
+
+from __future__ import annotations
+
+import atexit
+import math
+import resource
+import time
+import weakref
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..environment import read_environment
+from ..report import reported, send_step
+from .breakdown import mean_milliseconds
+from .host_copy import HostCopy
+from .monitor import MonitoredLoop, learning_rate
+from .step_clock import PARTS, TimedStep
+
+_INTERVAL_S = 1.0
+"""Seconds between two reports of rank 0, where the config's ``steps_per_print`` does not ask for more."""
+_OTHERS_INTERVAL_S = 2.0
+_EVENTS_PER_S = 4.0
+"""Reports a second from all ranks but the first, of however many there are."""
+_MOST_STEPS = 16
+"""Steps whose times are kept: a split is the mean of the last ones."""
+_PAGE_BYTES = resource.getpagesize()
+
+
+class ReportedLoop(MonitoredLoop, Protocol):
+    """Has the metrics of its last step, and its place in the run."""
+
+    global_steps: int
+
+    @property
+    def world_size(self) -> int: ...
+    @property
+    def global_rank(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Report:
+    step: int
+    names: tuple[str, ...]
+    numbers: HostCopy
+    known: dict[str, float]
+    steps: tuple[TimedStep, ...]
+    printed: bool
+
+
+class StepReporter:
+    """Reports every ``every``-th step of rank 0, to be printed; and under zlaunch others too, some seconds
+    apart, of every rank. On a GPU a step is reported after the next one's end, so that nobody waits for it.
+    """
+
+    def __init__(
+        self,
+        loop: ReportedLoop,
+        *,
+        every: float | None,
+        total_steps: int | None,
+        waits: tuple[str, ...],
+        on_gpu: bool,
+    ) -> None:
+        """Report on ``loop``; ``waits`` names the waits that the clock counts."""
+        self._loop, self._total_steps, self._waits, self._on_gpu = loop, total_steps, waits, on_gpu
+        first = loop.global_rank == 0
+        self._every = int(every) if first and every and math.isfinite(every) else 0
+        others = max(_OTHERS_INTERVAL_S, loop.world_size / _EVENTS_PER_S)
+        self._interval_s = _INTERVAL_S if first else others
+        self._timed = read_environment().event_fd is not None
+        self._reported_at, self._measured_at = -math.inf, time.perf_counter()
+        self._samples, self._tokens = loop.global_samples, 0
+        self._steps: deque[TimedStep] = deque(maxlen=_MOST_STEPS)
+        self._has_begun = False
+        self._pending: _Report | None = None
+        if on_gpu:
+            atexit.register(_flush, weakref.ref(self))
+
+    def count_tokens(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Count the tokens of a micro-batch: the elements of ``input_ids``, or of a first argument that is a
+        tensor of integers with at least two axes.
+        """
+        ids = kwargs.get("input_ids", args[0] if args else None)
+        if (
+            isinstance(ids, Tensor)
+            and ids.dim() >= 2
+            and not ids.is_floating_point()
+            and not ids.is_complex()
+        ):
+            self._tokens += ids.numel()
+
+    def after_step(self, step: TimedStep) -> None:
+        """Take a step that has just been made, and report it if it is its turn."""
+        self.flush()
+        if not self._has_begun:
+            self._has_begun = True  # it has done much for the first time
+        else:
+            self._steps.append(step)
+        now = time.perf_counter()
+        printed = bool(self._every) and step.number % self._every == 0
+        if not printed and not (self._timed and now - self._reported_at >= self._interval_s):
+            return
+        metrics = {**learning_rate(self._loop.torch_optimizer), **self._loop.step_metrics()}
+        numbers = HostCopy(list(metrics.values()))
+        known = self._speed(now) | self._memory()
+        self._reported_at = now
+        self._pending = _Report(step.number, tuple(metrics), numbers, known, tuple(self._steps), printed)
+        if not self._on_gpu:
+            self.flush()
+
+    def flush(self) -> None:
+        """Send the report that waits for its numbers, if there is one."""
+        report, self._pending = self._pending, None
+        if report is None:
+            return
+        numbers = dict(zip(report.names, report.numbers.read(), strict=True))
+        loss = {"loss": numbers.pop("train_loss")} if "train_loss" in numbers else {}
+        steps = {} if self._total_steps is None else {"steps": self._total_steps}
+        values = {"step": report.step, **steps, **loss, **numbers, **report.known}
+        send_step({**values, **self._split(report.steps)}, printed=report.printed)
+
+    def _speed(self, now: float) -> dict[str, float]:
+        seconds = max(now - self._measured_at, 1e-9)
+        found = {"samples_per_s": (self._loop.global_samples - self._samples) / seconds}
+        if self._tokens and not reported.tokens:
+            found["tokens_per_s"] = self._tokens * self._loop.world_size / seconds
+        self._measured_at, self._samples, self._tokens = now, self._loop.global_samples, 0
+        return found
+
+    def _memory(self) -> dict[str, float]:
+        """Return the GB (1e9 bytes) of this process in host memory and, the largest so far, on its device."""
+        host_gb = int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE_BYTES / 1e9
+        device_gb = torch.cuda.max_memory_allocated() / 1e9 if self._on_gpu else host_gb
+        return {"memory_gb": device_gb, "host_gb": host_gb}
+
+    def _split(self, steps: tuple[TimedStep, ...]) -> dict[str, float]:
+        """Return milliseconds of a step: in each part but for its waits, in each kind of wait, in the script
+        outside of the parts, and in all. Nothing after the first step.
+        """
+        if not steps:
+            return {}
+        means = mean_milliseconds(steps)
+        found = {}
+        for part in PARTS:
+            waited = sum(means.get(f"{name} in {part}", 0.0) for name in self._waits)
+            found[f"{part}_ms"] = means.get(part, 0.0) - waited
+        found |= {f"{name}_ms": means.get(name, 0.0) for name in self._waits}
+        return {**found, "script_ms": means["all"] - sum(found.values()), "all_ms": means["all"]}
+
+
+def _flush(reporter: weakref.ref[StepReporter]) -> None:
+    alive = reporter()
+    if alive is not None:
+        alive.flush()

@@ -1,0 +1,96 @@
+"""Test the sentence that says what bounds a step."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zlaunch.view.bottleneck import find_bottleneck
+from zlaunch.view.progress import TIMES
+
+SHORT = ("forward", "backward", "step", "communication", "disk", "script")
+
+
+def times(**parts: float) -> dict[str, float]:
+    """A rank's times; their sum is the whole."""
+    found = {f"{name}_ms": parts.get(name, 0.0) for name in SHORT}
+    assert tuple(found) == TIMES
+    return {**found, "all_ms": sum(found.values())}
+
+
+@pytest.mark.parametrize(
+    ("parts", "kind", "text"),
+    [
+        (
+            {"forward": 30, "backward": 60, "step": 5, "communication": 5},
+            "compute",
+            "computation bounds the step: forward and backward passes take 90 of 100 ms (90%)",
+        ),
+        (
+            {"forward": 10, "backward": 20, "communication": 70},
+            "communication",
+            "communication inside of the node bounds the step: ranks wait 70 of 100 ms (70%) for it; "
+            "`zlaunch bench net` measures the links",
+        ),
+        (
+            {"forward": 10, "backward": 20, "disk": 70},
+            "disk",
+            "the disk bounds the step: ranks wait 70 of 100 ms (70%) for it; `zlaunch bench io` measures it",
+        ),
+        (
+            {"forward": 10, "backward": 20, "step": 70},
+            "optimizer",
+            "the optimizer's step bounds the step: it takes 70 of 100 ms (70%)",
+        ),
+        (
+            {"forward": 10, "backward": 20, "script": 70},
+            "script",
+            "input bounds the step: 70 of 100 ms (70%) pass in the script between the engine's calls, as for "
+            "loading data",
+        ),
+        (
+            {"forward": 30, "script": 70},
+            "script",
+            "the script bounds the step: 70 of 100 ms (70%) pass outside of the engine, its own "
+            "loss.backward() included",
+        ),
+    ],
+)
+def test_one_part(parts: dict[str, float], kind: str, text: str) -> None:
+    found = find_bottleneck({0: times(**parts), 1: times(**parts)}, {0: "n1", 1: "n1"})
+    assert found is not None and (found.kind, found.sentence, found.slow_rank) == (kind, text, None)
+
+
+def test_between_nodes() -> None:
+    each = times(forward=10, communication=70)
+    found = find_bottleneck({0: each, 1: each}, {0: "n1", 1: "n2"})
+    assert found is not None and found.sentence.startswith("communication between 2 nodes bounds the step")
+
+
+@pytest.mark.parametrize("part", [name for name in SHORT if name != "communication"])
+def test_a_slow_rank(part: str) -> None:
+    usual = {"forward": 10.0, "backward": 20.0, "communication": 55.0, "script": 1.0}
+    slow = {**usual, "communication": 5.0, part: usual.get(part, 0.0) + 50.0}
+    ranks = {0: times(**usual), 1: times(**slow), 2: times(**usual)}
+    found = find_bottleneck(ranks, {0: "n1", 1: "n2", 2: "n2"})
+    assert found is not None and (found.kind, found.slow_rank) == ("slow rank", 1)
+    assert found.sentence.startswith("rank 1 on n2 bounds the step: the others wait 50 of 86 ms for its ")
+
+
+def test_nothing_is_known() -> None:
+    assert find_bottleneck({}, {}) is None
+
+
+NUMBER = st.floats(0, 1e4)
+
+
+@given(st.lists(st.tuples(*[NUMBER] * len(SHORT)), min_size=1, max_size=8))
+def test_equal_ranks_have_no_slow_one(rows: list[tuple[float, ...]]) -> None:
+    each = times(**dict(zip(SHORT, rows[0], strict=True)))
+    if each["all_ms"] > 0:
+        found = find_bottleneck(dict.fromkeys(range(len(rows)), each), {})
+        assert found is not None and found.slow_rank is None
+    ranks = {rank: times(**dict(zip(SHORT, row, strict=True))) for rank, row in enumerate(rows)}
+    if all(each["all_ms"] > 0 for each in ranks.values()):
+        assert find_bottleneck(ranks, {}) is not None

@@ -1,0 +1,103 @@
+"""`zlaunch report`: write a page about a run, or about several to compare them."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import tempfile
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import click
+
+from zlaunch.cli.commands import SETTINGS, Command
+from zlaunch.errors import LaunchError
+from zlaunch.launch import run_record
+from zlaunch.launch.event_file import EventFile
+from zlaunch.launch.found_runs import FoundRun, find_run, meant
+from zlaunch.system.events import Event
+from zlaunch.view.bottleneck import find_bottleneck
+from zlaunch.view.live import span
+from zlaunch.view.page import RunPage, write_page
+from zlaunch.view.progress import RunProgress
+
+
+@click.command(cls=Command, context_settings=SETTINGS, short_help="Write an HTML page about a run.")
+@click.argument("runs", metavar="[RUN]...", nargs=-1)
+@click.option("-o", "--output", metavar="FILE", help="The page.  [default: report.html in the run's folder]")
+def report(runs: tuple[str, ...], output: str | None) -> int:
+    """Write one HTML page about RUN, by default the `last`; several RUNs are compared in the same charts.
+
+    Says in one sentence what bounds the step. The page needs no network and holds no secrets that the run's
+    own files do not hold.
+    """
+    found = [find_run(meant(name)) for name in runs or ("last",)]
+    pages = [_page(run) for run in found]
+    target = Path(output) if output is not None else found[0].path / "report.html"
+    _write(target, write_page(pages))
+    for run, page in zip(found, pages, strict=True):
+        hosts = {rank: known.host for rank, known in page.progress.ranks.items()}
+        bottleneck = find_bottleneck(page.progress.times(), hosts)
+        if bottleneck is not None:
+            click.echo(f"{run.name}: {bottleneck.sentence}" if len(found) > 1 else bottleneck.sentence)
+    click.echo(str(target))
+    return 0
+
+
+def _page(run: FoundRun) -> RunPage:
+    events = list(EventFile(run.path / "events.jsonl").read())
+    progress = RunProgress().take_all(events)
+    content = run_record.read_json(run.path / "config.effective.json").get("config")
+    known = next((event for event in reversed(events) if event.get("type") == "environment"), {})
+    return RunPage(
+        run.name,
+        _facts(run, progress),
+        progress,
+        content if isinstance(content, dict) else {},
+        _failures(events, progress),
+        {name: value for name, value in known.items() if name not in ("type", "rank", "time")},
+    )
+
+
+def _facts(run: FoundRun, progress: RunProgress) -> list[tuple[str, str]]:
+    record = run.record
+    end = record.ended or progress.last or record.started
+    rows = [
+        ("command", shlex.join(("zlaunch", *record.command))),
+        ("hosts", ", ".join(record.hosts)),
+        ("ranks", str(record.world_size)),
+        ("started", time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(progress.started or record.started))),
+        ("state", f"{run.state}, after {span(max(0.0, end - (progress.started or record.started)))}"),
+    ]
+    if progress.step is not None:
+        rows.append(("steps", f"{progress.step}" + (f" of {progress.steps}" if progress.steps else "")))
+    if progress.checkpoints:
+        rows.append(("last checkpoint", progress.checkpoints[-1][1]))
+    return rows
+
+
+def _failures(events: Iterable[Event], progress: RunProgress) -> list[str]:
+    """Return tracebacks, lost nodes and other errors."""
+    found = [
+        f"rank {event.get('rank')} on {event.get('host')}\n{event.get('traceback')}"
+        for event in events
+        if event.get("type") == "exception"
+    ]
+    return found + [text for text in progress.failures if not text.startswith("rank ")]
+
+
+def _write(target: Path, text: str) -> None:
+    """Write the page; a reader never sees half of it. Raises LaunchError."""
+    try:
+        fd, temporary = tempfile.mkstemp(dir=target.parent, prefix=".report-")
+        try:
+            with open(fd, "w", encoding="utf-8", errors="backslashreplace") as file:
+                file.write(text)
+            os.chmod(temporary, 0o644)
+            os.replace(temporary, target)
+        except BaseException:
+            os.unlink(temporary)
+            raise
+    except OSError as error:
+        raise LaunchError(f"{target}: cannot write the page: {error.strerror}") from None

@@ -1,0 +1,61 @@
+"""`zlaunch watch`: show a run as it stands, until it ends."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import TYPE_CHECKING
+
+import click
+
+from zlaunch.cli.commands import SETTINGS, Command
+from zlaunch.launch import run_record
+from zlaunch.launch.event_file import EventFile
+from zlaunch.launch.found_runs import FoundRun, find_run, meant
+from zlaunch.view.progress import RunProgress
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+_POLL_S = 0.5
+
+
+@click.command(cls=Command, context_settings=SETTINGS, short_help="Show how a run stands, until it ends.")
+@click.argument("run", metavar="[RUN]", default="last")
+@click.option("--once", is_flag=True, help="Show it once, as into a pipe.")
+def watch(run: str, once: bool) -> int:
+    """Show progress, loss, speed, where a step's time goes, and every rank of RUN; by default of the `last`.
+
+    Ctrl-C ends this, not the run. On another machine: ssh -t HOST zlaunch watch RUN.
+    """
+    from rich.console import Console
+    from rich.live import Live
+
+    found = find_run(meant(run))
+    events = EventFile(found.path / "events.jsonl")
+    progress = RunProgress()
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
+    if once or not console.is_terminal:
+        progress.take_all(events.read())
+        console.print(_draw(found, progress))
+        return 0
+    with Live(console=console, auto_refresh=False) as live:
+        while True:
+            state = _now(found).state  # asked first: what comes afterwards is still read
+            progress.take_all(events.read())
+            live.update(_draw(found, progress), refresh=True)
+            if state.startswith(("ended", "gone")):
+                return 0
+            time.sleep(_POLL_S)
+
+
+def _now(run: FoundRun) -> FoundRun:
+    """Return the run with its record as it is now."""
+    known = run_record.read(run.path)
+    return run if known is None else FoundRun(run.name, run.path, known)
+
+
+def _draw(run: FoundRun, progress: RunProgress) -> RenderableType:
+    from zlaunch.view.live import draw
+
+    return draw(progress, run.name, _now(run).state, time.time())

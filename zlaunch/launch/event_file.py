@@ -1,0 +1,28 @@
+"""Read the events of a run from its file, also while it is written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from zlaunch.system.events import Event, LineBuffer
+
+_BLOCK_BYTES = 1 << 20
+
+
+class EventFile:
+    """Reads the events of a run's file, and later those that have come."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._offset, self._lines = path, 0, LineBuffer()
+
+    def read(self) -> Iterator[Event]:
+        """Yield the events that have come since the last call; none where there is no file."""
+        try:
+            with open(self._path, "rb") as file:
+                file.seek(self._offset)
+                while chunk := file.read(_BLOCK_BYTES):
+                    self._offset += len(chunk)
+                    yield from self._lines.feed(chunk)
+        except FileNotFoundError:
+            return

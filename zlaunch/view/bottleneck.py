@@ -1,0 +1,98 @@
+"""Say in one sentence what bounds a step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from statistics import median
+
+from zlaunch.view.progress import TIMES
+
+_SLOW_RANK = 0.15
+"""A rank is slow when it works longer than the others by this part of a step."""
+_LARGE = 0.4
+"""A part of the step bounds it when it takes this share; else the computation is named with the next one."""
+_OWN = tuple(name for name in TIMES if name != "communication_ms")
+_PLAIN = {
+    "forward_ms": "its forward pass",
+    "backward_ms": "its backward pass",
+    "step_ms": "its optimizer step",
+    "disk_ms": "its disk",
+    "script_ms": "its script (data, or work of its own)",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Bottleneck:
+    """Names what bounds a step."""
+
+    kind: str
+    """``compute``, ``communication``, ``disk``, ``optimizer``, ``script`` or ``slow rank``."""
+    sentence: str
+    slow_rank: int | None = None
+
+
+def find_bottleneck(times: Mapping[int, Mapping[str, float]], hosts: Mapping[int, str]) -> Bottleneck | None:
+    """Return what bounds the step of a run; None where no rank has reported times.
+
+    ``times``: the milliseconds of a step's parts by rank, as in a report. Ranks wait for each other in
+    collectives, so the one that waits least while it works longest is the one that the others wait for.
+    """
+    if not times:
+        return None
+    whole = median(each["all_ms"] for each in times.values())
+    slow = _find_slow_rank(times, whole)
+    if slow is not None:
+        rank, extra, part = slow
+        where = f"rank {rank} on {hosts[rank]}" if hosts.get(rank) else f"rank {rank}"
+        return Bottleneck(
+            "slow rank",
+            f"{where} bounds the step: the others wait {extra:.3g} of {whole:.3g} ms for {_PLAIN[part]}",
+            rank,
+        )
+    means = {name: sum(each[name] for each in times.values()) / len(times) for name in TIMES}
+    compute = means["forward_ms"] + means["backward_ms"]
+    shares = {
+        "compute": compute,
+        "communication": means["communication_ms"],
+        "disk": means["disk_ms"],
+        "optimizer": means["step_ms"],
+        "script": means["script_ms"],
+    }
+    kind = max(shares, key=lambda name: shares[name])
+    took = f"{shares[kind]:.3g} of {whole:.3g} ms ({shares[kind] / whole:.0%})"
+    nodes = len({hosts.get(rank) for rank in times})
+    return Bottleneck(kind, _sentence(kind, took, nodes, backward=means["backward_ms"]))
+
+
+def _sentence(kind: str, took: str, nodes: int, *, backward: float) -> str:
+    if kind == "compute":
+        return f"computation bounds the step: forward and backward passes take {took}"
+    if kind == "communication":
+        where = f"between {nodes} nodes" if nodes > 1 else "inside of the node"
+        more = "`zlaunch bench net` measures the links"
+        return f"communication {where} bounds the step: ranks wait {took} for it; {more}"
+    if kind == "disk":
+        return f"the disk bounds the step: ranks wait {took} for it; `zlaunch bench io` measures it"
+    if kind == "optimizer":
+        return f"the optimizer's step bounds the step: it takes {took}"
+    if backward == 0.0:
+        return (
+            f"the script bounds the step: {took} pass outside of the engine, its own loss.backward() included"
+        )
+    return f"input bounds the step: {took} pass in the script between the engine's calls, as for loading data"
+
+
+def _find_slow_rank(times: Mapping[int, Mapping[str, float]], whole: float) -> tuple[int, float, str] | None:
+    """Return a rank that works longer than the others do, by how many milliseconds, and in which part."""
+    if len(times) < 2:
+        return None
+    own = {rank: sum(each[name] for name in _OWN) for rank, each in times.items()}
+    slowest = max(own, key=lambda rank: own[rank])
+    others = [rank for rank in times if rank != slowest]
+    extra = own[slowest] - median(own[rank] for rank in others)
+    waits = median(times[rank]["communication_ms"] for rank in others) - times[slowest]["communication_ms"]
+    if min(extra, waits) < _SLOW_RANK * whole:
+        return None
+    more = {name: times[slowest][name] - median(times[rank][name] for rank in others) for name in _OWN}
+    return slowest, extra, max(more, key=lambda name: more[name])

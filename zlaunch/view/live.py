@@ -1,0 +1,126 @@
+"""Draw a run as it stands: progress, curve of the loss, split of the time, a row for each rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from zlaunch.view.bottleneck import find_bottleneck
+from zlaunch.view.console import metrics_line
+from zlaunch.view.progress import TIMES, RunProgress
+
+_BLOCKS = "▁▂▃▄▅▆▇█"
+_SPARK_WIDTH = 40
+_MOST_RANKS = 32
+"""Rows of ranks; of more, the ones that need a look come first."""
+_BAR_WIDTH = 50
+_COLORS = ("green", "blue", "magenta", "red", "yellow", "white")
+"""Colors of the parts of a step, in the order of TIMES."""
+
+
+def draw(progress: RunProgress, title: str, state: str, now: float) -> RenderableType:
+    """Draw a run; ``now`` in seconds since the epoch."""
+    parts: list[RenderableType] = [_headline(progress, title, state, now)]
+    values = progress.ranks[0].values if 0 in progress.ranks else {}
+    if values:
+        parts.append(Text(metrics_line(values, [])))
+        if skipped := values.get("skipped_steps"):
+            parts.append(Text(f"{skipped:.0f} steps skipped for overflows", style="yellow"))
+    if "loss" in progress.series:
+        points = [y for _, y in progress.series["loss"].shown()]
+        parts.append(Text(f"loss {sparkline(points, _SPARK_WIDTH)} {points[-1]:.4g}"))
+    times = progress.times()
+    hosts = {rank: known.host for rank, known in progress.ranks.items()}
+    bottleneck = find_bottleneck(times, hosts)
+    if times:
+        means = {name: sum(each[name] for each in times.values()) / len(times) for name in TIMES}
+        parts.append(_split(means))
+    slow = bottleneck.slow_rank if bottleneck is not None else None
+    parts.append(_ranks(progress, slow, now))
+    if bottleneck is not None:
+        parts.append(Text(bottleneck.sentence))
+    parts += [Text(text, style="red") for text in progress.failures[:4]]
+    return Group(*parts)
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """Draw values as a line of blocks, the last one at its end."""
+    if len(values) > width:
+        size = len(values) / width
+        slices = [values[int(i * size) : int((i + 1) * size)] for i in range(width)]
+        values = [sum(part) / len(part) for part in slices]
+    low, high = min(values), max(values)
+    scale = (len(_BLOCKS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_BLOCKS[round((value - low) * scale)] for value in values)
+
+
+def span(seconds: float) -> str:
+    """Write a time such as `42 s`, `3 min 12 s`, `5 h 02 min`."""
+    whole = int(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def _headline(progress: RunProgress, title: str, state: str, now: float) -> RenderableType:
+    end = now if state == "running" else progress.last
+    words = [title, state, span(max(0.0, end - progress.started)) if progress.started else ""]
+    if progress.attempt:
+        words.append(f"attempt {progress.attempt + 1}")
+    if progress.step is not None:
+        words.append(f"step {progress.step}" + (f" of {progress.steps}" if progress.steps else ""))
+    left = progress.seconds_left()
+    if left is not None and state == "running":
+        words.append(f"{span(left)} left")
+    line = Text(" · ".join(word for word in words if word), style="bold")
+    if not progress.steps or progress.step is None:
+        return line
+    done = round(_BAR_WIDTH * min(progress.step / progress.steps, 1.0))
+    return Group(line, Text("━" * done, style="green") + Text("─" * (_BAR_WIDTH - done)))
+
+
+def _split(means: dict[str, float]) -> Text:
+    """Draw where the time of a step goes, as a bar and as numbers."""
+    whole = sum(max(0.0, value) for value in means.values()) or 1.0
+    text = Text()
+    for name, color in zip(TIMES, _COLORS, strict=True):
+        text.append("█" * round(_BAR_WIDTH * max(0.0, means[name]) / whole), style=color)
+    text.append("\n")
+    for name, color in zip(TIMES, _COLORS, strict=True):
+        if means[name] > 0.0:
+            text.append("█ ", style=color)
+            text.append(f"{name.removesuffix('_ms')} {means[name]:.3g} ms  ")
+    return text
+
+
+def _ranks(progress: RunProgress, slow: int | None, now: float) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for column in ("rank", "host", "state", "memory", "host memory", "step", "waits", "heard", ""):
+        table.add_column(column, justify="left" if column in ("host", "state", "") else "right")
+
+    def needs_a_look(rank: int) -> tuple[bool, int]:
+        return progress.ranks[rank].state in ("running", "done") and rank != slow, rank
+
+    shown = sorted(progress.ranks, key=needs_a_look)[:_MOST_RANKS]
+    for rank in sorted(shown):
+        known = progress.ranks[rank]
+        times = known.times()
+        table.add_row(
+            str(rank),
+            known.host,
+            known.state,
+            f"{known.values['memory_gb']:.2f} GB" if "memory_gb" in known.values else "",
+            f"{known.values['host_gb']:.2f} GB" if "host_gb" in known.values else "",
+            f"{times['all_ms']:.4g} ms" if times else "",
+            f"{times['communication_ms']:.4g} ms" if times else "",
+            f"{span(max(0.0, now - known.heard))} ago" if known.heard and known.state == "running" else "",
+            Text("slow", style="red") if rank == slow else "",
+        )
+    if len(progress.ranks) > len(shown):
+        table.add_row("", f"and {len(progress.ranks) - len(shown)} more")
+    return table

@@ -1,0 +1,165 @@
+"""Write the page of one run or several: one HTML file, without scripts and without a network."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from html import escape
+from typing import Any
+
+from zlaunch.view.bottleneck import find_bottleneck
+from zlaunch.view.charts import Curve, bar_chart, line_chart
+from zlaunch.view.live import span
+from zlaunch.view.progress import TIMES, RunProgress
+
+_STYLE = """
+:root{color-scheme:light dark;--fg:#1d232b;--bg:#fff;--soft:#6a7480;--line:#dfe3e8;--card:#f7f8fa}
+@media(prefers-color-scheme:dark){:root{--fg:#e6e9ee;--bg:#14181d;--soft:#98a2ae;--line:#303842;
+--card:#1b2027}}
+body{font:15px/1.5 system-ui,sans-serif;color:var(--fg);background:var(--bg);margin:2rem auto;
+max-width:1220px;padding:0 1rem}
+h1{font-size:1.5rem;margin:0 0 .2rem}h2{font-size:1.1rem;margin:1.8rem 0 .6rem}
+h3{font-size:.95rem;margin:0 0 .4rem}
+.soft,svg text{color:var(--soft);fill:var(--soft)}.verdict{font-size:1.15rem;padding:.7rem 1rem;
+background:var(--card);border-left:4px solid #2f6fde;margin:1rem 0}.bad{border-color:#c42b3b}
+.grid-of-charts{display:grid;grid-template-columns:repeat(auto-fill,minmax(460px,1fr));gap:1rem}
+.card{background:var(--card);border:1px solid var(--line);border-radius:8px;padding:.8rem}
+svg{width:100%;height:auto;font-size:11px}.grid{stroke:var(--line);fill:none}polyline{fill:none;stroke-width:1.8}
+.legend{display:flex;flex-wrap:wrap;gap:.2rem 1rem;font-size:.85rem}.legend i{display:inline-block;width:.8em;
+height:.8em;border-radius:2px;margin-right:.35em}
+table{border-collapse:collapse;font-size:.9rem}td,th{text-align:left;padding:.15rem 1rem .15rem 0;
+border-bottom:1px solid var(--line);vertical-align:top}pre{overflow:auto;background:var(--card);padding:.8rem;
+font-size:.82rem;border:1px solid var(--line);border-radius:8px}
+"""
+_CHARTS = (
+    ("Speed", ("tokens_per_s", "samples_per_s")),
+    ("Learning rate", ("lr",)),
+    ("Gradient norm", ("grad_norm",)),
+    ("Loss scale", ("loss_scale",)),
+    ("Skipped steps", ("skipped_steps",)),
+)
+_KNOWN = {"loss", "memory_gb", "host_gb", "all_ms", *TIMES, *(name for _, names in _CHARTS for name in names)}
+_MOST_CURVES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class RunPage:
+    """Holds what the page shows of one run."""
+
+    name: str
+    facts: Sequence[tuple[str, str]]
+    """Rows such as command, hosts, start, end."""
+    progress: RunProgress
+    config: Mapping[str, Any]
+    """The effective config; empty where the run has written none."""
+    failures: Sequence[str] = ()
+    """Tracebacks and reasons."""
+    environment: Mapping[str, Any] = field(default_factory=dict)
+
+
+def write_page(runs: Sequence[RunPage]) -> str:
+    """Return the page's HTML. With several runs their curves are drawn in the same charts."""
+    title = " and ".join(run.name for run in runs)
+    body = [f"<h1>{escape(title)}</h1>"]
+    body.append(f'<div class="soft">written by zlaunch report, {time.strftime("%Y-%m-%d %H:%M:%S")}</div>')
+    for run in runs:
+        body.append(_verdict(run, named=len(runs) > 1))
+    body.append(f'<h2>Curves</h2><div class="grid-of-charts">{"".join(_curves(runs))}</div>')
+    for run in runs:
+        body += _details(run, named=len(runs) > 1)
+    head = f'<meta charset="utf-8"><title>{escape(title)}</title><style>{_STYLE}</style>'
+    view = '<meta name="viewport" content="width=device-width, initial-scale=1">'
+    return f'<!doctype html><html lang="en"><head>{head}{view}</head><body>{"".join(body)}</body></html>\n'
+
+
+def _verdict(run: RunPage, *, named: bool) -> str:
+    hosts = {rank: known.host for rank, known in run.progress.ranks.items()}
+    found = find_bottleneck(run.progress.times(), hosts)
+    sentence = found.sentence if found is not None else "no step has been reported with its times"
+    before = f"{run.name}: " if named else ""
+    bad = " bad" if run.failures else ""
+    return f'<div class="verdict{bad}">{escape(before + sentence)}</div>'
+
+
+def _curves(runs: Sequence[RunPage]) -> list[str]:
+    named = len(runs) > 1
+    losses = sorted({name for run in runs for name in run.progress.series if "loss" in name} - {"loss_scale"})
+    others = sorted({name for run in runs for name in run.progress.series} - _KNOWN - set(losses))
+    charts = [("Loss", tuple(sorted(losses, key=lambda name: name != "loss"))), *_CHARTS]
+    charts += [(name, (name,)) for name in others]
+    cards = []
+    for title, names in charts:
+        curves = _of_names(runs, names, named=named)
+        cards.append(_card(title, line_chart(curves, "step", from_zero=title == "Speed")))
+    memory = []
+    for run in runs:
+        ranks = sorted(run.progress.memory)
+        before = f"{run.name}, " if named else ""
+        memory += [Curve(f"{before}rank {rank}", run.progress.memory[rank].shown()) for rank in ranks]
+    left = len(memory) - _MOST_CURVES
+    more = f'<div class="soft">and {left} more ranks: the table has them</div>' if left > 0 else ""
+    cards.append(
+        _card("Memory of a rank, GB", line_chart(memory[:_MOST_CURVES], "minutes", from_zero=True) + more)
+    )
+    parts = [name.removesuffix("_ms") for name in TIMES]
+    for run in runs:
+        rows = [
+            (
+                f"rank {rank} {run.progress.ranks[rank].host}",
+                {n.removesuffix("_ms"): v for n, v in each.items()},
+            )
+            for rank, each in list(run.progress.times().items())[: _MOST_CURVES * 2]
+        ]
+        before = f"{run.name}: t" if named else "T"
+        cards.append(_card(f"{before}ime of a step by rank, last steps", bar_chart(rows, parts, "ms")))
+    return [card for card in cards if card]
+
+
+def _of_names(runs: Sequence[RunPage], names: Sequence[str], *, named: bool) -> list[Curve]:
+    """Return the curves of one chart. Of speed, the first name that a run has: tokens, else samples."""
+    found = []
+    for run in runs:
+        there = [name for name in names if name in run.progress.series]
+        if names == _CHARTS[0][1]:
+            there = there[:1]
+        for name in there:
+            shown = name.replace("_per_s", " a second")
+            label = f"{run.name}: {shown}" if named else shown
+            found.append(Curve(label, run.progress.series[name].shown()))
+    return found
+
+
+def _card(title: str, chart: str) -> str:
+    return f'<div class="card"><h3>{escape(title)}</h3>{chart}</div>' if "<svg" in chart else ""
+
+
+def _details(run: RunPage, *, named: bool) -> list[str]:
+    parts = [f"<h2>{escape('Run ' + run.name if named else 'Run')}</h2>", _table(run.facts)]
+    if run.failures:
+        parts.append("<h3>What went wrong</h3>")
+        parts += [f"<pre>{escape(text)}</pre>" for text in run.failures]
+    if run.progress.restarts:
+        times = ", ".join(span(when - run.progress.started) for when in run.progress.restarts)
+        parts.append(f"<p>Restarted after {escape(times)}.</p>")
+    rows = [("rank", "host", "state", "largest memory", "step", "waits for others")]
+    for rank, known in sorted(run.progress.ranks.items()):
+        each = known.times()
+        step = (f"{each['all_ms']:.4g} ms", f"{each['communication_ms']:.4g} ms") if each else ("", "")
+        memory = f"{known.peak_gb:.2f} GB" if known.peak_gb else ""
+        rows.append((str(rank), known.host, known.state, memory, *step))
+    parts += ["<h3>Ranks</h3>", _table(rows, header=True)]
+    for title, values in (("Environment", run.environment), ("Effective config", run.config)):
+        if values:
+            text = escape(json.dumps(values, indent=1))
+            parts.append(f"<details><summary>{title}</summary><pre>{text}</pre></details>")
+    return parts
+
+
+def _table(rows: Sequence[Sequence[str]], *, header: bool = False) -> str:
+    drawn = []
+    for index, row in enumerate(rows):
+        cell = "th" if header and index == 0 else "td"
+        drawn.append("<tr>" + "".join(f"<{cell}>{escape(text)}</{cell}>" for text in row) + "</tr>")
+    return f"<table>{''.join(drawn)}</table>"

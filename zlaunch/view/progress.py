@@ -1,0 +1,192 @@
+"""Follow a run by its events: how far each rank is, what the numbers were, where the time goes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from zlaunch.system.events import Event
+from zlaunch.system.processes import signal_name
+
+_MOST_POINTS = 1000
+_MOST_NAMES = 64
+"""Series that are kept: a script may report under as many names as it likes."""
+_RECENT = 32
+"""Reports of a rank whose times are averaged."""
+TIMES = ("forward_ms", "backward_ms", "step_ms", "communication_ms", "disk_ms", "script_ms")
+"""Names the parts of a step's time in a report; together they are `all_ms`."""
+
+
+class Series:
+    """Holds the points of a curve, at most a thousand: then neighbours become their mean."""
+
+    def __init__(self) -> None:
+        self.points: list[tuple[float, float]] = []
+        self._stride = 1
+        self._open: list[tuple[float, float]] = []
+
+    def add(self, x: float, y: float) -> None:
+        """Add a point; one that is not finite is left out."""
+        if not (math.isfinite(x) and math.isfinite(y)):
+            return
+        self._open.append((x, y))
+        if len(self._open) < self._stride:
+            return
+        self.points.append(_mean(self._open))
+        self._open = []
+        if len(self.points) >= _MOST_POINTS:
+            pairs = zip(self.points[::2], self.points[1::2], strict=False)
+            self.points = [_mean(pair) for pair in pairs]
+            self._stride *= 2
+
+    def shown(self) -> list[tuple[float, float]]:
+        """Return the points, with those that have no mean yet."""
+        return [*self.points, *([_mean(self._open)] if self._open else [])]
+
+
+@dataclass(slots=True)
+class RankProgress:
+    """Holds what is known of one rank."""
+
+    host: str = ""
+    state: str = "starting"
+    values: dict[str, float] = field(default_factory=dict)
+    """The last values of each name."""
+    heard: float = 0.0
+    """When it last reported, in seconds since the epoch."""
+    peak_gb: float = 0.0
+    recent: list[dict[str, float]] = field(default_factory=list)
+    """The times of its last reports."""
+
+    def times(self) -> dict[str, float]:
+        """Return the mean milliseconds of a step's parts, and `all_ms`; empty where none are known."""
+        names = (*TIMES, "all_ms")
+        if not self.recent:
+            return {}
+        return {name: sum(each.get(name, 0.0) for each in self.recent) / len(self.recent) for name in names}
+
+
+class RunProgress:
+    """Takes the events of a run, in their order, and knows where it stands."""
+
+    def __init__(self) -> None:
+        self.ranks: dict[int, RankProgress] = {}
+        self.series: dict[str, Series] = {}
+        """The curves of rank 0 over steps, by name."""
+        self.memory: dict[int, Series] = {}
+        """GB over minutes, by rank."""
+        self.started = self.last = 0.0
+        self.attempt = 0
+        self.restarts: list[float] = []
+        self.failures: list[str] = []
+        self.checkpoints: list[tuple[float, str]] = []
+        self._first_step: tuple[float, float] | None = None
+
+    def take_all(self, events: Iterable[Event]) -> RunProgress:
+        """Take several events; return this object."""
+        for event in events:
+            self.take(event)
+        return self
+
+    def take(self, event: Event) -> None:
+        """Take one event. One that another program has written, and makes no sense, changes nothing."""
+        kind, rank, when = event.get("type"), event.get("rank"), event.get("time")
+        if not isinstance(when, (int, float)):
+            return
+        self.last = max(self.last, float(when))
+        if kind == "start":
+            self._start(event, float(when))
+        elif kind == "lost":
+            self.failures.append(f"{event.get('host')} {event.get('why')}")
+        elif kind == "error":
+            self.failures.append(str(event.get("message")))
+        elif kind == "checkpoint":
+            self.checkpoints.append((float(when), str(event.get("tag"))))
+        elif isinstance(rank, int):
+            known = self.ranks.setdefault(rank, RankProgress())
+            known.host = str(event.get("host", known.host))
+            if kind == "spawn":
+                known.state = "running"
+            elif kind == "exit":
+                known.state = _end_of(event.get("returncode"))
+            elif kind == "exception":
+                self.failures.append(f"rank {rank}: {event.get('exception')}")
+            elif kind == "metrics" and isinstance(event.get("values"), dict):
+                self._metrics(rank, known, event["values"], float(when))
+
+    def _start(self, event: Event, when: float) -> None:
+        self.started = self.started or when
+        attempt = event.get("attempt")
+        self.attempt = attempt if isinstance(attempt, int) else 0
+        if self.attempt:
+            self.restarts.append(when)
+        self._first_step = None
+        for known in self.ranks.values():
+            known.state, known.recent = "starting", []
+
+    def _metrics(self, rank: int, known: RankProgress, given: Mapping[str, Any], when: float) -> None:
+        values = {
+            str(name): float(value)
+            for name, value in given.items()
+            if isinstance(value, (int, float)) and not isinstance(value, bool)
+        }
+        known.values |= values
+        known.heard = when
+        memory = values.get("memory_gb")
+        if memory is not None:
+            known.peak_gb = max(known.peak_gb, memory)
+            self.memory.setdefault(rank, Series()).add((when - (self.started or when)) / 60, memory)
+        if "all_ms" in values:
+            known.recent = [*known.recent[1 - _RECENT :], values]
+        if rank != 0:
+            return
+        step = values.get("step", known.values.get("step"))
+        if step is None:
+            return
+        if self._first_step is None:
+            self._first_step = step, when
+        for name, value in values.items():
+            if name not in ("step", "steps") and (name in self.series or len(self.series) < _MOST_NAMES):
+                self.series.setdefault(name, Series()).add(step, value)
+
+    # -- what follows from that
+
+    @property
+    def step(self) -> int | None:
+        """Return the step that rank 0 last reported."""
+        return self._whole("step")
+
+    @property
+    def steps(self) -> int | None:
+        """Return how many steps there will be, where the run has said it."""
+        return self._whole("steps")
+
+    def _whole(self, name: str) -> int | None:
+        value = self.ranks[0].values.get(name) if 0 in self.ranks else None
+        return int(value) if value is not None and math.isfinite(value) else None
+
+    def seconds_left(self) -> float | None:
+        """Return how long the rest takes at the mean speed of this attempt; None where that is not known."""
+        step, steps = self.step, self.steps
+        if step is None or not steps or self._first_step is None or step <= self._first_step[0]:
+            return None
+        first, when = self._first_step
+        return max(0.0, (self.ranks[0].heard - when) / (step - first) * (steps - step))
+
+    def times(self) -> dict[int, dict[str, float]]:
+        """Return the mean milliseconds of a step's parts of each rank that has reported some."""
+        found = {rank: known.times() for rank, known in sorted(self.ranks.items())}
+        return {rank: times for rank, times in found.items() if times.get("all_ms", 0.0) > 0}
+
+
+def _mean(points: Iterable[tuple[float, float]]) -> tuple[float, float]:
+    xs, ys = zip(*points, strict=True)
+    return sum(xs) / len(xs), sum(ys) / len(ys)
+
+
+def _end_of(code: object) -> str:
+    if not isinstance(code, int):
+        return "ended"
+    return "done" if code == 0 else f"exit {code}" if code > 0 else signal_name(-code)
