@@ -13,18 +13,20 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-_SECRET_WORDS = (
-    r"TOKEN(?!IZER|S)|SECRET|PASSW|PASSPHRASE|CREDENTIAL|COOKIE|AUTH(?!OR)|KEY(?![A-Z])|(?<![A-Z])PAT(?![A-Z])|"
-    r"(?<![A-Z])(?:PG)?PASS(?![A-Z])"
+SECRET_WORDS = (
+    r"TOKEN(?!IZER|S)|SECRET|PASSW|PASSPHRASE|CREDENTIAL|COOKIE|AUTH(?!OR(?!IZATION))|KEY(?![A-Z])|"
+    r"(?<![A-Z])PAT(?![A-Z])|(?<![A-Z])(?:PG)?PASS(?![A-Z])"
 )
 """Words in the names of variables and options whose values are secret."""
-_ASSIGNED = rf"[\w.-]*(?:{_SECRET_WORDS})[\w.-]*="
-_IN_ADDRESS = r"://[^/@\s]+@"
-_NOT_SHOWN = "(not shown)"
+# No [\w.-]* in front: searching for it would take the square of the length of a long argument.
+_ASSIGNED = rf"(?:{SECRET_WORDS})[\w.-]*="
+IN_ADDRESS = r"://[^/@\s]+@"
+NOT_SHOWN = "(not shown)"
 
 
-def _is_secret(name: str) -> bool:
-    return re.search(_SECRET_WORDS, name, re.IGNORECASE) is not None
+def is_secret(name: str) -> bool:
+    """Tell by the name of a variable or option whether its value is secret."""
+    return re.search(SECRET_WORDS, name, re.IGNORECASE) is not None
 
 
 def without_secrets(arguments: Sequence[str]) -> tuple[str, ...]:
@@ -33,12 +35,12 @@ def without_secrets(arguments: Sequence[str]) -> tuple[str, ...]:
     secret_follows = False
     for argument in arguments:
         if secret_follows and not argument.startswith("-"):
-            shown.append(_NOT_SHOWN)
+            shown.append(NOT_SHOWN)
         elif found := re.search(_ASSIGNED, argument, re.IGNORECASE):
-            shown.append(argument[: found.end()] + _NOT_SHOWN)
+            shown.append(argument[: found.end()] + NOT_SHOWN)
         else:
-            shown.append(re.sub(_IN_ADDRESS, f"://{_NOT_SHOWN}@", argument))
-        secret_follows = argument.startswith("-") and "=" not in argument and _is_secret(argument)
+            shown.append(re.sub(IN_ADDRESS, f"://{NOT_SHOWN}@", argument))
+        secret_follows = argument.startswith("-") and "=" not in argument and is_secret(argument)
     return tuple(shown)
 
 
@@ -111,7 +113,7 @@ class Plan:
             for worker in node["workers"]:
                 worker["argv"] = without_secrets(worker["argv"])
                 worker["env"] = {
-                    key: _NOT_SHOWN if _is_secret(key) else re.sub(_IN_ADDRESS, f"://{_NOT_SHOWN}@", value)
+                    key: NOT_SHOWN if is_secret(key) else re.sub(IN_ADDRESS, f"://{NOT_SHOWN}@", value)
                     for key, value in worker["env"].items()
                 }
         return json.dumps(data, indent=2)

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from zlaunch.plan.build import make_plan
 from zlaunch.plan.facts import NodeSpec, RunFacts
-from zlaunch.plan.plan import Plan, Program
+from zlaunch.plan.plan import Plan, Program, is_secret, without_secrets
 from zlaunch.system.events import encode
 from zlaunch.view.plan_table import plan_table
 
@@ -112,3 +112,15 @@ def test_table_shows_every_rank_and_shared_settings_once() -> None:
     text = out.getvalue()
     assert text.count("WORLD_SIZE=2") == 2  # also in LOCAL_WORLD_SIZE
     assert "LOCAL_RANK=1" in text and "127.0.0.1:29500" in text and "train.py --local_rank=0" in text
+
+
+def test_names_of_secrets() -> None:
+    secret = ("HF_TOKEN", "api_key", "Proxy-Authorization", "PGPASSWORD", "auth", "GITHUB_PAT")
+    plain = ("tokenizer", "tokens_per_s", "author", "XAUTHORITY", "PATH", "keyword", "passes")
+    assert [name for name in (*secret, *plain) if is_secret(name)] == [*secret]
+
+
+def test_a_very_long_argument_is_looked_through_at_once() -> None:
+    """The test would not end if this took the square of the length."""
+    arguments = ("a" * 10**6, "b" * 10**6 + "_key=abc")
+    assert without_secrets(arguments) == (arguments[0], "b" * 10**6 + "_key=(not shown)")
