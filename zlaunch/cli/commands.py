@@ -13,6 +13,7 @@ from zlaunch.errors import LaunchError
 
 SUBCOMMANDS = {
     "bench": "zlaunch.cli.bench:bench",
+    "bundle": "zlaunch.cli.bundle:bundle",
     "checkpoint": "zlaunch.cli.checkpoint:checkpoint",
     "config": "zlaunch.cli.config:config",
     "doctor": "zlaunch.cli.doctor:doctor",

@@ -17,6 +17,7 @@ import click
 
 from zlaunch.cli.commands import SETTINGS, Command, with_options
 from zlaunch.cli.launch_options import REACH
+from zlaunch.errors import LaunchError
 from zlaunch.plan.options import Options, python_there
 from zlaunch.system.checkup import Checkup, HostReport, Problem, describe_gpus, judge, size
 
@@ -52,6 +53,30 @@ def doctor(hostfile: str | None, as_json: bool, iface: str | None, **given: Any)
 
     Exit code 1: a launch would fail on some host.
     """
+    reports, problems = _findings(hostfile, iface, given)
+    data = _as_data(reports, problems)
+    if as_json:
+        print(json.dumps(data, indent=2))
+    else:
+        _show(reports, problems)
+    return 0 if data["ok"] else 1
+
+
+def own_findings() -> dict[str, Any]:
+    """Return what `zlaunch doctor --json` says about this machine. Raises LaunchError, OSError."""
+    reach = {
+        "ssh_port": None,
+        "ssh_config": None,
+        "ssh_accept_new": False,
+        "venv": None,
+        "remote_python": None,
+    }
+    return _as_data(*_findings(None, None, reach))
+
+
+def _findings(
+    hostfile: str | None, iface: str | None, given: dict[str, Any]
+) -> tuple[list[HostReport], list[Problem]]:
     from zlaunch.launchers.ssh import SshLauncher
 
     with tempfile.TemporaryDirectory(prefix="zlaunch-doctor-") as folder:
@@ -60,13 +85,7 @@ def doctor(hostfile: str | None, as_json: bool, iface: str | None, **given: Any)
             hostfile = str(Path(folder, "this_machine"))
             Path(hostfile).write_text("localhost\n")
         reports = _examine(SshLauncher(_options(folder, hostfile, iface, given), None))
-    problems = judge(reports)
-    failed = any(problem.level == "error" for problem in problems)
-    if as_json:
-        print(json.dumps({"ok": not failed, **_as_data(reports, problems)}, indent=2))
-    else:
-        _show(reports, problems)
-    return 1 if failed else 0
+    return reports, judge(reports)
 
 
 def _options(folder: str, hostfile: str, iface: str | None, given: dict[str, Any]) -> Options:
@@ -77,7 +96,7 @@ def _options(folder: str, hostfile: str, iface: str | None, given: dict[str, Any
     try:
         workdir = os.getcwd()
     except FileNotFoundError:
-        raise click.UsageError("the current folder is gone: go to another one") from None
+        raise LaunchError("the current folder is gone: go to another one") from None
     return Options(
         program=Program("script", "", ()),
         run_id="doctor",
@@ -270,4 +289,5 @@ def _as_data(reports: Sequence[HostReport], problems: Sequence[Problem]) -> dict
         checkup = own.pop("checkup") or dict.fromkeys(Checkup.__slots__)
         facts["zlaunch"] = facts.pop("version")
         hosts.append({**own, **facts, **checkup})
-    return {"hosts": hosts, "problems": [asdict(problem) for problem in problems]}
+    failed = any(problem.level == "error" for problem in problems)
+    return {"ok": not failed, "hosts": hosts, "problems": [asdict(problem) for problem in problems]}

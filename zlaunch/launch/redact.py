@@ -1,0 +1,256 @@
+"""Find secrets in texts and in JSON, and take them out. Pure."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+from urllib.parse import quote, quote_plus
+
+from zlaunch.plan.plan import IN_ADDRESS, NOT_SHOWN, SECRET_WORDS, is_secret, without_secrets
+
+Span = tuple[int, int]
+
+_SHORTEST_VALUE = 8
+"""Characters of a secret that is looked for everywhere; a shorter one may be part of any word."""
+_SHORTEST_LINE = 16
+"""Characters of one line of a secret with several lines, such as a key, that is looked for by itself."""
+_KEY_CHARACTERS = 16_000
+"""The longest block of a private key; more than that of a cut text is not needed to see where one began."""
+_NAME_CHARACTERS = 200
+
+_WELL_KNOWN = re.compile(
+    r"hf_[A-Za-z0-9]{16,}|gh[opsur]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}|nvapi-[\w-]{16,}|"
+    r"pypi-[\w-]{32,}|"
+    # What begins with letters that words end in begins a word: after a colour, or a line break that is
+    # written as \n, as well.
+    r"(?:(?<![A-Za-z0-9])|(?<=[\[;0-9]m)|(?<=\\[nrt]))"
+    r"(?:(?:AKIA|ASIA)[0-9A-Z]{16}|AIza[\w-]{30,}|sk-[\w-]{16,}|xox[a-z]-[\w-]{10,}|"
+    r"eyJ[\w-]{5,}\.[\w-]{5,}\.[\w-]*|(?:Bearer|Basic)[ ]+[\w.~+/-]{16,}=*)"
+)
+"""Tokens that can be told by their form: Hugging Face, AWS, Google, GitHub, GitLab, OpenAI, Slack, NVIDIA,
+PyPI, JSON web tokens, and what follows the scheme in a header.
+"""
+_PRIVATE_KEY = re.compile(
+    r"-----BEGIN [A-Z0-9 ]*PRIVATE KEY(?: BLOCK)?-----"
+    rf"(?:[\s\S]{{0,{_KEY_CHARACTERS}}}?-----END [A-Z0-9 ]*PRIVATE KEY(?: BLOCK)?-----|[A-Za-z0-9+/=\\\s]*)"
+)
+_COOKIE = re.compile(r"\bCookie:[ \t]*([^\r\n\"']+)", re.IGNORECASE)
+_ADDRESS = re.compile(IN_ADDRESS)
+
+_WORD = re.compile(SECRET_WORDS, re.IGNORECASE)
+_NAME_END = re.compile(r"[\w.-]*")
+_NAME_START = re.compile(r"[\w.-]*\Z")
+_GAP = r"((?:[ \t]|\x1b\[[0-9;]*m)*)"  # blanks and colours
+_ASSIGNMENT = re.compile(rf"""(\\*["'])?{_GAP}(=(?!=)|:(?!:)){_GAP}""")
+_NEXT_ARGUMENT = re.compile(r"""\\*["']?,?(?:[ \t]|\\\r?\n)+(?!\\*["']?-)""")
+_QUOTED = re.compile(
+    r"""(?P<quote>\\+["'])(?P<escaped>[^\n]*?)(?:(?P=quote)|$)|"(?P<double>(?:[^"\\\n]|\\.)*)"""
+    r"""|'(?P<single>(?:[^'\\\n]|\\.)*)""",
+    re.MULTILINE,
+)
+_REMOVED = rf"(?:{re.escape(NOT_SHOWN)}|\(left out\))"  # one word, although it has a blank
+_BARE = re.compile(rf"(?:{_REMOVED}|\S)+")
+_MEMBER = re.compile(rf"(?:{_REMOVED}|[^\s,}}\]])+")
+_WHOLE_LINE = re.compile(
+    rf"(?:(?:Basic|Bearer|Digest|Token)[ \t]+)?(?:{_REMOVED}|\S)+(?=[ \t]*(?:\r|\n|#|$))", re.IGNORECASE
+)
+_LIKE_A_TOKEN = re.compile(r"(?=[^\s\d]*\d)[\w+/=-]{12,}(?![\w.])")
+_HARMLESS = re.compile(
+    r"[\[({]*(?i:true|false|none|null|nan|inf|[-+]?\d*\.\d+(?:e[-+]?\d+)?|[-+]?\d+e[-+]?\d+"
+    rf"|{_REMOVED})[,;)}}\]]*"
+)
+_SHORT_NUMBER = re.compile(r"[\[({]*[-+]?\d{1,6}[,;)}\]]*")
+_ERRORS = ("error", "exception", "warning")
+_OF_MODELS = re.compile("TOKEN|KEY", re.IGNORECASE)
+"""Words that names of plain numbers have as well: pad_token_id, num_key_value_heads."""
+
+
+def secret_values(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the values of variables with secret names, in each spelling in which one may be printed."""
+    found: dict[str, None] = {}
+    for name, given in environ.items():
+        value = given.strip()
+        if not is_secret(name) or len(value) < _SHORTEST_VALUE:
+            continue
+        lines = value.splitlines() if "\n" in value else ()
+        for text in (value, *(line for line in lines if len(line) >= _SHORTEST_LINE)):
+            data = text.encode("utf-8", "surrogateescape")
+            spellings = (json.dumps(text)[1:-1], json.dumps(text, ensure_ascii=False)[1:-1], repr(text)[1:-1])
+            found |= dict.fromkeys((text, *spellings, quote(data), quote(data, safe=""), quote_plus(data)))
+    return tuple(found)
+
+
+def redact(text: str, values: Sequence[str] = (), start: int = 0, stop: int | None = None) -> tuple[str, int]:
+    """Return a text, or its part from start to stop, without secrets, and how many were taken out.
+
+    A secret that lies across the edge of the part is taken out as a whole: half of it is not left.
+    """
+    return _without(text, [*_given(text, values), *_by_form(text), *_by_name(text)], start, stop)
+
+
+def redact_json(text: str, values: Sequence[str] = (), indent: int | None = None) -> tuple[str, int]:
+    """Return JSON without secrets, and how many were taken out. What is not JSON is taken as text."""
+    try:
+        data = json.loads(text)
+        if not isinstance(data, (dict, list)):
+            return redact(text, values)
+        shown, count = _redact_data(data, values)
+        written = json.dumps(shown, indent=indent, separators=None if indent else (",", ":"))
+    except (ValueError, RecursionError):
+        return redact(text, values)
+    # A value that JSON has as a number, or in some other way that the walk has not seen, goes as text.
+    written, more = _without(written, _given(written, values))
+    return written, count + more
+
+
+def _redact_data(data: Any, values: Sequence[str]) -> tuple[Any, int]:
+    if isinstance(data, str):
+        return redact(data, values)
+    if isinstance(data, list):
+        if all(isinstance(each, str) for each in data):  # it may be a command line
+            shown = without_secrets(data)
+            count = sum(after != before for after, before in zip(shown, data, strict=True))
+            data = list(shown)
+        else:
+            count = 0
+        pairs = [_redact_data(each, values) for each in data]
+        return [each for each, _ in pairs], count + sum(more for _, more in pairs)
+    if isinstance(data, dict):
+        found, count = {}, 0
+        for name, value in data.items():
+            shown, more = _hide(name, value) if is_secret(name) else _redact_data(value, values)
+            found[redact(name, values)[0]] = shown
+            count += more
+        return found, count
+    return data, 0
+
+
+def _hide(name: str, data: Any) -> tuple[Any, int]:
+    """Hide the texts and whole numbers under a secret name; other numbers, such as a loss, are no secrets."""
+    if isinstance(data, dict):
+        members = {inner: _hide(name, value) for inner, value in data.items()}
+        count = sum(more for _, more in members.values())
+        return {inner: shown for inner, (shown, _) in members.items()}, count
+    if isinstance(data, list):
+        parts = [_hide(name, value) for value in data]
+        return [shown for shown, _ in parts], sum(more for _, more in parts)
+    if isinstance(data, (bool, float)) or data is None or _is_harmless(name, str(data)):
+        return data, 0
+    return NOT_SHOWN, 1
+
+
+def _without(text: str, spans: Iterable[Span], start: int = 0, stop: int | None = None) -> tuple[str, int]:
+    """Replace what is in the spans, in a part of a text."""
+    stop = len(text) if stop is None else stop
+    pieces: list[str] = []
+    count, at = 0, start
+    for first, last in _merged(spans):
+        if last <= start or first >= stop:
+            continue
+        pieces += [text[at : max(at, first)], NOT_SHOWN]
+        count, at = count + 1, last
+    return "".join([*pieces, text[at:stop]]), count
+
+
+def _merged(spans: Iterable[Span]) -> list[Span]:
+    found: list[Span] = []
+    for first, last in sorted(spans):
+        if found and first <= found[-1][1]:
+            found[-1] = (found[-1][0], max(last, found[-1][1]))
+        else:
+            found.append((first, last))
+    return found
+
+
+# -- where they are ----------------------------------------------------------------------------
+
+
+def _given(text: str, values: Sequence[str]) -> Iterator[Span]:
+    """Find values that are known to be secret."""
+    for value in values:
+        at = text.find(value)
+        while at >= 0:
+            yield at, at + len(value)
+            at = text.find(value, at + len(value))
+
+
+def _by_form(text: str) -> Iterator[Span]:
+    """Find what looks like a secret whatever it is called."""
+    for pattern in (_WELL_KNOWN, _PRIVATE_KEY):
+        for match in pattern.finditer(text):
+            yield match.span()
+    for match in _ADDRESS.finditer(text):
+        yield match.start() + len("://"), match.end() - 1
+    for match in _COOKIE.finditer(text):
+        if not _HARMLESS.fullmatch(match[1]):
+            yield match.span(1)
+
+
+def _by_name(text: str) -> Iterator[Span]:
+    """Find the values of NAME=value, "name": "value", `name: value` and --name value with secret names."""
+    at = 0
+    while word := _WORD.search(text, at):
+        # The patterns are matched at the end of the name: to search for whole names would take the square
+        # of the length of a long word.
+        start, end = word.start(), _NAME_END.match(text, word.end()).end()  # type: ignore[union-attr]
+        near = max(0, start - _NAME_CHARACTERS)
+        line = text.rfind("\n", near, start) + 1 or near
+        start = line + _NAME_START.search(text[line:start]).start()  # type: ignore[union-attr]
+        name = text[start:end]
+        found = _assigned(text, name, end, is_first=not text[line:start].strip(" \t-"))
+        if found is None and name[0] == "-":
+            found = _argument(text, end)
+        if found is not None and not _is_harmless(name, text[slice(*found)]):
+            yield found
+        at = max(end, found[1] if found is not None else 0)
+
+
+def _is_harmless(name: str, value: str) -> bool:
+    """Tell whether a value is a plain number or word although its name is secret."""
+    if not value or _HARMLESS.fullmatch(value):
+        return True
+    return not is_secret(_OF_MODELS.sub("", name)) and _SHORT_NUMBER.fullmatch(value) is not None
+
+
+def _assigned(text: str, name: str, end: int, *, is_first: bool) -> Span | None:
+    """Return where the value is that a name is given, if there is one: text that only looks alike stays.
+
+    `is_first`: nothing stands in front of the name in its line.
+    """
+    if (sign := _ASSIGNMENT.match(text, end)) is None:
+        return None
+    mark, space, how, space_after = sign.groups()
+    if quoted := _inside(text, sign.end()):
+        return quoted
+    if how == "=":
+        pattern = _BARE
+    elif mark:
+        pattern = _MEMBER
+    elif name.lower().endswith(_ERRORS):
+        return None  # the last line of a traceback
+    else:
+        pattern = _WHOLE_LINE if is_first else _LIKE_A_TOKEN
+    found = pattern.match(text, sign.end())
+    if found is None or (how == "=" and (space or space_after) and re.search(r"[(\[{]", found[0])):
+        return None  # source code, such as `key = make(...)`, says more than it hides
+    return found.span()
+
+
+def _argument(text: str, end: int) -> Span | None:
+    """Return where the argument after a flag is."""
+    if (gap := _NEXT_ARGUMENT.match(text, end)) is None:
+        return None
+    if quoted := _inside(text, gap.end()):
+        return quoted
+    found = _BARE.match(text, gap.end())
+    return found.span() if found else None
+
+
+def _inside(text: str, at: int) -> Span | None:
+    """Return what is inside of the quotes that begin here."""
+    if (match := _QUOTED.match(text, at)) is None:
+        return None
+    name = next(name for name in ("escaped", "double", "single") if match[name] is not None)
+    return match.span(name) if match[name] else None
