@@ -22,6 +22,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = list(sys.argv[1:] if argv is None else argv)
     name = "zlaunch"
     try:
+        if asked := os.environ.get("_ZLAUNCH_COMPLETE"):
+            from zlaunch.cli.completion import complete
+
+            return _flushed(complete(asked))
         _check_folder()
         if args[:1] == ["help"]:
             args = asked_for_help(args[1:])
