@@ -1,7 +1,7 @@
 # make demo: train a small GPT on two workers.   make test: the tests, without the exhaustive ones.
 # make test-fast: the unit tests, in half a minute.
 # make test-all: all of them, and the runtime's with other versions of Python and torch (test-support).
-# More: lint, bench, clean.
+# make docs: the documentation as a site, in site/.   More: lint, bench, clean.
 PYTHON ?= python3
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -9,12 +9,13 @@ VENV := .venv
 PY := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 WITH_TOOLS := $(VENV)/.installed-with-tools
+WITH_DOCS := $(VENV)/.installed-with-docs
 PIP := $(PY) -m pip install --no-input --disable-pip-version-check --progress-bar off -c constraints.txt
 # torch's CPU build has a tenth of the size of the one for CUDA. TORCH_INDEX= takes what your index has.
 TORCH_INDEX ?= $(if $(wildcard /proc/driver/nvidia/gpus/*),,https://download.pytorch.org/whl/cpu)
 export PYTHONUNBUFFERED := 1
 
-.PHONY: demo test test-fast test-all test-support lint bench clean
+.PHONY: demo test test-fast test-all test-support lint docs bench clean
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -27,6 +28,11 @@ $(INSTALLED): pyproject.toml constraints.txt
 # What the tests and the linters need besides.
 $(WITH_TOOLS): $(INSTALLED)
 	$(PIP) -e ".[test]"
+	touch $@
+
+# What the site is made with.
+$(WITH_DOCS): $(INSTALLED)
+	$(PIP) -e ".[docs]"
 	touch $@
 
 # Two workers; one where there is exactly one GPU. Without a GPU they are CPU workers.
@@ -65,9 +71,13 @@ lint: $(WITH_TOOLS)
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 
+# Warnings, such as links that lead nowhere, are errors. For the search: python3 -m http.server -d site
+docs: $(WITH_DOCS)
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
+
 bench: $(WITH_TOOLS)
 	$(PY) -m benchmarks.train --peers
 
 clean:
-	rm -rf $(VENV) .venv-support build dist out runs *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-support build dist out runs site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

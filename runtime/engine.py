@@ -45,18 +45,19 @@ class MovableStates(Protocol):
 class Engine(TrainingLoop):
     """Trains a model; built by :func:`zlaunch.initialize`. Unknown attributes are looked up on the model.
 
-    Attributes
-        module: the model that was given, its parameters now in flat units.
-        optimizer: the optimizer that was given or made; ``param_groups`` are live, with the model's
-            parameters, and its methods lead here.
-        lr_scheduler: stepped by :meth:`step`, or None.
-        global_steps, skipped_steps, micro_steps, global_samples: counters.
-        overflow: whether the last step was skipped because gradients were not finite.
-        monitor: ``write_events([(name, value, step), ...])`` adds to the trackers of the config.
-        should_stop: the run has been asked to save and stop (SIGUSR1, a preemption); known after a step,
-            equal on all ranks.
-        client_state: called for the ``client_state`` of a save that a signal has asked for
-            (``checkpoint.on_signal``); None for an empty one.
+    Attributes:
+
+    - ``module``: the model that was given, its parameters now in flat units.
+    - ``optimizer``: the optimizer that was given or made; ``param_groups`` are live, with the model's
+      parameters, and its methods lead here.
+    - ``lr_scheduler``: stepped by :meth:`step`, or None.
+    - ``global_steps``, ``skipped_steps``, ``micro_steps``, ``global_samples``: counters.
+    - ``overflow``: whether the last step was skipped because gradients were not finite.
+    - ``monitor``: ``write_events([(name, value, step), ...])`` adds to the trackers of the config.
+    - ``should_stop``: the run has been asked to save and stop (SIGUSR1, a preemption); known after a step,
+      equal on all ranks.
+    - ``client_state``: called for the ``client_state`` of a save that a signal has asked for
+      (``checkpoint.on_signal``); None for an empty one.
 
     On a GPU, ``overflow``, ``skipped_steps``, ``should_stop``, ``loss_scale`` and the gradient norm are on
     the device until they are asked for, which waits for it; a training loop that does not ask never waits.

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import re
+import shlex
 from pathlib import Path
 
 import click
 import pytest
 
+import zlaunch
 from zlaunch.cli.commands import SUBCOMMANDS, load
 from zlaunch.cli.run import run
 
 ROOT = Path(__file__).resolve().parents[3]
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "benchmarks").rglob("*.md")])
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *PAGES, *(ROOT / "benchmarks").rglob("*.md")])
 NAMES = [str(path.relative_to(ROOT)) for path in DOCUMENTS]
 README = (ROOT / "README.md").read_text()
 
@@ -36,6 +40,8 @@ def test_every_link_leads_somewhere(document: Path) -> None:
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=NAMES)
 def test_every_test_that_is_named_exists(document: Path) -> None:
+    if document.parent.name == "decisions":
+        return  # they tell of what was there once
     known = set()
     for path in (ROOT / "tests").rglob("test_*.py"):
         known |= {path.stem, *re.findall(r"^def (test_\w+)", path.read_text(), re.MULTILINE)}
@@ -66,3 +72,40 @@ def test_every_command_is_in_the_readme() -> None:
             assert re.search(
                 rf"zlaunch {name} {inner}\b|zlaunch {name} [^`]*`, `{inner}\b|`{inner} ", README
             ), inner
+
+
+COMMAND_LINES = [
+    (page.name, line.strip())
+    for page in PAGES
+    for line in page.read_text().splitlines()
+    if line.startswith("    zlaunch ") and "..." not in line
+]
+
+
+@pytest.mark.parametrize(
+    ("page", "line"), COMMAND_LINES, ids=[f"{page}: {line}" for page, line in COMMAND_LINES]
+)
+def test_every_command_line_of_the_pages_is_understood(page: str, line: str) -> None:
+    words = shlex.split(line.partition(" > ")[0], comments=True)[1:]
+    command: click.Command = copy.copy(run)
+    command.params = list(run.params)  # flags of other launchers are added there
+    if words[0] in SUBCOMMANDS:
+        command = load(words.pop(0))
+        while isinstance(command, click.Group):
+            command = command.commands[words.pop(0)]
+    with command.make_context(command.name, words) as context:
+        assert not context.args
+
+
+def test_every_command_is_in_its_reference() -> None:
+    text = (ROOT / "docs" / "cli.md").read_text()
+    blocks = re.findall(r":module: (\S+)\n +:command: (\S+)\n +:prog_name: zlaunch(?: (\S+))?\n", text)
+    assert {name: f"{module}:{command}" for module, command, name in blocks if name} == SUBCOMMANDS
+    assert blocks[0] == ("zlaunch.cli.run", "run", "")
+
+
+def test_every_public_name_is_in_its_reference() -> None:
+    names = re.findall(r"^::: (\S+)$", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE)
+    wanted = {f"zlaunch.{name}" for name in zlaunch.__all__ if name not in ("__version__", "zero")}
+    wanted |= {f"zlaunch.zero.{name}" for name in zlaunch.zero.__all__}
+    assert sorted(names) == sorted(wanted)

@@ -79,10 +79,15 @@ def test_other_targets_install_the_tools_too(target: str) -> None:
     assert {"ruff", "mypy", "pytest", "hypothesis", "transformers", "build"} <= names
 
 
+def test_the_site_installs_what_it_is_made_with() -> None:
+    *_, last = pip_lines("docs")
+    assert requirements(last) == [".[docs]"]
+
+
 def test_all_that_is_asked_for_is_pinned() -> None:
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     pinned = {package(line) for line in lines if "==" in line and not line.startswith("#")}
-    extras = ("test", "hf", "bench", "cpu", "cuda12")
+    extras = ("test", "docs", "hf", "bench", "cpu", "cuda12")
     wanted = RUNTIME | {package(each) for name in extras for each in EXTRAS[name]}
     assert sorted(wanted - pinned) == []
 

@@ -80,7 +80,7 @@ def test_wheel_holds_all_packages_under_one_name(wheel: Path) -> None:
 ARCHIVED = ("zlaunch", *LINKED, "tests", "docs", "examples", "benchmarks")
 AT_THE_TOP = (
     *("CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "MANIFEST.in", "Makefile", "README.md"),
-    *("constraints.txt", "pyproject.toml", "setup.py"),
+    *("constraints.txt", "mkdocs.yml", "pyproject.toml", "setup.py"),
 )
 
 
