@@ -75,31 +75,33 @@ def _items(kind: type[ShellComplete], words: list[str], incomplete: str) -> list
     """Return how a line may go on after these words."""
     if words[:1] == ["help"]:
         return _commands(words[1:], incomplete)
-    command, rest = _command_of(words)
+    command, parent, rest = _command_of(words)
     if command is run:
         run.params += torchrun_flags()  # not shown, but the words after them are to be understood
     for parameter in command.params:
         _set_type(parameter)
-    if _has_script(command, rest):
+    if _has_script(command, parent, rest):
         return [CompletionItem(incomplete, type="file")]  # all that follows is the script's
-    found = kind(command, {}, command.name or "", "_ZLAUNCH_COMPLETE").get_completions(rest, incomplete)
+    shell = kind(command, {"parent": parent}, command.name or "", "_ZLAUNCH_COMPLETE")
+    found = shell.get_completions(rest, incomplete)
     return found if words or incomplete.startswith("-") else [*found, *_commands([], incomplete)]
 
 
-def _command_of(words: Sequence[str]) -> tuple[click.Command, list[str]]:
-    """Return the command that the words name, and the words after its name."""
+def _command_of(words: Sequence[str]) -> tuple[click.Command, click.Context | None, list[str]]:
+    """Return the command that the words name, the context of its group, and the words after its name."""
     if not words or words[0] not in SUBCOMMANDS:
-        return run, list(words)
-    command, rest = load(words[0]), list(words[1:])
+        return run, None, list(words)
+    command, parent, rest = load(words[0]), None, list(words[1:])
     while isinstance(command, click.Group) and rest and rest[0] in command.commands:
+        parent = click.Context(command, parent, info_name=command.name, **command.context_settings)
         command = command.commands[rest.pop(0)]
-    return command, rest
+    return command, parent, rest
 
 
 def _commands(words: Sequence[str], incomplete: str) -> list[CompletionItem[str]]:
     """Return the commands below the one that the words name."""
     if words:
-        command, _ = _command_of(words)
+        command, *_ = _command_of(words)
         below = command.commands if isinstance(command, click.Group) else {}
     else:
         below = {name: load(name) for name in SUBCOMMANDS if name.startswith(incomplete)}
@@ -132,8 +134,8 @@ def _set_type(parameter: click.Parameter) -> None:
         parameter.type = click.Choice((parameter.metavar or "").strip("[]").split("|"))
 
 
-def _has_script(command: click.Command, words: Sequence[str]) -> bool:
+def _has_script(command: click.Command, parent: click.Context | None, words: Sequence[str]) -> bool:
     """Tell whether the words name a script already, for an argument that takes all the rest."""
     rest = [each.name for each in command.params if isinstance(each, click.Argument) and each.nargs == -1]
-    with command.make_context(command.name, list(words), resilient_parsing=True) as context:
+    with command.make_context(command.name, list(words), parent, resilient_parsing=True) as context:
         return any(context.params.get(name or "") for name in rest)

@@ -89,11 +89,13 @@ def test_every_command_line_of_the_pages_is_understood(page: str, line: str) -> 
     words = shlex.split(line.partition(" > ")[0], comments=True)[1:]
     command: click.Command = copy.copy(run)
     command.params = list(run.params)  # flags of other launchers are added there
+    parent = None
     if words[0] in SUBCOMMANDS:
         command = load(words.pop(0))
         while isinstance(command, click.Group):
+            parent = click.Context(command, parent, **command.context_settings)
             command = command.commands[words.pop(0)]
-    with command.make_context(command.name, words) as context:
+    with command.make_context(command.name, words, parent) as context:
         assert not context.args
 
 
