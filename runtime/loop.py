@@ -198,12 +198,11 @@ class TrainingLoop(nn.Module):
         return [float(group["lr"]) for group in optimizer.param_groups] if optimizer is not None else []
 
     def step_metrics(self) -> dict[str, float | Tensor]:
-        """Return what is known after a step: gradient norm, this rank's last loss, and with fp16 the loss
+        """Return what is known of the last step: gradient norm, this rank's last loss, and with fp16 the loss
         scale and how many steps are known to be skipped; 0-dim tensors where a number may still be on its way
         from the device.
         """
-        assert self._result is not None
-        found = {"grad_norm": self._result.norm_there}
+        found = {} if self._result is None else {"grad_norm": self._result.norm_there}
         if self._scaler.used:
             found |= {"loss_scale": self._scaler.factor, "skipped_steps": float(self._skipped_steps)}
         return found if self.last_loss is None else {**found, "train_loss": self.last_loss}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import math
 import resource
+import sys
 import time
 import weakref
 from collections import deque
@@ -79,9 +80,11 @@ class StepReporter:
         self._samples, self._tokens = loop.global_samples, 0
         self._steps: deque[TimedStep] = deque(maxlen=_MOST_STEPS)
         self._has_begun = False
+        self._unreported = 0
+        """Numbers the last step, while it has not been reported."""
         self._pending: _Report | None = None
-        if on_gpu:
-            atexit.register(_flush, weakref.ref(self))
+        if self._timed or on_gpu:
+            atexit.register(_finish, weakref.ref(self))
 
     def count_tokens(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Count the tokens of a micro-batch: the elements of ``input_ids``, or of a first argument that is a
@@ -105,15 +108,25 @@ class StepReporter:
             self._steps.append(step)
         now = time.perf_counter()
         printed = bool(self._every) and step.number % self._every == 0
-        if not printed and not (self._timed and now - self._reported_at >= self._interval_s):
-            return
+        self._unreported = step.number
+        if printed or (self._timed and now - self._reported_at >= self._interval_s):
+            self._begin_report(step.number, now, printed=printed, more=self._speed(now))
+            if not self._on_gpu:
+                self.flush()
+
+    def finish(self) -> None:
+        """Report the last step, at the end of the process."""
+        self.flush()
+        if self._timed and self._unreported:
+            self._begin_report(self._unreported, time.perf_counter(), printed=False, more={})
+            self.flush()
+
+    def _begin_report(self, step: int, now: float, *, printed: bool, more: dict[str, float]) -> None:
         metrics = {**learning_rate(self._loop.torch_optimizer), **self._loop.step_metrics()}
         numbers = HostCopy(list(metrics.values()))
-        known = self._speed(now) | self._memory()
-        self._reported_at = now
-        self._pending = _Report(step.number, tuple(metrics), numbers, known, tuple(self._steps), printed)
-        if not self._on_gpu:
-            self.flush()
+        known = more | self._memory()
+        self._reported_at, self._unreported = now, 0
+        self._pending = _Report(step, tuple(metrics), numbers, known, tuple(self._steps), printed)
 
     def flush(self) -> None:
         """Send the report that waits for its numbers, if there is one."""
@@ -155,7 +168,7 @@ class StepReporter:
         return {**found, "script_ms": means["all"] - sum(found.values()), "all_ms": means["all"]}
 
 
-def _flush(reporter: weakref.ref[StepReporter]) -> None:
+def _finish(reporter: weakref.ref[StepReporter]) -> None:
     alive = reporter()
-    if alive is not None:
-        alive.flush()
+    if alive is not None and getattr(sys, "last_value", None) is None:  # else the device may be lost
+        alive.finish()
