@@ -36,6 +36,7 @@ from .memory.estimate import relief
 from .memory.preflight import preflight
 from .memory.resources import PINNED_SHARE
 from .monitor.observation import observe, open_monitor
+from .monitor.step_clock import DISK
 from .offload import disk
 from .offload.background_step import BackgroundStep
 from .offload.manager import Offload
@@ -151,6 +152,8 @@ def build_engine(
         save_weights=partial(save_weights, sharded),
     )
 
+    disk_waits = {} if offload is None else {DISK: lambda: disk.waited.seconds}
+
     def advice() -> str:
         return relief(
             engine.train_micro_batch_size_per_gpu(),
@@ -165,7 +168,7 @@ def build_engine(
         states=StateMover(sharded, step, effective.config),
         offload=offload,
         monitor=monitor,
-        around=observe(engine, effective.config, monitor, {"disk": lambda: disk.waited.seconds}, advice),
+        around=observe(engine, effective.config, monitor, disk_waits, advice),
     )
     if monitor.enabled:
         engine.step_observers.append(monitor.after_step)

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import torch
 
 
-@contextmanager
-def advised(where: str, advice: Callable[[], str]) -> Iterator[None]:
-    """Add ``advice()`` to a torch.OutOfMemoryError that leaves the context; ``where`` says what ran."""
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
+def raise_with_advice(error: BaseException | None, where: str, advice: Callable[[], str]) -> None:
+    """Raise a torch.OutOfMemoryError again with ``advice()``; ``where`` says what ran. Others pass."""
+    if isinstance(error, torch.OutOfMemoryError):
         raise torch.OutOfMemoryError(f"{error}\nzlaunch: out of memory in {where}: {advice()}") from error

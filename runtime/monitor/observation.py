@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -12,12 +12,13 @@ from ..comm.collectives import Comm
 from ..comm.waits import waits
 from ..config import Config, Effective
 from ..errors import MonitorError
-from ..memory.advice import advised
+from ..memory.advice import raise_with_advice
 from .breakdown import WallClockBreakdown
 from .monitor import Monitor
-from .step_clock import COMMUNICATION, StepClock
+from .step_clock import COMMUNICATION, StepClock, TimedPart
 from .step_reporter import ReportedLoop, StepReporter
 
+_NOTHING: Mapping[str, Any] = {}
 Around = Callable[..., AbstractContextManager[None]]
 """Gives a context for a call: its name, and of a forward pass the model's arguments."""
 
@@ -57,7 +58,7 @@ def observe(
     """
     on_gpu = engine.device.type == "cuda"
     # A stream waits for NCCL, and marks around that are what the clock reads there.
-    known = {} if on_gpu else {COMMUNICATION: lambda: waits.seconds}
+    known = {} if on_gpu or engine.world_size == 1 else {COMMUNICATION: lambda: waits.seconds}
     clock = StepClock(
         engine.device, lambda: (engine.global_steps, engine.global_samples), {**known, **more_waits}
     )
@@ -69,21 +70,31 @@ def observe(
         engine,
         every=config.steps_per_print,
         total_steps=_total_steps(config),
-        waits=(COMMUNICATION, *more_waits),
         on_gpu=on_gpu,
     )
     clock.listeners.append(reporter.after_step)
 
-    @contextmanager
-    def around(
-        name: str, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Iterator[None]:
-        if name == "forward" and torch.is_grad_enabled():
-            reporter.count_tokens(args, kwargs or {})
-        with advised(name, advice), clock.part(name):
-            yield
+    def around(name: str, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] = _NOTHING) -> ObservedCall:
+        if args or kwargs:
+            reporter.count_tokens(args, kwargs)
+        return ObservedCall(clock, name, advice)
 
     return around
+
+
+class ObservedCall(TimedPart):
+    """Times a call, and adds advice to an out-of-memory error in it."""
+
+    __slots__ = ("_advice", "_where")
+
+    def __init__(self, clock: StepClock, name: str, advice: Callable[[], str]) -> None:
+        super().__init__(clock, name)
+        self._where, self._advice = name, advice
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        super().__exit__(kind, error, trace)
+        if error is not None:
+            raise_with_advice(error, self._where, self._advice)
 
 
 def _total_steps(config: Config) -> int | None:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 
 import torch
 
 from ..comm.waits import waits
 
 PARTS = ("forward", "backward", "step")
-COMMUNICATION = "communication"
+COMMUNICATION, DISK = "communication", "disk"
 _Mark = float | torch.cuda.Event
 _MOST_SPANS = 1000
 """Spans of one step that are kept before they are added up; on a GPU that waits for the device."""
@@ -56,6 +55,23 @@ class TimedStep:
         return self._sums
 
 
+class TimedPart:
+    """Times what is done inside of the context; a class, as the least that a call can cost."""
+
+    __slots__ = ("_clock", "_name", "_outer", "_start")
+
+    def __init__(self, clock: StepClock, name: str) -> None:
+        self._clock, self._name = clock, name if name != "forward" or torch.is_grad_enabled() else ""
+
+    def __enter__(self) -> None:
+        if self._name:
+            self._outer, self._start = self._clock._enter(self._name)
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if self._name:
+            self._clock._leave(self._name, self._outer, self._start, failed=error is not None)
+
+
 class StepClock:
     """Times an engine's calls. On a GPU the marks are events on the present stream, and who reads a step
     after the next one's end waits for nothing.
@@ -75,11 +91,11 @@ class StepClock:
         self.on_gpu = device.type == "cuda"
         self.listeners: list[Callable[[TimedStep], None]] = []
         """Are called at the end of each step."""
-        self._counters, self._waited = counters, waited
+        self._counters, self._waited = counters, tuple(waited.items())
         self._last = self._mark()
         self._step = TimedStep(counters()[0])
         self._part = "rest"
-        self._before = [read() for read in waited.values()]
+        self._before = {name: read() for name, read in self._waited}
         clock = weakref.ref(self)
 
         def on_stream(wait: Callable[[], object]) -> None:
@@ -91,34 +107,34 @@ class StepClock:
 
         self._on_stream = on_stream
 
-    @contextmanager
-    def part(self, name: str) -> Iterator[None]:
-        """Time a part of a step; the ``"step"`` in which the engine makes its step is the last. A forward
-        pass without gradients is part of the rest.
+    def part(self, name: str) -> TimedPart:
+        """Return a context that times a part of a step; the ``"step"`` in which the engine makes its step is
+        the last. A forward pass without gradients is part of the rest.
         """
-        counts = name != "forward" or torch.is_grad_enabled()
-        outer, self._part = self._part, name if counts else self._part
+        return TimedPart(self, name)
+
+    def _enter(self, name: str) -> tuple[str, _Mark]:
+        """Begin a part; return the one around it, and the mark."""
+        outer, self._part = self._part, name
         if self.on_gpu:  # of several engines, the one that works now
             waits.on_stream = self._on_stream
         self._add_waits(outer)
-        start = self._mark()
-        try:
-            yield
-        finally:
-            stop = self._mark()
-            self._add_waits(self._part)
-            self._part = outer
-            if counts:
-                self._step.add_span(name, start, stop)
-        if name == "step":
+        return outer, self._mark()
+
+    def _leave(self, name: str, outer: str, start: _Mark, *, failed: bool) -> None:
+        stop = self._mark()
+        self._add_waits(self._part)
+        self._part = outer
+        self._step.add_span(name, start, stop)
+        if name == "step" and not failed:
             self._end(stop)
 
     def _add_waits(self, part: str) -> None:
         """Add what has been waited since the last call, in that part."""
-        for index, (name, read) in enumerate(self._waited.items()):
-            seconds = read()
-            if seconds != self._before[index]:
-                milliseconds, self._before[index] = (seconds - self._before[index]) * 1e3, seconds
+        for name, read in self._waited:
+            seconds, before = read(), self._before[name]
+            if seconds != before:
+                milliseconds, self._before[name] = (seconds - before) * 1e3, seconds
                 self._step.add(name, milliseconds)
                 self._step.add(f"{name} in {part}", milliseconds)
 

@@ -22,7 +22,7 @@ from ..report import reported, send_step
 from .breakdown import mean_milliseconds
 from .host_copy import HostCopy
 from .monitor import MonitoredLoop, learning_rate
-from .step_clock import PARTS, TimedStep
+from .step_clock import COMMUNICATION, DISK, PARTS, TimedStep
 
 _INTERVAL_S = 1.0
 """Seconds between two reports of rank 0, where the config's ``steps_per_print`` does not ask for more."""
@@ -31,6 +31,7 @@ _EVENTS_PER_S = 4.0
 """Reports a second from all ranks but the first, of however many there are."""
 _MOST_STEPS = 16
 """Steps whose times are kept: a split is the mean of the last ones."""
+_WAITS = (COMMUNICATION, DISK)
 _PAGE_BYTES = resource.getpagesize()
 
 
@@ -66,11 +67,10 @@ class StepReporter:
         *,
         every: float | None,
         total_steps: int | None,
-        waits: tuple[str, ...],
         on_gpu: bool,
     ) -> None:
-        """Report on ``loop``; ``waits`` names the waits that the clock counts."""
-        self._loop, self._total_steps, self._waits, self._on_gpu = loop, total_steps, waits, on_gpu
+        """Report on ``loop``, in all ``every`` steps and at other times."""
+        self._loop, self._total_steps, self._on_gpu = loop, total_steps, on_gpu
         first = loop.global_rank == 0
         self._every = int(every) if first and every and math.isfinite(every) else 0
         others = max(_OTHERS_INTERVAL_S, loop.world_size / _EVENTS_PER_S)
@@ -90,6 +90,8 @@ class StepReporter:
         """Count the tokens of a micro-batch: the elements of ``input_ids``, or of a first argument that is a
         tensor of integers with at least two axes.
         """
+        if not torch.is_grad_enabled():
+            return
         ids = kwargs.get("input_ids", args[0] if args else None)
         if (
             isinstance(ids, Tensor)
@@ -162,9 +164,9 @@ class StepReporter:
         means = mean_milliseconds(steps)
         found = {}
         for part in PARTS:
-            waited = sum(means.get(f"{name} in {part}", 0.0) for name in self._waits)
+            waited = sum(means.get(f"{name} in {part}", 0.0) for name in _WAITS)
             found[f"{part}_ms"] = means.get(part, 0.0) - waited
-        found |= {f"{name}_ms": means.get(name, 0.0) for name in self._waits}
+        found |= {f"{name}_ms": means.get(name, 0.0) for name in _WAITS}
         return {**found, "script_ms": means["all"] - sum(found.values()), "all_ms": means["all"]}
 
 

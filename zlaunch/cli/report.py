@@ -18,9 +18,8 @@ from zlaunch.launch.event_file import EventFile
 from zlaunch.launch.found_runs import FoundRun, find_run, meant
 from zlaunch.system.events import Event
 from zlaunch.view.bottleneck import find_bottleneck
-from zlaunch.view.live import span
 from zlaunch.view.page import RunPage, write_page
-from zlaunch.view.progress import RunProgress
+from zlaunch.view.progress import RunProgress, span
 
 
 @click.command(cls=Command, context_settings=SETTINGS, short_help="Write an HTML page about a run.")

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from zlaunch.view.bottleneck import find_bottleneck
 from zlaunch.view.console import metrics_line
-from zlaunch.view.progress import TIMES, RunProgress
+from zlaunch.view.progress import TIMES, RunProgress, span
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _SPARK_WIDTH = 40
@@ -55,16 +55,6 @@ def sparkline(values: Sequence[float], width: int) -> str:
     low, high = min(values), max(values)
     scale = (len(_BLOCKS) - 1) / (high - low) if high > low else 0.0
     return "".join(_BLOCKS[round((value - low) * scale)] for value in values)
-
-
-def span(seconds: float) -> str:
-    """Write a time such as `42 s`, `3 min 12 s`, `5 h 02 min`."""
-    whole = int(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02d} s"
-    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
 
 
 def _headline(progress: RunProgress, title: str, state: str, now: float) -> RenderableType:

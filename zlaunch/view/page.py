@@ -11,8 +11,7 @@ from typing import Any
 
 from zlaunch.view.bottleneck import find_bottleneck
 from zlaunch.view.charts import Curve, bar_chart, line_chart
-from zlaunch.view.live import span
-from zlaunch.view.progress import TIMES, RunProgress
+from zlaunch.view.progress import TIMES, RunProgress, span
 
 _STYLE = """
 :root{color-scheme:light dark;--fg:#1d232b;--bg:#fff;--soft:#6a7480;--line:#dfe3e8;--card:#f7f8fa}

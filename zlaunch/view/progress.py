@@ -181,6 +181,16 @@ class RunProgress:
         return {rank: times for rank, times in found.items() if times.get("all_ms", 0.0) > 0}
 
 
+def span(seconds: float) -> str:
+    """Write a time such as `42 s`, `3 min 12 s`, `5 h 02 min`."""
+    whole = int(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
 def _mean(points: Iterable[tuple[float, float]]) -> tuple[float, float]:
     xs, ys = zip(*points, strict=True)
     return sum(xs) / len(xs), sum(ys) / len(ys)
