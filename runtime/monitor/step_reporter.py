@@ -78,6 +78,7 @@ class StepReporter:
         self._timed = read_environment().event_fd is not None
         self._reported_at, self._measured_at = -math.inf, time.perf_counter()
         self._samples, self._tokens = loop.global_samples, 0
+        self._rows = 0
         self._steps: deque[TimedStep] = deque(maxlen=_MOST_STEPS)
         self._has_begun = False
         self._unreported = 0
@@ -88,10 +89,14 @@ class StepReporter:
 
     def count_tokens(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Count the tokens of a micro-batch: the elements of ``input_ids``, or of a first argument that is a
-        tensor of integers with at least two axes.
+        tensor of integers with at least two axes. Note its rows: those of the first tensor.
         """
         if not torch.is_grad_enabled():
             return
+        rows = next(
+            (each for each in (*args, *kwargs.values()) if isinstance(each, Tensor) and each.dim()), None
+        )
+        self._rows = 0 if rows is None else rows.shape[0]
         ids = kwargs.get("input_ids", args[0] if args else None)
         if (
             isinstance(ids, Tensor)
@@ -146,6 +151,8 @@ class StepReporter:
         found = {"samples_per_s": (self._loop.global_samples - self._samples) / seconds}
         if self._tokens and not reported.tokens:
             found["tokens_per_s"] = self._tokens * self._loop.world_size / seconds
+        if self._rows:
+            found["rows"] = self._rows
         self._measured_at, self._samples, self._tokens = now, self._loop.global_samples, 0
         return found
 

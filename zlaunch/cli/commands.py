@@ -24,6 +24,7 @@ SUBCOMMANDS = {
     "slurm": "zlaunch.cli.slurm:slurm",
     "stacks": "zlaunch.cli.runs:stacks",
     "stop": "zlaunch.cli.runs:stop",
+    "tune": "zlaunch.cli.tune:tune",
     "watch": "zlaunch.cli.watch:watch",
 }
 """Subcommand -> `module:attribute` of its click command."""

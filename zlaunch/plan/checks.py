@@ -193,7 +193,7 @@ def check_configs(
     if folder is not None and not os.path.isdir(folder):
         return []  # only the nodes have it
     found: list[str] = []
-    for option, name, surely_ours in _config_arguments(command[1:]):
+    for option, name, surely_ours in config_arguments(command[1:]):
         script = command[0] if module else os.path.join(folder or "", command[0])
         is_used = surely_ours or bool(_imported(script, module=module) & _CONFIG_USERS)
         path = os.path.join(folder or "", name)
@@ -234,7 +234,8 @@ def _config_near(path: str) -> str:
     return _near(Path(path), beside)
 
 
-def _config_arguments(args: Sequence[str]) -> Iterator[tuple[str, str, bool]]:
+def config_arguments(args: Sequence[str]) -> Iterator[tuple[str, str, bool]]:
+    """Yield option, file and whether it is surely DeepSpeed's, of each config among a script's arguments."""
     for index, arg in enumerate(args):
         option, equals, value = arg.partition("=")
         name = option.replace("-", "_")

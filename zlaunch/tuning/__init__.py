@@ -1,0 +1,1 @@
+"""Find the config with which a script trains fastest, by short real runs."""

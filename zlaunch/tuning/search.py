@@ -1,0 +1,166 @@
+"""Choose which variants are tried, and in which order. Pure: a function measures each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from zlaunch.tuning.variants import DEVICE_PLACEMENTS, HOST_PLACEMENTS, Placement, Variant
+
+OK, OUT_OF_MEMORY = "ok", "out of memory"
+_BUCKETS = (5_000_000, 50_000_000)
+_GAIN = 1.01
+"""What is tried later, or takes more memory, has to be faster by this factor."""
+_BEST = 2
+"""Placements whose micro-batch is tuned."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """Holds what came of one run."""
+
+    variant: Variant
+    verdict: str
+    """``ok``, ``out of memory``, or why there is no speed, in words."""
+    steps_per_s: float = 0.0
+    tokens_per_s: float = 0.0
+    memory_gb: float = 0.0
+    """Of the rank with the most."""
+    host_gb: float = 0.0
+    seconds: float = 0.0
+    """How long the run took."""
+
+    def but_failed(self, why: str) -> Trial:
+        """Return the trial without a speed."""
+        return replace(self, verdict=f"failed: {why}", steps_per_s=0.0, tokens_per_s=0.0)
+
+    def beats(self, other: Trial | None) -> bool:
+        """Tell whether it is faster than another by more than chance: a change has to earn its place."""
+        return self.is_ok and (other is None or self.steps_per_s > _GAIN * other.steps_per_s)
+
+    @property
+    def is_ok(self) -> bool:
+        """Tell whether it has a speed."""
+        return self.verdict == OK
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """Holds what may be tried."""
+
+    placement: Placement | None
+    """The user's own; None where it is another than those that are tried."""
+    micro: int | None
+    """The user's own micro-batch; None where it cannot be changed."""
+    micros: Sequence[int] = ()
+    world_size: int = 1
+
+    def placements(self, *, on_host: bool) -> list[Placement]:
+        """Return the placements, the fastest first. One rank has nothing to shard at stages 1 and 2."""
+        known = HOST_PLACEMENTS if on_host else DEVICE_PLACEMENTS
+        return [p for p in known if self.world_size > 1 or p.is_offloaded or p.stage in (0, 3)]
+
+
+def search(space: Space, measure: Callable[[Variant], Trial]) -> Trial | None:
+    """Return the fastest trial, the user's own config among them; None where none has a speed."""
+    trials = _Trials(space, measure)
+    trials.take(Variant())
+    for placement in space.placements(on_host=False):
+        trials.take(Variant(placement))
+    if trials.best is None or any(trial.verdict == OUT_OF_MEMORY for trial in trials.known):
+        for placement in space.placements(on_host=True):
+            trials.take(Variant(placement))
+    if trials.best is None:
+        _shrink(space, trials)
+    else:
+        _grow(space, trials)
+    if trials.best is not None:
+        best = trials.best.variant
+        for bucket in _BUCKETS:
+            trials.take(best.but(bucket=bucket))
+        chosen = best.placement or space.placement
+        if chosen is not None and chosen.stage == 3:
+            trials.take(trials.best.variant.but(prefetches=False))
+    return trials.best
+
+
+def _shrink(space: Space, trials: _Trials) -> None:
+    """Try smaller micro-batches with what takes least memory, where nothing fits with the user's own."""
+    smaller = [micro for micro in reversed(space.micros) if space.micro is not None and micro < space.micro]
+    for micro in smaller:
+        for placement in [*space.placements(on_host=False)[-1:], *space.placements(on_host=True)]:
+            trials.take(Variant(placement, micro))
+        if trials.best is not None:
+            return
+
+
+def _grow(space: Space, trials: _Trials) -> None:
+    """Try larger micro-batches with the fastest placements. Where one does not fit, what takes less memory
+    may be faster in the end.
+    """
+    larger = [micro for micro in space.micros if space.micro is not None and micro > space.micro]
+    ranked = sorted((t for t in trials.known if t.is_ok), key=lambda t: t.steps_per_s, reverse=True)
+    missed = [_climb(trial.variant.placement, larger, trial, trials) for trial in ranked[:_BEST]]
+    start = min((micro for micro in missed if micro is not None), default=None)
+    if start is None:
+        return
+    for placement in [*space.placements(on_host=False), *space.placements(on_host=True)]:
+        first = trials.take(Variant(placement, start))
+        if first is not None and first.is_ok:
+            _climb(placement, [micro for micro in larger if micro > start], first, trials)
+
+
+def _climb(placement: Placement | None, micros: Sequence[int], before: Trial, trials: _Trials) -> int | None:
+    """Take larger micro-batches while they are faster; return the first that does not fit, or None."""
+    for micro in micros:
+        trial = trials.take(Variant(placement, micro))
+        if trial is None or trial.verdict == OUT_OF_MEMORY:
+            return micro
+        if not trial.is_ok or trial.steps_per_s < _GAIN * before.steps_per_s:
+            return None
+        before = trial
+    return None
+
+
+class _Trials:
+    """Measures each variant once, and none of which it is known that it does not fit."""
+
+    def __init__(self, space: Space, measure: Callable[[Variant], Trial]) -> None:
+        self._space, self._measure = space, measure
+        self._seen: dict[Variant, Trial] = {}
+        self.best: Trial | None = None
+
+    @property
+    def known(self) -> list[Trial]:
+        """Return all trials, in their order."""
+        return list(self._seen.values())
+
+    def take(self, variant: Variant) -> Trial | None:
+        """Return the trial of a variant; None where it cannot fit."""
+        variant = self._plain(variant)
+        if variant in self._seen:
+            return self._seen[variant]
+        if any(self._is_larger(variant, t.variant) for t in self.known if t.verdict == OUT_OF_MEMORY):
+            return None
+        trial = self._seen[variant] = self._measure(variant)
+        if trial.beats(self.best):
+            self.best = trial
+        return trial
+
+    def _plain(self, variant: Variant) -> Variant:
+        """Leave out what is the user's own value already, so that one config has one variant."""
+        if variant.placement is not None and variant.placement == self._space.placement:
+            variant = variant.but(placement=None)
+        if variant.micro_batch is not None and variant.micro_batch == self._space.micro:
+            variant = variant.but(micro_batch=None)
+        return variant
+
+    def _is_larger(self, variant: Variant, other: Variant) -> bool:
+        """Tell whether a variant takes at least the memory of one that did not fit."""
+        mine, theirs = variant.placement or self._space.placement, other.placement or self._space.placement
+        if mine is None or theirs is None or mine.is_offloaded or theirs.is_offloaded:
+            comparable = mine is not None and mine == theirs
+        else:
+            comparable = mine.stage <= theirs.stage
+        micros = (variant.micro_batch or self._space.micro or 0, other.micro_batch or self._space.micro or 0)
+        return comparable and micros[0] >= micros[1]

@@ -1,0 +1,195 @@
+"""Run a script with one config for some steps, and read how fast it was."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from zlaunch.launch import run_record
+from zlaunch.launch.event_file import EventFile
+from zlaunch.system.events import Event
+from zlaunch.system.processes import die_with_parent
+from zlaunch.tuning.search import OK, OUT_OF_MEMORY, Trial
+from zlaunch.tuning.variants import Batch, Variant
+
+_POLL_S = 0.1
+_WAIT_S = 60.0
+"""Seconds that a run has to end after it was asked to."""
+_OOM = (
+    *("OutOfMemoryError", "CUDA out of memory", "MemoryPlanError", "DefaultCPUAllocator: can't allocate"),
+    "out of host memory: the kernel",
+)
+"""Is found in what a rank that ran out of memory says, or the kernel of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class TunedCommand:
+    """Says what is run: the launch's options, the script's command line, and where its config is in it."""
+
+    options: tuple[str, ...]
+    command: tuple[str, ...]
+    config: str
+    """The file's name as it stands there."""
+    path: str
+    """The file, from here."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrialLimits:
+    """Says how long a run goes on."""
+
+    warmup: int
+    steps: int
+    seconds: float
+
+
+def run_trial(
+    program: TunedCommand, config: dict[str, Any], variant: Variant, folder: Path, limits: TrialLimits
+) -> Trial:
+    """Run a script with a config until enough steps are timed, and end it. What it prints goes to files."""
+    shutil.rmtree(folder, ignore_errors=True)  # of a run that was cut off
+    folder.mkdir(parents=True)
+    path = folder / "config.json"
+    path.write_text(json.dumps({**config, "steps_per_print": 1}, indent=1) + "\n")
+    command = [
+        *(sys.executable, "-m", "zlaunch", "--run_dir", str(folder), *program.options),
+        *replace_config(program.command, program.config, str(path.absolute())),
+    ]
+    start = time.monotonic()
+    watch = StepTimes(limits)
+    events = EventFile(folder / "events.jsonl")
+    with open(folder / "console.log", "wb") as console:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=console,
+            stderr=console,
+            preexec_fn=partial(die_with_parent, os.getpid(), signal.SIGTERM),
+        )
+        try:
+            while (
+                process.poll() is None and not watch.is_enough and time.monotonic() - start < limits.seconds
+            ):
+                watch.take_all(events.read())
+                time.sleep(_POLL_S)
+        finally:
+            _end(process)
+    watch.take_all(events.read())
+    return watch.trial(variant, process.returncode, time.monotonic() - start)
+
+
+def replace_config(command: Sequence[str], config: str, path: str) -> list[str]:
+    """Return a command line with another config file."""
+    found = []
+    for word in command:
+        option, equals, value = word.partition("=")
+        found.append(path if word == config else f"{option}={path}" if equals and value == config else word)
+    return found
+
+
+def read_batch(folder: Path) -> Batch | None:
+    """Return the batch sizes of a run, as the runtime has taken them; None where it did not come so far."""
+    config = run_record.read_json(folder / "config.effective.json").get("config", {})
+    record = run_record.read(folder)
+    micro, steps = config.get("train_micro_batch_size_per_gpu"), config.get("gradient_accumulation_steps")
+    if record is None or not isinstance(micro, int) or not isinstance(steps, int) or min(micro, steps) < 1:
+        return None
+    return Batch(micro, steps, record.world_size)
+
+
+def read_rows(folder: Path) -> int | None:
+    """Return how many rows a micro-batch of a run really had, by the first tensor of the model's input."""
+    rows = None
+    for event in EventFile(folder / "events.jsonl").read():
+        values = event.get("values")
+        if event.get("type") == "metrics" and event.get("rank") == 0 and isinstance(values, dict):
+            rows = values.get("rows", rows)
+    return int(rows) if isinstance(rows, (int, float)) else None
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a run; the launcher ends all that belongs to it."""
+    for signum in (signal.SIGTERM, signal.SIGTERM):
+        if process.poll() is not None:
+            return
+        process.send_signal(signum)
+        try:
+            process.wait(_WAIT_S)
+        except subprocess.TimeoutExpired:
+            continue
+    if process.poll() is None:
+        process.kill()
+        process.wait()
+
+
+class StepTimes:
+    """Follows the steps of a run by its events."""
+
+    def __init__(self, limits: TrialLimits) -> None:
+        self._limits = limits
+        self._times: list[tuple[int, float]] = []
+        """Step and time of rank 0's reports."""
+        self._tokens: list[float] = []
+        self._memory: dict[int, float] = {}
+        self._host: dict[int, float] = {}
+        self._errors: list[str] = []
+
+    @property
+    def is_enough(self) -> bool:
+        """Tell whether enough steps have been timed."""
+        return bool(self._times) and self._times[-1][0] - self._times[0][0] >= (
+            self._limits.warmup + self._limits.steps
+        )
+
+    def take_all(self, events: Iterable[Event]) -> None:
+        """Take events in their order."""
+        for event in events:
+            kind, values = event.get("type"), event.get("values")
+            if kind == "exception":
+                self._errors.append(str(event.get("exception")))
+            elif kind == "error":
+                self._errors.append(str(event.get("message")))
+            elif kind == "exit" and str(event.get("reason")).startswith(_OOM[-1]):
+                self._errors.append(str(event["reason"]))
+            elif kind == "metrics" and isinstance(values, dict) and isinstance(event.get("rank"), int):
+                self._metrics(event["rank"], values, float(event.get("time", 0.0)))
+
+    def _metrics(self, rank: int, values: dict[str, Any], when: float) -> None:
+        for name, kept in (("memory_gb", self._memory), ("host_gb", self._host)):
+            if isinstance(values.get(name), (int, float)):
+                kept[rank] = max(kept.get(rank, 0.0), float(values[name]))
+        if rank == 0 and isinstance(values.get("step"), int) and "samples_per_s" in values:
+            self._times.append((values["step"], when))
+            self._tokens.append(float(values.get("tokens_per_s", 0.0)))
+
+    def trial(self, variant: Variant, code: int, seconds: float) -> Trial:
+        """Return what came of the run, which has ended with an exit code."""
+        most = (max(self._memory.values(), default=0.0), max(self._host.values(), default=0.0))
+        first = self._times[0][0] if self._times else 0
+        timed = [(step, when) for step, when in self._times if step >= first + self._limits.warmup]
+        if not self.is_enough:
+            if any(word in error for error in self._errors for word in _OOM):
+                return Trial(variant, OUT_OF_MEMORY, 0.0, 0.0, *most, seconds)
+            if self._errors:
+                return Trial(variant, f"failed: {self._errors[0].splitlines()[0]}", 0.0, 0.0, *most, seconds)
+            timed = timed if len(timed) >= 2 else self._times[1:]
+        if len(timed) < 2 or timed[-1][1] <= timed[0][1]:
+            return Trial(variant, self._why(code, seconds), 0.0, 0.0, *most, seconds)
+        speed = (timed[-1][0] - timed[0][0]) / (timed[-1][1] - timed[0][1])
+        tokens = self._tokens[self._limits.warmup :] or self._tokens
+        return Trial(variant, OK, speed, sum(tokens) / max(len(tokens), 1), *most, seconds)
+
+    def _why(self, code: int, seconds: float) -> str:
+        if seconds >= self._limits.seconds:
+            return f"{len(self._times)} steps in {seconds:.0f} s"
+        return f"ended with exit code {code} after {len(self._times)} steps"
