@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from zlaunch.tuning.results import TuningResults
     from zlaunch.tuning.search import Space, Trial
     from zlaunch.tuning.trial import TrialLimits, TunedCommand
-    from zlaunch.tuning.variants import Batch, Variant
+    from zlaunch.tuning.variants import BatchSizes, Variant
 
 _SETTINGS = {**SETTINGS, "ignore_unknown_options": True, "allow_interspersed_args": False}
 
@@ -100,7 +100,7 @@ class _Tuning:
         self, tuned: TunedCommand, raw: dict[str, Any], results: TuningResults, limits: TrialLimits
     ) -> None:
         self.tuned, self.raw, self.results, self.limits = tuned, raw, results, limits
-        self.batch: Batch | None = None
+        self.batch: BatchSizes | None = None
         self.best: Trial | None = None
         self.has_own_batch = False
 

@@ -20,7 +20,7 @@ from zlaunch.launch.event_file import EventFile
 from zlaunch.system.events import Event
 from zlaunch.system.processes import die_with_parent
 from zlaunch.tuning.search import OK, OUT_OF_MEMORY, Trial
-from zlaunch.tuning.variants import Batch, Variant
+from zlaunch.tuning.variants import BatchSizes, Variant
 
 _POLL_S = 0.1
 _WAIT_S = 60.0
@@ -97,14 +97,14 @@ def replace_config(command: Sequence[str], config: str, path: str) -> list[str]:
     return found
 
 
-def read_batch(folder: Path) -> Batch | None:
+def read_batch(folder: Path) -> BatchSizes | None:
     """Return the batch sizes of a run, as the runtime has taken them; None where it did not come so far."""
     config = run_record.read_json(folder / "config.effective.json").get("config", {})
     record = run_record.read(folder)
     micro, steps = config.get("train_micro_batch_size_per_gpu"), config.get("gradient_accumulation_steps")
     if record is None or not isinstance(micro, int) or not isinstance(steps, int) or min(micro, steps) < 1:
         return None
-    return Batch(micro, steps, record.world_size)
+    return BatchSizes(micro, steps, record.world_size)
 
 
 def read_rows(folder: Path) -> int | None:

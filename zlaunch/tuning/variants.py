@@ -62,7 +62,7 @@ class Variant:
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class BatchSizes:
     """Holds the batch sizes that a run has had. Their product stays: a step trains on the same samples."""
 
     micro: int
@@ -80,7 +80,7 @@ class Batch:
         return found
 
 
-def change_config(raw: Mapping[str, Any], variant: Variant, batch: Batch | None) -> dict[str, Any]:
+def change_config(raw: Mapping[str, Any], variant: Variant, batch: BatchSizes | None) -> dict[str, Any]:
     """Return the user's config with a variant's changes. ``batch`` is needed for another micro-batch."""
     changed = copy.deepcopy(dict(raw))
     zero = dict(changed.get("zero_optimization") or {})

@@ -13,14 +13,14 @@ from zlaunch.tuning.search import OK, OUT_OF_MEMORY, Space, Trial, search
 from zlaunch.tuning.variants import (
     DEVICE_PLACEMENTS,
     HOST_PLACEMENTS,
-    Batch,
+    BatchSizes,
     Placement,
     Variant,
     change_config,
     given_placement,
 )
 
-BATCH = Batch(1, 8, 4)
+BATCH = BatchSizes(1, 8, 4)
 BUCKETS = (None, 5_000_000, 50_000_000)
 
 
@@ -44,7 +44,7 @@ class Machine:
     """What small buckets cost, as a part of the traffic."""
     own: Placement
     world: int = 4
-    batch: Batch = BATCH
+    batch: BatchSizes = BATCH
 
     def measure(self, variant: Variant) -> Trial:
         placement, micro = variant.placement or self.own, variant.micro_batch or self.batch.micro
@@ -128,7 +128,7 @@ def test_one_rank_has_nothing_to_shard() -> None:
 
 
 def test_micro_batches_keep_the_samples_of_a_step() -> None:
-    batch = Batch(4, 6, 2)
+    batch = BatchSizes(4, 6, 2)
     assert batch.micros() == [1, 2, 4, 8]
     for micro in batch.micros():
         changed = change_config({"train_batch_size": "auto"}, Variant(micro_batch=micro), batch)
