@@ -21,9 +21,12 @@ _SHOWN = ("step", "loss", "lr", "loss_scale", "grad_norm", "samples_per_s", "tok
 class Reported:
     """Notes what the script itself has reported."""
 
-    tokens = False
-    """It counts tokens, so that the runtime need not."""
-    tokens_at: float | None = None
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+        """What it reports by itself, the runtime does not."""
+        self.step: float | None = None
+        """Is its last step, until the runtime has seen it."""
+        self.tokens_at: float | None = None
 
 
 reported = Reported()
@@ -43,10 +46,13 @@ def report(**values: float | int | None) -> None:
     environment = read_environment()
     if values.get("tokens") is not None:
         now, before = time.perf_counter(), reported.tokens_at
-        reported.tokens, reported.tokens_at = True, now
+        reported.names.add("tokens_per_s")
+        reported.tokens_at = now
         if before is not None:
             values.setdefault("tokens_per_s", float(values["tokens"] or 0) / max(now - before, 1e-9))
     shown = {name: value for name, value in values.items() if value is not None}
+    reported.names |= shown.keys() - {"step", "steps"}
+    reported.step = shown.get("step", reported.step)
     if environment.event_fd is None:
         if environment.rank == 0:
             show(" ".join(f"{k} {v:.6g}" for k, v in shown.items()), sys.stderr)
@@ -71,9 +77,17 @@ def announce(kind: str, **content: Any) -> None:
         return
     event = {"type": kind, "rank": environment.rank, "time": time.time(), **content}
     try:
-        os.write(environment.event_fd, json.dumps(event).encode() + b"\n")
-    except (OSError, ValueError):
+        os.write(environment.event_fd, json.dumps(event, default=_plain).encode() + b"\n")
+    except (OSError, ValueError, TypeError, RuntimeError, RecursionError):
         pass
+
+
+def _plain(value: Any) -> object:
+    """Make a number of a tensor or of numpy's; a text of anything else."""
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        return str(value)
 
 
 def describe(device: torch.device) -> dict[str, str]:

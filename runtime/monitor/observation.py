@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -73,8 +73,13 @@ def observe(
         on_gpu=on_gpu,
     )
     clock.listeners.append(reporter.after_step)
+    clock.on_jump = reporter.forget
 
-    def around(name: str, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] = _NOTHING) -> ObservedCall:
+    def around(
+        name: str, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] = _NOTHING
+    ) -> AbstractContextManager[None]:
+        if torch.compiler.is_compiling():  # a clock would break the graph
+            return nullcontext()
         if args or kwargs:
             reporter.count_tokens(args, kwargs)
         return ObservedCall(clock, name, advice)

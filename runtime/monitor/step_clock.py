@@ -14,7 +14,15 @@ PARTS = ("forward", "backward", "step")
 COMMUNICATION, DISK = "communication", "disk"
 _Mark = float | torch.cuda.Event
 _MOST_SPANS = 1000
-"""Spans of one step that are kept before they are added up; on a GPU that waits for the device."""
+"""Spans of one step, after which those that are known are added up."""
+
+
+def _nothing() -> None:
+    return None
+
+
+def _is_over(event: torch.cuda.Event) -> bool:
+    return bool(event.query())  # type: ignore[no-untyped-call]  # torch's own
 
 
 class TimedStep:
@@ -43,16 +51,20 @@ class TimedStep:
             return
         assert not isinstance(stop, float)
         self._spans.append((name, start, stop))
-        if len(self._spans) > _MOST_SPANS:
-            self.milliseconds()
+        if len(self._spans) % _MOST_SPANS == 0:  # those that the device has come to: nobody waits for it
+            over = (index for index, span in enumerate(self._spans) if not _is_over(span[2]))
+            self._add_up(next(over, len(self._spans)))
 
     def milliseconds(self) -> dict[str, float]:
         """Return the milliseconds by name; on a GPU, wait until the device has come to the last mark."""
-        for name, start, stop in self._spans:
+        self._add_up(len(self._spans))
+        return self._sums
+
+    def _add_up(self, count: int) -> None:
+        for name, start, stop in self._spans[:count]:
             stop.synchronize()
             self.add(name, float(start.elapsed_time(stop)))
-        self._spans.clear()
-        return self._sums
+        del self._spans[:count]
 
 
 class TimedPart:
@@ -91,6 +103,8 @@ class StepClock:
         self.on_gpu = device.type == "cuda"
         self.listeners: list[Callable[[TimedStep], None]] = []
         """Are called at the end of each step."""
+        self.on_jump: Callable[[], None] = _nothing
+        """Is called at the end of a step before which a checkpoint was loaded."""
         self._counters, self._waited = counters, tuple(waited.items())
         self._last = self._mark()
         self._step = TimedStep(counters()[0])
@@ -122,11 +136,14 @@ class StepClock:
         return outer, self._mark()
 
     def _leave(self, name: str, outer: str, start: _Mark, *, failed: bool) -> None:
+        if failed:  # after an error of the device a mark would raise another one
+            self._part = outer
+            return
         stop = self._mark()
         self._add_waits(self._part)
         self._part = outer
         self._step.add_span(name, start, stop)
-        if name == "step" and not failed:
+        if name == "step":
             self._end(stop)
 
     def _add_waits(self, part: str) -> None:
@@ -153,6 +170,7 @@ class StepClock:
         begin, self._last = self._last, stop
         self._step = TimedStep(steps)
         if steps != done.before + 1:  # a checkpoint was loaded in between
+            self.on_jump()
             return
         done.number, done.samples = steps, samples
         done.add_span("all", begin, stop)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ..environment import read_environment
+from ..log import fail
 from ..report import reported, send_step
 from .breakdown import mean_milliseconds
 from .host_copy import HostCopy
@@ -29,8 +30,8 @@ _INTERVAL_S = 1.0
 _OTHERS_INTERVAL_S = 2.0
 _EVENTS_PER_S = 4.0
 """Reports a second from all ranks but the first, of however many there are."""
-_MOST_STEPS = 16
-"""Steps whose times are kept: a split is the mean of the last ones."""
+_MOST_STEPS, _MOST_STEPS_ON_GPU = 1024, 16
+"""Steps whose times are kept for a report, the last ones; on a GPU each has events."""
 _WAITS = (COMMUNICATION, DISK)
 _PAGE_BYTES = resource.getpagesize()
 
@@ -39,6 +40,7 @@ class ReportedLoop(MonitoredLoop, Protocol):
     """Has the metrics of its last step, and its place in the run."""
 
     global_steps: int
+    training: bool
 
     @property
     def world_size(self) -> int: ...
@@ -79,8 +81,9 @@ class StepReporter:
         self._reported_at, self._measured_at = -math.inf, time.perf_counter()
         self._samples, self._tokens = loop.global_samples, 0
         self._rows = 0
-        self._steps: deque[TimedStep] = deque(maxlen=_MOST_STEPS)
+        self._steps: deque[TimedStep] = deque(maxlen=_MOST_STEPS_ON_GPU if on_gpu else _MOST_STEPS)
         self._has_begun = False
+        self._failed, self._counts_alike = False, True
         self._unreported = 0
         """Numbers the last step, while it has not been reported."""
         self._pending: _Report | None = None
@@ -89,26 +92,40 @@ class StepReporter:
 
     def count_tokens(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Count the tokens of a micro-batch: the elements of ``input_ids``, or of a first argument that is a
-        tensor of integers with at least two axes. Note its rows: those of the first tensor.
+        tensor of int32 or int64 with at least two axes. Note its rows: those of the first tensor.
         """
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or not self._loop.training:
             return
         rows = next(
             (each for each in (*args, *kwargs.values()) if isinstance(each, Tensor) and each.dim()), None
         )
         self._rows = 0 if rows is None else rows.shape[0]
         ids = kwargs.get("input_ids", args[0] if args else None)
-        if (
-            isinstance(ids, Tensor)
-            and ids.dim() >= 2
-            and not ids.is_floating_point()
-            and not ids.is_complex()
-        ):
+        if isinstance(ids, Tensor) and ids.dim() >= 2 and ids.dtype in (torch.int32, torch.int64):
             self._tokens += ids.numel()
 
+    def forget(self) -> None:
+        """Begin to count anew, after a checkpoint was loaded."""
+        self._steps.clear()
+        self._measured_at, self._samples, self._tokens = time.perf_counter(), self._loop.global_samples, 0
+
     def after_step(self, step: TimedStep) -> None:
-        """Take a step that has just been made, and report it if it is its turn."""
+        """Take a step that has just been made, and report it if it is its turn. What fails is told once:
+        training goes on.
+        """
+        if self._failed:
+            return
+        try:
+            self._after_step(step)
+        except Exception as error:
+            self._failed, self._pending = True, None
+            fail(f"this rank reports no more steps: {type(error).__name__}: {error}; training goes on")
+
+    def _after_step(self, step: TimedStep) -> None:
         self.flush()
+        if reported.step is not None:  # a script may count micro-batches: then its count is shown
+            self._counts_alike = abs(reported.step - step.number) <= 1
+            reported.step = None
         if not self._has_begun:
             self._has_begun = True  # it has done much for the first time
         else:
@@ -123,6 +140,8 @@ class StepReporter:
 
     def finish(self) -> None:
         """Report the last step, at the end of the process."""
+        if self._failed:
+            return
         self.flush()
         if self._timed and self._unreported:
             self._begin_report(self._unreported, time.perf_counter(), printed=False, more={})
@@ -134,6 +153,7 @@ class StepReporter:
         known = more | self._memory()
         self._reported_at, self._unreported = now, 0
         self._pending = _Report(step, tuple(metrics), numbers, known, tuple(self._steps), printed)
+        self._steps.clear()
 
     def flush(self) -> None:
         """Send the report that waits for its numbers, if there is one."""
@@ -144,12 +164,15 @@ class StepReporter:
         loss = {"loss": numbers.pop("train_loss")} if "train_loss" in numbers else {}
         steps = {} if self._total_steps is None else {"steps": self._total_steps}
         values = {"step": report.step, **steps, **loss, **numbers, **report.known}
-        send_step({**values, **self._split(report.steps)}, printed=report.printed)
+        hidden = reported.names if self._counts_alike else {*reported.names, "step", "steps"}
+        own = {name: value for name, value in values.items() if name not in hidden}
+        split = self._split(report.steps)
+        send_step({"engine_step": report.step, **own, **split}, printed=report.printed)
 
     def _speed(self, now: float) -> dict[str, float]:
         seconds = max(now - self._measured_at, 1e-9)
         found = {"samples_per_s": (self._loop.global_samples - self._samples) / seconds}
-        if self._tokens and not reported.tokens:
+        if self._tokens:
             found["tokens_per_s"] = self._tokens * self._loop.world_size / seconds
         if self._rows:
             found["rows"] = self._rows
@@ -172,9 +195,10 @@ class StepReporter:
         found = {}
         for part in PARTS:
             waited = sum(means.get(f"{name} in {part}", 0.0) for name in _WAITS)
-            found[f"{part}_ms"] = means.get(part, 0.0) - waited
+            found[f"{part}_ms"] = max(0.0, means.get(part, 0.0) - waited)
         found |= {f"{name}_ms": means.get(name, 0.0) for name in _WAITS}
-        return {**found, "script_ms": means["all"] - sum(found.values()), "all_ms": means["all"]}
+        rest = max(0.0, means["all"] - sum(found.values()))
+        return {**found, "script_ms": rest, "all_ms": means["all"], "timed_steps": len(steps)}
 
 
 def _finish(reporter: weakref.ref[StepReporter]) -> None:

@@ -7,6 +7,7 @@ can be compared with the speed of a link whatever n is.
 
 from __future__ import annotations
 
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -57,9 +58,13 @@ class NetworkBenchmark:
         self.device, self.limit_bytes = device, limit_bytes
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.nodes: list[list[int]] = []
-        for rank, local_rank in enumerate(_exchange(read_environment().local_rank)):
+        self.hosts: list[str] = []
+        """Name the nodes, as each does itself."""
+        mine = read_environment().local_rank, socket.gethostname()
+        for rank, (local_rank, host) in enumerate(_exchange(mine)):
             if local_rank == 0 or not self.nodes:
                 self.nodes.append([])
+                self.hosts.append(host)
             self.nodes[-1].append(rank)
 
     def collectives(self) -> list[CollectiveSpeed]:
@@ -217,6 +222,7 @@ def main() -> None:
             "result",
             backend="nccl" if device.type == "cuda" else "gloo",
             nodes=benchmark.nodes,
+            hosts=benchmark.hosts,
             collectives=[asdict(speed) for speed in collectives],
             links=[asdict(link) for link in links],
         )

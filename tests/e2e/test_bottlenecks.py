@@ -80,7 +80,7 @@ ALL, ONE = [0, 1], [1]
 @pytest.mark.parametrize(
     ("planted", "sentence"),
     [
-        ({"script": (ALL, 0.2)}, "input bounds the step"),
+        ({"script": (ALL, 0.2)}, "the script bounds the step"),
         ({"forward": (ALL, 0.2)}, "computation bounds the step"),
         ({"backward": (ALL, 0.2)}, "computation bounds the step"),
         ({"disk": (ALL, 0.05), "zero": ON_DISK}, "the disk bounds the step"),

@@ -69,7 +69,10 @@ def _result(folder: Path) -> tuple[dict[str, Any] | None, list[str]]:
             if event is not None and event.get("type") == "result":
                 result = event
     plan = json.loads((folder / "plan.json").read_text())
-    return result, [node["host"] for node in plan["nodes"]]
+    names = [node["host"] for node in plan["nodes"]]
+    if result is not None and len(result["nodes"]) != len(names):
+        names = list(result["hosts"])  # the other nodes of a SLURM step have launchers of their own
+    return result, names
 
 
 def _show(result: dict[str, Any], names: Sequence[str], *, as_json: bool) -> None:

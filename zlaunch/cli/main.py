@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import resource
 import signal
@@ -21,6 +22,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     _fill_closed_descriptors()
     args = list(sys.argv[1:] if argv is None else argv)
     name = "zlaunch"
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # an old terminal shows a ? for what it has no letter for
+            stream.reconfigure(errors="replace" if stream is sys.stdout else "backslashreplace")
     try:
         if asked := os.environ.get("_ZLAUNCH_COMPLETE"):
             from zlaunch.cli.completion import complete

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import shlex
-import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
@@ -16,6 +15,7 @@ from zlaunch.errors import LaunchError
 from zlaunch.launch import run_record
 from zlaunch.launch.event_file import EventFile
 from zlaunch.launch.found_runs import FoundRun, find_run, meant
+from zlaunch.launch.redact import redact
 from zlaunch.system.events import Event
 from zlaunch.view.bottleneck import find_bottleneck
 from zlaunch.view.page import RunPage, write_page
@@ -45,16 +45,19 @@ def report(runs: tuple[str, ...], output: str | None) -> int:
 
 
 def _page(run: FoundRun) -> RunPage:
-    events = list(EventFile(run.path / "events.jsonl").read())
-    progress = RunProgress().take_all(events)
+    progress, kept = RunProgress(), []
+    for event in EventFile(run.path / "events.jsonl").read():  # one by one: there may be millions
+        progress.take(event)
+        if event.get("type") in ("exception", "environment"):
+            kept.append(event)
     content = run_record.read_json(run.path / "config.effective.json").get("config")
-    known = next((event for event in reversed(events) if event.get("type") == "environment"), {})
+    known = next((event for event in reversed(kept) if event.get("type") == "environment"), {})
     return RunPage(
         run.name,
         _facts(run, progress),
         progress,
         content if isinstance(content, dict) else {},
-        _failures(events, progress),
+        _failures(kept, progress),
         {name: value for name, value in known.items() if name not in ("type", "rank", "time")},
     )
 
@@ -76,27 +79,30 @@ def _facts(run: FoundRun, progress: RunProgress) -> list[tuple[str, str]]:
     return rows
 
 
-def _failures(events: Iterable[Event], progress: RunProgress) -> list[str]:
+def _failures(events: Sequence[Event], progress: RunProgress) -> list[str]:
     """Return tracebacks, lost nodes and other errors."""
     found = [
-        f"rank {event.get('rank')} on {event.get('host')}\n{event.get('traceback')}"
+        redact(f"rank {event.get('rank')} on {event.get('host')}\n{event.get('traceback')}")[0]
         for event in events
         if event.get("type") == "exception"
     ]
-    return found + [text for text in progress.failures if not text.startswith("rank ")]
+    told = tuple(f"rank {event.get('rank')}: " for event in events if event.get("type") == "exception")
+    return found + [redact(text)[0] for text in progress.failures if not text.startswith(told)]
 
 
 def _write(target: Path, text: str) -> None:
     """Write the page; a reader never sees half of it. Raises LaunchError."""
+    data = text.encode("utf-8", "backslashreplace")
+    target = target.resolve()
+    temporary = target.with_name(f".{target.name}.{os.getpid()}")
     try:
-        fd, temporary = tempfile.mkstemp(dir=target.parent, prefix=".report-")
+        if target.exists() and not target.is_file():  # such as a pipe
+            target.write_bytes(data)
+            return
         try:
-            with open(fd, "w", encoding="utf-8", errors="backslashreplace") as file:
-                file.write(text)
-            os.chmod(temporary, 0o644)
-            os.replace(temporary, target)
-        except BaseException:
-            os.unlink(temporary)
-            raise
+            temporary.write_bytes(data)
+            temporary.replace(target)
+        finally:
+            temporary.unlink(missing_ok=True)
     except OSError as error:
         raise LaunchError(f"{target}: cannot write the page: {error.strerror}") from None

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 _POLL_S = 0.5
+_MANY = 1000
+"""Lines of a picture that is no screen."""
 
 
 @click.command(cls=Command, context_settings=SETTINGS, short_help="Show how a run stands, until it ends.")
@@ -37,13 +39,13 @@ def watch(run: str, once: bool) -> int:
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
     if once or not console.is_terminal:
         progress.take_all(events.read())
-        console.print(_draw(found, progress))
+        console.print(_draw(found, progress, _MANY))
         return 0
     with Live(console=console, auto_refresh=False) as live:
         while True:
             state = _now(found).state  # asked first: what comes afterwards is still read
             progress.take_all(events.read())
-            live.update(_draw(found, progress), refresh=True)
+            live.update(_draw(found, progress, console.height), refresh=True)
             if state.startswith(("ended", "gone")):
                 return 0
             time.sleep(_POLL_S)
@@ -55,7 +57,7 @@ def _now(run: FoundRun) -> FoundRun:
     return run if known is None else FoundRun(run.name, run.path, known)
 
 
-def _draw(run: FoundRun, progress: RunProgress) -> RenderableType:
+def _draw(run: FoundRun, progress: RunProgress, height: int) -> RenderableType:
     from zlaunch.view.live import draw
 
-    return draw(progress, run.name, _now(run).state, time.time())
+    return draw(progress, run.name, _now(run).state, time.time(), height)

@@ -104,6 +104,7 @@ class Controller:
             self._finish()
             for signum, handler in handlers.items():
                 signal.signal(signum, handler)
+            self._log({"type": "outcome", "errors": self.verdict.errors})
             for file in (*self.logs.values(), self.event_log):
                 file.close()
             self.console.close()

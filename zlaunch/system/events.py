@@ -28,7 +28,7 @@ def decode(line: bytes) -> Event | None:
     """Read a line as an event; None when it is something else (a worker may scribble on its event pipe)."""
     try:
         event = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return event if isinstance(event, dict) else None
 

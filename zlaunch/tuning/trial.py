@@ -168,8 +168,8 @@ class StepTimes:
         for name, kept in (("memory_gb", self._memory), ("host_gb", self._host)):
             if isinstance(values.get(name), (int, float)):
                 kept[rank] = max(kept.get(rank, 0.0), float(values[name]))
-        if rank == 0 and isinstance(values.get("step"), int) and "samples_per_s" in values:
-            self._times.append((values["step"], when))
+        if rank == 0 and isinstance(values.get("engine_step"), int) and "samples_per_s" in values:
+            self._times.append((values["engine_step"], when))
             self._tokens.append(float(values.get("tokens_per_s", 0.0)))
 
     def trial(self, variant: Variant, code: int, seconds: float) -> Trial:

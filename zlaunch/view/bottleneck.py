@@ -18,7 +18,7 @@ _PLAIN = {
     "backward_ms": "its backward pass",
     "step_ms": "its optimizer step",
     "disk_ms": "its disk",
-    "script_ms": "its script (data, or work of its own)",
+    "script_ms": "its script (data, evaluation, saving)",
 }
 
 
@@ -77,22 +77,27 @@ def _sentence(kind: str, took: str, nodes: int, *, backward: float) -> str:
     if kind == "optimizer":
         return f"the optimizer's step bounds the step: it takes {took}"
     if backward == 0.0:
-        return (
-            f"the script bounds the step: {took} pass outside of the engine, its own loss.backward() included"
-        )
-    return f"input bounds the step: {took} pass in the script between the engine's calls, as for loading data"
+        where = "between the engine's calls, with its own backward pass"
+        return f"the script bounds the step: {took} pass {where}"
+    return f"the script bounds the step: {took} pass between the engine's calls (data, evaluation, saving)"
 
 
 def _find_slow_rank(times: Mapping[int, Mapping[str, float]], whole: float) -> tuple[int, float, str] | None:
-    """Return a rank that works longer than the others do, by how many milliseconds, and in which part."""
+    """Return a rank that works longer than the others do, by how many milliseconds, and in which part.
+
+    Others wait for it in the runtime's collectives, or in those of the script, which count as the script's.
+    """
     if len(times) < 2:
         return None
-    own = {rank: sum(each[name] for name in _OWN) for rank, each in times.items()}
-    slowest = max(own, key=lambda rank: own[rank])
-    others = [rank for rank in times if rank != slowest]
-    extra = own[slowest] - median(own[rank] for rank in others)
-    waits = median(times[rank]["communication_ms"] for rank in others) - times[slowest]["communication_ms"]
-    if min(extra, waits) < _SLOW_RANK * whole:
-        return None
-    more = {name: times[slowest][name] - median(times[rank][name] for rank in others) for name in _OWN}
-    return slowest, extra, max(more, key=lambda name: more[name])
+    waits: tuple[str, ...] = ("communication_ms",)
+    for names in (_OWN, tuple(name for name in _OWN if name != "script_ms")):
+        own = {rank: sum(each[name] for name in names) for rank, each in times.items()}
+        waited = {rank: sum(each[name] for name in waits) for rank, each in times.items()}
+        slowest = max(own, key=lambda rank: own[rank])  # it is called at once
+        others = [rank for rank in times if rank != slowest]
+        extra = own[slowest] - median(own[rank] for rank in others)
+        if min(extra, median(waited[rank] for rank in others) - waited[slowest]) >= _SLOW_RANK * whole:
+            more = {name: times[slowest][name] - median(times[r][name] for r in others) for name in names}
+            return slowest, extra, max(more, key=lambda name: more[name])
+        waits = ("communication_ms", "script_ms")
+    return None

@@ -48,11 +48,13 @@ def line_chart(curves: Sequence[Curve], x_label: str, *, from_zero: bool = False
     for y in y_ticks:
         across, down = at(x_low, y).split(",")
         parts.append(f'<path class="grid" d="M{across} {down}H{_WIDTH - _RIGHT}"/>')
-        parts.append(f'<text x="{_LEFT - 6}" y="{float(down) + 4:.1f}" text-anchor="end">{label(y)}</text>')
+        parts.append(
+            f'<text x="{_LEFT - 6}" y="{float(down) + 4:.1f}" text-anchor="end">{label(y, y_ticks)}</text>'
+        )
     for x in x_ticks:
         across = at(x, y_low).split(",")[0]
         parts.append(
-            f'<text x="{across}" y="{_HEIGHT - _BOTTOM + 16}" text-anchor="middle">{label(x)}</text>'
+            f'<text x="{across}" y="{_HEIGHT - _BOTTOM + 16}" text-anchor="middle">{label(x, x_ticks)}</text>'
         )
     middle = (_LEFT + _WIDTH - _RIGHT) / 2
     parts.append(f'<text x="{middle}" y="{_HEIGHT - 2}" text-anchor="middle">{escape(x_label)}</text>')
@@ -114,12 +116,16 @@ def ticks(low: float, high: float) -> list[float]:
     return [number * step for number in range(first, last + 1)]
 
 
-def label(value: float) -> str:
-    """Write a number shortly: `12.3k`, `0.0003`, `1e-07`."""
-    if value == 0:
+def label(value: float, among: Sequence[float] = ()) -> str:
+    """Write a number shortly: `12.3k`, `0.0003`, `1e-07`; with as many digits as tell it from its neighbours
+    ``among`` the ticks of an axis.
+    """
+    size = max(abs(value), *map(abs, among)) if among else abs(value)
+    apart = abs(among[1] - among[0]) if len(among) > 1 else size
+    digits = max(3, math.ceil(math.log10(size / apart)) + 2) if size > 0 and apart > 0 else 3
+    if abs(value) < size * 1e-9:
         return "0"
-    size = abs(value)
     for factor, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if size >= factor:
-            return f"{value / factor:.4g}{unit}"
-    return f"{value:.3g}"
+            return f"{value / factor:.{digits}g}{unit}"
+    return f"{value:.{digits}g}"

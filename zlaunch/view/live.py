@@ -16,21 +16,23 @@ _BLOCKS = "▁▂▃▄▅▆▇█"
 _SPARK_WIDTH = 40
 _MOST_RANKS = 32
 """Rows of ranks; of more, the ones that need a look come first."""
+_LEAST_RANKS, _OTHER_LINES = 2, 14
+"""Rows of ranks in any terminal, and the lines that the rest may take there."""
 _BAR_WIDTH = 50
 _COLORS = ("green", "blue", "magenta", "red", "yellow", "white")
 """Colors of the parts of a step, in the order of TIMES."""
 
 
-def draw(progress: RunProgress, title: str, state: str, now: float) -> RenderableType:
-    """Draw a run; ``now`` in seconds since the epoch."""
+def draw(progress: RunProgress, title: str, state: str, now: float, height: int = 100) -> RenderableType:
+    """Draw a run in ``height`` lines; ``now`` in seconds since the epoch."""
     parts: list[RenderableType] = [_headline(progress, title, state, now)]
     values = progress.ranks[0].values if 0 in progress.ranks else {}
     if values:
         parts.append(Text(metrics_line(values, [])))
         if skipped := values.get("skipped_steps"):
             parts.append(Text(f"{skipped:.0f} steps skipped for overflows", style="yellow"))
-    if "loss" in progress.series:
-        points = [y for _, y in progress.series["loss"].shown()]
+    points = [y for _, y in progress.series["loss"].shown()] if "loss" in progress.series else []
+    if points:
         parts.append(Text(f"loss {sparkline(points, _SPARK_WIDTH)} {points[-1]:.4g}"))
     times = progress.times()
     hosts = {rank: known.host for rank, known in progress.ranks.items()}
@@ -39,10 +41,10 @@ def draw(progress: RunProgress, title: str, state: str, now: float) -> Renderabl
         means = {name: sum(each[name] for each in times.values()) / len(times) for name in TIMES}
         parts.append(_split(means))
     slow = bottleneck.slow_rank if bottleneck is not None else None
-    parts.append(_ranks(progress, slow, now))
     if bottleneck is not None:
         parts.append(Text(bottleneck.sentence))
     parts += [Text(text, style="red") for text in progress.failures[:4]]
+    parts.append(_ranks(progress, slow, now, max(_LEAST_RANKS, min(_MOST_RANKS, height - _OTHER_LINES))))
     return Group(*parts)
 
 
@@ -88,7 +90,7 @@ def _split(means: dict[str, float]) -> Text:
     return text
 
 
-def _ranks(progress: RunProgress, slow: int | None, now: float) -> Table:
+def _ranks(progress: RunProgress, slow: int | None, now: float, most: int) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0))
     for column in ("rank", "host", "state", "memory", "host memory", "step", "waits", "heard", ""):
         table.add_column(column, justify="left" if column in ("host", "state", "") else "right")
@@ -96,7 +98,7 @@ def _ranks(progress: RunProgress, slow: int | None, now: float) -> Table:
     def needs_a_look(rank: int) -> tuple[bool, int]:
         return progress.ranks[rank].state in ("running", "done") and rank != slow, rank
 
-    shown = sorted(progress.ranks, key=needs_a_look)[:_MOST_RANKS]
+    shown = sorted(progress.ranks, key=needs_a_look)[:most]
     for rank in sorted(shown):
         known = progress.ranks[rank]
         times = known.times()

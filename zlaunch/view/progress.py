@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +14,8 @@ _MOST_NAMES = 64
 """Series that are kept: a script may report under as many names as it likes."""
 _RECENT = 32
 """Reports of a rank whose times are averaged."""
+_COUNTS = ("step", "steps", "engine_step", "rows", "timed_steps")
+_LARGEST = 1e300
 TIMES = ("forward_ms", "backward_ms", "step_ms", "communication_ms", "disk_ms", "script_ms")
 """Names the parts of a step's time in a report; together they are `all_ms`."""
 
@@ -28,9 +29,7 @@ class Series:
         self._open: list[tuple[float, float]] = []
 
     def add(self, x: float, y: float) -> None:
-        """Add a point; one that is not finite is left out."""
-        if not (math.isfinite(x) and math.isfinite(y)):
-            return
+        """Add a point of finite numbers."""
         self._open.append((x, y))
         if len(self._open) < self._stride:
             return
@@ -65,7 +64,10 @@ class RankProgress:
         names = (*TIMES, "all_ms")
         if not self.recent:
             return {}
-        return {name: sum(each.get(name, 0.0) for each in self.recent) / len(self.recent) for name in names}
+        counts = [each.get("timed_steps", 1.0) for each in self.recent]
+        pairs = list(zip(self.recent, counts, strict=True))
+        whole = max(sum(counts), 1.0)
+        return {name: sum(each.get(name, 0.0) * count for each, count in pairs) / whole for name in names}
 
 
 class RunProgress:
@@ -92,18 +94,24 @@ class RunProgress:
 
     def take(self, event: Event) -> None:
         """Take one event. One that another program has written, and makes no sense, changes nothing."""
-        kind, rank, when = event.get("type"), event.get("rank"), event.get("time")
-        if not isinstance(when, (int, float)):
+        kind, rank, when = event.get("type"), event.get("rank"), _number(event.get("time"))
+        if when is None:
             return
-        self.last = max(self.last, float(when))
+        self.last = max(self.last, when)
         if kind == "start":
-            self._start(event, float(when))
+            self._start(event, when)
         elif kind == "lost":
             self.failures.append(f"{event.get('host')} {event.get('why')}")
+            for known in self.ranks.values():
+                if known.host == event.get("host"):
+                    known.state = "node lost"
         elif kind == "error":
             self.failures.append(str(event.get("message")))
         elif kind == "checkpoint":
-            self.checkpoints.append((float(when), str(event.get("tag"))))
+            self.checkpoints.append((when, str(event.get("tag"))))
+        elif kind == "outcome" and isinstance(event.get("errors"), list):
+            texts = [str(text) for text in event["errors"]]
+            self.failures += [text for text in texts if text not in self.failures]
         elif isinstance(rank, int):
             known = self.ranks.setdefault(rank, RankProgress())
             known.host = str(event.get("host", known.host))
@@ -111,10 +119,13 @@ class RunProgress:
                 known.state = "running"
             elif kind == "exit":
                 known.state = _end_of(event.get("returncode"))
+                if known.state not in ("done", "ended") and not event.get("after_stop"):
+                    reason = f": {event['reason']}" if event.get("reason") else ""
+                    self.failures.append(f"rank {rank} on {known.host}: {known.state}{reason}")
             elif kind == "exception":
                 self.failures.append(f"rank {rank}: {event.get('exception')}")
             elif kind == "metrics" and isinstance(event.get("values"), dict):
-                self._metrics(rank, known, event["values"], float(when))
+                self._metrics(rank, known, event["values"], when)
 
     def _start(self, event: Event, when: float) -> None:
         self.started = self.started or when
@@ -122,17 +133,14 @@ class RunProgress:
         self.attempt = attempt if isinstance(attempt, int) else 0
         if self.attempt:
             self.restarts.append(when)
+            self.failures = []  # of the attempt before
         self._first_step = None
-        for known in self.ranks.values():
-            known.state, known.recent = "starting", []
+        self.ranks = {}
 
     def _metrics(self, rank: int, known: RankProgress, given: Mapping[str, Any], when: float) -> None:
-        values = {
-            str(name): float(value)
-            for name, value in given.items()
-            if isinstance(value, (int, float)) and not isinstance(value, bool)
-        }
-        known.values |= values
+        read = {str(name): _number(value) for name, value in given.items()}
+        values = {name: value for name, value in read.items() if value is not None}
+        known.values = {name: v for name, v in known.values.items() if name not in read} | values
         known.heard = when
         memory = values.get("memory_gb")
         if memory is not None:
@@ -148,7 +156,7 @@ class RunProgress:
         if self._first_step is None:
             self._first_step = step, when
         for name, value in values.items():
-            if name not in ("step", "steps") and (name in self.series or len(self.series) < _MOST_NAMES):
+            if name not in _COUNTS and (name in self.series or len(self.series) < _MOST_NAMES):
                 self.series.setdefault(name, Series()).add(step, value)
 
     # -- what follows from that
@@ -165,7 +173,7 @@ class RunProgress:
 
     def _whole(self, name: str) -> int | None:
         value = self.ranks[0].values.get(name) if 0 in self.ranks else None
-        return int(value) if value is not None and math.isfinite(value) else None
+        return int(value) if value is not None else None
 
     def seconds_left(self) -> float | None:
         """Return how long the rest takes at the mean speed of this attempt; None where that is not known."""
@@ -189,6 +197,13 @@ def span(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60} min {whole % 60:02d} s"
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def _number(value: object) -> float | None:
+    """Return a finite number of a size that can be drawn; None for anything else."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    return float(value) if -_LARGEST < value < _LARGEST else None
 
 
 def _mean(points: Iterable[tuple[float, float]]) -> tuple[float, float]:

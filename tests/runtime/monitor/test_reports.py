@@ -151,3 +151,106 @@ def test_the_last_step_is_reported_at_the_end(tmp_path: Path) -> None:
     values = [event["values"] for event in events if event["type"] == "metrics"]
     assert [each["step"] for each in values] == [1, 3]
     assert "samples_per_s" in values[0] and "samples_per_s" not in values[1]
+
+
+def _speed_after_loading(folder: str) -> list[dict[str, Any]]:
+    path = Path(folder, "events")
+    os.environ["ZLAUNCH_EVENT_FD"] = str(os.open(path, os.O_WRONLY | os.O_CREAT))
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
+        "steps_per_print": 1,
+    }
+    engine, *_ = zlaunch.initialize(model=Tokens(), config=config)
+
+    def step() -> None:
+        engine.backward(engine(torch.zeros(4, 3, dtype=torch.long)))
+        engine.step()
+
+    step()
+    engine.save_checkpoint(folder + "/checkpoint")
+    for _ in range(4):
+        step()
+    engine.load_checkpoint(folder + "/checkpoint")
+    for _ in range(3):
+        step()
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_the_speed_after_a_loaded_checkpoint_is_no_other(tmp_path: Path) -> None:
+    (events,) = run_workers(_speed_after_loading, 1, str(tmp_path))
+    values = [event["values"] for event in events if event["type"] == "metrics"]
+    assert [each["engine_step"] for each in values] == [1, 2, 3, 4, 5, 3, 4], (
+        "the first one after it is left out"
+    )
+    assert all(each["samples_per_s"] > 0 for each in values)
+
+
+class Counted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.linear(x.float()).mean()
+        return loss
+
+
+def _own_counts(folder: str, kind: str) -> list[dict[str, Any]]:
+    path = Path(folder, "events")
+    os.environ["ZLAUNCH_EVENT_FD"] = str(os.open(path, os.O_WRONLY | os.O_CREAT))
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 4,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
+        "steps_per_print": 1,
+    }
+    engine, *_ = zlaunch.initialize(model=Counted(), config=config)
+    for micro in range(8):
+        engine.backward(engine(torch.zeros(2, 3, dtype=torch.uint8)))
+        if kind == "micro":
+            zlaunch.report(step=10 * micro + 10, loss=torch.tensor(7.0))  # type: ignore[arg-type]  # as scripts do
+        elif micro % 4 == 3:
+            zlaunch.report(step=engine.global_steps, odd=object())  # type: ignore[arg-type]  # a mistake
+        engine.step()
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("kind", ["micro", "steps"])
+def test_a_scripts_own_count_and_loss_are_shown(kind: str, tmp_path: Path) -> None:
+    (events,) = run_workers(_own_counts, 1, str(tmp_path), kind)
+    values = [event["values"] for event in events if event["type"] == "metrics"]
+    ours = [each for each in values if "engine_step" in each]
+    assert [each["engine_step"] for each in ours] == [1, 2]
+    assert all("tokens_per_s" not in each for each in ours), "pictures are no tokens"
+    if kind == "micro":
+        assert not any("step" in each or "loss" in each for each in ours)
+        assert [each["loss"] for each in values if "loss" in each] == [7.0] * 8
+    else:
+        assert [each["step"] for each in ours] == [1, 2] and all("loss" in each for each in ours)
+
+
+def _that_cannot_report(folder: str) -> str:
+    path = Path(folder, "events")
+    os.environ["ZLAUNCH_EVENT_FD"] = str(os.open(path, os.O_WRONLY | os.O_CREAT))
+    model = Counted()
+    engine, *_ = zlaunch.initialize(
+        model=model,
+        config={
+            "train_micro_batch_size_per_gpu": 2,
+            "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
+            "steps_per_print": 1,
+        },
+    )
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        for _ in range(3):
+            engine.backward(engine(torch.ones(2, 3)))
+            engine.last_loss = torch.ones(2)  # a number that is none
+            engine.step()
+    assert engine.global_steps == 3
+    return printed.getvalue()
+
+
+def test_a_report_that_fails_ends_no_training(tmp_path: Path) -> None:
+    (printed,) = run_workers(_that_cannot_report, 1, str(tmp_path))
+    assert printed.count("this rank reports no more steps: ") == 1 and "training goes on" in printed

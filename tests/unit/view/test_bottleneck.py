@@ -46,14 +46,14 @@ def times(**parts: float) -> dict[str, float]:
         (
             {"forward": 10, "backward": 20, "script": 70},
             "script",
-            "input bounds the step: 70 of 100 ms (70%) pass in the script between the engine's calls, as for "
-            "loading data",
+            "the script bounds the step: 70 of 100 ms (70%) pass between the engine's calls (data, "
+            "evaluation, saving)",
         ),
         (
             {"forward": 30, "script": 70},
             "script",
-            "the script bounds the step: 70 of 100 ms (70%) pass outside of the engine, its own "
-            "loss.backward() included",
+            "the script bounds the step: 70 of 100 ms (70%) pass between the engine's calls, with its own "
+            "backward pass",
         ),
     ],
 )
@@ -76,6 +76,16 @@ def test_a_slow_rank(part: str) -> None:
     found = find_bottleneck(ranks, {0: "n1", 1: "n2", 2: "n2"})
     assert found is not None and (found.kind, found.slow_rank) == ("slow rank", 1)
     assert found.sentence.startswith("rank 1 on n2 bounds the step: the others wait 50 of 86 ms for its ")
+
+
+def test_a_slow_rank_that_is_waited_for_in_a_collective_of_the_script() -> None:
+    fast, slow = (
+        times(forward=5, backward=5, script=56, communication=1),
+        times(forward=60, backward=5, script=1),
+    )
+    found = find_bottleneck({0: fast, 1: slow}, {0: "n1", 1: "n1"})
+    assert found is not None and found.slow_rank == 1
+    assert found.sentence.endswith("for its forward pass")
 
 
 def test_nothing_is_known() -> None:

@@ -55,7 +55,10 @@ def test_bars() -> None:
 
 def test_labels() -> None:
     numbers = (0.0, 12345.0, -2e9, 3e-4, 1e-7, 1.5e6)
-    assert [label(x) for x in numbers] == ["0", "12.35k", "-2G", "0.0003", "1e-07", "1.5M"]
+    assert [label(x) for x in numbers] == ["0", "12.3k", "-2G", "0.0003", "1e-07", "1.5M"]
+    assert [label(x, [2.3001, 2.3002, 2.3003]) for x in (2.3001, 2.3002)] == ["2.3001", "2.3002"]
+    steps = [1234100.0, 1234200.0]
+    assert [label(x, steps) for x in steps] == ["1.2341M", "1.2342M"]
 
 
 def test_spans_and_sparklines() -> None:

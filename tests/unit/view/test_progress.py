@@ -53,8 +53,30 @@ def test_a_restart() -> None:
     run.take({"type": "exception", "rank": 0, "exception": "ValueError: no", "time": 13.0})
     run.take({"type": "start", "attempt": 1, "hosts": ["n1"], "time": 14.0})
     assert (run.attempt, run.restarts, run.started) == (1, [14.0], 1.0)
-    assert run.times() == {} and run.seconds_left() is None and run.ranks[0].state == "starting"
-    assert run.failures == ["rank 0: ValueError: no"]
+    assert run.times() == {} and run.seconds_left() is None and not run.ranks and not run.failures
+
+
+def test_a_lost_node_and_a_killed_rank() -> None:
+    run = RunProgress().take_all(spawned(0, 1))
+    run.take({"type": "exit", "rank": 0, "returncode": -9, "host": "n1", "reason": "by hand", "time": 3.0})
+    run.take({"type": "lost", "host": "n1", "why": "fell silent", "time": 4.0})
+    run.take({"type": "outcome", "errors": ["n1 fell silent", "hang: all"], "time": 5.0})
+    assert run.ranks[1].state == "node lost"
+    assert run.failures == ["rank 0 on n1: SIGKILL: by hand", "n1 fell silent", "hang: all"]
+
+
+def test_what_is_no_number_is_left_out() -> None:
+    run = RunProgress().take_all(
+        [*spawned(0), metrics(0, 11.0), metrics(0, 12.0, loss=float("nan"), lr=10**400)]
+    )
+    assert run.series["loss"].shown() == [(10, 2.0)] and "loss" not in run.ranks[0].values
+    assert "lr" not in run.ranks[0].values
+
+
+def test_times_are_weighted_by_their_steps() -> None:
+    run = RunProgress().take_all([*spawned(0), metrics(0, 11.0, timed_steps=9)])
+    run.take(metrics(0, 12.0, timed_steps=1, forward_ms=103.0, all_ms=110.0))
+    assert run.times()[0]["forward_ms"] == 13.0
 
 
 JUNK: Any = st.recursive(
@@ -106,5 +128,3 @@ def test_a_long_series_has_its_ends() -> None:
     shown = series.shown()
     assert shown[0][0] < 200 and shown[-1][0] > 99_800
     assert all(y == pytest.approx(2 * x) for x, y in shown)
-    series.add(float("nan"), 1.0)
-    assert series.shown() == shown
