@@ -59,3 +59,10 @@ def test_in_a_slurm_job(cluster: Testbed, tmp_path: Path) -> None:
     found = bench_net(tmp_path, "--num_gpus=1", prefix=prefix, env=cluster.env())
     assert [node["ranks"] for node in found["nodes"]] == [[0], [1]] and len(found["links"]) == 2
     assert {speed["scope"] for speed in found["collectives"]} == {"nodes"}
+
+
+def test_in_the_tasks_of_a_step(cluster: Testbed, tmp_path: Path) -> None:
+    prefix = ("srun", "--quiet", "-N2", "--ntasks-per-node=1", f"--gres=gpu:{cluster.slots}")
+    found = bench_net(tmp_path, "--num_gpus=1", prefix=prefix, env=cluster.env())
+    assert sorted(node["name"] for node in found["nodes"]) == ["n1", "n2"]
+    assert {(link["source"], link["target"]) for link in found["links"]} == {("n1", "n2"), ("n2", "n1")}
