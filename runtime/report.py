@@ -15,7 +15,7 @@ import torch
 from .environment import read_environment
 from .log import show
 
-_SHOWN = ("step", "loss", "lr", "loss_scale", "grad_norm", "samples_per_s", "tokens_per_s")
+_SHOWN = ("step", "loss", "lr", "loss_scale", "grad_norm", "samples_per_s", "tokens_per_s", "tflops")
 
 
 class Reported:

@@ -20,6 +20,7 @@ from .field_types import (
 from .monitors import Comet, FileMonitor, WandB
 from .optimizers import OPTIMIZER_PARAMS, SCHEDULER_PARAMS, Optimizer, Scheduler
 from .other_sections import AIO, BF16, FP16, ActivationCheckpointing, CheckpointSection, DataTypes
+from .profilers import FlopsProfilerSection
 from .unsupported import with_missing
 from .zero import Zero
 
@@ -94,6 +95,8 @@ class Config(Section):
     """Weights & Biases."""
     comet: Comet = section(Comet)
     """Comet."""
+    flops_profiler: FlopsProfilerSection = section(FlopsProfilerSection)
+    """Operations of each module."""
 
 
 def json_schema() -> Json:

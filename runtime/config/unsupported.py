@@ -84,14 +84,6 @@ _FEATURE = _feature("Feature", "A rarely used feature that would change results;
 _TOOL = _feature(
     "Tool", "A rarely used tool that would not change results; its keys are not checked.", "speed"
 )
-_FLOPS = _diagnostic("FlopsProfiler", "Counting operations of each module.",
-    recompute_fwd_factor=_key(NonNegative, 0.0, "Share of the forward that is recomputed."),
-    profile_step=_key(Count, 1, "Step to profile."),
-    module_depth=_key(Integer, -1, "Depth of the printed tree; -1 is all of it."),
-    top_modules=_key(Count, 1, "Modules printed at each depth."),
-    detailed=_key(Bool, True, "Print the tree."),
-    output_file=_key(str, None, "File to write instead of printing."),
-)
 _COMMS = _diagnostic("CommsLogger", "Logging each collective.",
     prof_all=_key(Bool, True, "Log all operations."),
     prof_ops=_key(list[str], [], "Operations to log."),
@@ -241,7 +233,6 @@ MISSING: dict[str, dict[str, Key]] = {
             feature="expert parallelism"),
         "torch_autocast": _part(_AUTOCAST, "torch.autocast."),
         "amp": _part(_FEATURE, "NVIDIA apex."),
-        "flops_profiler": _part(_FLOPS, "FLOPS profiler."),
         "comms_logger": _part(_COMMS, "Communication log."),
         "timers": _part(_TIMERS, "Timers."),
         "compile": _part(_COMPILE, "DeepCompile."),

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from ..comm.collectives import Comm
 from ..comm.waits import waits
@@ -14,6 +15,7 @@ from ..config import Config, Effective
 from ..errors import MonitorError
 from ..memory.advice import raise_with_advice
 from .breakdown import WallClockBreakdown
+from .flops_profiler import FlopsProfiler
 from .monitor import Monitor
 from .step_clock import COMMUNICATION, StepClock, TimedPart
 from .step_reporter import ReportedLoop, StepReporter
@@ -24,7 +26,9 @@ Around = Callable[..., AbstractContextManager[None]]
 
 
 class ObservedLoop(ReportedLoop, Protocol):
-    """Has a device besides what is reported."""
+    """Has a model and a device besides what is reported."""
+
+    module: nn.Module
 
     @property
     def device(self) -> torch.device: ...
@@ -74,6 +78,14 @@ def observe(
     )
     clock.listeners.append(reporter.after_step)
     clock.on_jump = reporter.forget
+    profiler = None
+    if config.flops_profiler.enabled and engine.global_rank == 0:
+        profiler = FlopsProfiler(
+            engine.module,
+            config.flops_profiler,
+            lambda: engine.global_steps,
+            reporter.take_flops,
+        )
 
     def around(
         name: str, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] = _NOTHING
@@ -82,7 +94,8 @@ def observe(
             return nullcontext()
         if args or kwargs:
             reporter.count_tokens(args, kwargs)
-        return ObservedCall(clock, name, advice)
+        call = ObservedCall(clock, name, advice)
+        return call if profiler is None else profiler.surround(name, call)
 
     return around
 

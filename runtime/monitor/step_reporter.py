@@ -42,6 +42,8 @@ class ReportedLoop(MonitoredLoop, Protocol):
     global_steps: int
     training: bool
 
+    def train_batch_size(self) -> int: ...
+    def gradient_accumulation_steps(self) -> int: ...
     @property
     def world_size(self) -> int: ...
     @property
@@ -80,7 +82,7 @@ class StepReporter:
         self._timed = read_environment().event_fd is not None
         self._reported_at, self._measured_at = -math.inf, time.perf_counter()
         self._samples, self._tokens = loop.global_samples, 0
-        self._rows = 0
+        self._rows = self._flops = 0
         self._steps: deque[TimedStep] = deque(maxlen=_MOST_STEPS_ON_GPU if on_gpu else _MOST_STEPS)
         self._has_begun = False
         self._failed, self._counts_alike = False, True
@@ -103,6 +105,10 @@ class StepReporter:
         ids = kwargs.get("input_ids", args[0] if args else None)
         if isinstance(ids, Tensor) and ids.dim() >= 2 and ids.dtype in (torch.int32, torch.int64):
             self._tokens += ids.numel()
+
+    def take_flops(self, operations: int) -> None:
+        """Take the floating point operations of a micro-batch of this rank."""
+        self._flops = operations
 
     def forget(self) -> None:
         """Begin to count anew, after a checkpoint was loaded."""
@@ -176,6 +182,9 @@ class StepReporter:
             found["tokens_per_s"] = self._tokens * self._loop.world_size / seconds
         if self._rows:
             found["rows"] = self._rows
+        if self._flops and self._loop.train_batch_size():
+            steps = (self._loop.global_samples - self._samples) / self._loop.train_batch_size()
+            found["tflops"] = self._flops * self._loop.gradient_accumulation_steps() * steps / seconds / 1e12
         self._measured_at, self._samples, self._tokens = now, self._loop.global_samples, 0
         return found
 

@@ -202,6 +202,7 @@ def metrics_line(values: Mapping[str, Any], memory_gb: Collection[float]) -> str
         *shown("loss_scale", "scale {:.10g}"),
         *shown("grad_norm", "norm {:.3g}"),
         *shown("tokens_per_s", "{:.0f} tok/s"),
+        *shown("tflops", "{:.3g} TFLOPS"),
     ]
     if memory_gb:
         words.append("mem " + " ".join(f"{value:.2f}" for value in memory_gb) + " GB")

@@ -34,6 +34,7 @@ font-size:.82rem;border:1px solid var(--line);border-radius:8px}
 """
 _CHARTS = (
     ("Speed", ("tokens_per_s", "samples_per_s")),
+    ("TFLOPS of rank 0", ("tflops",)),
     ("Learning rate", ("lr",)),
     ("Gradient norm", ("grad_norm",)),
     ("Loss scale", ("loss_scale",)),

@@ -246,7 +246,6 @@ def test_aliases_and_dtypes() -> None:
         ({"memory_breakdown": True}, "memory_breakdown"),
         ({"sparse_gradients": True}, "sparse_gradients"),
         ({"comms_logger": {"enabled": True, "verbose": True}}, "comms_logger.enabled"),
-        ({"flops_profiler": {"enabled": True}}, "flops_profiler.enabled"),
         ({"compile": {"deepcompile": True}}, "compile.deepcompile"),
         ({"autotuning": {"enabled": True}}, "autotuning.enabled"),
         ({"aio": {"use_gds": True}}, "aio.use_gds"),

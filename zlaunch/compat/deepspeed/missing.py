@@ -15,7 +15,7 @@ PIPELINE = "pipeline parallelism is for Megatron or torch.distributed.pipelining
 EXPERTS = "use the model's own experts; ZeRO shards them as any other parameters"
 TENSOR_PARALLEL = "tensor parallelism is torch.distributed.tensor.parallel's"
 SEQUENCES = "long sequences: activation_checkpointing with cpu_checkpointing, or torch's context_parallel"
-FLOPS = "count operations with torch.utils.flop_counter.FlopCounterMode, time them with torch.profiler"
+FLOPS = "use flops_profiler of the config, or torch.utils.flop_counter.FlopCounterMode and torch.profiler"
 ELASTICITY = "checkpoints load at any number of ranks: write the batch keys for the ranks there are"
 OPTIMIZERS = "use AdamW, SGD, Lion, or any optimizer that treats every element by itself"
 
