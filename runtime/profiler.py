@@ -13,6 +13,9 @@ def named(name: str) -> AbstractContextManager[Any]:
     """Return a context whose work torch's profiler shows as ``zlaunch::NAME``. Without a profiler it costs
     nothing.
     """
-    if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]  # it is there, but not exported
-        return record_function(f"zlaunch::{name}")
-    return nullcontext()
+    return record_function(f"zlaunch::{name}") if is_profiled() else nullcontext()
+
+
+def is_profiled() -> bool:
+    """Tell whether torch's profiler is on."""
+    return bool(torch.autograd._profiler_enabled())  # type: ignore[attr-defined]  # it is there, not exported

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -12,13 +13,16 @@ from torch import nn
 from ..comm.collectives import Comm
 from ..comm.waits import waits
 from ..config import Config, Effective
+from ..environment import read_environment
 from ..errors import MonitorError
 from ..memory.advice import raise_with_advice
+from ..profiler import named
 from .breakdown import WallClockBreakdown
 from .flops_profiler import FlopsProfiler
 from .monitor import Monitor
 from .step_clock import COMMUNICATION, StepClock, TimedPart
 from .step_reporter import ReportedLoop, StepReporter
+from .trace import StepTrace
 
 _NOTHING: Mapping[str, Any] = {}
 Around = Callable[..., AbstractContextManager[None]]
@@ -78,6 +82,9 @@ def observe(
     )
     clock.listeners.append(reporter.after_step)
     clock.on_jump = reporter.forget
+    trace = _trace(engine.global_rank, on_gpu=on_gpu)
+    if trace is not None:
+        clock.listeners.append(trace.after_step)
     profiler = None
     if config.flops_profiler.enabled and engine.global_rank == 0:
         profiler = FlopsProfiler(
@@ -94,7 +101,9 @@ def observe(
             return nullcontext()
         if args or kwargs:
             reporter.count_tokens(args, kwargs)
-        call = ObservedCall(clock, name, advice)
+        call: AbstractContextManager[None] = ObservedCall(clock, name, advice)
+        if trace is not None and trace.is_on:
+            call = _both(named(name), call)
         return call if profiler is None else profiler.surround(name, call)
 
     return around
@@ -113,6 +122,22 @@ class ObservedCall(TimedPart):
         super().__exit__(kind, error, trace)
         if error is not None:
             raise_with_advice(error, self._where, self._advice)
+
+
+def _trace(rank: int, *, on_gpu: bool) -> StepTrace | None:
+    """Return the trace that `zlaunch --profile` asks for, on rank 0, for the first engine."""
+    environment = read_environment()
+    if not environment.profile or rank or StepTrace.is_taken:
+        return None
+    first, _, last = environment.profile.partition("-")
+    path = Path(environment.run_dir or ".", "traces", f"rank_{rank:05d}.json.gz")
+    return StepTrace(int(first), int(last or first), path, on_gpu=on_gpu)
+
+
+@contextmanager
+def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[None]) -> Iterator[None]:
+    with outer, inner:
+        yield
 
 
 def _total_steps(config: Config) -> int | None:

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import re
+
 import click
 
 from zlaunch.cli.commands import count_option, seconds_option
 from zlaunch.cli.deepspeed_flags import deepspeed_flags, launcher_name
 from zlaunch.launchers.registry import NAMED
 from zlaunch.plan.options import COMPAT_CHOICES
+
+
+def _steps(_context: click.Context, _option: click.Parameter, text: str | None) -> str | None:
+    """Check a range of steps."""
+    if text is None:
+        return None
+    found = re.fullmatch(r"([1-9][0-9]{0,8})(?:-([1-9][0-9]{0,8}))?", text)
+    if found is None or int(found[2] or found[1]) < int(found[1]):
+        raise click.BadParameter(f"{text!r} is no step, or first and last one, such as 10-12")
+    return text
+
 
 REACH = (
     click.option("--ssh_port", type=click.IntRange(1, 65535), metavar="PORT", help="Port of sshd."),
@@ -92,6 +105,12 @@ LAUNCH = (
         "--log_ranks",
         metavar="RANKS",
         help="Ranks shown on the console: 0,2-3 or all; the logs have every rank.  [default: 0]",
+    ),
+    click.option(
+        "--profile",
+        metavar="STEPS",
+        callback=_steps,
+        help="Write a trace of these steps, such as 10 or 10-12, of rank 0: traces in the run's folder.",
     ),
     click.option("-m", "--module", is_flag=True, help="The script is a module name, as in python -m."),
     click.option(

@@ -142,7 +142,7 @@ def _options(
             for name in (
                 *("hostfile", "launcher", "include", "exclude", "num_nodes", "num_gpus", "master_addr"),
                 *("master_port", "iface", "env", "ssh_port", "ssh_config", "ssh_accept_new"),
-                *("compat", "node_rank", "pod"),
+                *("compat", "node_rank", "pod", "profile"),
             )
         },
     )

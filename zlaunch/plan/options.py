@@ -49,6 +49,8 @@ class Options:
     """With --no_ssh: which of the nodes this is."""
     pod: bool = False
     """Tells whether the place among the nodes comes from the variables of a pod."""
+    profile: str | None = None
+    """Steps of which rank 0 writes a trace."""
     compat: str | None = None
     """What `import deepspeed` is in the workers; None leaves it to their environment."""
 
@@ -60,6 +62,8 @@ class Options:
         env = requested_env(os.environ, self.env)
         if self.requeue:
             env["ZLAUNCH_TERM_SAVES"] = "1"
+        if self.profile is not None:
+            env["ZLAUNCH_PROFILE"] = self.profile
         if self.quiet:
             env["ZLAUNCH_QUIET"] = "1"
         if self.compat is not None:
