@@ -42,6 +42,9 @@ class Config(Section):
     """Forward and backward passes of one optimizer step."""
     steps_per_print: Steps | None = ok(None)
     """Steps between two progress lines; null and inf print none."""
+    memory_breakdown: Bool = ok(False)
+    """Print rank 0's memory on the device and in the host every steps_per_print steps (null and inf: every
+    step)."""
     wall_clock_breakdown: Bool = ok(False)
     """Print how a step's time is split into forward, backward, step and the rest, every steps_per_print steps
     (null and inf: every step), and write it to the monitors."""

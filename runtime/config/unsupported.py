@@ -223,7 +223,6 @@ MISSING: dict[str, dict[str, Key]] = {
             "Type of sequence-parallel communication."),
         "disable_allgather": _ignored(Bool, False, "Broadcast updated parameters instead of gathering them."),
         "graph_harvesting": _ignored(Bool, False, "Record the optimizer step in a CUDA graph."),
-        "memory_breakdown": _ignored(Bool, False, "Print memory use."),
         "sequence_parallel_size": _refused(Count, 1, "Ranks that share one sequence.",
             feature="sequence parallelism"),
         "data_parallel_size": _refused(Count, None, "Data-parallel ranks of a mesh.",

@@ -17,7 +17,7 @@ from ..environment import read_environment
 from ..errors import MonitorError
 from ..memory.advice import raise_with_advice
 from ..profiler import named
-from .breakdown import WallClockBreakdown
+from .breakdown import MemoryBreakdown, WallClockBreakdown
 from .flops_profiler import FlopsProfiler
 from .monitor import Monitor
 from .step_clock import COMMUNICATION, StepClock, TimedPart
@@ -70,8 +70,10 @@ def observe(
     clock = StepClock(
         engine.device, lambda: (engine.global_steps, engine.global_samples), {**known, **more_waits}
     )
+    every = int(config.steps_per_print or 1)
+    if config.memory_breakdown and engine.global_rank == 0:
+        clock.listeners.append(MemoryBreakdown(every, on_gpu=on_gpu).after_step)
     if config.wall_clock_breakdown:
-        every = int(config.steps_per_print or 1)
         breakdown = WallClockBreakdown(monitor, every, prints=engine.global_rank == 0, on_gpu=on_gpu)
         clock.listeners.append(breakdown.after_step)
     reporter = StepReporter(

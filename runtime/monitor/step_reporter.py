@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import atexit
 import math
-import resource
 import sys
 import time
 import weakref
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -20,7 +18,7 @@ from torch import Tensor
 from ..environment import read_environment
 from ..log import fail
 from ..report import reported, send_step
-from .breakdown import mean_milliseconds
+from .breakdown import host_gb, mean_milliseconds
 from .host_copy import HostCopy
 from .monitor import MonitoredLoop, learning_rate
 from .step_clock import COMMUNICATION, DISK, PARTS, TimedStep
@@ -33,7 +31,6 @@ _EVENTS_PER_S = 4.0
 _MOST_STEPS, _MOST_STEPS_ON_GPU = 1024, 16
 """Steps whose times are kept for a report, the last ones; on a GPU each has events."""
 _WAITS = (COMMUNICATION, DISK)
-_PAGE_BYTES = resource.getpagesize()
 
 
 class ReportedLoop(MonitoredLoop, Protocol):
@@ -190,9 +187,9 @@ class StepReporter:
 
     def _memory(self) -> dict[str, float]:
         """Return the GB (1e9 bytes) of this process in host memory and, the largest so far, on its device."""
-        host_gb = int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE_BYTES / 1e9
-        device_gb = torch.cuda.max_memory_allocated() / 1e9 if self._on_gpu else host_gb
-        return {"memory_gb": device_gb, "host_gb": host_gb}
+        host = host_gb()
+        device = torch.cuda.max_memory_allocated() / 1e9 if self._on_gpu else host
+        return {"memory_gb": device, "host_gb": host}
 
     def _split(self, steps: tuple[TimedStep, ...]) -> dict[str, float]:
         """Return milliseconds of a step: in each part but for its waits, in each kind of wait, in the script
