@@ -18,8 +18,8 @@ _PAGE_BYTES = resource.getpagesize()
 
 
 class WallClockBreakdown:
-    """Prints a line of ``wall_clock_breakdown`` every ``every`` steps where it ``prints``, and hands the times
-    to the trackers. On a GPU the line of a step is printed after the next one, so that nobody waits for it.
+    """Prints a line of ``wall_clock_breakdown`` every ``every`` steps where it ``prints``, and hands the
+    times to the trackers. On a GPU a step's line is printed after the next one, so that nobody waits for it.
     """
 
     def __init__(self, monitor: Monitor, every: int, *, prints: bool, on_gpu: bool) -> None:
