@@ -25,6 +25,8 @@ from .step_clock import COMMUNICATION, DISK, PARTS, TimedStep
 
 _INTERVAL_S = 1.0
 """Seconds between two reports of rank 0, where the config's ``steps_per_print`` does not ask for more."""
+_FIRST_INTERVAL_S = 0.1
+"""The same in the first second."""
 _OTHERS_INTERVAL_S = 2.0
 _EVENTS_PER_S = 4.0
 """Reports a second from all ranks but the first, of however many there are."""
@@ -71,13 +73,15 @@ class StepReporter:
         on_gpu: bool,
     ) -> None:
         """Report on ``loop``, in all ``every`` steps and at other times."""
-        self._loop, self._total_steps, self._on_gpu = loop, total_steps, on_gpu
+        self._loop, self._total_steps, self.on_gpu = loop, total_steps, on_gpu
         first = loop.global_rank == 0
         self._every = int(every) if first and every and math.isfinite(every) else 0
         others = max(_OTHERS_INTERVAL_S, loop.world_size / _EVENTS_PER_S)
         self._interval_s = _INTERVAL_S if first else others
         self._timed = read_environment().event_fd is not None
-        self._reported_at, self._measured_at = -math.inf, time.perf_counter()
+        self._first_s = _FIRST_INTERVAL_S if first else self._interval_s / 2
+        self._reported_at = -math.inf
+        self._begun_at = self._measured_at = self._stepped_at = time.perf_counter()
         self._samples, self._tokens = loop.global_samples, 0
         self._rows = self._flops = 0
         self._steps: deque[TimedStep] = deque(maxlen=_MOST_STEPS_ON_GPU if on_gpu else _MOST_STEPS)
@@ -133,12 +137,14 @@ class StepReporter:
             self._has_begun = True  # it has done much for the first time
         else:
             self._steps.append(step)
-        now = time.perf_counter()
+        now = self._stepped_at = time.perf_counter()
         printed = bool(self._every) and step.number % self._every == 0
         self._unreported = step.number
-        if printed or (self._timed and now - self._reported_at >= self._interval_s):
+        # More often at first, so that a short run, or one that fails early, has been seen.
+        interval_s = min(self._interval_s, max(self._first_s, (now - self._begun_at) / 10))
+        if printed or (self._timed and now - self._reported_at >= interval_s):
             self._begin_report(step.number, now, printed=printed, more=self._speed(now))
-            if not self._on_gpu:
+            if not self.on_gpu:
                 self.flush()
 
     def finish(self) -> None:
@@ -147,7 +153,8 @@ class StepReporter:
             return
         self.flush()
         if self._timed and self._unreported:
-            self._begin_report(self._unreported, time.perf_counter(), printed=False, more={})
+            at = self._stepped_at
+            self._begin_report(self._unreported, at, printed=False, more=self._speed(at))
             self.flush()
 
     def _begin_report(self, step: int, now: float, *, printed: bool, more: dict[str, float]) -> None:
@@ -188,7 +195,7 @@ class StepReporter:
     def _memory(self) -> dict[str, float]:
         """Return the GB (1e9 bytes) of this process in host memory and, the largest so far, on its device."""
         host = host_gb()
-        device = torch.cuda.max_memory_allocated() / 1e9 if self._on_gpu else host
+        device = torch.cuda.max_memory_allocated() / 1e9 if self.on_gpu else host
         return {"memory_gb": device, "host_gb": host}
 
     def _split(self, steps: tuple[TimedStep, ...]) -> dict[str, float]:
@@ -209,5 +216,5 @@ class StepReporter:
 
 def _finish(reporter: weakref.ref[StepReporter]) -> None:
     alive = reporter()
-    if alive is not None and getattr(sys, "last_value", None) is None:  # else the device may be lost
-        alive.finish()
+    if alive is not None and (not alive.on_gpu or getattr(sys, "last_value", None) is None):
+        alive.finish()  # after an error on a GPU the device may be lost

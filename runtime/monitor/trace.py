@@ -29,6 +29,7 @@ class StepTrace:
         self._profile = profile(activities=activities)
         self.is_on = False
         self._is_done = False
+        atexit.register(self.finish)
         if first == 1:
             self._start()
 
@@ -49,14 +50,15 @@ class StepTrace:
             self._give_up(error)
         else:
             self.is_on = True
-            atexit.register(self.finish)
 
     def finish(self) -> None:
         """End the recording and write the file. A second call does nothing."""
+        atexit.unregister(self.finish)
+        if not self.is_on and not self._is_done:
+            fail(f"no trace: the run ended after {self._made} steps, before step {self._first}")
         if not self.is_on:
             return
         self.is_on, self._is_done = False, True
-        atexit.unregister(self.finish)
         try:
             self._profile.stop()
             self._path.parent.mkdir(parents=True, exist_ok=True)

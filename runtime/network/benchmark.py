@@ -211,7 +211,7 @@ def main() -> None:
     device = init_distributed()
     benchmark = NetworkBenchmark(device, int(float(sys.argv[1]) * 2**20))
     first = benchmark.rank == 0
-    if first:
+    if first and dist.get_world_size() > 1:
         show(f"measuring the collectives of {dist.get_world_size()} ranks", sys.stderr)
     collectives = benchmark.collectives()
     if first and len(benchmark.nodes) > 1:

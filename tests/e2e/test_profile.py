@@ -46,6 +46,13 @@ def test_a_trace_has_the_parts_of_its_steps(steps: str, count: int, tmp_path: Pa
     assert any(name.startswith("zlaunch::gather ") for name in names) and "aten::addmm" in names
 
 
+def test_steps_that_never_come(tmp_path: Path) -> None:
+    script = TRAIN.replace("OWN", "False")
+    launch = run(tmp_path, "--no_local_rank", "--profile=9-10", script=script)
+    assert launch.process.returncode == 0, launch.err
+    assert "no trace: the run ended after 6 steps, before step 9" in launch.out
+
+
 def test_a_script_with_a_profiler_of_its_own_trains(tmp_path: Path) -> None:
     script = TRAIN.replace("OWN", "True")
     launch = run(tmp_path, "--no_local_rank", "--profile=2", script=script)

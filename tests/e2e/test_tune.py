@@ -97,7 +97,7 @@ def test_the_fastest_that_fits_is_written(folder: Path) -> None:
     assert again.returncode == 0 and tuned(folder) == best
     assert len(rows_of(folder)) == len(trials), "what has been measured is not measured again"
     other = zlaunch(folder, *TUNE)
-    assert other.returncode == 2 and "tune has the results of another command" in other.stderr
+    assert other.returncode == 2 and "the folder tune has the results of another command" in other.stderr
 
 
 def test_a_script_with_batches_of_its_own(folder: Path) -> None:
@@ -137,12 +137,20 @@ def test_ctrl_c_leaves_the_best_so_far(folder: Path) -> None:
     nothing_is_left(folder)
 
 
+def test_a_script_without_an_engine_is_run_once(folder: Path) -> None:
+    (folder / "train.py").write_text("print('no engine here')")
+    done = zlaunch(folder, *TUNE)
+    assert done.returncode == 2 and "train.py made no step" in done.stderr
+    assert [row["verdict"] for row in rows_of(folder)] == ["ended without a step"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
         ([], "no script given"),
         (["train.py"], "has to be given one config to tune"),
         (["train.py", "--config", "none.json"], "none.json: no such config"),
+        (["--num_gpus", "1", "--steps", "3", "train.py", "--config", "ds.json"], "--steps is tune's: put it"),
         (["--run_dir", "x", "train.py", "--config", "ds.json"], "--run_dir does not go with tune"),
         (["--num_gpus", "0", "train.py", "--config", "ds.json"], "--num_gpus"),
         (["train.py", "--config", "bad.json"], "bad.json"),

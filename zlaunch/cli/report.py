@@ -24,7 +24,12 @@ from zlaunch.view.progress import RunProgress, span
 
 @click.command(cls=Command, context_settings=SETTINGS, short_help="Write an HTML page about a run.")
 @click.argument("runs", metavar="[RUN]...", nargs=-1)
-@click.option("-o", "--output", metavar="FILE", help="The page.  [default: report.html in the run's folder]")
+@click.option(
+    "-o",
+    "--output",
+    metavar="FILE",
+    help="The page.  [default: report.html in its folder]",
+)
 def report(runs: tuple[str, ...], output: str | None) -> int:
     """Write one HTML page about RUN, by default the `last`; several RUNs are compared in the same charts.
 
@@ -33,11 +38,15 @@ def report(runs: tuple[str, ...], output: str | None) -> int:
     """
     found = [find_run(meant(name)) for name in runs or ("last",)]
     pages = [_page(run) for run in found]
-    target = Path(output) if output is not None else found[0].path / "report.html"
+    folder = found[0].path if len(found) == 1 else Path()
+    target = Path(output) if output is not None else folder / "report.html"
     _write(target, write_page(pages))
     for run, page in zip(found, pages, strict=True):
         hosts = {rank: known.host for rank, known in page.progress.ranks.items()}
         bottleneck = find_bottleneck(page.progress.times(), hosts)
+        if page.failures:
+            last = page.failures[0].strip().splitlines()[-1]
+            click.echo(f"{run.name}: {last}" if len(found) > 1 else last)
         if bottleneck is not None:
             click.echo(f"{run.name}: {bottleneck.sentence}" if len(found) > 1 else bottleneck.sentence)
     click.echo(str(target))

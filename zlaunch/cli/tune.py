@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from zlaunch.tuning.trial import TrialLimits, TunedCommand
     from zlaunch.tuning.variants import BatchSizes, Variant
 
+_OWN = ("steps", "warmup", "time_limit", "dir")
 _SETTINGS = {**SETTINGS, "ignore_unknown_options": True, "allow_interspersed_args": False}
 
 
@@ -72,7 +73,14 @@ def _tuned_command(given: Sequence[str]) -> TunedCommand:
     from zlaunch.plan.checks import config_arguments
     from zlaunch.tuning.trial import TunedCommand
 
-    launch = run.make_context("zlaunch", list(given))
+    try:
+        launch = run.make_context("zlaunch", list(given))
+    except click.NoSuchOption as error:
+        if error.option_name.lstrip("-").replace("-", "_") in _OWN:
+            raise click.UsageError(
+                f"{error.option_name} is tune's: put it before the options of a launch"
+            ) from None
+        raise
     command = tuple(launch.params["command"])
     if not command:
         raise click.UsageError("no script given; see zlaunch tune --help")
@@ -106,10 +114,14 @@ class _Tuning:
 
     def run(self) -> None:
         """Try what there is to try."""
-        from zlaunch.tuning.search import search
+        from zlaunch.tuning.search import NO_STEP, search
         from zlaunch.tuning.variants import Variant
 
-        self.measure(Variant())  # it shows the batch sizes, on which the rest depends
+        first = self.measure(Variant())  # it shows the batch sizes, on which the rest depends
+        if first.verdict == NO_STEP:
+            raise LaunchError(
+                f"{self.tuned.command[0]} made no step: it has to train with an engine of zlaunch.initialize"
+            )
         search(self._space(), self.measure)
 
     def _space(self) -> Space:
@@ -131,6 +143,11 @@ class _Tuning:
             fixed = True
         if fixed or self.batch is None:
             return Space(placement, None, (), world)
+        if self.batch.micros()[-1] == self.batch.micro:
+            steps = "gradient_accumulation_steps"
+            click.echo(
+                f"larger micro-batches are not tried: with the same samples a step, {steps} is too small"
+            )
         return Space(placement, self.batch.micro, self.batch.micros(), world)
 
     def measure(self, variant: Variant) -> Trial:

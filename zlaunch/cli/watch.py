@@ -37,7 +37,7 @@ def watch(run: str, once: bool) -> int:
     events = EventFile(found.path / "events.jsonl")
     progress = RunProgress()
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
-    if once or not console.is_terminal:
+    if once or not console.is_terminal or found.state.startswith(("ended", "gone")):
         progress.take_all(events.read())
         console.print(_draw(found, progress, _MANY))
         return 0

@@ -94,7 +94,9 @@ def meant(text: str) -> str:
     if text != "last" or any(path.exists() for path in (Path(text), Path(DEFAULT_FOLDER, text))):
         return text
     if not (known := find_runs(Path(DEFAULT_FOLDER))):
-        raise LaunchError(f"last: there are no runs in {DEFAULT_FOLDER}")
+        raise LaunchError(
+            f"last: there are no runs in {Path(DEFAULT_FOLDER).absolute()}; or name a run's folder"
+        )
     return str(known[-1].path)
 
 

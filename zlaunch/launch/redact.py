@@ -58,7 +58,7 @@ _WHOLE_LINE = re.compile(
 )
 _LIKE_A_TOKEN = re.compile(r"(?=[^\s\d]*\d)[\w+/=-]{12,}(?![\w.])")
 _HARMLESS = re.compile(
-    r"[\[({]*(?i:true|false|none|null|nan|inf|[-+]?\d*\.\d+(?:e[-+]?\d+)?|[-+]?\d+e[-+]?\d+"
+    r"[\[({]*(?i:true|false|none|null|nan|inf|default|[-+]?\d*\.\d+(?:e[-+]?\d+)?|[-+]?\d+e[-+]?\d+"
     rf"|{_REMOVED})[,;)}}\]]*"
 )
 _SHORT_NUMBER = re.compile(r"[\[({]*[-+]?\d{1,6}[,;)}\]]*")

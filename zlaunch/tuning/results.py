@@ -31,7 +31,8 @@ class TuningResults:
             folder.mkdir(parents=True, exist_ok=True)
             if description.exists() and json.loads(description.read_text()) != about:
                 raise LaunchError(
-                    f"{folder} has the results of another command or config: take another --dir, or remove it"
+                    f"the folder {folder} has the results of another command or config: put another --dir "
+                    "before the script, or remove it"
                 )
             description.write_text(json.dumps(about, indent=1) + "\n")
             if self._path.exists():

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 
 from zlaunch.tuning.variants import DEVICE_PLACEMENTS, HOST_PLACEMENTS, Placement, Variant
 
-OK, OUT_OF_MEMORY = "ok", "out of memory"
+OK, OUT_OF_MEMORY, NO_STEP = "ok", "out of memory", "ended without a step"
 _BUCKETS = (5_000_000, 50_000_000)
-_GAIN = 1.01
+_GAIN = 1.02
 """What is tried later, or takes more memory, has to be faster by this factor."""
 _BEST = 2
 """Placements whose micro-batch is tuned."""

@@ -12,14 +12,16 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from zlaunch.launch import run_record
 from zlaunch.launch.event_file import EventFile
 from zlaunch.system.events import Event
 from zlaunch.system.processes import die_with_parent
-from zlaunch.tuning.search import OK, OUT_OF_MEMORY, Trial
+from zlaunch.tuning.search import NO_STEP, OK, OUT_OF_MEMORY, Trial
 from zlaunch.tuning.variants import BatchSizes, Variant
 
 _POLL_S = 0.1
@@ -185,11 +187,15 @@ class StepTimes:
             timed = timed if len(timed) >= 2 else self._times[1:]
         if len(timed) < 2 or timed[-1][1] <= timed[0][1]:
             return Trial(variant, self._why(code, seconds), 0.0, 0.0, *most, seconds)
-        speed = (timed[-1][0] - timed[0][0]) / (timed[-1][1] - timed[0][1])
+        # The median leaves out a step that something else has held up.
+        each = [(b[1] - a[1]) / max(b[0] - a[0], 1) for a, b in pairwise(timed)]
+        speed = 1 / max(median(each), 1e-9)
         tokens = self._tokens[self._limits.warmup :] or self._tokens
         return Trial(variant, OK, speed, sum(tokens) / max(len(tokens), 1), *most, seconds)
 
     def _why(self, code: int, seconds: float) -> str:
+        if code == 0 and not self._times:
+            return NO_STEP
         if seconds >= self._limits.seconds:
             return f"{len(self._times)} steps in {seconds:.0f} s"
         return f"ended with exit code {code} after {len(self._times)} steps"

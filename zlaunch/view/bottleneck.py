@@ -70,7 +70,9 @@ def _sentence(kind: str, took: str, nodes: int, *, backward: float) -> str:
         return f"computation bounds the step: forward and backward passes take {took}"
     if kind == "communication":
         where = f"between {nodes} nodes" if nodes > 1 else "inside of the node"
-        more = "`zlaunch bench net` measures the links"
+        more = (
+            "`zlaunch bench net` measures the links" if nodes > 1 else "larger micro-batches need less of it"
+        )
         return f"communication {where} bounds the step: ranks wait {took} for it; {more}"
     if kind == "disk":
         return f"the disk bounds the step: ranks wait {took} for it; `zlaunch bench io` measures it"

@@ -93,7 +93,14 @@ class Console:
             self._memory_gb[event["rank"]] = float(memory)
         if event["rank"] != 0 or not (self._terminal or event.get("printed", True)):
             return
-        text = metrics_line(values, [self._memory_gb[rank] for rank in sorted(self._memory_gb)])
+        is_step = "engine_step" in values or "step" in values
+        text = metrics_line(
+            values, [self._memory_gb[rank] for rank in sorted(self._memory_gb)] if is_step else []
+        )
+        if "engine_step" not in values:  # the script's own report
+            text = " ".join([*([text] if text else []), *_own_words(values)])
+        if not text:
+            return
         if self._terminal:
             now = time.monotonic()
             if self._status and self._at_line_start and now - self._kept_at >= _KEEP_S:
@@ -185,6 +192,19 @@ def _last_state(line: bytes) -> bytes:
     return line.rstrip(b"\r").rpartition(b"\r")[2]
 
 
+_LINE = ("step", "steps", "loss", "lr", "loss_scale", "grad_norm", "tokens_per_s", "samples_per_s", "tflops")
+
+
+def _own_words(values: Mapping[str, Any]) -> list[str]:
+    """Write the values that a line has no words of its own for."""
+    known = (*_LINE, "memory_gb", "host_gb", "tokens")
+    return [
+        f"{name} {value:.4g}"
+        for name, value in values.items()
+        if name not in known and isinstance(value, (int, float))
+    ]
+
+
 def metrics_line(values: Mapping[str, Any], memory_gb: Collection[float]) -> str:
     """Format the line `step 10/100 loss 2.31 lr 3.0e-04 scale 65536 norm 0.52 12345 tok/s mem 0.41 GB`."""
 
@@ -202,6 +222,7 @@ def metrics_line(values: Mapping[str, Any], memory_gb: Collection[float]) -> str
         *shown("loss_scale", "scale {:.10g}"),
         *shown("grad_norm", "norm {:.3g}"),
         *shown("tokens_per_s", "{:.0f} tok/s"),
+        *([] if "tokens_per_s" in values else shown("samples_per_s", "{:.4g} samples/s")),
         *shown("tflops", "{:.3g} TFLOPS"),
     ]
     if memory_gb:

@@ -31,7 +31,7 @@ def times(**parts: float) -> dict[str, float]:
             {"forward": 10, "backward": 20, "communication": 70},
             "communication",
             "communication inside of the node bounds the step: ranks wait 70 of 100 ms (70%) for it; "
-            "`zlaunch bench net` measures the links",
+            "larger micro-batches need less of it",
         ),
         (
             {"forward": 10, "backward": 20, "disk": 70},

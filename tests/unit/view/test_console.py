@@ -135,3 +135,17 @@ def test_closed_descriptors_are_nobody_to_write_to(monkeypatch: pytest.MonkeyPat
     shown = Console([0])
     shown.output(0, "stdout", b"x")
     shown.close()
+
+
+def test_a_report_of_the_script_has_its_own_names() -> None:
+    shown, out, _ = console(0)
+    shown.metrics(
+        {"rank": 0, "values": {"engine_step": 1, "step": 1, "samples_per_s": 1234.5, "memory_gb": 0.5}}
+    )
+    shown.metrics({"rank": 0, "values": {"step": 1, "val_loss": 2.25, "tokens": 5}})
+    shown.metrics({"rank": 0, "values": {"steps": 100}})
+    shown.metrics({"rank": 0, "printed": False, "values": {"engine_step": 2, "step": 2}})
+    assert out.getvalue().decode().splitlines() == [
+        "step 1 1234 samples/s mem 0.50 GB",
+        "step 1 mem 0.50 GB val_loss 2.25",
+    ]
