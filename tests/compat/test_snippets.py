@@ -16,6 +16,7 @@ from torch import nn
 
 from tests.limits import LIMIT_S
 from tests.runtime.workers import run_workers
+from zlaunch.compat.deepspeed.estimate import estimate_zero3_model_states_mem_needs
 
 BASE = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "Adam", "params": {"lr": 0.001}}}
 
@@ -237,3 +238,22 @@ def test_notebook_without_a_launcher(tmp_path: Path) -> None:
         timeout=LIMIT_S,
     )
     assert "loss True" in result.stdout, result.stderr[-2000:]
+
+
+def test_the_published_table_of_t0_3b() -> None:
+    """GB of host memory and of a GPU for T0_3B on one GPU, as the guides print them."""
+    total, largest = 2_783_959_040, 32128 * 2048
+    found = [
+        estimate_zero3_model_states_mem_needs(
+            total, largest, cpu_offload=optimizer, cpu_offload_params=parameters, zero_init=zero_init
+        )
+        for parameters, optimizer, zero_init in (
+            *((True, True, True), (True, True, False), (False, True, True), (False, True, False)),
+            *((False, False, True), (False, False, False)),
+        )
+    ]
+    rounded = [(round(host / 2**30, 2), round(device / 2**30, 2)) for host, device, _ in found]
+    assert rounded == [
+        *((70.0, 0.25), (70.0, 0.25), (62.23, 5.43), (62.23, 5.43)),
+        *((0.37, 46.91), (15.56, 46.91)),
+    ]
