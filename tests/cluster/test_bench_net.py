@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.cluster.testbed import Testbed
 from tests.e2e.helpers import ROOT
 from tests.limits import LIMIT_S
@@ -35,6 +37,7 @@ def bench_net(
     return found
 
 
+@pytest.mark.exhaustive
 def test_a_node_that_answers_late_is_named(cluster: Testbed, tmp_path: Path) -> None:
     with cluster.latency("n2", 25):
         found = bench_net(

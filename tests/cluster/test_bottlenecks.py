@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.cluster.helpers import start
 from tests.cluster.testbed import Testbed
 from tests.e2e.helpers import ROOT
@@ -33,6 +35,7 @@ def said(cluster: Testbed, folder: Path, *args: str) -> str:
     return line
 
 
+@pytest.mark.exhaustive
 def test_a_slow_link(cluster: Testbed, tmp_path: Path) -> None:
     with cluster.latency("n2", 25):
         assert "communication between 3 nodes bounds the step" in said(cluster, tmp_path)

@@ -81,6 +81,7 @@ def nothing_is_left(folder: Path) -> None:
         assert not alive(json.loads(path.read_text())["run_id"])
 
 
+@pytest.mark.exhaustive
 def test_the_fastest_that_fits_is_written(folder: Path) -> None:
     done = zlaunch(folder, *TUNE, "--fails=memory")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -108,6 +109,7 @@ def test_a_script_with_batches_of_its_own(folder: Path) -> None:
     assert not any("micro-batch" in row["variant"] for row in rows_of(folder))
 
 
+@pytest.mark.exhaustive
 def test_no_run_is_without_a_verdict(folder: Path) -> None:
     done = zlaunch(folder, *TUNE, "--fails=always")
     assert done.returncode == 1 and not (folder / "tune" / "ds.tuned.json").exists()
