@@ -23,9 +23,9 @@ class Reported:
 
     def __init__(self) -> None:
         self.names: set[str] = set()
-        """What it reports by itself, the runtime does not."""
+        """Lists what it reports by itself and the runtime, therefore, does not."""
         self.step: float | None = None
-        """Is its last step, until the runtime has seen it."""
+        """Keeps its last step until the runtime has seen it."""
         self.tokens_at: float | None = None
 
 
@@ -40,22 +40,25 @@ def report(**values: float | int | None) -> None:
     name (``step``, ``steps``: how many there will be, ``loss``, ``lr``, ``loss_scale``, ``grad_norm``,
     ``tokens_per_s``, ``memory_gb``); others, such as ``val_loss``, are kept for `zlaunch watch` and `zlaunch
     report`. ``tokens``: how many all ranks have trained on since the last such report, from which the speed
-    is known. Never raises: a closed pipe must not end a run. Under zlaunch every rank may report; the console
+    is known. What a script reports under a name, such as ``loss``, the runtime reports no more. Never
+    raises: a closed pipe must not end a run. Under zlaunch every rank may report; the console
     shows rank 0 and the memory of all.
     """
     environment = read_environment()
-    if values.get("tokens") is not None:
+    shown = {name: _plain(value) for name, value in values.items() if value is not None}
+    numbers = {name: value for name, value in shown.items() if isinstance(value, (int, float))}
+    if "tokens" in numbers:
         now, before = time.perf_counter(), reported.tokens_at
         reported.names.add("tokens_per_s")
         reported.tokens_at = now
         if before is not None:
-            values.setdefault("tokens_per_s", float(values["tokens"] or 0) / max(now - before, 1e-9))
-    shown = {name: value for name, value in values.items() if value is not None}
+            shown.setdefault("tokens_per_s", numbers["tokens"] / max(now - before, 1e-9))
     reported.names |= shown.keys() - {"step", "steps"}
-    reported.step = shown.get("step", reported.step)
+    reported.step = numbers.get("step", reported.step)
     if environment.event_fd is None:
         if environment.rank == 0:
-            show(" ".join(f"{k} {v:.6g}" for k, v in shown.items()), sys.stderr)
+            words = (f"{k} {v:.6g}" if isinstance(v, (int, float)) else f"{k} {v}" for k, v in shown.items())
+            show(" ".join(words), sys.stderr)
         return
     announce("metrics", values=shown)
 
@@ -77,17 +80,18 @@ def announce(kind: str, **content: Any) -> None:
         return
     event = {"type": kind, "rank": environment.rank, "time": time.time(), **content}
     try:
-        os.write(environment.event_fd, json.dumps(event, default=_plain).encode() + b"\n")
-    except (OSError, ValueError, TypeError, RuntimeError, RecursionError):
+        os.write(environment.event_fd, json.dumps(event).encode() + b"\n")
+    except (OSError, ValueError):
         pass
 
 
-def _plain(value: Any) -> object:
-    """Make a number of a tensor or of numpy's; a text of anything else."""
+def _plain(value: Any) -> int | float | str:
+    """Make a number of a tensor or of numpy's; a text of anything else, and of what no float can hold."""
     try:
-        return float(value)
-    except (TypeError, ValueError, RuntimeError):
+        number = float(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
         return str(value)
+    return value if isinstance(value, int) else number
 
 
 def describe(device: torch.device) -> dict[str, str]:
@@ -98,7 +102,7 @@ def describe(device: torch.device) -> dict[str, str]:
         "zlaunch": __version__,
         "python": platform.python_version(),
         "torch": str(torch.__version__),
-        "system": platform.platform(),
+        "system": f"{platform.system()} {platform.release()}",
         "device": "CPU",
     }
     if device.type == "cuda":

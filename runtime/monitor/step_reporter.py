@@ -8,7 +8,7 @@ import sys
 import time
 import weakref
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -26,7 +26,7 @@ from .step_clock import COMMUNICATION, DISK, PARTS, TimedStep
 _INTERVAL_S = 1.0
 """Seconds between two reports of rank 0, where the config's ``steps_per_print`` does not ask for more."""
 _FIRST_INTERVAL_S = 0.1
-"""The same in the first second."""
+"""Seconds between its reports in the first second."""
 _OTHERS_INTERVAL_S = 2.0
 _EVENTS_PER_S = 4.0
 """Reports a second from all ranks but the first, of however many there are."""
@@ -99,10 +99,9 @@ class StepReporter:
         """
         if not torch.is_grad_enabled() or not self._loop.training:
             return
-        rows = next(
-            (each for each in (*args, *kwargs.values()) if isinstance(each, Tensor) and each.dim()), None
-        )
-        self._rows = 0 if rows is None else rows.shape[0]
+        if not self._rows:  # known once for each report
+            given = (each for each in (*args, *kwargs.values()) if isinstance(each, Tensor) and each.dim())
+            self._rows = next((each.size(0) for each in given), 0)  # nested tensors have a size(0), no shape
         ids = kwargs.get("input_ids", args[0] if args else None)
         if isinstance(ids, Tensor) and ids.dim() >= 2 and ids.dtype in (torch.int32, torch.int64):
             self._tokens += ids.numel()
@@ -120,10 +119,13 @@ class StepReporter:
         """Take a step that has just been made, and report it if it is its turn. What fails is told once:
         training goes on.
         """
+        self._guarded(lambda: self._after_step(step))
+
+    def _guarded(self, work: Callable[[], None]) -> None:
         if self._failed:
             return
         try:
-            self._after_step(step)
+            work()
         except Exception as error:
             self._failed, self._pending = True, None
             fail(f"this rank reports no more steps: {type(error).__name__}: {error}; training goes on")
@@ -149,8 +151,9 @@ class StepReporter:
 
     def finish(self) -> None:
         """Report the last step, at the end of the process."""
-        if self._failed:
-            return
+        self._guarded(self._finish)
+
+    def _finish(self) -> None:
         self.flush()
         if self._timed and self._unreported:
             at = self._stepped_at
@@ -185,7 +188,7 @@ class StepReporter:
         if self._tokens:
             found["tokens_per_s"] = self._tokens * self._loop.world_size / seconds
         if self._rows:
-            found["rows"] = self._rows
+            found["rows"], self._rows = self._rows, 0
         if self._flops and self._loop.train_batch_size():
             steps = (self._loop.global_samples - self._samples) / self._loop.train_batch_size()
             found["tflops"] = self._flops * self._loop.gradient_accumulation_steps() * steps / seconds / 1e12

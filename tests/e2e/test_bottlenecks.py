@@ -80,14 +80,14 @@ ALL, ONE = [0, 1], [1]
 @pytest.mark.parametrize(
     ("planted", "sentence"),
     [
-        ({"script": (ALL, 0.2)}, "the script bounds the step"),
-        ({"forward": (ALL, 0.2)}, "computation bounds the step"),
-        pytest.param({"backward": (ALL, 0.2)}, "computation bounds the step", marks=pytest.mark.exhaustive),
+        ({"script": (ALL, 0.3)}, "the script bounds the step"),
+        ({"forward": (ALL, 0.3)}, "computation bounds the step"),
+        pytest.param({"backward": (ALL, 0.3)}, "computation bounds the step", marks=pytest.mark.exhaustive),
         ({"disk": (ALL, 0.05), "zero": ON_DISK}, "the disk bounds the step"),
-        ({"script": (ONE, 0.2)}, "rank 1 on localhost bounds the step: the others wait {} for its script"),
-        ({"forward": (ONE, 0.2)}, "rank 1 on localhost bounds the step: the others wait {} for its forward"),
+        ({"script": (ONE, 0.3)}, "rank 1 on localhost bounds the step: the others wait {} for its script"),
+        ({"forward": (ONE, 0.3)}, "rank 1 on localhost bounds the step: the others wait {} for its forward"),
         (
-            {"backward": (ONE, 0.2)},
+            {"backward": (ONE, 0.3)},
             "rank 1 on localhost bounds the step: the others wait {} for its backward",
         ),
         (

@@ -94,7 +94,7 @@ def test_a_run_that_failed_and_has_secrets(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_run_that_is_going_on(tmp_path: Path) -> None:
-    """Its own variables are known, although the shell of the command has them not."""
+    """Take out the values of the run's own variables, which the shell of the command has not."""
     launch = Launch(tmp_path, "--num_gpus=1", "--env=MY_SECRET=onlythere123", script=WAITING)
     try:
         wait_until(lambda: "up with" in launch.out, "the rank is up")

@@ -17,7 +17,7 @@ from tests.limits import LIMIT_S
 from zlaunch.system.processes import start_ticks
 
 ENTRY = "from zlaunch.__main__ import main; raise SystemExit(main())"
-"""What the script `zlaunch` does that pip makes."""
+"""Does what the script `zlaunch` does that pip makes."""
 
 
 def zlaunch(folder: Path, **env: str) -> subprocess.CompletedProcess[str]:
@@ -34,7 +34,7 @@ def zlaunch(folder: Path, **env: str) -> subprocess.CompletedProcess[str]:
 
 
 def ways_on(folder: Path, line: str) -> list[str]:
-    """What bash is told for a line with the cursor at its end, as `kind,value`; nothing else is printed."""
+    """Return what bash is told for a line with the cursor at its end, as `kind,value`, and nothing else."""
     words = line.split()
     count = len(words) if line.endswith(" ") else len(words) - 1
     done = zlaunch(folder, _ZLAUNCH_COMPLETE="bash_complete", COMP_WORDS=line, COMP_CWORD=str(count))

@@ -28,7 +28,7 @@ from zlaunch.view.progress import RunProgress, span
     "-o",
     "--output",
     metavar="FILE",
-    help="The page.  [default: report.html in its folder]",
+    help="The page.  [default: report.html in the folder of the run; of several, here]",
 )
 def report(runs: tuple[str, ...], output: str | None) -> int:
     """Write one HTML page about RUN, by default the `last`; several RUNs are compared in the same charts.
@@ -44,7 +44,7 @@ def report(runs: tuple[str, ...], output: str | None) -> int:
     for run, page in zip(found, pages, strict=True):
         hosts = {rank: known.host for rank, known in page.progress.ranks.items()}
         bottleneck = find_bottleneck(page.progress.times(), hosts)
-        if page.failures:
+        if page.progress.failures:
             last = page.failures[0].strip().splitlines()[-1]
             click.echo(f"{run.name}: {last}" if len(found) > 1 else last)
         if bottleneck is not None:

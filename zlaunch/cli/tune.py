@@ -110,7 +110,6 @@ class _Tuning:
         self.tuned, self.raw, self.results, self.limits = tuned, raw, results, limits
         self.batch: BatchSizes | None = None
         self.best: Trial | None = None
-        self.has_own_batch = False
 
     def run(self) -> None:
         """Try what there is to try."""
@@ -123,6 +122,9 @@ class _Tuning:
                 f"{self.tuned.command[0]} made no step: it has to train with an engine of zlaunch.initialize"
             )
         search(self._space(), self.measure)
+        placements = [trial.variant.placement for trial in self.results.trials]
+        if not any(placement is not None and placement.is_offloaded for placement in placements):
+            click.echo("offload was not tried: what was tried fits without it")
 
     def _space(self) -> Space:
         from zlaunch.launch import run_record

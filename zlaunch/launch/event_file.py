@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +21,8 @@ class EventFile:
         """Yield the events that have come since the last call; none where there is no file."""
         try:
             with open(self._path, "rb") as file:
+                if os.fstat(file.fileno()).st_size < self._offset:
+                    self._offset, self._lines = 0, LineBuffer()  # another run has begun in the folder
                 file.seek(self._offset)
                 while chunk := file.read(_BLOCK_BYTES):
                     self._offset += len(chunk)

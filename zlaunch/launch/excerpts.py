@@ -14,7 +14,7 @@ from zlaunch.launch.redact import redact, redact_json
 from zlaunch.system.events import Event, decode
 
 HEAD_BYTES, TAIL_BYTES = 16 << 10, 64 << 10
-"""What is taken of a log's beginning and end."""
+"""Limits what is taken of a log's beginning and end."""
 FIRST_METRICS, LAST_METRICS = 50, 500
 """Lines of metrics that are taken."""
 _MARGIN_BYTES = 16 << 10
@@ -33,7 +33,7 @@ class Excerpt:
 
     text: str
     secrets: int
-    """How many were taken out."""
+    """Counts those that were taken out."""
     size: int
     """Bytes of the whole file."""
     left_out: int = 0

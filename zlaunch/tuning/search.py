@@ -10,7 +10,7 @@ from zlaunch.tuning.variants import DEVICE_PLACEMENTS, HOST_PLACEMENTS, Placemen
 OK, OUT_OF_MEMORY, NO_STEP = "ok", "out of memory", "ended without a step"
 _BUCKETS = (5_000_000, 50_000_000)
 _GAIN = 1.02
-"""What is tried later, or takes more memory, has to be faster by this factor."""
+"""Says by which factor something has to be faster than what was tried before it."""
 _BEST = 2
 """Placements whose micro-batch is tuned."""
 
@@ -25,10 +25,10 @@ class Trial:
     steps_per_s: float = 0.0
     tokens_per_s: float = 0.0
     memory_gb: float = 0.0
-    """Of the rank with the most."""
+    """Gives the device memory of the rank with the most."""
     host_gb: float = 0.0
     seconds: float = 0.0
-    """How long the run took."""
+    """Counts the seconds of the whole run."""
 
     def but_failed(self, why: str) -> Trial:
         """Return the trial without a speed."""

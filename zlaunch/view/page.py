@@ -55,7 +55,7 @@ class RunPage:
     config: Mapping[str, Any]
     """The effective config; empty where the run has written none."""
     failures: Sequence[str] = ()
-    """Tracebacks and reasons."""
+    """Lists tracebacks and reasons, those of attempts before the last one too."""
     environment: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -79,7 +79,7 @@ def _verdict(run: RunPage, *, named: bool) -> str:
     found = find_bottleneck(run.progress.times(), hosts)
     sentence = found.sentence if found is not None else "no step has been reported with its times"
     before = f"{run.name}: " if named else ""
-    bad = " bad" if run.failures else ""
+    bad = " bad" if run.progress.failures else ""
     return f'<div class="verdict{bad}">{escape(before + sentence)}</div>'
 
 

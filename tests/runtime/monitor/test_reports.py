@@ -82,7 +82,7 @@ def test_reports_of_two_ranks(by_name: bool, tmp_path: Path) -> None:
         assert values["disk_ms"] == 0.0
     assert printed[0]["loss"] > printed[1]["loss"] > printed[2]["loss"]
     assert "forward_ms" not in reports[0]["values"]  # the first step is like no other
-    (other,) = [event for event in second if event["type"] == "metrics"]
+    other = next(event for event in second if event["type"] == "metrics")
     assert other["values"]["step"] == 1 and not other["printed"] and other["rank"] == 1
 
 
@@ -149,7 +149,7 @@ def test_the_last_step_is_reported_at_the_end(tmp_path: Path) -> None:
     run_workers(_loaded_at_the_end, 1, str(tmp_path))
     events = [json.loads(line) for line in (tmp_path / "events").read_text().splitlines()]
     values = [event["values"] for event in events if event["type"] == "metrics"]
-    assert [each["step"] for each in values] == [1, 3]
+    assert (values[0]["step"], values[-1]["step"]) == (1, 3)
     assert all(each["samples_per_s"] > 0 for each in values)
 
 
@@ -254,3 +254,42 @@ def _that_cannot_report(folder: str) -> str:
 def test_a_report_that_fails_ends_no_training(tmp_path: Path) -> None:
     (printed,) = run_workers(_that_cannot_report, 1, str(tmp_path))
     assert printed.count("this rank reports no more steps: ") == 1 and "training goes on" in printed
+
+
+class Lengths(nn.Module):
+    """Takes nested tensors: rows of different lengths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        total: torch.Tensor = torch.stack([(row * self.weight).sum() for row in rows.unbind()]).mean()
+        return total
+
+
+def _odd(folder: str) -> list[dict[str, Any]]:
+    path = Path(folder, "events")
+    os.environ["ZLAUNCH_EVENT_FD"] = str(os.open(path, os.O_WRONLY | os.O_CREAT))
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
+        "steps_per_print": 1,
+    }
+    engine, *_ = zlaunch.initialize(model=Lengths(), config=config)
+    nested: Any = torch.nested.nested_tensor  # type: ignore[attr-defined, unused-ignore]
+    for _ in range(2):
+        engine.backward(engine(nested([torch.ones(2), torch.ones(3)])))
+        zlaunch.report(step="one", tokens="many", loss=10**400, odd=object(), scale=torch.tensor(2.0))  # type: ignore[arg-type]
+        engine.step()
+    os.environ.pop("ZLAUNCH_EVENT_FD")
+    zlaunch.report(step="one", loss=torch.tensor(2.0))  # type: ignore[arg-type]
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_odd_inputs_and_odd_reports_end_nothing(tmp_path: Path) -> None:
+    (events,) = run_workers(_odd, 1, str(tmp_path))
+    values = [event["values"] for event in events if event["type"] == "metrics"]
+    ours, own = values[1::2], values[::2]
+    assert [each["engine_step"] for each in ours] == [1, 2] and [each["rows"] for each in ours] == [2, 2]
+    assert [each["scale"] for each in own] == [2.0, 2.0] and own[0]["step"] == "one"

@@ -31,7 +31,7 @@ class Machine:
     memory: float
     states: float
     activations: float
-    """Of one sample."""
+    """Gives the bytes of one sample's."""
     compute: float
     """Seconds of one step's computation."""
     overhead: float
@@ -41,7 +41,7 @@ class Machine:
     copying: float
     """Seconds that states on the host cost."""
     bucket: float
-    """What small buckets cost, as a part of the traffic."""
+    """Gives the cost of small buckets, as a part of the traffic."""
     own: Placement
     world: int = 4
     batch: BatchSizes = BATCH
