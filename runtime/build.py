@@ -32,7 +32,8 @@ from .handles.handles import Handles
 from .handles.module_methods import intercept_module
 from .handles.optimizer import ZeroOptimizer, guard
 from .log import say, set_level, show, warn
-from .memory.estimate import relief
+from .memory.advice import MemoryAdviser
+from .memory.estimate import Setting
 from .memory.preflight import preflight
 from .memory.resources import PINNED_SHARE
 from .monitor.observation import observe, open_monitor
@@ -105,7 +106,7 @@ def build_engine(
 
     whole = client is not None and _needs_whole(client, effective, comm)
     blocks, options = _plan(model, effective, comm)
-    offload = _make_offload(effective, client, blocks, options, precision, comm)
+    offload, setting = _make_offload(effective, client, blocks, options, precision, comm)
     on_gpu = comm.device.type == "cuda"
 
     def offloaded_step(units: Sequence[Unit]) -> BackgroundStep:
@@ -154,21 +155,25 @@ def build_engine(
 
     disk_waits = {} if offload is None else {DISK: lambda: disk.waited.seconds}
 
-    def advice() -> str:
-        return relief(
-            engine.train_micro_batch_size_per_gpu(),
-            stage=engine.zero_optimization_stage(),
-            world_size=comm.world_size,
-            offloads=offload is not None,
-            checkpoints=effective.config.activation_checkpointing.enabled,
-        )
+    adviser = MemoryAdviser(
+        setting,
+        sharded.units,
+        None if step is None else step.optimizer,
+        comm.device,
+        loaded.raw,
+        checkpoints=effective.config.activation_checkpointing.enabled,
+    )
+
+    def explain(asked_bytes: int) -> str:
+        sizes = engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
+        return adviser.explain(asked_bytes, *sizes)
 
     engine.attach(
         checkpoints=checkpoints,
         states=StateMover(sharded, step, effective.config),
         offload=offload,
         monitor=monitor,
-        around=observe(engine, effective.config, monitor, disk_waits, advice),
+        around=observe(engine, effective.config, monitor, disk_waits, explain),
     )
     if monitor.enabled:
         engine.step_observers.append(monitor.after_step)
@@ -253,15 +258,19 @@ def _make_offload(
     options: ShardingOptions,
     precision: Precision,
     comm: Comm,
-) -> Offload | None:
-    """Check that a rank's memory suffices; build the Offload if the config asks for one."""
+) -> tuple[Offload | None, Setting]:
+    """Check that a rank's memory suffices; build the Offload if the config asks for one, and return it with
+    what the plan has counted.
+    """
     config = effective.config
     chosen = choose_offload(effective, optimizer)
     accumulation = int(config.gradient_accumulation_steps or 1)
     snapshots = config.checkpoint.is_asynchronous
-    free = preflight(blocks, options, chosen, optimizer, precision, comm, accumulation, snapshots=snapshots)
+    setting, free = preflight(
+        blocks, options, chosen, optimizer, precision, comm, accumulation, snapshots=snapshots
+    )
     chosen = replace(chosen, pinned_budget_bytes=int(PINNED_SHARE * free.host))
-    return Offload(chosen, comm) if chosen.any else None
+    return Offload(chosen, comm) if chosen.any else None, setting
 
 
 def _check_parameters(model: nn.Module, comm: Comm) -> None:

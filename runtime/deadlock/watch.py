@@ -5,7 +5,7 @@ forward pass that was given up on one rank) would wait until a timeout of half a
 process looks at its main thread periodically. While that is blocked in a collective of the runtime, or of
 torch.distributed, the thread publishes in a store which one, and since when. A rank that sees another blocked
 in a different collective, each in need of the other, has the proof: both have been in those waits at one
-moment, and neither wait can end.
+moment, and neither wait can end. Where a rank stands still for other reasons, `standing` tells the launcher.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from ..comm.waits import Key, Waits, waits
+from ..environment import read_environment
 from ..log import fail
+from .standing import Standing
 
 PERIOD_S = 2.0
 """Sets how often the thread looks; a wait shorter than that is never seen."""
@@ -67,6 +69,7 @@ class DeadlockWatch:
     def __init__(self, waits: Waits, rank: int, world_size: int) -> None:
         self._waits, self._rank, self._world_size = waits, rank, world_size
         self._store: Any = PrefixStore("zlaunch-watch", dist.distributed_c10d._get_default_store())
+        self._standing = Standing(waits) if read_environment().event_fd is not None else None
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._look, name="zlaunch-watch", daemon=True)
         self._thread.start()
@@ -85,6 +88,8 @@ class DeadlockWatch:
         while not self._ended.wait(PERIOD_S):
             try:
                 before, now = now, self._blocked(now)
+                if self._standing is not None:
+                    self._standing.look("" if now is None else now.what)
                 if now is None or before is None or now.wait != before.wait:
                     others.clear()
                     if published:

@@ -1,13 +1,115 @@
-"""Adds advice on how to save memory to an out-of-memory error."""
+"""Explains an out-of-memory error: the plan beside what was allocated, what holds it, what would help."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
+import psutil
 import torch
 
+from ..zero.unit import Unit
+from .estimate import GIB, Setting, alternatives, plan, shown_bytes
+from .holders import find_holders
+from .resources import host_bytes
 
-def raise_with_advice(error: BaseException | None, where: str, advice: Callable[[], str]) -> None:
-    """Raise a torch.OutOfMemoryError again with ``advice()``; ``where`` says what ran. Others pass."""
-    if isinstance(error, torch.OutOfMemoryError):
-        raise torch.OutOfMemoryError(f"{error}\nzlaunch: out of memory in {where}: {advice()}") from error
+_HOST_WORDS = "DefaultCPUAllocator: can't allocate memory"
+_MOST_HOLDERS, _LEAST_SHARE = 5, 0.01
+"""The holders that are named: so many at most, each with such a share of the largest one."""
+_WORTH_IT = 0.25
+"""The share of what was asked for that a change has to save where none saves it all."""
+_SIZES = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": GIB}
+_ASKED = re.compile(r"[Tt]ried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)")
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryAdviser:
+    """Knows what an engine has planned to hold, and what its config says."""
+
+    setting: Setting
+    units: Sequence[Unit]
+    optimizer: torch.optim.Optimizer | None
+    device: torch.device
+    config: Mapping[str, Any]
+    """The config as it was given."""
+    checkpoints: bool
+    """Tells whether the model's blocks are checkpointed by the config."""
+
+    def explain(self, asked_bytes: int, micro_batch: int, accumulation: int) -> str:
+        """Say in lines what was planned, what is allocated and by what, and what to change."""
+        total = plan(self.setting).total
+        planned = total.device + (total.host if self.setting.device_is_host else 0)
+        lines = [f"{self._allocated()}; planned, without activations: {shown_bytes(planned)}"]
+        holders = find_holders(self.units, self.optimizer, self.device)[:_MOST_HOLDERS]
+        held = [
+            f"{name}{f' x {n}' if n > 1 else ''} {shown_bytes(nbytes)}"
+            for name, n, nbytes in holders
+            if nbytes >= holders[0][2] * _LEAST_SHARE
+        ]
+        lines.append(
+            f"the largest holders: {', '.join(held) or 'none'}; besides, what is kept for the backward pass"
+        )
+        changes = self.changes(asked_bytes, micro_batch, accumulation)
+        if changes:
+            lines += ["each of these lines of the config would help, the first costs least:"]
+            lines += [f"  {change}" for change in changes]
+        else:
+            lines += ["all that saves memory is in use: take more GPUs, shorter inputs or a smaller model"]
+        return "\n".join(f"  {line}" for line in lines)
+
+    def _allocated(self) -> str:
+        if self.device.type == "cuda":
+            allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+            whole = torch.cuda.mem_get_info()[1]
+            text = f"allocated {shown_bytes(allocated)} of {shown_bytes(whole)}"
+            return f"{text} (in the allocator {shown_bytes(reserved)})"
+        memory = psutil.Process().memory_info().rss
+        return f"this process has {shown_bytes(memory)}, the machine {shown_bytes(host_bytes())} more"
+
+    def changes(self, asked_bytes: int, micro_batch: int, accumulation: int) -> list[str]:
+        """Return lines for the config that save memory, with the keys that it has already."""
+        found: list[dict[str, Any]] = []
+        before = plan(self.setting).total.device
+        saving = [
+            (before - plan(setting).total.device, json.loads(f"{{{text}}}"))
+            for text, setting in alternatives(self.setting)
+        ]
+        enough = [change for saved, change in saving if saved >= max(1, asked_bytes)]
+        most, change = max(saving, key=lambda each: each[0], default=(0, {}))
+        if enough or most > asked_bytes * _WORTH_IT:
+            change = enough[0] if enough else change
+            section = self.config.get("zero_optimization")
+            found.append({"zero_optimization": {**(section if isinstance(section, dict) else {}), **change}})
+        if not self.checkpoints:
+            section = self.config.get("activation_checkpointing")
+            known = section if isinstance(section, dict) else {}
+            found.append({"activation_checkpointing": {**known, "enabled": True}})
+        if micro_batch > 1:
+            found.append(
+                {
+                    "train_micro_batch_size_per_gpu": micro_batch // 2,
+                    "gradient_accumulation_steps": 2 * accumulation,
+                }
+            )
+        return [json.dumps(change)[1:-1] for change in found]
+
+
+def raise_with_advice(error: BaseException | None, where: str, explain: Callable[[int], str]) -> None:
+    """Raise an error for memory that could not be allocated again, as the same type, with what ``explain``
+    returns for the bytes that were asked for; ``where`` says what ran. Others pass.
+    """
+    is_hosts = type(error) is RuntimeError and _HOST_WORDS in str(error)
+    if not is_hosts and not isinstance(error, torch.OutOfMemoryError):
+        return
+    text = str(error)
+    found = _ASKED.search(text)
+    asked = int(float(found[1]) * _SIZES[found[2]]) if found else 0
+    try:
+        more = explain(asked)
+    except Exception as problem:  # to explain takes memory too
+        more = f"  what holds it could not be found out: {type(problem).__name__}: {problem}"
+    kind = RuntimeError if is_hosts else torch.OutOfMemoryError
+    raise kind(f"{text}\nzlaunch: out of memory in {where}:\n{more}") from error

@@ -206,7 +206,7 @@ def shortages(s: Setting, free: Amounts, parameters_disk: int | None = None) -> 
         values = parts.parameters.disk
         amounts += [("disk", need.disk - values, free.disk), ("disk", values, parameters_disk)]
     return [
-        f"{what} ({_gib(needed)} needed, {_gib(there)} free)"
+        f"{what} ({shown_bytes(needed)} needed, {shown_bytes(there)} free)"
         for what, needed, there in amounts
         if needed > there
     ]
@@ -249,7 +249,7 @@ def check(s: Setting, free: Amounts, parameters_disk: int | None = None) -> None
         left = shortages(setting, replace(free, disk=free.disk or 1 << 62))
         if not left:
             need = plan(setting).total
-            on_disk = f" (a drive with {_gib(need.disk)} free for each rank)" if need.disk else ""
+            on_disk = f" (a drive with {shown_bytes(need.disk)} free for each rank)" if need.disk else ""
             advice = f"This would fit: in zero_optimization, {change}{on_disk}. {_HINT}"
             break
     raise MemoryPlanError(f"the model does not fit: {' and '.join(missing)} for each rank. {advice}")
@@ -276,28 +276,9 @@ def describe(s: Setting, free: Amounts, present: Amounts) -> list[str]:
         places = [f"{host} {unit} in host memory" + (f" ({', '.join(notes)})" if notes else "")]
         lines.append(f"offloaded: {', '.join(places + [f'{disk} {unit} on disk'] * (total.disk > 0))}")
     if found.snapshot.host:
-        lines.append(f"asynchronous checkpoints: {_gib(found.snapshot.host)} of host memory")
+        lines.append(f"asynchronous checkpoints: {shown_bytes(found.snapshot.host)} of host memory")
     left = free.host - total.device - total.host if s.device_is_host else free.device - total.device
-    return [*lines, f"left for activations: {_gib(max(0, left))}"]
-
-
-def relief(micro_batch: int, *, stage: int, world_size: int, offloads: bool, checkpoints: bool) -> str:
-    """Say what to change when activations do not fit: first what costs no speed, then what does."""
-    steps = []
-    if stage < 3 and world_size > 1:
-        steps.append(f'"zero_optimization": {{"stage": {stage + 1}}}')
-    if not offloads:
-        steps.append('"offload_optimizer": {"device": "cpu"}')
-    if micro_batch > 1:
-        steps.append(
-            f'"train_micro_batch_size_per_gpu": {micro_batch // 2} (the same steps with twice the '
-            '"gradient_accumulation_steps")'
-        )
-    if not checkpoints:
-        steps.append('"activation_checkpointing": {"enabled": true}')
-    if not steps:
-        return "all that saves memory is in use: take more GPUs, shorter inputs or a smaller model"
-    return f"in the config, in this order: {', '.join(steps)}"
+    return [*lines, f"left for activations: {shown_bytes(max(0, left))}"]
 
 
 def _in_one_unit(*amounts: int) -> list[str]:
@@ -307,7 +288,8 @@ def _in_one_unit(*amounts: int) -> list[str]:
     return [unit, *("<0.1" if 0 < amount < tiny else f"{amount / power:.1f}" for amount in amounts)]
 
 
-def _gib(nbytes: int) -> str:
+def shown_bytes(nbytes: int) -> str:
+    """Write a number of bytes with a unit that fits."""
     if nbytes >= GIB:
         return f"{nbytes / GIB:.1f} GiB"
     return f"{nbytes / 2**20:.0f} MiB" if nbytes >= 10 * 2**20 else f"{nbytes / 2**10:.0f} KiB"

@@ -31,9 +31,9 @@ def preflight(
     accumulation: int,
     *,
     snapshots: bool,
-) -> Amounts:
-    """Print the plan on rank 0 and return what a rank may take. Raises MemoryPlanError on every rank if the
-    plan does not fit on one of them. Collective.
+) -> tuple[Setting, Amounts]:
+    """Print the plan on rank 0; return what it has counted and what a rank may take. Raises MemoryPlanError
+    on every rank if the plan does not fit on one of them. Collective.
     """
     parameters = [parameter for block in blocks for _, parameter in block.parameters]
     trainable = [
@@ -73,7 +73,7 @@ def preflight(
     for rank, text in enumerate(comm.exchange(problem)):
         if text is not None:
             raise MemoryPlanError(f"rank {rank}: {text}")
-    return free
+    return setting, free
 
 
 def _present(parameters: Sequence[nn.Parameter], comm: Comm) -> tuple[int, int]:

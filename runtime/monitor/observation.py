@@ -59,10 +59,11 @@ def observe(
     config: Config,
     monitor: Monitor,
     more_waits: Mapping[str, Callable[[], float]],
-    advice: Callable[[], str],
+    explain: Callable[[int], str],
 ) -> Around:
     """Return what surrounds an engine's forward, backward and step. ``more_waits``: by name, the seconds that
-    this process has waited for something besides communication; ``advice`` is added to out-of-memory errors.
+    this process has waited for something besides communication; ``explain`` returns what is added to the
+    error where so many bytes could not be allocated.
     """
     on_gpu = engine.device.type == "cuda"
     # A stream waits for NCCL, and marks around that are what the clock reads there.
@@ -103,7 +104,7 @@ def observe(
             return nullcontext()
         if args or kwargs:
             reporter.count_tokens(args, kwargs)
-        call: AbstractContextManager[None] = ObservedCall(clock, name, advice)
+        call: AbstractContextManager[None] = ObservedCall(clock, name, explain)
         if trace is not None and trace.is_on:
             call = _both(named(name), call)
         return call if profiler is None else profiler.surround(name, call)
@@ -112,18 +113,18 @@ def observe(
 
 
 class ObservedCall(TimedPart):
-    """Times a call, and adds advice to an out-of-memory error in it."""
+    """Times a call, and explains an out-of-memory error in it."""
 
-    __slots__ = ("_advice", "_where")
+    __slots__ = ("_explain", "_where")
 
-    def __init__(self, clock: StepClock, name: str, advice: Callable[[], str]) -> None:
+    def __init__(self, clock: StepClock, name: str, explain: Callable[[int], str]) -> None:
         super().__init__(clock, name)
-        self._where, self._advice = name, advice
+        self._where, self._explain = name, explain
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         super().__exit__(kind, error, trace)
         if error is not None:
-            raise_with_advice(error, self._where, self._advice)
+            raise_with_advice(error, self._where, self._explain)
 
 
 def _trace(rank: int, *, on_gpu: bool) -> StepTrace | None:

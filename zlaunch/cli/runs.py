@@ -18,6 +18,7 @@ from zlaunch.cli.clean import clean_up
 from zlaunch.cli.commands import SETTINGS, Command, seconds_option
 from zlaunch.errors import LaunchError
 from zlaunch.launch import run_record
+from zlaunch.launch.event_file import EventFile
 from zlaunch.launch.found_runs import (
     DEFAULT_FOLDER,
     FoundRun,
@@ -28,6 +29,7 @@ from zlaunch.launch.found_runs import (
     meant,
     read_ranks,
 )
+from zlaunch.launch.hang import Stand, note_standing, where
 from zlaunch.plan.checks import parse_ranks
 from zlaunch.system.processes import Process, kill, start_ticks
 
@@ -35,7 +37,7 @@ _POLL_S = 0.05
 _QUIET_S = 0.5
 """Seconds without growth after which a log has all of the stacks."""
 _STACKS_TIMEOUT_S = 5.0
-_STACK_MARK = b"(most recent call first):"
+_STACK_MARK = "(most recent call first):"
 _SIGNALS = {"TERM": signal.SIGTERM, "INT": signal.SIGINT, "USR1": signal.SIGUSR1, "KILL": signal.SIGKILL}
 
 
@@ -203,9 +205,10 @@ def _not_ended(run: str, name: str, timeout_s: float) -> str:
 @click.argument("run", metavar="RUN")
 @click.option("--rank", "chosen", metavar="RANKS", help="Such as 0,3-4.  [default: all that are running]")
 def stacks(run: str, chosen: str | None) -> int:
-    """Show where every rank of RUN, or of the `last` one, is: the Python stacks of all its threads.
+    """Show where every rank of RUN, or of the `last` one, is.
 
-    The run goes on. Exit code 1: some ranks did not answer; they are named.
+    First a line for the ranks of each place, with the collective that they wait in, then the Python stacks of
+    all threads. The run goes on. Exit code 1: some ranks did not answer; they are named.
     """
     run = meant(run)
     found = _living(run, "stacks")
@@ -219,12 +222,16 @@ def stacks(run: str, chosen: str | None) -> int:
     before = _sizes(logs)
     kill(Process(found.record.pid, found.record.start_ticks), signal.SIGUSR2)
     _await_quiet({rank: log for rank, log in logs.items() if ranks[rank].state == "running"}, before)
+    texts = {rank: _read_from(log, before[rank]).decode("utf-8", "replace") for rank, log in logs.items()}
+    hosts = {rank: known.host for rank, known in ranks.items()}
+    for line in where(texts, _read_standing(found), hosts, wanted):
+        print(line)
+    print()
     silent = []
-    for rank, log in logs.items():
-        text = _read_from(log, before[rank])
+    for rank, text in texts.items():
         if text:
             print(f"== rank {rank} on {ranks[rank].host}, process {ranks[rank].pid} ==")
-            print(text.decode("utf-8", "replace").rstrip("\n") + "\n")
+            print(text.rstrip("\n") + "\n")
         if _STACK_MARK not in text:
             silent.append(f"{rank} ({ranks[rank].state})")
     sys.stdout.flush()
@@ -232,6 +239,17 @@ def stacks(run: str, chosen: str | None) -> int:
         plural = "s" if len(silent) > 1 else ""
         print(f"zlaunch stacks: error: no answer from rank{plural} {', '.join(silent)}", file=sys.stderr)
     return 1 if silent else 0
+
+
+def _read_standing(run: FoundRun) -> dict[int, Stand]:
+    """Read what the ranks of the present attempt that stand still have said."""
+    known: dict[int, Stand] = {}
+    for event in EventFile(run.path / "events.jsonl").read():
+        if event.get("type") == "start":
+            known.clear()
+        elif event.get("type") == "standing":
+            note_standing(known, event)
+    return known
 
 
 def _chosen_ranks(text: str, known: Collection[int]) -> list[int]:

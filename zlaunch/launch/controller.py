@@ -17,7 +17,8 @@ from pathlib import Path
 from types import FrameType
 
 from zlaunch.launch import run_record
-from zlaunch.launch.heartbeat import HangWatch, Heartbeat
+from zlaunch.launch.hang import HangWatch
+from zlaunch.launch.heartbeat import Heartbeat
 from zlaunch.launch.nodes import SLOW_S, Link
 from zlaunch.launch.verdict import Outcome, Verdict
 from zlaunch.plan.plan import Plan
@@ -61,12 +62,13 @@ class Controller:
         self.queue: queue.SimpleQueue[tuple[int, Event]] = queue.SimpleQueue()
         self.room = threading.BoundedSemaphore(_OUTPUT_IN_FLIGHT)
         self.heartbeat = Heartbeat(links, plan.heartbeat_s, self.queue)
-        self.hang = HangWatch(hang_timeout_s)
+        self.hosts = {worker.rank: node.host for node in plan.nodes for worker in node.workers}
+        self.hang = HangWatch(hang_timeout_s, self.hosts)
         self.open_nodes = set(range(len(links)))
         self.verdict = Verdict(plan, console)
         self.sessions: dict[int, Process] = {}
         """The workers of this machine that have not ended, by rank."""
-        self.starting = {worker.rank for node in plan.nodes for worker in node.workers}
+        self.starting = set(self.hosts)
         self.started_at = self.said_at = time.monotonic()
         self.unwritten: set[Path] = set()
         self.signum = 0
@@ -81,9 +83,8 @@ class Controller:
         logs = self.run_dir / "logs"
         logs.mkdir(parents=True, exist_ok=True)
         self.plan.write(self.run_dir / "plan.json")
-        ranks = [worker.rank for node in self.plan.nodes for worker in node.workers]
         mode = "ab" if self.attempt else "wb"
-        self.logs = {rank: self.verdict.log_path(rank).open(mode, buffering=0) for rank in ranks}
+        self.logs = {rank: self.verdict.log_path(rank).open(mode, buffering=0) for rank in self.hosts}
         self.event_log = (self.run_dir / "events.jsonl").open(mode, buffering=0)
         taken = (*STOP_SIGNALS, *PASSED_SIGNALS, signal.SIGTSTP)
         handlers = {signum: signal.getsignal(signum) for signum in taken}
@@ -113,8 +114,7 @@ class Controller:
 
     def _say_what_bounds(self) -> None:
         """Say what bounded the steps of this attempt, if there were enough."""
-        hosts = {worker.rank: node.host for node in self.plan.nodes for worker in node.workers}
-        found = find_bottleneck(self.progress.times(), hosts)
+        found = find_bottleneck(self.progress.times(), self.hosts)
         if found is not None and (self.progress.step or 0) >= _ENOUGH_STEPS:
             self.console.message(found.sentence)
 
@@ -182,10 +182,7 @@ class Controller:
         if self.hang.due():
             self._pass_on(signal.SIGUSR2, None)
         elif self.hang.over() and self.deadline == float("inf"):
-            self.verdict.errors.append(
-                f"hang: no rank has written anything for {self.hang.timeout_s:g} s; what each was doing:\n"
-                + self.hang.stacks()
-            )
+            self.verdict.errors.append(self.hang.report())
             self._stop()
 
     def _still_starting(self) -> str:
@@ -253,6 +250,8 @@ class Controller:
             self.hang.activity()
             self.progress.take(event)
             self.console.metrics(event)
+        elif kind == "standing":
+            self.hang.standing(event)
         elif kind == "checkpoint":
             self.hang.activity()
             self.verdict.may_have_saved = True

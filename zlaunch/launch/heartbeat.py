@@ -1,4 +1,4 @@
-"""Watch for nodes that no longer answer, and for ranks that no longer write anything.
+"""Watch for nodes that no longer answer.
 
 `controller` decides what follows; `node/uplink.py` is what a node does when it no longer hears from here.
 """
@@ -16,9 +16,6 @@ from zlaunch.system.events import Event
 
 _PINGS_PER_PERIOD = 4
 _NOTE_EVERY_S = 60.0
-_STACKS_S = 2.0
-"""Seconds that the ranks get to write their stacks."""
-_STACK_LINES = 40
 
 
 class Heartbeat:
@@ -106,57 +103,3 @@ class Heartbeat:
                 if silence_s > self._period_s and not self._excused[index] and index not in reported:
                     reported.add(index)
                     self._events.put((index, {"type": "silent", "silence_s": silence_s}))
-
-
-class HangWatch:
-    """Notices when no rank has written anything for a time, and collects the stacks asked for then.
-
-    A timeout of 0 watches nothing.
-    """
-
-    def __init__(self, timeout_s: float) -> None:
-        self.timeout_s = timeout_s
-        self._last = time.monotonic()
-        self._asked: float | None = None
-        self._collected = False
-        self._texts: dict[int, str] = {}
-
-    def activity(self) -> None:
-        """Record that some rank is alive and well."""
-        if self._asked is None:
-            self._last = time.monotonic()
-
-    def output(self, rank: int, text: str) -> None:
-        """Record a rank's output; after the stacks were asked for, it belongs to them."""
-        self.activity()
-        if self._asked is not None:
-            self._texts[rank] = self._texts.get(rank, "") + text
-
-    def next_s(self) -> float:
-        """Return the seconds until something may be due."""
-        if not self.timeout_s or self._collected:
-            return 3600.0
-        due = self._last + self.timeout_s if self._asked is None else self._asked + _STACKS_S
-        return max(0.01, due - time.monotonic())
-
-    def due(self) -> bool:
-        """Tell whether it is time to ask for the stacks; return True once."""
-        if self.timeout_s and self._asked is None and time.monotonic() - self._last >= self.timeout_s:
-            self._asked = time.monotonic()
-            return True
-        return False
-
-    def over(self) -> bool:
-        """Tell whether the ranks have had their time to write the stacks; return True once."""
-        if self._asked is not None and not self._collected and time.monotonic() - self._asked >= _STACKS_S:
-            self._collected = True
-            return True
-        return False
-
-    def stacks(self) -> str:
-        """Return what the ranks wrote, rank by rank."""
-        parts = []
-        for rank in sorted(self._texts):
-            lines = self._texts[rank].splitlines()[-_STACK_LINES:]
-            parts.append(f"  rank {rank}:\n" + "\n".join(f"    | {line}" for line in lines))
-        return "\n".join(parts) or "  (no rank answered)"

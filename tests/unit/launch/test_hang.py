@@ -1,0 +1,137 @@
+"""Test what is said of ranks that hang, from stacks that faulthandler has written and what ranks report."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from zlaunch.launch.hang import Stand, note_standing, where
+from zlaunch.launch.positions import explain, find_position, named, read_stacks
+
+BOTTOM = """  File "/opt/venv/lib/python3.11/site-packages/zlaunch/node/bootstrap.py", line 154 in _run_script
+  File "<frozen runpy>", line 198 in _run_module_as_main
+"""
+OTHER = """Thread 0x00007f19cdffb6c0 (most recent call first):
+  File "/usr/lib/python3.11/threading.py", line 331 in wait
+  File "/home/me/loader.py", line 3 in worker
+
+"""
+TORCH = "/opt/venv/lib/python3.11/site-packages/torch"
+OWN = "/opt/venv/lib/python3.11/site-packages/zlaunch/runtime"
+
+
+def dump(*frames: str, other: str = "") -> str:
+    main = "".join(f"  File {frame}\n" for frame in frames)
+    return f"step 5\n{other}Current thread 0x00007fdc4d3f6b80 (most recent call first):\n{main}{BOTTOM}"
+
+
+LOADS = dump('"/home/me/zlaunch/train.py", line 8 in load', '"/home/me/zlaunch/train.py", line 17 in main')
+REDUCES = dump(
+    f'"{TORCH}/distributed/distributed_c10d.py", line 3000 in all_reduce',
+    f'"{TORCH}/distributed/c10d_logger.py", line 83 in wrapper',
+    '"train.py", line 40 in average',
+    other=OTHER,
+)
+BACKWARD = dump(
+    f'"{TORCH}/autograd/graph.py", line 979 in _engine_run_backward',
+    f'"{TORCH}/_tensor.py", line 623 in backward',
+    '"train.py", line 10 in <module>',
+)
+GATHERS = dump(
+    f'"{OWN}/comm/pending.py", line 90 in await_work',
+    f'"{OWN}/zero/unit.py", line 90 in gather',
+    f'"{OWN}/engine.py", line 9 in __call__',
+    '"train.py", line 11 in main',
+)
+
+
+def test_places_and_calls() -> None:
+    own = find_position(LOADS)
+    assert own is not None and (own.place, own.call, own.waits) == ("train.py:8 in load", "", False)
+    called = find_position(REDUCES)
+    assert called is not None and (called.place, called.call, called.waits) == (
+        "train.py:40 in average",
+        "all_reduce",
+        True,
+    )
+    passed = find_position(BACKWARD)
+    assert passed is not None and (passed.call, passed.waits) == ("backward", False)
+    inside = find_position(GATHERS)
+    assert inside is not None and (inside.call, inside.waits) == ("__call__", True)
+
+
+def test_a_backward_pass_whose_hooks_another_thread_runs() -> None:
+    device = 'Thread 0x00007f19cdffb6c0 (most recent call first):\n  File "%s", line 90 in wait\n\n'
+    text = BACKWARD.replace("Current", device % f"{OWN}/comm/pending.py" + "Current")
+    found = find_position(text)
+    assert found is not None and found.waits and found.place == "train.py:10 in <module>"
+    found = find_position(BACKWARD.replace("Current", device % "/home/me/loader.py" + "Current"))
+    assert found is not None and not found.waits
+
+
+def test_the_last_of_several_dumps_counts() -> None:
+    assert str(read_stacks(LOADS + "step 6\n" + BACKWARD)[0][2]) == "train.py:10 in <module>"
+    assert len(read_stacks(REDUCES)) == 2
+    assert find_position("") is None and find_position("no stacks at all\n  File x") is None
+
+
+def test_who_is_waited_for() -> None:
+    hosts = {0: "n1", 1: "n1", 2: "n2", 3: "n2"}
+
+    def said(**texts: str) -> list[str]:
+        return where({int(name[1:]): text for name, text in texts.items()}, {}, hosts, hosts)
+
+    assert said(r0=REDUCES, r1=LOADS, r2=REDUCES, r3=REDUCES) == [
+        "rank 1 on n1 is at train.py:8 in load, not in a collective: the others wait for it",
+        "ranks 0, 2, 3 wait in all_reduce (train.py:40 in average)",
+    ]
+    assert said(r0=BACKWARD, r1=LOADS, r2=BACKWARD, r3=BACKWARD)[0].endswith(
+        "not in a collective: the others probably wait for it"
+    )
+    assert said(r0=BACKWARD, r1=REDUCES, r2=BACKWARD, r3=BACKWARD) == [
+        "ranks 0, 2, 3 are in backward (train.py:10 in <module>): the others probably wait for them",
+        "rank 1 on n1 waits in all_reduce (train.py:40 in average)",
+    ]
+    assert said(r0=REDUCES, r1=REDUCES, r3=REDUCES) == [
+        "rank 2 on n2 gives no answer",
+        "ranks 0, 1, 3 wait in all_reduce (train.py:40 in average)",
+    ]
+    assert said(r0=LOADS, r1=LOADS, r2=LOADS, r3=LOADS) == [
+        "ranks 0-3 are at train.py:8 in load, not in a collective"
+    ]
+    assert explain({}, {}, [0, 1, 2, 5]) == ["ranks 0-2, 5 give no answer"]
+    assert named([7], {}) == "rank 7"
+
+
+def stand(what: str, unfinished: Any = (), begun: Any = None) -> dict[str, Any]:
+    return {"type": "standing", "what": what, "unfinished": unfinished, "begun": begun or {}}
+
+
+def known(**events: dict[str, Any]) -> dict[int, Stand]:
+    found: dict[int, Stand] = {}
+    for name, event in events.items():
+        note_standing(found, {**event, "rank": int(name[1:])})
+    return found
+
+
+def test_the_runtimes_own_words() -> None:
+    hosts = {0: "n1", 1: "n1"}
+    told = known(r0=stand("reduces the gradients of root"), r1=stand("calls torch.distributed.barrier"))
+    assert where({0: GATHERS, 1: BACKWARD}, told, hosts, hosts) == [
+        "rank 0 on n1 waits in a collective that reduces the gradients of root (train.py:11 in main)",
+        "rank 1 on n1 waits in torch.distributed.barrier (train.py:10 in <module>)",
+    ]
+    assert not known(r0=stand("")), "an empty text means that it goes on"
+    assert not known(r0={"type": "standing", "what": 3}, r1=stand("x", unfinished=[["0", "one", "x"]]))
+
+
+def test_ranks_that_wait_for_their_gpu() -> None:
+    """`loss.item()` is a line of the script like any other: the numbers of the collectives tell."""
+    text = "nccl:all_reduce number 12 of [64]"
+    waiting = stand("", [["0", 12, text]], {"0": 13})
+    hosts = {0: "n1", 1: "n1", 2: "n2"}
+    told = known(r0=waiting, r1=stand("", [], {"0": 11}), r2=waiting)
+    assert where(dict.fromkeys(hosts, LOADS), told, hosts, hosts) == [
+        f"rank 1 on n1 is in its own code, before {text} (train.py:8 in load): "
+        "the others probably wait for it",
+        f"ranks 0, 2 wait in {text} (train.py:8 in load)",
+    ]

@@ -1,0 +1,140 @@
+"""Find in the stacks of ranks where each is: which line of the script, in which call. Pure.
+
+faulthandler writes the stacks, also of a process whose threads are all blocked in native code.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+_THREAD = re.compile(r"^(?:Current thread|Thread) 0x[0-9a-fA-F]+.*\(most recent call first\):$")
+_FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')
+_START = ("/zlaunch/node/bootstrap.py", "/zlaunch/node/preload.py")
+"""Files whose frames are at the bottom of a worker's main thread."""
+_LIBRARY = re.compile(
+    r"/site-packages/|/dist-packages/|/lib(?:64)?/python3\.\d+/|^<|/zlaunch/(?:runtime|node|compat|cuda_ops)/"
+)
+_COLLECTIVE = re.compile(r"/torch/distributed/distributed_c10d\.py$")
+_OURS = re.compile(r"/zlaunch/runtime/(?:comm|shared_memory)/")
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """Holds one line of a stack."""
+
+    file: str
+    line: str
+    function: str
+
+    @property
+    def is_the_scripts(self) -> bool:
+        """Tell whether this is neither a library's line nor ours."""
+        return _LIBRARY.search(self.file) is None
+
+    def __str__(self) -> str:
+        return f"{self.file.rpartition('/')[2]}:{self.line} in {self.function}"
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Says where a rank is."""
+
+    place: str
+    """The innermost line of the script; of a library where the script has none."""
+    call: str
+    """The library's function that the script is in, or what the runtime does; empty for its own code."""
+    waits: bool
+    """Tells whether that is communication with other ranks."""
+
+    def __str__(self) -> str:
+        if not self.call:
+            return f"is at {self.place}, not in a collective"
+        return f"{'waits in' if self.waits else 'is in'} {self.call} ({self.place})"
+
+
+def read_stacks(text: str) -> list[list[Frame]]:
+    """Read the threads' stacks of the last dump in a rank's output, innermost frame first; the main thread
+    comes first.
+    """
+    threads: list[list[Frame]] = []
+    is_open = has_current = False
+    for line in text.splitlines():
+        if _THREAD.match(line):
+            if not is_open and has_current:  # other output was between: another dump
+                threads, has_current = [], False
+            threads.append([])
+            has_current = has_current or line.startswith("Current")
+            is_open = True
+        elif is_open and (found := _FRAME.match(line)):
+            threads[-1].append(Frame(*found.groups()))
+        elif is_open and line.strip() not in ("", "..."):
+            is_open = False
+    # The interpreter lists its threads from the newest to the oldest, which is the main one.
+    known = [frames for frames in threads if frames]
+    main = next((each for each in known if each[-1].file.endswith(_START)), known[-1] if known else None)
+    return [] if main is None else [main, *(each for each in known if each is not main)]
+
+
+def find_position(text: str) -> Position | None:
+    """Find where a rank is by its stacks; None where it has written none."""
+    threads = read_stacks(text)
+    if not threads:
+        return None
+    main = threads[0]
+    inner = next((i for i, frame in enumerate(main) if frame.is_the_scripts), None)
+    place = str(main[0] if inner is None else main[inner])
+    call = main[inner - 1].function if inner else ""
+    waiting = main[:inner]
+    if waiting and "/torch/autograd/" in waiting[0].file:  # on a GPU other threads run the backward pass
+        others = (each for each in threads[1:] if any(_OURS.search(frame.file) for frame in each[:4]))
+        waiting = [*next(others, []), *waiting]
+    collective = ""
+    for frame in waiting:
+        public = not frame.function.startswith("_") and frame.function != "wrapper"
+        if _COLLECTIVE.search(frame.file) and public:
+            collective = frame.function  # the outermost of them is what was called
+    ours = any(_OURS.search(frame.file) for frame in waiting[:6])
+    return Position(place, collective or call, bool(collective) or ours)
+
+
+def explain(positions: Mapping[int, Position], hosts: Mapping[int, str], silent: list[int]) -> list[str]:
+    """Say in lines where the ranks are, those together that are at one place; the odd ones come first.
+    ``silent``: ranks without an answer.
+    """
+    groups: dict[Position, list[int]] = {}
+    for rank, position in sorted(positions.items()):
+        groups.setdefault(position, []).append(rank)
+    lines = []
+    if silent:
+        lines.append(f"{named(silent, hosts)} {'give' if len(silent) > 1 else 'gives'} no answer")
+    for position in sorted(groups, key=lambda each: (each.waits, bool(each.call), len(groups[each]))):
+        ranks = groups[position]
+        text = str(position)
+        if len(ranks) > 1:
+            text = re.sub("^(?:is|waits)", lambda m: {"is": "are", "waits": "wait"}[m[0]], text)
+        others_wait = any(each.waits for each in groups if each != position) and not position.waits
+        others_call = any(each.call for each in groups if each != position) and not position.call
+        if others_wait or others_call:
+            # a collective in native code has no line in a stack, so a call may be one
+            surely = others_wait and not position.call
+            it = "it" if len(ranks) == 1 else "them"
+            text += f": the others {'wait' if surely else 'probably wait'} for {it}"
+        lines.append(f"{named(ranks, hosts)} {text}")
+    return lines
+
+
+def named(ranks: list[int], hosts: Mapping[int, str]) -> str:
+    """Name ranks, such as `ranks 0, 2-7`; of one also its host."""
+    if len(ranks) == 1:
+        host = hosts.get(ranks[0])
+        return f"rank {ranks[0]}" + (f" on {host}" if host else "")
+    parts: list[list[int]] = []
+    for rank in ranks:
+        if parts and rank == parts[-1][-1] + 1:
+            parts[-1].append(rank)
+        else:
+            parts.append([rank])
+    shown = [str(p[0]) if len(p) == 1 else f"{p[0]}{', ' if len(p) == 2 else '-'}{p[-1]}" for p in parts]
+    return f"ranks {', '.join(shown)}"
