@@ -135,7 +135,7 @@ def _told(found: Position, stand: Stand, standing: Mapping[int, Stand]) -> Posit
     for other in standing.values():
         for group, number, text in other.unfinished:
             if 0 < stand.begun.get(group, 0) < number:
-                return replace(found, call=f"{found.call or 'its own code'}, before {text}")
+                return replace(found, before=text)
     if stand.unfinished:
         return replace(found, call=stand.unfinished[0][2], waits=True)
     return found

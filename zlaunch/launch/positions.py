@@ -47,11 +47,14 @@ class Position:
     """The library's function that the script is in, or what the runtime does; empty for its own code."""
     waits: bool
     """Tells whether that is communication with other ranks."""
+    before: str = ""
+    """Describes a collective that others wait in and this rank has not begun."""
 
     def __str__(self) -> str:
-        if not self.call:
-            return f"is at {self.place}, not in a collective"
-        return f"{'waits in' if self.waits else 'is in'} {self.call} ({self.place})"
+        what = f"is at {self.place}, not in a collective"
+        if self.call:
+            what = f"{'waits in' if self.waits else 'is in'} {self.call} ({self.place})"
+        return f"{what}, and has not begun {self.before}" if self.before else what
 
 
 def read_stacks(text: str) -> list[list[Frame]]:
@@ -118,7 +121,7 @@ def explain(positions: Mapping[int, Position], hosts: Mapping[int, str], silent:
         others_call = any(each.call for each in groups if each != position) and not position.call
         if others_wait or others_call:
             # a collective in native code has no line in a stack, so a call may be one
-            surely = others_wait and not position.call
+            surely = others_wait and (bool(position.before) or not position.call)
             it = "it" if len(ranks) == 1 else "them"
             text += f": the others {'wait' if surely else 'probably wait'} for {it}"
         lines.append(f"{named(ranks, hosts)} {text}")

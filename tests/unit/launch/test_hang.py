@@ -131,7 +131,7 @@ def test_ranks_that_wait_for_their_gpu() -> None:
     hosts = {0: "n1", 1: "n1", 2: "n2"}
     told = known(r0=waiting, r1=stand("", [], {"0": 11}), r2=waiting)
     assert where(dict.fromkeys(hosts, LOADS), told, hosts, hosts) == [
-        f"rank 1 on n1 is in its own code, before {text} (train.py:8 in load): "
-        "the others probably wait for it",
+        f"rank 1 on n1 is at train.py:8 in load, not in a collective, and has not begun {text}: "
+        "the others wait for it",
         f"ranks 0, 2 wait in {text} (train.py:8 in load)",
     ]
