@@ -36,6 +36,7 @@ from .memory.advice import MemoryAdviser
 from .memory.estimate import Setting
 from .memory.preflight import preflight
 from .memory.resources import PINNED_SHARE
+from .monitor.logged_comm import LoggedComm
 from .monitor.observation import observe, open_monitor
 from .monitor.step_clock import DISK
 from .offload import disk
@@ -86,7 +87,7 @@ def build_engine(
     set_level(loaded.config.log_level)
     _choose_kernels()
     deadlock.install()
-    comm = Comm(init_distributed(), connect=connect, share=not _on_disk(loaded.config))
+    comm = _join_ranks(loaded.config)
     preemption.install()
     hidden, hidden_from = _find_hidden_size(model)
     effective = resolve(loaded, world_size=comm.world_size, hidden_size=hidden, hidden_size_from=hidden_from)
@@ -190,6 +191,13 @@ def _choose_kernels() -> None:
         set_mode(read_environment().kernels)
     except ValueError as error:
         raise ConfigError([f"ZLAUNCH_KERNELS: {error}"]) from None
+
+
+def _join_ranks(config: Config) -> Comm:
+    device, share = init_distributed(), not _on_disk(config)
+    if config.comms_logger.enabled:
+        return LoggedComm(config.comms_logger, device, connect=connect, share=share)
+    return Comm(device, connect=connect, share=share)
 
 
 def _on_disk(config: Config) -> bool:

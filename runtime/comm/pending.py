@@ -48,14 +48,14 @@ DONE = Pending()
 
 
 class _Then(Pending):
-    __slots__ = ("_before", "_function")
+    __slots__ = ("_function", "before")
 
     def __init__(self, before: Pending, function: Callable[[], object]) -> None:
-        self._before, self._function = before, function
+        self.before, self._function = before, function
 
     def wait(self) -> None:
-        self._before.wait()
-        function, self._function, self._before = self._function, _nothing, DONE
+        self.before.wait()
+        function, self._function, self.before = self._function, _nothing, DONE
         function()
 
 
@@ -90,19 +90,19 @@ def await_work(work: Any, key: Key, what: str) -> None:
 class Work(Pending):
     """Waits for a torch Work and keeps its tensors alive until then."""
 
-    __slots__ = ("_keep", "_key", "_what", "_work")
+    __slots__ = ("_keep", "_key", "_what", "work")
 
     def __init__(self, work: Any, key: Key, what: str, *keep: Tensor) -> None:
-        self._work, self._key, self._what, self._keep = work, key, what, keep
+        self.work, self._key, self._what, self._keep = work, key, what, keep
 
     def wait(self) -> None:
-        if self._work is None:
+        if self.work is None:
             return
         if self._keep and self._keep[0].device.type != "cpu":
-            waits.on_stream(self._work.wait)  # the stream waits, not the host
+            waits.on_stream(self.work.wait)  # the stream waits, not the host
         else:
-            await_work(self._work, self._key, self._what)
-        self._work, self._keep = None, ()
+            await_work(self.work, self._key, self._what)
+        self.work, self._keep = None, ()
 
 
 class Noted(Pending):

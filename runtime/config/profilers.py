@@ -1,8 +1,33 @@
-"""The config section of the FLOPS profiler."""
+"""The config sections of what measures a run: the FLOPS profiler, the log of collectives."""
 
 from __future__ import annotations
 
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, WithJsonSchema
+
 from .field_types import Bool, Count, Integer, NonNegative, Section, always, ok
+
+OPERATIONS: dict[str, str] = {
+    **{name: name for name in ("all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "gather")},
+    **{name: name for name in ("reduce", "reduce_scatter", "scatter", "send", "recv")},
+    **dict.fromkeys(("all_gather_into_tensor", "all_gather_coalesced", "allgather_fn"), "all_gather"),
+    **dict.fromkeys(("all_reduce_coalesced", "inference_all_reduce"), "all_reduce"),
+    **dict.fromkeys(("reduce_scatter_tensor", "reduce_scatter_fn"), "reduce_scatter"),
+    **{"all_to_all_single": "all_to_all", "monitored_barrier": "barrier", "isend": "send", "irecv": "recv"},
+}
+"""Maps each function of deepspeed.comm that can be logged to the name under which it is."""
+
+
+def _operation(value: Any) -> str:
+    if not isinstance(value, str) or value not in OPERATIONS:
+        raise ValueError(f"one of {', '.join(sorted(OPERATIONS))}")
+    return OPERATIONS[value]
+
+
+Operation = Annotated[
+    str, BeforeValidator(_operation), WithJsonSchema({"type": "string", "enum": sorted(OPERATIONS)})
+]
 
 
 class FlopsProfilerSection(Section):
@@ -22,3 +47,18 @@ class FlopsProfilerSection(Section):
     """File to write instead of printing."""
     recompute_fwd_factor: NonNegative = always(0.0, "what is recomputed in the backward pass is counted")
     """Share of the forward pass that is recomputed."""
+
+
+class CommsLoggerSection(Section):
+    """Collectives by kind and size: how many, how long, how fast."""
+
+    enabled: Bool = ok(False)
+    """Log them; rank 0 prints a table when the engine is destroyed or the process ends."""
+    prof_all: Bool = ok(True)
+    """Log all operations; false logs those of prof_ops."""
+    prof_ops: list[Operation] = ok([])
+    """Operations to log with prof_all false, by their names in deepspeed.comm."""
+    verbose: Bool = ok(False)
+    """Print a line for each operation, on rank 0."""
+    debug: Bool = ok(False)
+    """Name the calling place in table and lines; each has rows of its own."""

@@ -20,7 +20,7 @@ from .field_types import (
 from .monitors import Comet, FileMonitor, WandB
 from .optimizers import OPTIMIZER_PARAMS, SCHEDULER_PARAMS, Optimizer, Scheduler
 from .other_sections import AIO, BF16, FP16, ActivationCheckpointing, CheckpointSection, DataTypes
-from .profilers import FlopsProfilerSection
+from .profilers import CommsLoggerSection, FlopsProfilerSection
 from .unsupported import with_missing
 from .zero import Zero
 
@@ -100,6 +100,8 @@ class Config(Section):
     """Comet."""
     flops_profiler: FlopsProfilerSection = section(FlopsProfilerSection)
     """Operations of each module."""
+    comms_logger: CommsLoggerSection = section(CommsLoggerSection)
+    """Log of collectives."""
 
 
 def json_schema() -> Json:

@@ -68,11 +68,6 @@ def _model(
     return made
 
 
-def _diagnostic(name: str, text: str, **keys: Any) -> Any:
-    enabled = _key(Bool, False, "Switch it on.")
-    return _model(name, "speed", text, switch="enabled", enabled=enabled, **keys)
-
-
 def _feature(name: str, text: str, level: Level = "results", **keys: Any) -> Any:
     """Make a section of which only the switch is checked, and ``keys``."""
     enabled = _key(Bool, False, "Use the feature.")
@@ -83,12 +78,6 @@ def _feature(name: str, text: str, level: Level = "results", **keys: Any) -> Any
 _FEATURE = _feature("Feature", "A rarely used feature that would change results; its keys are not checked.")
 _TOOL = _feature(
     "Tool", "A rarely used tool that would not change results; its keys are not checked.", "speed"
-)
-_COMMS = _diagnostic("CommsLogger", "Logging each collective.",
-    prof_all=_key(Bool, True, "Log all operations."),
-    prof_ops=_key(list[str], [], "Operations to log."),
-    verbose=_key(Bool, False, "Print each operation."),
-    debug=_key(Bool, False, "Also name the caller."),
 )
 _THROUGHPUT = _model("Throughput", "speed", "The samples-per-second timer.",
     enabled=_key(Bool, True, "Measure throughput."),
@@ -232,7 +221,6 @@ MISSING: dict[str, dict[str, Key]] = {
             feature="expert parallelism"),
         "torch_autocast": _part(_AUTOCAST, "torch.autocast."),
         "amp": _part(_FEATURE, "NVIDIA apex."),
-        "comms_logger": _part(_COMMS, "Communication log."),
         "timers": _part(_TIMERS, "Timers."),
         "compile": _part(_COMPILE, "DeepCompile."),
         "elasticity": _part(_ELASTICITY, "Elastic batch sizes."),

@@ -149,7 +149,7 @@ def _collectives_are_not_waited_for() -> list[Change]:
     from zlaunch.runtime.comm.pending import Work
 
     def wait(self: Any) -> None:
-        self._work, self._keep = None, ()
+        self.work, self._keep = None, ()
 
     return [(Work, "wait", wait)]
 

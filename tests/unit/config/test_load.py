@@ -245,7 +245,6 @@ def test_aliases_and_dtypes() -> None:
     [
         ({"graph_harvesting": True}, "graph_harvesting"),
         ({"sparse_gradients": True}, "sparse_gradients"),
-        ({"comms_logger": {"enabled": True, "verbose": True}}, "comms_logger.enabled"),
         ({"compile": {"deepcompile": True}}, "compile.deepcompile"),
         ({"autotuning": {"enabled": True}}, "autotuning.enabled"),
         ({"aio": {"use_gds": True}}, "aio.use_gds"),

@@ -23,10 +23,12 @@ from torch.distributed import (
     new_group,
 )
 
+from zlaunch.compat.deepspeed.logged_calls import logged
 from zlaunch.compat.deepspeed.missing import missing_function
 from zlaunch.runtime.comm.process_group import close_all
 from zlaunch.runtime.comm.process_group import init_distributed as _init
 from zlaunch.runtime.environment import read_environment
+from zlaunch.runtime.monitor.comms_logger import count_operations, log_summary, reset_log
 
 _EXTRA = ("prof", "log_name", "debug")
 
@@ -36,12 +38,13 @@ def _plain(function: Callable[..., Any], **names: str) -> Callable[..., Any]:
 
     ``names``: those of its arguments that have another name in DeepSpeed, with torch's.
     """
+    known = logged(function)
     # group_src and group_dst stand where DeepSpeed's functions have their logs'
     most = sum(not name.startswith("group_") for name in inspect.signature(function).parameters)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         given = {names.get(name, name): value for name, value in kwargs.items() if name not in _EXTRA}
-        return function(*args[:most], **given)
+        return known(args[:most], given, prof=bool(kwargs.get("prof")))
 
     call.__name__ = function.__name__
     call.__doc__ = f"``torch.distributed.{function.__name__}``."
@@ -131,7 +134,7 @@ def all_reduce_coalesced(
     tensors: list[Tensor], op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False
 ) -> _All | None:
     """All-reduce each of the tensors."""
-    return _finish([dist.all_reduce(t, op=op, group=group, async_op=True) for t in tensors], async_op)
+    return _finish([all_reduce(t, op=op, group=group, async_op=True) for t in tensors], async_op)
 
 
 def all_gather_coalesced(
@@ -140,7 +143,7 @@ def all_gather_coalesced(
     """All-gather each of the tensors."""
     pairs = zip(output_tensors, input_tensors, strict=True)
     return _finish(
-        [dist.all_gather_into_tensor(output, t, group=group, async_op=True) for output, t in pairs], async_op
+        [all_gather_into_tensor(output, t, group=group, async_op=True) for output, t in pairs], async_op
     )
 
 
@@ -173,12 +176,9 @@ reduce_scatter_tensor = _plain(dist.reduce_scatter_tensor, output_tensor="output
 reduce_scatter_fn = reduce_scatter_tensor
 scatter = _plain(dist.scatter)
 send = _plain(dist.send)
-_LOGS = "use torch.profiler"
-configure = missing_function("comm.configure", _LOGS)
-get_comm_operation_count = missing_function("comm.get_comm_operation_count", _LOGS)
+configure = missing_function("comm.configure", "use the section comms_logger of the config")
+get_comm_operation_count = count_operations
 initialize_mesh_device = missing_function("comm.initialize_mesh_device", "use torch.distributed.device_mesh")
-log_summary = missing_function("comm.log_summary", _LOGS)
-reset_log = missing_function("comm.reset_log", _LOGS)
 
 __all__ = [
     "P2POp",
