@@ -26,7 +26,7 @@ OFFLOADED_INPUTS: dict[str, Any] = {"activation_checkpointing": {"cpu_checkpoint
 WATCHED: dict[str, Any] = {
     **{"csv_monitor": {"enabled": True}, "wall_clock_breakdown": True, "steps_per_print": 2},
 }
-
+LOGGED: dict[str, Any] = {"comms_logger": {"enabled": True}}
 
 BEFORE = "Event.synchronize in step_result._read < step_result.differs"
 """At a step's beginning, for whether the step before was skipped: it ended a whole pass ago."""
@@ -57,6 +57,8 @@ class Case:
     """Make the model inside of zlaunch.zero.Init."""
     more_waits: tuple[str, ...] = ()
     """Adds waits of the host to :attr:`waits`."""
+    looks: bool = False
+    """Looks at events as it goes: the host may know already what it would wait for."""
 
     @property
     def waits(self) -> set[str]:
@@ -118,6 +120,10 @@ CASES = {
             options={**BF16, **SAVES},
             world=2,
             more_waits=(f"save: {BEFORE}",),
+        ),
+        *(
+            Case(f"stage {stage} logged on two", stage, options={**BF16, **LOGGED}, world=2, looks=True)
+            for stage in (0, 1, 3)
         ),
         Case("stage 3 init on two", 3, options=BF16, init=True, world=2),
     )

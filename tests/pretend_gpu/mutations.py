@@ -154,6 +154,10 @@ def _collectives_are_not_waited_for() -> list[Change]:
     return [(Work, "wait", wait)]
 
 
+def _a_log_is_all_that_waits_for_collectives() -> list[Change]:
+    return _collectives_are_not_waited_for()
+
+
 MUTATIONS: dict[str, tuple[str, Callable[[], list[Change]]]] = {
     make.__name__.strip("_").replace("_", " "): (case, make)
     for case, make in (
@@ -173,6 +177,7 @@ MUTATIONS: dict[str, tuple[str, Callable[[], list[Change]]]] = {
         ("stage 2 disk", _a_gradient_is_written_to_disk_before_it_arrives),
         ("stage 1 offloaded", _offloaded_inputs_are_used_before_they_are_back),
         ("stage 3 on two", _collectives_are_not_waited_for),
+        ("stage 3 logged on two", _a_log_is_all_that_waits_for_collectives),
         ("stage 3 host both on two", _gathers_do_not_wait_for_uploads),
     )
 }

@@ -71,7 +71,7 @@ def test_every_access_is_ordered_and_every_wait_is_meant(group: str) -> None:
             waits = {how for how in found.get("waits", ()) if "aside: " not in how}
             if found.get("error") or found["races"] or found["mixes"]:
                 wrong.append(found)
-            elif waits != case.waits:
+            elif waits - case.waits or (case.waits - waits and not case.looks):
                 wrong.append({"case": name, "more": waits - case.waits, "less": case.waits - waits})
     assert not wrong, "\n".join(map(str, wrong))
 
