@@ -48,7 +48,8 @@ def _table(stage: int) -> dict[str, Any]:
         return add(self, tensor, *more)
 
     # in this process, which ends with the test
-    LoggedComm.close, Comm.all_reduce_scalars = look_and_close, count_and_add  # type: ignore[method-assign]
+    LoggedComm.close = look_and_close  # type: ignore[method-assign]
+    Comm.all_reduce_scalars = count_and_add  # type: ignore[method-assign, assignment]
     engine, losses = _train(stage, comms_logger={"enabled": True})
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         engine.destroy()
