@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -39,6 +39,8 @@ from .memory.resources import PINNED_SHARE
 from .monitor.logged_comm import LoggedComm
 from .monitor.observation import observe, open_monitor
 from .monitor.step_clock import DISK
+from .monitor.step_reporter import StepCosts
+from .network.limits import measure_limits
 from .offload import disk
 from .offload.background_step import BackgroundStep
 from .offload.manager import Offload
@@ -169,12 +171,19 @@ def build_engine(
         sizes = engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
         return adviser.explain(asked_bytes, *sizes)
 
+    limits = _measure_limits(comm, precision)
+    per_element = setting.dtype_bytes * (comm.world_size - 1) / comm.world_size
+    costs = StepCosts(
+        flops_per_token=6 * setting.trainable + 4 * setting.frozen,
+        moved_bytes=lambda: sum(comm.moved.values()) * per_element,
+        limits=limits,
+    )
     engine.attach(
         checkpoints=checkpoints,
         states=StateMover(sharded, step, effective.config),
         offload=offload,
         monitor=monitor,
-        around=observe(engine, effective.config, monitor, disk_waits, explain),
+        around=observe(engine, effective.config, monitor, disk_waits, explain, costs),
     )
     if monitor.enabled:
         engine.step_observers.append(monitor.after_step)
@@ -182,7 +191,7 @@ def build_engine(
         guard(client, engine, kind.optimizer_class or ZeroOptimizer)
     if training_data is not None:
         engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=collate_fn)
-    _record(effective, comm)
+    _record(effective, comm, limits)
     return engine, client, engine.training_dataloader, engine.lr_scheduler
 
 
@@ -368,10 +377,20 @@ def _make_scheduler(given: Any, effective: Effective, optimizer: torch.optim.Opt
         raise ConfigError([f"{effective.loaded.origin}: {error}"]) from None
 
 
-def _record(effective: Effective, comm: Comm) -> None:
+def _measure_limits(comm: Comm, precision: Precision) -> dict[str, float]:
+    """Measure what this rank can reach, where somebody listens: the same on all ranks."""
+    if read_environment().event_fd is None:
+        return {}
+    # what goes through shared memory has no link
+    return measure_limits(
+        comm.device, precision.dtype or torch.float32, link=comm.world_size > 1 and not comm.shared
+    )
+
+
+def _record(effective: Effective, comm: Comm, limits: Mapping[str, float]) -> None:
     run_dir = read_environment().run_dir
     if comm.rank == 0:
-        announce("environment", **describe(comm.device))
+        announce("environment", **describe(comm.device), limits=limits)
     if comm.rank == 0 and run_dir:
         effective.write(os.path.join(run_dir, "config.effective.json"))
     if comm.rank == 0 and effective.config.dump_state:

@@ -21,7 +21,7 @@ from .breakdown import MemoryBreakdown, WallClockBreakdown
 from .flops_profiler import FlopsProfiler
 from .monitor import Monitor
 from .step_clock import COMMUNICATION, StepClock, TimedPart
-from .step_reporter import ReportedLoop, StepReporter
+from .step_reporter import ReportedLoop, StepCosts, StepReporter
 from .trace import StepTrace
 
 _NOTHING: Mapping[str, Any] = {}
@@ -60,6 +60,7 @@ def observe(
     monitor: Monitor,
     more_waits: Mapping[str, Callable[[], float]],
     explain: Callable[[int], str],
+    costs: StepCosts,
 ) -> Around:
     """Return what surrounds an engine's forward, backward and step. ``more_waits``: by name, the seconds that
     this process has waited for something besides communication; ``explain`` returns what is added to the
@@ -82,6 +83,7 @@ def observe(
         every=config.steps_per_print,
         total_steps=_total_steps(config),
         on_gpu=on_gpu,
+        costs=costs,
     )
     clock.listeners.append(reporter.after_step)
     clock.on_jump = reporter.forget

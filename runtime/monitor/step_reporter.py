@@ -9,7 +9,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -49,6 +49,20 @@ class ReportedLoop(MonitoredLoop, Protocol):
     def global_rank(self) -> int: ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepCosts:
+    """Says what a step costs and what this rank can reach, as far as it is known."""
+
+    flops_per_token: int = 0
+    """Counts the floating point operations of forward and backward pass for each token: 6 for each parameter
+    that is trained, 4 for any other (Kaplan et al., 2020, table 1).
+    """
+    moved_bytes: Callable[[], float] = float
+    """Returns the bytes that this rank's links have moved so far, as nccl-tests counts them for the bus."""
+    limits: Mapping[str, float] = field(default_factory=dict)
+    """Holds what ``measure_limits`` has found."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Report:
     step: int
@@ -71,9 +85,12 @@ class StepReporter:
         every: float | None,
         total_steps: int | None,
         on_gpu: bool,
+        costs: StepCosts,
     ) -> None:
         """Report on ``loop``, in all ``every`` steps and at other times."""
         self._loop, self._total_steps, self.on_gpu = loop, total_steps, on_gpu
+        self._costs, self._moved_bytes = costs, costs.moved_bytes()
+        self._sees_use = on_gpu
         first = loop.global_rank == 0
         self._every = int(every) if first and every and math.isfinite(every) else 0
         others = max(_OTHERS_INTERVAL_S, loop.world_size / _EVENTS_PER_S)
@@ -83,7 +100,7 @@ class StepReporter:
         self._reported_at = -math.inf
         self._begun_at = self._measured_at = self._stepped_at = time.perf_counter()
         self._samples, self._tokens = loop.global_samples, 0
-        self._rows = self._flops = 0
+        self._rows = self._flops = self._micro_tokens = 0
         self._steps: deque[TimedStep] = deque(maxlen=_MOST_STEPS_ON_GPU if on_gpu else _MOST_STEPS)
         self._has_begun = False
         self._failed, self._counts_alike = False, True
@@ -104,7 +121,8 @@ class StepReporter:
             self._rows = next((each.size(0) for each in given), 0)  # nested tensors have a size(0), no shape
         ids = kwargs.get("input_ids", args[0] if args else None)
         if isinstance(ids, Tensor) and ids.dim() >= 2 and ids.dtype in (torch.int32, torch.int64):
-            self._tokens += ids.numel()
+            self._micro_tokens = ids.numel()
+            self._tokens += self._micro_tokens
 
     def take_flops(self, operations: int) -> None:
         """Take the floating point operations of a micro-batch of this rank."""
@@ -184,14 +202,24 @@ class StepReporter:
 
     def _speed(self, now: float) -> dict[str, float]:
         seconds = max(now - self._measured_at, 1e-9)
-        found = {"samples_per_s": (self._loop.global_samples - self._samples) / seconds}
+        samples = self._loop.global_samples - self._samples
+        steps = samples / self._loop.train_batch_size() if self._loop.train_batch_size() else 0.0
+        found = {"samples_per_s": samples / seconds}
+        flops = self._flops * self._loop.gradient_accumulation_steps() * steps
         if self._tokens:
             found["tokens_per_s"] = self._tokens * self._loop.world_size / seconds
+            found["micro_tokens"] = self._micro_tokens
+            flops = flops or self._tokens * self._costs.flops_per_token
         if self._rows:
             found["rows"], self._rows = self._rows, 0
-        if self._flops and self._loop.train_batch_size():
-            steps = (self._loop.global_samples - self._samples) / self._loop.train_batch_size()
-            found["tflops"] = self._flops * self._loop.gradient_accumulation_steps() * steps / seconds / 1e12
+        if flops:
+            found["tflops"] = flops / seconds / 1e12
+            if reached := self._costs.limits.get("matmul_tflops"):
+                found["mfu"] = found["tflops"] / reached
+        moved = self._costs.moved_bytes()
+        if steps and moved > self._moved_bytes:
+            found["moved_mb"] = (moved - self._moved_bytes) / steps / 1e6
+        self._moved_bytes = moved
         self._measured_at, self._samples, self._tokens = now, self._loop.global_samples, 0
         return found
 
@@ -199,7 +227,17 @@ class StepReporter:
         """Return the GB (1e9 bytes) of this process in host memory and, the largest so far, on its device."""
         host = host_gb()
         device = torch.cuda.max_memory_allocated() / 1e9 if self.on_gpu else host
-        return {"memory_gb": device, "host_gb": host}
+        return {"memory_gb": device, "host_gb": host, **self._use()}
+
+    def _use(self) -> dict[str, float]:
+        """Return the share of the last moments in which the GPU has computed; nothing without NVML."""
+        if not self._sees_use:
+            return {}
+        try:
+            return {"gpu_use": torch.cuda.utilization() / 100}
+        except Exception:  # the package is missing, or the driver does not say it
+            self._sees_use = False
+            return {}
 
     def _split(self, steps: tuple[TimedStep, ...]) -> dict[str, float]:
         """Return milliseconds of a step: in each part but for its waits, in each kind of wait, in the script

@@ -43,7 +43,7 @@ def report(runs: tuple[str, ...], output: str | None) -> int:
     _write(target, write_page(pages))
     for run, page in zip(found, pages, strict=True):
         hosts = {rank: known.host for rank, known in page.progress.ranks.items()}
-        bottleneck = find_bottleneck(page.progress.times(), hosts)
+        bottleneck = find_bottleneck(page.progress.times(), hosts, page.progress.facts())
         if page.progress.failures:
             last = page.failures[0].strip().splitlines()[-1]
             click.echo(f"{run.name}: {last}" if len(found) > 1 else last)

@@ -114,7 +114,7 @@ class Controller:
 
     def _say_what_bounds(self) -> None:
         """Say what bounded the steps of this attempt, if there were enough."""
-        found = find_bottleneck(self.progress.times(), self.hosts)
+        found = find_bottleneck(self.progress.times(), self.hosts, self.progress.facts())
         if found is not None and (self.progress.step or 0) >= _ENOUGH_STEPS:
             self.console.message(found.sentence)
 

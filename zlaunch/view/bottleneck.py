@@ -12,6 +12,11 @@ _SLOW_RANK = 0.15
 """A rank is slow when it works longer than the others by this part of a step."""
 _LARGE = 0.4
 """A part of the step bounds it when it takes this share; else the computation is named with the next one."""
+_LOW_MFU, _FEW_TOKENS = 0.25, 1024
+"""A batch is small where a pass has fewer tokens and reaches less of what matrix multiplications do."""
+_LATENCY = 0.25
+"""Messages are small where their bytes explain no more than this part of the time."""
+_NOTHING: Mapping[str, float] = {}
 _OWN = tuple(name for name in TIMES if name != "communication_ms")
 _PLAIN = {
     "forward_ms": "its forward pass",
@@ -27,15 +32,19 @@ class Bottleneck:
     """Names what bounds a step."""
 
     kind: str
-    """``compute``, ``communication``, ``disk``, ``optimizer``, ``script`` or ``slow rank``."""
+    """``compute``, ``small batch``, ``communication``, ``disk``, ``optimizer``, ``script``, ``slow rank``."""
     sentence: str
     slow_rank: int | None = None
 
 
-def find_bottleneck(times: Mapping[int, Mapping[str, float]], hosts: Mapping[int, str]) -> Bottleneck | None:
+def find_bottleneck(
+    times: Mapping[int, Mapping[str, float]], hosts: Mapping[int, str], facts: Mapping[str, float] = _NOTHING
+) -> Bottleneck | None:
     """Return what bounds the step of a run; None where no rank has reported times.
 
-    ``times``: the milliseconds of a step's parts by rank, as in a report. Ranks wait for each other in
+    ``times``: the milliseconds of a step's parts by rank, as in a report. ``facts``: by name what else is
+    known, of a report and of what was measured at the start: ``mfu``, ``micro_tokens``, ``moved_mb``,
+    ``link_gbs``. Ranks wait for each other in
     collectives, so the one that waits least while it works longest is the one that the others wait for.
     """
     if not times:
@@ -62,7 +71,36 @@ def find_bottleneck(times: Mapping[int, Mapping[str, float]], hosts: Mapping[int
     kind = max(shares, key=lambda name: shares[name])
     took = f"{shares[kind]:.3g} of {whole:.3g} ms ({shares[kind] / whole:.0%})"
     nodes = len({hosts.get(rank) for rank in times})
-    return Bottleneck(kind, _sentence(kind, took, nodes, backward=means["backward_ms"]))
+    tokens = facts.get("micro_tokens", 0.0)
+    if kind == "compute" and facts.get("mfu", 1.0) < _LOW_MFU and 0 < tokens < _FEW_TOKENS:
+        return Bottleneck(
+            "small batch",
+            f"a small batch bounds the step: forward and backward passes of {tokens:.0f} tokens take "
+            f"{took}{_reached(facts)}; larger micro-batches use the device better",
+        )
+    more = _reached(facts) if kind == "compute" else ""
+    if kind == "communication":
+        more = _link_share(facts, shares[kind])
+    return Bottleneck(kind, _sentence(kind, took, nodes, backward=means["backward_ms"]) + more)
+
+
+def _reached(facts: Mapping[str, float]) -> str:
+    """Say which part of the measured limit a computation reaches, where that is known."""
+    return f", at {facts['mfu']:.2g} of what matrix multiplications reach here" if "mfu" in facts else ""
+
+
+def _link_share(facts: Mapping[str, float], waited_ms: float) -> str:
+    """Say how long the link needs for what is moved, by its measured speed, and what that means."""
+    moved, speed = facts.get("moved_mb", 0.0), facts.get("link_gbs", 0.0)
+    if moved <= 0 or speed <= 0:
+        return ""
+    least_ms = moved / speed
+    text = (
+        f". What a rank moves, {moved:.3g} MB, takes {least_ms:.3g} ms at the {speed:.3g} GB/s of the start"
+    )
+    if least_ms < _LATENCY * waited_ms:
+        return f"{text}: the batch is small, its messages cost more than their bytes"
+    return text
 
 
 def _sentence(kind: str, took: str, nodes: int, *, backward: float) -> str:

@@ -192,12 +192,23 @@ def _last_state(line: bytes) -> bytes:
     return line.rstrip(b"\r").rpartition(b"\r")[2]
 
 
-_LINE = ("step", "steps", "loss", "lr", "loss_scale", "grad_norm", "tokens_per_s", "samples_per_s", "tflops")
+_LINE = (
+    "step",
+    "steps",
+    "loss",
+    "lr",
+    "loss_scale",
+    "grad_norm",
+    "tokens_per_s",
+    "samples_per_s",
+    "tflops",
+    "mfu",
+)
 
 
 def _own_words(values: Mapping[str, Any]) -> list[str]:
     """Write the values that a line has no words of its own for."""
-    known = (*_LINE, "memory_gb", "host_gb", "tokens")
+    known = (*_LINE, "memory_gb", "host_gb", "gpu_use", "tokens", "micro_tokens", "moved_mb")
     return [
         f"{name} {value:.4g}"
         for name, value in values.items()
@@ -224,6 +235,7 @@ def metrics_line(values: Mapping[str, Any], memory_gb: Collection[float]) -> str
         *shown("tokens_per_s", "{:.0f} tok/s"),
         *([] if "tokens_per_s" in values else shown("samples_per_s", "{:.4g} samples/s")),
         *shown("tflops", "{:.3g} TFLOPS"),
+        *shown("mfu", "MFU {:.2g}"),
     ]
     if memory_gb:
         words.append("mem " + " ".join(f"{value:.2f}" for value in memory_gb) + " GB")

@@ -36,7 +36,7 @@ def draw(progress: RunProgress, title: str, state: str, now: float, height: int 
         parts.append(Text(f"loss {sparkline(points, _SPARK_WIDTH)} {points[-1]:.4g}"))
     times = progress.times()
     hosts = {rank: known.host for rank, known in progress.ranks.items()}
-    bottleneck = find_bottleneck(times, hosts)
+    bottleneck = find_bottleneck(times, hosts, progress.facts())
     if times:
         means = {name: sum(each[name] for each in times.values()) / len(times) for name in TIMES}
         parts.append(_split(means))
@@ -92,7 +92,7 @@ def _split(means: dict[str, float]) -> Text:
 
 def _ranks(progress: RunProgress, slow: int | None, now: float, most: int) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0))
-    for column in ("rank", "host", "state", "memory", "host memory", "step", "waits", "heard", ""):
+    for column in ("rank", "host", "state", "memory", "host memory", "GPU", "step", "waits", "heard", ""):
         table.add_column(column, justify="left" if column in ("host", "state", "") else "right")
 
     def needs_a_look(rank: int) -> tuple[bool, int]:
@@ -108,6 +108,7 @@ def _ranks(progress: RunProgress, slow: int | None, now: float, most: int) -> Ta
             known.state,
             f"{known.values['memory_gb']:.2f} GB" if "memory_gb" in known.values else "",
             f"{known.values['host_gb']:.2f} GB" if "host_gb" in known.values else "",
+            f"{known.values['gpu_use']:.0%}" if "gpu_use" in known.values else "",
             f"{times['all_ms']:.4g} ms" if times else "",
             f"{times['communication_ms']:.4g} ms" if times else "",
             f"{span(max(0.0, now - known.heard))} ago" if known.heard and known.state == "running" else "",

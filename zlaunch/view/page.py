@@ -76,7 +76,7 @@ def write_page(runs: Sequence[RunPage]) -> str:
 
 def _verdict(run: RunPage, *, named: bool) -> str:
     hosts = {rank: known.host for rank, known in run.progress.ranks.items()}
-    found = find_bottleneck(run.progress.times(), hosts)
+    found = find_bottleneck(run.progress.times(), hosts, run.progress.facts())
     sentence = found.sentence if found is not None else "no step has been reported with its times"
     before = f"{run.name}: " if named else ""
     bad = " bad" if run.progress.failures else ""

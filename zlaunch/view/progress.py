@@ -14,7 +14,7 @@ _MOST_NAMES = 64
 """Series that are kept: a script may report under as many names as it likes."""
 _RECENT = 32
 """Reports of a rank whose times are averaged."""
-_COUNTS = ("step", "steps", "engine_step", "rows", "timed_steps")
+_COUNTS = ("step", "steps", "engine_step", "rows", "timed_steps", "micro_tokens", "moved_mb")
 _LARGEST = 1e300
 TIMES = ("forward_ms", "backward_ms", "step_ms", "communication_ms", "disk_ms", "script_ms")
 """Names the parts of a step's time in a report; together they are `all_ms`."""
@@ -84,6 +84,8 @@ class RunProgress:
         self.restarts: list[float] = []
         self.failures: list[str] = []
         self.checkpoints: list[tuple[float, str]] = []
+        self.limits: dict[str, float] = {}
+        """What rank 0 can reach, by name, as it has measured at its start."""
         self._first_step: tuple[float, float] | None = None
 
     def take_all(self, events: Iterable[Event]) -> RunProgress:
@@ -122,6 +124,9 @@ class RunProgress:
                 if known.state not in ("done", "ended") and not event.get("after_stop"):
                     reason = f": {event['reason']}" if event.get("reason") else ""
                     self.failures.append(f"rank {rank} on {known.host}: {known.state}{reason}")
+            elif kind == "environment" and isinstance(event.get("limits"), dict):
+                read = {str(name): _number(value) for name, value in event["limits"].items()}
+                self.limits = {name: value for name, value in read.items() if value is not None}
             elif kind == "exception":
                 self.failures.append(f"rank {rank}: {event.get('exception')}")
             elif kind == "metrics" and isinstance(event.get("values"), dict):
@@ -182,6 +187,10 @@ class RunProgress:
             return None
         first, when = self._first_step
         return max(0.0, (self.ranks[0].heard - when) / (step - first) * (steps - step))
+
+    def facts(self) -> dict[str, float]:
+        """Return what is known of rank 0's steps besides times: its last values, and what it can reach."""
+        return {**self.limits, **(self.ranks[0].values if 0 in self.ranks else {})}
 
     def times(self) -> dict[int, dict[str, float]]:
         """Return the mean milliseconds of a step's parts of each rank that has reported some."""

@@ -1,0 +1,44 @@
+"""Measures what a rank can reach, so that a report can say which part of that it does reach."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+_WIDTH, _WIDTH_ON_GPU = 512, 4096
+_BYTES, _BYTES_ON_GPU = 1 << 20, 1 << 25
+_REPEATS = 3
+
+
+def measure_limits(device: torch.device, dtype: torch.dtype, *, link: bool) -> dict[str, float]:
+    """Return ``matmul_tflops``, what square matrix multiplications in ``dtype`` reach in 1e12 operations a
+    second, and with ``link`` also ``link_gbs``, the bus bandwidth of an all-reduce over all ranks in 1e9
+    bytes a second (nccl-tests, doc/PERFORMANCE.md). It takes some milliseconds; with ``link`` it is
+    collective.
+    """
+    on_gpu = device.type == "cuda"
+    width = _WIDTH_ON_GPU if on_gpu else _WIDTH
+    with torch.no_grad():
+        one, other = (torch.ones(width, width, dtype=dtype, device=device) for _ in range(2))
+        found = {"matmul_tflops": 2 * width**3 / _best(lambda: torch.mm(one, other), device) / 1e12}
+        if link:
+            buffer = torch.zeros(_BYTES_ON_GPU if on_gpu else _BYTES, dtype=torch.uint8, device=device)
+            ranks = dist.get_world_size()
+            bus_bytes = 2 * (ranks - 1) / ranks * buffer.nbytes
+            found["link_gbs"] = bus_bytes / _best(lambda: dist.all_reduce(buffer), device) / 1e9
+    return found
+
+
+def _best(work: Callable[[], object], device: torch.device) -> float:
+    """Return the seconds of the fastest of a few calls, after one that does much for the first time."""
+    taken = []
+    for _ in range(1 + _REPEATS):
+        start = time.perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        taken.append(time.perf_counter() - start)
+    return max(min(taken[1:]), 1e-9)
