@@ -68,10 +68,12 @@ Exchange = Callable[[object], "list[Any]"]
 
 
 def await_work(work: Any, key: Key, what: str) -> None:
-    """Wait for a torch Work; where that blocks the host, note it and raise once it is known to be in vain."""
-    if work is None or work.is_completed():
-        if work is not None:
-            work.wait()
+    """Wait for a torch Work; note the wait, and raise once it is known to be in vain.
+
+    The Work is not asked first whether it has ended: torch holds the GIL while it answers, and a thread of
+    gloo that ends a Work inside torch's profiler waits for the GIL before it lets go of the Work.
+    """
+    if work is None:
         return
     with waits.waiting(key, what):
         while True:
