@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import logging
 import re
+import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed._tools.mem_tracker import MemTracker
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..activation.checkpointing import checkpoint_blocks
 from ..errors import MemoryPlanError
@@ -29,6 +32,9 @@ _DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
+T = TypeVar("T")
+Shape = tuple[Sequence[int], torch.dtype | None]
+"""Is an input's sizes and dtype; None stands for the compute dtype."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +81,7 @@ def of_module(
     return Activations(plain, less, "a pass on fake tensors")
 
 
-def parse_shape(text: str) -> tuple[Sequence[int], torch.dtype | None]:
+def parse_shape(text: str) -> Shape:
     """Read ``2,128:int64``; no dtype means the compute dtype. Raises MemoryPlanError."""
     sizes, _, name = text.partition(":")
     if not re.fullmatch(r"\d+(,\d+)*", sizes) or (name and name not in _DTYPES):
@@ -91,52 +97,134 @@ def _peak(
     sequence: int,
     micro_batch: int,
     dtype: torch.dtype,
-    inputs: tuple[Sequence[int], torch.dtype | None] | None,
+    inputs: Shape | None,
     *,
     checkpointed: bool,
 ) -> int | None:
-    """Return the largest sum of everything but parameters and buffers in a forward and backward pass."""
-    assert model.build is not None
+    """Return the largest sum of everything but parameters and buffers in a forward and backward pass, the
+    input included.
+    """
+
+    def run(module: nn.Module) -> int:
+        for parameter in module.parameters():
+            if parameter.requires_grad:  # the runtime takes each gradient when it arrives
+                parameter.register_post_accumulate_grad_hook(_drop)  # type: ignore[no-untyped-call]
+        given = fake_inputs(sequence, micro_batch, dtype, inputs)
+        tracker: Any = MemTracker()
+        tracker.track_external(module)
+        with tracker, _Workspaces():  # type: ignore[no-untyped-call]
+            loss_of(module, given).backward()  # type: ignore[no-untyped-call]  # torch's own is untyped
+        return sum({id(x): x.nbytes for x in tensors_in(given)}.values()) + sum(
+            int(nbytes)
+            for of_device in tracker.get_tracker_snapshot("peak").values()
+            for kind, nbytes in of_device.items()
+            if str(kind).rpartition(".")[2] not in ("PARAM", "BUFFER", "Total")
+        )
+
+    return on_fake_tensors(run, model, dtype, inputs, checkpointed=checkpointed)
+
+
+def on_fake_tensors(
+    run: Callable[[nn.Module], T],
+    model: ModelSizes,
+    dtype: torch.dtype,
+    inputs: Shape | None,
+    *,
+    checkpointed: bool,
+) -> T | None:
+    """Return ``run`` of a model whose tensors are fake and of a dtype, as all that it makes; None where the
+    model has no blocks to be checkpointed. Raises MemoryPlanError.
+    """
     before, log = torch.get_default_dtype(), logging.getLogger("torch._subclasses.fake_tensor")
-    level = log.level
+    level, first = log.level, None
     torch.set_default_dtype(dtype)
     log.setLevel(logging.CRITICAL)  # it writes a traceback of what is raised here
     try:
-        with warnings.catch_warnings(), FakeTensorMode():
-            warnings.simplefilter("ignore")
-            module = model.build().train()
-            if checkpointed:
-                try:
-                    checkpoint_blocks(module)
-                except ValueError:
-                    return None
-            for parameter in module.parameters():
-                if parameter.requires_grad:  # the runtime takes each gradient when it arrives
-                    parameter.register_post_accumulate_grad_hook(_drop)  # type: ignore[no-untyped-call]
-            given = _fake_inputs(model, sequence, micro_batch, dtype, inputs)
-            tracker: Any = MemTracker()
-            tracker.track_external(module)
-            with tracker:
-                _run(module, given).backward()  # type: ignore[no-untyped-call]  # torch's own is untyped
-            found = tracker.get_tracker_snapshot("peak")
-    except MemoryPlanError:
-        raise
-    except Exception as error:
-        raise MemoryPlanError(
-            f"{model.name} cannot be run on fake tensors{_shown(inputs, dtype)}: {described(error)}"
-        ) from error
+        for build in (_built_on_meta, _built):
+            try:
+                with warnings.catch_warnings(), _whole_sequences(), FakeTensorMode():
+                    warnings.simplefilter("ignore")
+                    module = build(model).train()
+                    if any(isinstance(each, nn.RNNBase) for each in module.modules()):
+                        raise MemoryPlanError(
+                            f"{model.name}: what recurrent layers such as nn.LSTM keep inside of their "
+                            "kernels cannot be estimated; without --input the rest is shown"
+                        )
+                    if checkpointed:
+                        try:
+                            checkpoint_blocks(module)
+                        except ValueError:
+                            return None
+                    return run(module)
+            except MemoryPlanError:
+                raise
+            except Exception as error:
+                first = first or error
     finally:
         torch.set_default_dtype(before)
         log.setLevel(level)
-    return sum(
-        int(nbytes)
-        for of_device in found.values()
-        for kind, nbytes in of_device.items()
-        if str(kind).rpartition(".")[2] not in ("PARAM", "BUFFER", "Total")
-    )
+    assert first is not None
+    raise MemoryPlanError(
+        f"{model.name} cannot be run on fake tensors{_shown(inputs, dtype)}: {described(first)}"
+    ) from first
 
 
-def _shown(inputs: tuple[Sequence[int], torch.dtype | None] | None, dtype: torch.dtype) -> str:
+def _built_on_meta(model: ModelSizes) -> nn.Module:
+    """Build a model on the meta device and give it fake tensors: constructors may look at values, and copies
+    of fake tensors belong to another mode. Tensors in plain attributes stay as they are.
+    """
+    assert model.build is not None
+    with unset_fake_temporarily(), torch.device("meta"):
+        module = model.build()
+    made: dict[int, tuple[Tensor, Tensor]] = {}
+    for part in module.modules():
+        for name, old in [*part._parameters.items(), *part._buffers.items()]:
+            if old is not None and id(old) not in made:
+                new = torch.empty_strided(old.shape, old.stride(), dtype=old.dtype)
+                is_parameter = isinstance(old, nn.Parameter)
+                made[id(old)] = old, nn.Parameter(new, old.requires_grad) if is_parameter else new
+            if old is not None:
+                setattr(part, name, made[id(old)][1])
+    return module
+
+
+def _built(model: ModelSizes) -> nn.Module:
+    assert model.build is not None
+    return model.build()
+
+
+class _Workspaces(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own is untyped
+    """Makes what the backward pass of a convolution takes for itself: its kernels, oneDNN's and, for channels
+    that come last, cuDNN's, copy the input and the gradient into a layout of their own.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation with such copies beside it."""
+        backward = func is torch.ops.aten.convolution_backward.default
+        held = [torch.empty_like(each) for each in args[:2]] if backward else []
+        result = func(*args, **(kwargs or {}))
+        held.clear()
+        return result
+
+
+@contextmanager
+def _whole_sequences() -> Iterator[None]:
+    """Let transformers take the tokens of a sample for one sequence. It looks for several in the positions,
+    which fake tensors cannot show, and would make a mask that a real step does without.
+    """
+    name, masks = "find_packed_sequence_indices", sys.modules.get("transformers.masking_utils")
+    before = getattr(masks, name, None)
+    if masks is None or before is None:
+        yield
+        return
+    setattr(masks, name, lambda *args, **kwargs: None)
+    try:
+        yield
+    finally:
+        setattr(masks, name, before)
+
+
+def _shown(inputs: Shape | None, dtype: torch.dtype) -> str:
     if inputs is None:
         return ""
     sizes, kind = inputs
@@ -149,13 +237,8 @@ def _drop(parameter: Tensor) -> None:
     parameter.grad = None
 
 
-def _fake_inputs(
-    model: ModelSizes,
-    sequence: int,
-    micro_batch: int,
-    dtype: torch.dtype,
-    inputs: tuple[Sequence[int], torch.dtype | None] | None,
-) -> Any:
+def fake_inputs(sequence: int, micro_batch: int, dtype: torch.dtype, inputs: Shape | None) -> Any:
+    """Make the input that `zlaunch estimate` was told: a tensor, or those of a language model."""
     if inputs is not None:
         sizes, kind = inputs
         return torch.empty(list(sizes), dtype=kind or dtype)
@@ -163,7 +246,8 @@ def _fake_inputs(
     return {"input_ids": ids, "labels": ids}
 
 
-def _run(module: nn.Module, given: Any) -> Tensor:
+def loss_of(module: nn.Module, given: Any) -> Tensor:
+    """Run a module; return its loss, or the sum of its outputs. Raises MemoryPlanError."""
     output = module(**given) if isinstance(given, dict) else module(given)
     loss = getattr(output, "loss", None)
     if isinstance(loss, Tensor):

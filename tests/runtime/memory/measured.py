@@ -1,0 +1,86 @@
+"""Measure what a rank takes at most in a real step, by torch's own records."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+import zlaunch
+from tests.runtime.memory.models import KINDS, TOKENS, VOCAB, Kind, builder
+from zlaunch.runtime.memory.activations import parse_shape
+
+WORLD = 2
+ENV = {"ZLAUNCH_SHARED_MEMORY": "0"}
+"""Makes workers keep no memory that they share: that is in no record of torch's."""
+Setting = tuple[int, bool]
+"""A stage, and whether blocks are checkpointed."""
+SETTINGS: tuple[Setting, ...] = tuple((stage, each) for stage in range(4) for each in (False, True))
+
+
+def peaks(name: str, half: bool) -> dict[Setting, int]:
+    """Return the peak of a model's step in this worker for each setting, in bytes of tensors."""
+    zlaunch.init_distributed()
+    return {each: _peak(KINDS[name], *each, half) for each in SETTINGS}
+
+
+def _live_bytes() -> int:
+    gc.collect()
+    storages = {}
+    for thing in gc.get_objects():
+        if isinstance(thing, Tensor) and not isinstance(thing, torch._subclasses.FakeTensor):
+            with torch._C.DisableTorchFunctionSubclass():
+                storage = thing.untyped_storage()
+                storages[storage.data_ptr() or id(storage)] = storage.nbytes()
+    return sum(storages.values())
+
+
+def _given(kind: Kind, half: bool) -> Any:
+    if kind.config:
+        ids = torch.randint(0, VOCAB, (kind.samples, TOKENS))
+        return {"input_ids": ids, "labels": ids}
+    sizes, dtype = parse_shape(kind.shape)
+    if dtype is torch.int64:
+        return torch.randint(0, VOCAB, list(sizes))
+    return torch.randn(list(sizes), dtype=torch.bfloat16 if half else torch.float32)
+
+
+def _peak(kind: Kind, stage: int, checkpointed: bool, half: bool) -> int:
+    before = _live_bytes()
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "activation_checkpointing": {"enabled": checkpointed},
+        "bf16": {"enabled": half},
+    }
+    engine, *_ = zlaunch.initialize(model=builder(kind)(), config=config)
+    given = _given(kind, half)
+
+    def step() -> None:
+        output = engine(**given) if isinstance(given, dict) else engine(given)
+        loss = getattr(output, "loss", None)
+        if loss is None:
+            loss = (output if isinstance(output, Tensor) else output.logits).float().sum()
+        del output
+        engine.backward(loss)
+        engine.step()
+
+    step()
+    step()
+    base = _live_bytes() - before
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        step()
+    now = most = 0
+    assert profiler.profiler is not None and profiler.profiler.kineto_results is not None
+    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        now += event.nbytes()
+        most = max(most, now)
+    dist.barrier()  # the other rank may still be in the step
+    engine.destroy()
+    return base + most
