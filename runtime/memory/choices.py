@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ..offload.manager import OffloadOptions, Tier
 from .activations import Activations
@@ -164,10 +165,10 @@ _REASONS = {
 }
 
 
-def as_json(found: Sequence[Estimated], machines: Machines) -> str:
-    """Return all estimates as JSON; sizes in bytes of a rank."""
+def as_json(found: Sequence[Estimated], machines: Machines, more: Sequence[Mapping[str, Any]] = ()) -> str:
+    """Return all estimates as JSON, each with what ``more`` has for it; sizes in bytes of a rank."""
     rows = []
-    for each in found:
+    for i, each in enumerate(found):
         parts = {"parameters": each.states.parameters, "gradients": each.states.gradients}
         parts["optimizer"] = each.states.optimizer
         rows.append(
@@ -184,6 +185,7 @@ def as_json(found: Sequence[Estimated], machines: Machines) -> str:
                 "host": each.states.total.host,
                 "nvme": each.states.total.disk,
                 "fits": each.fits(machines),
+                **(more[i] if more else {}),
             }
         )
     return json.dumps(rows, indent=1)

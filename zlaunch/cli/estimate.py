@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import click
 from click.core import ParameterSource
 
-from zlaunch.cli.commands import SETTINGS, count_option
+from zlaunch.cli.commands import SETTINGS, count_option, with_options
+from zlaunch.cli.estimate_speeds import SPEEDS, given_speeds, missing_text
 
 if TYPE_CHECKING:
     from zlaunch.runtime.memory.activations import Activations
     from zlaunch.runtime.memory.choices import Estimated, Machines
     from zlaunch.runtime.memory.model_sizes import ModelSizes
+    from zlaunch.runtime.memory.simulate import Operations, StepTime
 
 _MISSING = "give MODEL with --input, --hf_config, or --params with --hidden, --layers and --vocab"
 _SUFFIXES = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
@@ -57,6 +60,8 @@ def _number(text: str) -> float:
     type=click.Choice(["fits"], case_sensitive=False),
     help="Print the config of the fastest that fits, with the reasons.",
 )
+@with_options(SPEEDS)
+@click.option("--plot", metavar="FILE", help="Draw the memory of a GPU to FILE, such as memory.png.")
 @click.option("--json", "as_json", is_flag=True, help="Print all numbers as JSON, in bytes.")
 def estimate(
     model: str | None,
@@ -74,12 +79,19 @@ def estimate(
     shape: str | None,
     dtype: str,
     goal: str | None,
+    simulate: bool,
+    measured: tuple[str, ...],
+    plot: str | None,
     as_json: bool,
+    **speeds: float | None,
 ) -> None:
     """Estimate the memory of a model's training.
 
     It is that of each rank, with Adam, at every stage and offload. MODEL is a function that builds the
     module, as package.module:function or file.py:function. It is built without memory.
+
+    --simulate adds the least time of a step with one micro-batch: every phase takes as long as what is
+    slowest in it, with all else behind that. No run is faster; how near one comes is not known.
     """
     if sum(given is not None for given in (model, hf_config, params)) != 1:
         raise click.UsageError("give one of MODEL, --hf_config and --params")
@@ -95,12 +107,21 @@ def estimate(
             raise click.UsageError(f"--{name} does not go with MODEL, whose --input has all sizes")
     if goal and gpu_mem is None:
         raise click.UsageError("--for fits needs --gpu_mem")
+    if goal and (simulate or plot):
+        raise click.UsageError("--for fits prints a config alone: leave out --simulate and --plot")
+    known = given_speeds(simulate, measured, speeds)
+    if plot:
+        from zlaunch.cli.estimate_plot import check_plot
+
+        check_plot(plot)
     from zlaunch.runtime.errors import MemoryPlanError
     from zlaunch.runtime.log import set_level
     from zlaunch.runtime.memory import choices
     from zlaunch.runtime.memory.activations import of_module, of_numbers, parse_shape
     from zlaunch.runtime.memory.estimate import GIB
     from zlaunch.runtime.memory.model_sizes import from_function, from_hugging_face, from_numbers
+    from zlaunch.runtime.memory.operations import work_of_module
+    from zlaunch.runtime.memory.simulate import step_time, work_of_numbers
     from zlaunch.runtime.precision.policy import dtype_named
 
     set_level("error")  # what a model says while it is built belongs in no table
@@ -121,11 +142,26 @@ def estimate(
             activations = of_module(sizes, seq, micro_batch, kind, shape)
             if shape is not None:
                 micro_batch = parse_shape(shape)[0][0]
+        work: Operations | None = None
+        if simulate and params is not None:
+            work = work_of_numbers(sizes, seq, micro_batch)
+        elif simulate:
+            work = work_of_module(sizes, seq, micro_batch, kind, shape)
+            if work is None:
+                raise click.UsageError("--simulate needs the operations of MODEL: give --input")
     except MemoryPlanError as error:
         raise click.UsageError(str(error)) from None
     found = choices.compare(sizes, machines, activations, dtype_bytes=kind.itemsize)
+    times = []
+    if work is not None:
+        times = [step_time(sizes, machines, each.choice, work, known, kind.itemsize) for each in found]
+    if plot:
+        from zlaunch.cli.estimate_plot import write_plot
+
+        write_plot(plot, _title(sizes, machines), found, machines)
     if as_json:
-        click.echo(choices.as_json(found, machines))
+        more = [] if work is None else [time.as_dict(work, machines.world_size) for time in times]
+        click.echo(choices.as_json(found, machines, more))
         return
     if goal:
         if activations is None:
@@ -140,15 +176,26 @@ def estimate(
             )
         click.echo(choices.config_text(best, dtype=dtype, micro_batch=micro_batch))
         return
-    _show(sizes, machines, activations, found)
+    _show(sizes, machines, activations, found, times, work)
+    if plot:
+        click.echo(f"drawn: {plot}")
 
 
 def _count(gpus: int) -> str:
     return f"{gpus} GPU{'s' * (gpus > 1)}"
 
 
+def _title(sizes: ModelSizes, machines: Machines) -> str:
+    return f"{sizes.name}: {sizes.numel:,} parameters, {_count(machines.world_size)}"
+
+
 def _show(
-    sizes: ModelSizes, machines: Machines, activations: Activations | None, found: list[Estimated]
+    sizes: ModelSizes,
+    machines: Machines,
+    activations: Activations | None,
+    found: Sequence[Estimated],
+    times: Sequence[StepTime],
+    work: Operations | None,
 ) -> None:
     from rich.text import Text
 
@@ -165,7 +212,7 @@ def _show(
     parts = ("parameters", "gradients", "optimizer")
     columns = ["", "blocks checkpointed", *parts, "activations", "GPU", "host", "NVMe"]
     rows = []
-    for each in found:
+    for i, each in enumerate(found):
         fits, states = each.fits(machines), each.states
         cells = [each.choice.name, "yes" if each.choice.checkpointed else "no"]
         amounts = [getattr(states, part).device for part in parts]
@@ -174,10 +221,14 @@ def _show(
         style = "" if fits is None else "green" if fits else "dim"
         if machines.gpu_bytes is not None:
             cells.append("?" if fits is None else "fits" if fits else "no")
+        if work is not None:
+            cells += times[i].cells(work, machines.world_size)
         rows.append([Text(cell, style=style) for cell in cells])
     columns += [] if machines.gpu_bytes is None else ["fits"]
-    title = f"{sizes.name}: {sizes.numel:,} parameters, {_count(machines.world_size)}; {unit} of a rank"
-    stdout_console().print(make_table(columns, rows, title=title, right=columns[2:9]))
+    speed = [] if work is None else ["s/step", f"{work.unit}/s"]
+    columns += [*speed, *(["bound by"] if work is not None else [])]
+    title = f"{_title(sizes, machines)}; {unit} of a rank"
+    stdout_console().print(make_table(columns, rows, title=title, right=[*columns[2:9], *speed]))
     source = f"not known: {_MISSING}" if activations is None else activations.source
     click.echo(f"activations: {source}")
     if len(sizes.blocks) <= 2:
@@ -190,3 +241,7 @@ def _show(
         )
     if machines.gpu_bytes is not None and machines.host_bytes is None:
         click.echo("host memory was not checked: give --host_mem")
+    if work is not None:
+        click.echo("s/step: the least time of a step with one micro-batch, if all that can overlap does")
+    if lacking := missing_text(times):
+        click.echo(lacking)

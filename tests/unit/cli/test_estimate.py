@@ -71,6 +71,46 @@ def test_the_command(tmp_path: Path) -> None:
     assert "host memory was not checked" in fitting.stderr
 
 
+def test_the_time_of_a_step(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(MODEL)
+    (tmp_path / "net.json").write_text(
+        json.dumps({"collectives": [{"ranks": [0, 1], "bus_bytes_per_s": 1e9}]})
+    )
+    target = ["model.py:Net", "--input", "32,64", "--gpus", "2", "--simulate"]
+    shown = call(tmp_path, *target, "--tflops", "100", "--measured", "net.json")
+    assert shown.returncode == 0, shown.stderr
+    assert "samples/s" in shown.stdout and "bound by" in shown.stdout
+    assert "?: not known without --host_link, --host_bandwidth, --nvme_read, --nvme_write" in shown.stdout
+    rows = json.loads(call(tmp_path, *target, "--tflops", "1e-6", "--link", "1e6", "--json").stdout)
+    operations = 4 * 2 * 32 * 64 * 256 * 2 * 3 - 2 * 32 * 64 * 256  # the input needs no gradient
+    step = rows[0]["step"]
+    assert step["seconds"] == pytest.approx(operations / 1e6) and step["bound_by"] == "compute"
+    assert step["samples_per_s"] == pytest.approx(64 / step["seconds"]) and step["missing"] == []
+    assert rows[-1]["step"]["seconds"] is None and "--nvme_read" in rows[-1]["step"]["missing"]
+
+
+def test_a_picture_of_the_memory(tmp_path: Path) -> None:
+    numbers = ["--params", "1.5B", "--hidden", "1600", "--layers", "48", "--vocab", "50257", "--gpus", "4"]
+    drawn = call(tmp_path, *numbers, "--gpu_mem", "24", "--plot", "memory.png")
+    assert drawn.returncode == 0, drawn.stderr
+    assert "drawn: memory.png" in drawn.stdout
+    data = (tmp_path / "memory.png").read_bytes()
+    assert data.startswith(b"\x89PNG\r\n") and len(data) > 10_000
+    assert call(tmp_path, "--params", "1e9", "--plot", "memory.svg", "--json").returncode == 0
+    assert "activations are not known" in (tmp_path / "memory.svg").read_text()
+    (tmp_path / "folder.png").mkdir()
+    refused = call(tmp_path, *numbers, "--plot", "folder.png")
+    assert refused.returncode == 2 and "--plot folder.png: Is a directory" in refused.stderr
+
+
+def test_no_picture_without_matplotlib(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.backend_bases", None)
+    assert main(["estimate", "--params", "1e9", "--plot", "memory.png"]) == 2
+    assert "pip install matplotlib" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("args", "text"),
     [
@@ -94,6 +134,15 @@ def test_the_command(tmp_path: Path) -> None:
         (["nowhere.py:Net"], "nowhere.py: no such file"),
         (["script.py:Net"], 'What trains belongs under `if __name__ == "__main__":`'),
         (["--params", "7x"], "'7x' is no number of 1 or more"),
+        (["--params", "1e9", "--tflops", "100"], "--tflops goes with --simulate"),
+        (["--params", "1e9", "--measured", "x.json"], "--measured goes with --simulate"),
+        (["--params", "1e9", "--simulate", "--link", "0"], "0.0 is not in the range x>0"),
+        (["--params", "1e9", "--simulate", "--measured", "x.json"], "--measured x.json: No such file"),
+        (["--params", "1e9", "--simulate", "--measured", "model.py"], "--measured model.py is no JSON"),
+        (["--params", "1e9", "--gpu_mem", "8", "--for", "fits", "--simulate"], "leave out --simulate"),
+        (["model.py:Net", "--simulate"], "--simulate needs the operations of MODEL: give --input"),
+        (["--params", "1e9", "--plot", "memory.xyz"], "unknown suffix '.xyz'; there is "),
+        (["--params", "1e9", "--plot", "nowhere/memory.png"], "--plot nowhere/memory.png: no such folder"),
     ],
 )
 def test_mistakes(

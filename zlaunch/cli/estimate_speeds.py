@@ -1,0 +1,79 @@
+"""Read the speeds for `zlaunch estimate --simulate` from its options and from files of measurements."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from zlaunch.runtime.memory.simulate import Speeds, StepTime
+
+
+def _speed(name: str, metavar: str, text: str) -> Callable[..., Any]:
+    kind = click.FloatRange(min=0, min_open=True)
+    return click.option(name, type=kind, metavar=metavar, help=f"{text}, for --simulate.")
+
+
+SPEEDS = (
+    click.option("--simulate", is_flag=True, help="Add the least time of a step, from measured speeds."),
+    _speed("--tflops", "TFLOPS", "What the matrix products of a GPU reach"),
+    _speed("--link", "GB/S", "Bus bandwidth of the ranks' collectives, as bench net prints"),
+    _speed("--host_link", "GB/S", "Between a GPU and host memory, in each direction"),
+    _speed("--host_bandwidth", "GB/S", "Memory bandwidth of a machine"),
+    _speed("--nvme_read", "GB/S", "Drives of a machine, as bench io prints"),
+    _speed("--nvme_write", "GB/S", "The same, when it writes"),
+    click.option(
+        "--measured",
+        multiple=True,
+        metavar="FILE",
+        help="What `zlaunch bench net --json` or `bench io --json` has printed; also several times.",
+    ),
+)
+"""Options of the command, in the order of its help."""
+_FIELDS = {
+    "tflops": ("compute", 1e12),
+    "link": ("link", 1e9),
+    "host_link": ("host_link", 1e9),
+    "host_bandwidth": ("host_memory", 1e9),
+    "nvme_read": ("nvme_read", 1e9),
+    "nvme_write": ("nvme_write", 1e9),
+}
+"""Maps an option to the field of Speeds, and to its unit."""
+
+
+def given_speeds(simulate: bool, files: Sequence[str], options: Mapping[str, float | None]) -> Speeds:
+    """Return the speeds of files and options, of which the options count. Raises click.UsageError."""
+    given = {name: value for name, value in options.items() if value is not None}
+    if not simulate and (given or files):
+        name = next(iter(given), "measured")
+        raise click.UsageError(f"--{name} goes with --simulate")
+    from dataclasses import replace
+
+    from zlaunch.runtime.errors import MemoryPlanError
+    from zlaunch.runtime.memory.simulate import speeds_of_reports
+
+    try:
+        read = speeds_of_reports({file: _report(file) for file in files})
+    except MemoryPlanError as error:
+        raise click.UsageError(f"--measured: {error}") from None
+    return replace(read, **{_FIELDS[name][0]: value * _FIELDS[name][1] for name, value in given.items()})
+
+
+def _report(file: str) -> Any:
+    try:
+        with open(file, encoding="utf-8") as stream:
+            return json.load(stream)
+    except OSError as error:
+        raise click.UsageError(f"--measured {file}: {error.strerror}") from None
+    except ValueError as error:
+        raise click.UsageError(f"--measured {file} is no JSON: {error}") from None
+
+
+def missing_text(times: Sequence[StepTime]) -> str:
+    """Return which options the rows without a time need, empty where none does."""
+    lacking = {name for time in times for name in time.missing}
+    names = [f"--{option}" for option, (field, _) in _FIELDS.items() if field in lacking]
+    return f"?: not known without {', '.join(names)}" if names else ""
