@@ -60,8 +60,10 @@ def _formulas() -> dict[Any, Any]:
     def grouped(left: Any, right: Any, *args: Any, **kwargs: Any) -> int:
         return 2 * int(left[-2] * left[-1] * right[-1])
 
-    return {
-        torch.ops.aten._grouped_mm: grouped,
-        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: forward,
-        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: backward,
+    formulas = {
+        "_grouped_mm": grouped,
+        "_scaled_dot_product_flash_attention_for_cpu": forward,
+        "_scaled_dot_product_flash_attention_for_cpu_backward": backward,
     }
+    aten = torch.ops.aten
+    return {getattr(aten, name): count for name, count in formulas.items() if hasattr(aten, name)}
