@@ -86,7 +86,9 @@ def test_a_run_that_failed_and_has_secrets(tmp_path: Path, monkeypatch: pytest.M
     assert "key of the shell (not shown) and HF_TOKEN=(not shown)\n" in log
     assert "tokens_per_s=12345678, tokenizer=gpt2\n" in log
     assert "ValueError: cannot use (not shown) with api_key='(not shown)'" in files["failures.txt"].decode()
-    assert "rank 1 on localhost: exit code 1" in files["failures.txt"].decode()
+    # a machine under load may have stopped the rank before it had exited
+    failures = files["failures.txt"].decode()
+    assert any(f"rank 1 on localhost: {end}" in failures for end in ("exit code 1", "killed by SIGTERM"))
     events = [json.loads(line) for line in files["events.jsonl"].splitlines()]
     assert [event["type"] for event in events][:3] == ["start", "agent", "spawn"]
     assert json.loads(files["environment.json"])["packages"]["torch"]
