@@ -38,9 +38,10 @@ from .memory.preflight import preflight
 from .memory.resources import PINNED_SHARE
 from .monitor.logged_comm import LoggedComm
 from .monitor.observation import observe, open_monitor
+from .monitor.overflow_hint import find_overflow_hint
 from .monitor.step_clock import DISK
 from .monitor.step_reporter import StepCosts
-from .network.limits import measure_limits
+from .network.limits import limits_of
 from .offload import disk
 from .offload.background_step import BackgroundStep
 from .offload.manager import Offload
@@ -104,12 +105,17 @@ def build_engine(
     check_consistency(model, effective.digest(), comm)
     monitor = open_monitor(effective, comm)
     precision = choose_precision(effective.config)
+    overflow_hint = find_overflow_hint(model, effective.config)
+    if overflow_hint and comm.rank == 0:
+        warn(f"if gradients overflow: {overflow_hint}")
     client, groups = _choose_optimizer(optimizer, model_parameters, model, effective)
     checkpointing.apply(model, loaded.config.activation_checkpointing)
 
     whole = client is not None and _needs_whole(client, effective, comm)
     blocks, options = _plan(model, effective, comm)
-    offload, setting = _make_offload(effective, client, blocks, options, precision, comm)
+    offload, setting = _make_offload(
+        effective, client, blocks, options, precision, comm, getattr(model, "config", None)
+    )
     on_gpu = comm.device.type == "cuda"
 
     def offloaded_step(units: Sequence[Unit]) -> BackgroundStep:
@@ -171,7 +177,7 @@ def build_engine(
         sizes = engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
         return adviser.explain(asked_bytes, *sizes)
 
-    limits = _measure_limits(comm, precision)
+    limits = limits_of(comm, precision.dtype or torch.float32)
     per_element = setting.dtype_bytes * (comm.world_size - 1) / comm.world_size
     costs = StepCosts(
         flops_per_token=6 * setting.trainable + 4 * setting.frozen,
@@ -183,7 +189,7 @@ def build_engine(
         states=StateMover(sharded, step, effective.config),
         offload=offload,
         monitor=monitor,
-        around=observe(engine, effective.config, monitor, disk_waits, explain, costs),
+        around=observe(engine, effective.config, monitor, disk_waits, explain, costs, overflow_hint),
     )
     if monitor.enabled:
         engine.step_observers.append(monitor.after_step)
@@ -275,6 +281,7 @@ def _make_offload(
     options: ShardingOptions,
     precision: Precision,
     comm: Comm,
+    described: object,
 ) -> tuple[Offload | None, Setting]:
     """Check that a rank's memory suffices; build the Offload if the config asks for one, and return it with
     what the plan has counted.
@@ -284,7 +291,15 @@ def _make_offload(
     accumulation = int(config.gradient_accumulation_steps or 1)
     snapshots = config.checkpoint.is_asynchronous
     setting, free = preflight(
-        blocks, options, chosen, optimizer, precision, comm, accumulation, snapshots=snapshots
+        blocks,
+        options,
+        chosen,
+        optimizer,
+        precision,
+        comm,
+        accumulation,
+        snapshots=snapshots,
+        described=described,
     )
     chosen = replace(chosen, pinned_budget_bytes=int(PINNED_SHARE * free.host))
     return Offload(chosen, comm) if chosen.any else None, setting
@@ -375,16 +390,6 @@ def _make_scheduler(given: Any, effective: Effective, optimizer: torch.optim.Opt
         return build_scheduler(section.type, dict(section.params), optimizer)
     except ValueError as error:
         raise ConfigError([f"{effective.loaded.origin}: {error}"]) from None
-
-
-def _measure_limits(comm: Comm, precision: Precision) -> dict[str, float]:
-    """Measure what this rank can reach, where somebody listens: the same on all ranks."""
-    if read_environment().event_fd is None:
-        return {}
-    # what goes through shared memory has no link
-    return measure_limits(
-        comm.device, precision.dtype or torch.float32, link=comm.world_size > 1 and not comm.shared
-    )
 
 
 def _record(effective: Effective, comm: Comm, limits: Mapping[str, float]) -> None:

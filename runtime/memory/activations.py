@@ -21,11 +21,8 @@ from ..activation.checkpointing import checkpoint_blocks
 from ..errors import MemoryPlanError
 from ..zero.output_tensors import tensors_in
 from .model_sizes import ModelSizes, described
+from .transformer import Activations, transformer_activations
 
-_LAYER_BYTES = 34
-"""Counts the bytes that a transformer layer keeps for each element of its input in 16 bits, with an attention
-that keeps no matrix of scores (Korthikanti et al., 2022, equation 1 without its second term).
-"""
 _DTYPES = {
     "int64": torch.int64,
     "float32": torch.float32,
@@ -37,30 +34,12 @@ Shape = tuple[Sequence[int], torch.dtype | None]
 """Is an input's sizes and dtype; None stands for the compute dtype."""
 
 
-@dataclass(frozen=True, slots=True)
-class Activations:
-    """Holds the bytes that a rank's activations take at most, in a step with one micro-batch."""
-
-    plain: int
-    checkpointed: int | None
-    """With every block checkpointed; None where there are no blocks."""
-    source: str
-
-
 def of_numbers(model: ModelSizes, sequence: int, micro_batch: int, dtype_bytes: int) -> Activations | None:
-    """Estimate a transformer's activations from its width, depth and vocabulary; None if one is not known.
-
-    Source: Korthikanti et al., 2022, "Reducing Activation Recomputation in Large Transformer Models". The
-    output layer has logits in the compute dtype and in fp32, and a gradient of each.
-    """
+    """Estimate a transformer's activations by the formula; None if width, depth or vocabulary is not known."""
     if model.hidden is None or model.layers is None or model.vocab is None:
         return None
     tokens = sequence * micro_batch
-    layer = _LAYER_BYTES * tokens * model.hidden * dtype_bytes // 2
-    head = tokens * model.vocab * 2 * (dtype_bytes + 4)
-    inputs = tokens * model.hidden * dtype_bytes * model.layers
-    source = "the formula of Korthikanti et al., 2022"
-    return Activations(layer * model.layers + head, inputs + max(layer, head), source)
+    return transformer_activations(model.hidden, model.layers, model.vocab, tokens, dtype_bytes)
 
 
 def of_module(

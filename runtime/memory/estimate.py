@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from ..errors import MemoryPlanError
 from ..offload.manager import OffloadOptions, Tier
+from .transformer import Activations
 
 GIB = 2**30
 _UNITS = ((GIB, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
@@ -255,9 +256,11 @@ def check(s: Setting, free: Amounts, parameters_disk: int | None = None) -> None
     raise MemoryPlanError(f"the model does not fit: {' and '.join(missing)} for each rank. {advice}")
 
 
-def describe(s: Setting, free: Amounts, present: Amounts) -> list[str]:
+def describe(
+    s: Setting, free: Amounts, present: Amounts, of_token: Activations | None = None
+) -> list[str]:
     """Describe the plan in short lines, each in one unit. ``present`` is what the model takes before
-    ``initialize``.
+    ``initialize``, ``of_token`` what a token's activations take, where that is known.
     """
     found = plan(s)
     total, most = found.total, peak(s, present)
@@ -278,7 +281,23 @@ def describe(s: Setting, free: Amounts, present: Amounts) -> list[str]:
     if found.snapshot.host:
         lines.append(f"asynchronous checkpoints: {shown_bytes(found.snapshot.host)} of host memory")
     left = free.host - total.device - total.host if s.device_is_host else free.device - total.device
-    return [*lines, f"left for activations: {shown_bytes(max(0, left))}"]
+    return [*lines, f"left for activations: {shown_bytes(max(0, left))}{_tokens(of_token, max(0, left))}"]
+
+
+def _tokens(each: Activations | None, left: int) -> str:
+    """Say how many tokens a micro-batch may have."""
+    if each is None or each.checkpointed is None:
+        return ""
+    return (
+        f", by {each.source} enough for a micro-batch of {_rounded(left // each.plain)} tokens, with every "
+        f"block checkpointed {_rounded(left // each.checkpointed)}"
+    )
+
+
+def _rounded(count: int) -> str:
+    """Write a number in two digits and zeros: more is not known of an estimate."""
+    places = max(0, len(str(count)) - 2)
+    return f"{count // 10**places * 10**places:,}"
 
 
 def _in_one_unit(*amounts: int) -> list[str]:

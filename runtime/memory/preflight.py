@@ -18,6 +18,7 @@ from ..zero import placeholder
 from ..zero.unit import owner_of
 from ..zero.unit_policy import Block, ShardingOptions
 from .estimate import Amounts, Setting, check, describe
+from .transformer import activations_per_token
 from .resources import available, other_drive_bytes
 
 
@@ -31,6 +32,7 @@ def preflight(
     accumulation: int,
     *,
     snapshots: bool,
+    described: object,
 ) -> tuple[Setting, Amounts]:
     """Print the plan on rank 0; return what it has counted and what a rank may take. Raises MemoryPlanError
     on every rank if the plan does not fit on one of them. Collective.
@@ -63,7 +65,8 @@ def preflight(
     if comm.rank == 0:
         on_cpu = comm.device.type == "cpu"
         present = Amounts(device=in_host if on_cpu else on_device, host=0 if on_cpu else in_host)
-        for line in describe(setting, free, present):
+        of_token = activations_per_token(described, setting.dtype_bytes)
+        for line in describe(setting, free, present, of_token):
             say(line)
     problem = None
     try:

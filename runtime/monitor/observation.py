@@ -14,7 +14,7 @@ from ..comm.collectives import Comm
 from ..comm.waits import waits
 from ..config import Config, Effective
 from ..environment import read_environment
-from ..errors import MonitorError
+from ..errors import LossScaleFloorError, MonitorError
 from ..memory.advice import raise_with_advice
 from ..profiler import named
 from .breakdown import MemoryBreakdown, WallClockBreakdown
@@ -61,10 +61,12 @@ def observe(
     more_waits: Mapping[str, Callable[[], float]],
     explain: Callable[[int], str],
     costs: StepCosts,
+    overflow_hint: str,
 ) -> Around:
     """Return what surrounds an engine's forward, backward and step. ``more_waits``: by name, the seconds that
     this process has waited for something besides communication; ``explain`` returns what is added to the
-    error where so many bytes could not be allocated.
+    error where so many bytes could not be allocated; ``overflow_hint`` is added where the loss scale cannot
+    shrink any further.
     """
     on_gpu = engine.device.type == "cuda"
     # A stream waits for NCCL, and marks around that are what the clock reads there.
@@ -106,7 +108,7 @@ def observe(
             return nullcontext()
         if args or kwargs:
             reporter.count_tokens(args, kwargs)
-        call: AbstractContextManager[None] = ObservedCall(clock, name, explain)
+        call: AbstractContextManager[None] = ObservedCall(clock, name, explain, overflow_hint)
         if trace is not None and trace.is_on:
             call = _both(named(name), call)
         return call if profiler is None else profiler.surround(name, call)
@@ -115,18 +117,22 @@ def observe(
 
 
 class ObservedCall(TimedPart):
-    """Times a call, and explains an out-of-memory error in it."""
+    """Times a call, and explains what it raises for want of memory, or of range in fp16."""
 
-    __slots__ = ("_explain", "_where")
+    __slots__ = ("_explain", "_overflow_hint", "_where")
 
-    def __init__(self, clock: StepClock, name: str, explain: Callable[[int], str]) -> None:
+    def __init__(
+        self, clock: StepClock, name: str, explain: Callable[[int], str], overflow_hint: str
+    ) -> None:
         super().__init__(clock, name)
-        self._where, self._explain = name, explain
+        self._where, self._explain, self._overflow_hint = name, explain, overflow_hint
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         super().__exit__(kind, error, trace)
         if error is not None:
             raise_with_advice(error, self._where, self._explain)
+            if isinstance(error, LossScaleFloorError) and self._overflow_hint:
+                raise LossScaleFloorError(f"{error}. Here {self._overflow_hint}") from error
 
 
 def _trace(rank: int, *, on_gpu: bool) -> StepTrace | None:

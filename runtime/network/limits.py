@@ -8,9 +8,20 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+from ..comm.collectives import Comm
+from ..environment import read_environment
+
 _WIDTH, _WIDTH_ON_GPU = 512, 4096
 _BYTES, _BYTES_ON_GPU = 1 << 20, 1 << 25
 _REPEATS = 3
+
+
+def limits_of(comm: Comm, dtype: torch.dtype) -> dict[str, float]:
+    """Measure what this rank can reach, where a launcher listens: the same on all ranks. Collective."""
+    if read_environment().event_fd is None:
+        return {}
+    # what goes through shared memory has no link
+    return measure_limits(comm.device, dtype, link=comm.world_size > 1 and not comm.shared)
 
 
 def measure_limits(device: torch.device, dtype: torch.dtype, *, link: bool) -> dict[str, float]:

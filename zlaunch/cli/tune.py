@@ -187,14 +187,16 @@ class _Tuning:
                 (
                     trial.variant.name,
                     f"{trial.steps_per_s:.4g}" if trial.is_ok else "",
+                    f"{trial.samples_per_s:.4g}" if trial.samples_per_s else "",
                     f"{trial.tokens_per_s:.0f}" if trial.tokens_per_s else "",
+                    f"{trial.mfu:.2g}" if trial.mfu else "",
                     f"{times:.2f}" if times is not None and trial.is_ok else "",
                     f"{trial.memory_gb:.2f} GB" if trial.memory_gb else "",
                     trial.verdict,
                 )
             )
-        columns = ("variant", "steps/s", "tokens/s", "times your own", "memory", "verdict")
-        stdout_console().print(make_table(columns, rows, right=columns[1:5]))
+        columns = ("variant", "steps/s", "samples/s", "tokens/s", "MFU", "times your own", "memory", "verdict")
+        stdout_console().print(make_table(columns, rows, right=columns[1:7]))
         folder = self.results.folder
         if self.best is None:
             click.echo(f"no run came to a speed: {folder / 'runs'} has what each printed, in console.log")

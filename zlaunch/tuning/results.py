@@ -15,7 +15,7 @@ from zlaunch.tuning.variants import Placement, Variant
 
 _COLUMNS = (
     *("number", "variant", "verdict", "steps_per_s", "tokens_per_s", "memory_gb", "host_gb", "seconds"),
-    "changes",
+    *("samples_per_s", "mfu", "changes"),
 )
 
 

@@ -29,6 +29,9 @@ class Trial:
     host_gb: float = 0.0
     seconds: float = 0.0
     """Counts the seconds of the whole run."""
+    samples_per_s: float = 0.0
+    mfu: float = 0.0
+    """Gives the share that the run reached of what matrix multiplications reach there; 0: not known."""
 
     def but_failed(self, why: str) -> Trial:
         """Return the trial without a speed."""

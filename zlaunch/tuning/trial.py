@@ -142,6 +142,8 @@ class StepTimes:
         self._times: list[tuple[int, float]] = []
         """Step and time of rank 0's reports."""
         self._tokens: list[float] = []
+        self._samples: list[float] = []
+        self._mfu: list[float] = []
         self._memory: dict[int, float] = {}
         self._host: dict[int, float] = {}
         self._errors: list[str] = []
@@ -173,6 +175,8 @@ class StepTimes:
         if rank == 0 and isinstance(values.get("engine_step"), int) and "samples_per_s" in values:
             self._times.append((values["engine_step"], when))
             self._tokens.append(float(values.get("tokens_per_s", 0.0)))
+            self._samples.append(float(values["samples_per_s"]))
+            self._mfu.append(float(values.get("mfu", 0.0)))
 
     def trial(self, variant: Variant, code: int, seconds: float) -> Trial:
         """Return what came of the run, which has ended with an exit code."""
@@ -190,8 +194,21 @@ class StepTimes:
         # The median leaves out a step that something else has held up.
         each = [(b[1] - a[1]) / max(b[0] - a[0], 1) for a, b in pairwise(timed)]
         speed = 1 / max(median(each), 1e-9)
-        tokens = self._tokens[self._limits.warmup :] or self._tokens
-        return Trial(variant, OK, speed, sum(tokens) / max(len(tokens), 1), *most, seconds)
+        return Trial(
+            variant,
+            OK,
+            speed,
+            self._mean(self._tokens),
+            *most,
+            seconds,
+            self._mean(self._samples),
+            self._mean(self._mfu),
+        )
+
+    def _mean(self, reported: Sequence[float]) -> float:
+        """Return the mean of the timed steps' values."""
+        timed = reported[self._limits.warmup :] or reported
+        return sum(timed) / max(len(timed), 1)
 
     def _why(self, code: int, seconds: float) -> str:
         if code == 0 and not self._times:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import types
 from pathlib import Path
 from typing import Any
 
@@ -152,3 +153,30 @@ def _options(extra: dict[str, Any]) -> list[float]:
 )
 def test_ways_to_reduce_do_not_change_training(extra: dict[str, object]) -> None:
     assert run_workers(_options, 2, extra)[0] == pytest.approx(run_workers(_options, 2, {})[0], rel=5e-3)
+
+
+def _from_bf16(kind: str) -> str:
+    zlaunch.init_distributed()
+    fp16 = {"enabled": True, "initial_scale_power": 0, "hysteresis": 1}
+    model = net()
+    if kind == "values":
+        model.to(torch.bfloat16)
+    elif kind == "config":
+        model.config = types.SimpleNamespace(dtype=torch.bfloat16)  # type: ignore[assignment]  # as transformers
+    engine, *_ = zlaunch.initialize(model=model, config=config(2, 1, fp16=fp16))
+    loss = loss_of(engine, batches(1, 1)[0])
+    engine.backward(loss * float("nan"))
+    with pytest.raises(LossScaleFloorError) as caught:
+        engine.step()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["values", "config", "neither"])
+def test_a_model_trained_in_bf16_that_overflows_in_fp16_is_told_so(
+    kind: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (text,) = run_workers(_from_bf16, 1, kind)
+    hint = "the model is in bf16, so it was probably trained in that, and fp16 cannot hold values above 65504"
+    assert "the loss scale is at its minimum" in text
+    assert (hint in text) == (kind != "neither")
+    assert (f"if gradients overflow: {hint}" in capfd.readouterr().err) == (kind != "neither")

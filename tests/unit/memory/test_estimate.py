@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from zlaunch.runtime.memory.estimate import (
     plan,
     shortages,
 )
+from zlaunch.runtime.memory.transformer import activations_per_token
 from zlaunch.runtime.offload.manager import OffloadOptions, Tier
 
 BLOCKS = [10_000_000, *[30_000_000] * 33]  # about a billion
@@ -124,6 +126,23 @@ def test_alternatives_come_in_the_order_of_their_cost_and_differ() -> None:
     assert len(set(texts)) == len(texts)
     assert all("offload" in text for text in texts[3:])
     assert all(not shortages(s, PLENTY) for _, s in alternatives(setting(1, 2)))
+
+
+def test_the_plan_says_how_many_tokens_fit() -> None:
+    """GPT-2 XL in 16 bits: a layer keeps 34 x 1600 bytes a token, the head 50257 x 12, a block's input 3200."""
+    free, used = Amounts(device=24 * GIB, host=64 * GIB), Amounts(device=GIB)
+    described = types.SimpleNamespace(n_embd=1600, n_layer=48, vocab_size=50257, n_head=25)
+    of_token = activations_per_token(described, 2)
+    assert of_token is not None
+    assert of_token.plain == 48 * 34 * 1600 + 50257 * 12
+    assert of_token.checkpointed == 48 * 3200 + 50257 * 12
+    said = describe(setting(2, 8), free, used, of_token)[-1]
+    left = free.device - plan(setting(2, 8)).total.device
+    assert said.startswith("left for activations: ")
+    assert f"for a micro-batch of {left // of_token.plain // 100 * 100:,} tokens, with every block" in said
+    assert said.endswith(f" checkpointed {left // of_token.checkpointed // 1000 * 1000:,}")
+    for other in (None, types.SimpleNamespace(n_embd=1600, vocab_size=5), types.SimpleNamespace(hidden_size="x")):
+        assert activations_per_token(other, 2) is None
 
 
 def test_the_lines_are_short_and_have_one_unit_each() -> None:

@@ -1,0 +1,56 @@
+"""Estimates the memory of a transformer's activations by a formula."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+_LAYER_BYTES = 34
+"""Counts the bytes that a transformer layer keeps for each element of its input in 16 bits, with an attention
+that keeps no matrix of scores (Korthikanti et al., 2022, equation 1 without its second term).
+"""
+_NAMES: tuple[Sequence[str], ...] = (
+    ("hidden_size", "d_model", "n_embd"),
+    ("num_hidden_layers", "num_layers", "n_layer"),
+    ("vocab_size",),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Activations:
+    """Holds the bytes that a rank's activations take at most, in a step with one micro-batch."""
+
+    plain: int
+    checkpointed: int | None
+    """With every block checkpointed; None where there are no blocks."""
+    source: str
+
+
+def transformer_activations(
+    hidden: int, layers: int, vocab: int, tokens: int, dtype_bytes: int
+) -> Activations:
+    """Estimate a transformer's activations from its width, depth, vocabulary and the tokens of a micro-batch.
+
+    Source: Korthikanti et al., 2022, "Reducing Activation Recomputation in Large Transformer Models". The
+    output layer has logits in the compute dtype and in fp32, and a gradient of each.
+    """
+    layer = _LAYER_BYTES * tokens * hidden * dtype_bytes // 2
+    head = tokens * vocab * 2 * (dtype_bytes + 4)
+    inputs = tokens * hidden * dtype_bytes * layers
+    source = "the formula of Korthikanti et al., 2022"
+    return Activations(layer * layers + head, inputs + max(layer, head), source)
+
+
+def activations_per_token(described: object, dtype_bytes: int) -> Activations | None:
+    """Estimate the activations of one token from a Hugging Face model's config; None where it does not say
+    its width, depth and vocabulary.
+    """
+    found: list[int] = []
+    for names in _NAMES:
+        values = [getattr(described, name, None) for name in names]
+        known = [value for value in values if isinstance(value, int) and value > 0]
+        if not known:
+            return None
+        found.append(known[0])
+    hidden, layers, vocab = found
+    return transformer_activations(hidden, layers, vocab, 1, dtype_bytes)
