@@ -36,12 +36,11 @@ from .memory.advice import MemoryAdviser
 from .memory.estimate import Setting
 from .memory.preflight import preflight
 from .memory.resources import PINNED_SHARE
+from .monitor.limits import measure_costs
 from .monitor.logged_comm import LoggedComm
 from .monitor.observation import observe, open_monitor
 from .monitor.overflow_hint import find_overflow_hint
 from .monitor.step_clock import DISK
-from .monitor.step_reporter import StepCosts
-from .network.limits import limits_of
 from .offload import disk
 from .offload.background_step import BackgroundStep
 from .offload.manager import Offload
@@ -177,13 +176,7 @@ def build_engine(
         sizes = engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
         return adviser.explain(asked_bytes, *sizes)
 
-    limits = limits_of(comm, precision.dtype or torch.float32)
-    per_element = setting.dtype_bytes * (comm.world_size - 1) / comm.world_size
-    costs = StepCosts(
-        flops_per_token=6 * setting.trainable + 4 * setting.frozen,
-        moved_bytes=lambda: sum(comm.moved.values()) * per_element,
-        limits=limits,
-    )
+    costs = measure_costs(comm, setting, precision.dtype or torch.float32, offload)
     engine.attach(
         checkpoints=checkpoints,
         states=StateMover(sharded, step, effective.config),
@@ -197,7 +190,7 @@ def build_engine(
         guard(client, engine, kind.optimizer_class or ZeroOptimizer)
     if training_data is not None:
         engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=collate_fn)
-    _record(effective, comm, limits)
+    _record(effective, comm, costs.limits)
     return engine, client, engine.training_dataloader, engine.lr_scheduler
 
 

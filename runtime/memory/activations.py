@@ -8,7 +8,6 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -35,7 +34,7 @@ Shape = tuple[Sequence[int], torch.dtype | None]
 
 
 def of_numbers(model: ModelSizes, sequence: int, micro_batch: int, dtype_bytes: int) -> Activations | None:
-    """Estimate a transformer's activations by the formula; None if width, depth or vocabulary is not known."""
+    """Estimate a transformer's activations by the formula; None where a size is missing."""
     if model.hidden is None or model.layers is None or model.vocab is None:
         return None
     tokens = sequence * micro_batch

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..offload.manager import OffloadOptions, Tier
-from .activations import Activations
 from .estimate import GIB, MemoryPlan, Setting, plan
 from .model_sizes import ModelSizes
+from .transformer import Activations
 
 _ADAM_STATES = 2
 CONTEXT_BYTES = GIB

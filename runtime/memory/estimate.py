@@ -256,9 +256,7 @@ def check(s: Setting, free: Amounts, parameters_disk: int | None = None) -> None
     raise MemoryPlanError(f"the model does not fit: {' and '.join(missing)} for each rank. {advice}")
 
 
-def describe(
-    s: Setting, free: Amounts, present: Amounts, of_token: Activations | None = None
-) -> list[str]:
+def describe(s: Setting, free: Amounts, present: Amounts, of_token: Activations | None = None) -> list[str]:
     """Describe the plan in short lines, each in one unit. ``present`` is what the model takes before
     ``initialize``, ``of_token`` what a token's activations take, where that is known.
     """

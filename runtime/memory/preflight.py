@@ -18,8 +18,8 @@ from ..zero import placeholder
 from ..zero.unit import owner_of
 from ..zero.unit_policy import Block, ShardingOptions
 from .estimate import Amounts, Setting, check, describe
-from .transformer import activations_per_token
 from .resources import available, other_drive_bytes
+from .transformer import activations_per_token
 
 
 def preflight(

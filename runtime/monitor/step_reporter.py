@@ -59,8 +59,10 @@ class StepCosts:
     """
     moved_bytes: Callable[[], float] = float
     """Returns the bytes that this rank's links have moved so far, as nccl-tests counts them for the bus."""
+    disk_bytes: Callable[[], float] = float
+    """Returns the bytes that this rank has read from and written to disks so far."""
     limits: Mapping[str, float] = field(default_factory=dict)
-    """Holds what ``measure_limits`` has found."""
+    """Holds what ``limits_of`` has found."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +91,8 @@ class StepReporter:
     ) -> None:
         """Report on ``loop``, in all ``every`` steps and at other times."""
         self._loop, self._total_steps, self.on_gpu = loop, total_steps, on_gpu
-        self._costs, self._moved_bytes = costs, costs.moved_bytes()
+        self._costs = costs
+        self._moved = {"moved_mb": costs.moved_bytes(), "disk_mb": costs.disk_bytes()}
         self._sees_use = on_gpu
         first = loop.global_rank == 0
         self._every = int(every) if first and every and math.isfinite(every) else 0
@@ -216,10 +219,11 @@ class StepReporter:
             found["tflops"] = flops / seconds / 1e12
             if reached := self._costs.limits.get("matmul_tflops"):
                 found["mfu"] = found["tflops"] / reached
-        moved = self._costs.moved_bytes()
-        if steps and moved > self._moved_bytes:
-            found["moved_mb"] = (moved - self._moved_bytes) / steps / 1e6
-        self._moved_bytes = moved
+        moved = {"moved_mb": self._costs.moved_bytes(), "disk_mb": self._costs.disk_bytes()}
+        for name, nbytes in moved.items():
+            if steps and nbytes > self._moved[name]:
+                found[name] = (nbytes - self._moved[name]) / steps / 1e6
+        self._moved = moved
         self._measured_at, self._samples, self._tokens = now, self._loop.global_samples, 0
         return found
 

@@ -12,12 +12,14 @@ from pathlib import Path
 
 from ..errors import DiskError
 from .disk import DiskEngine, ScratchFile, aligned, aligned_buffer
+from .manager import OffloadOptions
 
 BLOCKS_BYTES = (256 << 10, 1 << 20, 4 << 20)
 THREADS = (1, 2, 4, 8)
 STATE_BYTES_PER_PARAMETER = 12
 """Counts the fp32 master weight and Adam's two moments: read and written once a step."""
 _ROUNDS = 3
+_PROBE_BYTES = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +80,26 @@ def measure(folder: str | os.PathLike[str], nbytes: int) -> Iterator[Speed]:
         file.close()
 
 
-def _measure(file: ScratchFile, buffer: memoryview, block_bytes: int, threads: int) -> Speed:
+def probe(folder: str | os.PathLike[str], options: OffloadOptions) -> Speed:
+    """Measure the speed with an offload's settings, shortly: some megabytes, once. Raises DiskError."""
+    path = Path(folder) / f".zlaunch-probe-{os.getpid()}"
+    file = ScratchFile(path)
+    try:
+        os.unlink(path)
+        file.reserve(_PROBE_BYTES)
+        buffer = aligned_buffer(_PROBE_BYTES)
+        return _measure(file, buffer, options.block_bytes, options.threads, rounds=1)
+    finally:
+        file.close()
+
+
+def _measure(
+    file: ScratchFile, buffer: memoryview, block_bytes: int, threads: int, *, rounds: int = _ROUNDS
+) -> Speed:
     engine = DiskEngine(block_bytes=block_bytes, threads=threads)
     try:
         times: dict[str, list[float]] = {"read": [], "write": []}
-        for _ in range(_ROUNDS):
+        for _ in range(rounds):
             for name, move in (("write", engine.write), ("read", engine.read)):
                 started = time.perf_counter()
                 move(file, buffer).wait()

@@ -125,6 +125,11 @@ class Offload:
             self.folders.append(folder)
         return ScratchFile(folder.path / name)
 
+    @property
+    def moved_bytes(self) -> int:
+        """Return the bytes that were read from and written to disks so far."""
+        return 0 if self.engine is None else self.engine.read_bytes + self.engine.written_bytes
+
     def expect(self, numel: int) -> None:
         """Set the number of trainable elements: ``options.ratio`` of them are kept off the device."""
         self._leaving = round(numel * self.options.ratio)

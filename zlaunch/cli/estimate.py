@@ -12,10 +12,10 @@ from zlaunch.cli.commands import SETTINGS, count_option, with_options
 from zlaunch.cli.estimate_speeds import SPEEDS, given_speeds, missing_text
 
 if TYPE_CHECKING:
-    from zlaunch.runtime.memory.activations import Activations
     from zlaunch.runtime.memory.choices import Estimated, Machines
     from zlaunch.runtime.memory.model_sizes import ModelSizes
     from zlaunch.runtime.memory.simulate import Operations, StepTime
+    from zlaunch.runtime.memory.transformer import Activations
 
 _MISSING = "give MODEL with --input, --hf_config, or --params with --hidden, --layers and --vocab"
 _SUFFIXES = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}

@@ -195,8 +195,8 @@ class _Tuning:
                     trial.verdict,
                 )
             )
-        columns = ("variant", "steps/s", "samples/s", "tokens/s", "MFU", "times your own", "memory", "verdict")
-        stdout_console().print(make_table(columns, rows, right=columns[1:7]))
+        numbers = ("steps/s", "samples/s", "tokens/s", "MFU", "times your own", "memory")
+        stdout_console().print(make_table(("variant", *numbers, "verdict"), rows, right=numbers))
         folder = self.results.folder
         if self.best is None:
             click.echo(f"no run came to a speed: {folder / 'runs'} has what each printed, in console.log")

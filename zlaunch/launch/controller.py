@@ -250,6 +250,8 @@ class Controller:
             self.hang.activity()
             self.progress.take(event)
             self.console.metrics(event)
+        elif kind == "environment":
+            self.progress.take(event)
         elif kind == "standing":
             self.hang.standing(event)
         elif kind == "checkpoint":

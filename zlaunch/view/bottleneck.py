@@ -44,7 +44,7 @@ def find_bottleneck(
 
     ``times``: the milliseconds of a step's parts by rank, as in a report. ``facts``: by name what else is
     known, of a report and of what was measured at the start: ``mfu``, ``micro_tokens``, ``moved_mb``,
-    ``link_gbs``. Ranks wait for each other in
+    ``link_gbs``, ``disk_mb``, ``disk_gbs``. Ranks wait for each other in
     collectives, so the one that waits least while it works longest is the one that the others wait for.
     """
     if not times:
@@ -80,7 +80,12 @@ def find_bottleneck(
         )
     more = _reached(facts) if kind == "compute" else ""
     if kind == "communication":
-        more = _link_share(facts, shares[kind])
+        moved, speed = facts.get("moved_mb", 0.0), facts.get("link_gbs", 0.0)
+        more = _least_time(moved, speed)
+        if more and moved / speed < _LATENCY * shares[kind]:
+            more += ": the batch is small, its messages cost more than their bytes"
+    elif kind == "disk":
+        more = _least_time(facts.get("disk_mb", 0.0), facts.get("disk_gbs", 0.0))
     return Bottleneck(kind, _sentence(kind, took, nodes, backward=means["backward_ms"]) + more)
 
 
@@ -89,18 +94,14 @@ def _reached(facts: Mapping[str, float]) -> str:
     return f", at {facts['mfu']:.2g} of what matrix multiplications reach here" if "mfu" in facts else ""
 
 
-def _link_share(facts: Mapping[str, float], waited_ms: float) -> str:
-    """Say how long the link needs for what is moved, by its measured speed, and what that means."""
-    moved, speed = facts.get("moved_mb", 0.0), facts.get("link_gbs", 0.0)
+def _least_time(moved: float, speed: float) -> str:
+    """Say how long it takes at least to move so many MB, by the GB/s measured at the start."""
     if moved <= 0 or speed <= 0:
         return ""
     least_ms = moved / speed
-    text = (
+    return (
         f". What a rank moves, {moved:.3g} MB, takes {least_ms:.3g} ms at the {speed:.3g} GB/s of the start"
     )
-    if least_ms < _LATENCY * waited_ms:
-        return f"{text}: the batch is small, its messages cost more than their bytes"
-    return text
 
 
 def _sentence(kind: str, took: str, nodes: int, *, backward: float) -> str:

@@ -208,7 +208,7 @@ _LINE = (
 
 def _own_words(values: Mapping[str, Any]) -> list[str]:
     """Write the values that a line has no words of its own for."""
-    known = (*_LINE, "memory_gb", "host_gb", "gpu_use", "tokens", "micro_tokens", "moved_mb")
+    known = (*_LINE, "memory_gb", "host_gb", "gpu_use", "tokens", "micro_tokens", "moved_mb", "disk_mb")
     return [
         f"{name} {value:.4g}"
         for name, value in values.items()

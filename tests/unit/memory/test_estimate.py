@@ -129,7 +129,7 @@ def test_alternatives_come_in_the_order_of_their_cost_and_differ() -> None:
 
 
 def test_the_plan_says_how_many_tokens_fit() -> None:
-    """GPT-2 XL in 16 bits: a layer keeps 34 x 1600 bytes a token, the head 50257 x 12, a block's input 3200."""
+    """GPT-2 XL in 16 bits: a layer keeps 34 x 1600 bytes a token, the head 50257 x 12, a block 3200."""
     free, used = Amounts(device=24 * GIB, host=64 * GIB), Amounts(device=GIB)
     described = types.SimpleNamespace(n_embd=1600, n_layer=48, vocab_size=50257, n_head=25)
     of_token = activations_per_token(described, 2)
@@ -141,7 +141,8 @@ def test_the_plan_says_how_many_tokens_fit() -> None:
     assert said.startswith("left for activations: ")
     assert f"for a micro-batch of {left // of_token.plain // 100 * 100:,} tokens, with every block" in said
     assert said.endswith(f" checkpointed {left // of_token.checkpointed // 1000 * 1000:,}")
-    for other in (None, types.SimpleNamespace(n_embd=1600, vocab_size=5), types.SimpleNamespace(hidden_size="x")):
+    part = types.SimpleNamespace(n_embd=1600, vocab_size=5)
+    for other in (None, part, types.SimpleNamespace(hidden_size="x")):
         assert activations_per_token(other, 2) is None
 
 

@@ -88,6 +88,10 @@ def test_parts_of_what_was_measured() -> None:
     few = sentence(sends, moved_mb=5.0, link_gbs=1.0)
     assert few.endswith(": the batch is small, its messages cost more than their bytes")
     assert ". What" not in sentence(sends, moved_mb=50.0)
+    reads = {"forward": 30.0, "disk": 70.0}
+    assert sentence(reads, disk_mb=100.0, disk_gbs=2.0).endswith(
+        "`zlaunch bench io` measures it. What a rank moves, 100 MB, takes 50 ms at the 2 GB/s of the start"
+    )
 
 
 @pytest.mark.parametrize("part", [name for name in SHORT if name != "communication"])

@@ -10,18 +10,42 @@ import torch.distributed as dist
 
 from ..comm.collectives import Comm
 from ..environment import read_environment
+from ..errors import DiskError
+from ..memory.estimate import Setting
+from ..offload.disk_benchmark import probe
+from ..offload.manager import Offload
+from .step_reporter import StepCosts
 
 _WIDTH, _WIDTH_ON_GPU = 512, 4096
 _BYTES, _BYTES_ON_GPU = 1 << 20, 1 << 25
 _REPEATS = 3
 
 
-def limits_of(comm: Comm, dtype: torch.dtype) -> dict[str, float]:
-    """Measure what this rank can reach, where a launcher listens: the same on all ranks. Collective."""
-    if read_environment().event_fd is None:
+def measure_costs(comm: Comm, setting: Setting, dtype: torch.dtype, offload: Offload | None) -> StepCosts:
+    """Return what a step of an engine costs, and what this rank can reach. Collective."""
+    per_element = setting.dtype_bytes * (comm.world_size - 1) / comm.world_size
+    return StepCosts(
+        flops_per_token=6 * setting.trainable + 4 * setting.frozen,
+        moved_bytes=lambda: sum(comm.moved.values()) * per_element,
+        disk_bytes=lambda: 0 if offload is None else offload.moved_bytes,
+        limits=limits_of(comm, dtype, offload),
+    )
+
+
+def limits_of(comm: Comm, dtype: torch.dtype, offload: Offload | None) -> dict[str, float]:
+    """Measure what this rank can reach, where a launcher listens to every rank. Collective. With state on a
+    disk it adds ``disk_gbs``, the 1e9 bytes a second of reads and writes of equal amounts.
+    """
+    if not all(comm.exchange(read_environment().event_fd is not None)):
         return {}
     # what goes through shared memory has no link
-    return measure_limits(comm.device, dtype, link=comm.world_size > 1 and not comm.shared)
+    found = measure_limits(comm.device, dtype, link=comm.world_size > 1 and not comm.shared)
+    if offload is not None and offload.folders:
+        try:
+            found["disk_gbs"] = probe(offload.folders[0].path, offload.options).step / 1e9
+        except DiskError:  # a disk that is full ends the run with a message of its own when it is needed
+            pass
+    return found
 
 
 def measure_limits(device: torch.device, dtype: torch.dtype, *, link: bool) -> dict[str, float]:
