@@ -112,9 +112,7 @@ def build_engine(
 
     whole = client is not None and _needs_whole(client, effective, comm)
     blocks, options = _plan(model, effective, comm)
-    offload, setting = _make_offload(
-        effective, client, blocks, options, precision, comm, getattr(model, "config", None)
-    )
+    offload, setting = _make_offload(effective, client, blocks, options, precision, comm, model)
     on_gpu = comm.device.type == "cuda"
 
     def offloaded_step(units: Sequence[Unit]) -> BackgroundStep:
@@ -170,13 +168,14 @@ def build_engine(
         comm.device,
         loaded.raw,
         checkpoints=effective.config.activation_checkpointing.enabled,
+        has_blocks=checkpointing.has_blocks(model),
     )
 
-    def explain(asked_bytes: int) -> str:
+    def explain(asked_bytes: int, where: str) -> str:
         sizes = engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
-        return adviser.explain(asked_bytes, *sizes)
+        return adviser.explain(asked_bytes, where, *sizes)
 
-    costs = measure_costs(comm, setting, precision.dtype or torch.float32, offload)
+    costs = measure_costs(model, comm, setting, precision.dtype or torch.float32, offload)
     engine.attach(
         checkpoints=checkpoints,
         states=StateMover(sharded, step, effective.config),
@@ -274,7 +273,7 @@ def _make_offload(
     options: ShardingOptions,
     precision: Precision,
     comm: Comm,
-    described: object,
+    model: nn.Module,
 ) -> tuple[Offload | None, Setting]:
     """Check that a rank's memory suffices; build the Offload if the config asks for one, and return it with
     what the plan has counted.
@@ -292,7 +291,7 @@ def _make_offload(
         comm,
         accumulation,
         snapshots=snapshots,
-        described=described,
+        model=model,
     )
     chosen = replace(chosen, pinned_budget_bytes=int(PINNED_SHARE * free.host))
     return Offload(chosen, comm) if chosen.any else None, setting

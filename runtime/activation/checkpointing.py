@@ -200,6 +200,11 @@ class _CheckpointedForward:
         return functools.partial, (self.forward,)
 
 
+def has_blocks(model: nn.Module) -> bool:
+    """Tell whether a model has blocks that :func:`checkpoint_blocks` would find."""
+    return any(_is_block(model, name, block) for name, block in find_modules(model))
+
+
 def checkpoint_blocks(model: nn.Module, number_checkpoints: int | None = None) -> list[str]:
     """Checkpoint the calls of a model's blocks while it trains, and return the names of the blocks.
 

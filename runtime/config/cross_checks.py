@@ -62,6 +62,8 @@ def _offload(config: Config, report: ConfigReport) -> Config:
             report.problems.append(
                 (f"{here}.device", f"{show(part.device)} needs stage 1, 2 or 3, not {zero.stage}")
             )
+        if part.device == "nvme" and part.nvme_path == "...":  # as our own advice writes it
+            report.problems.append((f"{here}.nvme_path", "... stands for a folder on that drive: name it"))
         if part.device == "nvme" and not part.nvme_path and not (is_open and name == "offload_param"):
             report.problems.append(
                 (f"{here}.nvme_path", 'is required for device "nvme": a folder on that drive')

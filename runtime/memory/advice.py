@@ -37,28 +37,38 @@ class MemoryAdviser:
     """The config as it was given."""
     checkpoints: bool
     """Tells whether the model's blocks are checkpointed by the config."""
+    has_blocks: bool
+    """Tells whether it has any."""
 
-    def explain(self, asked_bytes: int, micro_batch: int, accumulation: int) -> str:
-        """Say in lines what was planned, what is allocated and by what, and what to change."""
-        total = plan(self.setting).total
-        planned = total.device + (total.host if self.setting.device_is_host else 0)
-        lines = [f"{self._allocated()}; planned, without activations: {shown_bytes(planned)}"]
+    def explain(self, asked_bytes: int, where: str, micro_batch: int, accumulation: int) -> str:
+        """Say in lines what was planned, what is allocated and by what, and what to change. ``where`` says
+        what ran: a forward or backward pass, or the step.
+        """
+        planned = shown_bytes(self._planned(self.setting))
+        lines = [f"{self._allocated()}; planned, without activations: {planned}"]
         holders = find_holders(self.units, self.optimizer, self.device)[:_MOST_HOLDERS]
         held = [
             f"{name}{f' x {n}' if n > 1 else ''} {shown_bytes(nbytes)}"
             for name, n, nbytes in holders
             if nbytes >= holders[0][2] * _LEAST_SHARE
         ]
-        lines.append(
-            f"the largest holders: {', '.join(held) or 'none'}; besides, what is kept for the backward pass"
-        )
-        changes = self.changes(asked_bytes, micro_batch, accumulation)
+        is_pass = where != "step" and torch.is_grad_enabled()
+        besides = "; besides, what autograd keeps for the backward pass" if is_pass else ""
+        lines.append(f"the largest holders: {', '.join(held) or 'none'}{besides}")
+        changes = self.changes(asked_bytes, micro_batch, accumulation, of_pass=is_pass)
         if changes:
-            lines += ["each of these lines of the config would help, the first costs least:"]
+            lines += ["each of these lines of the config saves memory, the first costs least:"]
             lines += [f"  {change}" for change in changes]
         else:
-            lines += ["all that saves memory is in use: take more GPUs, shorter inputs or a smaller model"]
+            lines += [
+                "no line of the config would save much: take more GPUs, shorter inputs or a smaller model"
+            ]
         return "\n".join(f"  {line}" for line in lines)
+
+    def _planned(self, setting: Setting) -> int:
+        """Return the bytes that a setting takes of the memory that was not enough."""
+        total = plan(setting).total
+        return total.device + (total.host if setting.device_is_host else 0)
 
     def _allocated(self) -> str:
         if self.device.type == "cuda":
@@ -69,12 +79,14 @@ class MemoryAdviser:
         memory = psutil.Process().memory_info().rss
         return f"this process has {shown_bytes(memory)}, the machine {shown_bytes(host_bytes())} more"
 
-    def changes(self, asked_bytes: int, micro_batch: int, accumulation: int) -> list[str]:
-        """Return lines for the config that save memory, with the keys that it has already."""
+    def changes(self, asked_bytes: int, micro_batch: int, accumulation: int, *, of_pass: bool) -> list[str]:
+        """Return lines for the config that save memory, with the keys that it has already. ``of_pass``: also
+        those that save memory in a forward and backward pass.
+        """
         found: list[dict[str, Any]] = []
-        before = plan(self.setting).total.device
+        before = self._planned(self.setting)
         saving = [
-            (before - plan(setting).total.device, json.loads(f"{{{text}}}"))
+            (before - self._planned(setting), json.loads(f"{{{text}}}"))
             for text, setting in alternatives(self.setting)
         ]
         enough = [change for saved, change in saving if saved >= max(1, asked_bytes)]
@@ -83,23 +95,24 @@ class MemoryAdviser:
             change = enough[0] if enough else change
             section = self.config.get("zero_optimization")
             found.append({"zero_optimization": {**(section if isinstance(section, dict) else {}), **change}})
-        if not self.checkpoints:
+        if of_pass and self.has_blocks and not self.checkpoints:
             section = self.config.get("activation_checkpointing")
             known = section if isinstance(section, dict) else {}
             found.append({"activation_checkpointing": {**known, "enabled": True}})
-        if micro_batch > 1:
+        if of_pass and micro_batch > 1:
+            part = next(n for n in range(2, micro_batch + 1) if micro_batch % n == 0)
             found.append(
                 {
-                    "train_micro_batch_size_per_gpu": micro_batch // 2,
-                    "gradient_accumulation_steps": 2 * accumulation,
+                    "train_micro_batch_size_per_gpu": micro_batch // part,
+                    "gradient_accumulation_steps": part * accumulation,
                 }
             )
         return [json.dumps(change)[1:-1] for change in found]
 
 
-def raise_with_advice(error: BaseException | None, where: str, explain: Callable[[int], str]) -> None:
+def raise_with_advice(error: BaseException | None, where: str, explain: Callable[[int, str], str]) -> None:
     """Raise an error for memory that could not be allocated again, as the same type, with what ``explain``
-    returns for the bytes that were asked for; ``where`` says what ran. Others pass.
+    returns for the bytes that were asked for and ``where``, what ran. Others pass.
     """
     is_hosts = type(error) is RuntimeError and _HOST_WORDS in str(error)
     if not is_hosts and not isinstance(error, torch.OutOfMemoryError):
@@ -108,7 +121,7 @@ def raise_with_advice(error: BaseException | None, where: str, explain: Callable
     found = _ASKED.search(text)
     asked = int(float(found[1]) * _SIZES[found[2]]) if found else 0
     try:
-        more = explain(asked)
+        more = explain(asked, where)
     except Exception as problem:  # to explain takes memory too
         more = f"  what holds it could not be found out: {type(problem).__name__}: {problem}"
     kind = RuntimeError if is_hosts else torch.OutOfMemoryError

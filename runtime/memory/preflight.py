@@ -32,7 +32,7 @@ def preflight(
     accumulation: int,
     *,
     snapshots: bool,
-    described: object,
+    model: nn.Module,
 ) -> tuple[Setting, Amounts]:
     """Print the plan on rank 0; return what it has counted and what a rank may take. Raises MemoryPlanError
     on every rank if the plan does not fit on one of them. Collective.
@@ -65,7 +65,7 @@ def preflight(
     if comm.rank == 0:
         on_cpu = comm.device.type == "cpu"
         present = Amounts(device=in_host if on_cpu else on_device, host=0 if on_cpu else in_host)
-        of_token = activations_per_token(described, setting.dtype_bytes)
+        of_token = activations_per_token(model, setting.dtype_bytes)
         for line in describe(setting, free, present, of_token):
             say(line)
     problem = None

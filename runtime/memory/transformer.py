@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 _LAYER_BYTES = 34
 """Counts the bytes that a transformer layer keeps for each element of its input in 16 bits, with an attention
@@ -41,10 +42,13 @@ def transformer_activations(
     return Activations(layer * layers + head, inputs + max(layer, head), source)
 
 
-def activations_per_token(described: object, dtype_bytes: int) -> Activations | None:
+def activations_per_token(model: Any, dtype_bytes: int) -> Activations | None:
     """Estimate the activations of one token from a Hugging Face model's config; None where it does not say
-    its width, depth and vocabulary.
+    its width, depth and vocabulary, and where the model has no output for each word of it.
     """
+    described, output = getattr(model, "config", None), getattr(model, "get_output_embeddings", None)
+    if described is None or output is None or output() is None:
+        return None
     found: list[int] = []
     for names in _NAMES:
         values = [getattr(described, name, None) for name in names]

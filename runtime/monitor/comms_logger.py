@@ -118,15 +118,19 @@ class CommsLogger:
     ) -> Iterator[LoggedOperation]:
         """Log an operation that has ended at the end of the context, for the host or the current stream."""
         operation = self.begin(kind, nbytes, ranks, label)
-        if not on_gpu:
+        before, after = (timed_event(), timed_event()) if on_gpu else (None, None)
+        if before is not None:
+            before.record()
+        try:
             yield operation
+        except BaseException:
+            self.rows[operation.key].count -= 1  # it has not been an operation
+            raise
+        if before is None or after is None:
             self.end(operation)
-            return
-        before, after = timed_event(), timed_event()
-        before.record()
-        yield operation
-        after.record()
-        self.end_between(operation, before, after)
+        else:
+            after.record()
+            self.end_between(operation, before, after)
 
     def poll(self, *, wait: bool = False) -> None:
         """Put the times of what has ended into the rows; ``wait`` for the events of a device."""

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from ..comm.collectives import Comm
 from ..environment import read_environment
@@ -14,6 +15,7 @@ from ..errors import DiskError
 from ..memory.estimate import Setting
 from ..offload.disk_benchmark import probe
 from ..offload.manager import Offload
+from ..zero import placeholder
 from .step_reporter import StepCosts
 
 _WIDTH, _WIDTH_ON_GPU = 512, 4096
@@ -21,14 +23,29 @@ _BYTES, _BYTES_ON_GPU = 1 << 20, 1 << 25
 _REPEATS = 3
 
 
-def measure_costs(comm: Comm, setting: Setting, dtype: torch.dtype, offload: Offload | None) -> StepCosts:
+def measure_costs(
+    model: nn.Module, comm: Comm, setting: Setting, dtype: torch.dtype, offload: Offload | None
+) -> StepCosts:
     """Return what a step of an engine costs, and what this rank can reach. Collective."""
     per_element = setting.dtype_bytes * (comm.world_size - 1) / comm.world_size
     return StepCosts(
-        flops_per_token=6 * setting.trainable + 4 * setting.frozen,
+        flops_per_token=_flops_per_token(model),
         moved_bytes=lambda: sum(comm.moved.values()) * per_element,
         disk_bytes=lambda: 0 if offload is None else offload.moved_bytes,
         limits=limits_of(comm, dtype, offload),
+    )
+
+
+def _flops_per_token(model: nn.Module) -> int:
+    """Count 6 operations for each trained parameter and 4 for any other (Kaplan et al., 2020, table 1), but
+    none for tables that are only looked up in.
+    """
+    used: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            used |= {id(parameter): parameter for parameter in module.parameters(recurse=False)}
+    return sum(
+        (6 if each.requires_grad else 4) * placeholder.shape_of(each).numel() for each in used.values()
     )
 
 

@@ -79,7 +79,7 @@ class LoggedComm(Comm):
         result = super().drain()
         seconds, total = time.perf_counter() - start, sum(operation.key[1] for operation in self._open)
         for operation in list(self._open):
-            self.end(operation, seconds * operation.key[1] / total)
+            self.end(operation, seconds * operation.key[1] / max(total, 1))
         return result
 
     def close(self) -> None:

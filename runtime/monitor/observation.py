@@ -59,14 +59,14 @@ def observe(
     config: Config,
     monitor: Monitor,
     more_waits: Mapping[str, Callable[[], float]],
-    explain: Callable[[int], str],
+    explain: Callable[[int, str], str],
     costs: StepCosts,
     overflow_hint: str,
 ) -> Around:
     """Return what surrounds an engine's forward, backward and step. ``more_waits``: by name, the seconds that
     this process has waited for something besides communication; ``explain`` returns what is added to the
-    error where so many bytes could not be allocated; ``overflow_hint`` is added where the loss scale cannot
-    shrink any further.
+    error where so many bytes could not be allocated in such a call; ``overflow_hint`` is added where the
+    loss scale cannot shrink any further.
     """
     on_gpu = engine.device.type == "cuda"
     # A stream waits for NCCL, and marks around that are what the clock reads there.
@@ -122,7 +122,7 @@ class ObservedCall(TimedPart):
     __slots__ = ("_explain", "_overflow_hint", "_where")
 
     def __init__(
-        self, clock: StepClock, name: str, explain: Callable[[int], str], overflow_hint: str
+        self, clock: StepClock, name: str, explain: Callable[[int, str], str], overflow_hint: str
     ) -> None:
         super().__init__(clock, name)
         self._where, self._explain, self._overflow_hint = name, explain, overflow_hint

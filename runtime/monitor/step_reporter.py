@@ -54,9 +54,7 @@ class StepCosts:
     """Says what a step costs and what this rank can reach, as far as it is known."""
 
     flops_per_token: int = 0
-    """Counts the floating point operations of forward and backward pass for each token: 6 for each parameter
-    that is trained, 4 for any other (Kaplan et al., 2020, table 1).
-    """
+    """Counts the floating point operations of forward and backward pass for each token."""
     moved_bytes: Callable[[], float] = float
     """Returns the bytes that this rank's links have moved so far, as nccl-tests counts them for the bus."""
     disk_bytes: Callable[[], float] = float
@@ -217,8 +215,9 @@ class StepReporter:
             found["rows"], self._rows = self._rows, 0
         if flops:
             found["tflops"] = flops / seconds / 1e12
-            if reached := self._costs.limits.get("matmul_tflops"):
-                found["mfu"] = found["tflops"] / reached
+            share = found["tflops"] / self._costs.limits.get("matmul_tflops", math.inf)
+            if 0 < share <= 1:  # more: the operations are not those that the formula counts
+                found["mfu"] = share
         moved = {"moved_mb": self._costs.moved_bytes(), "disk_mb": self._costs.disk_bytes()}
         for name, nbytes in moved.items():
             if steps and nbytes > self._moved[name]:

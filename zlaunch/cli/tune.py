@@ -189,7 +189,7 @@ class _Tuning:
                     f"{trial.steps_per_s:.4g}" if trial.is_ok else "",
                     f"{trial.samples_per_s:.4g}" if trial.samples_per_s else "",
                     f"{trial.tokens_per_s:.0f}" if trial.tokens_per_s else "",
-                    f"{trial.mfu:.2g}" if trial.mfu else "",
+                    f"{trial.mfu:.1%}" if trial.mfu else "",
                     f"{times:.2f}" if times is not None and trial.is_ok else "",
                     f"{trial.memory_gb:.2f} GB" if trial.memory_gb else "",
                     trial.verdict,

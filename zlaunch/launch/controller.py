@@ -264,6 +264,7 @@ class Controller:
         elif kind == "exit":
             self.sessions.pop(event["rank"], None)  # the agent ends what it has left; its id is free now
             self.verdict.exit(event)
+            self.hang.exited(event["rank"], event["returncode"])
         elif kind == "error":
             self.verdict.errors.append(event["message"])
         elif kind == "stopping":

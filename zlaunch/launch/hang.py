@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from zlaunch.launch.positions import Position, explain, find_position
+from zlaunch.launch.positions import Position, explain, find_position, named
 from zlaunch.system.events import Event
 
 _STACKS_S = 2.0
@@ -31,6 +31,8 @@ class HangWatch:
         self._collected = False
         self._texts: dict[int, str] = {}
         self._standing: dict[int, Stand] = {}
+        self._ended: dict[int, int] = {}
+        """The exit codes of ranks that have ended, by rank."""
 
     def activity(self) -> None:
         """Record that some rank is alive and well."""
@@ -40,6 +42,10 @@ class HangWatch:
     def standing(self, event: Event) -> None:
         """Record what a rank that has stood still for some seconds says about that, or that it goes on."""
         note_standing(self._standing, event)
+
+    def exited(self, rank: int, code: int) -> None:
+        """Record that a rank has ended."""
+        self._ended[rank] = code
 
     def output(self, rank: int, text: str) -> None:
         """Record a rank's output; after the stacks were asked for, it belongs to them."""
@@ -71,7 +77,12 @@ class HangWatch:
     def report(self) -> str:
         """Say that the run hangs and where each rank is, and add the stacks, rank by rank."""
         parts = [f"hang: no rank has written anything for {self.timeout_s:g} s"]
-        parts += [f"  {line}" for line in where(self._texts, self._standing, self._hosts, self._hosts)]
+        for code in sorted(set(self._ended.values())):
+            ranks = [rank for rank in self._ended if self._ended[rank] == code]
+            have = "have" if len(ranks) > 1 else "has"
+            parts.append(f"  {named(sorted(ranks), self._hosts)} {have} ended with code {code}")
+        left = self._hosts.keys() - self._ended.keys()
+        parts += [f"  {line}" for line in where(self._texts, self._standing, self._hosts, left)]
         parts.append("  what each was doing:")
         for rank in sorted(self._texts):
             lines = self._texts[rank].splitlines()[-_STACK_LINES:]

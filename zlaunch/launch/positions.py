@@ -6,7 +6,7 @@ faulthandler writes the stacks, also of a process whose threads are all blocked 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x[0-9a-fA-F]+.*\(most recent call first\):$")
@@ -17,6 +17,9 @@ _LIBRARY = re.compile(
     r"/site-packages/|/dist-packages/|/lib(?:64)?/python3\.\d+/|^<|/zlaunch/(?:runtime|node|compat|cuda_ops)/"
 )
 _COLLECTIVE = re.compile(r"/torch/distributed/distributed_c10d\.py$")
+_P2P = ("send", "recv", "isend", "irecv", "batch_isend_irecv", "send_object_list", "recv_object_list")
+_MAY_WAIT = ("backward", "_wrapped_call_impl", "__call__", "step", "wait")
+"""Calls of libraries that wait for other ranks in native code: DDP's backward pass, FSDP's forward pass."""
 _OURS = re.compile(r"/zlaunch/runtime/(?:comm|shared_memory)/")
 
 
@@ -51,32 +54,39 @@ class Position:
     """Describes a collective that others wait in and this rank has not begun."""
 
     def __str__(self) -> str:
-        what = f"is at {self.place}, not in a collective"
+        what = f"is at {self.place}, with no collective in its stack"
         if self.call:
             what = f"{'waits in' if self.waits else 'is in'} {self.call} ({self.place})"
-        return f"{what}, and has not begun {self.before}" if self.before else what
+        return f"{what}, and has not begun {self.before}, in which others wait" if self.before else what
 
 
 def read_stacks(text: str) -> list[list[Frame]]:
     """Read the threads' stacks of the last dump in a rank's output, innermost frame first; the main thread
-    comes first.
+    comes first. Empty where the dump leaves it out: there are more threads than faulthandler writes.
     """
-    threads: list[list[Frame]] = []
-    is_open = has_current = False
+    dumps: list[list[list[Frame]]] = [[]]
+    with_current: set[int] = set()
+    is_open = is_cut = False
     for line in text.splitlines():
         if _THREAD.match(line):
-            if not is_open and has_current:  # other output was between: another dump
-                threads, has_current = [], False
-            threads.append([])
-            has_current = has_current or line.startswith("Current")
-            is_open = True
+            if not is_open and dumps[-1]:  # other output was between: another dump
+                dumps.append([])
+            dumps[-1].append([])
+            is_open, is_cut = True, False
+            if line.startswith("Current"):
+                with_current.add(len(dumps) - 1)
         elif is_open and (found := _FRAME.match(line)):
-            threads[-1].append(Frame(*found.groups()))
+            dumps[-1][-1].append(Frame(*found.groups()))
+        elif is_open and line == "...":
+            is_cut = True
         elif is_open and line.strip() not in ("", "..."):
             is_open = False
-    # The interpreter lists its threads from the newest to the oldest, which is the main one.
+    # What a program prints of its own looks like a dump, but names no current thread.
+    threads = dumps[max(with_current, default=len(dumps) - 1)]
     known = [frames for frames in threads if frames]
-    main = next((each for each in known if each[-1].file.endswith(_START)), known[-1] if known else None)
+    main = next((each for each in known if each[-1].file.endswith(_START)), None)
+    if main is None and known and not is_cut:
+        main = known[-1]  # the interpreter lists its threads from the newest to the oldest
     return [] if main is None else [main, *(each for each in known if each is not main)]
 
 
@@ -84,7 +94,10 @@ def find_position(text: str) -> Position | None:
     """Find where a rank is by its stacks; None where it has written none."""
     threads = read_stacks(text)
     if not threads:
-        return None
+        written = any(_THREAD.match(line) for line in text.splitlines())
+        return (
+            Position("a line that its stacks leave out: it has many threads", "", False) if written else None
+        )
     main = threads[0]
     inner = next((i for i, frame in enumerate(main) if frame.is_the_scripts), None)
     place = str(main[0] if inner is None else main[inner])
@@ -117,15 +130,24 @@ def explain(positions: Mapping[int, Position], hosts: Mapping[int, str], silent:
         text = str(position)
         if len(ranks) > 1:
             text = re.sub("^(?:is|waits)", lambda m: {"is": "are", "waits": "wait"}[m[0]], text)
-        others_wait = any(each.waits for each in groups if each != position) and not position.waits
-        others_call = any(each.call for each in groups if each != position) and not position.call
-        if others_wait or others_call:
-            # a collective in native code has no line in a stack, so a call may be one
-            surely = others_wait and (bool(position.before) or not position.call)
-            it = "it" if len(ranks) == 1 else "them"
-            text += f": the others {'wait' if surely else 'probably wait'} for {it}"
+            text = text.replace("in its stack", "in their stacks")
+        others = [each for each in groups if each != position]
+        if not position.before and not silent and _is_waited_for(position, others):
+            text += f": the others probably wait for {'it' if len(ranks) == 1 else 'them'}"
         lines.append(f"{named(ranks, hosts)} {text}")
     return lines
+
+
+def _is_waited_for(position: Position, others: Sequence[Position]) -> bool:
+    """Tell whether all others seem to be in collectives while this one is not. Collectives that are called in
+    native code have no line in a stack, so the others may be in calls that can contain one.
+    """
+    if not others or position.waits:
+        return False
+    if any(each.call in _P2P for each in others):
+        return False  # who sends to whom is not known
+    may_wait = all(each.waits or each.call in _MAY_WAIT for each in others)
+    return all(each.waits for each in others) or (not position.call and may_wait)
 
 
 def named(ranks: list[int], hosts: Mapping[int, str]) -> str:

@@ -198,17 +198,17 @@ class StepTimes:
             variant,
             OK,
             speed,
-            self._mean(self._tokens),
+            self._median(self._tokens),
             *most,
             seconds,
-            self._mean(self._samples),
-            self._mean(self._mfu),
+            self._median(self._samples),
+            self._median(self._mfu),
         )
 
-    def _mean(self, reported: Sequence[float]) -> float:
-        """Return the mean of the timed steps' values."""
+    def _median(self, reported: Sequence[float]) -> float:
+        """Return the median of the timed steps' values."""
         timed = reported[self._limits.warmup :] or reported
-        return sum(timed) / max(len(timed), 1)
+        return median(timed) if timed else 0.0
 
     def _why(self, code: int, seconds: float) -> str:
         if code == 0 and not self._times:

@@ -76,14 +76,14 @@ def find_bottleneck(
         return Bottleneck(
             "small batch",
             f"a small batch bounds the step: forward and backward passes of {tokens:.0f} tokens take "
-            f"{took}{_reached(facts)}; larger micro-batches use the device better",
+            f"{took}{_reached(facts)}; larger micro-batches may use the device better",
         )
     more = _reached(facts) if kind == "compute" else ""
     if kind == "communication":
         moved, speed = facts.get("moved_mb", 0.0), facts.get("link_gbs", 0.0)
         more = _least_time(moved, speed)
         if more and moved / speed < _LATENCY * shares[kind]:
-            more += ": the batch is small, its messages cost more than their bytes"
+            more += ": the rest is latency of small messages, or waiting for ranks that are late in turn"
     elif kind == "disk":
         more = _least_time(facts.get("disk_mb", 0.0), facts.get("disk_gbs", 0.0))
     return Bottleneck(kind, _sentence(kind, took, nodes, backward=means["backward_ms"]) + more)
@@ -91,7 +91,9 @@ def find_bottleneck(
 
 def _reached(facts: Mapping[str, float]) -> str:
     """Say which part of the measured limit a computation reaches, where that is known."""
-    return f", at {facts['mfu']:.2g} of what matrix multiplications reach here" if "mfu" in facts else ""
+    return (
+        f", at {100 * facts['mfu']:.2g}% of what matrix multiplications reach here" if "mfu" in facts else ""
+    )
 
 
 def _least_time(moved: float, speed: float) -> str:

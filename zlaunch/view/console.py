@@ -235,7 +235,7 @@ def metrics_line(values: Mapping[str, Any], memory_gb: Collection[float]) -> str
         *shown("tokens_per_s", "{:.0f} tok/s"),
         *([] if "tokens_per_s" in values else shown("samples_per_s", "{:.4g} samples/s")),
         *shown("tflops", "{:.3g} TFLOPS"),
-        *shown("mfu", "MFU {:.2g}"),
+        *shown("mfu", "MFU {:.1%}"),
     ]
     if memory_gb:
         words.append("mem " + " ".join(f"{value:.2f}" for value in memory_gb) + " GB")

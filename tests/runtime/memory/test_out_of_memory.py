@@ -7,6 +7,7 @@ import resource
 import subprocess
 import sys
 import textwrap
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -57,7 +58,6 @@ def test_the_error_stays_what_it_is_and_says_more() -> None:
         kept.shape
     )
     assert paste(text, config) == [
-        {**config, "activation_checkpointing": {"partition_activations": False, "enabled": True}},
         {**config, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2},
     ]
 
@@ -75,22 +75,22 @@ def adviser(
         states=2,
         offload=options,
     )
-    return MemoryAdviser(setting, [], None, torch.device("cpu"), config, checkpoints)
+    return MemoryAdviser(setting, [], None, torch.device("cpu"), config, checkpoints, True)
 
 
 def test_the_cheapest_change_that_saves_enough() -> None:
     config = {"train_batch_size": 64, "zero_optimization": {"stage": 1, "overlap_comm": True}}
     near = adviser(1, world=8, config=config)
-    (first, *_) = near.changes(2**30, 1, 1)
+    (first, *_) = near.changes(2**30, 1, 1, of_pass=True)
     assert json.loads(f"{{{first}}}") == {"zero_optimization": {"stage": 2, "overlap_comm": True}}
-    far = near.changes(15 * 10**9, 1, 1)
+    far = near.changes(15 * 10**9, 1, 1, of_pass=True)
     assert json.loads(f"{{{far[0]}}}")["zero_optimization"]["stage"] == 3
-    alone = adviser(0, world=1, config={}).changes(2**30, 4, 3)
+    alone = adviser(0, world=1, config={}).changes(2**30, 9, 2, of_pass=True)
     assert json.loads(f"{{{alone[0]}}}") == {
         "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}
     }
     assert json.loads(f"{{{alone[2]}}}") == {
-        "train_micro_batch_size_per_gpu": 2,
+        "train_micro_batch_size_per_gpu": 3,
         "gradient_accumulation_steps": 6,
     }
 
@@ -105,8 +105,23 @@ def test_what_has_everything_is_told_so() -> None:
         parameters=Tier.DISK,
         max_in_cpu_numel=0,
     )
-    assert all_used.changes(2**30, 1, 1) == []
-    assert "all that saves memory is in use: take more GPUs" in all_used.explain(2**30, 1, 1)
+    assert all_used.changes(2**30, 1, 1, of_pass=True) == []
+    assert "no line of the config would save much: take more GPUs" in all_used.explain(2**30, "forward", 1, 1)
+
+
+def test_only_what_helps_where_it_ran() -> None:
+    """A step keeps no activations, nor does an evaluation; on a CPU the host's memory is the device's."""
+    one = adviser(3, world=8, config={}, optimizer=Tier.HOST, parameters=Tier.HOST)
+    in_step = one.explain(2**30, "step", 4, 1)
+    assert "enabled" not in in_step and "micro_batch" not in in_step and "backward" not in in_step
+    with torch.no_grad():
+        assert "micro_batch" not in one.explain(2**30, "forward", 4, 1)
+    assert "micro_batch" in one.explain(2**30, "forward", 4, 1)
+    on_cpu = replace(one, setting=replace(adviser(0, world=1, config={}).setting, device_is_host=True))
+    for change in on_cpu.changes(2**30, 1, 1, of_pass=False):
+        assert "nvme" in change, "to the host's memory nothing can be moved"
+    small = replace(on_cpu, setting=replace(on_cpu.setting, blocks=[512 * 512]))
+    assert not [change for change in small.changes(1 << 20, 1, 1, of_pass=False) if "nvme" in change]
 
 
 def test_holders_by_purpose() -> None:

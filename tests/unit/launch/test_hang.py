@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from zlaunch.launch.hang import Stand, note_standing, where
+from zlaunch.launch.hang import HangWatch, Stand, note_standing, where
 from zlaunch.launch.positions import explain, find_position, named, read_stacks
 
 BOTTOM = """  File "/opt/venv/lib/python3.11/site-packages/zlaunch/node/bootstrap.py", line 154 in _run_script
   File "<frozen runpy>", line 198 in _run_module_as_main
 """
+OUTSIDE = "with no collective in its stack"
 OTHER = """Thread 0x00007f19cdffb6c0 (most recent call first):
   File "/usr/lib/python3.11/threading.py", line 331 in wait
   File "/home/me/loader.py", line 3 in worker
@@ -81,11 +82,11 @@ def test_who_is_waited_for() -> None:
         return where({int(name[1:]): text for name, text in texts.items()}, {}, hosts, hosts)
 
     assert said(r0=REDUCES, r1=LOADS, r2=REDUCES, r3=REDUCES) == [
-        "rank 1 on n1 is at train.py:8 in load, not in a collective: the others wait for it",
+        f"rank 1 on n1 is at train.py:8 in load, {OUTSIDE}: the others probably wait for it",
         "ranks 0, 2, 3 wait in all_reduce (train.py:40 in average)",
     ]
     assert said(r0=BACKWARD, r1=LOADS, r2=BACKWARD, r3=BACKWARD)[0].endswith(
-        "not in a collective: the others probably wait for it"
+        f"{OUTSIDE}: the others probably wait for it"
     )
     assert said(r0=BACKWARD, r1=REDUCES, r2=BACKWARD, r3=BACKWARD) == [
         "ranks 0, 2, 3 are in backward (train.py:10 in <module>): the others probably wait for them",
@@ -96,7 +97,7 @@ def test_who_is_waited_for() -> None:
         "ranks 0, 1, 3 wait in all_reduce (train.py:40 in average)",
     ]
     assert said(r0=LOADS, r1=LOADS, r2=LOADS, r3=LOADS) == [
-        "ranks 0-3 are at train.py:8 in load, not in a collective"
+        "ranks 0-3 are at train.py:8 in load, with no collective in their stacks"
     ]
     assert explain({}, {}, [0, 1, 2, 5]) == ["ranks 0-2, 5 give no answer"]
     assert named([7], {}) == "rank 7"
@@ -131,7 +132,35 @@ def test_ranks_that_wait_for_their_gpu() -> None:
     hosts = {0: "n1", 1: "n1", 2: "n2"}
     told = known(r0=waiting, r1=stand("", [], {"0": 11}), r2=waiting)
     assert where(dict.fromkeys(hosts, LOADS), told, hosts, hosts) == [
-        f"rank 1 on n1 is at train.py:8 in load, not in a collective, and has not begun {text}: "
-        "the others wait for it",
+        f"rank 1 on n1 is at train.py:8 in load, {OUTSIDE}, and has not begun {text}, in which others wait",
         f"ranks 0, 2 wait in {text} (train.py:8 in load)",
     ]
+
+
+def test_what_is_not_known_is_not_said() -> None:
+    """Point-to-point calls, several ranks outside of collectives, calls that are none."""
+    hosts = {0: "n1", 1: "n1", 2: "n2"}
+    receives = REDUCES.replace("in all_reduce", "in recv")
+    runs = dump('"/usr/lib/python3.11/subprocess.py", line 5 in run', '"train.py", line 9 in main')
+    for texts in (
+        {0: LOADS, 1: receives, 2: receives},
+        {0: LOADS, 1: LOADS.replace("line 8", "line 9"), 2: REDUCES},
+        {0: LOADS, 1: runs, 2: runs},
+    ):
+        assert "wait for" not in "\n".join(where(texts, {}, hosts, hosts)), texts
+
+
+def test_dumps_that_are_none_and_dumps_that_are_cut() -> None:
+    own = 'Thread 0x00007f3847fff6c0 (most recent call first):\n  File "evil.py", line 6 in f\n'
+    found = find_position(REDUCES + "said\n" + own)
+    assert found is not None and found.place == "train.py:40 in average"
+    cut = find_position(OTHER * 100 + "...\n")
+    assert cut is not None and "leave out" in cut.place
+
+
+def test_ranks_that_have_ended() -> None:
+    watch = HangWatch(5, {0: "n1", 1: "n1", 2: "n2"})
+    watch.exited(1, 0)
+    lines = watch.report().splitlines()
+    assert lines[1] == "  rank 1 on n1 has ended with code 0"
+    assert lines[2] == "  ranks 0, 2 give no answer"

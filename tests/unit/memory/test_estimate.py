@@ -132,7 +132,8 @@ def test_the_plan_says_how_many_tokens_fit() -> None:
     """GPT-2 XL in 16 bits: a layer keeps 34 x 1600 bytes a token, the head 50257 x 12, a block 3200."""
     free, used = Amounts(device=24 * GIB, host=64 * GIB), Amounts(device=GIB)
     described = types.SimpleNamespace(n_embd=1600, n_layer=48, vocab_size=50257, n_head=25)
-    of_token = activations_per_token(described, 2)
+    model = types.SimpleNamespace(config=described, get_output_embeddings=lambda: torch.nn.Linear(1, 1))
+    of_token = activations_per_token(model, 2)
     assert of_token is not None
     assert of_token.plain == 48 * 34 * 1600 + 50257 * 12
     assert of_token.checkpointed == 48 * 3200 + 50257 * 12
@@ -143,7 +144,10 @@ def test_the_plan_says_how_many_tokens_fit() -> None:
     assert said.endswith(f" checkpointed {left // of_token.checkpointed // 1000 * 1000:,}")
     part = types.SimpleNamespace(n_embd=1600, vocab_size=5)
     for other in (None, part, types.SimpleNamespace(hidden_size="x")):
-        assert activations_per_token(other, 2) is None
+        model.config = other
+        assert activations_per_token(model, 2) is None
+    headless = types.SimpleNamespace(config=described, get_output_embeddings=lambda: None)
+    assert activations_per_token(headless, 2) is None
 
 
 def test_the_lines_are_short_and_have_one_unit_each() -> None:

@@ -76,17 +76,17 @@ def test_parts_of_what_was_measured() -> None:
         return found.sentence
 
     busy = {"forward": 30.0, "backward": 60.0, "step": 10.0}
-    assert sentence(busy, mfu=0.451).endswith("(90%), at 0.45 of what matrix multiplications reach here")
+    assert sentence(busy, mfu=0.451).endswith("(90%), at 45% of what matrix multiplications reach here")
     assert sentence(busy, mfu=0.1, micro_tokens=4096.0).startswith("computation bounds the step")
     assert sentence(busy, mfu=0.1, micro_tokens=64.0) == (
         "a small batch bounds the step: forward and backward passes of 64 tokens take 90 of 100 ms (90%), "
-        "at 0.1 of what matrix multiplications reach here; larger micro-batches use the device better"
+        "at 10% of what matrix multiplications reach here; larger micro-batches may use the device better"
     )
     sends = {"forward": 10.0, "backward": 20.0, "communication": 70.0}
     speed = ". What a rank moves, 50 MB, takes 50 ms at the 1 GB/s of the start"
     assert sentence(sends, moved_mb=50.0, link_gbs=1.0).endswith(speed)
     few = sentence(sends, moved_mb=5.0, link_gbs=1.0)
-    assert few.endswith(": the batch is small, its messages cost more than their bytes")
+    assert few.endswith(": the rest is latency of small messages, or waiting for ranks that are late in turn")
     assert ". What" not in sentence(sends, moved_mb=50.0)
     reads = {"forward": 30.0, "disk": 70.0}
     assert sentence(reads, disk_mb=100.0, disk_gbs=2.0).endswith(
