@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.cluster.helpers import start
 from tests.cluster.testbed import Testbed
 from tests.e2e.helpers import ROOT
 from tests.e2e.test_hang import SLEEPS, TRAIN
 
 
+@pytest.mark.exhaustive
 def test_the_rank_that_hangs_is_named(cluster: Testbed, tmp_path: Path) -> None:
     launch = start(
         cluster,

@@ -83,6 +83,7 @@ def test_a_typo_in_the_config_stops_before_any_worker(tmp_path: Path) -> None:
     assert launch.out == "" and launch.events("spawn") == []
 
 
+@pytest.mark.exhaustive
 def test_the_example_trains_with_everything_offloaded(tmp_path: Path) -> None:
     config = json.loads((ROOT / "examples" / "ds_offload.json").read_text())
     config["zero_optimization"]["offload_optimizer"]["nvme_path"] = str(tmp_path / "nvme")

@@ -29,7 +29,7 @@ EXPORT = """
 """
 
 
-@pytest.mark.parametrize("umask", [0o022, 0o027])
+@pytest.mark.parametrize("umask", [0o022, pytest.param(0o027, marks=pytest.mark.exhaustive)])
 def test_files_follow_the_umask(tmp_path: Path, umask: int) -> None:
     prefix = ("sh", "-c", f'umask {umask:o}; exec "$@"', "sh")
     config = {"train_batch_size": 2, "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}

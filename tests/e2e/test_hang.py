@@ -50,13 +50,13 @@ SLEEPS = "worker.py:17 in load"
 def test_the_rank_that_hangs_is_named(tmp_path: Path, kind: str, stage: int) -> None:
     ended = run(
         tmp_path,
-        *("--num_gpus=3", "--no_local_rank", "--hang_timeout=30"),
+        *("--num_gpus=3", "--no_local_rank", "--hang_timeout=20"),
         script=TRAIN,
         args=(kind, str(stage)),
     )
     assert ended.process.returncode == 1
     lines = [line.strip() for line in ended.err.splitlines()]
-    where = lines.index("zlaunch: error: hang: no rank has written anything for 30 s")
+    where = lines.index("zlaunch: error: hang: no rank has written anything for 20 s")
     assert lines[where + 1].startswith("rank 1 on localhost is at worker.py:")
     assert lines[where + 1].endswith(
         " in load, with no collective in its stack: the others probably wait for it"

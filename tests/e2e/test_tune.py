@@ -101,6 +101,7 @@ def test_the_fastest_that_fits_is_written(folder: Path) -> None:
     assert other.returncode == 2 and "the folder tune has the results of another command" in other.stderr
 
 
+@pytest.mark.exhaustive
 def test_a_script_with_batches_of_its_own(folder: Path) -> None:
     done = zlaunch(folder, *TUNE, "--rows=3")
     assert done.returncode == 0, done.stderr

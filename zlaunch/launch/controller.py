@@ -1,7 +1,7 @@
 """Run a plan on agents that are there: follow their events, stop them, and say how it ended.
 
 Reader threads (one a node) fill a queue, the main thread empties it. Every wait has an end, and a signal
-handler that shortens one puts something into the queue, so that it ends at once.
+puts something into the queue, so that it ends at once.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from zlaunch.launch import run_record
 from zlaunch.launch.hang import HangWatch
 from zlaunch.launch.heartbeat import Heartbeat
 from zlaunch.launch.nodes import SLOW_S, Link
+from zlaunch.launch.signal_wakeup import SignalWakeup
 from zlaunch.launch.verdict import Outcome, Verdict
 from zlaunch.plan.plan import Plan
 from zlaunch.system.events import Event, encode
@@ -86,6 +87,7 @@ class Controller:
         mode = "ab" if self.attempt else "wb"
         self.logs = {rank: self.verdict.log_path(rank).open(mode, buffering=0) for rank in self.hosts}
         self.event_log = (self.run_dir / "events.jsonl").open(mode, buffering=0)
+        wakeup = SignalWakeup(lambda: self.queue.put((-1, _WAKE)))
         taken = (*STOP_SIGNALS, *PASSED_SIGNALS, signal.SIGTSTP)
         handlers = {signum: signal.getsignal(signum) for signum in taken}
         for signum in STOP_SIGNALS:
@@ -105,6 +107,7 @@ class Controller:
             self._finish()
             for signum, handler in handlers.items():
                 signal.signal(signum, handler)
+            wakeup.close()
             self._log({"type": "outcome", "errors": self.verdict.errors})
             for file in (*self.logs.values(), self.event_log):
                 file.close()
@@ -218,8 +221,6 @@ class Controller:
 
     def _on_event(self, index: int, event: Event) -> None:
         kind = event.get("type")
-        if kind == "wake":
-            return
         if kind == "output":
             self.room.release()
             self._on_output(event)
@@ -237,7 +238,7 @@ class Controller:
                 )
                 self._stop()
             return
-        if kind == "pong" and not self.heartbeat.worth_noting(index):
+        if kind == "wake" or (kind == "pong" and not self.heartbeat.worth_noting(index)):
             return
         self._log(event)
         if kind == "spawn":
@@ -250,9 +251,8 @@ class Controller:
             self.hang.activity()
             self.progress.take(event)
             self.console.metrics(event)
-        elif kind == "environment":
+        elif kind in ("environment", "standing"):
             self.progress.take(event)
-        elif kind == "standing":
             self.hang.standing(event)
         elif kind == "checkpoint":
             self.hang.activity()
@@ -264,7 +264,7 @@ class Controller:
         elif kind == "exit":
             self.sessions.pop(event["rank"], None)  # the agent ends what it has left; its id is free now
             self.verdict.exit(event)
-            self.hang.exited(event["rank"], event["returncode"])
+            self.hang.exited(event)
         elif kind == "error":
             self.verdict.errors.append(event["message"])
         elif kind == "stopping":

@@ -43,9 +43,9 @@ class HangWatch:
         """Record what a rank that has stood still for some seconds says about that, or that it goes on."""
         note_standing(self._standing, event)
 
-    def exited(self, rank: int, code: int) -> None:
+    def exited(self, event: Event) -> None:
         """Record that a rank has ended."""
-        self._ended[rank] = code
+        self._ended[event["rank"]] = event["returncode"]
 
     def output(self, rank: int, text: str) -> None:
         """Record a rank's output; after the stacks were asked for, it belongs to them."""

@@ -160,7 +160,7 @@ def test_dumps_that_are_none_and_dumps_that_are_cut() -> None:
 
 def test_ranks_that_have_ended() -> None:
     watch = HangWatch(5, {0: "n1", 1: "n1", 2: "n2"})
-    watch.exited(1, 0)
+    watch.exited({"type": "exit", "rank": 1, "returncode": 0})
     lines = watch.report().splitlines()
     assert lines[1] == "  rank 1 on n1 has ended with code 0"
     assert lines[2] == "  ranks 0, 2 give no answer"
