@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed._tools.mem_tracker import MemTracker
+from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..activation.checkpointing import checkpoint_blocks
@@ -120,7 +121,7 @@ def on_fake_tensors(
     try:
         for build in (_built_on_meta, _built):
             try:
-                with warnings.catch_warnings(), _whole_sequences(), FakeTensorMode():
+                with warnings.catch_warnings(), _whole_sequences(), _fused_attention(), FakeTensorMode():
                     warnings.simplefilter("ignore")
                     module = build(model).train()
                     if any(isinstance(each, nn.RNNBase) for each in module.modules()):
@@ -142,8 +143,13 @@ def on_fake_tensors(
         torch.set_default_dtype(before)
         log.setLevel(level)
     assert first is not None
+    hint = (
+        ""
+        if inputs is not None
+        else (". If its input is no token ids: write a function that builds it, and give MODEL and --input")
+    )
     raise MemoryPlanError(
-        f"{model.name} cannot be run on fake tensors{_shown(inputs, dtype)}: {described(first)}"
+        f"{model.name} cannot be run on fake tensors{_shown(inputs, dtype)}: {described(first)}{hint}"
     ) from first
 
 
@@ -200,6 +206,32 @@ def _whole_sequences() -> Iterator[None]:
         yield
     finally:
         setattr(masks, name, before)
+
+
+@contextmanager
+def _fused_attention() -> Iterator[None]:
+    """Let torch's attention keep no matrix of scores where it drops some: on a CPU, where the fake tensors
+    are, its dropout needs one; the kernels of GPUs do without.
+    """
+    before = functional.scaled_dot_product_attention
+
+    def without_dropout(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        *args: Any,
+        **more: Any,
+    ) -> Tensor:
+        result: Tensor = before(query, key, value, attn_mask, 0.0, *args, **more)
+        return result
+
+    functional.scaled_dot_product_attention = without_dropout
+    try:
+        yield
+    finally:
+        functional.scaled_dot_product_attention = before
 
 
 def _shown(inputs: Shape | None, dtype: torch.dtype) -> str:

@@ -10,7 +10,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,8 @@ class ModelSizes:
     hidden: int | None = None
     layers: int | None = None
     vocab: int | None = None
+    positions: int | None = None
+    """Counts the positions of a Hugging Face model; some can be run with more."""
     build: Builder | None = None
     """Builds the module; None where only numbers are known."""
     is_language_model: bool = False
@@ -111,7 +113,9 @@ def from_hugging_face(path: str) -> ModelSizes:
         built: nn.Module = maker(config)
         return built
 
-    return _of_module(path, build, is_language_model=True, vocab=getattr(config, "vocab_size", None))
+    found = _of_module(path, build, is_language_model=True, vocab=getattr(config, "vocab_size", None))
+    positions = getattr(config, "max_position_embeddings", None)
+    return replace(found, positions=positions if isinstance(positions, int) else None)
 
 
 def _of_module(

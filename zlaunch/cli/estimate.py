@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from zlaunch.runtime.memory.transformer import Activations
 
 _MISSING = "give MODEL with --input, --hf_config, or --params with --hidden, --layers and --vocab"
+_LEAST_COLUMNS = 130
 _SUFFIXES = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
 
@@ -105,6 +106,8 @@ def estimate(
         given = click.get_current_context().get_parameter_source(name) is not ParameterSource.DEFAULT
         if given and model is not None:
             raise click.UsageError(f"--{name} does not go with MODEL, whose --input has all sizes")
+    if (hidden is None) != (layers is None):
+        raise click.UsageError("--hidden and --layers go together")
     if goal and gpu_mem is None:
         raise click.UsageError("--for fits needs --gpu_mem")
     if goal and (simulate or plot):
@@ -139,6 +142,9 @@ def estimate(
             activations = of_numbers(sizes, seq, micro_batch, kind.itemsize)
         else:
             sizes = from_function(model) if model is not None else from_hugging_face(str(hf_config))
+            if sizes.positions is not None and seq > sizes.positions:
+                text = f"zlaunch estimate: the model has {sizes.positions:,} positions, --seq is {seq:,}"
+                click.echo(text, err=True)
             activations = of_module(sizes, seq, micro_batch, kind, shape)
             if shape is not None:
                 micro_batch = parse_shape(shape)[0][0]
@@ -176,7 +182,9 @@ def estimate(
             )
         click.echo(choices.config_text(best, dtype=dtype, micro_batch=micro_batch))
         return
-    _show(sizes, machines, activations, found, times, work)
+    batch = f"--input {shape}" if model is not None else f"{micro_batch} x {seq:,} tokens"
+    assumed = f"{dtype}, Adam" + ("" if model is not None and shape is None else f", {batch} a GPU")
+    _show(sizes, machines, activations, found, times, work, assumed)
     if plot:
         click.echo(f"drawn: {plot}")
 
@@ -196,6 +204,7 @@ def _show(
     found: Sequence[Estimated],
     times: Sequence[StepTime],
     work: Operations | None,
+    assumed: str,
 ) -> None:
     from rich.text import Text
 
@@ -210,7 +219,7 @@ def _show(
         return "?" if nbytes is None else f"{nbytes / size:.1f}"
 
     parts = ("parameters", "gradients", "optimizer")
-    columns = ["", "blocks checkpointed", *parts, "activations", "GPU", "host", "NVMe"]
+    columns = ["", "ckpt.", "param.", "grad.", "optim.", "activ.", "GPU", "host", "NVMe"]
     rows = []
     for i, each in enumerate(found):
         fits, states = each.fits(machines), each.states
@@ -227,12 +236,13 @@ def _show(
     columns += [] if machines.gpu_bytes is None else ["fits"]
     speed = [] if work is None else ["s/step", f"{work.unit}/s"]
     columns += [*speed, *(["bound by"] if work is not None else [])]
-    title = f"{_title(sizes, machines)}; {unit} of a rank"
-    stdout_console().print(make_table(columns, rows, title=title, right=[*columns[2:9], *speed]))
+    title = f"{_title(sizes, machines)}; {assumed}; {unit} of a rank"
+    numbers = [*columns[2:9], *speed]
+    stdout_console(_LEAST_COLUMNS).print(make_table(columns, rows, title=title, right=numbers, whole=numbers))
     source = f"not known: {_MISSING}" if activations is None else activations.source
-    click.echo(f"activations: {source}")
-    if len(sizes.blocks) <= 2:
-        click.echo("stage 3: the model is taken as one block, which is gathered whole: --hidden and --layers")
+    click.echo(f"activations: {source}; ckpt.: every block is checkpointed")
+    if sizes.build is None and sizes.layers is None:
+        click.echo("stages 2 and 3 take more than they would: the model is one block; --hidden and --layers")
     if any(each.choice.stage == 3 and each.choice.optimizer is not Tier.DEVICE for each in found):
         click.echo("parameters at stage 3: gathered blocks and, where fp32 values are offloaded, own shards")
     if machines.gpu_bytes is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Collection, Iterable, Sequence
 
@@ -11,9 +12,13 @@ from rich.table import Table
 from rich.text import Text
 
 
-def stdout_console() -> Console:
-    """Return a console for stdout, with a fixed width where that is no terminal."""
-    return Console(width=None if sys.stdout.isatty() else 160, highlight=False)
+def stdout_console(least: int = 0) -> Console:
+    """Return a console for stdout, with a fixed width where that is no terminal. A terminal that is narrower
+    than ``least`` columns breaks the lines itself: numbers are whole then.
+    """
+    if not sys.stdout.isatty():
+        return Console(width=160, highlight=False)
+    return Console(width=max(least, shutil.get_terminal_size().columns), highlight=False)
 
 
 def make_table(

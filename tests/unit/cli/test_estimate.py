@@ -58,7 +58,10 @@ def test_the_command(tmp_path: Path) -> None:
     target = ["model.py:Net", "--input", "32,64", "--gpus", "2", "--dtype", "fp32"]
     shown = call(tmp_path, *target, "--gpu_mem", "8")
     assert shown.returncode == 0, shown.stderr
-    assert "2 GPUs; MiB of a rank" in shown.stdout and "a pass on fake tensors" in shown.stdout
+    assert (
+        "2 GPUs; fp32, Adam, --input 32,64 a GPU; MiB of a rank" in shown.stdout
+        and "a pass on fake tensors" in shown.stdout
+    )
     rows = json.loads(call(tmp_path, *target, "--json").stdout)
     numel = 4 * (64 * 256 * 2 + 64 + 256)
     first = rows[0]["gpu"]
