@@ -202,10 +202,10 @@ def _not_ended(run: str, name: str, timeout_s: float) -> str:
 
 
 @click.command(cls=Command, context_settings=SETTINGS, short_help="Show where every rank of a run is.")
-@click.argument("run", metavar="RUN")
+@click.argument("run", metavar="[RUN]", default="last")
 @click.option("--rank", "chosen", metavar="RANKS", help="Such as 0,3-4.  [default: all that are running]")
 def stacks(run: str, chosen: str | None) -> int:
-    """Show where every rank of RUN, or of the `last` one, is.
+    """Show where every rank of RUN, by default of the newest run, is.
 
     First a line for the ranks of each place, with the collective that they wait in, then the Python stacks of
     all threads. The run goes on. Exit code 1: some ranks did not answer; they are named.
