@@ -139,7 +139,11 @@ KINDS: dict[str, Kind] = {
         },
     ),
     "gpt_neox": Kind("GPTNeoXForCausalLM", {**SMALL, "intermediate_size": 512}),
-    "bert": Kind("BertForMaskedLM", {**SMALL, "intermediate_size": 512, "attention_probs_dropout_prob": 0.0}),
+    "bert": Kind(
+        "BertForMaskedLM",
+        {**SMALL, "intermediate_size": 512, "attention_probs_dropout_prob": 0.0},
+        samples=4,
+    ),
     "t5": Kind(
         "T5ForConditionalGeneration",
         {
