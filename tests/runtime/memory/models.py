@@ -154,6 +154,7 @@ KINDS: dict[str, Kind] = {
             "num_heads": 4,
             "d_kv": 32,
             "decoder_start_token_id": 0,
+            "dropout_rate": 0.0,
         },
     ),
     "mlp": Kind(build="mlp", shape="1024,128"),
