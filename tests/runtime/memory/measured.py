@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from typing import Any
 
 import torch
@@ -75,6 +76,9 @@ def _peak(kind: Kind, stage: int, checkpointed: bool, half: bool) -> int:
     base = _live_bytes() - before
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         step()
+        # gloo's threads note the ends of collectives in the profiler, which must not have ended by then
+        dist.barrier()
+        time.sleep(0.1)
     now = most = 0
     assert profiler.profiler is not None and profiler.profiler.kineto_results is not None
     events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
