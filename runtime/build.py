@@ -168,7 +168,7 @@ def build_engine(
         comm.device,
         loaded.raw,
         checkpoints=effective.config.activation_checkpointing.enabled,
-        has_blocks=checkpointing.has_blocks(model),
+        model=model,
     )
 
     def explain(asked_bytes: int, where: str) -> str:

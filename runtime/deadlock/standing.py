@@ -17,7 +17,8 @@ from ..report import announce
 
 _LOOKS = 3
 """Looks at one place after which it is told."""
-_MOST_COLLECTIVES = 3
+_MOST_COLLECTIVES, _MOST_CHARS = 3, 200
+"""Limits what is told, so that an event is written at once."""
 
 
 class Standing:
@@ -61,7 +62,7 @@ def recorded_collectives() -> tuple[list[tuple[str, int, str]], dict[str, int]]:
             group, number = str(entry["process_group"][0]), int(entry["collective_seq_id"])
             begun[group] = max(number, begun.get(group, 0))
             if not entry["retired"] and entry["state"] != "completed":
-                sizes = ", ".join(str(size) for size in entry["input_sizes"])
+                sizes = ", ".join(str(size) for size in entry["input_sizes"])[:_MOST_CHARS]
                 unfinished.append((group, number, f"{entry['profiling_name']} number {number} of {sizes}"))
     except (ValueError, KeyError, TypeError, IndexError, RuntimeError):  # another version's form
         return [], {}

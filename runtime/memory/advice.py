@@ -10,7 +10,9 @@ from typing import Any
 
 import psutil
 import torch
+from torch import nn
 
+from ..activation.checkpointing import has_blocks
 from ..zero.unit import Unit
 from .estimate import GIB, Setting, alternatives, plan, shown_bytes
 from .holders import find_holders
@@ -37,8 +39,7 @@ class MemoryAdviser:
     """The config as it was given."""
     checkpoints: bool
     """Tells whether the model's blocks are checkpointed by the config."""
-    has_blocks: bool
-    """Tells whether it has any."""
+    model: nn.Module
 
     def explain(self, asked_bytes: int, where: str, micro_batch: int, accumulation: int) -> str:
         """Say in lines what was planned, what is allocated and by what, and what to change. ``where`` says
@@ -95,7 +96,7 @@ class MemoryAdviser:
             change = enough[0] if enough else change
             section = self.config.get("zero_optimization")
             found.append({"zero_optimization": {**(section if isinstance(section, dict) else {}), **change}})
-        if of_pass and self.has_blocks and not self.checkpoints:
+        if of_pass and not self.checkpoints and has_blocks(self.model):
             section = self.config.get("activation_checkpointing")
             known = section if isinstance(section, dict) else {}
             found.append({"activation_checkpointing": {**known, "enabled": True}})
@@ -107,7 +108,7 @@ class MemoryAdviser:
                     "gradient_accumulation_steps": part * accumulation,
                 }
             )
-        return [json.dumps(change)[1:-1] for change in found]
+        return [json.dumps(change, default=str)[1:-1] for change in found]
 
 
 def raise_with_advice(error: BaseException | None, where: str, explain: Callable[[int, str], str]) -> None:

@@ -13,6 +13,8 @@ from .model_sizes import ModelSizes
 from .transformer import Activations
 
 _ADAM_STATES = 2
+_BLOCKS_OF_BUCKETS = 2
+"""Blocks that the backward pass has left, with their activations, when most gradient buckets are alive."""
 CONTEXT_BYTES = GIB
 """Is assumed for the CUDA context, the libraries' buffers and what the allocator cannot use."""
 
@@ -111,14 +113,18 @@ def compare(
     for choice in choices(machines.world_size):
         if choice.checkpointed and (activations is None or activations.checkpointed is None):
             continue
+        blocks, freed = model.blocks_at(choice.stage), 0
+        if activations is not None and not choice.checkpointed:
+            freed = _BLOCKS_OF_BUCKETS * activations.plain // len(blocks)
         setting = Setting(
             stage=choice.stage,
             world_size=machines.world_size,
-            blocks=model.blocks_at(choice.stage),
+            blocks=blocks,
             frozen=model.frozen,
             dtype_bytes=dtype_bytes,
             states=_ADAM_STATES,
             offload=OffloadOptions(optimizer=choice.optimizer, parameters=choice.parameters),
+            freed_by_backward=freed,
         )
         nbytes = None
         if activations is not None:

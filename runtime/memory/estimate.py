@@ -61,6 +61,8 @@ class Setting:
     device_is_host: bool = False
     snapshots: bool = False
     """Tells whether checkpoints are written from a copy in host memory."""
+    freed_by_backward: int = 0
+    """Bytes of activations that are freed before a third gradient bucket is filled, where they are known."""
 
     @property
     def trainable(self) -> int:
@@ -163,8 +165,9 @@ def _gradients(s: Setting, here: int, away: int) -> Amounts:
     if s.stage < 2:
         sums = Amounts(device=s.trainable * _ACCUMULATE_BYTES)
     else:
-        buckets = sum(sorted(s.blocks)[-_BUCKETS:])
-        sums = Amounts(device=buckets * s.dtype_bytes + here * _ACCUMULATE_BYTES)
+        *others, largest = (numel * s.dtype_bytes for numel in sorted([0, *s.blocks])[-_BUCKETS:])
+        buckets = largest + max(0, sum(others) - s.freed_by_backward)
+        sums = Amounts(device=buckets + here * _ACCUMULATE_BYTES)
     if s.offload.optimizer is Tier.HOST:
         landing = s.dtype_bytes + (_ACCUMULATE_BYTES if s.accumulates else 0)
         sums += _of_tier(Tier.HOST, away * landing, s.offload.pin)

@@ -46,8 +46,12 @@ def activations_per_token(model: Any, dtype_bytes: int) -> Activations | None:
     """Estimate the activations of one token from a Hugging Face model's config; None where it does not say
     its width, depth and vocabulary, and where the model has no output for each word of it.
     """
-    described, output = getattr(model, "config", None), getattr(model, "get_output_embeddings", None)
-    if described is None or output is None or output() is None:
+    described = getattr(model, "config", None)
+    try:
+        has_head = model.get_output_embeddings() is not None
+    except Exception:  # another library's method, or none: this is for a line of text
+        has_head = False
+    if described is None or not has_head:
         return None
     found: list[int] = []
     for names in _NAMES:

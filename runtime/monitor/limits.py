@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -72,16 +73,22 @@ def measure_limits(device: torch.device, dtype: torch.dtype, *, link: bool) -> d
     collective.
     """
     on_gpu = device.type == "cuda"
-    width = _WIDTH_ON_GPU if on_gpu else _WIDTH
     with torch.no_grad():
-        one, other = (torch.ones(width, width, dtype=dtype, device=device) for _ in range(2))
-        found = {"matmul_tflops": 2 * width**3 / _best(lambda: torch.mm(one, other), device) / 1e12}
+        found = {"matmul_tflops": _matmul_tflops(device, dtype)}
         if link:
             buffer = torch.zeros(_BYTES_ON_GPU if on_gpu else _BYTES, dtype=torch.uint8, device=device)
             ranks = dist.get_world_size()
             bus_bytes = 2 * (ranks - 1) / ranks * buffer.nbytes
             found["link_gbs"] = bus_bytes / _best(lambda: dist.all_reduce(buffer), device) / 1e9
     return found
+
+
+@cache
+def _matmul_tflops(device: torch.device, dtype: torch.dtype) -> float:
+    """Measure matrix multiplications, once in a process."""
+    width = _WIDTH_ON_GPU if device.type == "cuda" else _WIDTH
+    one, other = (torch.ones(width, width, dtype=dtype, device=device) for _ in range(2))
+    return 2 * width**3 / _best(lambda: torch.mm(one, other), device) / 1e12
 
 
 def _best(work: Callable[[], object], device: torch.device) -> float:

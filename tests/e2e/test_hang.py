@@ -14,7 +14,16 @@ from tests.e2e.helpers import ROOT, Launch, run
 from tests.limits import LIMIT_S, wait_until
 
 TRAIN = """
-    import sys, time, torch, zlaunch
+    import sys, threading, time
+
+    begun = threading.Event()
+
+    def show_life():  # however slow the machine is to start
+        while not begun.wait(1):
+            print("starting", flush=True)
+
+    threading.Thread(target=show_life, daemon=True).start()
+    import torch, zlaunch
     from torch import nn
 
     kind, stage = sys.argv[1], int(sys.argv[2])
@@ -39,9 +48,11 @@ TRAIN = """
         engine.step()
         if step < 5:
             print(f"step {step}", flush=True)
+        if step == 4:
+            begun.set()
 """
 OUTSIDE = "with no collective in its stack"
-SLEEPS = "worker.py:17 in load"
+SLEEPS = "worker.py:26 in load"
 
 
 @pytest.mark.parametrize(
@@ -65,7 +76,7 @@ def test_the_rank_that_hangs_is_named(tmp_path: Path, kind: str, stage: int) -> 
 
 
 def stand(launch: Launch) -> dict[int, dict[str, Any]]:
-    """What the ranks that stand still have said last."""
+    """Return what the ranks that stand still have said last."""
     last = {event["rank"]: event for event in launch.events("standing")}
     return {rank: event for rank, event in last.items() if event["begun"]}
 

@@ -23,8 +23,8 @@ SPEEDS = (
     _speed("--link", "GB/S", "Bus bandwidth of the ranks' collectives, as bench net prints"),
     _speed("--host_link", "GB/S", "Between a GPU and host memory, in each direction"),
     _speed("--host_bandwidth", "GB/S", "Memory bandwidth of a machine"),
-    _speed("--nvme_read", "GB/S", "Drives of a machine, as bench io prints"),
-    _speed("--nvme_write", "GB/S", "The same, when it writes"),
+    _speed("--nvme_read", "GB/S", "Drives of a machine that are read, as bench io prints"),
+    _speed("--nvme_write", "GB/S", "Drives of a machine that are written"),
     click.option(
         "--measured",
         multiple=True,

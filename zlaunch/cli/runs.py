@@ -247,6 +247,8 @@ def _read_standing(run: FoundRun) -> dict[int, Stand]:
     for event in EventFile(run.path / "events.jsonl").read():
         if event.get("type") == "start":
             known.clear()
+        elif event.get("type") == "exit":
+            known.pop(event.get("rank", -1), None)
         elif event.get("type") == "standing":
             note_standing(known, event)
     return known

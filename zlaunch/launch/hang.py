@@ -40,12 +40,17 @@ class HangWatch:
             self._last = time.monotonic()
 
     def standing(self, event: Event) -> None:
-        """Record what a rank that has stood still for some seconds says about that, or that it goes on."""
+        """Record what a rank that has stood still for some seconds says about that, or that it goes on; also
+        that an engine has been built.
+        """
+        if event["type"] == "environment":
+            self.activity()
         note_standing(self._standing, event)
 
     def exited(self, event: Event) -> None:
         """Record that a rank has ended."""
         self._ended[event["rank"]] = event["returncode"]
+        self._standing.pop(event["rank"], None)
 
     def output(self, rank: int, text: str) -> None:
         """Record a rank's output; after the stacks were asked for, it belongs to them."""
@@ -95,7 +100,7 @@ class Stand:
     """Holds what a rank that stands still has said."""
 
     what: str
-    """What its main thread waits for; empty if not for other ranks, as far as it can tell."""
+    """Says what its main thread waits for; empty if not for other ranks, as far as it can tell."""
     unfinished: tuple[tuple[str, int, str], ...]
     """Process group, number and description of collectives that have begun and not ended."""
     begun: Mapping[str, int]

@@ -20,6 +20,7 @@ _COLLECTIVE = re.compile(r"/torch/distributed/distributed_c10d\.py$")
 _P2P = ("send", "recv", "isend", "irecv", "batch_isend_irecv", "send_object_list", "recv_object_list")
 _MAY_WAIT = ("backward", "_wrapped_call_impl", "__call__", "step", "wait")
 """Calls of libraries that wait for other ranks in native code: DDP's backward pass, FSDP's forward pass."""
+_LEFT_OUT = "a call that its stacks leave out"
 _OURS = re.compile(r"/zlaunch/runtime/(?:comm|shared_memory)/")
 
 
@@ -95,9 +96,7 @@ def find_position(text: str) -> Position | None:
     threads = read_stacks(text)
     if not threads:
         written = any(_THREAD.match(line) for line in text.splitlines())
-        return (
-            Position("a line that its stacks leave out: it has many threads", "", False) if written else None
-        )
+        return Position("it has too many threads", _LEFT_OUT, False) if written else None
     main = threads[0]
     inner = next((i for i, frame in enumerate(main) if frame.is_the_scripts), None)
     place = str(main[0] if inner is None else main[inner])
@@ -142,7 +141,7 @@ def _is_waited_for(position: Position, others: Sequence[Position]) -> bool:
     """Tell whether all others seem to be in collectives while this one is not. Collectives that are called in
     native code have no line in a stack, so the others may be in calls that can contain one.
     """
-    if not others or position.waits:
+    if not others or position.waits or position.call == _LEFT_OUT:
         return False
     if any(each.call in _P2P for each in others):
         return False  # who sends to whom is not known

@@ -10,8 +10,6 @@ from zlaunch.view.progress import TIMES
 
 _SLOW_RANK = 0.15
 """A rank is slow when it works longer than the others by this part of a step."""
-_LARGE = 0.4
-"""A part of the step bounds it when it takes this share; else the computation is named with the next one."""
 _LOW_MFU, _FEW_TOKENS = 0.25, 1024
 """A batch is small where a pass has fewer tokens and reaches less of what matrix multiplications do."""
 _LATENCY = 0.25
@@ -91,9 +89,8 @@ def find_bottleneck(
 
 def _reached(facts: Mapping[str, float]) -> str:
     """Say which part of the measured limit a computation reaches, where that is known."""
-    return (
-        f", at {100 * facts['mfu']:.2g}% of what matrix multiplications reach here" if "mfu" in facts else ""
-    )
+    mfu = facts.get("mfu", 0.0)  # a script may report one of its own, in percent
+    return f", at {100 * mfu:.2g}% of what matrix multiplications reach here" if 0 < mfu <= 1 else ""
 
 
 def _least_time(moved: float, speed: float) -> str:

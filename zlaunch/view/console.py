@@ -216,6 +216,11 @@ def _own_words(values: Mapping[str, Any]) -> list[str]:
     ]
 
 
+def _is_share(value: object) -> bool:
+    """Tell whether a value can be a share: a script may report a number of its own under the name."""
+    return isinstance(value, (int, float)) and 0 <= value <= 1
+
+
 def metrics_line(values: Mapping[str, Any], memory_gb: Collection[float]) -> str:
     """Format the line `step 10/100 loss 2.31 lr 3.0e-04 scale 65536 norm 0.52 12345 tok/s mem 0.41 GB`."""
 
@@ -235,7 +240,7 @@ def metrics_line(values: Mapping[str, Any], memory_gb: Collection[float]) -> str
         *shown("tokens_per_s", "{:.0f} tok/s"),
         *([] if "tokens_per_s" in values else shown("samples_per_s", "{:.4g} samples/s")),
         *shown("tflops", "{:.3g} TFLOPS"),
-        *shown("mfu", "MFU {:.1%}"),
+        *(shown("mfu", "MFU {:.1%}") if _is_share(values.get("mfu")) else shown("mfu", "mfu {:.3g}")),
     ]
     if memory_gb:
         words.append("mem " + " ".join(f"{value:.2f}" for value in memory_gb) + " GB")

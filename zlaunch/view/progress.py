@@ -85,7 +85,7 @@ class RunProgress:
         self.failures: list[str] = []
         self.checkpoints: list[tuple[float, str]] = []
         self.limits: dict[str, float] = {}
-        """What rank 0 can reach, by name, as it has measured at its start."""
+        """Holds what rank 0 can reach, by name, as it has measured at its start."""
         self._first_step: tuple[float, float] | None = None
 
     def take_all(self, events: Iterable[Event]) -> RunProgress:

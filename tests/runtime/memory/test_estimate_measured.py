@@ -35,7 +35,7 @@ def sizes(name: str, folder: Path) -> ModelSizes:
 
 
 def estimates(name: str, half: bool, folder: Path) -> list[Estimated]:
-    """What is estimated without offload, the fastest first."""
+    """Return what is estimated without offload, the fastest first."""
     dtype, kind = torch.bfloat16 if half else torch.float32, KINDS[name]
     model = sizes(name, folder)
     activations = of_module(model, TOKENS, kind.samples, dtype, kind.shape or None)
@@ -47,7 +47,7 @@ def estimates(name: str, half: bool, folder: Path) -> list[Estimated]:
 
 @cache
 def measured(name: str, half: bool) -> dict[Setting, int]:
-    """What the rank that takes most takes."""
+    """Return what the rank that takes most takes."""
     ranks = run_workers(peaks, WORLD, name, half, env=ENV)
     return {each: max(rank[each] for rank in ranks) for each in SETTINGS}
 

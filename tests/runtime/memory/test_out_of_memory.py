@@ -62,6 +62,10 @@ def test_the_error_stays_what_it_is_and_says_more() -> None:
     ]
 
 
+BLOCKS = torch.nn.Module()
+BLOCKS.layers = torch.nn.ModuleList([torch.nn.Linear(2, 2) for _ in range(2)])
+
+
 def adviser(
     stage: int, *, world: int, config: dict[str, Any], checkpoints: bool = False, **offload: Any
 ) -> Any:
@@ -75,7 +79,7 @@ def adviser(
         states=2,
         offload=options,
     )
-    return MemoryAdviser(setting, [], None, torch.device("cpu"), config, checkpoints, True)
+    return MemoryAdviser(setting, [], None, torch.device("cpu"), config, checkpoints, BLOCKS)
 
 
 def test_the_cheapest_change_that_saves_enough() -> None:

@@ -155,7 +155,9 @@ def test_dumps_that_are_none_and_dumps_that_are_cut() -> None:
     found = find_position(REDUCES + "said\n" + own)
     assert found is not None and found.place == "train.py:40 in average"
     cut = find_position(OTHER * 100 + "...\n")
-    assert cut is not None and "leave out" in cut.place
+    assert cut is not None and "leave out" in cut.call
+    lines = where({0: OTHER * 100 + "...\n", 1: REDUCES}, {}, {0: "n1", 1: "n1"}, [0, 1])
+    assert lines[0] == "rank 0 on n1 is in a call that its stacks leave out (it has too many threads)"
 
 
 def test_ranks_that_have_ended() -> None:
