@@ -36,6 +36,7 @@ from .memory.advice import MemoryAdviser
 from .memory.estimate import Setting
 from .memory.preflight import preflight
 from .memory.resources import PINNED_SHARE
+from .mesh.choice import find_shard_group, make_link
 from .monitor.limits import measure_costs
 from .monitor.logged_comm import LoggedComm
 from .monitor.observation import observe, open_monitor
@@ -52,6 +53,7 @@ from .optim.sharded_optimizer import ShardedOptimizer
 from .precision.loss_scaler import DeviceLossScaler, LossScaler
 from .precision.policy import Precision, choose_precision, dtype_named
 from .registry.optimizers import build_optimizer, build_scheduler
+from .replicated import place_rest
 from .report import announce, describe
 from .shared_memory.connect import connect
 from .zero import placeholder
@@ -59,7 +61,6 @@ from .zero.hooks import ShardedModel
 from .zero.layout import TILE_NUMEL
 from .zero.leaf_modules import mark_leaves
 from .zero.reduce import GradientOptions, GradientReducer
-from .zero.replicated import place_rest
 from .zero.unit import Unit
 from .zero.unit_policy import UNIT_NUMEL, UNIT_NUMEL_CPU, Block, ShardingOptions, UnitFactory, plan_blocks
 
@@ -201,10 +202,11 @@ def _choose_kernels() -> None:
 
 
 def _join_ranks(config: Config) -> Comm:
-    device, share = init_distributed(), not _on_disk(config)
+    device, share, group = init_distributed(), not _on_disk(config), find_shard_group(config)
+    mesh = None if group is None else partial(make_link, group)
     if config.comms_logger.enabled:
-        return LoggedComm(config.comms_logger, device, connect=connect, share=share)
-    return Comm(device, connect=connect, share=share)
+        return LoggedComm(config.comms_logger, device, connect=connect, share=share, mesh=mesh)
+    return Comm(device, connect=connect, share=share, mesh=mesh)
 
 
 def _on_disk(config: Config) -> bool:

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...cuda_ops.pinned import PinnedPool
-from ..comm.collectives import all_gather_flat
+from ..comm.link import all_gather_flat
 
 MINIMUM_NUMEL = 1024
 """Smaller tensors are not moved: that would cost more than keeping them."""

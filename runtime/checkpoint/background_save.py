@@ -15,9 +15,9 @@ from weakref import WeakSet
 import torch
 
 from ..comm.collectives import Comm
-from ..comm.pending import HostChannel
 from ..log import fail
 from .format.tensor_file import CheckpointError
+from .host_channel import HostChannel
 from .save import Save
 from .snapshot import Snapshot
 
@@ -81,7 +81,7 @@ class BackgroundSave:
         if self._reserving is not None:
             self._reserving.join()
         if self._writing is None:
-            self._writing, self._polling = self._comm.host_channel(), self._comm.host_channel()
+            self._writing, self._polling = HostChannel(self._comm), HostChannel(self._comm)
         save.begin(self._snapshot)
         self._thread = threading.Thread(
             target=self._finish, args=(save, self._writing, then), name="zlaunch-checkpoint"

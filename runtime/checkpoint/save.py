@@ -12,11 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..comm.collectives import Comm
 from ..comm.pending import Exchange
 from ..offload.transfer import HostLink
 from ..optim.slices import ShardSlice
 from ..optim.update_rule import State
 from ..zero.hooks import ShardedModel
+from ..zero.layout import ALIGN_NUMEL
 from ..zero.unit import Unit
 from .all_or_none import all_or_none
 from .format.commit import SaveTarget, point_to, prepare, prune, put_in_place, write_manifest
@@ -203,22 +205,28 @@ def _blocks(source: Source, target: SaveTarget) -> list[ShardBlock]:
     for index, unit in enumerate(source.sharded.units):
         if not unit.trainable and target.exclude_frozen:
             continue
-        low, high = _owned(unit, comm.rank, target)
+        low, high = _owned(unit, comm, target)
         if low < high:
             slices = by_unit.get(id(unit), [])
             found += blocks_of(unit, f"{index:04d}", slices, source.state, low, high)
     return found
 
 
-def _owned(unit: Unit, rank: int, target: SaveTarget) -> tuple[int, int]:
-    """Return the range of the flat buffer that this rank writes: its shard. A buffer that every rank has
-    whole is written in equal parts, or wholly by the first rank of each node where nodes have separate
-    folders.
+def _owned(unit: Unit, comm: Comm, target: SaveTarget) -> tuple[int, int]:
+    """Return the range of the flat buffer that this rank writes: its shard. Ranks that have the same elements
+    write equal parts of them, or where nodes have separate folders, the first such rank of each node all.
     """
+    layout, shards = unit.layout, comm.link.shards
     whole = unit.stop - unit.start == unit.numel
-    if whole and target.host is not None:
-        return (0, unit.numel if target.leader else 0)
-    return unit.layout.shard_range(rank)
+    if target.host is not None:
+        return (0, unit.numel if target.leader else 0) if whole else (unit.start, unit.stop)
+    low, high = layout.shard_range(comm.link.position)
+    copies = comm.world_size // shards
+    if copies == 1:
+        return low, high
+    step = -(-(high - low) // (copies * ALIGN_NUMEL)) * ALIGN_NUMEL
+    low += comm.rank // shards * step
+    return min(low, high), min(low + step, high)
 
 
 def _describe_all(source: Source, blocks: Sequence[ShardBlock], rank: int) -> dict[str, Any]:

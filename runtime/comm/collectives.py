@@ -9,8 +9,7 @@ from __future__ import annotations
 import gc
 import itertools
 from collections import Counter
-from collections.abc import Sequence
-from datetime import timedelta
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 from weakref import finalize
@@ -21,35 +20,21 @@ from torch import Tensor
 
 from ..environment import read_environment
 from ..errors import RankMismatchError
+from .link import GATHER, REDUCE, Link, Note
 from .order import Order
 from .peer_memory import Connect, Identity, PeerMemory
-from .pending import (
-    DONE,
-    Exchange,
-    HostChannel,
-    Noted,
-    Pending,
-    Work,
-    await_work,
-    exchange_objects,
-    sum_pieces,
-)
+from .pending import Exchange, Pending, Work, await_work, exchange_objects
 from .process_group import new_group, open_comms
 from .waits import Key, waits
 
-# torch 2.13 renamed these two; the old names warn there, the new ones do not exist before.
-all_gather_flat: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter_flat: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-_GATHER, _REDUCE = 0, 1
-"""Number the channels: collectives of one kind are issued in one order on all ranks."""
 _CHANNELS = ("gather", "reduce")
-_VERBS = {_GATHER: "gathers", _REDUCE: "reduces the gradients of"}
+_KINDS = ("all_gather", "reduce_scatter")
+_VERBS = {GATHER: "gathers", REDUCE: "reduces the gradients of"}
 _TIMEOUT_S = 1800.0
-_CHANNEL_TIMEOUT = timedelta(hours=12)
-"""Limits a host collective: one rank may write to a slow disk for long while the others wait."""
-
+MakeLink = Callable[["Comm", "Callable[..., PeerMemory | None] | None"], Link]
+"""Makes the link of a communicator; gets what joins ranks by shared memory: a Connect that needs only the
+rank, the number of ranks and an exchange between them. Collective.
+"""
 _dropped: dict[int, tuple[PeerMemory | None, list[Any]]] = {}
 """Keeps, by their numbers, what communicators that were never closed have left."""
 _numbers = itertools.count()
@@ -82,16 +67,25 @@ def _close_dropped(exchange: Exchange) -> None:
 
 
 class Comm:
-    """Runs the collectives of one engine over the default process group (and a second one for reductions).
+    """Runs the collectives of one engine.
 
-    Reductions have a separate group, so that they neither wait for gathers nor need to be issued in one
-    common order with them. Between CPU ranks of one machine, bulk data goes through shared memory.
+    Units are sharded over :attr:`link`, a group of ranks. Where it is smaller than the world, equal shards of
+    all such groups stay equal.
 
     ``shared``: tensors that are sent (sources of a gather, buckets of a reduction) must come from ``empty``.
     """
 
-    def __init__(self, device: torch.device, *, connect: Connect | None = None, share: bool = True) -> None:
-        """Join the ranks; ``connect`` joins CPU ranks by shared memory, if all of them ``share``."""
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        connect: Connect | None = None,
+        share: bool = True,
+        mesh: MakeLink | None = None,
+    ) -> None:
+        """Join the ranks; ``connect`` joins CPU ranks by shared memory, if all of them ``share``; ``mesh``
+        makes the link that units are sharded over, by default one of all ranks.
+        """
         self.device = device
         self.number = next(_numbers)
         self._labels = ["a tensor"]
@@ -100,43 +94,47 @@ class Comm:
         self.rank = dist.get_rank()
         self.moved: Counter[str] = Counter()
         self.calls: Counter[str] = Counter()
-        self._gather_group = dist.group.WORLD
-        self._reduce_group: Any = dist.group.WORLD
-        self._own_groups: list[Any] = []
-        self._native_reduce_scatter = device.type != "cpu"
+        self.own_groups: list[Any] = []
+        """Lists the process groups that end with this object."""
+        self._world = Link(device, self.world_size, self.rank, dist.group.WORLD, dist.group.WORLD)
+        self.link, join = self._world, None
         if self.world_size > 1:
-            self._reduce_group = new_group(self.world_size)
-            self._own_groups.append(self._reduce_group)
+            self._world.reduce_group = self.new_group(range(self.world_size))
             waits.start_watch(self.rank, self.world_size)
             _close_dropped(self.exchange)
-        self._shared: PeerMemory | None = None
         if self.world_size > 1 and device.type == "cpu" and connect is not None:
-            allowed = share and read_environment().shared_memory
-            self._shared = connect(
-                self.rank,
-                self.world_size,
-                self.exchange,
-                _TIMEOUT_S,
-                allowed,
-                describe=partial(_say, self._labels),
-                check=waits.check,
-            )
+            allowed, say = share and read_environment().shared_memory, partial(_say, self._labels)
+            join = partial(connect, timeout_s=_TIMEOUT_S, allowed=allowed, describe=say, check=waits.check)
+        if mesh is not None:
+            self.link = mesh(self, join)
+        elif join is not None:
+            self.link.shared = join(self.rank, self.world_size, self.exchange)
         open_comms.add(self)
-        self._forsaken = finalize(self, _drop, self.number, self._shared, self._own_groups)
+        self._forsaken = finalize(self, _drop, self.number, self.link.shared, self.own_groups)
         self._forsaken.atexit = False
+
+    def new_group(self, ranks: Iterable[int], **options: Any) -> Any:
+        """Make a process group that ends with this object. Collective; ranks outside of it get no group."""
+        group = new_group(list(ranks), **options)
+        if isinstance(group, dist.ProcessGroup):
+            self.own_groups.append(group)
+        return group
 
     def label(self, name: str) -> int:
         """Return a number for the tensors of one unit, equal on all ranks that make equal units."""
         self._labels.append(name)
         return len(self._labels) - 1
 
-    def _begin(self, channel: int, label: int) -> tuple[Key, str]:
-        """Note the start of a collective about a labelled tensor."""
+    def _begin(self, channel: int, label: int, numel: int, *, whole: bool = False) -> Note:
+        """Note and count the start of a collective about a labelled tensor; the result of a reduction is
+        ``whole`` on every rank, or in parts.
+        """
+        what = f"{_VERBS[channel]} {self._labels[label]}"
+        if self.world_size == 1:
+            return (self.number, _CHANNELS[channel], 0), what
+        self._count(*(("all_reduce", 2 * numel) if whole else (_KINDS[channel], numel)))
         self.order.add(channel, label)
-        return (
-            waits.next_key(self.number, _CHANNELS[channel]),
-            f"{_VERBS[channel]} {self._labels[label]}",
-        )
+        return waits.next_key(self.number, _CHANNELS[channel]), what
 
     def _control(self, what: str) -> tuple[Key, str]:
         return waits.next_key(self.number, "control"), what
@@ -154,103 +152,59 @@ class Comm:
         )
 
     def _count(self, name: str, numel: int) -> None:
-        if self.world_size > 1:
-            self.moved[name] += numel
-            self.calls[name] += 1
+        self.moved[name] += numel
+        self.calls[name] += 1
 
     @property
     def shared(self) -> bool:
-        """Tell whether all ranks see memory from ``empty``; it then lives as long as this object."""
-        return self._shared is not None
+        """Tell whether ranks of a node see memory from ``empty``; it then lives as long as this object."""
+        return self.link.shared is not None
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return a flat tensor to send from."""
-        if self._shared is not None:
-            return self._shared.empty(numel, dtype)
+        if self.link.shared is not None:
+            return self.link.shared.empty(numel, dtype)
         return torch.empty(numel, dtype=dtype, device=self.device)
 
     def release(self, storage: torch.UntypedStorage) -> bool:
         """Release the memory of a storage from ``empty`` until it is written again. Returns False for any
         other storage, which can be resized.
         """
-        return self._shared is not None and self._shared.release(storage)
+        return self.link.shared is not None and self.link.shared.release(storage)
 
     def all_gather(self, full: Tensor, source: Tensor, label: int = 0) -> Pending:
-        """Start to fill ``full`` (w * s elements) from every rank's ``source`` (s).
+        """Start to fill ``full`` from the ``source`` of every rank of the link.
 
         ``source`` is this rank's slice of ``full`` itself, or a tensor of another floating dtype, which is
         cast. It must not change before :meth:`drain`.
         """
-        s = source.numel()
-        own = full[self.rank * s : (self.rank + 1) * s]
-        if own.data_ptr() != source.data_ptr():
-            own.copy_(source, non_blocking=True)
-        if self.world_size == 1:
-            return DONE
-        self._count("all_gather", full.numel())
-        noted = self._begin(_GATHER, label)
-        if self._shared is not None:
-            return Noted(self._shared.all_gather(_GATHER, full, source, label), *noted)
-        return Work(all_gather_flat(full, own, group=self._gather_group, async_op=True), *noted, full)
+        return self.link.all_gather(full, source, label, self._begin(GATHER, label, full.numel()))
 
     def drain(self) -> bool:
         """Finish what cannot go on without this rank's help; return True if all gathers have arrived by then.
 
         All ranks must call it. Over gloo and NCCL, collectives proceed by themselves.
         """
-        if self._shared is not None:
+        if self.shared:
             with waits.waiting(*self._control("finishes what it has sent")):
-                self._shared.drain()
-        return self.world_size == 1 or self._shared is not None
+                self.link.drain()
+        return self.world_size == 1 or self.shared
 
     def reduce_scatter(self, shard: Tensor, bucket: Tensor, label: int = 0) -> Pending:
-        """Start to fill ``shard`` (s, any dtype) with this rank's slice of the sum over ranks of ``bucket``
-        (w * s).
-
-        ``bucket`` must stay untouched until the result has been waited for. gloo's own reduce-scatter is an
-        all-reduce of a clone, twice the bytes; an all-to-all with a local sum in the shard's (wider) dtype is
-        faster and more exact.
+        """Start to fill ``shard`` (any dtype) with this rank's slice of the sum over all ranks of ``bucket``,
+        which must stay untouched until the result has been waited for.
         """
-        w = self.world_size
-        if w == 1:
-            shard.copy_(bucket)
-            return DONE
-        self._count("reduce_scatter", bucket.numel())
-        noted = self._begin(_REDUCE, label)
-        if self._shared is not None:
-            return Noted(self._shared.reduce_scatter(_REDUCE, shard, bucket, label), *noted)
-        if self._native_reduce_scatter:
-            direct = shard.dtype == bucket.dtype
-            pieces = shard if direct else torch.empty_like(shard, dtype=bucket.dtype)
-            sent = reduce_scatter_flat(pieces, bucket, group=self._reduce_group, async_op=True)
-            work = Work(sent, *noted, bucket)
-            return work if direct else work.then(lambda: sum_pieces(shard, pieces.view(1, -1)))
-        pieces = torch.empty_like(bucket)
-        sent = dist.all_to_all_single(pieces, bucket, group=self._reduce_group, async_op=True)
-        work = Work(sent, *noted, bucket)
-        return work.then(lambda: sum_pieces(shard, pieces.view(w, -1), self.rank))
-
-    def reduced_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the narrowest dtype that holds a reduced shard of a ``dtype`` bucket unrounded."""
-        if self.world_size == 1 or self._native_reduce_scatter:
-            return dtype
-        return torch.promote_types(dtype, torch.float32)
+        return self.link.reduce_scatter(shard, bucket, label, self._begin(REDUCE, label, bucket.numel()))
 
     def all_reduce(self, tensor: Tensor, label: int = 0) -> Pending:
-        """Start to sum ``tensor`` (its size a multiple of the world size) over the ranks in place."""
-        if self.world_size == 1:
-            return DONE
-        self._count("all_reduce", 2 * tensor.numel())
-        noted = self._begin(_REDUCE, label)
-        if self._shared is not None:
-            return Noted(self._shared.all_reduce(_REDUCE, tensor, label), *noted)
-        return Work(dist.all_reduce(tensor, group=self._reduce_group, async_op=True), *noted, tensor)
+        """Start to sum ``tensor`` (its size a multiple of the world size) over all ranks in place."""
+        return self.link.all_reduce(tensor, label, self._begin(REDUCE, label, tensor.numel(), whole=True))
 
     def all_reduce_scalars(self, tensor: Tensor, what: str = "sums up a step's numbers") -> Tensor:
         """Sum a few numbers over the ranks and return them; not counted as volume."""
         if self.world_size > 1:
             self.calls["scalars"] += 1
-            work = dist.all_reduce(tensor, group=self._reduce_group, async_op=True)
+            work = dist.all_reduce(tensor, group=self._world.reduce_group, async_op=True)
             Work(work, *self._control(what), tensor).wait()
         return tensor
 
@@ -258,36 +212,29 @@ class Comm:
         """Overwrite ``tensor`` on every rank with rank ``source``'s."""
         if self.world_size > 1 and tensor.numel():
             self._count("broadcast", tensor.numel())
-            work = dist.broadcast(tensor, source, group=self._gather_group, async_op=True)
+            work = dist.broadcast(tensor, source, group=self._world.gather_group, async_op=True)
             Work(work, *self._control("shares values of rank 0"), tensor).wait()
 
     def exchange(self, value: object, what: str = "agrees with the other ranks") -> list[Any]:
         """Return every rank's picklable ``value``, in rank order."""
         over_gloo = self.device.type == "cpu"
         return exchange_objects(
-            value, self.world_size, self._gather_group, *self._control(what), over_gloo=over_gloo
+            value, self.world_size, self._world.gather_group, *self._control(what), over_gloo=over_gloo
         )
-
-    def host_channel(self) -> HostChannel:
-        """Return a separate gloo group for host messages, safe to use from another thread. Collective."""
-        group = None
-        if self.world_size > 1:
-            group = new_group(self.world_size, backend="gloo", timeout=_CHANNEL_TIMEOUT)
-            self._own_groups.append(group)
-        return HostChannel(group, self.world_size, self.number)
 
     def barrier(self) -> None:
         """Wait for all ranks."""
         if self.world_size > 1:
-            work = dist.barrier(group=self._gather_group, async_op=True)
+            work = dist.barrier(group=self._world.gather_group, async_op=True)
             await_work(work, *self._control("waits at a barrier"))
 
     def close(self) -> None:
         """Release the process groups; the object cannot be used afterwards."""
         self._forsaken.detach()
-        if self._shared is not None:
-            self._shared.close()
-        for group in self._own_groups if dist.is_initialized() else ():
+        if self.link.shared is not None:
+            self.link.shared.close()
+        for group in self.own_groups if dist.is_initialized() else ():
             dist.destroy_process_group(group)
-        self._own_groups.clear()
-        self._reduce_group = self._gather_group = None
+        self.own_groups.clear()
+        for link in (self.link, self._world):
+            link.gather_group = link.reduce_group = None

@@ -53,6 +53,10 @@ class _Then(Pending):
     def __init__(self, before: Pending, function: Callable[[], object]) -> None:
         self.before, self._function = before, function
 
+    @property
+    def ready(self) -> bool:
+        return self.before.ready
+
     def wait(self) -> None:
         self.before.wait()
         function, self._function, self.before = self._function, _nothing, DONE
@@ -97,6 +101,10 @@ class Work(Pending):
     def __init__(self, work: Any, key: Key, what: str, *keep: Tensor) -> None:
         self.work, self._key, self._what, self._keep = work, key, what, keep
 
+    @property
+    def ready(self) -> bool:
+        return self.work is None or bool(self.work.get_future().done())
+
     def wait(self) -> None:
         if self.work is None:
             return
@@ -114,6 +122,10 @@ class Noted(Pending):
 
     def __init__(self, transfer: Pending, key: Key, what: str) -> None:
         self._transfer, self._key, self._what = transfer, key, what
+
+    @property
+    def ready(self) -> bool:
+        return self._transfer.ready
 
     def wait(self) -> None:
         with waits.waiting(self._key, self._what):
@@ -159,21 +171,3 @@ def exchange_objects(
     return [
         pickle.loads(part[: int(size)].numpy().tobytes()) for part, size in zip(parts, sizes, strict=True)
     ]
-
-
-class HostChannel:
-    """Runs small collectives between the hosts, over gloo whatever the device is."""
-
-    def __init__(self, group: Any, world_size: int, number: int) -> None:
-        self._group, self._world_size, self._number = group, world_size, number
-
-    def exchange(self, value: object) -> list[Any]:
-        """Return every rank's picklable ``value``, in rank order."""
-        key = waits.next_key(self._number, "host")
-        return exchange_objects(
-            value, self._world_size, self._group, key, "agrees in the background", over_gloo=True
-        )
-
-    def any(self, *flags: bool) -> list[bool]:
-        """Tell for each flag whether it is set on any rank."""
-        return [any(column) for column in zip(*self.exchange(flags), strict=True)]

@@ -79,11 +79,11 @@ def init_distributed(
     return device
 
 
-def new_group(world_size: int, **options: Any) -> dist.ProcessGroup:
-    """Make a group of all ranks. Collective."""
-    group = dist.new_group(list(range(world_size)), **options)
-    assert isinstance(group, dist.ProcessGroup)
-    ends_well(group)
+def new_group(ranks: list[int], **options: Any) -> Any:
+    """Make a group of some ranks. Collective for all ranks; no ProcessGroup is returned outside of it."""
+    group = dist.new_group(ranks, **options)
+    if isinstance(group, dist.ProcessGroup):
+        ends_well(group)
     return group
 
 

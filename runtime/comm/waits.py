@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
+from weakref import WeakSet
 
 from ..errors import RankMismatchError
 
@@ -19,6 +20,13 @@ class Watch(Protocol):
 
     def stop(self) -> None:
         """End the thread."""
+
+
+class Helper(Protocol):
+    """Has work to do for other ranks."""
+
+    def advance(self) -> None:
+        """Do what can be done without waiting."""
 
 
 class Waits:
@@ -39,6 +47,8 @@ class Waits:
         """Adds up what the main thread has waited, where there is a watch."""
         self.on_stream: Callable[[Callable[[], object]], object] = lambda wait: wait()
         """Lets a stream wait for a collective; a clock may put marks around it."""
+        self.helpers: WeakSet[Helper] = WeakSet()
+        """Holds what has to go on while this rank waits."""
         self._watch: Watch | None = None
         self._count = 0
 
@@ -65,7 +75,9 @@ class Waits:
             self.seconds += 0.0 if outer is not None else time.perf_counter() - start
 
     def check(self) -> None:
-        """Raise RankMismatchError once it is known that this rank waits in vain."""
+        """Do what other ranks wait for; raise RankMismatchError once this rank is known to wait in vain."""
+        for helper in list(self.helpers):
+            helper.advance()
         if self.verdict is not None:
             raise RankMismatchError(self.verdict)
 

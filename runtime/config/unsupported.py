@@ -18,7 +18,6 @@ from .field_types import (
     Count,
     Dtype,
     Fraction,
-    Integer,
     Level,
     NonNegative,
     OpenSection,
@@ -197,7 +196,6 @@ _PARALLEL_WRITE = _model("ParallelWrite", "speed", "Writing a checkpoint from se
     pipeline_stage=_key(Bool, False, "Write pipeline stages in parallel."),
 )
 
-_HPZ = "a copy of the parameters on each node (ZeRO++ hpZ)"
 _QWZ = "quantized frozen weights (ZeRO++ qwZ)"
 _QGZ = "quantized gradients (ZeRO++ qgZ)"
 _BY_SCRIPT = "gradient accumulation by the script's own count"
@@ -299,9 +297,6 @@ MISSING: dict[str, dict[str, Key]] = {
             "allgather_sequential"),
         "legacy_stage1": _refused(Bool, False, "The old stage 1; never available here.",
             feature="the old stage 1"),
-        "zero_hpz_partition_size": _refused(
-            Count, 1, "Ranks that hold a second copy of the parameters (ZeRO++ hpZ).", feature=_HPZ
-        ),
         "zero_quantized_weights": _refused(Bool, False, "Gather quantized weights (ZeRO++ qwZ).",
             feature="quantized weights (ZeRO++ qwZ)"),
         "zero_quantized_nontrainable_weights": _refused(Bool, False, "Gather quantized frozen weights.",
@@ -310,10 +305,6 @@ MISSING: dict[str, dict[str, Key]] = {
             feature=_QGZ),
         "zeropp_loco_param": _refused(
             _LOCO, None, "Error feedback for quantized gradients; being present switches it on.", feature=_QGZ
-        ),
-        "mics_shard_size": _refused(
-            Integer, -1, "Ranks that share one copy of the model (MiCS); -1 and 0 are off.",
-            feature="MiCS", off=(0,),
         ),
         "mics_hierarchical_params_gather": _refused(Bool, False, "Gather parameters in two steps (MiCS).",
             feature="MiCS"),

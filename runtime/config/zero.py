@@ -12,6 +12,7 @@ from .field_types import (
     Bucket,
     Count,
     Fraction,
+    Integer,
     Section,
     Size,
     Stage,
@@ -32,6 +33,9 @@ def _tile(value: Any) -> Any:
 
 
 Tile = Annotated[Bucket, BeforeValidator(_tile), WithJsonSchema({"type": "number", "minimum": 0})]
+
+
+ShardGroupSize = Literal["world", "node", "auto"] | Count
 
 
 class OffloadParam(Section):
@@ -96,6 +100,15 @@ class Zero(Section):
 
     stage: Stage = ok(0)
     """0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters."""
+    shard_group: ShardGroupSize = ok("world")
+    """Ranks that a unit is sharded over: "world" (all), "node" (those of a node; each node keeps everything),
+    a number of neighbouring ranks, or "auto": all, with parameters gathered inside the nodes where the links
+    between them are slower."""
+    mics_shard_size: Integer = ok(-1)
+    """The same as a number for shard_group (MiCS); -1 and 0 are off."""
+    zero_hpz_partition_size: Count = ok(1)
+    """Ranks, such as those of a node, that keep a second copy of stage 3's parameters in common and gather
+    from it (ZeRO++ hpZ); the optimizer stays sharded over all."""
     contiguous_gradients: Bool = always(True, "gradients have no other place", holds=True)
     """Copy gradients into one bucket as they are produced."""
     reduce_scatter: Bool = always(True, "from stage 1 on no rank gets what it does not own", holds=True)

@@ -212,7 +212,7 @@ class _Builder:
         for dtype, members in kinds.items():
             nbytes = sum(p.numel() for _, p in members) * (dtype.itemsize + (self._dtype or dtype).itemsize)
             self._largest = max(self._largest, nbytes)
-            layout = make_layout([p.numel() for _, p in members], [0] * len(members), self._comm.world_size)
+            layout = make_layout([p.numel() for _, p in members], [0] * len(members), self._comm.link.shards)
             unit = Unit(
                 type(module).__name__,
                 [name for name, _ in members],

@@ -61,6 +61,8 @@ class Setting:
     device_is_host: bool = False
     snapshots: bool = False
     """Tells whether checkpoints are written from a copy in host memory."""
+    copy_shards: int = 0
+    """Counts the parts of a second copy of stage 3's parameters, of which a rank keeps one; 0 without one."""
     freed_by_backward: int = 0
     """Bytes of activations that are freed before a third gradient bucket is filled, where they are known."""
 
@@ -140,7 +142,8 @@ def _parameters(s: Setting) -> Amounts:
     if s.stage < 3:
         return Amounts(device=everything * s.dtype_bytes)
     root, rest = s.blocks[0] if s.blocks else 0, s.blocks[1:]
-    gathered = Amounts(device=(root + 2 * max(rest, default=0)) * s.dtype_bytes)
+    copied = -(-everything // s.copy_shards) if s.copy_shards else 0
+    gathered = Amounts(device=(root + 2 * max(rest, default=0) + copied) * s.dtype_bytes)
     own_frozen = -(-s.frozen // s.world_size)
     own = -(-s.trainable // s.world_size)
     if s.trains and s.offload.parameters is s.offload.optimizer is Tier.DEVICE:

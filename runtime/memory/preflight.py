@@ -46,7 +46,8 @@ def preflight(
     stage = options.shard_optimizer + options.shard_grads + options.shard_params
     setting = Setting(
         stage=stage,
-        world_size=comm.world_size,
+        world_size=comm.link.shards,
+        copy_shards=comm.link.size if comm.link.size < comm.link.shards else 0,
         blocks=trainable,
         frozen=sum(placeholder.shape_of(p).numel() for p in parameters) - sum(trainable),
         dtype_bytes=precision.dtype.itemsize if precision.dtype is not None else widest,

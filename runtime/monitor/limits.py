@@ -56,8 +56,12 @@ def limits_of(comm: Comm, dtype: torch.dtype, offload: Offload | None) -> dict[s
     """
     if not all(comm.exchange(read_environment().event_fd is not None)):
         return {}
-    # what goes through shared memory has no link
-    found = measure_limits(comm.device, dtype, link=comm.world_size > 1 and not comm.shared)
+    # where all goes through shared memory there is no link
+    found = measure_limits(
+        comm.device,
+        dtype,
+        link=comm.world_size > 1 and not (comm.shared and comm.link.size == comm.world_size),
+    )
     if offload is not None and offload.folders:
         try:
             found["disk_gbs"] = probe(offload.folders[0].path, offload.options).step / 1e9

@@ -5,8 +5,8 @@ What a time is depends on who does the work:
 - gloo: from the call until its threads have ended the operation;
 - NCCL: on the device, from where the calling stream stands at the call until the operation has ended. That
   includes waiting for the other ranks, and for earlier operations of the same group;
-- shared memory between CPU ranks: what this rank spends in the call and in waiting for the result, where it
-  does the copying itself. Of a ``drain``, in which it finishes all that it has begun, each logged operation
+- shared memory between CPU ranks, and what takes two hops between them: what this rank spends in the call and
+  in waiting for the result. Of a ``drain``, in which it finishes all that it has begun, each logged operation
   under way gets a share by its bytes.
 """
 
@@ -20,7 +20,7 @@ from weakref import finalize
 import torch
 from torch import Tensor
 
-from ..comm.collectives import Comm
+from ..comm.collectives import Comm, MakeLink
 from ..comm.peer_memory import Connect
 from ..comm.pending import Pending
 from ..config.profilers import CommsLoggerSection
@@ -37,8 +37,9 @@ class LoggedComm(Comm):
         *,
         connect: Connect | None = None,
         share: bool = True,
+        mesh: MakeLink | None = None,
     ) -> None:
-        super().__init__(device, connect=connect, share=share)
+        super().__init__(device, connect=connect, share=share, mesh=mesh)
         self._on_gpu = device.type == "cuda"
         self.log = CommsLogger(section, prints=self.rank == 0)
         self._sides: dict[str, Any] = {}
@@ -95,7 +96,7 @@ class LoggedComm(Comm):
         if self._on_gpu:
             return self._run_on_gpu(kind, operation, start)
         pending = start()
-        if self.shared:
+        if self.shared or self.link.is_composed:
             operation.seconds = time.perf_counter() - operation.start
             self._open[operation] = None
             return _Awaited(pending, self, operation)

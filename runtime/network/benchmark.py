@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..comm.collectives import all_gather_flat, reduce_scatter_flat
+from ..comm.link import all_gather_flat, reduce_scatter_flat
 from ..comm.process_group import ends_well, init_distributed
 from ..environment import read_environment
 from ..log import show

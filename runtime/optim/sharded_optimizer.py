@@ -230,8 +230,9 @@ class ShardedOptimizer:
         total = torch.zeros((), dtype=torch.float64, device=device)
         if squares := self._squares():
             total = torch.stack(squares).sum()
-        if not self._sharded:
-            total = total / self._comm.world_size  # every rank holds all of it
+        copies = self._comm.world_size // (self._comm.link.shards if self._sharded else 1)
+        if copies > 1:
+            total = total / copies  # as many ranks hold each part
         flags = [float(preemption.requested()), *map(float, used), *self._comm.order.marks()]
         mine = _to_device(torch.tensor(flags, dtype=torch.float64), device)
         return self._comm.all_reduce_scalars(torch.cat([total.reshape(1), mine]))

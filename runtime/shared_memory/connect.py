@@ -28,10 +28,12 @@ def connect(
     allowed: bool,
     describe: Callable[[int, Identity], str],
     check: Callable[[], None],
+    first: int = 0,
 ) -> SharedMemory | None:
-    """Connect all ranks, or return None on every rank where they cannot share memory. Collective.
+    """Connect all ranks of a group, or return None on every rank where they cannot share memory. Collective.
 
-    ``exchange`` returns every rank's value, in rank order.
+    ``exchange`` returns every rank's value, in rank order. ``rank`` counts in the group, whose ``first`` rank
+    messages count from.
     """
     listener = None
     offer: object = None
@@ -66,4 +68,4 @@ def connect(
                 connections[pids[pid]] = connection
             else:
                 connection.close()  # a stranger who has seen the name
-    return SharedMemory(rank, connections, timeout_s, describe, check)
+    return SharedMemory(rank, connections, timeout_s, describe, check, first)

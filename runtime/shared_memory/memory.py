@@ -84,6 +84,15 @@ class PeerTransfer(Pending):
         """Return the ranks whose part has not been announced. A rank may announce its part and end."""
         return {peer.rank for peer in self.unread if self.key not in peer.ready}
 
+    @property
+    def ready(self) -> bool:
+        """Tell whether :meth:`wait` would not wait. Raises PeerLost."""
+        self._shared.progress()
+        if self._next is not None:
+            return self._next.ready
+        self._shared.check_peers(self.awaited())
+        return not self.unread and not (self._exclusive and self._shared.present(self.readers))
+
     def wait(self) -> None:
         """Wait until this rank's result is complete, and no other reads this one's part if that matters."""
         self._shared.drive(self.awaited)
@@ -106,10 +115,12 @@ class SharedMemory:
         timeout_s: float,
         describe: Callable[[int, Identity], str],
         check: Callable[[], None],
+        first: int = 0,
     ) -> None:
         """Join the ranks; ``describe(channel, identity)`` names a collective; ``check`` is called regularly
-        while this rank waits, and may raise.
+        while this rank waits, and may raise. Messages count the ranks from ``first``.
         """
+        self._first = first
         self._describe, self._check = describe, check
         self.rank, self.world_size, self._timeout_s = rank, len(connections) + 1, timeout_s
         self._peers = {other: Peer(other, connections[other]) for other in sorted(connections)}
@@ -264,7 +275,8 @@ class SharedMemory:
         mine, other = self._transfers[key].identity, peer.ready[key][2]
         if mine != other:
             raise RankMismatchError(
-                f"rank {peer.rank} {self._describe(key[0], other)}, while rank {self.rank} "
+                f"rank {self._first + peer.rank} {self._describe(key[0], other)}, while "
+                f"rank {self._first + self.rank} "
                 f"{self._describe(key[0], mine)}: all ranks must use the same parts of the model in the same "
                 "order, and call state_dict, evaluation and saving together"
             )
@@ -336,18 +348,24 @@ class SharedMemory:
         self.progress()
         deadline = time.monotonic() + self._timeout_s
         while missing():
-            gone = [rank for rank in missing() if self._peers[rank].gone]
-            if gone:
-                raise PeerLost(f"rank {gone[0]} has ended, while rank {self.rank} needs its tensors")
+            self.check_peers(missing())
             left = deadline - time.monotonic()
             if left <= 0:
+                other = self._first + min(missing())
                 raise PeerLost(
-                    f"rank {self.rank} has waited {self._timeout_s:.0f} s for rank {min(missing())}, which "
-                    "does not take part in the same gather or reduction"
+                    f"rank {self._first + self.rank} has waited {self._timeout_s:.0f} s for rank {other}, "
+                    "which does not take part in the same gather or reduction"
                 )
             self._check()
             self._selector.select(min(left, _LOOK_S))
             self.progress()
+
+    def check_peers(self, ranks: set[int]) -> None:
+        """Raise PeerLost if one of ``ranks``, which this rank waits for, has ended."""
+        gone = [rank for rank in ranks if self._peers[rank].gone]
+        if gone:
+            lost, mine = self._first + gone[0], self._first + self.rank
+            raise PeerLost(f"rank {lost} has ended, while rank {mine} needs its tensors")
 
     def present(self, ranks: set[int]) -> set[int]:
         """Return those of ``ranks`` that have not ended: a rank that has ended reads nothing any more."""

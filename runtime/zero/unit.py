@@ -82,9 +82,9 @@ class Unit:
         self._pending: Pending = DONE
         self.updated: Pending = DONE
         """Keeps an optimizer step that still writes this rank's values; waited for before they are read."""
-        self._own = slice(*layout.shard_range(comm.rank))
+        self._own = slice(*layout.shard_range(comm.link.position))
         whole = not shard_optimizer or not (self.trainable or shard_params)
-        self.start, self.stop = (0, layout.numel) if whole else layout.shard_range(comm.rank)
+        self.start, self.stop = (0, layout.numel) if whole else layout.shard_range(comm.link.position)
         self.pieces: list[Piece] = layout.pieces(self.start, self.stop) if self.trainable else []
         cuts = cuts_of([(p.start, p.stop) for p in self.pieces], self.stop - self.start, tile_numel)
         flat = self._adopt_values(keep_shared=shard_optimizer and not shard_params)
@@ -279,6 +279,7 @@ class Unit:
     def stepped(self) -> None:
         """Note that an optimizer step has changed, or is about to change, the values."""
         self.generation += 1
+        self.comm.link.changed(self.tag)
         placeholder.move_versions(self.parameters)
         self.writes.stepped()
 
@@ -344,6 +345,7 @@ class Unit:
         self._views, self.store = [], None
         self.values = DeviceValues(self.full)
         self.generation += 1
+        self.comm.link.changed(self.tag)
         self.shard_params = False  # it is never resharded again
 
     def abandon(self) -> None:

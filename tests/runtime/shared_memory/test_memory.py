@@ -142,8 +142,8 @@ def _leaves_early() -> list[float]:
     pending = comm.all_gather(full, source)
     if comm.rank != 1:
         pending.wait()
-    assert comm._shared is not None
-    comm._shared.close()
+    assert comm.link.shared is not None
+    comm.link.shared.close()
     return full[::4].tolist()
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from zlaunch.runtime.comm.collectives import Comm
+from zlaunch.runtime.comm.link import Link
 from zlaunch.runtime.comm.pending import Pending
 
 
@@ -31,10 +32,10 @@ class FakeComm(Comm):
     """Rank 0 of two ranks. The other one has equal parameters, and ``other`` as every gradient."""
 
     def __init__(self, *, other: float = 0.0) -> None:
-        self.device, self.world_size, self.rank, self._shared = torch.device("cpu"), 2, 0, None
+        self.device, self.world_size, self.rank = torch.device("cpu"), 2, 0
         self.other, self.log, self.in_flight, self.most_in_flight = other, [], 0, 0
         self._labels: list[str] = []
-        self._native_reduce_scatter = True
+        self.link = Link(self.device, 2, 0, None, None)
         self.shards: dict[int, Tensor] = {}
         """Keeps the other rank's shard of each label."""
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ..comm.collectives import Comm
-from ..errors import ParameterError
-from .unit_policy import is_shardable
+from .comm.collectives import Comm
+from .errors import ParameterError
+from .zero.unit_policy import is_shardable
 
 
 def place_rest(model: nn.Module, comm: Comm, dtype: torch.dtype | None) -> None:

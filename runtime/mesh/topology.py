@@ -1,0 +1,80 @@
+"""Finds out which ranks share a node, and divides the ranks into groups."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..config import ConfigError
+from ..environment import read_environment
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """Describes a node by its name and its ranks, which are consecutive."""
+
+    name: str
+    ranks: range
+
+
+def find_nodes(exchange: Callable[[object], list[Any]]) -> list[Node]:
+    """Return the nodes, in the order of their ranks. Collective. Raises ConfigError if the launcher has not
+    numbered the ranks node by node.
+    """
+    environment = read_environment()
+    place = environment.rank - environment.local_rank, environment.local_world_size, socket.gethostname()
+    found: dict[int, Node] = {}
+    for rank, (first, count, name) in enumerate(exchange(place)):
+        node = found.setdefault(first, Node(name, range(first, first + count)))
+        if rank not in node.ranks or node.ranks != range(first, first + count):
+            raise ConfigError(
+                [f"rank {rank} on {name}: groups of ranks need ranks that are numbered node by node"]
+            )
+    return list(found.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """Divides the ranks into groups of ``size`` consecutive ones."""
+
+    world_size: int
+    size: int
+
+    @property
+    def count(self) -> int:
+        """Return the number of groups."""
+        return self.world_size // self.size
+
+    def shard_groups(self) -> list[range]:
+        """Return the groups."""
+        return [range(first, first + self.size) for first in range(0, self.world_size, self.size)]
+
+    def replica_groups(self) -> list[range]:
+        """Return the ranks that have the same place in each group, for each place."""
+        return [range(place, self.world_size, self.size) for place in range(self.size)]
+
+
+def divide(wanted: int | str, key: str, nodes: Sequence[Node]) -> Mesh:
+    """Return the mesh that a config asks for: a number of ranks, or ``"node"``.
+
+    Raises ConfigError, with the ``key`` and the nodes, where the ranks cannot be divided so.
+    """
+    world_size = sum(len(node.ranks) for node in nodes)
+    if wanted == "node":
+        if len({len(node.ranks) for node in nodes}) > 1:
+            counts = ", ".join(f"{node.name} has {len(node.ranks)}" for node in nodes)
+            raise ConfigError(
+                [f'{key}: "node" needs nodes with equal numbers of ranks; {counts}. Leave ranks out with '
+                 "--exclude, or give a number of ranks"]
+            )  # fmt: skip
+        return Mesh(world_size, len(nodes[0].ranks))
+    assert isinstance(wanted, int)
+    if world_size % wanted:
+        raise ConfigError([f"{key}: {wanted} does not divide the {world_size} ranks"])
+    cut = [node for node in nodes if len(node.ranks) % wanted and wanted % len(node.ranks)]
+    if cut:
+        counts = ", ".join(f"{node.name} has {len(node.ranks)}" for node in nodes)
+        raise ConfigError([f"{key}: groups of {wanted} ranks would cut nodes in pieces; {counts}"])
+    return Mesh(world_size, wanted)

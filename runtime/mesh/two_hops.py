@@ -1,0 +1,144 @@
+"""Runs collectives in two hops: in a group of neighbouring ranks, and between equal places of all groups.
+
+A reduction sums inside the group first, so that between groups only a part of the elements travels, one of as
+many as the group has ranks. Units are sharded in one of two ways:
+
+- over the group (MiCS, arXiv 2205.00119): all groups keep equal shards, whose gradients are all-reduced
+  between the groups; gathers stay inside;
+- over all ranks (ZeRO++ hpZ, arXiv 2306.10209): a gather fills this rank's part of a copy that the group
+  keeps in common, between the groups, and then the whole from that copy, inside. The copy serves until the
+  values change: of two gathers in a step, only the first goes between the groups.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import torch
+from torch import Tensor
+
+from ..comm.link import Link, Note
+from ..comm.pending import DONE, Pending
+from ..comm.waits import waits
+from .hops import Hop, OnStream, Relay, advance_until
+
+INSIDE, BETWEEN = "inside", "between"
+
+
+class TwoHops(Link):
+    """Joins an ``inner`` link, of a group, and an ``outer`` one, of the ranks with the same place in every
+    group. Tensors that are sent must come from the inner link's memory, if that is shared.
+
+    Attributes
+        over_all: units are sharded over all ranks, else over the group.
+        moved: bytes of collectives in each class of links, by the rules of ``Comm.moved``.
+    """
+
+    def __init__(self, world: Link, inner: Link, outer: Link, *, over_all: bool) -> None:
+        super().__init__(world.device, inner.size, inner.position, None, None)
+        self.world, self.inner, self.outer, self.over_all = world, inner, outer, over_all
+        self.shared, self.is_composed = inner.shared, True
+        if over_all:
+            # the parts of a group's member are neighbours: the copy of its slice is filled by one collective
+            self.shards = inner.size * outer.size
+            self.position = inner.position * outer.size + outer.position
+        self.moved: Counter[str] = Counter()
+        self._copies: dict[int, Tensor] = {}
+        """Keeps this rank's slice of units that are gathered again and again, by label."""
+        self._valid: set[int] = set()
+        """Lists the labels whose copies have the present values."""
+        self._gathers, self._reductions = Relay(self.advance), Relay(self.advance)
+        waits.helpers.add(self)
+        self._sides: dict[int, torch.cuda.Stream] = {}
+
+    def all_gather(self, full: Tensor, source: Tensor, label: int, note: Note) -> Pending:
+        self.moved[INSIDE] += full.nbytes
+        if not self.over_all:
+            return self._run(
+                self._gathers, None, lambda: self.inner.all_gather(full, source, label, note), note, full
+            )
+        s = source.numel()
+        part = full.numel() // self.inner.size
+        in_place = source.data_ptr() == full[self.position * s :].data_ptr()
+        if in_place:
+            mine = full[self.inner.position * part : (self.inner.position + 1) * part]
+        else:
+            mine = self._copy(label, part, full.dtype)
+
+        def second() -> Pending:
+            return self.inner.all_gather(full, mine, label, note)
+
+        if label in self._valid and not in_place:
+            first: Hop | None = None
+        else:
+            self._valid.add(label)
+            self.moved[BETWEEN] += mine.nbytes
+            own = mine[self.outer.position * s : (self.outer.position + 1) * s]
+            if not in_place:
+                own.copy_(source, non_blocking=True)
+
+            def first() -> Pending:
+                return self.outer.all_gather(mine, own, label, note)
+
+        return self._run(self._gathers, first, second, note, full)
+
+    def reduce_scatter(self, shard: Tensor, bucket: Tensor, label: int, note: Note) -> Pending:
+        part = torch.empty(
+            bucket.numel() // self.inner.size,
+            dtype=self.inner.reduced_dtype(bucket.dtype),
+            device=bucket.device,
+        )
+        self.moved[INSIDE] += bucket.nbytes
+        self.moved[BETWEEN] += part.numel() * bucket.itemsize * (1 if self.over_all else 2)
+
+        def first() -> Pending:
+            return self.inner.reduce_scatter(part, bucket, label, note)
+
+        def second() -> Pending:
+            sent = part.to(bucket.dtype)  # what travels has the width of what the caller sends
+            if self.over_all:
+                return self.outer.reduce_scatter(shard, sent, label, note)
+            return self.outer.all_reduce(sent, label, note).then(lambda: shard.copy_(sent))
+
+        return self._run(self._reductions, first, second, note, bucket, part)
+
+    def all_reduce(self, tensor: Tensor, label: int, note: Note) -> Pending:
+        """Start to sum ``tensor`` over all ranks in place, in one hop."""
+        self.moved[BETWEEN] += 2 * tensor.nbytes
+        return self.world.all_reduce(tensor, label, note)
+
+    def reduced_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return self.outer.reduced_dtype(dtype) if self.over_all else self.inner.reduced_dtype(dtype)
+
+    def changed(self, label: int) -> None:
+        self._valid.discard(label)
+
+    def drain(self) -> None:
+        """Finish all second hops, and what other ranks read here."""
+        advance_until(lambda: self._gathers.is_empty and self._reductions.is_empty, self.advance)
+        super().drain()
+
+    def _copy(self, label: int, numel: int, dtype: torch.dtype) -> Tensor:
+        copy = self._copies.get(label)
+        if copy is None:
+            if self.shared is not None:
+                copy = self.shared.empty(numel, dtype)
+            else:
+                copy = torch.empty(numel, dtype=dtype, device=self.device)
+            self._copies[label] = copy
+        return copy
+
+    def _run(self, relay: Relay, first: Hop | None, second: Hop, note: Note, *keep: Tensor) -> Pending:
+        if self.device.type == "cpu":
+            return relay.add(first() if first is not None else DONE, second, note)
+        side = self._sides.get(id(relay))
+        if side is None:
+            side = self._sides[id(relay)] = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        return OnStream(side, [hop for hop in (first, second) if hop is not None], *keep)
+
+    def advance(self) -> None:
+        """Begin what other ranks may wait for, and read what they have sent, without waiting."""
+        self._gathers.advance()
+        self._reductions.advance()
+        if self.shared is not None:
+            self.shared.progress()

@@ -1,0 +1,138 @@
+"""Test what travels inside nodes and between them, and which divisions of the ranks are refused."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+
+import zlaunch
+from tests.runtime.mesh.nodes import join_nodes
+from tests.runtime.models import batches, config, net, train_engine
+from tests.runtime.workers import run_workers
+from zlaunch.runtime.config import ConfigError
+from zlaunch.runtime.mesh.topology import Mesh, Node, divide
+from zlaunch.runtime.mesh.two_hops import BETWEEN, INSIDE
+
+WIDTH, DEPTH = 96, 8
+GLOO = {"ZLAUNCH_SHARED_MEMORY": "0"}
+
+
+def _moved(zero: dict[str, Any], accumulation: int) -> dict[int, dict[str, float]]:
+    """Elements in the third step over the number of parameters (with padding), by stage and class of link."""
+    join_nodes(2)
+    found = {}
+    for stage in range(4):
+        engine, *_ = zlaunch.initialize(
+            model=net(width=WIDTH, depth=DEPTH), config=config(stage, 4, accumulation, zero=zero)
+        )
+        data = batches(3, 4 * 4 * accumulation)
+        train_engine(engine, data[:2])
+        link: Any = engine._sharded.comm.link
+        link.moved.clear()
+        train_engine(engine, data[2:])
+        total = sum(unit.numel for unit in engine._sharded.units) * 4
+        found[stage] = {name: nbytes / total for name, nbytes in link.moved.items()}
+        engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("env", [{}, pytest.param(GLOO, marks=pytest.mark.exhaustive)], ids=["", "gloo"])
+def test_what_travels_with_the_group_s_shards(env: dict[str, str]) -> None:
+    """Of N elements a rank has N / 2; an all-reduce of those counts twice."""
+    for found in run_workers(_moved, 4, {"shard_group": "node"}, 1, env=env):
+        assert found[0] == {BETWEEN: 2.0}
+        assert found[1] == found[2] == {INSIDE: 2.0, BETWEEN: 1.0}
+        assert found[3][BETWEEN] == 1.0 and 2.5 < found[3][INSIDE] <= 3.0
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_what_travels_with_copies(accumulation: int) -> None:
+    """Between nodes goes half of what stage 3 gathers once a step, and half of each reduction."""
+    for found in run_workers(_moved, 4, {"zero_hpz_partition_size": 2}, accumulation):
+        assert found[1] == {INSIDE: 2.0, BETWEEN: 1.0}
+        assert found[3][BETWEEN] == 0.5 + 0.5 * accumulation
+        assert 2.5 * accumulation < found[3][INSIDE] <= 3.0 * accumulation
+
+
+def test_divisions() -> None:
+    nodes = [Node("a", range(4)), Node("b", range(4, 8))]
+    assert divide("node", "key", nodes) == Mesh(8, 4)
+    assert divide(2, "key", nodes).shard_groups() == [range(0, 2), range(2, 4), range(4, 6), range(6, 8)]
+    assert divide(4, "key", nodes).replica_groups() == [range(i, 8, 4) for i in range(4)]
+    assert divide(8, "key", nodes).count == 1
+    with pytest.raises(ConfigError, match="key: 3 does not divide the 8 ranks"):
+        divide(3, "key", nodes)
+    uneven = [Node("a", range(4)), Node("b", range(4, 6))]
+    with pytest.raises(ConfigError, match=r'"node" needs .* equal numbers of ranks; a has 4, b has 2'):
+        divide("node", "key", uneven)
+    with pytest.raises(ConfigError, match="groups of 3 ranks would cut nodes in pieces; a has 4, b has 2"):
+        divide(3, "key", uneven)
+
+
+def _refused(zero: dict[str, Any], env: dict[str, list[str]]) -> str:
+    rank = int(os.environ["RANK"])
+    os.environ.update({name: values[rank] for name, values in env.items()})
+    zlaunch.init_distributed()
+    with pytest.raises(ConfigError) as caught:
+        zlaunch.initialize(model=net(), config=config(3, 4, zero=zero))
+    return str(caught.value)
+
+
+def test_what_cannot_be_divided_is_refused_on_every_rank() -> None:
+    uneven = {"LOCAL_RANK": ["0", "1", "0"], "LOCAL_WORLD_SIZE": ["2", "2", "1"]}
+    for text in run_workers(_refused, 3, {"shard_group": "node"}, uneven):
+        assert "zero_optimization.shard_group" in text and "has 2" in text and "has 1" in text
+    for text in run_workers(_refused, 3, {"mics_shard_size": 2}, {}):
+        assert "zero_optimization.mics_shard_size: 2 does not divide the 3 ranks" in text
+    apart = {"LOCAL_RANK": ["0", "0", "1"], "LOCAL_WORLD_SIZE": ["2", "1", "2"]}
+    for text in run_workers(_refused, 3, {"shard_group": "node"}, apart):
+        assert "numbered node by node" in text
+    for text in run_workers(_refused, 2, {"shard_group": 2, "mics_shard_size": 2}, {}):
+        assert "mics_shard_size and zero_optimization.shard_group contradict each other" in text
+
+
+def _chosen(per_node: int) -> tuple[type, int]:
+    join_nodes(per_node)
+    engine, *_ = zlaunch.initialize(model=net(), config=config(3, 4, zero={"shard_group": "auto"}))
+    train_engine(engine, batches(2, 16))
+    link = engine._sharded.comm.link
+    shards = engine._sharded.units[0].layout.world_size
+    engine.destroy()
+    return type(link), shards
+
+
+def test_auto_with_nothing_to_choose() -> None:
+    from zlaunch.runtime.comm.link import Link
+
+    assert run_workers(_chosen, 2, 1) == [(Link, 2)] * 2
+    assert run_workers(_chosen, 2, 2) == [(Link, 2)] * 2
+    assert {shards for _, shards in run_workers(_chosen, 4, 2)} == {4}
+
+
+def _values_set_by_hand() -> list[float]:
+    """Parameters are written in ways that pass by the optimizer, and read by all ranks."""
+    from zlaunch.compat.fp32_access import safe_set_full_fp32_param
+
+    join_nodes(2)
+    engine, *_ = zlaunch.initialize(model=net(), config=config(3, 4, zero={"zero_hpz_partition_size": 2}))
+    data = batches(1, 16)
+    train_engine(engine, data)
+    weight = engine.module.layers[0].up.weight
+    seen = []
+    with zlaunch.zero.GatheredParameters([weight], modifier_rank=0), torch.no_grad():
+        if engine.global_rank == 0:
+            weight.fill_(2.0)
+    with zlaunch.zero.GatheredParameters([weight]):
+        seen.append(float(weight.double().mean()))
+    safe_set_full_fp32_param(weight, torch.full((96, 24), 3.0))
+    with zlaunch.zero.GatheredParameters([weight]):
+        seen.append(float(weight.double().mean()))
+    engine.destroy()
+    return seen
+
+
+def test_copies_follow_values_that_are_set_by_hand() -> None:
+    assert run_workers(_values_set_by_hand, 4) == [[2.0, 3.0]] * 4
