@@ -53,9 +53,12 @@ def rich() -> Rich:
 def settings(name: str, world: int, scratch: str) -> dict[str, Any]:
     """The config of a setting such as ``stage3 nvme``."""
     stage, _, how = name.partition(" ")
+    group, _, how = how.partition(" with ") if " with " in how else ("", "", how)
     nvme = {"device": "nvme", "nvme_path": scratch}
     zero: dict[str, Any] = {"stage3_param_persistence_threshold": 0, "reduce_bucket_size": 9000, **TILES}
     extra: dict[str, Any] = {}
+    if group:
+        zero |= {"shard_group": 2} if group == "groups" else {"zero_hpz_partition_size": 2}
     if how == "cpu":
         zero |= {"offload_optimizer": {"device": "cpu"}}
     elif how == "half":
@@ -80,6 +83,11 @@ GRID: dict[int, list[str]] = {
         *("stage3", "stage3 all on disk", "stage3 all in host", "stage3 fp16"),
     ],
     3: ["stage1 large units", "stage3", "stage2 nvme"],
+    4: [
+        *("stage1 groups with bf16", "stage2 groups with cpu", "stage3 groups with all in host"),
+        *("stage2 copies with large units", "stage3 copies with fp16", "stage3 copies with all on disk"),
+        *("stage0 groups with bf16", "stage3 groups with nvme"),
+    ],
 }
 
 
@@ -176,7 +184,14 @@ def _reshard(names: list[str], folder: str, scratch: str) -> list[str]:
 
 @pytest.mark.parametrize(
     "grid",
-    [{1: ["stage3 nvme"], 2: ["stage1", "stage3"]}, pytest.param(GRID, marks=pytest.mark.exhaustive)],
+    [
+        {
+            1: ["stage3 nvme"],
+            2: ["stage1", "stage3"],
+            4: ["stage2 groups with cpu", "stage3 copies with all on disk"],
+        },
+        pytest.param(GRID, marks=pytest.mark.exhaustive),
+    ],
     ids=["some", "all"],
 )
 def test_every_setting_loads_what_every_other_has_saved(tmp_path: Path, grid: dict[int, list[str]]) -> None:

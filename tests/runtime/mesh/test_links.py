@@ -120,7 +120,8 @@ def _values_set_by_hand() -> list[float]:
     engine, *_ = zlaunch.initialize(model=net(), config=config(3, 4, zero={"zero_hpz_partition_size": 2}))
     data = batches(1, 16)
     train_engine(engine, data)
-    weight = engine.module.layers[0].up.weight
+    layers: Any = engine.module.layers
+    weight = layers[0].up.weight
     seen = []
     with zlaunch.zero.GatheredParameters([weight], modifier_rank=0), torch.no_grad():
         if engine.global_rank == 0:
