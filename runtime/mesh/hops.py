@@ -82,6 +82,11 @@ def advance_until(over: Callable[[], bool], advance: Callable[[], None]) -> None
             look = time.monotonic() + _LOOK_S
 
 
+def follow(side: torch.cuda.Stream) -> None:
+    """Let a stream wait for what the current stream has been given."""
+    side.wait_stream(torch.cuda.current_stream(side.device))
+
+
 class OnStream(Pending):
     """Represents hops that follow each other on a stream of a GPU, which the host does not wait for."""
 
@@ -89,7 +94,7 @@ class OnStream(Pending):
         """Start the hops, after what the current stream has been given; ``keep`` lives until they are over
         for the stream that waits.
         """
-        side.wait_stream(torch.cuda.current_stream(side.device))
+        follow(side)
         with torch.cuda.stream(side):
             for hop in hops:
                 hop().wait()

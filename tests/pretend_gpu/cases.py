@@ -26,6 +26,8 @@ OFFLOADED_INPUTS: dict[str, Any] = {"activation_checkpointing": {"cpu_checkpoint
 WATCHED: dict[str, Any] = {
     **{"csv_monitor": {"enabled": True}, "wall_clock_breakdown": True, "steps_per_print": 2},
 }
+GROUPS: dict[str, Any] = {"shard_group": 2}
+COPIES: dict[str, Any] = {"zero_hpz_partition_size": 2}
 LOGGED: dict[str, Any] = {"comms_logger": {"enabled": True}}
 
 BEFORE = "Event.synchronize in step_result._read < step_result.differs"
@@ -63,7 +65,7 @@ class Case:
     @property
     def waits(self) -> set[str]:
         """Return how the training thread waits for the device in a step, once things have settled."""
-        if self.zero:  # the CPU's step needs the norm
+        if self.zero.keys() & {"offload_optimizer", "offload_param"}:  # the CPU's step needs the norm
             return {ORDER if self.world > 1 else NORM, *self.more_waits}
         return {*([BEFORE] if self.options.keys() & {"bf16", "fp16"} else []), *self.more_waits}
 
@@ -126,11 +128,16 @@ CASES = {
             for stage in (0, 1, 3)
         ),
         Case("stage 3 init on two", 3, options=BF16, init=True, world=2),
+        *(Case(f"stage {stage} groups on four", stage, GROUPS, BF16, world=4) for stage in (0, 1, 2, 3)),
+        *(Case(f"stage {stage} copies on four", stage, COPIES, BF16, world=4) for stage in (1, 3)),
+        Case("stage 3 copies accumulated on four", 3, COPIES, BF16, accumulation=2, world=4),
+        Case("stage 3 copies host both on four", 3, {**COPIES, **HOST_BOTH}, BF16, world=4),
+        Case("stage 3 groups logged on four", 3, GROUPS, {**BF16, **LOGGED}, world=4, looks=True),
     )
 }
 _WARM = 3
 """Steps before waits are counted: the first ones find orders and settle sizes."""
-_STEPS = 6
+_STEPS, _SAMPLES = 6, 12
 
 
 def train(case: Case) -> dict[str, Any]:
@@ -151,7 +158,7 @@ def train(case: Case) -> dict[str, Any]:
         small = {"stage3_param_persistence_threshold": 0, "sub_group_size": 4096, "reduce_bucket_size": 9000}
         settings = config(
             case.stage,
-            6 // world,
+            _SAMPLES // world,
             case.accumulation,
             0.05,
             zero={**small, **_placed(case.zero, folder)},
@@ -171,7 +178,7 @@ def train(case: Case) -> dict[str, Any]:
         assert device.type == engine.device.type == "cuda"
         losses: list[Any] = []
         waits: dict[Any, Any] = {}
-        for index, batch in enumerate(batches(_STEPS, 6 * case.accumulation)):
+        for index, batch in enumerate(batches(_STEPS, _SAMPLES * case.accumulation)):
             micros = [micro.chunk(world)[rank].pin_memory() for micro in batch.chunk(case.accumulation)]
             if index == _WARM:
                 findings.waits.clear()

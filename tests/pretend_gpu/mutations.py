@@ -158,6 +158,31 @@ def _a_log_is_all_that_waits_for_collectives() -> list[Change]:
     return _collectives_are_not_waited_for()
 
 
+def _hops_do_not_wait_for_what_they_send() -> list[Change]:
+    from zlaunch.runtime.mesh import hops
+
+    return [(hops, "follow", _nothing)]
+
+
+def _the_second_hop_is_not_waited_for() -> list[Change]:
+    from zlaunch.runtime.mesh.hops import OnStream
+
+    return [(OnStream, "wait", _nothing)]
+
+
+def _the_second_hop_does_not_wait_for_the_first() -> list[Change]:
+    from zlaunch.runtime.comm.link import Link
+    from zlaunch.runtime.comm.pending import DONE
+
+    reduce = Link.reduce_scatter
+
+    def reduce_scatter(self: Any, *arguments: Any) -> Any:
+        pending = reduce(self, *arguments)
+        return DONE if self.reduce_group is not None and self.size == 2 else pending
+
+    return [(Link, "reduce_scatter", reduce_scatter)]
+
+
 MUTATIONS: dict[str, tuple[str, Callable[[], list[Change]]]] = {
     make.__name__.strip("_").replace("_", " "): (case, make)
     for case, make in (
@@ -178,6 +203,9 @@ MUTATIONS: dict[str, tuple[str, Callable[[], list[Change]]]] = {
         ("stage 1 offloaded", _offloaded_inputs_are_used_before_they_are_back),
         ("stage 3 on two", _collectives_are_not_waited_for),
         ("stage 3 logged on two", _a_log_is_all_that_waits_for_collectives),
+        ("stage 3 groups on four", _hops_do_not_wait_for_what_they_send),
+        ("stage 3 groups on four", _the_second_hop_is_not_waited_for),
+        ("stage 3 groups on four", _the_second_hop_does_not_wait_for_the_first),
         ("stage 3 host both on two", _gathers_do_not_wait_for_uploads),
     )
 }

@@ -24,6 +24,7 @@ GROUPS = {
     "host": [n for n, c in CASES.items() if c.world == 1 and c.zero and "disk" not in n],
     "disk": [n for n, c in CASES.items() if c.world == 1 and "disk" in n],
     "on two": [n for n, c in CASES.items() if c.world == 2],
+    "on four": [n for n, c in CASES.items() if c.world == 4],
 }
 
 
