@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -67,10 +68,21 @@ def ddp(size: Size, device: torch.device) -> Step:
 
 
 def fsdp2(size: Size, device: torch.device) -> Step:
+    return _fsdp2(size, device, (torch.distributed.get_world_size(),))
+
+
+def hsdp(size: Size, device: torch.device) -> Step:
+    """FSDP2 with hybrid sharding: sharded inside each node, replicated between them."""
+    ranks = int(os.environ["LOCAL_WORLD_SIZE"])
+    return _fsdp2(size, device, (torch.distributed.get_world_size() // ranks, ranks))
+
+
+def _fsdp2(size: Size, device: torch.device, shape: tuple[int, ...]) -> Step:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
+    names = ("shard",) if len(shape) == 1 else ("replicate", "shard")
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
     model = _model(size, device)
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
@@ -88,23 +100,25 @@ def _engine_step(engine: Any) -> Step:
     return Step(engine.module, step)
 
 
-def _config(stage: int, micro_batch: int) -> dict[str, object]:
+def _config(stage: int, micro_batch: int, **zero: object) -> dict[str, object]:
     params = {"lr": ADAMW["lr"], "betas": list(ADAMW["betas"]), "weight_decay": ADAMW["weight_decay"]}  # type: ignore[call-overload]
     return {
         "train_micro_batch_size_per_gpu": micro_batch,
         "gradient_clipping": CLIP,
         "optimizer": {"type": "AdamW", "params": params},
-        "zero_optimization": {"stage": stage},
+        "zero_optimization": {"stage": stage, **zero},
     }
 
 
-def zero(stage: int, micro_batch: int) -> Callable[[Size, torch.device], Step]:
+def zero(stage: int, micro_batch: int, **more: object) -> Callable[[Size, torch.device], Step]:
     """This project's engine at a ZeRO stage."""
 
     def build(size: Size, device: torch.device) -> Step:
         import zlaunch
 
-        engine, *_ = zlaunch.initialize(model=_model(size, device), config=_config(stage, micro_batch))
+        engine, *_ = zlaunch.initialize(
+            model=_model(size, device), config=_config(stage, micro_batch, **more)
+        )
         return _engine_step(engine)
 
     return build
@@ -130,8 +144,14 @@ def available(micro_batch: int, peers: bool) -> dict[str, Callable[[Size, torch.
     systems: dict[str, Callable[[Size, torch.device], Step]] = {
         f"stage {stage}": zero(stage, micro_batch) for stage in range(4)
     }
+    node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if node > 1:
+        systems |= {
+            "stage 3 node": zero(3, micro_batch, shard_group="node"),
+            "stage 3 copies": zero(3, micro_batch, zero_hpz_partition_size=node),
+        }
     if peers:
-        systems = {"compute": compute, "ddp": ddp, **systems, "fsdp2": fsdp2}
+        systems = {"compute": compute, "ddp": ddp, **systems, "fsdp2": fsdp2, "hsdp": hsdp}
         if importlib.util.find_spec("deepspeed"):
             systems |= {f"deepspeed {stage}": deepspeed(stage, micro_batch) for stage in range(1, 4)}
     return systems

@@ -35,16 +35,22 @@ class Link:
         self.device, self.size, self.position = device, size, position
         self.shards = size
         """Counts the equal parts that a unit is cut into; this rank keeps part ``position``."""
+        self.pieces = size
+        """Counts the equal pieces in which a unit travels, a multiple of ``shards``."""
         self.gather_group, self.reduce_group = gather_group, reduce_group
         self.shared: PeerMemory | None = None
         self.is_composed = False
         """Tells that a collective may take several steps, which this rank has to begin."""
         self._native_reduce_scatter = device.type != "cpu"
 
+    def part_of(self, tensor: Tensor) -> Tensor:
+        """Return this rank's slice of a flat tensor of the group."""
+        s = tensor.numel() // self.size
+        return tensor[self.position * s : (self.position + 1) * s]
+
     def all_gather(self, full: Tensor, source: Tensor, label: int, note: Note) -> Pending:
         """Start to fill ``full`` (size * s elements) from every member's ``source`` (s)."""
-        s = source.numel()
-        own = full[self.position * s : (self.position + 1) * s]
+        own = self.part_of(full)
         if own.data_ptr() != source.data_ptr():
             own.copy_(source, non_blocking=True)
         if self.size == 1:

@@ -1,4 +1,4 @@
-"""Begins the second hop of a collective when its first hop is over."""
+"""Begins each hop of a collective when the one before is over."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ Hop = Callable[[], Pending]
 
 
 class Relay:
-    """Begins second hops on a CPU, in the order in which the collectives were begun: that order is common to
-    all ranks, while the order in which first hops end is not.
+    """Begins the hops of collectives on a CPU, each when the one before is over. No collective begins a hop
+    before those that were begun earlier have begun theirs: that order is common to all ranks, while the order
+    in which hops end is not.
     """
 
     def __init__(self, advance_all: Callable[[], None]) -> None:
@@ -30,45 +31,51 @@ class Relay:
         self._advance_all = advance_all
         self._queue: deque[_Relayed] = deque()
 
-    def add(self, first: Pending, second: Hop, note: Note) -> Pending:
-        """Return a collective whose first hop is under way."""
-        relayed = _Relayed(first, second, note, self._advance_all)
+    def add(self, hops: Sequence[Hop], note: Note) -> Pending:
+        """Begin a collective."""
+        relayed = _Relayed(hops, note, self._advance_all)
         self._queue.append(relayed)
         self.advance()
         return relayed
 
     def advance(self) -> None:
         """Begin what can be begun, without waiting."""
-        while self._queue and self._queue[0].first.ready:
-            self._queue.popleft().begin_second()
+        before: _Relayed | None = None
+        for relayed in list(self._queue):
+            while relayed.left and (before is None or len(before.left) < len(relayed.left)):
+                if not relayed.present.ready:
+                    break
+                relayed.begin_next()
+            before = relayed
+        while self._queue and not self._queue[0].left:
+            self._queue.popleft()
 
     @property
     def is_empty(self) -> bool:
-        """Tell whether all second hops have begun."""
+        """Tell whether all hops have begun."""
         return not self._queue
 
 
 class _Relayed(Pending):
-    __slots__ = ("_advance_all", "_note", "_second", "_start", "first")
+    __slots__ = ("_advance_all", "_note", "left", "present")
 
-    def __init__(self, first: Pending, start: Hop, note: Note, advance_all: Callable[[], None]) -> None:
-        self.first, self._start, self._note, self._advance_all = first, start, note, advance_all
-        self._second: Pending | None = None
+    def __init__(self, hops: Sequence[Hop], note: Note, advance_all: Callable[[], None]) -> None:
+        self.left, self.present = deque(hops), DONE
+        self._note, self._advance_all = note, advance_all
 
-    def begin_second(self) -> None:
-        self.first.wait()
-        self._second, self.first = self._start(), DONE
+    def begin_next(self) -> None:
+        self.present.wait()
+        self.present = self.left.popleft()()
 
     @property
     def ready(self) -> bool:
         self._advance_all()
-        return self._second is not None and self._second.ready
+        return not self.left and self.present.ready
 
     def wait(self) -> None:
         with waits.waiting(*self._note):
             advance_until(lambda: self.ready, self._advance_all)
-            assert self._second is not None
-            self._second.wait()
+            self.present.wait()
 
 
 def advance_until(over: Callable[[], bool], advance: Callable[[], None]) -> None:

@@ -13,12 +13,13 @@ many as the group has ranks. Units are sharded in one of two ways:
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from ..comm.link import Link, Note
-from ..comm.pending import DONE, Pending
+from ..comm.pending import Pending
 from ..comm.waits import waits
 from .hops import Hop, OnStream, Relay, advance_until
 
@@ -38,9 +39,10 @@ class TwoHops(Link):
         super().__init__(world.device, inner.size, inner.position, None, None)
         self.world, self.inner, self.outer, self.over_all = world, inner, outer, over_all
         self.shared, self.is_composed = inner.shared, True
+        self.pieces = inner.size * outer.size
         if over_all:
             # the parts of a group's member are neighbours: the copy of its slice is filled by one collective
-            self.shards = inner.size * outer.size
+            self.shards = self.pieces
             self.position = inner.position * outer.size + outer.position
         self.moved: Counter[str] = Counter()
         self._copies: dict[int, Tensor] = {}
@@ -54,9 +56,8 @@ class TwoHops(Link):
     def all_gather(self, full: Tensor, source: Tensor, label: int, note: Note) -> Pending:
         self.moved[INSIDE] += full.nbytes
         if not self.over_all:
-            return self._run(
-                self._gathers, None, lambda: self.inner.all_gather(full, source, label, note), note, full
-            )
+            hops = [lambda: self.inner.all_gather(full, source, label, note)]
+            return self._run(self._gathers, hops, note, full)
         s = source.numel()
         part = full.numel() // self.inner.size
         in_place = source.data_ptr() == full[self.position * s :].data_ptr()
@@ -64,43 +65,43 @@ class TwoHops(Link):
             mine = full[self.inner.position * part : (self.inner.position + 1) * part]
         else:
             mine = self._copy(label, part, full.dtype)
-
-        def second() -> Pending:
-            return self.inner.all_gather(full, mine, label, note)
-
-        if label in self._valid and not in_place:
-            first: Hop | None = None
-        else:
+        hops = [lambda: self.inner.all_gather(full, mine, label, note)]
+        if in_place or label not in self._valid:
             self._valid.add(label)
             self.moved[BETWEEN] += mine.nbytes
             own = mine[self.outer.position * s : (self.outer.position + 1) * s]
             if not in_place:
                 own.copy_(source, non_blocking=True)
-
-            def first() -> Pending:
-                return self.outer.all_gather(mine, own, label, note)
-
-        return self._run(self._gathers, first, second, note, full)
+            hops.insert(0, lambda: self.outer.all_gather(mine, own, label, note))
+        return self._run(self._gathers, hops, note, full)
 
     def reduce_scatter(self, shard: Tensor, bucket: Tensor, label: int, note: Note) -> Pending:
-        part = torch.empty(
-            bucket.numel() // self.inner.size,
-            dtype=self.inner.reduced_dtype(bucket.dtype),
-            device=bucket.device,
-        )
+        numel, dtype = bucket.numel() // self.inner.size, self.inner.reduced_dtype(bucket.dtype)
+        part = torch.empty(numel, dtype=dtype, device=bucket.device)
+        # what travels has the width of what the caller sends
+        sent = part if dtype == bucket.dtype else torch.empty_like(part, dtype=bucket.dtype)
+        piece = torch.empty(numel // self.outer.size, dtype=dtype, device=bucket.device)
         self.moved[INSIDE] += bucket.nbytes
-        self.moved[BETWEEN] += part.numel() * bucket.itemsize * (1 if self.over_all else 2)
+        self.moved[BETWEEN] += sent.nbytes * (1 if self.over_all else 2)
 
-        def first() -> Pending:
-            return self.inner.reduce_scatter(part, bucket, label, note)
-
-        def second() -> Pending:
-            sent = part.to(bucket.dtype)  # what travels has the width of what the caller sends
+        def between() -> Pending:
+            if sent is not part:
+                sent.copy_(part)
             if self.over_all:
                 return self.outer.reduce_scatter(shard, sent, label, note)
-            return self.outer.all_reduce(sent, label, note).then(lambda: shard.copy_(sent))
+            if self.device.type != "cpu":
+                return self.outer.all_reduce(sent, label, note).then(lambda: shard.copy_(sent))
+            return self.outer.reduce_scatter(piece, sent, label, note)
 
-        return self._run(self._reductions, first, second, note, bucket, part)
+        hops = [lambda: self.inner.reduce_scatter(part, bucket, label, note), between]
+        if self.device.type == "cpu" and not self.over_all:  # gloo's own all-reduce is slower
+
+            def back() -> Pending:
+                own = self.outer.part_of(sent).copy_(piece)
+                return self.outer.all_gather(sent, own, label, note).then(lambda: shard.copy_(sent))
+
+            hops.append(back)
+        return self._run(self._reductions, hops, note, bucket, part, sent)
 
     def all_reduce(self, tensor: Tensor, label: int, note: Note) -> Pending:
         """Start to sum ``tensor`` over all ranks in place, in one hop."""
@@ -128,13 +129,13 @@ class TwoHops(Link):
             self._copies[label] = copy
         return copy
 
-    def _run(self, relay: Relay, first: Hop | None, second: Hop, note: Note, *keep: Tensor) -> Pending:
+    def _run(self, relay: Relay, hops: Sequence[Hop], note: Note, *keep: Tensor) -> Pending:
         if self.device.type == "cpu":
-            return relay.add(first() if first is not None else DONE, second, note)
+            return relay.add(hops, note)
         side = self._sides.get(id(relay))
         if side is None:
             side = self._sides[id(relay)] = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-        return OnStream(side, [hop for hop in (first, second) if hop is not None], *keep)
+        return OnStream(side, hops, *keep)
 
     def advance(self) -> None:
         """Begin what other ranks may wait for, and read what they have sent, without waiting."""

@@ -94,12 +94,12 @@ class Layout:
 
 
 def make_layout(
-    numels: Sequence[int], groups: Sequence[int], world_size: int, align: int = ALIGN_NUMEL
+    numels: Sequence[int], groups: Sequence[int], world_size: int, align: int = ALIGN_NUMEL, pieces: int = 0
 ) -> Layout:
     """Lay parameters out in the given order, which must have equal ``groups`` adjacent.
 
     Each starts at a multiple of ``align``; the whole is padded so that ``world_size`` aligned shards fit
-    exactly.
+    exactly, or as many aligned ``pieces``, a multiple of that.
     """
     slots: list[Slot] = []
     at = 0
@@ -107,7 +107,7 @@ def make_layout(
         at = -(-at // align) * align
         slots.append(Slot(at, numel, group))
         at += numel
-    quantum = align * world_size
+    quantum = align * (pieces or world_size)
     return Layout(tuple(slots), max(quantum, -(-at // quantum) * quantum), world_size)
 
 

@@ -232,7 +232,7 @@ class UnitFactory:
             f"{block.name}{'' if trainable else ' (frozen)'}",
             [name for name, _ in members],
             [p for _, p in members],
-            make_layout(numels, own_groups, self.comm.link.shards),
+            make_layout(numels, own_groups, self.comm.link.shards, pieces=self.comm.link.pieces),
             self.comm,
             dtype=self.dtype or members[0][1].dtype,
             shard_optimizer=self.options.shard_optimizer,
