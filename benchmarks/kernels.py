@@ -20,6 +20,7 @@ from torch import Tensor
 from zlaunch.cuda_ops import loader
 from zlaunch.cuda_ops.arguments import AdamArgs
 from zlaunch.cuda_ops.norm import prepare_step, sum_of_squares, sums_of_squares
+from zlaunch.cuda_ops.quantize import dequantize, packed_bytes, quantize, quantize_with_error
 from zlaunch.cuda_ops.step import adam_step
 
 ADAMW: dict[str, Any] = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
@@ -34,6 +35,11 @@ def cases(numel: int) -> dict[str, Case]:
     step, lr, multiplier = (torch.full((), x, device=device) for x in (5.0, 1e-4, 0.5))
     found_inf = torch.zeros((), device=device)
     parts = list(grad.split(-(-numel // 52)))  # as many units as a model of 1.5 billion parameters has
+
+    eight, four = (
+        torch.zeros(packed_bytes(numel, bits=bits), dtype=torch.uint8, device=device) for bits in (8, 4)
+    )
+    error = torch.zeros_like(grad)
 
     def ours() -> None:
         args = AdamArgs(lr=lr, multiplier=multiplier, found_inf=found_inf, decoupled=True, **ADAMW)
@@ -50,6 +56,13 @@ def cases(numel: int) -> dict[str, Case]:
         "sums of squares of 52": (2, lambda: sums_of_squares(parts)),
         "norms of 52, torch": (2, lambda: torch._foreach_norm(parts)),
         "norm, torch": (2, lambda: torch._foreach_norm([grad])),
+        "quantize, 8 bits": (3, lambda: quantize(grad, eight, bits=8)),
+        "quantize, 4 bits, with error": (
+            6.5,
+            lambda: quantize_with_error(grad, error, four, bits=4, beta=0.8),
+        ),
+        "dequantize, 8 bits": (3, lambda: dequantize(eight, out, bits=8)),
+        "dequantize, 4 bits": (2.5, lambda: dequantize(four, out, bits=4)),
         "prepare": (0, lambda: prepare_step(torch.ones((), device=device), divisor=multiplier, clip=1.0)),
     }
 

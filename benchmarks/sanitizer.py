@@ -38,6 +38,7 @@ def find() -> str | None:
 def calls(device: str) -> int:
     """Call each kernel in each of its variants on small tensors; return how many comparisons were made."""
     from tests.unit.cuda_ops import test_kernels_math as math
+    from tests.unit.cuda_ops.test_quantize import compare_quantize
     from zlaunch.cuda_ops import loader
 
     loader.set_mode("torch" if device == "cpu" else "cupy")
@@ -50,6 +51,9 @@ def calls(device: str) -> int:
         math.compare_norm(device, dtype, numel)
         math.compare_norm(device, dtype, numel, 1)
         made += 2
+    for dtype, bits, offset in itertools.product(math.FLOATS, (8, 4), (0, 3)):
+        compare_quantize(device, dtype, bits, 96, 2051, offset=offset)
+        made += 1
     math.compare_norms(device, SIZES)
     math.compare_prepare(device)
     math.compare_loss_scale(device, 0)

@@ -109,7 +109,7 @@ def triads(numel: int) -> dict[str, Callable[[], Any]]:
                 x[i] = y[i] + numba.float32(2.5) * z[i]
 
         arrays = [tensor.numpy() for tensor in (a, b, c)]
-        made["triad, numba"] = lambda: host._in_chunks(
+        made["triad, numba"] = lambda: host.in_chunks(
             lambda start, stop: chunk(*(array[start:stop] for array in arrays)), numel, numel
         )
     return made

@@ -133,22 +133,22 @@ def _run(
             with torch.no_grad():  # which each thread has for itself
                 twin(*(None if tensor is None else tensor[start:stop] for tensor in flat), *numbers)
 
-        _in_chunks(with_torch, grad.numel(), _CHUNK)
+        in_chunks(with_torch, grad.numel(), _CHUNK)
         return
     arrays = [np.empty(0, np.float32) if tensor is None else tensor.detach().numpy() for tensor in state]
-    raw, kind = _raw(grad)
-    raw_out, out_kind = _raw(out)
+    given, kind = raw(grad)
+    result, out_kind = raw(out)
     values = tuple(map(np.float32, coefficients))
 
     def with_numba(start: int, stop: int) -> None:
-        gradient = raw[start * grad.itemsize : stop * grad.itemsize], kind
-        cast = raw_out[start * 2 : stop * 2], out_kind
+        gradient = given[start * grad.itemsize : stop * grad.itemsize], kind
+        cast = result[start * 2 : stop * 2], out_kind
         compiled(*[array[start:stop] for array in arrays], gradient, cast, values)
 
-    _in_chunks(with_numba, grad.numel(), grad.numel())
+    in_chunks(with_numba, grad.numel(), grad.numel())
 
 
-def _raw(tensor: Tensor | None) -> tuple[Any, int]:
+def raw(tensor: Tensor | None) -> tuple[Any, int]:
     """Return the bytes of a tensor and the kernels' name for its dtype."""
     if tensor is None:
         return np.empty(0, np.uint8), 0
@@ -156,7 +156,7 @@ def _raw(tensor: Tensor | None) -> tuple[Any, int]:
     return tensor.detach().view(torch.uint8).numpy(), kind
 
 
-def _in_chunks(function: Callable[[int, int], None], numel: int, limit: int) -> None:
+def in_chunks(function: Callable[[int, int], None], numel: int, limit: int) -> None:
     """Call ``function(start, stop)`` for chunks of at most ``limit`` elements, in the pool's threads."""
     threads = torch.get_num_threads()
     share = -(-numel // (threads * _CHUNKS_A_THREAD * _ALIGN)) * _ALIGN

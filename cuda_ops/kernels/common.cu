@@ -12,6 +12,7 @@ typedef unsigned long long uint64;
 #define FLOAT_TO_HALF(value, bits) asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value))
 #define FLOAT_AS_BITS(value) __float_as_uint(value)
 #define BITS_AS_FLOAT(bits) __uint_as_float(bits)
+#define PRODUCT(a, b) __fmul_rn(a, b)  // rounded by itself, whatever is added: never a part of an FMA
 #define IS_GLOBAL(pointer) __builtin_assume(__isGlobal(pointer))  // one read from memory could point anywhere
 #endif
 
@@ -45,6 +46,7 @@ struct FLOAT16 {
 // No tensor at all; its pointer is null.
 struct NONE {
   uint16 unused;
+  __device__ float load() const { return 0; }
   __device__ void store(float) {}
 };
 
@@ -66,12 +68,15 @@ __device__ Vector<T, N> load(const T* pointer, int64 i, int64 stop, bool whole) 
   return values;
 }
 
-template <typename T>
-__device__ void store(T* pointer, int64 i, int64 stop, bool whole, const Vector<T>& values) {
-  if (whole && pointer) *(Vector<T>*)(pointer + i) = values;
-  for (int k = 0; k < VECTOR; ++k)
+template <int N = VECTOR, typename T>
+__device__ void store(T* pointer, int64 i, int64 stop, bool whole, const Vector<T, N>& values) {
+  if (whole && pointer) *(Vector<T, N>*)(pointer + i) = values;
+  for (int k = 0; k < N; ++k)
     if (!whole && pointer && i + k < stop) pointer[i + k] = values.at[k];
 }
+
+template <int N = VECTOR> __device__ Vector<NONE, N> load(const NONE*, int64, int64, bool) { return {}; }
+template <int N = VECTOR> __device__ void store(NONE*, int64, int64, bool, const Vector<NONE, N>&) {}
 
 // A number that is either on the device or was known at the launch.
 __device__ inline float scalar(const float* pointer, float value) { return pointer ? *pointer : value; }

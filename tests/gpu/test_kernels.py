@@ -24,9 +24,11 @@ from tests.unit.cuda_ops.test_kernels_math import (
     lion,
     sgd,
 )
+from tests.unit.cuda_ops.test_quantize import BITS, BLOCKS, buffer, compare_quantize
 from zlaunch.cuda_ops import loader
 from zlaunch.cuda_ops.loss_scale import LossScaleState, update_loss_scale
 from zlaunch.cuda_ops.norm import prepare_step, sum_of_squares, sums_of_squares
+from zlaunch.cuda_ops.quantize import dequantize_sum, quantize, quantize_with_error
 
 pytestmark = pytest.mark.gpu
 LARGE = 5_000_011  # several strides of the largest grid, and a tail
@@ -74,7 +76,24 @@ def test_loss_scale(seed: int) -> None:
     compare_loss_scale("cuda", seed)
 
 
-def everything(numel: int = 1000) -> list[torch.Tensor]:
+@BITS
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("block", BLOCKS)
+def test_quantize(dtype: torch.dtype, bits: int, block: int) -> None:
+    compare_quantize("cuda", dtype, bits, block, 7000)
+    compare_quantize("cuda", dtype, bits, block, 2048, offset=3)
+    compare_quantize("cuda", dtype, bits, block, LARGE)
+
+
+def test_quantize_float64_by_torch() -> None:
+    given = torch.randn(512, dtype=torch.float64, device="cuda")
+    found, out = buffer(512, 8, device="cuda"), torch.empty_like(given)
+    quantize(given, found, bits=8)
+    dequantize_sum(found.unsqueeze(0), out, bits=8)
+    assert float((out - given).abs().max()) < 0.02
+
+
+def everything(numel: int = 1024) -> list[torch.Tensor]:
     """Each public function once, all scalars on the device; nothing in it may wait."""
     master, m, v = (torch.ones(numel, device="cuda") for _ in range(3))
     grad, out = torch.ones_like(master, dtype=torch.bfloat16), torch.zeros_like(master, dtype=torch.bfloat16)
@@ -88,7 +107,11 @@ def everything(numel: int = 1000) -> list[torch.Tensor]:
     rule = {"momentum": 0.9, "dampening": 0.0, "nesterov": False}
     sgd(master, m, grad, out, step=step, **rule, **common)
     lion(master, m, grad, out, **betas, **common)
-    return [total, norm, multiplier, master, m, v, out]
+    codes, error, back = buffer(numel, 4, device="cuda"), torch.zeros_like(grad), torch.zeros_like(grad)
+    quantize_with_error(grad, error, codes, bits=4, beta=0.8)
+    quantize(grad, codes, bits=4)
+    dequantize_sum(codes.unsqueeze(0), back, bits=4)
+    return [total, norm, multiplier, master, m, v, out, codes, error, back]
 
 
 @pytest.mark.parametrize("mode", ["cupy", "torch"])

@@ -85,3 +85,14 @@ def test_the_step_moves_whole_vectors(nvrtc: Any) -> None:
     assert code.count("ld.global.v4.f32") == code.count("st.global.v4.f32") == 3
     assert code.count("ld.global.v4.u16") == code.count("st.global.v4.u16") == 1
     assert ".local" not in code, "arrays are in registers"
+
+
+def test_quantisation_moves_whole_vectors_and_rounds_each_product(nvrtc: Any) -> None:
+    defines = ("-DVALUES=BFLOAT16", "-DERROR=BFLOAT16")
+    code = ptx(nvrtc, "quantize", "quantize", *defines)
+    assert "ld.global.v4.u32" in code and "st.global.v4.u32" in code, "eight of 16 bits"
+    assert "st.global.v2.u32" in code, "eight codes of 8 bits"
+    other = ptx(nvrtc, "quantize", "dequantize", *defines)
+    assert "st.global.v4.u32" in other and "ld.global.v2.u32" in other
+    for text in (code, other):
+        assert "mul.rn.f32" in text and "mul.f32" not in text and "fma" not in text and ".local" not in text

@@ -28,6 +28,9 @@ COMBINATIONS: dict[str, list[tuple[str, ...]]] = {
     "step": [(f"-DGRAD={g}", f"-DOUT={o}") for g in TYPES for o in ("NONE", "BFLOAT16", "FLOAT16")],
     "norm": [(f"-DSRC={s}",) for s in TYPES],
     "scalars": [()],
+    "quantize": [
+        (f"-DVALUES={v}", f"-DERROR={e}") for v in TYPES for e in dict.fromkeys(("NONE", "FLOAT32", v))
+    ],
 }
 """Every file with every set of options that the wrappers use."""
 _SIGNATURE = re.compile(r'extern "C" __global__ void (\w+)\(([^)]*)\)')
@@ -44,6 +47,7 @@ struct Index { unsigned x; };
 static Index blockIdx, threadIdx, gridDim;
 
 #define IS_GLOBAL(pointer)
+#define PRODUCT(a, b) ((a) * (b))
 #define HALF_TO_FLOAT(bits, value) do { _Float16 h; memcpy(&h, &bits, 2); value = (float)h; } while (0)
 #define FLOAT_TO_HALF(value, bits) do { _Float16 h = (_Float16)value; memcpy(&bits, &h, 2); } while (0)
 static unsigned FLOAT_AS_BITS(float value) { unsigned bits; memcpy(&bits, &value, 4); return bits; }
@@ -53,15 +57,15 @@ static ucontext_t scheduler, fibers[THREADS];
 static char stacks[THREADS][1 << 16];
 static bool alive[THREADS];
 static std::function<void()> kernel;
-static float lanes[THREADS];
+static unsigned lanes[THREADS];
 
 // Every fiber that is alive goes on until its next barrier, one after the other.
 static void __syncthreads() { swapcontext(&fibers[threadIdx.x], &scheduler); }
 
-static float __shfl_xor_sync(unsigned, float value, int mask) {
+static unsigned __shfl_xor_sync(unsigned, unsigned value, int mask) {
   lanes[threadIdx.x] = value;
   __syncthreads();
-  float other = lanes[threadIdx.x ^ mask];
+  unsigned other = lanes[threadIdx.x ^ mask];
   __syncthreads();
   return other;
 }

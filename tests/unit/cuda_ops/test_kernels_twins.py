@@ -198,7 +198,7 @@ def test_numbas_casts_of_every_half() -> None:
     wide = np.empty(1 << 16, np.float32)
     zero, count, none = np.uint64(0), np.uint64(1 << 16), np.empty(0, np.float32)
     raw = halves.view(torch.uint16).numpy()
-    host_kernels._widen(raw, none, host_kernels.FLOAT16, zero, wide, count)
+    host_kernels.widen(raw, none, host_kernels.FLOAT16, zero, wide, count)
     assert torch.equal(torch.from_numpy(wide).nan_to_num(), halves.float().nan_to_num())
     middles = (halves[1:].float() + halves[:-1].float()) / 2
     up, down = (torch.nextafter(middles, torch.full_like(middles, to)) for to in (torch.inf, -torch.inf))
@@ -206,7 +206,7 @@ def test_numbas_casts_of_every_half() -> None:
     for dtype, kind in ((torch.bfloat16, host_kernels.BFLOAT16), (torch.float16, host_kernels.FLOAT16)):
         out, scratch = torch.empty_like(numbers, dtype=dtype), np.empty(numbers.numel(), np.float32)
         bits, half = numbers.view(torch.uint32).numpy(), out.view(torch.uint16).numpy()
-        host_kernels._narrow(bits, half, kind, zero, scratch, np.uint64(numbers.numel()))
+        host_kernels.narrow(bits, zero, half, kind, zero, scratch, np.uint64(numbers.numel()))
         assert torch.equal(out.nan_to_num(), numbers.to(dtype).nan_to_num())
         assert torch.equal(out.isnan(), numbers.isnan())
 
@@ -355,7 +355,7 @@ def test_what_stands_in_the_way_of_cupy(
 
 
 def test_importing_loads_neither_cupy_nor_numba() -> None:
-    code = "import sys, zlaunch.cuda_ops.step, zlaunch.cuda_ops.norm\n"
+    code = "import sys, zlaunch.cuda_ops.step, zlaunch.cuda_ops.norm, zlaunch.cuda_ops.quantize\n"
     code += "print({'cupy', 'numba'} & set(sys.modules))"
     root = Path(__file__).resolve().parents[3]
     environment = {**os.environ, "PYTHONPATH": str(root)}
