@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..environment import read_environment
 from ..errors import RankMismatchError
-from .link import GATHER, REDUCE, Link, Note
+from .link import GATHER, REDUCE, Note, RankLink
 from .order import Order
 from .peer_memory import Connect, Identity, PeerMemory
 from .pending import Exchange, Pending, Work, await_work, exchange_objects
@@ -31,7 +31,7 @@ _CHANNELS = ("gather", "reduce")
 _KINDS = ("all_gather", "reduce_scatter")
 _VERBS = {GATHER: "gathers", REDUCE: "reduces the gradients of"}
 _TIMEOUT_S = 1800.0
-MakeLink = Callable[["Comm", "Callable[..., PeerMemory | None] | None"], Link]
+MakeLink = Callable[["Comm", "Callable[..., PeerMemory | None] | None"], RankLink]
 """Makes the link of a communicator; gets what joins ranks by shared memory: a Connect that needs only the
 rank, the number of ranks and an exchange between them. Collective.
 """
@@ -96,7 +96,7 @@ class Comm:
         self.calls: Counter[str] = Counter()
         self.own_groups: list[Any] = []
         """Lists the process groups that end with this object."""
-        self._world = Link(device, self.world_size, self.rank, dist.group.WORLD, dist.group.WORLD)
+        self._world = RankLink(device, self.world_size, self.rank, dist.group.WORLD, dist.group.WORLD)
         self.link, join = self._world, None
         if self.world_size > 1:
             self._world.reduce_group = self.new_group(range(self.world_size))

@@ -22,7 +22,7 @@ Note = tuple[Key, str]
 """Names a collective for the watch: its key, and what this rank does in words."""
 
 
-class Link:
+class RankLink:
     """Runs the collectives of a group, in which this rank has the place ``position``.
 
     Reductions have a separate process group, so that they neither wait for gathers nor need to be issued in

@@ -188,16 +188,10 @@ _ZENFLOW = _model("ZenFlow", "results", "Asynchronous updates of the less import
     full_warm_up_rounds=_key(Whole, 0, "Steps at the start that update everything."),
     pt_reserved_cores_perc=_key(Fraction, 0.5, "Share of the CPU cores kept for PyTorch."),
 )
-_LOCO = _model("LoCo", "results", "Error feedback for quantized gradients.",
-    err_beta=_key(Fraction, 0.8, "Weight of the accumulated error."),
-    reset_T=_key(Count, 1024, "Steps between resets of the error."),
-)
 _PARALLEL_WRITE = _model("ParallelWrite", "speed", "Writing a checkpoint from several ranks.",
     pipeline_stage=_key(Bool, False, "Write pipeline stages in parallel."),
 )
 
-_QWZ = "quantized frozen weights (ZeRO++ qwZ)"
-_QGZ = "quantized gradients (ZeRO++ qgZ)"
 _BY_SCRIPT = "gradient accumulation by the script's own count"
 
 MISSING: dict[str, dict[str, Key]] = {
@@ -297,15 +291,6 @@ MISSING: dict[str, dict[str, Key]] = {
             "allgather_sequential"),
         "legacy_stage1": _refused(Bool, False, "The old stage 1; never available here.",
             feature="the old stage 1"),
-        "zero_quantized_weights": _refused(Bool, False, "Gather quantized weights (ZeRO++ qwZ).",
-            feature="quantized weights (ZeRO++ qwZ)"),
-        "zero_quantized_nontrainable_weights": _refused(Bool, False, "Gather quantized frozen weights.",
-            feature=_QWZ),
-        "zero_quantized_gradients": _refused(Bool, False, "Reduce quantized gradients (ZeRO++ qgZ).",
-            feature=_QGZ),
-        "zeropp_loco_param": _refused(
-            _LOCO, None, "Error feedback for quantized gradients; being present switches it on.", feature=_QGZ
-        ),
         "mics_hierarchical_params_gather": _refused(Bool, False, "Gather parameters in two steps (MiCS).",
             feature="MiCS"),
         "pipeline_loading_checkpoint": _ignored(Bool, False, "Load a checkpoint in a pipelined way."),

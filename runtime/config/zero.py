@@ -94,6 +94,15 @@ class LeafModule(Section):
     """Endings of module names inside the model."""
 
 
+class LoCo(Section):
+    """Error feedback for quantized gradients."""
+
+    err_beta: Fraction = ok(0.8)
+    """The part of the old error that is kept at each reduction, below 1."""
+    reset_T: Count = ok(1024)
+    """Reductions of a unit after which its error is forgotten."""
+
+
 @with_missing("zero_optimization")
 class Zero(Section):
     """What is sharded over the data-parallel ranks, and how it moves."""
@@ -109,6 +118,15 @@ class Zero(Section):
     zero_hpz_partition_size: Count = ok(1)
     """Ranks, such as those of a node, that keep a second copy of stage 3's parameters in common and gather
     from it (ZeRO++ hpZ); the optimizer stays sharded over all."""
+    zero_quantized_weights: Bool = ok(False)
+    """Stage 3: gather parameters in blocks of 8 bits (ZeRO++ qwZ), between nodes if gathers take two hops."""
+    zero_quantized_nontrainable_weights: Bool = ok(False)
+    """Stage 3: gather only frozen parameters so."""
+    zero_quantized_gradients: Bool = ok(False)
+    """Reduce gradients in blocks of 8 bits in a node and of 4 between nodes, in two hops (ZeRO++ qgZ). CPU
+    workers of a node read each other's memory, where nothing is packed."""
+    zeropp_loco_param: LoCo | None = ok(None)
+    """Error feedback for quantized gradients; being present switches it on."""
     contiguous_gradients: Bool = always(True, "gradients have no other place", holds=True)
     """Copy gradients into one bucket as they are produced."""
     reduce_scatter: Bool = always(True, "from stage 1 on no rank gets what it does not own", holds=True)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -12,12 +12,14 @@ import torch
 import torch.distributed as dist
 
 from ..comm.collectives import Comm
-from ..comm.link import Link
+from ..comm.link import RankLink
 from ..comm.peer_memory import PeerMemory
 from ..comm.pending import exchange_objects
 from ..config import Config, ConfigError
 from ..log import say
-from .topology import Mesh, divide, find_nodes
+from ..zero.unit_policy import Block
+from .packed_link import UNPACKED, PackedLink, Quantization
+from .topology import Mesh, NodeRanks, divide, find_nodes
 from .two_hops import TwoHops
 
 _BYTES, _BYTES_ON_GPU = 1 << 20, 1 << 24
@@ -28,94 +30,137 @@ _SLOWER = 0.7
 
 @dataclass(frozen=True, slots=True)
 class ShardGroup:
-    """Says which ranks units are sharded over, as a config asks."""
+    """Says which ranks units are sharded over and what is quantised, as a config asks."""
 
     key: str
     size: int | str
-    """A number of ranks, or ``"node"`` or ``"auto"``."""
+    """A number of ranks, ``"node"``, ``"world"``, ``"nodes"`` (node where the nodes are equal, else world), or
+    ``"auto"`` (node where they are equal and the links between them slower, else world).
+    """
     over_all: bool
     """Tells that units are sharded over all ranks, and copies of them over the group (ZeRO++ hpZ)."""
+    inside: Quantization = UNPACKED
+    between: Quantization = UNPACKED
 
 
 def find_shard_group(config: Config) -> ShardGroup | None:
-    """Return the group that a config asks for; None for all ranks. Raises ConfigError where it asks twice."""
+    """Return what a config asks for; None for all ranks, without quantisation. Raises ConfigError for
+    contradictions.
+    """
     zero, found = config.zero_optimization, []
     if zero.mics_shard_size > 0:
         found.append(ShardGroup("zero_optimization.mics_shard_size", zero.mics_shard_size, False))
-    if zero.zero_hpz_partition_size > 1:
-        found.append(
-            ShardGroup("zero_optimization.zero_hpz_partition_size", zero.zero_hpz_partition_size, True)
-        )
+    if (copies := zero.zero_hpz_partition_size) > 1:
+        found.append(ShardGroup("zero_optimization.zero_hpz_partition_size", copies, True))
     if zero.shard_group != "world":
-        chosen = zero.shard_group
-        found.append(ShardGroup("zero_optimization.shard_group", chosen, chosen == "auto"))
+        size = zero.shard_group
+        found.append(ShardGroup("zero_optimization.shard_group", size, size == "auto"))
     if len(found) > 1:
         raise ConfigError([f"{' and '.join(each.key for each in found)} contradict each other: give one"])
-    return found[0] if found else None
+    weights, frozen = zero.zero_quantized_weights, zero.zero_quantized_nontrainable_weights
+    gradients, loco = zero.zero_quantized_gradients, zero.zeropp_loco_param
+    if (weights or frozen) and zero.stage < 3:
+        name = "weights" if weights else "nontrainable_weights"
+        key = f"zero_optimization.zero_quantized_{name}"
+        raise ConfigError([f"{key} needs stage 3: below, parameters stay whole on each rank"])
+    if loco is not None and not gradients:
+        raise ConfigError(["zero_optimization.zeropp_loco_param needs zero_quantized_gradients"])
+    if gradients and zero.stage == 0:
+        raise ConfigError(["zero_optimization.zero_quantized_gradients needs a stage from 1 on"])
+    if not found and not (weights or frozen or gradients):
+        return None
+    inside = Quantization(weights, weights or frozen, 8 if gradients else 0)
+    if loco is not None:
+        if loco.err_beta >= 1:
+            raise ConfigError(["zero_optimization.zeropp_loco_param.err_beta has to be below 1"])
+        inside = replace(inside, beta=loco.err_beta, reset_every=loco.reset_T)
+    between = replace(inside, gradient_bits=4 if gradients else 0)
+    # reductions take two hops between nodes; then gathers do, too
+    alone = ShardGroup("zero_optimization.zero_quantized_gradients", "nodes" if gradients else "world", True)
+    return replace(found[0] if found else alone, inside=inside, between=between)
 
 
-def make_link(wanted: ShardGroup, comm: Comm, join: Callable[..., PeerMemory | None] | None) -> Link:
+def make_link(wanted: ShardGroup, comm: Comm, join: Callable[..., PeerMemory | None] | None) -> RankLink:
     """Make the link of a communicator. Collective. Raises ConfigError on every rank."""
     nodes = find_nodes(comm.exchange)
-    if wanted.size != "auto":
+    mesh = Mesh(comm.world_size, comm.world_size)
+    if wanted.size in ("auto", "nodes"):
+        why = _why_not(nodes)
+        if why:
+            _tell(comm, wanted, f"units are sharded over all ranks: {why}")
+        else:
+            mesh = divide("node", wanted.key, nodes)
+    elif wanted.size != "world":
         mesh = divide(wanted.size, wanted.key, nodes)
-    elif len(nodes) == 1 or len({len(node.ranks) for node in nodes}) > 1 or len(nodes) == comm.world_size:
-        why = {1: "there is one node", comm.world_size: "each node has one rank"}.get(
-            len(nodes), "the nodes have different numbers of ranks"
-        )
-        _tell(comm, f"units are sharded over all ranks: {why}")
-        mesh = Mesh(comm.world_size, comm.world_size)
-    else:
-        mesh = divide("node", wanted.key, nodes)
     if mesh.count == 1:
-        if join is not None:
-            comm.link.shared = join(comm.rank, comm.world_size, comm.exchange)
-        return comm.link
-    inner = _group(comm, mesh.shard_groups())
-    outer = _group(comm, mesh.replica_groups())
+        return _one_hop(wanted, comm, join)
+    inner, outer = _group(comm, mesh.shard_groups()), _group(comm, mesh.replica_groups())
     if wanted.size == "auto":
         inside, between = (_bandwidth(comm, link) for link in (inner, outer))
         speeds = f"{inside / 1e9:.3g} GB/s in a node, {between / 1e9:.3g} GB/s between nodes"
         if between >= _SLOWER * inside:
-            _tell(comm, f"units are sharded over all ranks: {speeds}")
-            if join is not None:
-                comm.link.shared = join(comm.rank, comm.world_size, comm.exchange)
-            return comm.link
-        _tell(comm, f"parameters are gathered inside each node: {speeds}")
+            _tell(comm, wanted, f"units are sharded over all ranks: {speeds}")
+            return _one_hop(wanted, comm, join)
+        _tell(comm, wanted, f"parameters are gathered inside each node: {speeds}")
+    # gathers stay inside a group that keeps everything: there its weights are packed
+    quantized = replace(wanted.inside, weights=False, frozen=False) if wanted.over_all else wanted.inside
+    packed = PackedLink(inner, quantized)
+    if join is not None and inner.size > 1:
+        _share(comm, packed, join)
+    return TwoHops(comm.link, packed, PackedLink(outer, wanted.between), over_all=wanted.over_all)
+
+
+def _why_not(nodes: Sequence[NodeRanks]) -> str:
+    """Say why nodes cannot be groups; empty if they can."""
+    if len(nodes) == 1:
+        return "there is one node"
+    if len({len(node.ranks) for node in nodes}) > 1:
+        return "the nodes have different numbers of ranks"
+    return "each node has one rank" if len(nodes[0].ranks) == 1 else ""
+
+
+def _one_hop(wanted: ShardGroup, comm: Comm, join: Callable[..., PeerMemory | None] | None) -> RankLink:
+    """Make a link of all ranks. Collective."""
+    link = PackedLink(comm.link, wanted.inside) if wanted.inside.any else comm.link
     if join is not None:
-        first = comm.rank - inner.position
-        share = partial(
-            exchange_objects,
-            world_size=inner.size,
-            group=inner.gather_group,
-            key=(comm.number, "control", 0),
-            what="joins the ranks of its node",
-            over_gloo=True,
-        )
-        inner.shared = join(inner.position, inner.size, share, first=first) if inner.size > 1 else None
-        if not all(comm.exchange(inner.shared is not None or inner.size == 1)) and inner.shared is not None:
-            inner.shared.close()
-            inner.shared = None
-    return TwoHops(comm.link, inner, outer, over_all=wanted.over_all)
+        link.shared = join(comm.rank, comm.world_size, comm.exchange)
+    return link
 
 
-def _tell(comm: Comm, text: str) -> None:
+def _share(comm: Comm, link: RankLink, join: Callable[..., PeerMemory | None]) -> None:
+    """Join the ranks of each group by shared memory, if those of all groups can be. Collective."""
+    exchange = partial(
+        exchange_objects,
+        world_size=link.size,
+        group=link.gather_group,
+        key=(comm.number, "control", 0),
+        what="joins the ranks of its node",
+        over_gloo=True,
+    )
+    shared = join(link.position, link.size, exchange, first=comm.rank - link.position)
+    if all(comm.exchange(shared is not None)):
+        link.shared = shared
+    elif shared is not None:
+        shared.close()
+
+
+def _tell(comm: Comm, wanted: ShardGroup, text: str) -> None:
     if comm.rank == 0:
-        say(f'zero_optimization.shard_group "auto": {text}')
+        say(f"{wanted.key}: {text}")
 
 
-def _group(comm: Comm, groups: list[range]) -> Link:
+def _group(comm: Comm, groups: list[range]) -> RankLink:
     """Make the groups; return the link of the one that this rank is in. Collective."""
     found: Any = None
     for ranks in groups:
         made = [comm.new_group(ranks) for _ in range(2)]
         if comm.rank in ranks:
-            found = Link(comm.device, len(ranks), ranks.index(comm.rank), *made)
-    assert isinstance(found, Link)
+            found = RankLink(comm.device, len(ranks), ranks.index(comm.rank), *made)
+    assert isinstance(found, RankLink)
     return found
 
 
-def _bandwidth(comm: Comm, link: Link) -> float:
+def _bandwidth(comm: Comm, link: RankLink) -> float:
     """Measure the bus bandwidth of all-reduces in bytes a second (nccl-tests, doc/PERFORMANCE.md), with all
     groups at once as in training; the least of all ranks. Collective.
     """
@@ -131,3 +176,9 @@ def _bandwidth(comm: Comm, link: Link) -> float:
         taken.append(time.perf_counter() - start)
     bus = 2 * (link.size - 1) / link.size * buffer.nbytes / min(taken[1:])
     return float(min(comm.exchange(bus)))
+
+
+def mark_frozen(link: RankLink, blocks: Sequence[Block]) -> None:
+    """Tell a link which units are frozen."""
+    if isinstance(link, (TwoHops, PackedLink)):
+        link.mark_frozen({unit.tag for block in blocks for unit in block.units if not unit.trainable})

@@ -12,22 +12,22 @@ from ..environment import read_environment
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class NodeRanks:
     """Describes a node by its name and its ranks, which are consecutive."""
 
     name: str
     ranks: range
 
 
-def find_nodes(exchange: Callable[[object], list[Any]]) -> list[Node]:
+def find_nodes(exchange: Callable[[object], list[Any]]) -> list[NodeRanks]:
     """Return the nodes, in the order of their ranks. Collective. Raises ConfigError if the launcher has not
     numbered the ranks node by node.
     """
     environment = read_environment()
     place = environment.rank - environment.local_rank, environment.local_world_size, socket.gethostname()
-    found: dict[int, Node] = {}
+    found: dict[int, NodeRanks] = {}
     for rank, (first, count, name) in enumerate(exchange(place)):
-        node = found.setdefault(first, Node(name, range(first, first + count)))
+        node = found.setdefault(first, NodeRanks(name, range(first, first + count)))
         if rank not in node.ranks or node.ranks != range(first, first + count):
             raise ConfigError(
                 [f"rank {rank} on {name}: groups of ranks need ranks that are numbered node by node"]
@@ -56,7 +56,7 @@ class Mesh:
         return [range(place, self.world_size, self.size) for place in range(self.size)]
 
 
-def divide(wanted: int | str, key: str, nodes: Sequence[Node]) -> Mesh:
+def divide(wanted: int | str, key: str, nodes: Sequence[NodeRanks]) -> Mesh:
     """Return the mesh that a config asks for: a number of ranks, or ``"node"``.
 
     Raises ConfigError, with the ``key`` and the nodes, where the ranks cannot be divided so.

@@ -12,39 +12,38 @@ many as the group has ranks. Units are sharded in one of two ways:
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from ..comm.link import Link, Note
+from ..comm.link import Note, RankLink
 from ..comm.pending import Pending
 from ..comm.waits import waits
 from .hops import Hop, OnStream, Relay, advance_until
+from .packed_link import PackedLink
 
 INSIDE, BETWEEN = "inside", "between"
 
 
-class TwoHops(Link):
+class TwoHops(RankLink):
     """Joins an ``inner`` link, of a group, and an ``outer`` one, of the ranks with the same place in every
     group. Tensors that are sent must come from the inner link's memory, if that is shared.
 
     Attributes
         over_all: units are sharded over all ranks, else over the group.
-        moved: bytes of collectives in each class of links, by the rules of ``Comm.moved``.
     """
 
-    def __init__(self, world: Link, inner: Link, outer: Link, *, over_all: bool) -> None:
+    def __init__(self, world: RankLink, inner: PackedLink, outer: PackedLink, *, over_all: bool) -> None:
         super().__init__(world.device, inner.size, inner.position, None, None)
         self.world, self.inner, self.outer, self.over_all = world, inner, outer, over_all
         self.shared, self.is_composed = inner.shared, True
-        self.pieces = inner.size * outer.size
+        self.pieces = max(inner.pieces * outer.size, outer.pieces * inner.size)
         if over_all:
             # the parts of a group's member are neighbours: the copy of its slice is filled by one collective
-            self.shards = self.pieces
+            self.shards = inner.size * outer.size
             self.position = inner.position * outer.size + outer.position
-        self.moved: Counter[str] = Counter()
+        self._moved_by_all = 0
         self._copies: dict[int, Tensor] = {}
         """Keeps this rank's slice of units that are gathered again and again, by label."""
         self._valid: set[int] = set()
@@ -54,7 +53,6 @@ class TwoHops(Link):
         self._sides: dict[int, torch.cuda.Stream] = {}
 
     def all_gather(self, full: Tensor, source: Tensor, label: int, note: Note) -> Pending:
-        self.moved[INSIDE] += full.nbytes
         if not self.over_all:
             hops = [lambda: self.inner.all_gather(full, source, label, note)]
             return self._run(self._gathers, hops, note, full)
@@ -68,7 +66,6 @@ class TwoHops(Link):
         hops = [lambda: self.inner.all_gather(full, mine, label, note)]
         if in_place or label not in self._valid:
             self._valid.add(label)
-            self.moved[BETWEEN] += mine.nbytes
             own = mine[self.outer.position * s : (self.outer.position + 1) * s]
             if not in_place:
                 own.copy_(source, non_blocking=True)
@@ -80,32 +77,32 @@ class TwoHops(Link):
         part = torch.empty(numel, dtype=dtype, device=bucket.device)
         # what travels has the width of what the caller sends
         sent = part if dtype == bucket.dtype else torch.empty_like(part, dtype=bucket.dtype)
+        # gloo's own all-reduce is slower than two collectives, and none quantises
+        direct = self.device.type != "cpu" and not self.outer.quantization.gradient_bits
         piece = torch.empty(numel // self.outer.size, dtype=dtype, device=bucket.device)
-        self.moved[INSIDE] += bucket.nbytes
-        self.moved[BETWEEN] += sent.nbytes * (1 if self.over_all else 2)
 
         def between() -> Pending:
             if sent is not part:
                 sent.copy_(part)
             if self.over_all:
                 return self.outer.reduce_scatter(shard, sent, label, note)
-            if self.device.type != "cpu":
+            if direct:
                 return self.outer.all_reduce(sent, label, note).then(lambda: shard.copy_(sent))
             return self.outer.reduce_scatter(piece, sent, label, note)
 
         hops = [lambda: self.inner.reduce_scatter(part, bucket, label, note), between]
-        if self.device.type == "cpu" and not self.over_all:  # gloo's own all-reduce is slower
+        if not direct and not self.over_all:
 
             def back() -> Pending:
                 own = self.outer.part_of(sent).copy_(piece)
-                return self.outer.all_gather(sent, own, label, note).then(lambda: shard.copy_(sent))
+                return self.outer.all_gather_sums(sent, own, label, note).then(lambda: shard.copy_(sent))
 
             hops.append(back)
-        return self._run(self._reductions, hops, note, bucket, part, sent)
+        return self._run(self._reductions, hops, note, bucket, part, sent, piece)
 
     def all_reduce(self, tensor: Tensor, label: int, note: Note) -> Pending:
         """Start to sum ``tensor`` over all ranks in place, in one hop."""
-        self.moved[BETWEEN] += 2 * tensor.nbytes
+        self._moved_by_all += 2 * tensor.nbytes
         return self.world.all_reduce(tensor, label, note)
 
     def reduced_dtype(self, dtype: torch.dtype) -> torch.dtype:
@@ -113,6 +110,18 @@ class TwoHops(Link):
 
     def changed(self, label: int) -> None:
         self._valid.discard(label)
+        for link in (self.inner, self.outer):
+            link.changed(label)
+
+    def mark_frozen(self, labels: set[int]) -> None:
+        """Set the labels of frozen parameters."""
+        for link in (self.inner, self.outer):
+            link.mark_frozen(labels)
+
+    @property
+    def moved(self) -> dict[str, int]:
+        """Return the bytes of collectives in each class of links, by the rules of ``Comm.moved``."""
+        return {INSIDE: self.inner.moved, BETWEEN: self.outer.moved + self._moved_by_all}
 
     def drain(self) -> None:
         """Finish all second hops, and what other ranks read here."""

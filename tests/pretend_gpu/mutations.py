@@ -171,16 +171,16 @@ def _the_second_hop_is_not_waited_for() -> list[Change]:
 
 
 def _the_second_hop_does_not_wait_for_the_first() -> list[Change]:
-    from zlaunch.runtime.comm.link import Link
+    from zlaunch.runtime.comm.link import RankLink
     from zlaunch.runtime.comm.pending import DONE
 
-    reduce = Link.reduce_scatter
+    reduce = RankLink.reduce_scatter
 
     def reduce_scatter(self: Any, *arguments: Any) -> Any:
         pending = reduce(self, *arguments)
         return DONE if self.reduce_group is not None and self.size == 2 else pending
 
-    return [(Link, "reduce_scatter", reduce_scatter)]
+    return [(RankLink, "reduce_scatter", reduce_scatter)]
 
 
 MUTATIONS: dict[str, tuple[str, Callable[[], list[Change]]]] = {

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from zlaunch.runtime.comm.collectives import Comm
-from zlaunch.runtime.comm.link import Link
+from zlaunch.runtime.comm.link import RankLink
 from zlaunch.runtime.comm.pending import Pending
 
 
@@ -35,7 +35,7 @@ class FakeComm(Comm):
         self.device, self.world_size, self.rank = torch.device("cpu"), 2, 0
         self.other, self.log, self.in_flight, self.most_in_flight = other, [], 0, 0
         self._labels: list[str] = []
-        self.link = Link(self.device, 2, 0, None, None)
+        self.link = RankLink(self.device, 2, 0, None, None)
         self.shards: dict[int, Tensor] = {}
         """Keeps the other rank's shard of each label."""
 
