@@ -34,8 +34,8 @@ class ShardGroup:
 
     key: str
     size: int | str
-    """A number of ranks, ``"node"``, ``"world"``, ``"nodes"`` (node where the nodes are equal, else world), or
-    ``"auto"`` (node where they are equal and the links between them slower, else world).
+    """A number of ranks, ``"node"``, ``"world"``, ``"nodes"`` (node where the nodes are equal, else world),
+    or ``"auto"`` (node where they are equal and the links between them slower, else world).
     """
     over_all: bool
     """Tells that units are sharded over all ranks, and copies of them over the group (ZeRO++ hpZ)."""
