@@ -21,7 +21,7 @@ WIDE = (*FLOATS, torch.float64)
 _GROUP = 8
 """Elements that a thread of a kernel takes at a time."""
 _LANES = 32
-"""Threads that work on a block together, or blocks are a multiple of it."""
+"""Threads that work on a block together. Blocks are multiples of it: then all parts are whole words."""
 _SCALE_BYTES = 4
 
 

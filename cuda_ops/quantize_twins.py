@@ -37,7 +37,7 @@ def quantize(
         scale = (largest / divisor).float()
         finite = scale.isfinite()
         scale = torch.where(largest == 0, 0.0, scale.clamp(min=SMALLEST)).where(finite, torch.nan)
-        inverse = scale.to(wide).reciprocal().where(finite & (scale > 0), 0.0)
+        inverse = scale.to(wide).reciprocal().where(scale > 0, 0.0)
         # no more than most: the roundings before come to far less than a half
         found = (whole * inverse.unsqueeze(1)).round_()
         found.masked_fill_(~finite.unsqueeze(1), 0.0)

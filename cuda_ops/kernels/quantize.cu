@@ -37,7 +37,7 @@ extern "C" __global__ void quantize(const VALUES* values, ERROR* error, uint32* 
     bool finite = largest < 0x7f800000;
     float scale = fmaxf(BITS_AS_FLOAT(largest) / (wide ? 127.0f : 7.0f), SMALLEST);
     if (largest == 0) scale = 0;
-    float inverse = finite && largest != 0 ? 1 / scale : 0;
+    float inverse = scale > 0 ? 1 / scale : 0;
     if (lane == 0) scales[b] = finite ? scale : BITS_AS_FLOAT(0x7fc00000);
     for (int64 i = first; i < stop; i += LANES * GROUP) {
       Group group = {load<GROUP>(values, i, numel, fits), load<GROUP>(error, i, numel, fits)};

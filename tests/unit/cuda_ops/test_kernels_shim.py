@@ -1,7 +1,8 @@
 """Test the CUDA sources as C++ on the CPU: a thread is a fiber, a kernel a loop over fibers.
 
 ``kernels_on_cpu`` puts this under the loader, so that the public functions run their kernels on CPU tensors
-with the arguments, options and grids that a device would get. It shows nothing about speed, and of races only
+with the arguments, options and grids that a device would get. An access at an address that a device would
+refuse is noted. It shows nothing about speed, and of races only
 those that the order of threads brings out.
 """
 
@@ -69,6 +70,10 @@ static unsigned __shfl_xor_sync(unsigned, unsigned value, int mask) {
   __syncthreads();
   return other;
 }
+
+// g++ -fsanitize=alignment calls this before an access whose address is no multiple of its type's alignment.
+extern "C" int misaligned = 0;
+extern "C" void __ubsan_handle_type_mismatch_v1(void*, void*) { ++misaligned; }
 
 static void fiber() {
   kernel();
@@ -156,6 +161,7 @@ class CpuKernels:
         self.launched.append(kernel)
         start = getattr(self._library, f"start_{kernel}_{tag_of(name, defines)}")
         start(ctypes.c_uint(blocks), ctypes.c_bool(self.backwards), *values)
+        assert not ctypes.c_int.in_dll(self._library, "misaligned").value, kernel
 
 
 def convert(parameter: str, argument: Any) -> Any:
@@ -175,11 +181,13 @@ def build(folder: Path) -> Path:
         pytest.skip("no g++")
     (folder / "all.cpp").write_text(translation_unit())
     options = ["-std=c++17", "-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-w", f"-DTHREADS={THREADS}"]
-    command = [compiler, *options, "-shared", "-fPIC", "all.cpp", "-o", "all.so"]
-    result = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=LIMIT_S)
-    if "_Float16" in result.stderr:
-        pytest.skip("this g++ has no _Float16")
-    assert result.returncode == 0, result.stderr[-4000:]
+    compiling = [*options, "-fsanitize=alignment", "-fPIC", "-c", "all.cpp", "-o", "all.o"]
+    for arguments in (compiling, ["-shared", "all.o", "-o", "all.so"]):  # linked apart, without the sanitizer
+        command = [compiler, *arguments]
+        result = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=LIMIT_S)
+        if "_Float16" in result.stderr:
+            pytest.skip("this g++ has no _Float16")
+        assert result.returncode == 0, result.stderr[-4000:]
     return folder / "all.so"
 
 

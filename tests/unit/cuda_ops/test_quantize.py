@@ -53,10 +53,10 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
     loader.set_mode("auto")
 
 
-def buffer(numel: int, bits: int, block: int = BLOCK, device: str = "cpu") -> Tensor:
+def buffer(numel: int, bits: int, block: int = BLOCK, device: str = "cpu", *, offset: int = 0) -> Tensor:
     """A buffer to pack into, with a guard behind it that ``assert_guarded`` looks at."""
     size = packed_bytes(numel, bits=bits, block=block)
-    return torch.full((size + GUARD,), 7, dtype=torch.uint8, device=device)[:size]
+    return torch.full((offset + size + GUARD,), 7, dtype=torch.uint8, device=device)[offset : offset + size]
 
 
 def packed(tensor: Tensor, bits: int, block: int = BLOCK) -> Tensor:
@@ -96,7 +96,12 @@ def special_values(numel: int, dtype: torch.dtype, device: str, offset: int) -> 
 def compare_quantize(
     device: str, dtype: torch.dtype, bits: int, block: int, numel: int, *, offset: int = 0
 ) -> None:
-    """Each function once by kernel and by twin, from the same tensors: bit by bit."""
+    """Each function once by kernel and by twin, from the same tensors: bit by bit.
+
+    ``offset``: elements of values behind an aligned address. If there are any, the error and the packed bytes
+    begin elsewhere.
+    """
+    far = 4 * (offset > 0)
     numel = numel // block * block
     given = special_values(numel, dtype, device, offset)
     options: dict[str, Any] = {"bits": bits, "block": block}
@@ -105,10 +110,10 @@ def compare_quantize(
     assert torch.equal(found, wanted)
     assert torch.equal(found.cpu(), twins_of(lambda: packed(given.cpu(), bits, block))), "as on the CPU"
     for kind in dict.fromkeys((torch.float32, dtype)):
-        error = values(numel, kind, device, offset=offset)
+        error = values(numel, kind, device, offset=far)
         error *= 0.01
         copy = error.clone()
-        mine, theirs = buffer(numel, bits, block, device), buffer(numel, bits, block, device)
+        mine, theirs = (buffer(numel, bits, block, device, offset=far) for _ in range(2))
         for _ in range(2):
             quantize_with_error(given, error, mine, beta=0.8, **options)
             twins_of(lambda c=copy, t=theirs: quantize_with_error(given, c, t, beta=0.8, **options))  # type: ignore[misc]
@@ -116,7 +121,8 @@ def compare_quantize(
         assert_guarded(mine)
         assert_guarded(error)
     for rows, out_dtype in itertools.product((1, 3), FLOATS):
-        many = torch.stack([found, *[packed(given * k, bits, block) for k in range(1, rows)]])
+        each = [found, *[packed(given * k, bits, block) for k in range(1, rows)]]
+        many = torch.cat([found[:far], *each])[far:].view(rows, -1)
         out = values(numel, out_dtype, device, offset=offset)
         expected = out.clone()
         dequantize_sum(many, out, **options)
