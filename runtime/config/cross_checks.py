@@ -39,7 +39,38 @@ def cross(config: Config, report: ConfigReport) -> Config:
         )
     if config.aio.block_size % 4096:
         problems.append(("aio.block_size", f"{config.aio.block_size} is not a multiple of 4096"))
+    _shard_groups(config, report)
     return _offload(config, report)
+
+
+def _shard_groups(config: Config, report: ConfigReport) -> None:
+    """Report contradictions between the keys of groups of ranks, and of what is quantised."""
+    zero, here = config.zero_optimization, "zero_optimization"
+    is_open = f"{here}.stage" in report.auto
+    groups = {
+        "shard_group": zero.shard_group != "world",
+        "mics_shard_size": zero.mics_shard_size > 0,
+        "zero_hpz_partition_size": zero.zero_hpz_partition_size > 1,
+    }
+    given = [name for name, is_given in groups.items() if is_given]
+    if len(given) > 1:
+        report.problems.append((f"{here}.{given[1]}", f"contradicts {here}.{given[0]}: give one of them"))
+    for name in ("zero_quantized_weights", "zero_quantized_nontrainable_weights"):
+        if getattr(zero, name) and zero.stage != 3 and not is_open:
+            why = f"needs stage 3, not {zero.stage}: below, parameters stay whole on each rank"
+            report.problems.append((f"{here}.{name}", why))
+    if zero.zero_quantized_gradients and zero.stage == 0 and not is_open:
+        report.problems.append((f"{here}.zero_quantized_gradients", "needs stage 1, 2 or 3, not 0"))
+    loco, at = zero.zeropp_loco_param, f"{here}.zeropp_loco_param"
+    if loco is None:
+        return
+    if not zero.zero_quantized_gradients:
+        report.problems.append((at, "needs zero_quantized_gradients"))
+    if loco.err_beta >= 1:
+        report.problems.append((f"{at}.err_beta", f"{loco.err_beta} is not below 1"))
+    if config.fp16.enabled and not config.fp16.loss_scale:
+        why = "keeps errors in the scale of the loss: use bf16, or a static fp16.loss_scale"
+        report.problems.append((at, why))
 
 
 def _offload(config: Config, report: ConfigReport) -> Config:

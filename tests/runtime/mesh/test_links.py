@@ -92,8 +92,6 @@ def test_what_cannot_be_divided_is_refused_on_every_rank() -> None:
     apart = {"LOCAL_RANK": ["0", "0", "1"], "LOCAL_WORLD_SIZE": ["2", "1", "2"]}
     for text in run_workers(_refused, 3, {"shard_group": "node"}, apart):
         assert "numbered node by node" in text
-    for text in run_workers(_refused, 2, {"shard_group": 2, "mics_shard_size": 2}, {}):
-        assert "mics_shard_size and zero_optimization.shard_group contradict each other" in text
 
 
 def _chosen(per_node: int) -> tuple[type, int]:

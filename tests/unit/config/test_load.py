@@ -266,8 +266,10 @@ def test_warned(source: dict[str, Any], path: str) -> None:
     ("source", "path"),
     [
         ({"zero_optimization": {"zenflow": {}}}, "zero_optimization.zenflow"),
-        ({"zero_optimization": {"zero_quantized_weights": True}}, "zero_optimization.zero_quantized_weights"),
-        ({"zero_optimization": {"mics_shard_size": 2}}, "zero_optimization.mics_shard_size"),
+        (
+            {"zero_optimization": {"mics_hierarchical_params_gather": True}},
+            "zero_optimization.mics_hierarchical_params_gather",
+        ),
         ({"fp16": {"fp16_master_weights_and_grads": True}}, "fp16.fp16_master_weights_and_grads"),
         ({"bf16": {"bf16_optimizer_states": True}}, "bf16.bf16_optimizer_states"),
         ({"data_types": {"grad_accum_dtype": "bf16"}}, "data_types.grad_accum_dtype"),

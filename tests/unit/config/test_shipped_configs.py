@@ -10,10 +10,6 @@ FILES = {path.stem: path for path in sorted((Path(__file__).parents[2] / "data" 
 REFUSED = {
     "accelerate_msamp": ("msamp.enabled", "MS-AMP"),
     "deepspeed_chat_hybrid_engine": ("hybrid_engine.enabled", "Hybrid engine"),
-    "deepspeed_chat_mixed_precision_lora": (
-        "zero_optimization.zero_quantized_nontrainable_weights",
-        "quantized frozen weights",
-    ),
     "examples_bert_lamb": ("optimizer.type", '"Lamb"'),
     "examples_bert_onebit_adam": ("optimizer.type", '"OneBitAdam"'),
     "examples_compression": ("compression_training", "compression"),
@@ -21,15 +17,14 @@ REFUSED = {
     "examples_elastic": ("elasticity.enabled", "Elastic batch sizes"),
     "examples_random_ltd": ("data_efficiency.enabled", "Data efficiency"),
     "examples_squad": ("optimizer.params.bias_correction", "Adam without bias correction"),
-    "examples_zeropp_qgz": ("zero_optimization.zero_quantized_gradients", "ZeRO++ qgZ"),
     "openrlhf_grad_accum_bf16": ("data_types.grad_accum_dtype", '"bf16"'),
-    "openrlhf_zero3_hpz": ("zero_optimization.zero_hpz_partition_size", "ZeRO++ hpZ"),
     "openrlhf_zero3_tp": ("tensor_parallel.autotp_size", "Tensor parallelism"),
 }
 """Name of the file, the key that is refused and what of the message names the feature."""
 WARNED = {
     "accelerate_plugin_zero2_offload": ["zero_optimization.offload_param"],
     "deepspeed_chat_eval": ["zero_optimization.offload_param", "no effect: memory_efficient_linear"],
+    "deepspeed_chat_mixed_precision_lora": ["no effect: memory_efficient_linear"],
     "deepspeed_chat_zero2": ["no effect: memory_efficient_linear"],
     "deepspeed_chat_zero2_offload": ["zero_optimization.offload_param", "no effect: memory_efficient_linear"],
     "deepspeed_chat_zero3_offload": ["no effect: memory_efficient_linear"],

@@ -42,8 +42,11 @@ def test_features_of_size_one_are_off(source: dict[str, Any]) -> None:
         ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel.autotp_size", "tensor parallelism"),
         ({"data_parallel_size": 2}, "data_parallel_size", "a mesh of ranks"),
         ({"sequence_parallel_size": 2}, "sequence_parallel_size", "sequence parallelism"),
-        ({"zero_optimization": {"mics_shard_size": 1}}, "zero_optimization.mics_shard_size", "MiCS"),
-        ({"zero_optimization": {"zero_hpz_partition_size": 8}}, "zero_optimization.zero_hpz", "ZeRO++"),
+        (
+            {"zero_optimization": {"mics_hierarchical_params_gather": True}},
+            "zero_optimization.mics_hierarchical_params_gather",
+            "MiCS",
+        ),
         ({"hybrid_engine": {"enabled": True}}, "hybrid_engine.enabled", "hybrid engine"),
     ],
 )
