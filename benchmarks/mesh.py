@@ -97,7 +97,7 @@ def main() -> None:
     parser.add_argument("--micro_batch", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--systems", default="stage 3,stage 3 node,stage 3 copies,fsdp2,hsdp")
+    parser.add_argument("--systems", default="stage 3,stage 3 node,stage 3 copies,stage 3 packed,fsdp2,hsdp")
     parser.add_argument("--out", help="write everything measured to this JSON file")
     args = parser.parse_args()
     with nodes(args.rate):

@@ -149,6 +149,13 @@ def available(micro_batch: int, peers: bool) -> dict[str, Callable[[Size, torch.
         systems |= {
             "stage 3 node": zero(3, micro_batch, shard_group="node"),
             "stage 3 copies": zero(3, micro_batch, zero_hpz_partition_size=node),
+            "stage 3 packed": zero(
+                3,
+                micro_batch,
+                zero_hpz_partition_size=node,
+                zero_quantized_weights=True,
+                zero_quantized_gradients=True,
+            ),
         }
     if peers:
         systems = {"compute": compute, "ddp": ddp, **systems, "fsdp2": fsdp2, "hsdp": hsdp}

@@ -170,3 +170,39 @@ def test_error_feedback_makes_up_for_what_is_lost() -> None:
     for without, with_feedback in run_workers(_with_and_without_feedback, 2):
         print(without, with_feedback)
         assert without > 0.02 and with_feedback < 0.5 * without
+
+
+def _example(zero: dict[str, Any], steps: int) -> list[float]:
+    """Validation losses of the example, plain and packed."""
+    from examples.gpt import GPT, SIZES, load_text, sample_batch
+    from examples.gpt import loss_of as loss_of_text
+
+    join_nodes(2)
+    rank = torch.distributed.get_rank()
+    train, held_out = load_text()
+    size, found = SIZES["tiny"], []
+    for chosen in ({}, zero):
+        torch.manual_seed(0)
+        settings = config(3, 4, zero=chosen, **BF16)
+        settings["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-3}}
+        engine, *_ = zlaunch.initialize(model=GPT(size), config=settings)
+        generator = torch.Generator().manual_seed(rank)
+        for _ in range(steps):
+            engine.backward(loss_of_text(engine, sample_batch(train, 4, size.context, generator)))
+            engine.step()
+        generator = torch.Generator().manual_seed(99)
+        with torch.no_grad():
+            losses = [
+                loss_of_text(engine, sample_batch(held_out, 4, size.context, generator)) for _ in range(16)
+            ]
+        found.append(float(torch.stack(losses).float().mean()))
+        engine.destroy()
+    return found
+
+
+@pytest.mark.exhaustive
+def test_the_example_trains_as_well_on_packed_weights_and_gradients() -> None:
+    zero = {**WEIGHTS, **GRADIENTS, "zero_hpz_partition_size": 2}
+    for plain, packed in run_workers(_example, 4, zero, 300, env=GLOO):
+        print(plain, packed, packed / plain)
+        assert abs(packed - plain) <= 0.005 * plain
