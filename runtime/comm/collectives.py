@@ -28,7 +28,6 @@ from .process_group import new_group, open_comms
 from .waits import Key, waits
 
 _CHANNELS = ("gather", "reduce")
-_KINDS = ("all_gather", "reduce_scatter")
 _VERBS = {GATHER: "gathers", REDUCE: "reduces the gradients of"}
 _TIMEOUT_S = 1800.0
 MakeLink = Callable[["Comm", "Callable[..., PeerMemory | None] | None"], RankLink]
@@ -57,8 +56,7 @@ def _close_dropped(exchange: Exchange) -> None:
     """
     if open_comms:
         gc.collect()
-    everyone = exchange(sorted(_dropped))
-    for number in sorted(set.intersection(*map(set, everyone))):
+    for number in sorted(set.intersection(*map(set, exchange(sorted(_dropped))))):
         shared, groups = _dropped.pop(number)
         if shared is not None:
             shared.close()
@@ -125,14 +123,12 @@ class Comm:
         self._labels.append(name)
         return len(self._labels) - 1
 
-    def _begin(self, channel: int, label: int, numel: int, *, whole: bool = False) -> Note:
-        """Note and count the start of a collective about a labelled tensor; the result of a reduction is
-        ``whole`` on every rank, or in parts.
-        """
+    def _begin(self, channel: int, label: int, kind: str, numel: int) -> Note:
+        """Note the start of a collective about a labelled tensor, and count its volume."""
         what = f"{_VERBS[channel]} {self._labels[label]}"
         if self.world_size == 1:
             return (self.number, _CHANNELS[channel], 0), what
-        self._count(*(("all_reduce", 2 * numel) if whole else (_KINDS[channel], numel)))
+        self._count(kind, numel)
         self.order.add(channel, label)
         return waits.next_key(self.number, _CHANNELS[channel]), what
 
@@ -178,7 +174,9 @@ class Comm:
         ``source`` is this rank's slice of ``full`` itself, or a tensor of another floating dtype, which is
         cast. It must not change before :meth:`drain`.
         """
-        return self.link.all_gather(full, source, label, self._begin(GATHER, label, full.numel()))
+        return self.link.all_gather(
+            full, source, label, self._begin(GATHER, label, "all_gather", full.numel())
+        )
 
     def drain(self) -> bool:
         """Finish what cannot go on without this rank's help; return True if all gathers have arrived by then.
@@ -194,11 +192,14 @@ class Comm:
         """Start to fill ``shard`` (any dtype) with this rank's slice of the sum over all ranks of ``bucket``,
         which must stay untouched until the result has been waited for.
         """
-        return self.link.reduce_scatter(shard, bucket, label, self._begin(REDUCE, label, bucket.numel()))
+        note = self._begin(REDUCE, label, "reduce_scatter", bucket.numel())
+        return self.link.reduce_scatter(shard, bucket, label, note)
 
     def all_reduce(self, tensor: Tensor, label: int = 0) -> Pending:
         """Start to sum ``tensor`` (its size a multiple of the world size) over all ranks in place."""
-        return self.link.all_reduce(tensor, label, self._begin(REDUCE, label, tensor.numel(), whole=True))
+        return self.link.all_reduce(
+            tensor, label, self._begin(REDUCE, label, "all_reduce", 2 * tensor.numel())
+        )
 
     def all_reduce_scalars(self, tensor: Tensor, what: str = "sums up a step's numbers") -> Tensor:
         """Sum a few numbers over the ranks and return them; not counted as volume."""
@@ -217,10 +218,8 @@ class Comm:
 
     def exchange(self, value: object, what: str = "agrees with the other ranks") -> list[Any]:
         """Return every rank's picklable ``value``, in rank order."""
-        over_gloo = self.device.type == "cpu"
-        return exchange_objects(
-            value, self.world_size, self._world.gather_group, *self._control(what), over_gloo=over_gloo
-        )
+        group, on_host = self._world.gather_group, self.device.type == "cpu"
+        return exchange_objects(value, self.world_size, group, *self._control(what), over_gloo=on_host)
 
     def barrier(self) -> None:
         """Wait for all ranks."""
@@ -236,5 +235,5 @@ class Comm:
         for group in self.own_groups if dist.is_initialized() else ():
             dist.destroy_process_group(group)
         self.own_groups.clear()
-        for link in (self.link, self._world):
-            link.gather_group = link.reduce_group = None
+        self.link.release()
+        self._world.release()

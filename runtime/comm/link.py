@@ -39,8 +39,6 @@ class RankLink:
         """Counts the equal pieces in which a unit travels, a multiple of ``shards``."""
         self.gather_group, self.reduce_group = gather_group, reduce_group
         self.shared: PeerMemory | None = None
-        self.is_composed = False
-        """Tells that a collective may take several steps, which this rank has to begin."""
         self._native_reduce_scatter = device.type != "cpu"
 
     def part_of(self, tensor: Tensor) -> Tensor:
@@ -97,6 +95,10 @@ class RankLink:
 
     def changed(self, label: int) -> None:
         """Note that the values of a labelled tensor are new ones: no copy of the former may be used."""
+
+    def release(self) -> None:
+        """Let go of the process groups, which have ended."""
+        self.gather_group = self.reduce_group = None
 
     def drain(self) -> None:
         """Finish what cannot go on without this rank's help. All ranks must call it."""

@@ -164,8 +164,7 @@ def exchange_objects(
     mine = torch.tensor([own.numel()], dtype=torch.int64)
     await_work(dist.all_gather(sizes, mine, group=group, async_op=True), key, what)
     largest = max(int(size) for size in sizes)
-    padded = torch.zeros(largest, dtype=torch.uint8)
-    padded[: own.numel()] = own
+    padded = torch.nn.functional.pad(own, (0, largest - own.numel()))
     parts = [torch.empty_like(padded) for _ in range(world_size)]
     await_work(dist.all_gather(parts, padded, group=group, async_op=True), key, what)
     return [

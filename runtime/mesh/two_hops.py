@@ -37,7 +37,7 @@ class TwoHops(RankLink):
     def __init__(self, world: RankLink, inner: PackedLink, outer: PackedLink, *, over_all: bool) -> None:
         super().__init__(world.device, inner.size, inner.position, None, None)
         self.world, self.inner, self.outer, self.over_all = world, inner, outer, over_all
-        self.shared, self.is_composed = inner.shared, True
+        self.shared = inner.shared
         self.pieces = max(inner.pieces * outer.size, outer.pieces * inner.size)
         if over_all:
             # the parts of a group's member are neighbours: the copy of its slice is filled by one collective
@@ -122,6 +122,10 @@ class TwoHops(RankLink):
     def moved(self) -> dict[str, int]:
         """Return the bytes of collectives in each class of links, by the rules of ``Comm.moved``."""
         return {INSIDE: self.inner.moved, BETWEEN: self.outer.moved + self._moved_by_all}
+
+    def release(self) -> None:
+        for link in (self.inner, self.outer):
+            link.release()
 
     def drain(self) -> None:
         """Finish all second hops, and what other ranks read here."""

@@ -96,11 +96,12 @@ class LoggedComm(Comm):
         if self._on_gpu:
             return self._run_on_gpu(kind, operation, start)
         pending = start()
-        if self.shared or self.link.is_composed:
+        work = _torch_work(pending)
+        if self.shared or work is None:
             operation.seconds = time.perf_counter() - operation.start
             self._open[operation] = None
             return _Awaited(pending, self, operation)
-        self.log.end_with(operation, _torch_work(pending))
+        self.log.end_with(operation, work)
         return pending
 
     def _run_on_gpu(self, kind: str, operation: LoggedOperation, start: Callable[[], Pending]) -> Pending:
@@ -149,7 +150,7 @@ class _Awaited(Pending):
 
 
 def _torch_work(pending: Any) -> Any:
-    """Return the torch Work behind a collective and what follows it."""
-    while not hasattr(pending, "work"):
-        pending = pending.before
-    return pending.work
+    """Return the torch Work behind a collective and what follows it; None where there are several."""
+    while pending is not None and not hasattr(pending, "work"):
+        pending = getattr(pending, "before", None)
+    return None if pending is None else pending.work
