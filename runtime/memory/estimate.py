@@ -63,6 +63,8 @@ class Setting:
     """Tells whether checkpoints are written from a copy in host memory."""
     copy_shards: int = 0
     """Counts the parts of a second copy of stage 3's parameters, of which a rank keeps one; 0 without one."""
+    kept_for_links: int = 0
+    """Counts the bytes that a rank keeps to send parameters and gradients packed."""
     freed_by_backward: int = 0
     """Bytes of activations that are freed before a third gradient bucket is filled, where they are known."""
 
@@ -171,6 +173,7 @@ def _gradients(s: Setting, here: int, away: int) -> Amounts:
         *others, largest = (numel * s.dtype_bytes for numel in sorted([0, *s.blocks])[-_BUCKETS:])
         buckets = largest + max(0, sum(others) - s.freed_by_backward)
         sums = Amounts(device=buckets + here * _ACCUMULATE_BYTES)
+    sums += Amounts(device=s.kept_for_links)
     if s.offload.optimizer is Tier.HOST:
         landing = s.dtype_bytes + (_ACCUMULATE_BYTES if s.accumulates else 0)
         sums += _of_tier(Tier.HOST, away * landing, s.offload.pin)

@@ -12,6 +12,7 @@ from ..comm.collectives import Comm
 from ..environment import read_environment
 from ..errors import MemoryPlanError
 from ..log import say
+from ..mesh.choice import kept_bytes
 from ..offload.manager import OffloadOptions
 from ..precision.policy import Precision
 from ..zero import placeholder
@@ -44,13 +45,15 @@ def preflight(
     ]
     widest = max((p.dtype.itemsize for p in parameters), default=4)
     stage = options.shard_optimizer + options.shard_grads + options.shard_params
+    dtype_bytes = precision.dtype.itemsize if precision.dtype is not None else widest
     setting = Setting(
         stage=stage,
         world_size=comm.link.shards,
         copy_shards=comm.link.size if comm.link.size < comm.link.shards else 0,
+        kept_for_links=kept_bytes(comm.link, sum(trainable), dtype_bytes),
         blocks=trainable,
         frozen=sum(placeholder.shape_of(p).numel() for p in parameters) - sum(trainable),
-        dtype_bytes=precision.dtype.itemsize if precision.dtype is not None else widest,
+        dtype_bytes=dtype_bytes,
         states=offload.state_count,
         offload=offload,
         trains=optimizer is not None,

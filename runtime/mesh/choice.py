@@ -164,6 +164,19 @@ def _bandwidth(comm: Comm, link: RankLink) -> float:
     return float(min(comm.exchange(bus)))
 
 
+def kept_bytes(link: RankLink, trainable: int, dtype_bytes: int) -> int:
+    """Estimate what a link keeps of a model to send it packed: 8-bit parameters, and errors of gradients."""
+    links: list[tuple[PackedLink, int]] = [(link, trainable)] if isinstance(link, PackedLink) else []
+    if isinstance(link, TwoHops):
+        links = [(link.inner, trainable), (link.outer, -(-trainable // link.inner.size))]
+    total = 0
+    for each, numel in links:
+        total += -(-numel // each.size) if each.quantization.weights else 0
+        if each.quantization.beta is not None and each.size > 1 and each.shared is None:
+            total += numel * dtype_bytes
+    return total
+
+
 def mark_frozen(link: RankLink, blocks: Sequence[Block]) -> None:
     """Tell a link which units are frozen."""
     if isinstance(link, (TwoHops, PackedLink)):
