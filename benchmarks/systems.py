@@ -31,6 +31,7 @@ class Step:
 CLIP = 1.0
 ADAMW = {"lr": 1e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
 MODELS = {
+    "15m short": Size(layers=8, width=384, heads=6, context=32),
     "15m": Size(layers=8, width=384, heads=6, context=128),
     "40m": Size(layers=12, width=512, heads=8, context=128),
     "100m": Size(layers=12, width=768, heads=12, context=256),
@@ -124,14 +125,14 @@ def zero(stage: int, micro_batch: int, **more: object) -> Callable[[Size, torch.
     return build
 
 
-def deepspeed(stage: int, micro_batch: int) -> Callable[[Size, torch.device], Step]:
+def deepspeed(stage: int, micro_batch: int, **more: object) -> Callable[[Size, torch.device], Step]:
     """The real DeepSpeed, with torch's fused AdamW so that only the runtime differs."""
 
     def build(size: Size, device: torch.device) -> Step:
         import deepspeed as real
 
+        config = {k: v for k, v in _config(stage, micro_batch, **more).items() if k != "optimizer"}
         model = _model(size, device)
-        config = {k: v for k, v in _config(stage, micro_batch).items() if k != "optimizer"}
         optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)  # type: ignore[arg-type]
         engine, *_ = real.initialize(model=model, optimizer=optimizer, config=config)
         return _engine_step(engine)
@@ -153,7 +154,6 @@ def available(micro_batch: int, peers: bool) -> dict[str, Callable[[Size, torch.
                 3,
                 micro_batch,
                 zero_hpz_partition_size=node,
-                zero_quantized_weights=True,
                 zero_quantized_gradients=True,
             ),
         }
@@ -161,4 +161,6 @@ def available(micro_batch: int, peers: bool) -> dict[str, Callable[[Size, torch.
         systems = {"compute": compute, "ddp": ddp, **systems, "fsdp2": fsdp2, "hsdp": hsdp}
         if importlib.util.find_spec("deepspeed"):
             systems |= {f"deepspeed {stage}": deepspeed(stage, micro_batch) for stage in range(1, 4)}
+            if node > 1:
+                systems["deepspeed hpz"] = deepspeed(3, micro_batch, zero_hpz_partition_size=node)
     return systems

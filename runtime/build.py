@@ -36,7 +36,7 @@ from .memory.advice import MemoryAdviser
 from .memory.estimate import Setting
 from .memory.preflight import preflight
 from .memory.resources import PINNED_SHARE
-from .mesh.choice import find_shard_group, make_link, mark_frozen
+from .mesh.choice import find_shard_group, make_link
 from .monitor.limits import measure_costs
 from .monitor.logged_comm import LoggedComm
 from .monitor.observation import observe, open_monitor
@@ -346,7 +346,6 @@ def _shard(
         trainable = (p for block in blocks for _, p in block.parameters if p.requires_grad)
         offload.expect(sum(placeholder.shape_of(p).numel() for p in trainable))
     factory.build(blocks, groups_by_parameter(groups))
-    mark_frozen(comm.link, blocks)
     predivide = 1.0
     if config.prescale_gradients:
         predivide = (

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..log import warn
+from ..mesh.choice import forget_errors
 from ..optim.sharded_optimizer import ShardedOptimizer
 from ..zero.hooks import ShardedModel
 from ..zero.ownership import UnitState
@@ -94,6 +95,7 @@ def restore_shards(checkpoint: Checkpoint, sharded: ShardedModel, step: ShardedO
         unit.wait_unsharded()
     for unit in units:
         unit.changed()
+    forget_errors(comm.link)
 
 
 def decoded(checkpoint: Checkpoint, file: str, value: Any) -> Any:

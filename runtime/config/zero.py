@@ -35,7 +35,21 @@ def _tile(value: Any) -> Any:
 Tile = Annotated[Bucket, BeforeValidator(_tile), WithJsonSchema({"type": "number", "minimum": 0})]
 
 
-ShardGroupSize = Literal["world", "node", "auto"] | Count
+def _group(value: Any) -> int | str:
+    """Return a number of ranks, or a word for one."""
+    if value in ("world", "node", "auto"):
+        return str(value)
+    number = real(value)
+    if number is None or number != int(number) or number < 1:
+        raise ValueError('"world", "node", "auto" or a whole number, 1 or more')
+    return int(number)
+
+
+ShardGroupSize = Annotated[
+    int | str,
+    BeforeValidator(_group),
+    WithJsonSchema({"anyOf": [{"enum": ["world", "node", "auto"]}, {"type": "integer", "minimum": 1}]}),
+]
 
 
 class OffloadParam(Section):
@@ -117,11 +131,8 @@ class Zero(Section):
     """The same as a number for shard_group (MiCS); -1 and 0 are off."""
     zero_hpz_partition_size: Count = ok(1)
     """Ranks, such as those of a node, that keep a second copy of stage 3's parameters in common and gather
-    from it (ZeRO++ hpZ); the optimizer stays sharded over all."""
-    zero_quantized_weights: Bool = ok(False)
-    """Stage 3: gather parameters in blocks of 8 bits (ZeRO++ qwZ), between nodes if gathers take two hops."""
-    zero_quantized_nontrainable_weights: Bool = ok(False)
-    """Stage 3: gather only frozen parameters so."""
+    from it (ZeRO++ hpZ); the optimizer stays sharded over all. At stages 1 and 2, gathers and reductions take
+    two hops."""
     zero_quantized_gradients: Bool = ok(False)
     """Reduce gradients in blocks of 8 bits in a node and of 4 between nodes, in two hops (ZeRO++ qgZ). CPU
     workers of a node read each other's memory, where nothing is packed."""

@@ -64,7 +64,7 @@ class Setting:
     copy_shards: int = 0
     """Counts the parts of a second copy of stage 3's parameters, of which a rank keeps one; 0 without one."""
     kept_for_links: int = 0
-    """Counts the bytes that a rank keeps to send parameters and gradients packed."""
+    """Counts the bytes that a rank keeps to send gradients packed."""
     freed_by_backward: int = 0
     """Bytes of activations that are freed before a third gradient bucket is filled, where they are known."""
 

@@ -17,7 +17,6 @@ from ..comm.peer_memory import PeerMemory
 from ..comm.pending import exchange_objects
 from ..config import Config
 from ..log import say
-from ..zero.unit_policy import Block
 from .packed_link import UNPACKED, PackedLink, Quantization
 from .topology import Mesh, NodeRanks, divide, find_nodes
 from .two_hops import TwoHops
@@ -53,16 +52,15 @@ def find_shard_group(config: Config) -> ShardGroup | None:
     if zero.shard_group != "world":
         size = zero.shard_group
         found.append(ShardGroup("zero_optimization.shard_group", size, size == "auto"))
-    weights, frozen = zero.zero_quantized_weights, zero.zero_quantized_nontrainable_weights
     gradients, loco = zero.zero_quantized_gradients, zero.zeropp_loco_param
-    if not found and not (weights or frozen or gradients):
+    if not found and not gradients:
         return None
-    inside = Quantization(weights, weights or frozen, 8 if gradients else 0)
+    inside = Quantization(8 if gradients else 0)
     if loco is not None:
         inside = replace(inside, beta=loco.err_beta, reset_every=loco.reset_T)
     between = replace(inside, gradient_bits=4 if gradients else 0)
     # reductions take two hops between nodes; then gathers do, too
-    alone = ShardGroup("zero_optimization.zero_quantized_gradients", "nodes" if gradients else "world", True)
+    alone = ShardGroup("zero_optimization.zero_quantized_gradients", "nodes", True)
     return replace(found[0] if found else alone, inside=inside, between=between)
 
 
@@ -88,9 +86,7 @@ def make_link(wanted: ShardGroup, comm: Comm, join: Callable[..., PeerMemory | N
             _tell(comm, wanted, f"units are sharded over all ranks: {speeds}")
             return _one_hop(wanted, comm, join)
         _tell(comm, wanted, f"parameters are gathered inside each node: {speeds}")
-    # gathers stay inside a group that keeps everything: there its weights are packed
-    quantized = replace(wanted.inside, weights=False, frozen=False) if wanted.over_all else wanted.inside
-    packed = PackedLink(inner, quantized)
+    packed = PackedLink(inner, wanted.inside)
     if join is not None and inner.size > 1:
         _share(comm, packed, join)
     return TwoHops(comm.link, packed, PackedLink(outer, wanted.between), over_all=wanted.over_all)
@@ -107,7 +103,7 @@ def _why_not(nodes: Sequence[NodeRanks]) -> str:
 
 def _one_hop(wanted: ShardGroup, comm: Comm, join: Callable[..., PeerMemory | None] | None) -> RankLink:
     """Make a link of all ranks. Collective."""
-    link = PackedLink(comm.link, wanted.inside) if wanted.inside.any else comm.link
+    link = PackedLink(comm.link, wanted.inside) if wanted.inside.gradient_bits else comm.link
     if join is not None:
         link.shared = join(comm.rank, comm.world_size, comm.exchange)
     return link
@@ -165,19 +161,29 @@ def _bandwidth(comm: Comm, link: RankLink) -> float:
 
 
 def kept_bytes(link: RankLink, trainable: int, dtype_bytes: int) -> int:
-    """Estimate what a link keeps of a model to send it packed: 8-bit parameters, and errors of gradients."""
+    """Estimate what a link keeps of a model to send its gradients packed: what was lost."""
     links: list[tuple[PackedLink, int]] = [(link, trainable)] if isinstance(link, PackedLink) else []
     if isinstance(link, TwoHops):
         links = [(link.inner, trainable), (link.outer, -(-trainable // link.inner.size))]
     total = 0
     for each, numel in links:
-        total += -(-numel // each.size) if each.quantization.weights else 0
         if each.quantization.beta is not None and each.size > 1 and each.shared is None:
             total += numel * dtype_bytes
     return total
 
 
-def mark_frozen(link: RankLink, blocks: Sequence[Block]) -> None:
-    """Tell a link which units are frozen."""
+def forget_errors(link: RankLink) -> None:
+    """Forget what quantisation has lost: other values follow."""
     if isinstance(link, (TwoHops, PackedLink)):
-        link.mark_frozen({unit.tag for block in blocks for unit in block.units if not unit.trainable})
+        link.forget_errors()
+
+
+def drop_copies(link: RankLink) -> None:
+    """Release the memory of copies until the next gather. All ranks must call it, with nothing under way."""
+    if isinstance(link, TwoHops):
+        link.drop_copies()
+
+
+def has_groups(link: RankLink) -> bool:
+    """Tell whether a rank's part of a unit is also kept by other ranks, whole or in a copy."""
+    return isinstance(link, TwoHops)

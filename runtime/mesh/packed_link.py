@@ -20,28 +20,19 @@ from ..comm.link import Note, RankLink
 from ..comm.pending import Pending, Work
 from ..zero.layout import ALIGN_NUMEL
 
-_WEIGHT_BITS = 8
+_SUM_BITS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
     """Says what a group sends in blocks of few bits (ZeRO++, arXiv 2306.10209)."""
 
-    weights: bool = False
-    """Gathers of trained parameters, in 8 bits."""
-    frozen: bool = False
-    """Gathers of frozen parameters, in 8 bits."""
     gradient_bits: int = 0
     """Bits of reductions; 0 sends them as they are."""
     beta: float | None = None
     """The part of the old error that LoCo keeps (arXiv 2407.04480); None is without error feedback."""
     reset_every: int = 0
     """Reductions of a unit after which its error is forgotten."""
-
-    @property
-    def any(self) -> bool:
-        """Tell whether anything is quantised."""
-        return self.weights or self.frozen or self.gradient_bits > 0
 
 
 UNPACKED = Quantization()
@@ -55,37 +46,25 @@ class PackedLink(RankLink):
 
     Attributes
         moved: the bytes of its collectives, by the rules of ``Comm.moved``, packed where they are packed.
-        frozen_labels: labels of parameters that no optimizer updates.
     """
 
     def __init__(self, plain: RankLink, quantization: Quantization) -> None:
         """Take over the process groups of ``plain``."""
         super().__init__(plain.device, plain.size, plain.position, plain.gather_group, plain.reduce_group)
-        self.quantization, self.frozen_labels = quantization, set[int]()
-        if quantization.any:
+        self.quantization = quantization
+        if quantization.gradient_bits:
             self.pieces = self.size * (BLOCK // ALIGN_NUMEL)  # no block crosses the end of a piece
         self.moved = 0
-        self._packed: dict[int, Tensor] = {}
-        """Keeps what this rank sends of each unit, packed, by label."""
-        self._valid: set[int] = set()
-        """Lists the labels whose packed values are the present ones."""
         self._errors: dict[int, Tensor] = {}
         """Keeps what quantisation has lost of each unit's gradients, by label."""
         self._count: dict[int, int] = {}
 
+    def _add(self, nbytes: int) -> None:
+        self.moved += nbytes if self.size > 1 else 0
+
     def all_gather(self, full: Tensor, source: Tensor, label: int, note: Note) -> Pending:
-        chosen = self.quantization.frozen if label in self.frozen_labels else self.quantization.weights
-        s = source.numel()
-        if not chosen or self.size == 1 or s % BLOCK:
-            self.moved += full.nbytes
-            return super().all_gather(full, source, label, note)
-        own = self._packed.get(label)
-        if own is None:
-            own = self._packed[label] = self._empty(packed_bytes(s, bits=_WEIGHT_BITS))
-        if label not in self._valid:
-            quantize(source, own, bits=_WEIGHT_BITS)
-            self._valid.add(label)
-        return self._gather_packed(full, own, label, note)
+        self._add(full.nbytes)
+        return super().all_gather(full, source, label, note)
 
     def all_gather_sums(self, full: Tensor, source: Tensor, label: int, note: Note) -> Pending:
         """Start to fill ``full`` from what reductions have left in every member's ``source``, in 8 bits if
@@ -93,27 +72,26 @@ class PackedLink(RankLink):
         """
         s = source.numel()
         if not self.quantization.gradient_bits or s % BLOCK:
-            self.moved += full.nbytes
-            return super().all_gather(full, source, label, note)
-        own = torch.empty(packed_bytes(s, bits=_WEIGHT_BITS), dtype=torch.uint8, device=self.device)
-        quantize(source, own, bits=_WEIGHT_BITS)
+            return self.all_gather(full, source, label, note)
+        own = torch.empty(packed_bytes(s, bits=_SUM_BITS), dtype=torch.uint8, device=self.device)
+        quantize(source, own, bits=_SUM_BITS)
         return self._gather_packed(full, own, label, note)
 
     def _gather_packed(self, full: Tensor, own: Tensor, label: int, note: Note) -> Pending:
         n, s = own.numel(), full.numel() // self.size
         rows = torch.empty(self.size * n, dtype=torch.uint8, device=self.device)
-        self.moved += rows.nbytes
+        self._add(rows.nbytes)
 
         def unpack() -> None:
             for row, part in zip(rows.split(n), full.split(s), strict=True):  # type: ignore[no-untyped-call]
-                dequantize(row, part, bits=_WEIGHT_BITS)
+                dequantize(row, part, bits=_SUM_BITS)
 
         return super().all_gather(rows, own, label, note).then(unpack)
 
     def reduce_scatter(self, shard: Tensor, bucket: Tensor, label: int, note: Note) -> Pending:
         bits, s = self.quantization.gradient_bits, bucket.numel() // self.size
         if not bits or self.size == 1 or self.shared is not None or s % BLOCK:
-            self.moved += bucket.nbytes
+            self._add(bucket.nbytes)
             return super().reduce_scatter(shard, bucket, label, note)
         packed = torch.empty(self.size, packed_bytes(s, bits=bits), dtype=torch.uint8, device=bucket.device)
         error = self._error(bucket, label)
@@ -124,26 +102,18 @@ class PackedLink(RankLink):
             else:
                 beta = self.quantization.beta or 0.0
                 quantize_with_error(values, error[i * s : (i + 1) * s], row, bits=bits, beta=beta)
-        self.moved += packed.nbytes
+        self._add(packed.nbytes)
         got = torch.empty_like(packed)
         sent = dist.all_to_all_single(got, packed, group=self.reduce_group, async_op=True)
         return Work(sent, *note, packed).then(lambda: dequantize_sum(got, shard, bits=bits))
 
     def all_reduce(self, tensor: Tensor, label: int, note: Note) -> Pending:
-        self.moved += 2 * tensor.nbytes
+        self._add(2 * tensor.nbytes)
         return super().all_reduce(tensor, label, note)
 
-    def mark_frozen(self, labels: set[int]) -> None:
-        """Set the labels of frozen parameters."""
-        self.frozen_labels = labels
-
-    def changed(self, label: int) -> None:
-        self._valid.discard(label)
-
-    def _empty(self, nbytes: int) -> Tensor:
-        if self.shared is not None:
-            return self.shared.empty(nbytes, torch.uint8)
-        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+    def forget_errors(self) -> None:
+        """Forget what quantisation has lost so far."""
+        self._errors.clear()
 
     def _error(self, bucket: Tensor, label: int) -> Tensor | None:
         """Return the error of a unit, zeros at first and every so often; None without error feedback."""

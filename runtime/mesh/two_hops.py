@@ -110,13 +110,20 @@ class TwoHops(RankLink):
 
     def changed(self, label: int) -> None:
         self._valid.discard(label)
-        for link in (self.inner, self.outer):
-            link.changed(label)
 
-    def mark_frozen(self, labels: set[int]) -> None:
-        """Set the labels of frozen parameters."""
+    def forget_errors(self) -> None:
+        """Forget what quantisation has lost so far."""
         for link in (self.inner, self.outer):
-            link.mark_frozen(labels)
+            link.forget_errors()
+
+    def drop_copies(self) -> None:
+        """Release the memory of copies until the next gather. All ranks must call it, after :meth:`drain`."""
+        for copy in self._copies.values():
+            if self.shared is not None:
+                self.shared.release(copy.untyped_storage())
+        if self.shared is None:
+            self._copies.clear()
+        self._valid.clear()
 
     @property
     def moved(self) -> dict[str, int]:

@@ -16,6 +16,7 @@ from ..config import Config
 from ..environment import read_environment
 from ..errors import OffloadedError
 from ..memory.resources import PINNED_SHARE, host_bytes
+from ..mesh.choice import drop_copies
 from ..offload.transfer import HostLink
 from ..optim.sharded_optimizer import ShardedOptimizer
 from ..zero.hooks import ShardedModel
@@ -212,6 +213,7 @@ class StateMover:
                     "GatheredParameters first"
                 )
         sharded.comm.drain()
+        drop_copies(sharded.comm.link)
 
     def _link(self, pin: bool) -> HostLink:
         if pin not in self._links:

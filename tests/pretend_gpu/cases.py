@@ -28,8 +28,8 @@ WATCHED: dict[str, Any] = {
 }
 GROUPS: dict[str, Any] = {"shard_group": 2}
 COPIES: dict[str, Any] = {"zero_hpz_partition_size": 2}
-PACKED_GRADIENTS: dict[str, Any] = {"zero_quantized_gradients": True, "zeropp_loco_param": {}}
-PACKED: dict[str, Any] = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
+PACKED_WITH_ERRORS: dict[str, Any] = {"zero_quantized_gradients": True, "zeropp_loco_param": {}}
+PACKED: dict[str, Any] = {"zero_quantized_gradients": True}
 LOGGED: dict[str, Any] = {"comms_logger": {"enabled": True}}
 
 BEFORE = "Event.synchronize in step_result._read < step_result.differs"
@@ -135,7 +135,7 @@ CASES = {
         Case("stage 3 copies accumulated on four", 3, COPIES, BF16, accumulation=2, world=4),
         Case("stage 3 copies host both on four", 3, {**COPIES, **HOST_BOTH}, BF16, world=4),
         Case("stage 3 packed on four", 3, {**COPIES, **PACKED}, BF16, world=4),
-        Case("stage 2 packed groups on four", 2, {**GROUPS, **PACKED_GRADIENTS}, BF16, world=4),
+        Case("stage 2 packed groups on four", 2, {**GROUPS, **PACKED_WITH_ERRORS}, BF16, world=4),
         Case("stage 3 groups logged on four", 3, GROUPS, {**BF16, **LOGGED}, world=4, looks=True),
     )
 }

@@ -24,6 +24,8 @@ from zlaunch.runtime.checkpoint.shard_io import (
     take_values,
 )
 from zlaunch.runtime.engine import Engine, engine_of
+from zlaunch.runtime.errors import UnsupportedError
+from zlaunch.runtime.mesh.choice import has_groups
 from zlaunch.runtime.optim.sharded_optimizer import ShardedOptimizer
 from zlaunch.runtime.zero.layout import Slot
 from zlaunch.runtime.zero.ownership import STATES
@@ -109,27 +111,39 @@ def safe_get_local_grad(param: Tensor) -> Tensor | None:
 
 
 def safe_set_local_fp32_param(param: Tensor, value: Tensor) -> None:
-    """Replace this rank's part of the master value. At stages 0 to 2, and for parameters too small to be
-    sharded, collective: every rank replaces its own.
+    """Replace this rank's part of the master value. Raises UnsupportedError where groups of ranks share it.
+
+    At stages 0 to 2, and for parameters too small to be sharded, collective: every rank replaces its own.
     """
-    found = _needed(param)
+    found = _alone(param)
     full = found.padded(value)
     found.set_value(full if found.unit.shard_params else found.joined([(0, full)]).view(-1))
 
 
 def safe_set_local_optimizer_state(param: Tensor, value: Tensor, optim_state_key: str) -> None:
-    """Replace this rank's part of an optimizer state."""
-    found = _needed(param)
+    """Replace this rank's part of an optimizer state. Raises as :func:`safe_set_local_fp32_param`."""
+    found = _alone(param)
     found.set_state(optim_state_key, found.padded(value))
 
 
 def safe_set_local_grad(param: Tensor, value: Tensor) -> None:
-    """Replace this rank's part of the gradient."""
-    found = _needed(param)
+    """Replace this rank's part of the gradient. Raises UnsupportedError where groups of ranks share it."""
+    found = _alone(param)
     found.set_grad(found.padded(value))
 
 
 # -- how
+
+
+def _alone(param: Tensor) -> _Parameter:
+    """Find a parameter whose parts no other rank keeps. Raises UnsupportedError."""
+    found = _needed(param)
+    if has_groups(found.unit.comm.link):
+        raise UnsupportedError(
+            "a rank's part cannot be set where groups of ranks keep copies of it (shard_group, "
+            "mics_shard_size, zero_hpz_partition_size): use safe_set_full_fp32_param or its like on all ranks"
+        )
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,10 +228,12 @@ class _Parameter:
         unit = self.unit
         dtype = torch.promote_types(unit.dtype, torch.float32)
         full = torch.zeros(self.slot.numel, dtype=dtype, device=self.engine.device)
-        for at, part in parts:
+        comm = self.engine._sharded.comm
+        is_sharded = unit.stop - unit.start < unit.numel
+        for at, part in parts if not is_sharded or comm.rank < comm.link.shards else ():
             full[at : at + part.numel()] = part
-        if unit.stop - unit.start < unit.numel:
-            self.engine._sharded.comm.all_reduce_scalars(full)
+        if is_sharded:
+            comm.all_reduce_scalars(full)
         return full.view(unit.shapes[self.index])
 
     # -- change

@@ -10,9 +10,10 @@ import torch
 
 import zlaunch
 from tests.runtime.mesh.nodes import join_nodes
-from tests.runtime.models import batches, config, net, train_engine
+from tests.runtime.models import batches, config, loss_of, net, train_engine
 from tests.runtime.workers import run_workers
 from zlaunch.runtime.config import ConfigError
+from zlaunch.runtime.errors import UnsupportedError
 from zlaunch.runtime.mesh.topology import Mesh, NodeRanks, divide
 from zlaunch.runtime.mesh.two_hops import BETWEEN, INSIDE
 
@@ -137,3 +138,37 @@ def _values_set_by_hand() -> list[float]:
 
 def test_copies_follow_values_that_are_set_by_hand() -> None:
     assert run_workers(_values_set_by_hand, 4) == [[2.0, 3.0]] * 4
+
+
+def _handles(zero: dict[str, Any]) -> list[float]:
+    """What the whole-parameter access returns, beside what the model has; what parts say."""
+    from zlaunch.compat.fp32_access import (
+        safe_get_full_fp32_param,
+        safe_get_full_grad,
+        safe_set_local_fp32_param,
+    )
+
+    join_nodes(2)
+    engine, *_ = zlaunch.initialize(model=net(), config=config(3, 4, zero=zero))
+    data = batches(2, 16)
+    train_engine(engine, data[:1])
+    engine.backward(loss_of(engine, data[1][engine.global_rank * 4 : engine.global_rank * 4 + 4]))
+    layers: Any = engine.module.layers
+    weight = layers[0].up.weight
+    value, grad = safe_get_full_fp32_param(weight), safe_get_full_grad(weight)
+    assert value is not None and grad is not None
+    with zlaunch.zero.GatheredParameters([weight]):
+        off = float((value - weight).abs().max())
+    if zero:
+        with pytest.raises(UnsupportedError, match="safe_set_full_fp32_param"):
+            safe_set_local_fp32_param(weight, torch.zeros(1))
+    norm = float(grad.double().norm())
+    engine.destroy()
+    return [off, norm]
+
+
+def test_whole_parameters_are_read_once() -> None:
+    (wanted, *_) = run_workers(_handles, 4, {})
+    for zero in ({"shard_group": "node"}, {"zero_hpz_partition_size": 2}):
+        for off, norm in run_workers(_handles, 4, zero):
+            assert off == 0 and norm == pytest.approx(wanted[1], rel=1e-5)

@@ -16,6 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zlaunch.runtime.config import load
+from zlaunch.runtime.errors import UnsupportedError
+from zlaunch.runtime.mesh.choice import has_groups
 from zlaunch.runtime.precision.policy import choose_precision
 from zlaunch.runtime.zero import placeholder
 from zlaunch.runtime.zero.ownership import VALUES, UnitState
@@ -75,7 +77,12 @@ def _own(parameter: Tensor) -> Tensor:
     unit = _unit(parameter)
     unit.check_here(VALUES)
     slot = unit.layout.slots[_index(parameter)]
-    start, stop = unit.layout.shard_range(unit.comm.rank)
+    if has_groups(unit.comm.link) and unit.shard_params:
+        raise UnsupportedError(
+            "ds_tensor is not available where groups of ranks keep copies of it (shard_group, "
+            "mics_shard_size, zero_hpz_partition_size): use GatheredParameters"
+        )
+    start, stop = unit.layout.shard_range(unit.comm.link.position)
     low, high = max(start, slot.offset), min(stop, slot.stop)
     if low >= high:
         return torch.empty(0, dtype=unit.dtype, device=unit.device)
@@ -130,7 +137,7 @@ _PROPERTIES: dict[str, Callable[[Tensor], Any]] = {
     "ds_active_sub_modules": lambda p: (
         set() if _unit(p).state in (UnitState.SHARDED, UnitState.AWAY) else {0}
     ),
-    "partition_numel": lambda p: lambda: -(-_numel(p) // _unit(p).comm.world_size),
+    "partition_numel": lambda p: lambda: -(-_numel(p) // _unit(p).comm.link.shards),
     "all_gather": lambda p: (_unit(p), lambda *args, **kw: _all_gather(p, *args, **kw))[1],
     "partition": lambda p: (_unit(p), lambda *args, **kw: _partition(p, *args, **kw))[1],
 }
