@@ -181,9 +181,9 @@ class Comm:
     def drain(self) -> bool:
         """Finish what cannot go on without this rank's help; return True if all gathers have arrived by then.
 
-        All ranks must call it. Over gloo and NCCL, collectives proceed by themselves.
+        All ranks must call it. Over gloo and NCCL, collectives in one hop proceed by themselves.
         """
-        if self.shared:
+        if self.shared or self.link is not self._world:
             with waits.waiting(*self._control("finishes what it has sent")):
                 self.link.drain()
         return self.world_size == 1 or self.shared

@@ -89,6 +89,7 @@ def make_link(wanted: ShardGroup, comm: Comm, join: Callable[..., PeerMemory | N
     packed = PackedLink(inner, wanted.inside)
     if join is not None and inner.size > 1:
         _share(comm, packed, join)
+        _tell_unpacked(comm, wanted, packed)
     return TwoHops(comm.link, packed, PackedLink(outer, wanted.between), over_all=wanted.over_all)
 
 
@@ -106,7 +107,13 @@ def _one_hop(wanted: ShardGroup, comm: Comm, join: Callable[..., PeerMemory | No
     link = PackedLink(comm.link, wanted.inside) if wanted.inside.gradient_bits else comm.link
     if join is not None:
         link.shared = join(comm.rank, comm.world_size, comm.exchange)
+    _tell_unpacked(comm, wanted, link)
     return link
+
+
+def _tell_unpacked(comm: Comm, wanted: ShardGroup, link: RankLink) -> None:
+    if wanted.inside.gradient_bits and link.shared is not None and comm.rank == 0:
+        say("zero_optimization.zero_quantized_gradients: not in a node, whose ranks read each other's memory")
 
 
 def _share(comm: Comm, link: RankLink, join: Callable[..., PeerMemory | None]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from typing import Any
 
 import pytest
@@ -172,3 +173,31 @@ def test_whole_parameters_are_read_once() -> None:
     for zero in ({"shard_group": "node"}, {"zero_hpz_partition_size": 2}):
         for off, norm in run_workers(_handles, 4, zero):
             assert off == 0 and norm == pytest.approx(wanted[1], rel=1e-5)
+
+
+def _one_rank_looks(stage: int) -> float:
+    """Rank 0 reads a parameter that stays whole while the others wait for it elsewhere."""
+    join_nodes(2)
+    engine, *_ = zlaunch.initialize(model=net(), config=config(stage, 4, zero={"zero_hpz_partition_size": 2}))
+    data = batches(3, 16)
+    train_engine(engine, data[:2])
+    link: Any = engine._sharded.comm.link
+    gather = link.outer.all_gather
+
+    def late(*arguments: Any) -> Any:
+        time.sleep(0.2 if engine.global_rank >= 2 else 0.0)
+        return gather(*arguments)
+
+    link.outer.all_gather = late
+    train_engine(engine, data[2:])
+    layers: Any = engine.module.layers
+    seen = float(layers[0].up.weight.sum()) if engine.global_rank == 0 else 0.0
+    torch.distributed.barrier()
+    engine.destroy()
+    return seen
+
+
+@pytest.mark.parametrize("env", [{}, GLOO], ids=["", "gloo"])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_step_leaves_nothing_to_begin(stage: int, env: dict[str, str]) -> None:
+    assert run_workers(_one_rank_looks, 4, stage, env=env)[0] != 0
