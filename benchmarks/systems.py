@@ -148,6 +148,7 @@ def available(micro_batch: int, peers: bool) -> dict[str, Callable[[Size, torch.
     node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if node > 1:
         systems |= {
+            "stage 3 auto": zero(3, micro_batch, shard_group="auto"),
             "stage 3 node": zero(3, micro_batch, shard_group="node"),
             "stage 3 copies": zero(3, micro_batch, zero_hpz_partition_size=node),
             "stage 3 packed": zero(

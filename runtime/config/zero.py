@@ -46,7 +46,7 @@ def _group(value: Any) -> int | str:
 
 
 ShardGroupSize = Annotated[
-    int | str,
+    Literal["world", "node", "auto"] | int,
     BeforeValidator(_group),
     WithJsonSchema({"anyOf": [{"enum": ["world", "node", "auto"]}, {"type": "integer", "minimum": 1}]}),
 ]

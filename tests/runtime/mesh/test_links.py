@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from tests.runtime.models import batches, config, loss_of, net, train_engine
 from tests.runtime.workers import run_workers
 from zlaunch.runtime.config import ConfigError
 from zlaunch.runtime.errors import UnsupportedError
+from zlaunch.runtime.mesh import choice
 from zlaunch.runtime.mesh.topology import Mesh, NodeRanks, divide
 from zlaunch.runtime.mesh.two_hops import BETWEEN, INSIDE
 
@@ -96,22 +98,61 @@ def test_what_cannot_be_divided_is_refused_on_every_rank() -> None:
         assert "numbered node by node" in text
 
 
-def _chosen(per_node: int) -> tuple[type, int]:
-    join_nodes(per_node)
+def _chosen(per_node: int, bandwidths: list[float], sizes: list[int]) -> tuple[str, int]:
+    """What "auto" chooses where links have these bandwidths, inside and between; on how many ranks a node."""
+    rank = int(os.environ["RANK"])
+    os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"] = (
+        (str(rank - sum(sizes[:1]) * (rank >= sizes[0])), str(sizes[rank >= sizes[0]]))
+        if sizes
+        else (str(rank % per_node), str(per_node))
+    )
+    zlaunch.init_distributed()
+    measured = iter(bandwidths)
+    choice._bandwidth = lambda comm, link: next(measured)
     engine, *_ = zlaunch.initialize(model=net(), config=config(3, 4, zero={"shard_group": "auto"}))
-    train_engine(engine, batches(2, 16))
+    train_engine(engine, batches(2, 24))
     link = engine._sharded.comm.link
-    shards = engine._sharded.units[0].layout.world_size
+    found = type(link).__name__, engine._sharded.units[0].layout.world_size
     engine.destroy()
-    return type(link), shards
+    assert next(measured, None) is None, "both are measured, where there is a choice"
+    return found
 
 
-def test_auto_with_nothing_to_choose() -> None:
-    from zlaunch.runtime.comm.link import RankLink
+@pytest.mark.parametrize(
+    ("world", "per_node", "bandwidths", "sizes", "wanted"),
+    [
+        (2, 1, [], [], ("RankLink", 2)),
+        (2, 2, [], [], ("RankLink", 2)),
+        (3, 0, [], [2, 1], ("RankLink", 3)),
+        (4, 2, [10.0, 1.0], [], ("TwoHops", 4)),
+        (4, 2, [10.0, 9.0], [], ("RankLink", 4)),
+    ],
+    ids=["a rank a node", "one node", "unequal nodes", "slow between", "fast between"],
+)
+def test_auto_chooses_by_the_links(
+    world: int, per_node: int, bandwidths: list[float], sizes: list[int], wanted: tuple[str, int]
+) -> None:
+    assert run_workers(_chosen, world, per_node, bandwidths, sizes) == [wanted] * world
 
-    assert run_workers(_chosen, 2, 1) == [(RankLink, 2)] * 2
-    assert run_workers(_chosen, 2, 2) == [(RankLink, 2)] * 2
-    assert {shards for _, shards in run_workers(_chosen, 4, 2)} == {4}
+
+def _measured() -> list[float]:
+    join_nodes(2)
+    found: list[float] = []
+    measure = choice._bandwidth
+
+    def noted(comm: Any, link: Any) -> float:
+        found.append(measure(comm, link))
+        return found[-1]
+
+    choice._bandwidth = noted
+    engine, *_ = zlaunch.initialize(model=net(), config=config(3, 4, zero={"shard_group": "auto"}))
+    engine.destroy()
+    return found
+
+
+def test_all_ranks_measure_the_same() -> None:
+    first, *others = run_workers(_measured, 4)
+    assert len(first) == 2 and min(first) > 0 and all(each == first for each in others)
 
 
 def _values_set_by_hand() -> list[float]:
@@ -201,3 +242,37 @@ def _one_rank_looks(stage: int) -> float:
 @pytest.mark.parametrize("stage", [1, 2])
 def test_a_step_leaves_nothing_to_begin(stage: int, env: dict[str, str]) -> None:
     assert run_workers(_one_rank_looks, 4, stage, env=env)[0] != 0
+
+
+def _saved_bytes(folder: str, zero: dict[str, Any]) -> int:
+    join_nodes(2)
+    engine, *_ = zlaunch.initialize(model=net(width=96, depth=4), config=config(3, 4, zero=zero))
+    train_engine(engine, batches(1, 16))
+    engine.save_checkpoint(folder, tag="x")
+    engine.destroy()
+    return sum(path.stat().st_size for path in Path(folder, "x").glob("*.safetensors"))
+
+
+def test_a_checkpoint_is_written_once(tmp_path: Path) -> None:
+    whole, group, copies = (
+        run_workers(_saved_bytes, 4, str(tmp_path / str(i)), zero)[0]
+        for i, zero in enumerate(({}, {"shard_group": "node"}, {"zero_hpz_partition_size": 2}))
+    )
+    assert abs(group - whole) < 0.05 * whole and abs(copies - whole) < 0.05 * whole
+
+
+def _part_as_deepspeed_has_it(zero: dict[str, Any]) -> str:
+    from zlaunch.compat.deepspeed.parameters import _own
+
+    join_nodes(2)
+    engine, *_ = zlaunch.initialize(model=net(), config=config(3, 4, zero=zero))
+    layers: Any = engine.module.layers
+    with pytest.raises(UnsupportedError) as caught:
+        _own(layers[0].up.weight)
+    engine.destroy()
+    return str(caught.value)
+
+
+def test_parts_that_other_ranks_keep_are_not_handed_out() -> None:
+    for text in run_workers(_part_as_deepspeed_has_it, 4, {"zero_hpz_partition_size": 2}):
+        assert "ds_tensor is not available" in text and "GatheredParameters" in text

@@ -108,6 +108,12 @@ def test_what_makes_no_sense_is_refused(stage: int, zero: dict[str, Any], said: 
     assert said in str(caught.value)
 
 
+def test_words_and_numbers_for_groups() -> None:
+    for group in ("world", "node", "auto", 4):
+        loaded = load({"zero_optimization": {"stage": 3, "shard_group": group}})
+        assert loaded.config.zero_optimization.shard_group == group
+
+
 def test_errors_are_not_kept_in_a_scale_that_changes() -> None:
     zero = {"stage": 3, **GRADIENTS, "zeropp_loco_param": {}}
     with pytest.raises(ConfigError, match="zeropp_loco_param: keeps errors in the scale of the loss"):
