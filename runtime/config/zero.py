@@ -128,7 +128,7 @@ class Zero(Section):
     a number of neighbouring ranks, or "auto": all, with parameters gathered inside the nodes where the links
     between them are slower."""
     mics_shard_size: Integer = ok(-1)
-    """The same as a number for shard_group (MiCS); -1 and 0 are off."""
+    """Names the size of shard_group as DeepSpeed does (MiCS); -1 and 0 are off."""
     zero_hpz_partition_size: Count = ok(1)
     """Ranks, such as those of a node, that keep a second copy of stage 3's parameters in common and gather
     from it (ZeRO++ hpZ); the optimizer stays sharded over all. At stages 1 and 2, gathers and reductions take

@@ -71,7 +71,7 @@ class PackedLink(RankLink):
         reductions are quantised.
         """
         s = source.numel()
-        if not self.quantization.gradient_bits or s % BLOCK:
+        if not self.quantization.gradient_bits:
             return self.all_gather(full, source, label, note)
         own = torch.empty(packed_bytes(s, bits=_SUM_BITS), dtype=torch.uint8, device=self.device)
         quantize(source, own, bits=_SUM_BITS)
@@ -90,7 +90,7 @@ class PackedLink(RankLink):
 
     def reduce_scatter(self, shard: Tensor, bucket: Tensor, label: int, note: Note) -> Pending:
         bits, s = self.quantization.gradient_bits, bucket.numel() // self.size
-        if not bits or self.size == 1 or self.shared is not None or s % BLOCK:
+        if not bits or self.size == 1 or self.shared is not None:
             self._add(bucket.nbytes)
             return super().reduce_scatter(shard, bucket, label, note)
         packed = torch.empty(self.size, packed_bytes(s, bits=bits), dtype=torch.uint8, device=bucket.device)
@@ -120,7 +120,7 @@ class PackedLink(RankLink):
         if self.quantization.beta is None:
             return None
         error, count = self._errors.get(label), self._count.get(label, 0)
-        if error is None:
+        if error is None or error.dtype != bucket.dtype:  # passes that are added up are sent in fp32
             error = self._errors[label] = torch.zeros_like(bucket)
         elif count % self.quantization.reset_every == 0:
             error.zero_()

@@ -47,7 +47,7 @@ def _moved(zero: dict[str, Any], accumulation: int) -> dict[int, dict[str, float
 
 @pytest.mark.parametrize("env", [{}, pytest.param(GLOO, marks=pytest.mark.exhaustive)], ids=["", "gloo"])
 def test_what_travels_with_the_group_s_shards(env: dict[str, str]) -> None:
-    """Of N elements a rank has N / 2; an all-reduce of those counts twice."""
+    """Check the volume: of N elements a rank has N / 2, and an all-reduce of those counts twice."""
     for found in run_workers(_moved, 4, {"shard_group": "node"}, 1, env=env):
         assert found[0] == {BETWEEN: 2.0}
         assert found[1] == found[2] == {INSIDE: 2.0, BETWEEN: 1.0}
@@ -99,7 +99,7 @@ def test_what_cannot_be_divided_is_refused_on_every_rank() -> None:
 
 
 def _chosen(per_node: int, bandwidths: list[float], sizes: list[int]) -> tuple[str, int]:
-    """What "auto" chooses where links have these bandwidths, inside and between; on how many ranks a node."""
+    """Return what "auto" chooses where links inside and between nodes have these bandwidths."""
     rank = int(os.environ["RANK"])
     os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"] = (
         (str(rank - sum(sizes[:1]) * (rank >= sizes[0])), str(sizes[rank >= sizes[0]]))
@@ -183,7 +183,7 @@ def test_copies_follow_values_that_are_set_by_hand() -> None:
 
 
 def _handles(zero: dict[str, Any]) -> list[float]:
-    """What the whole-parameter access returns, beside what the model has; what parts say."""
+    """Compare what the whole-parameter access returns with what the model has."""
     from zlaunch.compat.fp32_access import (
         safe_get_full_fp32_param,
         safe_get_full_grad,

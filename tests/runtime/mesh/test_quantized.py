@@ -122,7 +122,7 @@ def test_errors_are_not_kept_in_a_scale_that_changes() -> None:
 
 
 def _with_and_without_feedback() -> list[float]:
-    """How far a sum of equal gradients is from the truth after many reductions in 4 bits."""
+    """Measure how far a sum of equal gradients is from the truth after many reductions in 4 bits."""
     join_nodes(1)
     found = []
     for loco in ({}, {"zeropp_loco_param": {"err_beta": 0.5, "reset_T": 1000}}):

@@ -77,7 +77,7 @@ def scales_of(found: Tensor, numel: int, bits: int) -> Tensor:
 
 
 def same(mine: Tensor, theirs: Tensor) -> bool:
-    """Whether two tensors have the same bits, whatever those of NaN."""
+    """Tell whether two tensors have the same bits, whatever those of NaN."""
     return torch.equal(mine.nan_to_num(nan=3.25), theirs.nan_to_num(nan=3.25)) and torch.equal(
         mine.isnan(), theirs.isnan()
     )
@@ -285,7 +285,7 @@ def test_an_overflow_of_the_sum_with_the_error_is_seen(way: str, bits: int) -> N
 def test_with_feedback_the_sum_of_many_steps_is_right(
     numbers: list[float], beta: float, bits: int, fixed: bool
 ) -> None:
-    """What has not been sent after any number of steps is error / (1 - beta), at most some scales."""
+    """Check what has not been sent after any number of steps: error / (1 - beta), at most some scales."""
     torch.manual_seed(0)
     steps = 50
     start = torch.tensor(numbers)
