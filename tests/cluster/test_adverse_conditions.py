@@ -55,12 +55,14 @@ def test_a_host_that_hangs_is_named_in_time(cluster: Testbed, tmp_path: Path, fi
         (tmp_path / "python").chmod(0o755)
         options.append(f"--remote_python={tmp_path / 'python'}")
     ended = threading.Event()
+    stopped: set[str] = set()
 
     def stop_sessions() -> None:
         """Freeze every sshd of n2 but the one that listens, as soon as somebody has logged in."""
         while not ended.wait(0.005):
             for text in cluster.enter("n2", "pgrep", "-f", r"sshd: .*@notty|sshd: .*\[priv\]").stdout.split():
                 cluster.enter("n2", "kill", "-STOP", text)
+                stopped.add(text)
 
     freezer = threading.Thread(target=stop_sessions)
     if first == "ssh":
@@ -72,7 +74,8 @@ def test_a_host_that_hangs_is_named_in_time(cluster: Testbed, tmp_path: Path, fi
         ended.set()
         if first == "ssh":
             freezer.join()
-            cluster.enter("n2", "pkill", "-CONT", "-f", "sshd:")
+            # By its number: sshd's child may have become the agent between pgrep and kill.
+            cluster.enter("n2", "kill", "-CONT", *stopped)
             cluster.enter("n2", "pkill", "-KILL", "-f", r"sshd: .*@notty|sshd: .*\[priv\]")
     assert "n2" in launch.err and "within" in launch.err, launch.err
     assert "waiting for n2" in launch.err, launch.err
