@@ -31,6 +31,7 @@ from .handles.consistency import check_consistency
 from .handles.handles import Handles
 from .handles.module_methods import intercept_module
 from .handles.optimizer import ZeroOptimizer, guard
+from .leaf_modules import mark_leaves
 from .log import say, set_level, show, warn
 from .memory.advice import MemoryAdviser
 from .memory.estimate import Setting
@@ -59,7 +60,6 @@ from .shared_memory.connect import connect
 from .zero import placeholder
 from .zero.hooks import ShardedModel
 from .zero.layout import TILE_NUMEL
-from .zero.leaf_modules import mark_leaves
 from .zero.reduce import GradientOptions, GradientReducer
 from .zero.unit import Unit
 from .zero.unit_policy import UNIT_NUMEL, UNIT_NUMEL_CPU, Block, ShardingOptions, UnitFactory, plan_blocks

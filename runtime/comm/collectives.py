@@ -168,15 +168,14 @@ class Comm:
         """
         return self.link.shared is not None and self.link.shared.release(storage)
 
-    def all_gather(self, full: Tensor, source: Tensor, label: int = 0) -> Pending:
+    def all_gather(self, full: Tensor, source: Tensor, label: int = 0, rounded: bool = False) -> Pending:
         """Start to fill ``full`` from the ``source`` of every rank of the link.
 
         ``source`` is this rank's slice of ``full`` itself, or a tensor of another floating dtype, which is
-        cast. It must not change before :meth:`drain`.
+        cast. It must not change before :meth:`drain`. ``rounded``: as the link allows it.
         """
-        return self.link.all_gather(
-            full, source, label, self._begin(GATHER, label, "all_gather", full.numel())
-        )
+        note = self._begin(GATHER, label, "all_gather", full.numel())
+        return self.link.all_gather(full, source, label, note, rounded)
 
     def drain(self) -> bool:
         """Finish what cannot go on without this rank's help; return True if all gathers have arrived by then.

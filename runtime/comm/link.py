@@ -46,8 +46,13 @@ class RankLink:
         s = tensor.numel() // self.size
         return tensor[self.position * s : (self.position + 1) * s]
 
-    def all_gather(self, full: Tensor, source: Tensor, label: int, note: Note) -> Pending:
-        """Start to fill ``full`` (size * s elements) from every member's ``source`` (s)."""
+    def all_gather(
+        self, full: Tensor, source: Tensor, label: int, note: Note, rounded: bool = False
+    ) -> Pending:
+        """Start to fill ``full`` (size * s elements) from every member's ``source`` (s).
+
+        ``rounded``: in fewer bits on the way, as :meth:`rounds` has allowed.
+        """
         own = self.part_of(full)
         if own.data_ptr() != source.data_ptr():
             own.copy_(source, non_blocking=True)
@@ -78,6 +83,10 @@ class RankLink:
         sent = dist.all_to_all_single(pieces, bucket, group=self.reduce_group, async_op=True)
         work = Work(sent, *note, bucket)
         return work.then(lambda: sum_pieces(shard, pieces.view(self.size, -1), self.position))
+
+    def rounds(self, trained: bool) -> bool:
+        """Tell whether gathers of trained or of frozen parameters may be rounded on their way."""
+        return False
 
     def reduced_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return the narrowest dtype that holds a reduced shard of a ``dtype`` bucket unrounded."""

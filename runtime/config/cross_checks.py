@@ -55,6 +55,10 @@ def _shard_groups(config: Config, report: ConfigReport) -> None:
     given = [name for name, is_given in groups.items() if is_given]
     if len(given) > 1:
         report.problems.append((f"{here}.{given[1]}", f"contradicts {here}.{given[0]}: give one of them"))
+    for name in ("zero_quantized_weights", "zero_quantized_nontrainable_weights"):
+        if getattr(zero, name) and zero.stage < 3 and not is_open:
+            why = f"needs stage 3, not {zero.stage}: below, parameters stay whole on each rank"
+            report.problems.append((f"{here}.{name}", why))
     if zero.zero_quantized_gradients and zero.stage == 0 and not is_open:
         report.problems.append((f"{here}.zero_quantized_gradients", "needs stage 1, 2 or 3, not 0"))
     loco, at = zero.zeropp_loco_param, f"{here}.zeropp_loco_param"

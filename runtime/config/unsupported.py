@@ -192,7 +192,6 @@ _PARALLEL_WRITE = _model("ParallelWrite", "speed", "Writing a checkpoint from se
     pipeline_stage=_key(Bool, False, "Write pipeline stages in parallel."),
 )
 
-_QWZ = "quantized frozen weights (ZeRO++ qwZ)"
 _BY_SCRIPT = "gradient accumulation by the script's own count"
 
 MISSING: dict[str, dict[str, Key]] = {
@@ -292,10 +291,6 @@ MISSING: dict[str, dict[str, Key]] = {
             "allgather_sequential"),
         "legacy_stage1": _refused(Bool, False, "The old stage 1; never available here.",
             feature="the old stage 1"),
-        "zero_quantized_weights": _refused(Bool, False, "Gather quantized weights (ZeRO++ qwZ).",
-            feature="quantized weights (ZeRO++ qwZ)"),
-        "zero_quantized_nontrainable_weights": _refused(Bool, False, "Gather quantized frozen weights.",
-            feature=_QWZ),
         "mics_hierarchical_params_gather": _refused(Bool, False, "Gather parameters in two steps (MiCS).",
             feature="MiCS"),
         "pipeline_loading_checkpoint": _ignored(Bool, False, "Load a checkpoint in a pipelined way."),

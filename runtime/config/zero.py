@@ -133,6 +133,11 @@ class Zero(Section):
     """Ranks, such as those of a node, that keep a second copy of stage 3's parameters in common and gather
     from it (ZeRO++ hpZ); the optimizer stays sharded over all. At stages 1 and 2, gathers and reductions take
     two hops."""
+    zero_quantized_weights: Bool = ok(False)
+    """Gather parameters for a pass in blocks of 8 bits (ZeRO++ qwZ): between nodes with hpZ, else between all
+    ranks that do not share memory. What a script reads or saves is exact."""
+    zero_quantized_nontrainable_weights: Bool = ok(False)
+    """The same, for frozen parameters alone."""
     zero_quantized_gradients: Bool = ok(False)
     """Reduce gradients in blocks of 8 bits in a node and of 4 between nodes, in two hops (ZeRO++ qgZ). CPU
     workers of a node read each other's memory, where nothing is packed."""

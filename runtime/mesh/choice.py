@@ -41,6 +41,15 @@ class ShardGroup:
     inside: Quantization = UNPACKED
     between: Quantization = UNPACKED
 
+    def quantised_keys(self) -> dict[str, bool]:
+        """Tell which keys quantise what travels inside a group."""
+        weights = not self.over_all
+        return {
+            "zero_quantized_weights": weights and self.inside.weights,
+            "zero_quantized_nontrainable_weights": weights and self.inside.frozen and not self.inside.weights,
+            "zero_quantized_gradients": self.inside.gradient_bits > 0,
+        }
+
 
 def find_shard_group(config: Config) -> ShardGroup | None:
     """Return what a config asks for; None for all ranks, without quantisation."""
@@ -52,15 +61,16 @@ def find_shard_group(config: Config) -> ShardGroup | None:
     if zero.shard_group != "world":
         size = zero.shard_group
         found.append(ShardGroup("zero_optimization.shard_group", size, size == "auto"))
+    weights, frozen = zero.zero_quantized_weights, zero.zero_quantized_nontrainable_weights
     gradients, loco = zero.zero_quantized_gradients, zero.zeropp_loco_param
-    if not found and not gradients:
+    if not found and not (weights or frozen or gradients):
         return None
-    inside = Quantization(8 if gradients else 0)
+    inside = Quantization(weights, weights or frozen, 8 if gradients else 0)
     if loco is not None:
         inside = replace(inside, beta=loco.err_beta, reset_every=loco.reset_T)
     between = replace(inside, gradient_bits=4 if gradients else 0)
     # reductions take two hops between nodes; then gathers do, too
-    alone = ShardGroup("zero_optimization.zero_quantized_gradients", "nodes", True)
+    alone = ShardGroup("zero_optimization.zero_quantized_gradients", "nodes" if gradients else "world", True)
     return replace(found[0] if found else alone, inside=inside, between=between)
 
 
@@ -104,7 +114,7 @@ def _why_not(nodes: Sequence[NodeRanks]) -> str:
 
 def _one_hop(wanted: ShardGroup, comm: Comm, join: Callable[..., PeerMemory | None] | None) -> RankLink:
     """Make a link of all ranks. Collective."""
-    link = PackedLink(comm.link, wanted.inside) if wanted.inside.gradient_bits else comm.link
+    link = PackedLink(comm.link, wanted.inside) if wanted.inside.any else comm.link
     if join is not None:
         link.shared = join(comm.rank, comm.world_size, comm.exchange)
     _tell_unpacked(comm, wanted, link)
@@ -112,8 +122,12 @@ def _one_hop(wanted: ShardGroup, comm: Comm, join: Callable[..., PeerMemory | No
 
 
 def _tell_unpacked(comm: Comm, wanted: ShardGroup, link: RankLink) -> None:
-    if wanted.inside.gradient_bits and link.shared is not None and comm.rank == 0:
-        say("zero_optimization.zero_quantized_gradients: not in a node, whose ranks read each other's memory")
+    """Say which quantised keys have no effect among ranks that share memory."""
+    if link.shared is None or comm.rank:
+        return
+    for name, is_given in wanted.quantised_keys().items():
+        if is_given:
+            say(f"zero_optimization.{name}: not in a node, whose ranks read each other's memory")
 
 
 def _share(comm: Comm, link: RankLink, join: Callable[..., PeerMemory | None]) -> None:

@@ -20,19 +20,29 @@ from ..comm.link import Note, RankLink
 from ..comm.pending import Pending, Work
 from ..zero.layout import ALIGN_NUMEL
 
-_SUM_BITS = 8
+_BITS = 8
+"""Bits of gathers: of parameters, and of the sums that reductions have left."""
 
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
     """Says what a group sends in blocks of few bits (ZeRO++, arXiv 2306.10209)."""
 
+    weights: bool = False
+    """Gathers of trained parameters, in 8 bits."""
+    frozen: bool = False
+    """Gathers of frozen parameters, in 8 bits."""
     gradient_bits: int = 0
     """Bits of reductions; 0 sends them as they are."""
     beta: float | None = None
     """The part of the old error that LoCo keeps (arXiv 2407.04480); None is without error feedback."""
     reset_every: int = 0
     """Reductions of a unit after which its error is forgotten."""
+
+    @property
+    def any(self) -> bool:
+        """Tell whether anything is quantised."""
+        return self.weights or self.frozen or self.gradient_bits > 0
 
 
 UNPACKED = Quantization()
@@ -42,7 +52,7 @@ UNPACKED = Quantization()
 class PackedLink(RankLink):
     """Runs the collectives of a group.
 
-    Reductions through shared memory are not quantised: there a rank reads the others' gradients in place.
+    Through shared memory nothing is quantised: there a rank reads what the others have in place.
 
     Attributes
         moved: the bytes of its collectives, by the rules of ``Comm.moved``, packed where they are packed.
@@ -52,7 +62,7 @@ class PackedLink(RankLink):
         """Take over the process groups of ``plain``."""
         super().__init__(plain.device, plain.size, plain.position, plain.gather_group, plain.reduce_group)
         self.quantization = quantization
-        if quantization.gradient_bits:
+        if quantization.any:
             self.pieces = self.size * (BLOCK // ALIGN_NUMEL)  # no block crosses the end of a piece
         self.moved = 0
         self._errors: dict[int, Tensor] = {}
@@ -62,7 +72,16 @@ class PackedLink(RankLink):
     def _add(self, nbytes: int) -> None:
         self.moved += nbytes if self.size > 1 else 0
 
-    def all_gather(self, full: Tensor, source: Tensor, label: int, note: Note) -> Pending:
+    def rounds(self, trained: bool) -> bool:
+        if self.shared is not None or self.size == 1:
+            return False
+        return self.quantization.weights if trained else self.quantization.frozen
+
+    def all_gather(
+        self, full: Tensor, source: Tensor, label: int, note: Note, rounded: bool = False
+    ) -> Pending:
+        if rounded:
+            return self._gather_packed(full, source, label, note)
         self._add(full.nbytes)
         return super().all_gather(full, source, label, note)
 
@@ -70,21 +89,19 @@ class PackedLink(RankLink):
         """Start to fill ``full`` from what reductions have left in every member's ``source``, in 8 bits if
         reductions are quantised.
         """
-        s = source.numel()
-        if not self.quantization.gradient_bits:
-            return self.all_gather(full, source, label, note)
-        own = torch.empty(packed_bytes(s, bits=_SUM_BITS), dtype=torch.uint8, device=self.device)
-        quantize(source, own, bits=_SUM_BITS)
-        return self._gather_packed(full, own, label, note)
+        return self.all_gather(full, source, label, note, self.quantization.gradient_bits > 0)
 
-    def _gather_packed(self, full: Tensor, own: Tensor, label: int, note: Note) -> Pending:
-        n, s = own.numel(), full.numel() // self.size
+    def _gather_packed(self, full: Tensor, source: Tensor, label: int, note: Note) -> Pending:
+        s = source.numel()
+        n = packed_bytes(s, bits=_BITS)
         rows = torch.empty(self.size * n, dtype=torch.uint8, device=self.device)
+        own = self.part_of(rows)
+        quantize(source, own, bits=_BITS)
         self._add(rows.nbytes)
 
         def unpack() -> None:
             for row, part in zip(rows.split(n), full.split(s), strict=True):  # type: ignore[no-untyped-call]
-                dequantize(row, part, bits=_SUM_BITS)
+                dequantize(row, part, bits=_BITS)
 
         return super().all_gather(rows, own, label, note).then(unpack)
 

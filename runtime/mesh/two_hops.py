@@ -8,6 +8,7 @@ many as the group has ranks. Units are sharded in one of two ways:
 - over all ranks (ZeRO++ hpZ, arXiv 2306.10209): a gather fills this rank's part of a copy that the group
   keeps in common, between the groups, and then the whole from that copy, inside. The copy serves until the
   values change: of two gathers in a step, only the first goes between the groups.
+  A copy of rounded values serves no gather that has to be exact.
 """
 
 from __future__ import annotations
@@ -46,15 +47,20 @@ class TwoHops(RankLink):
         self._moved_by_all = 0
         self._copies: dict[int, Tensor] = {}
         """Keeps this rank's slice of units that are gathered again and again, by label."""
-        self._valid: set[int] = set()
-        """Lists the labels whose copies have the present values."""
+        self._valid: dict[int, bool] = {}
+        """Tells whether copies that have the present values are rounded, by label."""
         self._gathers, self._reductions = Relay(self.advance), Relay(self.advance)
         waits.helpers.add(self)
         self._sides: dict[int, torch.cuda.Stream] = {}
 
-    def all_gather(self, full: Tensor, source: Tensor, label: int, note: Note) -> Pending:
+    def rounds(self, trained: bool) -> bool:
+        return (self.outer if self.over_all else self.inner).rounds(trained)
+
+    def all_gather(
+        self, full: Tensor, source: Tensor, label: int, note: Note, rounded: bool = False
+    ) -> Pending:
         if not self.over_all:
-            hops = [lambda: self.inner.all_gather(full, source, label, note)]
+            hops = [lambda: self.inner.all_gather(full, source, label, note, rounded)]
             return self._run(self._gathers, hops, note, full)
         s = source.numel()
         part = full.numel() // self.inner.size
@@ -64,12 +70,12 @@ class TwoHops(RankLink):
         else:
             mine = self._copy(label, part, full.dtype)
         hops = [lambda: self.inner.all_gather(full, mine, label, note)]
-        if in_place or label not in self._valid:
-            self._valid.add(label)
+        if in_place or self._valid.get(label) is not rounded:
+            self._valid[label] = rounded
             own = mine[self.outer.position * s : (self.outer.position + 1) * s]
             if not in_place:
                 own.copy_(source, non_blocking=True)
-            hops.insert(0, lambda: self.outer.all_gather(mine, own, label, note))
+            hops.insert(0, lambda: self.outer.all_gather(mine, own, label, note, rounded))
         return self._run(self._gathers, hops, note, full)
 
     def reduce_scatter(self, shard: Tensor, bucket: Tensor, label: int, note: Note) -> Pending:
@@ -109,7 +115,7 @@ class TwoHops(RankLink):
         return self.outer.reduced_dtype(dtype) if self.over_all else self.inner.reduced_dtype(dtype)
 
     def changed(self, label: int) -> None:
-        self._valid.discard(label)
+        self._valid.pop(label, None)
 
     def forget_errors(self) -> None:
         """Forget what quantisation has lost so far."""

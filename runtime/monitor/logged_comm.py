@@ -50,9 +50,9 @@ class LoggedComm(Comm):
         """Lists what goes through shared memory and has not been waited for."""
         self._forgotten = finalize(self, self.log.finish, wait=False)
 
-    def all_gather(self, full: Tensor, source: Tensor, label: int = 0) -> Pending:
+    def all_gather(self, full: Tensor, source: Tensor, label: int = 0, rounded: bool = False) -> Pending:
         start = super().all_gather
-        return self._run("all_gather", full.nbytes, label, lambda: start(full, source, label))
+        return self._run("all_gather", full.nbytes, label, lambda: start(full, source, label, rounded))
 
     def reduce_scatter(self, shard: Tensor, bucket: Tensor, label: int = 0) -> Pending:
         start = super().reduce_scatter

@@ -340,9 +340,9 @@ class ShardedModel:
         with outside_transforms():
             for unit in block.units:
                 if unit.state is UnitState.SHARDED:
-                    unit.unshard()
+                    unit.unshard(rounded=True)
             for unit in block.units:
-                unit.wait_unsharded()
+                unit.wait_unsharded(rounded=True)
 
     def _reshard(self, block: Block) -> None:
         with outside_transforms():
@@ -367,7 +367,7 @@ class ShardedModel:
             self._root.units.append(unit)
             self._block_of[id(unit)] = self._root
         with outside_transforms():
-            unit.wait_unsharded()
+            unit.wait_unsharded(rounded=True)
         return True
 
     def reshard_all(self) -> None:

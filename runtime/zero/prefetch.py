@@ -78,4 +78,4 @@ class Prefetch:
             with outside_transforms():
                 for unit in block.units:
                     if unit.state is UnitState.SHARDED and unit.updated.ready:
-                        unit.unshard()
+                        unit.unshard(rounded=True)

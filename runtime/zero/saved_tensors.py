@@ -46,7 +46,7 @@ class _Place:
                 f"a backward pass needs the value that {name} had in its forward pass, but it has been "
                 "changed by an optimizer step, by loading, or by engine.destroy() since: call backward first"
             )
-        unit.wait_unsharded()
+        unit.wait_unsharded(rounded=True)
         # by way of the parameter, whose version counter a step moves and a gather does not
         own = unit.parameters[self._parameter].detach()
         return own.as_strided(self._size, self._stride, self._start)

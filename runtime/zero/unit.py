@@ -32,6 +32,7 @@ class Unit:
             frozen unit that stays whole.
         values: the store of what gathers send; of a frozen unit that stays whole: all of it.
         store: of a trained unit, the store of what the optimizer updates; None for a frozen one.
+        is_rounded: what is gathered was rounded on its way.
         generation: how many times the values have been changed; a graph made before cannot be used after.
     """
 
@@ -68,7 +69,7 @@ class Unit:
         self.gradients: GradientBook | None = None
         """Collects the gradients of its parameters."""
         self.comm, self.dtype, self.device = comm, dtype, comm.device
-        self.provisional = provisional
+        self.provisional, self.is_rounded = provisional, False
         self.trainable = parameters[0].requires_grad and not provisional
         self.shard_params, self.poison = shard_params, poison
         self.stage3 = shard_params if stage3 is None else stage3
@@ -161,10 +162,11 @@ class Unit:
         assert self.state in expected, f"unit {self.name}: {self.state.name} -> {to.name}"
         self.state = to
 
-    def unshard(self) -> None:
-        """Allocate the storage and start to gather the other ranks' slices: SHARDED -> GATHERING."""
+    def unshard(self, *, rounded: bool = False) -> None:
+        """Allocate the storage and start to gather the other ranks' slices; a pass allows rounded ones."""
         self.check_here(VALUES)
-        self._move((UnitState.SHARDED,), UnitState.GATHERING)
+        self._move((UnitState.SHARDED, UnitState.UNSHARDED), UnitState.GATHERING)
+        self.is_rounded = rounded and not self.provisional and self.comm.link.rounds(self.trainable)
         updated, self.updated = self.updated, DONE
         updated.wait()
         with named(f"gather {self.name}"):
@@ -183,7 +185,7 @@ class Unit:
         """Allocate the storage and start to fill it from every rank's ``source``."""
         self._refill()
         with torch.no_grad():
-            return self.comm.all_gather(self.full, source, self.tag)
+            return self.comm.all_gather(self.full, source, self.tag, self.is_rounded)
 
     def refresh(self) -> None:
         """Start to gather the new values of a unit that stays UNSHARDED, after an optimizer step.
@@ -209,17 +211,20 @@ class Unit:
         for parameter, kinds in zip(self.parameters, self._kinds, strict=True):
             parameter.__class__ = kinds.pending
 
-    def wait_unsharded(self) -> None:
-        """Wait until the unit is UNSHARDED; gather it first if it is SHARDED. Raises OffloadedError."""
+    def wait_unsharded(self, *, rounded: bool = False) -> None:
+        """Wait until the unit is UNSHARDED, and exact unless ``rounded``. Raises OffloadedError."""
         self.check_here(VALUES)
         if self.state is UnitState.SHARDED:
-            self.unshard()
+            self.unshard(rounded=rounded)
         if self.state is UnitState.GATHERING:
             self._pending.wait()
             self._pending = DONE
             self._move((UnitState.GATHERING,), UnitState.UNSHARDED)
             self._point(self._views, [kinds.managed for kinds in self._kinds])
             self.writes.arrive()
+        if self.is_rounded and not rounded:
+            self.unshard()
+            self.wait_unsharded()
 
     @contextmanager
     def hold(self) -> Iterator[None]:
@@ -240,7 +245,7 @@ class Unit:
         if not self.shard_params or self._holds or self.state is UnitState.SHARDED:
             return
         if self.state is UnitState.GATHERING:
-            self.wait_unsharded()
+            self.wait_unsharded(rounded=True)
         lost = self.writes.find_lost()
         self._move((UnitState.UNSHARDED,), UnitState.SHARDED)
         self._point(self._placeholders, [kinds.sharded for kinds in self._kinds])

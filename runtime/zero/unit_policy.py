@@ -12,12 +12,20 @@ from torch import Tensor, nn
 from ..comm.collectives import Comm
 from . import placeholder
 from .layout import TILE_NUMEL, make_layout
-from .leaf_modules import is_leaf
 from .store import StoreFactory
 from .unit import Unit
 
 SHARDED_DTYPES = frozenset([torch.float64, torch.float32, torch.bfloat16, torch.float16])
 """Lists the dtypes of parameters in units. Frozen parameters of other dtypes stay whole on every rank."""
+
+
+LEAF_MARK = "_z3_leaf"
+"""Names the attribute of a module that is gathered uncut."""
+
+
+def is_leaf(module: nn.Module) -> bool:
+    """Tell whether a module is marked as a leaf."""
+    return bool(getattr(module, LEAF_MARK, False))
 
 
 def is_shardable(parameter: Tensor) -> bool:

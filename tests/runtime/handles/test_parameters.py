@@ -194,7 +194,7 @@ def _gathered() -> None:
     engine, *_ = zlaunch.initialize(model=model, config=options(3))
     first, second = engine._sharded.units[1], engine._sharded.units[2]
 
-    def fails() -> None:
+    def fails(*, rounded: bool = False) -> None:
         raise OSError("no such tensor")
 
     second.unshard = fails  # type: ignore[method-assign]

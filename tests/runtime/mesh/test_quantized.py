@@ -15,6 +15,7 @@ from zlaunch.runtime.config import ConfigError, load
 
 BF16: dict[str, Any] = {"bf16": {"enabled": True}}
 GRADIENTS = {"zero_quantized_gradients": True}
+WEIGHTS = {"zero_quantized_weights": True}
 GLOO = {"ZLAUNCH_SHARED_MEMORY": "0"}
 MESHES: dict[str, tuple[int, dict[str, Any]]] = {
     "world": (4, {}),
@@ -54,8 +55,18 @@ def _bytes(mesh: str, zero: dict[str, Any]) -> dict[str, float]:
         # one gather in bf16, gradients in 4 bits
         ("copies", GRADIENTS, {"between": (1.257, 1.259)}),
         ("copies", {}, {"inside": (5, 6), "between": (2, 2)}),
+        # two gathers in 8 bits
+        ("world", WEIGHTS, {"world": (2 + 1.0157, 2 + 2.0313)}),
+        ("world", {"zero_quantized_nontrainable_weights": True}, {"world": (5, 6)}),
+        # a gather in 8 bits, gradients in 4: stage 3 in bf16 has 6 bytes
+        ("copies", {**WEIGHTS, **GRADIENTS}, {"between": (0.765, 0.767)}),
+        # gathers stay in the node
+        ("node", WEIGHTS, {"inside": (5, 6), "between": (2, 2)}),
     ],
-    ids=["gradients", "gradients in the node", "gradients with copies", "copies unpacked"],
+    ids=[
+        *("gradients", "gradients in the node", "gradients with copies", "copies unpacked"),
+        *("weights", "no frozen weights", "weights and gradients with copies", "weights in memory of a node"),
+    ],
 )
 def test_packed_bytes_travel(mesh: str, zero: dict[str, Any], wanted: dict[str, tuple[float, float]]) -> None:
     env = GLOO if mesh == "world" else {}
@@ -84,8 +95,8 @@ def _losses(mesh: str, zero: dict[str, Any], steps: int) -> list[float]:
 
 
 @pytest.mark.parametrize("mesh", MESHES)
-def test_training_on_packed_gradients(mesh: str) -> None:
-    for plain, packed in run_workers(_losses, 4, mesh, GRADIENTS, 60, env=GLOO):
+def test_training_on_packed_weights_and_gradients(mesh: str) -> None:
+    for plain, packed in run_workers(_losses, 4, mesh, {**WEIGHTS, **GRADIENTS}, 60, env=GLOO):
         print(mesh, plain, packed)
         assert abs(packed - plain) <= 0.05 * plain
 
@@ -93,6 +104,7 @@ def test_training_on_packed_gradients(mesh: str) -> None:
 @pytest.mark.parametrize(
     ("stage", "zero", "said"),
     [
+        (2, WEIGHTS, "zero_quantized_weights: needs stage 3, not 2"),
         (0, GRADIENTS, "zero_quantized_gradients: needs stage 1, 2 or 3, not 0"),
         (3, {"zeropp_loco_param": {}}, "zeropp_loco_param: needs zero_quantized_gradients"),
         (3, {**GRADIENTS, "zeropp_loco_param": {"err_beta": 1.0}}, "err_beta: 1.0 is not below 1"),

@@ -87,7 +87,7 @@ def special_values(numel: int, dtype: torch.dtype, device: str, offset: int) -> 
     """Random numbers of which every other 256 are zeros or have an inf, a NaN or a very small number."""
     made = values(numel, dtype, device, offset=offset)
     for i, special in enumerate(SPECIALS):
-        made[512 * i + 17 : 512 * i + 18] = special
+        made[512 * i + 17 : 512 * i + 18] = torch.tensor([special]).to(dtype)
     made[512 * len(SPECIALS) : 512 * len(SPECIALS) + 256] = 0
     made[512 * len(SPECIALS) + 512 : 512 * len(SPECIALS) + 768] *= 1e-40
     return made

@@ -49,7 +49,7 @@ class FakeComm(Comm):
         if tensor.is_floating_point() and tensor.numel() > 1:  # a unit's first values: the other's half
             self.shards[len(self._labels) - 1] = tensor.chunk(2)[1].clone()
 
-    def all_gather(self, full: Tensor, source: Tensor, label: int = 0) -> Pending:
+    def all_gather(self, full: Tensor, source: Tensor, label: int = 0, rounded: bool = False) -> Pending:
         own, other = full.chunk(2)
         own.copy_(source)
         return Late(self, f"gather {self._labels[label]}", lambda: other.copy_(self.shards[label]))

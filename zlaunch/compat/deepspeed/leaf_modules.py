@@ -6,7 +6,8 @@ from collections.abc import Iterable
 
 from torch import nn
 
-from zlaunch.runtime.zero.leaf_modules import is_leaf, mark_leaves
+from zlaunch.runtime.leaf_modules import mark_leaves
+from zlaunch.runtime.zero.unit_policy import is_leaf
 
 _Classes = Iterable[type[nn.Module] | str]
 

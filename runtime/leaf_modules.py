@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from torch import nn
 
-_MARK = "_z3_leaf"
+from .zero.unit_policy import LEAF_MARK
 
 
 def mark_leaves(
@@ -29,13 +29,8 @@ def mark_leaves(
         if name in wanted or name.endswith(ends) or any(_is_a(module, kind) for kind in kinds)
     ]
     for module in found:
-        setattr(module, _MARK, flag)
+        setattr(module, LEAF_MARK, flag)
     return found
-
-
-def is_leaf(module: nn.Module) -> bool:
-    """Tell whether a module is marked as a leaf."""
-    return bool(getattr(module, _MARK, False))
 
 
 def _is_a(module: nn.Module, kind: type[nn.Module] | str) -> bool:
