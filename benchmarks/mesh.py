@@ -1,10 +1,11 @@
 """Training speed on two nodes with a slow link between them, beside the peers.
 
-    sudo python -m benchmarks.mesh [--rate 1gbit] [--model 15m] [--micro_batch 1] [--out FILE.json]
+    sudo python -m benchmarks.mesh [--rate 1gbit] [--latency 0.5] [--model 15m] [--out FILE.json]
 
-The nodes are two network namespaces of this machine with two CPU workers each, joined by a pair of virtual
-interfaces whose rate `tc` limits. All systems are built in the same four processes and take turns; the ratios
-are medians over the rounds of the pair in one round. Needs root, `ip` and `tc`.
+The nodes are two network namespaces of this machine with two CPU workers each. `tc` limits the rate of their
+interfaces; with a latency (ms, each way) a relay joins them, which takes some CPU time from the workers. All
+systems are built in the same four processes and take turns; the ratios are medians over the rounds of the
+pair in one round. Needs root, `ip`, `tc` and, for a latency, `ethtool`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,11 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-NODES = ("zmesh-a", "zmesh-b")
+NODES, BETWEEN = ("zmesh-a", "zmesh-b"), "zmesh-relay"
+RELAY = ROOT / "tests" / "cluster" / "relay.py"
+FRAME = "60000"
+"""Bytes of a packet on the way to the relay, which takes as long for a large one as for a small one."""
+_PLAIN = ("tx", "off", "tso", "off", "gso", "off", "gro", "off")
 RANKS = 2
 LIMIT_S = 3600
 
@@ -31,16 +36,28 @@ def _run(*command: str, check: bool = True) -> None:
     subprocess.run(command, check=check, capture_output=not check)
 
 
+def _join(name: str, end: str, other: str, other_end: str) -> None:
+    _run("ip", "link", "add", end, "netns", name, "type", "veth", "peer", other_end, "netns", other)
+
+
 @contextmanager
-def nodes(rate: str) -> Iterator[None]:
+def nodes(rate: str, latency_ms: float) -> Iterator[None]:
     """Make the namespaces and the link."""
-    for name in NODES:
+    relay = None
+    for name in (*NODES, BETWEEN):
         _run("ip", "netns", "del", name, check=False)
         _run("ip", "netns", "add", name)
     try:
-        _run(
-            "ip", "link", "add", "eth0", "netns", NODES[0], "type", "veth", "peer", "eth0", "netns", NODES[1]
-        )
+        if latency_ms:
+            for name in NODES:
+                _join(name, "eth0", BETWEEN, name)
+                _run("ip", "netns", "exec", BETWEEN, "ip", "link", "set", name, "mtu", FRAME, "up")
+                _run("ip", "netns", "exec", name, "ip", "link", "set", "eth0", "mtu", FRAME)
+                _run("ip", "netns", "exec", name, "ethtool", "-K", "eth0", *_PLAIN)
+            command = (sys.executable, str(RELAY), *NODES, str(latency_ms))
+            relay = subprocess.Popen(["ip", "netns", "exec", BETWEEN, "nice", "-n", "-20", *command])
+        else:
+            _join(NODES[0], "eth0", NODES[1], "eth0")
         for number, name in enumerate(NODES, start=1):
             inside = ("ip", "netns", "exec", name)
             _run(*inside, "ip", "address", "add", f"10.99.0.{number}/24", "dev", "eth0")
@@ -50,7 +67,10 @@ def nodes(rate: str) -> Iterator[None]:
             _run(*inside, "tc", "qdisc", "add", "dev", "eth0", *limit)
         yield
     finally:
-        for name in NODES:
+        if relay is not None:
+            relay.kill()
+            relay.wait()
+        for name in (*NODES, BETWEEN):
             _run("ip", "netns", "del", name, check=False)
 
 
@@ -93,14 +113,17 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rate", default="1gbit")
+    parser.add_argument("--latency", type=float, default=0.0, help="milliseconds each way")
     parser.add_argument("--model", default="15m")
     parser.add_argument("--micro_batch", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--systems", default="stage 3,stage 3 node,stage 3 copies,stage 3 packed,fsdp2,hsdp")
+    parser.add_argument(
+        "--systems", default="stage 3,stage 3 node,stage 3 copies,stage 3 packed,stage 3 zero++,fsdp2,hsdp"
+    )
     parser.add_argument("--out", help="write everything measured to this JSON file")
     args = parser.parse_args()
-    with nodes(args.rate):
+    with nodes(args.rate, args.latency):
         found = measure(args.systems, args)
     seconds = found["seconds"]
     first = next(iter(seconds))

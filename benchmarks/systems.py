@@ -157,6 +157,13 @@ def available(micro_batch: int, peers: bool) -> dict[str, Callable[[Size, torch.
                 zero_hpz_partition_size=node,
                 zero_quantized_gradients=True,
             ),
+            "stage 3 zero++": zero(
+                3,
+                micro_batch,
+                zero_hpz_partition_size=node,
+                zero_quantized_weights=True,
+                zero_quantized_gradients=True,
+            ),
         }
     if peers:
         systems = {"compute": compute, "ddp": ddp, **systems, "fsdp2": fsdp2, "hsdp": hsdp}

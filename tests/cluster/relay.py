@@ -30,7 +30,7 @@ def main() -> None:
     delay_s, number = float(sys.argv[3]) / 1000, 0
     other = {first: second, second: first}
     waiting: list[tuple[float, int, socket.socket, bytes]] = []
-    selector = selectors.DefaultSelector()
+    selector = selectors.SelectSelector()  # epoll rounds times up to milliseconds
     for device in other:
         selector.register(device, selectors.EVENT_READ)
     while True:

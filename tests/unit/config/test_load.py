@@ -266,7 +266,6 @@ def test_warned(source: dict[str, Any], path: str) -> None:
     ("source", "path"),
     [
         ({"zero_optimization": {"zenflow": {}}}, "zero_optimization.zenflow"),
-        ({"zero_optimization": {"zero_quantized_weights": True}}, "zero_optimization.zero_quantized_weights"),
         (
             {"zero_optimization": {"mics_hierarchical_params_gather": True}},
             "zero_optimization.mics_hierarchical_params_gather",

@@ -10,10 +10,6 @@ FILES = {path.stem: path for path in sorted((Path(__file__).parents[2] / "data" 
 REFUSED = {
     "accelerate_msamp": ("msamp.enabled", "MS-AMP"),
     "deepspeed_chat_hybrid_engine": ("hybrid_engine.enabled", "Hybrid engine"),
-    "deepspeed_chat_mixed_precision_lora": (
-        "zero_optimization.zero_quantized_nontrainable_weights",
-        "quantized frozen weights",
-    ),
     "examples_bert_lamb": ("optimizer.type", '"Lamb"'),
     "examples_bert_onebit_adam": ("optimizer.type", '"OneBitAdam"'),
     "examples_compression": ("compression_training", "compression"),
@@ -28,6 +24,7 @@ REFUSED = {
 WARNED = {
     "accelerate_plugin_zero2_offload": ["zero_optimization.offload_param"],
     "deepspeed_chat_eval": ["zero_optimization.offload_param", "no effect: memory_efficient_linear"],
+    "deepspeed_chat_mixed_precision_lora": ["no effect: memory_efficient_linear"],
     "deepspeed_chat_zero2": ["no effect: memory_efficient_linear"],
     "deepspeed_chat_zero2_offload": ["zero_optimization.offload_param", "no effect: memory_efficient_linear"],
     "deepspeed_chat_zero3_offload": ["no effect: memory_efficient_linear"],
