@@ -105,6 +105,9 @@ class RankLink:
     def changed(self, label: int) -> None:
         """Note that the values of a labelled tensor are new ones: no copy of the former may be used."""
 
+    def forget(self, label: int) -> None:
+        """Drop what is kept of a labelled tensor, which is not sent again."""
+
     def release(self) -> None:
         """Let go of the process groups, which have ended."""
         self.gather_group = self.reduce_group = None

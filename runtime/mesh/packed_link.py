@@ -128,6 +128,9 @@ class PackedLink(RankLink):
         self._add(2 * tensor.nbytes)
         return super().all_reduce(tensor, label, note)
 
+    def forget(self, label: int) -> None:
+        self._errors.pop(label, None)
+
     def forget_errors(self) -> None:
         """Forget what quantisation has lost so far."""
         self._errors.clear()

@@ -13,7 +13,7 @@ many as the group has ranks. Units are sharded in one of two ways:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -49,6 +49,8 @@ class TwoHops(RankLink):
         """Keeps this rank's slice of units that are gathered again and again, by label."""
         self._valid: dict[int, bool] = {}
         """Tells whether copies that have the present values are rounded, by label."""
+        self._dropped: list[Tensor] = []
+        """Keeps copies that no rank reads any more after the next drain."""
         self._gathers, self._reductions = Relay(self.advance), Relay(self.advance)
         waits.helpers.add(self)
         self._sides: dict[int, torch.cuda.Stream] = {}
@@ -117,6 +119,14 @@ class TwoHops(RankLink):
     def changed(self, label: int) -> None:
         self._valid.pop(label, None)
 
+    def forget(self, label: int) -> None:
+        """Drop what is kept of a labelled tensor; what other ranks may be reading, at the next drain."""
+        self._valid.pop(label, None)
+        if label in self._copies:
+            self._dropped.append(self._copies.pop(label))
+        for link in (self.inner, self.outer):
+            link.forget(label)
+
     def forget_errors(self) -> None:
         """Forget what quantisation has lost so far."""
         for link in (self.inner, self.outer):
@@ -124,12 +134,15 @@ class TwoHops(RankLink):
 
     def drop_copies(self) -> None:
         """Release the memory of copies until the next gather. All ranks must call it, after :meth:`drain`."""
-        for copy in self._copies.values():
-            if self.shared is not None:
-                self.shared.release(copy.untyped_storage())
+        self._free(self._copies.values())
         if self.shared is None:
             self._copies.clear()
         self._valid.clear()
+
+    def _free(self, copies: Iterable[Tensor]) -> None:
+        for copy in copies:
+            if self.shared is not None:
+                self.shared.release(copy.untyped_storage())
 
     @property
     def moved(self) -> dict[str, int]:
@@ -144,6 +157,8 @@ class TwoHops(RankLink):
         """Finish all second hops, and what other ranks read here."""
         advance_until(lambda: self._gathers.is_empty and self._reductions.is_empty, self.advance)
         super().drain()
+        self._free(self._dropped)
+        self._dropped.clear()
 
     def _copy(self, label: int, numel: int, dtype: torch.dtype) -> Tensor:
         copy = self._copies.get(label)

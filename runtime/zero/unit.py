@@ -350,7 +350,7 @@ class Unit:
         self._views, self.store = [], None
         self.values = DeviceValues(self.full)
         self.generation += 1
-        self.comm.link.changed(self.tag)
+        self.comm.link.forget(self.tag)
         self.shard_params = False  # it is never resharded again
 
     def abandon(self) -> None:

@@ -29,6 +29,7 @@ WATCHED: dict[str, Any] = {
 GROUPS: dict[str, Any] = {"shard_group": 2}
 COPIES: dict[str, Any] = {"zero_hpz_partition_size": 2}
 PACKED_WITH_ERRORS: dict[str, Any] = {"zero_quantized_gradients": True, "zeropp_loco_param": {}}
+PACKED_WEIGHTS: dict[str, Any] = {"zero_quantized_weights": True}
 PACKED: dict[str, Any] = {"zero_quantized_gradients": True}
 LOGGED: dict[str, Any] = {"comms_logger": {"enabled": True}}
 
@@ -135,6 +136,15 @@ CASES = {
         Case("stage 3 copies accumulated on four", 3, COPIES, BF16, accumulation=2, world=4),
         Case("stage 3 copies host both on four", 3, {**COPIES, **HOST_BOTH}, BF16, world=4),
         Case("stage 3 packed on four", 3, {**COPIES, **PACKED}, BF16, world=4),
+        Case("stage 3 packed weights on four", 3, {**COPIES, **PACKED_WEIGHTS}, BF16, world=4),
+        Case("stage 3 packed weights in groups on four", 3, {**GROUPS, **PACKED_WEIGHTS}, BF16, world=4),
+        Case(
+            "stage 3 packed weights host both on four",
+            3,
+            {**COPIES, **PACKED_WEIGHTS, **PACKED, **HOST_BOTH},
+            BF16,
+            world=4,
+        ),
         Case("stage 2 packed groups on four", 2, {**GROUPS, **PACKED_WITH_ERRORS}, BF16, world=4),
         Case("stage 3 groups logged on four", 3, GROUPS, {**BF16, **LOGGED}, world=4, looks=True),
     )

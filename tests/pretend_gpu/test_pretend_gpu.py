@@ -92,6 +92,8 @@ WITH_KERNELS = {
     "stage 1 fp16": {"adam", "prepare", "square_sums", "totals", "update_loss_scale"},
     "stage 2 host": {"square_sums", "totals"},
     "stage 2 host accumulated": {"square_sums", "totals"},
+    "stage 3 packed on four": {"prepare", "square_sums", "totals", "quantize", "dequantize"},
+    "stage 3 packed weights on four": {"prepare", "square_sums", "totals", "quantize", "dequantize"},
     "stage 2 disk": {"square_sums", "totals"},
 }
 """Case -> which of our kernels it uses; without 16-bit values beside the master the step is torch's own."""
@@ -100,14 +102,17 @@ WITH_KERNELS = {
 def test_our_kernels_are_in_order_and_train_as_their_twins(tmp_path: Path) -> None:
     library = build(tmp_path)
     plain = {
-        name: found for group in ("on the device", "host", "disk") for name, found in results(group).items()
+        name: found
+        for group in ("on the device", "host", "disk", "on four")
+        for name, found in results(group).items()
     }
     for name, kernels in WITH_KERNELS.items():
-        (found,) = run("--kernels", str(library), name, world=1)
-        assert set(found["kernels"]) == kernels, name
-        assert not found["races"] and not found["mixes"], found
-        assert {how for how in found["waits"] if "aside: " not in how} == CASES[name].waits, found["waits"]
-        assert found["losses"] == pytest.approx(plain[name][0]["losses"], rel=1e-3), name
+        for rank, found in enumerate(run("--kernels", str(library), name, world=CASES[name].world)):
+            assert set(found["kernels"]) == kernels, (name, found)
+            assert not found["races"] and not found["mixes"], found
+            waits = {how for how in found["waits"] if "aside: " not in how}
+            assert waits == CASES[name].waits, found["waits"]
+            assert found["losses"] == pytest.approx(plain[name][rank]["losses"], rel=1e-3), name
 
 
 @pytest.mark.parametrize("name", MUTATIONS)

@@ -137,3 +137,26 @@ def test_frozen_parameters_alone_are_rounded(mesh: str) -> None:
     zero = {"zero_quantized_nontrainable_weights": True}
     for frozen, trained in run_workers(_frozen, 4, mesh, zero, env=GLOO):
         assert frozen and not trained
+
+
+def _unfrozen() -> tuple[bool, bool]:
+    """Whether units that are no more have left nothing: copies, and errors of their gradients."""
+    zero = {"zero_quantized_gradients": True, "zeropp_loco_param": {}}
+    model = net(width=64, depth=4)
+    model.layers[0].requires_grad_(False)
+    engine = _engine("copies", model, zero, lr=0.01)
+    train_engine(engine, batches(2, 16))
+    link = engine._sharded.comm.link
+    before = {unit.tag for unit in engine._sharded.units}
+    kept = set(link._copies) | set(link.inner._errors) | set(link.outer._errors)
+    model.layers[0].requires_grad_(True)
+    train_engine(engine, batches(2, 16))
+    after = {unit.tag for unit in engine._sharded.units}
+    left = set(link._copies) | set(link.inner._errors) | set(link.outer._errors)
+    engine.destroy()
+    return bool(kept & (before - after)), left <= after
+
+
+def test_nothing_is_kept_of_units_that_are_no_more() -> None:
+    for had_some, left_none in run_workers(_unfrozen, 4, env=GLOO):
+        assert had_some and left_none
