@@ -357,7 +357,8 @@ class SharedMemory:
                     "which does not take part in the same gather or reduction"
                 )
             self._check()
-            self._selector.select(min(left, _LOOK_S))
+            if missing():  # the check may have received what would have ended the wait
+                self._selector.select(min(left, _LOOK_S))
             self.progress()
 
     def check_peers(self, ranks: set[int]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import time
 
 import pytest
@@ -16,6 +17,7 @@ from tests.runtime.workers import run_workers
 from zlaunch.runtime.comm.collectives import Comm
 from zlaunch.runtime.errors import PeerLost
 from zlaunch.runtime.shared_memory.connect import connect
+from zlaunch.runtime.shared_memory.memory import SharedMemory
 
 ALONE = {"ZLAUNCH_SHARED_MEMORY": "0"}
 
@@ -191,3 +193,18 @@ def _rounds(world: int) -> list[list[float]]:
 def test_results_do_not_depend_on_who_is_first() -> None:
     outcomes = run_workers(_rounds, 3, 3)
     assert all(one == two == outcomes[0][0] for one, two in outcomes)
+
+
+def test_what_the_check_receives_ends_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check advances what others wait for, which may take the message that this wait is for."""
+    came: list[int] = []
+    near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with near, far:
+        memory = SharedMemory(0, {1: near}, 300.0, lambda *_: "", check=lambda: came.append(1))
+
+        def block(timeout: float) -> None:
+            raise AssertionError("it waits for a message that has come")
+
+        monkeypatch.setattr(memory._selector, "select", block)
+        memory.drive(lambda: set() if came else {1})
+        memory.close()
