@@ -25,6 +25,8 @@ from .hops import Hop, OnStream, Relay, advance_until
 from .packed_link import PackedLink
 
 INSIDE, BETWEEN = "inside", "between"
+_Key = tuple[int, bool]
+"""Identifies a copy: a unit's label, and whether it is rounded."""
 
 
 class TwoHops(RankLink):
@@ -45,10 +47,12 @@ class TwoHops(RankLink):
             self.shards = inner.size * outer.size
             self.position = inner.position * outer.size + outer.position
         self._moved_by_all = 0
-        self._copies: dict[int, Tensor] = {}
-        """Keeps this rank's slice of units that are gathered again and again, by label."""
-        self._valid: dict[int, bool] = {}
-        """Tells whether copies that have the present values are rounded, by label."""
+        self._copies: dict[_Key, Tensor] = {}
+        """Keeps this rank's slice of units that are gathered again and again. Until the next drain, others of
+        the group may read it, so it gets no other values before: rounded ones have memory of their own.
+        """
+        self._valid: set[_Key] = set()
+        """Lists the copies that have the present values."""
         self._dropped: list[Tensor] = []
         """Keeps copies that no rank reads any more after the next drain."""
         self._gathers, self._reductions = Relay(self.advance), Relay(self.advance)
@@ -64,16 +68,16 @@ class TwoHops(RankLink):
         if not self.over_all:
             hops = [lambda: self.inner.all_gather(full, source, label, note, rounded)]
             return self._run(self._gathers, hops, note, full)
-        s = source.numel()
+        s, key = source.numel(), (label, rounded)
         part = full.numel() // self.inner.size
         in_place = source.data_ptr() == full[self.position * s :].data_ptr()
         if in_place:
             mine = full[self.inner.position * part : (self.inner.position + 1) * part]
         else:
-            mine = self._copy(label, part, full.dtype)
+            mine = self._copy(key, part, full.dtype)
         hops = [lambda: self.inner.all_gather(full, mine, label, note)]
-        if in_place or self._valid.get(label) is not rounded:
-            self._valid[label] = rounded
+        if in_place or key not in self._valid:
+            self._valid.add(key)
             own = mine[self.outer.position * s : (self.outer.position + 1) * s]
             if not in_place:
                 own.copy_(source, non_blocking=True)
@@ -117,13 +121,14 @@ class TwoHops(RankLink):
         return self.outer.reduced_dtype(dtype) if self.over_all else self.inner.reduced_dtype(dtype)
 
     def changed(self, label: int) -> None:
-        self._valid.pop(label, None)
+        self._valid -= {(label, False), (label, True)}
 
     def forget(self, label: int) -> None:
         """Drop what is kept of a labelled tensor; what other ranks may be reading, at the next drain."""
-        self._valid.pop(label, None)
-        if label in self._copies:
-            self._dropped.append(self._copies.pop(label))
+        self.changed(label)
+        for rounded in (False, True):
+            if (label, rounded) in self._copies:
+                self._dropped.append(self._copies.pop((label, rounded)))
         for link in (self.inner, self.outer):
             link.forget(label)
 
@@ -134,15 +139,15 @@ class TwoHops(RankLink):
 
     def drop_copies(self) -> None:
         """Release the memory of copies until the next gather. All ranks must call it, after :meth:`drain`."""
-        self._free(self._copies.values())
-        if self.shared is None:
-            self._copies.clear()
-        self._valid.clear()
+        self._drop(list(self._copies))
 
-    def _free(self, copies: Iterable[Tensor]) -> None:
-        for copy in copies:
-            if self.shared is not None:
-                self.shared.release(copy.untyped_storage())
+    def _drop(self, keys: Iterable[_Key]) -> None:
+        for key in keys:
+            self._valid.discard(key)
+            if self.shared is None:
+                self._copies.pop(key, None)
+            elif key in self._copies:
+                self.shared.release(self._copies[key].untyped_storage())
 
     @property
     def moved(self) -> dict[str, int]:
@@ -157,17 +162,21 @@ class TwoHops(RankLink):
         """Finish all second hops, and what other ranks read here."""
         advance_until(lambda: self._gathers.is_empty and self._reductions.is_empty, self.advance)
         super().drain()
-        self._free(self._dropped)
+        # passes use rounded copies of these units; exact ones were made for a script that has looked
+        self._drop([(label, False) for label, is_rounded in self._copies if is_rounded])
+        for copy in self._dropped:
+            if self.shared is not None:
+                self.shared.release(copy.untyped_storage())
         self._dropped.clear()
 
-    def _copy(self, label: int, numel: int, dtype: torch.dtype) -> Tensor:
-        copy = self._copies.get(label)
+    def _copy(self, key: _Key, numel: int, dtype: torch.dtype) -> Tensor:
+        copy = self._copies.get(key)
         if copy is None:
             if self.shared is not None:
                 copy = self.shared.empty(numel, dtype)
             else:
                 copy = torch.empty(numel, dtype=dtype, device=self.device)
-            self._copies[label] = copy
+            self._copies[key] = copy
         return copy
 
     def _run(self, relay: Relay, hops: Sequence[Hop], note: Note, *keep: Tensor) -> Pending:

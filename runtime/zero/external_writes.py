@@ -26,6 +26,7 @@ class WrittenUnit(Owner, Protocol):
     start: int
     stop: int
     shard_params: bool
+    is_rounded: bool
     store: ShardStore | None
     values: ValueStore
 
@@ -43,6 +44,8 @@ class Writes:
         self._unit = unit
         self._exposed = False
         self._versions = self._references = 0
+        self._rounded: Tensor | None = None
+        """Keeps this rank's slice of a unit that was rounded on its way, as it has arrived."""
         self._each: list[int] = []
         """Keeps each parameter's version when a sharded unit was gathered."""
 
@@ -58,6 +61,8 @@ class Writes:
 
     def expose(self) -> None:
         """Note that ``data`` of a parameter has been handed out: later changes of it leave no trace."""
+        if self._unit.is_rounded and not self._exposed:
+            self._rounded = self._unit.own_part().clone()
         self._exposed = True
 
     def forget(self) -> None:
@@ -74,7 +79,7 @@ class Writes:
     def arrive(self) -> None:
         """Note that the unit has been gathered: what is written from now on is lost when it is resharded."""
         if self._unit.shard_params:
-            self._exposed = False
+            self._exposed, self._rounded = False, None
             self._each = [parameter._version for parameter in self._unit.parameters]
 
     def find_lost(self) -> str | None:
@@ -85,11 +90,12 @@ class Writes:
         for parameter, name, before in zip(unit.parameters, unit.names, self._each, strict=False):
             if parameter._version != before:
                 return name
-        if not self._exposed or unit.values.tensor is None:
+        arrived = unit.values.tensor if self._rounded is None else self._rounded
+        if not self._exposed or arrived is None:
             return None
         unit.values.flush()
         own = unit.own_part()
-        return None if torch.equal(unit.values.tensor.to(own.device, own.dtype), own) else unit.name
+        return None if torch.equal(arrived.to(own.device, own.dtype), own) else unit.name
 
     def stepped(self) -> None:
         """Note that the engine has moved every version counter by one."""

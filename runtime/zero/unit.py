@@ -165,7 +165,7 @@ class Unit:
     def unshard(self, *, rounded: bool = False) -> None:
         """Allocate the storage and start to gather the other ranks' slices; a pass allows rounded ones."""
         self.check_here(VALUES)
-        self._move((UnitState.SHARDED, UnitState.UNSHARDED), UnitState.GATHERING)
+        self._move((UnitState.SHARDED,), UnitState.GATHERING)
         self.is_rounded = rounded and not self.provisional and self.comm.link.rounds(self.trainable)
         updated, self.updated = self.updated, DONE
         updated.wait()
@@ -223,7 +223,7 @@ class Unit:
             self._point(self._views, [kinds.managed for kinds in self._kinds])
             self.writes.arrive()
         if self.is_rounded and not rounded:
-            self.unshard()
+            self.reshard()
             self.wait_unsharded()
 
     @contextmanager

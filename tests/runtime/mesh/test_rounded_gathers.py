@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -109,9 +110,72 @@ def _exact(mesh: str, folder: str) -> None:
     again.destroy()
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-def test_what_is_read_written_and_saved_is_exact(mesh: str, tmp_path: Path) -> None:
-    run_workers(_exact, 4, mesh, str(tmp_path), env=GLOO)
+@pytest.mark.parametrize(
+    ("mesh", "env"), [*((mesh, GLOO) for mesh in MESHES), ("copies", {})], ids=[*MESHES, "copies in memory"]
+)
+def test_what_is_read_written_and_saved_is_exact(mesh: str, env: dict[str, str], tmp_path: Path) -> None:
+    run_workers(_exact, 4, mesh, str(tmp_path), env=env)
+
+
+def _slow_reader() -> bool:
+    """One rank of each node announces its part of an exact gather, and reads the other's later, when that one
+    has begun a pass. Whether what it reads is exact.
+    """
+    torch.manual_seed(0)
+    model = torch.nn.Linear(256, 256, bias=False)
+    wanted = model.weight.detach().clone()
+    engine = _engine("copies", model, WEIGHTS)
+    (unit,), link = engine._sharded.units, engine._sharded.comm.link
+    with torch.no_grad():
+        engine(torch.zeros(1, 256))  # compiles what rounds
+    reads_late = dist.get_rank() % 2 == 1
+    if reads_late:
+        unit.unshard()
+        while not link._gathers.is_empty:  # both hops begun, and nothing read: that takes link.advance()
+            link._gathers.advance()
+    dist.barrier()
+    if reads_late:
+        time.sleep(0.5)
+    unit.wait_unsharded()
+    exact = torch.equal(model.weight, wanted)
+    unit.reshard()
+    with torch.no_grad():
+        engine(torch.zeros(1, 256))
+    engine.destroy()
+    return exact
+
+
+def test_a_copy_keeps_its_values_while_it_is_read() -> None:
+    assert run_workers(_slow_reader, 4) == [True] * 4
+
+
+def _written(how: str) -> str:
+    """What is said of a parameter that a hook reads or writes in a forward pass, where it is rounded."""
+    engine = _engine("world", net(width=64, depth=2), WEIGHTS)
+    layer: Any = engine.module.layers[1]
+
+    def hook(module: torch.nn.Module, args: Any) -> None:
+        if how == "read":
+            layer.up.weight.data.norm()
+        else:
+            for parameter in layer.parameters():  # so that every rank's part is another one
+                parameter.data.mul_(2.0)
+        if how == "written, then gathered":
+            with zlaunch.zero.GatheredParameters([layer.up.weight]):
+                pass
+
+    layer.up.register_forward_pre_hook(hook)
+    try:
+        train_engine(engine, batches(1, 16))
+    except zlaunch.ParameterError as error:
+        return str(error).partition(",")[0]
+    return ""
+
+
+@pytest.mark.parametrize("how", ["read", "written", "written, then gathered"])
+def test_a_write_to_rounded_values_is_noticed_and_a_read_is_none(how: str) -> None:
+    said = "" if how == "read" else "layers.1 was changed in place while it was gathered (ZeRO stage 3)"
+    assert run_workers(_written, 4, how, env=GLOO) == [said] * 4
 
 
 def _frozen(mesh: str, zero: dict[str, Any]) -> tuple[int, int]:
@@ -148,11 +212,11 @@ def _unfrozen() -> tuple[bool, bool]:
     train_engine(engine, batches(2, 16))
     link = engine._sharded.comm.link
     before = {unit.tag for unit in engine._sharded.units}
-    kept = set(link._copies) | set(link.inner._errors) | set(link.outer._errors)
+    kept = {label for label, _ in link._copies} | set(link.inner._errors) | set(link.outer._errors)
     model.layers[0].requires_grad_(True)
     train_engine(engine, batches(2, 16))
     after = {unit.tag for unit in engine._sharded.units}
-    left = set(link._copies) | set(link.inner._errors) | set(link.outer._errors)
+    left = {label for label, _ in link._copies} | set(link.inner._errors) | set(link.outer._errors)
     engine.destroy()
     return bool(kept & (before - after)), left <= after
 
