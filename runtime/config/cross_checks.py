@@ -55,6 +55,8 @@ def _shard_groups(config: Config, report: ConfigReport) -> None:
     given = [name for name, is_given in groups.items() if is_given]
     if len(given) > 1:
         report.problems.append((f"{here}.{given[1]}", f"contradicts {here}.{given[0]}: give one of them"))
+    if given and zero.stage == 0 and not is_open:
+        report.warnings.append((f"{here}.{given[0]}", "no effect: stage 0 shards nothing"))
     for name in ("zero_quantized_weights", "zero_quantized_nontrainable_weights"):
         if getattr(zero, name) and zero.stage < 3 and not is_open:
             why = f"needs stage 3, not {zero.stage}: below, parameters stay whole on each rank"

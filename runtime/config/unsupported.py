@@ -292,7 +292,7 @@ MISSING: dict[str, dict[str, Key]] = {
         "legacy_stage1": _refused(Bool, False, "The old stage 1; never available here.",
             feature="the old stage 1"),
         "mics_hierarchical_params_gather": _refused(Bool, False, "Gather parameters in two steps (MiCS).",
-            feature="MiCS"),
+            feature="MiCS's gather in two steps"),
         "pipeline_loading_checkpoint": _ignored(Bool, False, "Load a checkpoint in a pipelined way."),
         "log_trace_cache_warnings": _ignored(Bool, False, "Log when the order of modules changes."),
         "enable_sanity_checks": _ignored(Bool, False, "Extra checks of gradients and parameters."),

@@ -114,7 +114,7 @@ class LoCo(Section):
     err_beta: Fraction = ok(0.8)
     """The part of the old error that is kept at each reduction, below 1."""
     reset_T: Count = ok(1024)
-    """Reductions of a unit after which its error is forgotten."""
+    """Reductions of a parameter after which its error is forgotten."""
 
 
 @with_missing("zero_optimization")
@@ -129,13 +129,14 @@ class Zero(Section):
     between them are slower."""
     mics_shard_size: Integer = ok(-1)
     """Names the size of shard_group as DeepSpeed does (MiCS); -1 and 0 are off."""
-    zero_hpz_partition_size: Count = ok(1)
+    zero_hpz_partition_size: Size = ok(1)
     """Ranks, such as those of a node, that keep a second copy of stage 3's parameters in common and gather
-    from it (ZeRO++ hpZ); the optimizer stays sharded over all. At stages 1 and 2, gathers and reductions take
-    two hops."""
+    from it (ZeRO++ hpZ); 1 and 0 are off. The optimizer stays sharded over all. At stages 1 and 2, gathers
+    and reductions go inside the groups and then between them."""
     zero_quantized_weights: Bool = ok(False)
-    """Gather parameters for a pass in blocks of 8 bits (ZeRO++ qwZ): between nodes with hpZ, else between all
-    ranks that do not share memory. What a script reads or saves is exact."""
+    """Gather parameters for a pass in blocks of 8 bits (ZeRO++ qwZ): between groups with hpZ, inside of them
+    with MiCS, else between all ranks; ranks that share memory send nothing. What a script reads or saves is
+    exact."""
     zero_quantized_nontrainable_weights: Bool = ok(False)
     """The same, for frozen parameters alone."""
     zero_quantized_gradients: Bool = ok(False)

@@ -23,6 +23,7 @@ from .two_hops import TwoHops
 
 _BYTES, _BYTES_ON_GPU = 1 << 20, 1 << 24
 _REPEATS = 3
+GRADIENTS = "zero_quantized_gradients"
 _SLOWER = 0.7
 """Gathers stay in the node where the links between nodes have less than this part of its bandwidth."""
 
@@ -41,13 +42,13 @@ class ShardGroup:
     inside: Quantization = UNPACKED
     between: Quantization = UNPACKED
 
-    def quantised_keys(self) -> dict[str, bool]:
-        """Tell which keys quantise what travels inside a group."""
-        weights = not self.over_all
+    def quantised_keys(self, is_alone: bool) -> dict[str, bool]:
+        """Tell which keys quantise what travels inside a group, which may be the only one."""
+        weights = is_alone or not self.over_all
         return {
             "zero_quantized_weights": weights and self.inside.weights,
             "zero_quantized_nontrainable_weights": weights and self.inside.frozen and not self.inside.weights,
-            "zero_quantized_gradients": self.inside.gradient_bits > 0,
+            GRADIENTS: self.inside.gradient_bits > 0,
         }
 
 
@@ -70,7 +71,7 @@ def find_shard_group(config: Config) -> ShardGroup | None:
         inside = replace(inside, beta=loco.err_beta, reset_every=loco.reset_T)
     between = replace(inside, gradient_bits=4 if gradients else 0)
     # reductions take two hops between nodes; then gathers do, too
-    alone = ShardGroup("zero_optimization.zero_quantized_gradients", "nodes" if gradients else "world", True)
+    alone = ShardGroup(f"zero_optimization.{GRADIENTS}", "nodes" if gradients else "world", True)
     return replace(found[0] if found else alone, inside=inside, between=between)
 
 
@@ -81,7 +82,7 @@ def make_link(wanted: ShardGroup, comm: Comm, join: Callable[..., PeerMemory | N
     if wanted.size in ("auto", "nodes"):
         why = _why_not(nodes)
         if why:
-            _tell(comm, wanted, f"units are sharded over all ranks: {why}")
+            _tell(comm, wanted, f"parameters are sharded over all ranks: {why}")
         else:
             mesh = divide("node", wanted.key, nodes)
     elif wanted.size != "world":
@@ -93,13 +94,13 @@ def make_link(wanted: ShardGroup, comm: Comm, join: Callable[..., PeerMemory | N
         inside, between = (_bandwidth(comm, link) for link in (inner, outer))
         speeds = f"{inside / 1e9:.3g} GB/s in a node, {between / 1e9:.3g} GB/s between nodes"
         if between >= _SLOWER * inside:
-            _tell(comm, wanted, f"units are sharded over all ranks: {speeds}")
+            _tell(comm, wanted, f"parameters are sharded over all ranks: {speeds}")
             return _one_hop(wanted, comm, join)
         _tell(comm, wanted, f"parameters are gathered inside each node: {speeds}")
     packed = PackedLink(inner, wanted.inside)
     if join is not None and inner.size > 1:
         _share(comm, packed, join)
-        _tell_unpacked(comm, wanted, packed)
+        _tell_unpacked(comm, wanted, packed, is_alone=False)
     return TwoHops(comm.link, packed, PackedLink(outer, wanted.between), over_all=wanted.over_all)
 
 
@@ -117,17 +118,21 @@ def _one_hop(wanted: ShardGroup, comm: Comm, join: Callable[..., PeerMemory | No
     link = PackedLink(comm.link, wanted.inside) if wanted.inside.any else comm.link
     if join is not None:
         link.shared = join(comm.rank, comm.world_size, comm.exchange)
-    _tell_unpacked(comm, wanted, link)
+    _tell_unpacked(comm, wanted, link, is_alone=True)
     return link
 
 
-def _tell_unpacked(comm: Comm, wanted: ShardGroup, link: RankLink) -> None:
+def _tell_unpacked(comm: Comm, wanted: ShardGroup, link: RankLink, *, is_alone: bool) -> None:
     """Say which quantised keys have no effect among ranks that share memory."""
     if link.shared is None or comm.rank:
         return
-    for name, is_given in wanted.quantised_keys().items():
+    why = "ranks that read each other's memory send nothing to each other"
+    for name, is_given in wanted.quantised_keys(is_alone).items():
         if is_given:
-            say(f"zero_optimization.{name}: not in a node, whose ranks read each other's memory")
+            effect = (
+                "no effect" if is_alone or name != GRADIENTS else "quantises between groups of ranks alone"
+            )
+            say(f"zero_optimization.{name}: {effect}: {why}")
 
 
 def _share(comm: Comm, link: RankLink, join: Callable[..., PeerMemory | None]) -> None:

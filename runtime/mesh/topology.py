@@ -71,10 +71,17 @@ def divide(wanted: int | str, key: str, nodes: Sequence[NodeRanks]) -> Mesh:
             )  # fmt: skip
         return Mesh(world_size, len(nodes[0].ranks))
     assert isinstance(wanted, int)
+    fitting = [size for size in range(1, world_size + 1) if world_size % size == 0 and not _cuts(size, nodes)]
+    advice = f"sizes that fit: {', '.join(map(str, fitting))}"
     if world_size % wanted:
-        raise ConfigError([f"{key}: {wanted} does not divide the {world_size} ranks"])
-    cut = [node for node in nodes if len(node.ranks) % wanted and wanted % len(node.ranks)]
-    if cut:
+        raise ConfigError([f"{key}: {wanted} does not divide the {world_size} ranks; {advice}"])
+    if _cuts(wanted, nodes):
         counts = ", ".join(f"{node.name} has {len(node.ranks)}" for node in nodes)
-        raise ConfigError([f"{key}: groups of {wanted} ranks would cut nodes in pieces; {counts}"])
+        raise ConfigError([f"{key}: groups of {wanted} ranks would cut nodes in pieces; {counts}; {advice}"])
     return Mesh(world_size, wanted)
+
+
+def _cuts(size: int, nodes: Sequence[NodeRanks]) -> bool:
+    """Tell whether groups of a size have a part of a node's ranks and others."""
+    counts = [len(node.ranks) for node in nodes]
+    return size != sum(counts) and any(count % size and size % count for count in counts)

@@ -120,6 +120,13 @@ def test_what_makes_no_sense_is_refused(stage: int, zero: dict[str, Any], said: 
     assert said in str(caught.value)
 
 
+def test_groups_without_effect_are_said() -> None:
+    loaded = load({"zero_optimization": {"stage": 0, "mics_shard_size": 2}})
+    assert any("mics_shard_size: no effect: stage 0 shards nothing" in text for text in loaded.warnings)
+    for size in (0, 1):
+        assert not load({"zero_optimization": {"stage": 0, "zero_hpz_partition_size": size}}).warnings
+
+
 def test_words_and_numbers_for_groups() -> None:
     for group in ("world", "node", "auto", 4):
         loaded = load({"zero_optimization": {"stage": 3, "shard_group": group}})
