@@ -77,9 +77,9 @@ class TwoHops(RankLink):
             mine = self._copy(key, part, full.dtype)
         hops = [lambda: self.inner.all_gather(full, mine, label, note)]
         if in_place or key not in self._valid:
-            self._valid.add(key)
             own = mine[self.outer.position * s : (self.outer.position + 1) * s]
             if not in_place:
+                self._valid.add(key)
                 own.copy_(source, non_blocking=True)
             hops.insert(0, lambda: self.outer.all_gather(mine, own, label, note, rounded))
         return self._run(self._gathers, hops, note, full)

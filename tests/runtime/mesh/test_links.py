@@ -279,3 +279,29 @@ def _part_as_deepspeed_has_it(zero: dict[str, Any]) -> str:
 def test_parts_that_other_ranks_keep_are_not_handed_out() -> None:
     for text in run_workers(_part_as_deepspeed_has_it, 4, {"zero_hpz_partition_size": 2}):
         assert "ds_tensor is not available" in text and "GatheredParameters" in text
+
+
+def _in_place_first() -> bool:
+    """Gather from a tensor's own slice, which leaves no copy, then from other memory."""
+    join_nodes(2)
+    settings = config(3, 4, zero={"zero_hpz_partition_size": 2})
+    engine, *_ = zlaunch.initialize(model=torch.nn.Linear(64, 64, bias=False), config=settings)
+    (unit,), comm = engine._sharded.units, engine._sharded.comm
+    wanted = torch.arange(unit.numel, dtype=torch.float32)
+    own = wanted[unit.start : unit.stop]
+    found = []
+    for in_place in (True, False):
+        full = comm.empty(unit.numel, torch.float32).zero_()
+        if in_place:
+            full[unit.start : unit.stop] = own
+        source = full[unit.start : unit.stop] if in_place else own.clone()
+        comm.all_gather(full, source, unit.tag).wait()
+        comm.drain()
+        found.append(torch.equal(full, wanted))
+    engine.destroy()
+    return all(found)
+
+
+@pytest.mark.parametrize("env", [{}, GLOO], ids=["shared memory", "gloo"])
+def test_a_gather_in_place_leaves_no_copy_behind(env: dict[str, str]) -> None:
+    assert run_workers(_in_place_first, 4, env=env) == [True] * 4
