@@ -19,7 +19,7 @@ from .checkpoint.checkpointer import Checkpointer
 from .checkpoint.export.consolidate import save_weights
 from .comm.collectives import Comm
 from .comm.process_group import init_distributed
-from .config import Config, ConfigError, Effective, load, refuse_open, resolve
+from .config import Config, ConfigError, Effective, load, refuse_open, resolve, tensor_size
 from .data import EngineLoader
 from .deadlock import watch as deadlock
 from .engine import Engine
@@ -57,6 +57,7 @@ from .registry.optimizers import build_optimizer, build_scheduler
 from .replicated import place_rest
 from .report import announce, describe
 from .shared_memory.connect import connect
+from .tensor_parallel.apply import share_layers
 from .zero import placeholder
 from .zero.hooks import ShardedModel
 from .zero.layout import TILE_NUMEL
@@ -103,6 +104,7 @@ def build_engine(
             say(line)
     _check_parameters(model, comm)
     check_consistency(model, effective.digest(), comm)
+    share_layers(model, effective.config, comm)
     monitor = open_monitor(effective, comm)
     precision = choose_precision(effective.config)
     overflow_hint = find_overflow_hint(model, effective.config)
@@ -203,7 +205,8 @@ def _choose_kernels() -> None:
 
 def _join_ranks(config: Config) -> Comm:
     device, share, group = init_distributed(), not _on_disk(config), find_shard_group(config)
-    mesh = None if group is None else partial(make_link, group)
+    tensor = tensor_size(config)
+    mesh = None if group is None and tensor == 1 else partial(make_link, group, tensor)
     if config.comms_logger.enabled:
         return LoggedComm(config.comms_logger, device, connect=connect, share=share, mesh=mesh)
     return Comm(device, connect=connect, share=share, mesh=mesh)
@@ -262,7 +265,7 @@ def _needs_whole(optimizer: torch.optim.Optimizer, effective: Effective, comm: C
     zero = effective.config.zero_optimization
     return needs_whole_tensors(
         optimizer,
-        whole=zero.stage == 0 or comm.world_size == 1,
+        whole=(zero.stage == 0 or comm.world_size == 1) and comm.data.size == comm.world_size,
         offloaded=zero.offload_optimizer is not None and zero.offload_optimizer.device != "none",
         allowed=bool(effective.config.zero_allow_untested_optimizer),
     )
@@ -349,7 +352,7 @@ def _shard(
     predivide = 1.0
     if config.prescale_gradients:
         predivide = (
-            config.gradient_predivide_factor if config.gradient_predivide_factor != 1.0 else comm.world_size
+            config.gradient_predivide_factor if config.gradient_predivide_factor != 1.0 else comm.data.size
         )
     reducer = GradientReducer(
         [unit for block in blocks for unit in block.units if unit.trainable],

@@ -109,6 +109,11 @@ class TrainingLoop(nn.Module):
         return self._sharded.comm.world_size
 
     @property
+    def data_parallel_size(self) -> int:
+        """Return the number of ranks that train on different samples."""
+        return self._sharded.comm.data.size
+
+    @property
     def global_rank(self) -> int:
         """Return this rank's number among all ranks."""
         return self._sharded.comm.rank
@@ -151,8 +156,8 @@ class TrainingLoop(nn.Module):
         return EngineLoader(
             dataset,
             batch_size=self.train_micro_batch_size_per_gpu(),
-            rank=self.global_rank,
-            world_size=self.world_size,
+            rank=self._sharded.comm.data.position,
+            world_size=self._sharded.comm.data.size,
             collate_fn=collate_fn,
             drop_last=self._effective.config.dataloader_drop_last,
         )
@@ -354,8 +359,8 @@ class TrainingLoop(nn.Module):
         """Return the divisor of the summed gradients: ranks and loss scale."""
         divisor = self._scaler.factor
         if self._effective.config.gradient_allreduce_op == "mean":
-            divisor = divisor * self.world_size
-        if self._reducer.options.predivide != 1.0 and self.world_size > 1:
+            divisor = divisor * self._sharded.comm.data.size
+        if self._reducer.options.predivide != 1.0 and self._sharded.comm.data.size > 1:
             divisor = divisor / self._reducer.options.predivide
         return divisor
 

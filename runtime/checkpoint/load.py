@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..cut import cut_of, whole_shape
 from ..optim.slices import ShardSlice
 from ..zero.hooks import ShardedModel
 from ..zero.unit import Unit
@@ -24,7 +25,11 @@ def check_model(checkpoint: Checkpoint, sharded: ShardedModel, *, strict: bool) 
     """Raise CheckpointError, naming parameters, if checkpoint and model do not fit: in shape always, in names
     where ``strict``.
     """
-    shapes = {name: list(shape) for u in sharded.units for name, shape in zip(u.names, u.shapes, strict=True)}
+    shapes = {
+        name: list(whole_shape(parameter, shape))
+        for unit in sharded.units
+        for name, parameter, shape in zip(unit.names, unit.parameters, unit.shapes, strict=True)
+    }
     sources = {name: source_name(checkpoint, name) for name in shapes}
     there = {name: entry["shape"] for name, entry in checkpoint.parameters.items()}
     buffers = {name: entry["shape"] for name, entry in checkpoint.manifest["buffers"].items()}
@@ -95,7 +100,9 @@ def filler(checkpoint: Checkpoint, unit: Unit) -> Fill:
             if entry is None or (kind != VALUE and kind not in entry["state"]["tensors"]):
                 continue
             start = low - unit.layout.slots[index].offset
-            checkpoint.read_into(target[low - first : high - first], name, kind, start)
+            cut = cut_of(unit.parameters[index])
+            box = None if cut is None else cut.box
+            checkpoint.read_into(target[low - first : high - first], name, kind, start, box)
 
     return fill
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import json
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,6 +16,7 @@ from torch import Tensor
 
 from ..comm.collectives import Comm
 from ..comm.pending import Exchange
+from ..cut import cut_of, whole_shape
 from ..offload.transfer import HostLink
 from ..optim.slices import ShardSlice
 from ..optim.update_rule import State
@@ -221,11 +224,13 @@ def _owned(unit: Unit, comm: Comm, target: SaveTarget) -> tuple[int, int]:
     if target.host is not None:
         return (0, unit.numel if target.leader else 0) if whole else (unit.start, unit.stop)
     low, high = layout.shard_range(comm.link.position)
-    copies = comm.world_size // shards
+    cut, model_ranks = cut_of(unit.parameters[0]), comm.world_size // comm.data.size
+    copies = unit.copies * (comm.data.size // shards)
     if copies == 1:
         return low, high
+    place = comm.rank % model_ranks if cut is None else cut.copy_index
     step = -(-(high - low) // (copies * ALIGN_NUMEL)) * ALIGN_NUMEL
-    low += comm.rank // shards * step
+    low += (place + unit.copies * (comm.data.position // shards)) * step
     return min(low, high), min(low + step, high)
 
 
@@ -250,7 +255,7 @@ def _describe_all(source: Source, blocks: Sequence[ShardBlock], rank: int) -> di
             ]
             entry = found.get(unit.names[index])
             if entry is not None:
-                entry["slices"].append(piece)
+                _pieces_of(entry).append(piece)
                 continue
             at = first - unit.start
             what = next((what for part, what in block.slices if part.start <= at < part.stop), Description())
@@ -259,14 +264,35 @@ def _describe_all(source: Source, blocks: Sequence[ShardBlock], rank: int) -> di
 
 
 def _entry(unit: Unit, index: int, what: Description, slices: list[Any]) -> dict[str, Any]:
+    parameter = unit.parameters[index]
+    cut = cut_of(parameter)
+    part = {} if cut is None else {"parts": [{"box": json.loads(json.dumps(cut.box)), "slices": slices}]}
     return {
+        **part,
         "dtype": NAMES[unit.dtype],
-        "shape": list(unit.shapes[index]),
+        "shape": list(whole_shape(parameter, unit.shapes[index])),
         "trainable": unit.trainable,
         "group": unit.layout.slots[index].group,
         "state": what.as_json(),
-        "slices": slices,
+        "slices": [] if part else slices,
     }
+
+
+def _pieces_of(entry: dict[str, Any]) -> list[Any]:
+    """Return the list of pieces of a parameter's entry that one rank has made."""
+    found: list[Any] = entry["parts"][0]["slices"] if "parts" in entry else entry["slices"]
+    return found
+
+
+def _merge(entry: dict[str, Any], further: Mapping[str, Any]) -> None:
+    """Add the pieces that another rank has of a parameter."""
+    entry["slices"] += further["slices"]
+    for part in further.get("parts", ()):
+        same = next((known for known in entry["parts"] if known["box"] == part["box"]), None)
+        if same is None:
+            entry["parts"].append(part)
+        else:
+            same["slices"] += part["slices"]
 
 
 def _tied(sharded: ShardedModel) -> dict[str, str]:
@@ -289,9 +315,9 @@ def _entries(source: Source, target: SaveTarget, parts: Sequence[Mapping[str, An
     for part in parts:
         for name, entry in part["parameters"].items():
             if name in merged:
-                merged[name]["slices"] += entry["slices"]
+                _merge(merged[name], entry)
             else:
-                merged[name] = {**entry, "slices": list(entry["slices"])}
+                merged[name] = copy.deepcopy(entry)
     ordered = [name for name, _ in source.sharded.module.named_parameters() if name in merged]
     left_out = [unit for unit in source.sharded.units if target.exclude_frozen and not unit.trainable]
     return {

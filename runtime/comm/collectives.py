@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..cut import cut_of
 from ..environment import read_environment
 from ..errors import RankMismatchError
 from .link import GATHER, REDUCE, Note, RankLink
@@ -95,6 +96,8 @@ class Comm:
         self.own_groups: list[Any] = []
         """Lists the process groups that end with this object."""
         self._world = RankLink(device, self.world_size, self.rank, dist.group.WORLD, dist.group.WORLD)
+        self.data = self._world
+        """Joins the ranks whose gradients are averaged: all of them, unless some share each layer."""
         self.link, join = self._world, None
         if self.world_size > 1:
             self._world.reduce_group = self.new_group(range(self.world_size))
@@ -122,6 +125,11 @@ class Comm:
         """Return a number for the tensors of one unit, equal on all ranks that make equal units."""
         self._labels.append(name)
         return len(self._labels) - 1
+
+    def copies_of(self, parameter: Tensor) -> int:
+        """Return how many of the ranks that share layers have equal values of a parameter's part."""
+        cut = cut_of(parameter)
+        return self.world_size // self.data.size if cut is None else cut.copies
 
     def _begin(self, channel: int, label: int, kind: str, numel: int) -> Note:
         """Note the start of a collective about a labelled tensor, and count its volume."""
@@ -208,11 +216,12 @@ class Comm:
             Work(work, *self._control(what), tensor).wait()
         return tensor
 
-    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
-        """Overwrite ``tensor`` on every rank with rank ``source``'s."""
-        if self.world_size > 1 and tensor.numel():
+    def broadcast(self, tensor: Tensor, source: int = 0, among: RankLink | None = None) -> None:
+        """Overwrite ``tensor`` on every rank of a link, by default all, with its rank ``source``'s."""
+        link = among or self._world
+        if link.size > 1 and tensor.numel():
             self._count("broadcast", tensor.numel())
-            work = dist.broadcast(tensor, source, group=self._world.gather_group, async_op=True)
+            work = dist.broadcast(tensor, group=link.gather_group, group_src=source, async_op=True)
             Work(work, *self._control("shares values of rank 0"), tensor).wait()
 
     def exchange(self, value: object, what: str = "agrees with the other ranks") -> list[Any]:
@@ -234,5 +243,5 @@ class Comm:
         for group in self.own_groups if dist.is_initialized() else ():
             dist.destroy_process_group(group)
         self.own_groups.clear()
-        self.link.release()
-        self._world.release()
+        for link in (self.link, self.data, self._world):
+            link.release()

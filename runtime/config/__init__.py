@@ -4,6 +4,7 @@ The sections are in ``zero``, ``other_sections`` and ``optimizers``, what stands
 """
 
 from .load import ConfigError, ConfigFileError, Loaded, load
+from .parallel import MeshShape, mesh_shape, tensor_size
 from .resolve import Effective, check_batch, open_values, refuse_open, resolve
 from .schema import Config, json_schema
 
@@ -13,10 +14,13 @@ __all__ = [
     "ConfigFileError",
     "Effective",
     "Loaded",
+    "MeshShape",
     "check_batch",
     "json_schema",
     "load",
+    "mesh_shape",
     "open_values",
     "refuse_open",
     "resolve",
+    "tensor_size",
 ]

@@ -39,8 +39,52 @@ def cross(config: Config, report: ConfigReport) -> Config:
         )
     if config.aio.block_size % 4096:
         problems.append(("aio.block_size", f"{config.aio.block_size} is not a multiple of 4096"))
+    config = _axes(config, report)
     _shard_groups(config, report)
     return _offload(config, report)
+
+
+def _axes(config: Config, report: ConfigReport) -> Config:
+    """Report contradictions between the keys of the mesh; return the config with its shard group settled."""
+    parallel, own, problems = config.parallel, config.tensor_parallel, report.problems
+    if 1 < own.autotp_size != parallel.tensor > 1:
+        problems.append(("parallel.tensor", "contradicts tensor_parallel.autotp_size: give one of them"))
+    size = max(parallel.tensor, own.autotp_size)
+    if own.plan is not None and size <= 1:
+        report.warnings.append(("tensor_parallel.plan", "no effect: no ranks share a layer"))
+    if own.vocab_parallel_loss and size <= 1:
+        report.warnings.append(("tensor_parallel.vocab_parallel_loss", "no effect: no ranks share a layer"))
+    if size > 1:
+        _refuse_with_tensor(config, report)
+    if parallel.shard_group is None:
+        return config
+    zero = config.zero_optimization
+    if zero.shard_group not in ("world", parallel.shard_group):
+        problems.append(
+            ("parallel.shard_group", "contradicts zero_optimization.shard_group: give one of them")
+        )
+    zero = zero.model_copy(update={"shard_group": parallel.shard_group})
+    return config.model_copy(update={"zero_optimization": zero})
+
+
+def _refuse_with_tensor(config: Config, report: ConfigReport) -> None:
+    """Report keys that do not go with ranks that share each layer."""
+    zero, shards = config.zero_optimization, "zero_optimization"
+    refused = {
+        f"{shards}.shard_group": zero.shard_group != "world",
+        "parallel.shard_group": config.parallel.shard_group not in (None, "world"),
+        f"{shards}.mics_shard_size": zero.mics_shard_size > 0,
+        f"{shards}.zero_hpz_partition_size": zero.zero_hpz_partition_size > 1,
+        f"{shards}.zero_quantized_weights": zero.zero_quantized_weights,
+        f"{shards}.zero_quantized_nontrainable_weights": zero.zero_quantized_nontrainable_weights,
+        f"{shards}.zero_quantized_gradients": zero.zero_quantized_gradients,
+        "checkpoint.use_node_local_storage": config.checkpoint.use_node_local_storage,
+    }
+    for name, is_given in refused.items():
+        if is_given:
+            report.problems.append(
+                (name, "is not supported together with tensor parallelism yet; remove one")
+            )
 
 
 def _shard_groups(config: Config, report: ConfigReport) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 from .load import ConfigError, Loaded
 from .monitors import TRACKERS, without_secrets
 from .optimizers import OPTIMIZER_DEFAULTS, SCHEDULER_PARAMS
+from .parallel import mesh_shape
 from .schema import Config
 
 TRAIN, MICRO, GAS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
@@ -104,6 +105,7 @@ def resolve(
             raise ConfigError([f"{name}: {number} is not allowed, expected 1 or more"])
     values = loaded.config.model_dump(mode="json")
     notes: dict[str, str] = dict(loaded.dropped)
+    world_size = _data_ranks(loaded, world_size)
     problems = [
         *_batch(loaded, values, notes, world_size),
         *_params(loaded, values, notes, default_lr),
@@ -145,12 +147,21 @@ def refuse_open(loaded: Loaded) -> None:
 
 
 def check_batch(loaded: Loaded, world_size: int) -> None:
-    """Check a given train_batch_size against the other batch keys and the ranks. Raises ConfigError."""
+    """Check the mesh and a given train_batch_size against the ranks. Raises ConfigError."""
+    world_size = _data_ranks(loaded, world_size)
     values = loaded.config.model_dump(mode="json", include={TRAIN, MICRO, GAS})
     if values[TRAIN] is None:
         return
     if problems := _batch(loaded, values, {}, world_size):
         raise ConfigError([f"{loaded.origin}: {problem}" for problem in problems])
+
+
+def _data_ranks(loaded: Loaded, world_size: int) -> int:
+    """Return how many ranks train on different samples. Raises ConfigError."""
+    try:
+        return mesh_shape(loaded.config, world_size).data
+    except ValueError as error:
+        raise ConfigError([f"{loaded.origin}: {error}"]) from None
 
 
 def _leaves(value: dict[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:

@@ -157,13 +157,9 @@ _LAYER_DROP = _feature("ProgressiveLayerDrop", "Dropping layers while training."
     theta=_key(Fraction, 1.0, "Share of the layers kept."),
     gamma=_key(NonNegative, 0.001, "Speed of the decay."),
 )
-_TENSOR_PARALLEL = _model(
-    "TensorParallel",
-    "results",
-    "Automatic tensor parallelism; other keys are not checked.",
-    switch="autotp_size",
-    is_open=True,
-    autotp_size=_refused(Whole, 0, "Tensor-parallel ranks; 0 and 1 are off.", off=(1,)),
+_TENSOR_PARALLEL_RANKS = _model("TensorParallelRanks", "results", "Ranks of inference engines.",
+    tp_size=_refused(Count, 1, "Ranks.", feature="this key (tensor_parallel.autotp_size is for training)"),
+    tp_grain_size=_ignored(Count, 64, "Multiple of elements that layers are cut at."),
 )
 _PIPELINE = _model(
     "Pipeline",
@@ -195,6 +191,25 @@ _PARALLEL_WRITE = _model("ParallelWrite", "speed", "Writing a checkpoint from se
 _BY_SCRIPT = "gradient accumulation by the script's own count"
 
 MISSING: dict[str, dict[str, Key]] = {
+    "parallel": {
+        "pipeline": _refused(Count, 1, "Ranks that have different layers.", feature="pipeline parallelism"),
+        "sequence": _refused(Count, 1, "Ranks that share one sequence.", feature="sequence parallelism"),
+        "expert": _refused(Count, 1, "Ranks that have different experts.", feature="expert parallelism"),
+    },
+    "tensor_parallel": {
+        "tp_overlap_comm": _ignored(Bool, False, "Overlap collectives with computation."),
+        "tp": _part(_TENSOR_PARALLEL_RANKS, "DeepSpeed's inner section of the same."),
+        "tp_grain_size": _ignored(Count, 64, "Multiple of elements that layers are cut at."),
+        "preset_model": _refused(str, None, "DeepSpeed's plan of a kind of model.",
+            feature="presets (the model's own plan is taken, or tensor_parallel.plan)"),
+        "partition_config": _refused(_JSON, None, "DeepSpeed's form of a plan.",
+            feature="this form of a plan (tensor_parallel.plan has another)"),
+        "injection_policy_tuple": _refused(Any, None, "Layers whose outputs are summed.",
+            feature="injection policies (tensor_parallel.plan says it)"),
+        "keep_module_on_host": _ignored(Bool, False, "Keep modules on the host while they are cut."),
+        "replace_with_kernel_inject": _refused(Bool, False, "Replace layers by kernels.",
+            feature="kernel injection"),
+    },
     "": {
         "managed_gradient_accumulation": _refused(
             Bool, True, "Count micro batches in the engine, not in the script.", feature=_BY_SCRIPT
@@ -225,7 +240,6 @@ MISSING: dict[str, dict[str, Key]] = {
         "hybrid_engine": _part(_FEATURE, "Hybrid engine."),
         "msamp": _part(_FEATURE, "MS-AMP."),
         "nebula": _part(_TOOL, "Nebula checkpoints."),
-        "tensor_parallel": _part(_TENSOR_PARALLEL, "Tensor parallelism."),
         "pipeline": _part(_PIPELINE, "Pipeline parallelism."),
         "sparse_attention": _refused(_JSON, None, "Sparse attention.", feature="sparse attention"),
         "compression_training": _refused(_JSON, None, "Compression.", feature="compression"),

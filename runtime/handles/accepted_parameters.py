@@ -29,8 +29,9 @@ def _refusal(parameter: nn.Parameter) -> str | None:
         return None
     if type(parameter).__name__ == "DTensor" or type(parameter.data).__name__ == "DTensor":
         return (
-            "is a DTensor, distributed already: give initialize a plain model (parameter.full_tensor()), and "
-            "let the config's zero_optimization distribute it"
+            "is a DTensor, distributed already: give initialize a plain model (parameter.full_tensor(), or "
+            "from_pretrained without tp_plan), and let the config's tensor_parallel and zero_optimization "
+            "distribute it"
         )
     if parameter.is_meta:
         return (

@@ -75,8 +75,18 @@ def find_shard_group(config: Config) -> ShardGroup | None:
     return replace(found[0] if found else alone, inside=inside, between=between)
 
 
-def make_link(wanted: ShardGroup, comm: Comm, join: Callable[..., PeerMemory | None] | None) -> RankLink:
-    """Make the link of a communicator. Collective. Raises ConfigError on every rank."""
+def make_link(
+    wanted: ShardGroup | None, tensor: int, comm: Comm, join: Callable[..., PeerMemory | None] | None
+) -> RankLink:
+    """Make the link of a communicator. Collective. Raises ConfigError on every rank.
+
+    Where ``tensor`` ranks share each layer, units are sharded over the ranks with the same place among those.
+    """
+    if tensor > 1:
+        places = [range(place, comm.world_size, tensor) for place in range(tensor)]
+        comm.data = _group(comm, places)
+        return comm.data
+    assert wanted is not None
     nodes = find_nodes(comm.exchange)
     mesh = Mesh(comm.world_size, comm.world_size)
     if wanted.size in ("auto", "nodes"):
@@ -157,7 +167,7 @@ def _tell(comm: Comm, wanted: ShardGroup, text: str) -> None:
         say(f"{wanted.key}: {text}")
 
 
-def _group(comm: Comm, groups: list[range]) -> RankLink:
+def _group(comm: Comm, groups: Sequence[range]) -> RankLink:
     """Make the groups; return the link of the one that this rank is in. Collective."""
     found: Any = None
     for ranks in groups:

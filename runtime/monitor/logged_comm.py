@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ..comm.collectives import Comm, MakeLink
+from ..comm.link import RankLink
 from ..comm.peer_memory import Connect
 from ..comm.pending import Pending
 from ..config.profilers import CommsLoggerSection
@@ -67,10 +68,10 @@ class LoggedComm(Comm):
         self._run_whole("all_reduce", tensor.nbytes, "a step's numbers", lambda: start(tensor, what))
         return tensor
 
-    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
+    def broadcast(self, tensor: Tensor, source: int = 0, among: RankLink | None = None) -> None:
         start = super().broadcast
         if tensor.numel():
-            self._run_whole("broadcast", tensor.nbytes, "", lambda: start(tensor, source))
+            self._run_whole("broadcast", tensor.nbytes, "", lambda: start(tensor, source, among))
 
     def barrier(self) -> None:
         self._run_whole("barrier", 0, "", super().barrier)

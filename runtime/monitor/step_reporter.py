@@ -46,6 +46,8 @@ class ReportedLoop(MonitoredLoop, Protocol):
     @property
     def world_size(self) -> int: ...
     @property
+    def data_parallel_size(self) -> int: ...
+    @property
     def global_rank(self) -> int: ...
 
 
@@ -208,7 +210,7 @@ class StepReporter:
         found = {"samples_per_s": samples / seconds}
         flops = self._flops * self._loop.gradient_accumulation_steps() * steps
         if self._tokens:
-            found["tokens_per_s"] = self._tokens * self._loop.world_size / seconds
+            found["tokens_per_s"] = self._tokens * self._loop.data_parallel_size / seconds
             found["micro_tokens"] = self._micro_tokens
             flops = flops or self._tokens * self._costs.flops_per_token
         if self._rows:

@@ -228,18 +228,20 @@ class ShardedOptimizer:
         """
         device = self._comm.device
         total = torch.zeros((), dtype=torch.float64, device=device)
-        if squares := self._squares():
-            total = torch.stack(squares).sum()
-        copies = self._comm.world_size // (self._comm.link.shards if self._sharded else 1)
-        if copies > 1:
-            total = total / copies  # as many ranks hold each part
+        in_data = self._comm.data.size // (self._comm.link.shards if self._sharded else 1)
+        for copies in {unit.copies: None for unit in self.units}:
+            if squares := self._squares(copies):
+                total = total + torch.stack(squares).sum() / (
+                    in_data * copies
+                )  # so many ranks hold each part
         flags = [float(preemption.requested()), *map(float, used), *self._comm.order.marks()]
         mine = _to_device(torch.tensor(flags, dtype=torch.float64), device)
         return self._comm.all_reduce_scalars(torch.cat([total.reshape(1), mine]))
 
-    def _squares(self) -> list[Tensor]:
-        """Sum the squares of every cut, in the order of the units wherever their gradients are."""
-        stores = [unit.store for unit in self.units if unit.store is not None and unit.store.has_grad]
+    def _squares(self, copies: int) -> list[Tensor]:
+        """Sum the squares of every cut of units that so many ranks of an axis have, in the units' order."""
+        units = [unit for unit in self.units if unit.copies == copies]
+        stores = [unit.store for unit in units if unit.store is not None and unit.store.has_grad]
         here = [store for store in stores if isinstance(store, DeviceStore)]
         found = iter(squares_of([part for store in here for part in store.grad_parts()]))
         squares: list[Tensor] = []

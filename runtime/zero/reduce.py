@@ -238,7 +238,7 @@ class GradientReducer:
             if not written:
                 view.zero_()
         bucket.await_all()
-        if self.options.predivide != 1.0 and self.comm.world_size > 1:
+        if self.options.predivide != 1.0 and self.comm.data.size > 1:
             bucket.tensor.mul_(1.0 / self.options.predivide)
         if len(self._in_flight) >= MAX_IN_FLIGHT:
             self._retire()

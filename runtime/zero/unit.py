@@ -64,6 +64,7 @@ class Unit:
         self.index_of = {id(p): index for index, p in enumerate(parameters)}
         self.tag = comm.label(name)
         self.offsets = [slot.offset for slot in layout.slots]
+        self.copies = comm.copies_of(parameters[0])
         self.generation = 0
         self.writes = Writes(self)
         self.gradients: GradientBook | None = None
@@ -123,7 +124,7 @@ class Unit:
             for parameter, unit in zip(self.parameters, former, strict=True):
                 if unit is not None and unit.provisional:
                     unit.hand_over(parameter)
-            self.comm.broadcast(flat)
+            self.comm.broadcast(flat, among=self.comm.data)
             self.full = flat if wide == self.dtype else flat.to(self.dtype)
             if keep_shared:
                 self.full = self.comm.empty(self.numel, self.dtype).copy_(self.full)

@@ -165,13 +165,16 @@ def _root_modules(
 Member = tuple[str, nn.Parameter]
 
 
-def _by_kind(members: Sequence[Member], groups: dict[int, int]) -> list[list[Member]]:
-    """Group the parameters that can share a unit: alike in dtype, trainability, and in having a group."""
-    kinds: dict[tuple[bool, bool, str], list[Member]] = {}
+def _by_kind(members: Sequence[Member], groups: dict[int, int], comm: Comm) -> list[list[Member]]:
+    """Group the parameters that can share a unit: alike in dtype, trainability, in having a group, and in how
+    many ranks have them.
+    """
+    kinds: dict[tuple[bool, bool, str, int], list[Member]] = {}
     for name, parameter in members:
         frozen = not parameter.requires_grad
         ungrouped = not frozen and bool(groups) and id(parameter) not in groups
-        kinds.setdefault((frozen, ungrouped, str(parameter.dtype)), []).append((name, parameter))
+        kind = frozen, ungrouped, str(parameter.dtype), comm.copies_of(parameter)
+        kinds.setdefault(kind, []).append((name, parameter))
     found = [alike for _, alike in sorted(kinds.items())]
     for alike in found:
         alike.sort(key=lambda member: groups.get(id(member[1]), -1))
@@ -196,7 +199,7 @@ class UnitFactory:
         options = self.options
         persistent = 0
         for block in blocks:
-            for members in _by_kind(block.parameters, groups):
+            for members in _by_kind(block.parameters, groups, self.comm):
                 numel = sum(placeholder.shape_of(p).numel() for _, p in members)
                 within = persistent + numel <= options.all_persistent_numel
                 small = numel <= options.persistence_numel and within
@@ -219,7 +222,7 @@ class UnitFactory:
                 continue
             rebuilt, was_sharded = True, unit.shard_params
             unit.detach()
-            for alike in _by_kind(members, groups):
+            for alike in _by_kind(members, groups, self.comm):
                 # persistent only where the former unit was: their total may not grow
                 units.append(self._make(block, alike, groups, small=not was_sharded, is_new=True))
         return units if rebuilt else None

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ...cut import cut_of
 from ...zero import placeholder
 from ...zero.hooks import ShardedModel
 from ..format.tensor_file import replacing
@@ -27,11 +28,14 @@ def consolidated_state_dict(model: ShardedModel, *, exclude_frozen: bool = False
     values: dict[str, Tensor] = {}
     for block in model.blocks:
         with model.gathered(block.units):
-            if comm.rank == 0:
-                for unit in block.units:
-                    for parameter in unit.parameters:
-                        copy = parameter.detach().to("cpu", copy=True)
-                        values.update(dict.fromkeys(names[id(parameter)], copy))
+            for unit in block.units:
+                for parameter in unit.parameters:
+                    cut = cut_of(parameter)
+                    if comm.rank and cut is None:
+                        continue
+                    whole = parameter.detach() if cut is None else cut.whole(parameter.detach())
+                    if comm.rank == 0:
+                        values.update(dict.fromkeys(names[id(parameter)], whole.to("cpu", copy=True)))
     if comm.rank != 0:
         return {}
     ordered: dict[str, Tensor] = {}

@@ -7,6 +7,7 @@ import inspect
 from functools import cache
 
 from .... import errors
+from ... import cut
 from ..format import manifest, tensor_file
 from . import full_weights
 
@@ -16,7 +17,7 @@ NAME = "zero_to_fp32.py"
 @cache
 def text() -> str:
     """Return the script: it needs torch, and neither zlaunch nor the safetensors package."""
-    sources = [inspect.getsource(module) for module in (errors, tensor_file, manifest, full_weights)]
+    sources = [inspect.getsource(module) for module in (errors, tensor_file, cut, manifest, full_weights)]
     usage = ast.get_docstring(ast.parse(sources[-1]))
     head = f'#!/usr/bin/env python3\n"""{usage}\n"""\n\nfrom __future__ import annotations\n'
     return "\n\n".join([head, *map(_without_relative_imports, sources)])

@@ -25,6 +25,7 @@ from .manifest import (
     LATEST,
     MANIFEST,
     VERSION,
+    VERSION_WITH_PARTS,
     WHOLE,
     candidates,
     checksum,
@@ -79,7 +80,9 @@ def write_manifest(
         for name, tensor in whole.items()
         if name.startswith("buffer.")
     }
-    head = {"crc32": 0, "format": FORMAT, "version": VERSION, "time": time.time()}
+    has_parts = any("parts" in entry for entry in entries["parameters"].values())
+    version = VERSION_WITH_PARTS if has_parts else VERSION
+    head = {"crc32": 0, "format": FORMAT, "version": version, "time": time.time()}
     manifest = json.loads(json.dumps({**head, **entries, "buffers": buffers, "files": files}))
     manifest["crc32"] = checksum(manifest)
     with open(folder / MANIFEST, "x", encoding="utf-8") as file:

@@ -15,18 +15,23 @@ import re
 import sys
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ...cut import Box, box_shape, put, take, whole_box
 from .tensor_file import DTYPES, CheckpointError, File
 
 FORMAT, VERSION = "zlaunch checkpoint", 1
+VERSION_WITH_PARTS = 2
+"""Is the version of manifests in which parameters are cut (``parts``)."""
 MANIFEST, LATEST, WHOLE = "manifest.json", "latest", "whole.safetensors"
 VALUE = "value"
 """The kind of a slice that holds a parameter's (fp32) value; other kinds are states of the optimizer."""
+_ROWS_NUMEL = 1 << 22
 _OPEN_FILES = 64
 """The most files kept open: a checkpoint of many ranks has many."""
 
@@ -78,15 +83,61 @@ class Checkpoint:
                 nbytes += int(entry["bytes"])
         return nbytes
 
-    def read_into(self, target: Tensor, name: str, kind: str = VALUE, start: int = 0) -> None:
-        """Fill ``target`` (flat, any dtype) with elements of a parameter from ``start`` on: VALUE or a state.
-
-        Raises CheckpointError for damage, or for elements that no file here has.
+    def read_into(
+        self, target: Tensor, name: str, kind: str = VALUE, start: int = 0, box: Box | None = None
+    ) -> None:
+        """Fill ``target`` (flat, any dtype) with elements of a parameter, or of its part in a ``box``, from
+        ``start`` on: VALUE or a state. Raises CheckpointError for damage, or for elements that no file here
+        has.
         """
+        entry = self.parameters[name]
+        if box is None and "parts" not in entry:
+            self._read_pieces(target, name, entry["slices"], kind, start)
+            return
+        box = box or whole_box(entry["shape"])
+        row = prod(box_shape(box)[1:])
+        step = max(1, _ROWS_NUMEL // max(1, prod(entry["shape"][1:])))
+        stop, at = start + target.numel(), 0
+        for low, high in box[0]:
+            for first in range(low, high, step):
+                count = min(step, high - first)
+                begin, end = max(start, at * row), min(stop, (at + count) * row)
+                if begin < end:
+                    rows = self._read_rows(name, kind, first, first + count, box, target.dtype)
+                    flat = take(rows, (((0, count),), *box[1:])).reshape(-1)
+                    target[begin - start : end - start] = flat[begin - at * row : end - at * row]
+                at += count
+
+    def _read_rows(self, name: str, kind: str, low: int, high: int, box: Box, dtype: torch.dtype) -> Tensor:
+        """Return rows of the whole parameter, of which only what is in the ``box`` has been read."""
+        entry = self.parameters[name]
+        shape = entry["shape"]
+        rows = torch.empty((high - low, *shape[1:]), dtype=dtype)
+        if "parts" not in entry:
+            self._read_pieces(rows.view(-1), name, entry["slices"], kind, low * prod(shape[1:]))
+            return rows
+        if sum(prod(box_shape(part["box"])) for part in entry["parts"]) != prod(shape):
+            raise CheckpointError(f"{self.folder}: parts of {name} are in none of its files")
+        for part in entry["parts"]:
+            if not all(_overlap(own, wanted) for own, wanted in zip(part["box"][1:], box[1:], strict=True)):
+                continue
+            inner, at = box_shape(part["box"])[1:], 0
+            for first, last in part["box"][0]:
+                begin, end = max(first, low), min(last, high)
+                if begin < end:
+                    own = torch.empty((end - begin, *inner), dtype=dtype)
+                    offset = (at + begin - first) * prod(inner)
+                    self._read_pieces(own.view(-1), name, part["slices"], kind, offset)
+                    put(rows, (((begin - low, end - low),), *part["box"][1:]), own)
+                at += last - first
+        return rows
+
+    def _read_pieces(self, target: Tensor, name: str, slices: Sequence[Any], kind: str, start: int) -> None:
+        """Fill ``target`` with elements from ``start`` on of what the ``slices`` make up."""
         stop = start + target.numel()
         missing = [(start, stop)] if stop > start else []
         away: list[str] = []
-        for file, prefix, at, first, numel in self.parameters[name]["slices"]:
+        for file, prefix, at, first, numel in slices:
             wanted = [(max(low, first), min(high, first + numel)) for low, high in missing]
             wanted = [(low, high) for low, high in wanted if low < high]
             if not wanted:
@@ -122,6 +173,10 @@ class Checkpoint:
             self.file(WHOLE).read_into(target, f"buffer.{name}", start)
 
 
+def _overlap(some: Sequence[Sequence[int]], others: Sequence[Sequence[int]]) -> bool:
+    return any(start < stop2 and start2 < stop for start, stop in some for start2, stop2 in others)
+
+
 def _without(span: tuple[int, int], low: int, high: int) -> list[tuple[int, int]]:
     parts = [(span[0], min(span[1], low)), (max(span[0], high), span[1])]
     return [(start, stop) for start, stop in parts if start < stop]
@@ -138,9 +193,10 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST
     try:
         content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        if content.get("format") == FORMAT and content.get("version") != VERSION:
+        if content.get("format") == FORMAT and content.get("version") not in (VERSION, VERSION_WITH_PARTS):
             raise CheckpointError(
-                f"{path}: has layout {content.get('version')}, and this zlaunch reads {VERSION}: "
+                f"{path}: has layout {content.get('version')}, and this zlaunch reads {VERSION} and "
+                f"{VERSION_WITH_PARTS}: "
                 "use the version of zlaunch that wrote it"
             )
         if checksum(content) != content["crc32"] or content["format"] != FORMAT:

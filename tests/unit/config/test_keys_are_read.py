@@ -25,6 +25,10 @@ SETTLED_INSIDE = {
     "zero_optimization.cpu_offload_param": "rewritten as offload_param",
     "data_types.grad_accum_dtype": "only fp32 passes the check",
     "data_types.param_dtype": "only the training type passes the check",
+    "parallel.data": "read through mesh_shape",
+    "parallel.tensor": "read through tensor_size",
+    "parallel.shard_group": "rewritten as zero_optimization.shard_group",
+    "tensor_parallel.autotp_size": "read through tensor_size",
     "checkpoint.asynchronous": "read through is_asynchronous",
     "checkpoint.writer.decoupled": "read through is_asynchronous",
 }

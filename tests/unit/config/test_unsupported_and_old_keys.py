@@ -39,7 +39,7 @@ def test_features_of_size_one_are_off(source: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("source", "path", "feature"),
     [
-        ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel.autotp_size", "tensor parallelism"),
+        ({"parallel": {"pipeline": 2}}, "parallel.pipeline", "pipeline parallelism"),
         ({"data_parallel_size": 2}, "data_parallel_size", "a mesh of ranks"),
         ({"sequence_parallel_size": 2}, "sequence_parallel_size", "sequence parallelism"),
         (

@@ -35,7 +35,7 @@ class FakeComm(Comm):
         self.device, self.world_size, self.rank = torch.device("cpu"), 2, 0
         self.other, self.log, self.in_flight, self.most_in_flight = other, [], 0, 0
         self._labels: list[str] = []
-        self.link = RankLink(self.device, 2, 0, None, None)
+        self.link = self.data = RankLink(self.device, 2, 0, None, None)
         self.shards: dict[int, Tensor] = {}
         """Keeps the other rank's shard of each label."""
 
@@ -45,7 +45,7 @@ class FakeComm(Comm):
         self._labels.append(name)
         return len(self._labels) - 1
 
-    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
+    def broadcast(self, tensor: Tensor, source: int = 0, among: RankLink | None = None) -> None:
         if tensor.is_floating_point() and tensor.numel() > 1:  # a unit's first values: the other's half
             self.shards[len(self._labels) - 1] = tensor.chunk(2)[1].clone()
 

@@ -1,0 +1,73 @@
+"""Keeps what ranks that share layers must have in common: the batch, and the random numbers of dropout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..errors import RankMismatchError
+from ..zero.output_tensors import tensors_in
+from .axis import TensorAxis
+
+_FIRST, _EVERY = 10, 50
+_PERIOD = 97
+
+
+class Agreement:
+    """Checks, before a forward pass of the model, that the ranks of an axis have one batch, and gives those
+    of a model with dropout the random state of the first of them. A hook; on a copy of the model as well.
+    """
+
+    def __init__(self, axis: TensorAxis, has_dropout: bool) -> None:
+        self._axis, self._has_dropout, self._passes = axis, has_dropout, 0
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Raise RankMismatchError if the ranks have different batches. In the first passes, then in some."""
+        if self._passes < _FIRST or self._passes % _EVERY == 0:
+            self._check((args, kwargs))
+        self._passes += 1
+        if self._has_dropout and module.training:
+            self._share_random_state()
+
+    def _check(self, inputs: Any) -> None:
+        axis = self._axis
+        sums = torch.zeros(4, dtype=torch.float64, device=axis.comm.device)
+        for index, tensor in enumerate(tensors_in(inputs)):
+            flat = tensor.detach().reshape(-1)
+            flat = flat.real if flat.is_complex() else flat
+            wide = flat.to(axis.comm.device, torch.float64).nan_to_num(1.0, 2.0, 3.0)
+            weights = torch.arange(wide.numel(), device=wide.device) % _PERIOD + index + 1.0
+            sums += torch.stack([wide.sum(), (wide * weights).sum(), wide.square().sum(), weights.sum()])
+        both = axis.largest(torch.cat([sums, -sums]))
+        if bool((both[:4] != -both[4:]).any()):
+            ranks = f"{axis.first} to {axis.first + axis.size - 1}"
+            raise RankMismatchError(
+                f"ranks {ranks} share each layer (tensor parallelism) and were given different batches: they "
+                "must have the same. Give a DistributedSampler num_replicas=engine.data_parallel_size and "
+                f"rank=global rank // {axis.size}, or let initialize(training_data=...) make the loader"
+            )
+
+    def _share_random_state(self) -> None:
+        """Take the random state of the axis's first rank, of the CPU's generator and the device's."""
+        axis, device = self._axis, self._axis.comm.device
+        held: list[Any] = [torch.get_rng_state()]
+        if device.type == "cuda":
+            held.append(torch.cuda.get_rng_state(device))
+        dist.broadcast_object_list(held, src=axis.first, group=axis.group)
+        if axis.position:
+            torch.set_rng_state(held[0])
+            if device.type == "cuda":
+                torch.cuda.set_rng_state(held[1], device)
+
+
+def uses_dropout(model: nn.Module) -> bool:
+    """Tell whether a model has dropout: a module with a probability, or a config that names one."""
+    for module in model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
+            return True
+    config = getattr(model, "config", None)
+    values = vars(config).items() if config is not None and hasattr(config, "__dict__") else ()
+    return any(("drop" in name) and isinstance(value, (int, float)) and value > 0 for name, value in values)

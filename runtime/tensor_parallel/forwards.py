@@ -1,0 +1,158 @@
+"""Defines what modules compute on their parts of the parameters, in place of their own forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from .axis import TensorAxis, enter, join, leave, split
+
+
+class SharedForward:
+    """Replaces a module's forward; a copy of the model computes with the copied module."""
+
+    def __init__(self, module: nn.Module, axis: TensorAxis) -> None:
+        self.module, self.axis = module, axis
+
+    def original(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module's own forward."""
+        return type(self.module).forward(self.module, *args, **kwargs)
+
+
+class ColumnForward(SharedForward):
+    """Computes a part of a linear layer's outputs."""
+
+    gathers = False
+
+    def __call__(self, input: Tensor) -> Tensor:
+        output: Tensor = self.original(enter(input, self.axis))
+        return join(output, self.axis) if self.gathers else output
+
+
+class GatheredColumnForward(ColumnForward):
+    """Computes a part of a linear layer's outputs, and joins them."""
+
+    gathers = True
+
+
+class RowForward(SharedForward):
+    """Computes a linear layer from a part of its inputs, and sums the parts."""
+
+    splits = False
+
+    def __call__(self, input: Tensor) -> Tensor:
+        part = split(input, self.axis) if self.splits else input
+        assert isinstance(self.module, nn.Linear)
+        output, bias = leave(functional.linear(part, self.module.weight), self.axis), self.module.bias
+        return output if bias is None else output + bias
+
+
+class SplitRowForward(RowForward):
+    """Computes a linear layer from this rank's part of whole inputs, and sums the parts."""
+
+    splits = True
+
+
+class VocabularyForward(SharedForward):
+    """Looks up the rows that this rank has of an embedding, and sums the parts: others give zeros."""
+
+    def __init__(self, module: nn.Module, axis: TensorAxis, first: int, rows: int) -> None:
+        super().__init__(module, axis)
+        self.first, self.rows = first, rows
+
+    def __call__(self, input: Tensor) -> Tensor:
+        local = input - self.first
+        elsewhere = (local < 0) | (local >= self.rows)
+        output: Tensor = self.original(local.masked_fill(elsewhere, 0))
+        return leave(output.masked_fill(elsewhere.unsqueeze(-1), 0), self.axis)
+
+
+class WidthForward(SharedForward):
+    """Looks up this rank's columns of an embedding, and joins the parts."""
+
+    def __call__(self, input: Tensor) -> Tensor:
+        return join(self.original(input), self.axis)
+
+
+class SummedForward(SharedForward):
+    """Sums the outputs of a module whose inside is cut."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return leave(self.original(*args, **kwargs), self.axis)
+
+
+class ExpertsForward(SharedForward):
+    """Computes a part of every expert, and sums the parts."""
+
+    def __call__(self, hidden: Tensor, *routing: Any, **kwargs: Any) -> Any:
+        if len(routing) >= 2:
+            index, weights, *rest = routing
+            routing = index, enter(weights, self.axis), *rest
+        return leave(self.original(enter(hidden, self.axis), *routing, **kwargs), self.axis)
+
+
+class GradientSum:
+    """Sums a gradient over the axis, or over a group of it, as a hook on its parameter."""
+
+    def __init__(self, axis: TensorAxis, group: Any = None) -> None:
+        self.axis, self.group = axis, group
+
+    def __call__(self, gradient: Tensor) -> Tensor:
+        return self.axis.sum(gradient.clone(memory_format=torch.contiguous_format), self.group)
+
+
+class VocabularyLoss:
+    """Computes a causal language model's loss from this rank's part of the logits, (..., vocabulary / ranks).
+
+    The formula is -log softmax at the label, with sums over the parts: Megatron-LM, arXiv 1909.08053, 3.
+    """
+
+    def __init__(self, axis: TensorAxis) -> None:
+        self.axis = axis
+
+    def __call__(
+        self,
+        logits: Tensor,
+        labels: Tensor | None,
+        vocab_size: int,
+        num_items_in_batch: Any = None,
+        ignore_index: int = -100,
+        shift_labels: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Return the mean (or the sum divided by ``num_items_in_batch``) over the labels that count."""
+        if shift_labels is None:
+            assert labels is not None
+            shift_labels = functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        wanted = shift_labels.reshape(-1).to(logits.device)
+        wide = logits if logits.dtype == torch.float64 else logits.float()
+        wide = wide.reshape(-1, logits.shape[-1])
+        counts = wanted != ignore_index
+        shift = self.axis.largest(wide.detach().amax(-1))
+        total = leave((wide - shift.unsqueeze(-1)).exp().sum(-1), self.axis)
+        local = wanted - self.axis.position * wide.shape[-1]
+        here = (local >= 0) & (local < wide.shape[-1])
+        own = wide.gather(-1, local.masked_fill(~here, 0).unsqueeze(-1)).squeeze(-1)
+        chosen = leave(own.masked_fill(~here, 0), self.axis)
+        losses = (total.log() + shift - chosen).masked_fill(~counts, 0)
+        if num_items_in_batch is None:
+            return losses.sum() / counts.sum()
+        if isinstance(num_items_in_batch, Tensor):
+            num_items_in_batch = num_items_in_batch.to(losses.device)
+        mean: Tensor = losses.sum() / num_items_in_batch
+        return mean
+
+
+Forward = Callable[[nn.Module, TensorAxis], SharedForward]
+LINEAR: dict[str, Forward] = {
+    "colwise": ColumnForward,
+    "colwise_gather_output": GatheredColumnForward,
+    "packed_colwise": ColumnForward,
+    "rowwise": RowForward,
+    "rowwise_split_input": SplitRowForward,
+}
+"""Names what linear layers compute by style."""

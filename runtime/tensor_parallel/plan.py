@@ -1,0 +1,63 @@
+"""Finds which style each module and parameter of a model has, from its own plan or the config's."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from ..errors import ParameterError
+
+STYLES = frozenset(
+    (
+        *("colwise", "colwise_gather_output", "rowwise", "rowwise_split_input"),
+        *("packed_colwise", "packed_rowwise", "embedding_rowwise", "embedding_colwise"),
+        *("replicated_with_grad_allreduce", "moe_tp_experts", "all_reduce", "replicate", "local_params"),
+    )
+)
+"""Names the styles that are supported, as Hugging Face's plans have them."""
+_OLD_NAMES = {"colwise_rep": "colwise_gather_output", "rowwise_rep": "rowwise_split_input"}
+
+
+def find_plan(model: nn.Module, given: Mapping[str, str] | None) -> dict[str, str]:
+    """Return the style of each module and parameter by its name.
+
+    Raises ParameterError for a model without a plan, a style that does not exist, and a name in a given plan
+    that the model does not have.
+    """
+    patterns = dict(given) if given is not None else _own_plan(model)
+    names = [name for name, _ in model.named_modules()]
+    names += [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    found: dict[str, str] = {}
+    for pattern, style in patterns.items():
+        style = _OLD_NAMES.get(style, style)
+        if style not in STYLES:
+            raise ParameterError(
+                f"tensor_parallel.plan: {pattern}: the style {style!r} is not supported; there are "
+                f"{', '.join(sorted(STYLES))}"
+            )
+        expression = re.compile(re.escape(pattern).replace(r"\*", r"\d+"))
+        matching = [name for name in names if expression.fullmatch(name)]
+        if given is not None and not matching:
+            raise ParameterError(f"tensor_parallel.plan: the model has nothing of the name {pattern}")
+        found.update(dict.fromkeys(matching, style))
+    if not any(style not in ("replicate", "colwise_gather_output") for style in found.values()):
+        raise ParameterError(
+            f"{type(model).__name__} has no plan for tensor parallelism: give one, tensor_parallel.plan "
+            '{"layers.*.mlp.up": "colwise", "layers.*.mlp.down": "rowwise", ...}, or set its size to 1'
+        )
+    return found
+
+
+def _own_plan(model: nn.Module) -> dict[str, str]:
+    """Return a Hugging Face model's own plan: the heads', and its base model's."""
+    own: Any = getattr(model, "_tp_plan", None)
+    config = getattr(model, "config", None)
+    base: Any = getattr(config, "base_model_tp_plan", None)
+    if not own and base:
+        prefix = getattr(model, "base_model_prefix", "")
+        inside = f"{prefix}." if prefix and hasattr(model, prefix) else ""
+        own = {f"{inside}{name}": style for name, style in base.items()}
+    return dict(own) if isinstance(own, Mapping) else {}

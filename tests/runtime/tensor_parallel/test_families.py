@@ -1,0 +1,317 @@
+"""Test that Hugging Face models which ranks share train as one process does, in float64."""
+
+from __future__ import annotations
+
+import copy
+import os
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+import zlaunch
+from tests.runtime.workers import join, run_workers
+
+pytest.importorskip("transformers")
+STEPS, BATCH, LENGTH, TOLERANCE = 5, 8, 12, 1e-9
+EPS = 1e-4
+"""Is large enough that gradients which are all but zero are not scaled up to the size of others."""
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+MOE = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen3": {"head_dim": 8},
+    "mistral": {},
+    "gemma": {"head_dim": 8},
+    "phi": {},
+    "olmo": {},
+    "olmo2": {},
+    "mixtral": MOE,
+    "qwen3_moe": {**MOE, "head_dim": 8},
+    "phi3": {},
+}
+
+
+def make(family: str, **changes: Any) -> Any:
+    """Make a tiny model of a family in float64, the same on every rank."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(family, **{**SIZES, **FAMILIES[family], **changes})
+    plainly = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    AutoModelForCausalLM.from_config(config, **plainly)  # loads its files
+    _compute_in_float64()
+    torch.manual_seed(1)
+    return AutoModelForCausalLM.from_config(config, **plainly).double()
+
+
+class _WideTorch:
+    """Stands for torch in the models' files, which compute norms, softmax and losses in float32."""
+
+    def __getattr__(self, name: str) -> Any:
+        return torch.float64 if name in ("float32", "float") else getattr(torch, name)
+
+
+def _compute_in_float64() -> None:
+    torch.Tensor.float = torch.Tensor.double  # type: ignore[method-assign]  # in a worker of this test alone
+    for name, module in list(sys.modules.items()):
+        if name.startswith("transformers.") and getattr(module, "torch", None) is torch:
+            module.torch = _WideTorch()  # type: ignore[attr-defined]  # it has that name
+
+
+def data() -> list[torch.Tensor]:
+    """Make the batches of all steps, over all ranks."""
+    generator = torch.Generator().manual_seed(2)
+    return [torch.randint(3, 64, (BATCH, LENGTH), generator=generator) for _ in range(STEPS)]
+
+
+def settings(stage: int, tensor: int, data_size: int, **changes: Any) -> dict[str, Any]:
+    """Return a config."""
+    return {
+        "train_batch_size": BATCH,
+        "train_micro_batch_size_per_gpu": BATCH // data_size,
+        "gradient_clipping": 0.5,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.01, "eps": EPS}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "parallel": {"tensor": tensor},
+        **changes,
+    }
+
+
+def plain(model: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Train in one process."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.01, eps=EPS)
+    losses = []
+    for batch in data():
+        loss = model(input_ids=batch, labels=batch).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, model.state_dict()
+
+
+def train(engine: Any, tensor: int, first: int = 0, last: int = STEPS) -> list[float]:
+    """Train on this rank's samples; return the mean losses of all ranks."""
+    world = torch.distributed.get_world_size()
+    position, size = torch.distributed.get_rank() // tensor, world // tensor
+    losses = []
+    for batch in data()[first:last]:
+        own = batch[position * BATCH // size : (position + 1) * BATCH // size]
+        loss = engine(input_ids=own, labels=own).loss
+        engine.backward(loss)
+        engine.step()
+        total = loss.detach().clone()
+        torch.distributed.all_reduce(total)
+        losses.append(total.item() / world)
+    return losses
+
+
+def distance(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:
+    """Return the largest error, relative to each tensor's largest element."""
+    assert found.keys() == wanted.keys()
+    return max(
+        ((found[name] - value).abs().max() / value.abs().max().clamp_min(1e-12)).item()
+        for name, value in wanted.items()
+    )
+
+
+def _train_families(families: list[str], tensor: int, stages: list[int], changes: dict[str, Any]) -> Any:
+    join()
+    world, worst = torch.distributed.get_world_size(), {}
+    for family in families:
+        losses, wanted = plain(make(family, **changes))
+        for stage in stages:
+            config = settings(stage, tensor, world // tensor)
+            engine, *_ = zlaunch.initialize(model=make(family, **changes), config=config)
+            own = train(engine, tensor)
+            worst[family, stage] = (
+                distance(engine.module.state_dict(), wanted),
+                max(abs(a - b) for a, b in zip(own, losses, strict=True)),
+            )
+            engine.destroy()
+    return worst
+
+
+@pytest.mark.parametrize(
+    ("families", "world", "tensor", "stages", "changes"),
+    [
+        (["llama", "qwen3"], 4, 2, [0, 1, 2, 3], {}),
+        (["mistral", "gemma", "phi", "olmo", "olmo2", "phi3", "mixtral", "qwen3_moe"], 4, 2, [3], {}),
+        (["llama", "qwen3"], 4, 4, [1, 3], {}),
+        (["llama", "gemma"], 2, 2, [2], {"tie_word_embeddings": True}),
+        (["qwen3"], 2, 2, [3], {"vocab_size": 65, "attention_bias": True}),
+    ],
+    ids=["stages", "families", "shared heads", "tied", "odd vocabulary"],
+)
+def test_training_equals_one_process(
+    families: list[str], world: int, tensor: int, stages: list[int], changes: dict[str, Any]
+) -> None:
+    for worst in run_workers(_train_families, world, families, tensor, stages, changes):
+        assert len(worst) == len(families) * len(stages)
+        for case, errors in worst.items():
+            assert max(errors) < TOLERANCE, (case, errors)
+
+
+def _resume(folder: str, tensor: int, stage: int, first: bool) -> list[float]:
+    join()
+    world = torch.distributed.get_world_size()
+    engine, *_ = zlaunch.initialize(
+        model=make("qwen3", tie_word_embeddings=True), config=settings(stage, tensor, world // tensor)
+    )
+    if first:
+        losses = train(engine, tensor, last=2)
+        engine.save_checkpoint(folder)
+        return losses + train(engine, tensor, first=2)
+    assert engine.load_checkpoint(folder)[0] is not None
+    return train(engine, tensor, first=2)
+
+
+LAYOUTS = [(1, 1, 0), (2, 1, 3), (2, 2, 1), (2, 2, 3), (4, 2, 2), (4, 4, 3), (4, 4, 0), (4, 2, 3)]
+"""World size, tensor ranks and stage."""
+
+
+@pytest.mark.parametrize("saved", [(4, 2, 3), (4, 4, 1), (1, 1, 0)], ids=str)
+def test_a_checkpoint_resumes_under_any_layout(saved: tuple[int, int, int], tmp_path: Any) -> None:
+    world, tensor, stage = saved
+    losses = run_workers(_resume, world, str(tmp_path), tensor, stage, True)[0]
+    for other_world, other_tensor, other_stage in LAYOUTS:
+        if (other_world, other_tensor, other_stage) == saved:
+            continue
+        resumed = run_workers(_resume, other_world, str(tmp_path), other_tensor, other_stage, False)[0]
+        assert resumed == pytest.approx(losses[2:], abs=TOLERANCE), (other_world, other_tensor, other_stage)
+
+
+def test_an_export_is_whole(tmp_path: Any) -> None:
+    run_workers(_resume, 4, str(tmp_path), 2, 3, True)
+    from zlaunch.runtime.checkpoint.export.full_weights import get_fp32_state_dict_from_zero_checkpoint
+
+    state = get_fp32_state_dict_from_zero_checkpoint(tmp_path)
+    model = make("qwen3", tie_word_embeddings=True)
+    assert {name: tuple(value.shape) for name, value in state.items()} == {
+        name: tuple(value.shape) for name, value in model.state_dict().items()
+    }
+
+
+def _handles() -> dict[str, Any]:
+    rank, found = join(), dict[str, Any]()
+    model = make("llama")
+    wanted = copy.deepcopy(model).state_dict()
+    engine, *_ = zlaunch.initialize(model=model, config=settings(3, 2, 1))
+    found["part"] = tuple(engine.module.get_parameter("model.layers.0.mlp.up_proj.weight").shape)
+    state = engine.module.state_dict()
+    found["state"] = all(torch.equal(state[name], value) for name, value in wanted.items())
+    doubled = {name: value * 2 for name, value in wanted.items()}
+    engine.module.load_state_dict(doubled)
+    after = engine.module.state_dict()
+    found["loaded"] = all(torch.equal(after[name], value) for name, value in doubled.items())
+    try:
+        batch = torch.full((2, 4), 3 + rank)
+        engine(input_ids=batch, labels=batch)
+    except zlaunch.ZlaunchError as error:
+        found["batches"] = str(error)
+    return found
+
+
+def test_handles_give_whole_tensors_and_different_batches_are_refused() -> None:
+    for found in run_workers(_handles, 2):
+        assert found["part"] == (24, 32)
+        assert found["state"] and found["loaded"]
+        assert "ranks 0 to 1 share each layer" in found["batches"]
+
+
+def _loss() -> list[float]:
+    join()
+    found = []
+    for is_parallel in (False, True):
+        section = {"autotp_size": 2, "vocab_parallel_loss": is_parallel}
+        config = {**settings(2, 1, 1), "parallel": {}, "tensor_parallel": section}
+        engine, *_ = zlaunch.initialize(model=make("llama"), config=config)
+        found.append(train(engine, 2)[-1])
+        engine.destroy()
+    return found
+
+
+def test_the_vocabulary_parallel_loss_is_the_loss() -> None:
+    for plain_loss, parallel in run_workers(_loss, 2):
+        assert parallel == pytest.approx(plain_loss, rel=1e-9)
+
+
+def _dropout() -> tuple[list[float], int]:
+    rank = join()
+    engine, *_ = zlaunch.initialize(
+        model=make("phi", resid_pdrop=0.3, embd_pdrop=0.3), config=settings(1, 2, 1)
+    )
+    torch.manual_seed(rank)  # what scripts do that give each rank other samples
+    losses = []
+    for batch in data():
+        loss = engine(input_ids=batch, labels=batch).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses, os.getpid()
+
+
+def test_dropout_is_equal_where_activations_are() -> None:
+    (first, one), (second, other) = run_workers(_dropout, 2)
+    assert first == second and one != other
+
+
+def _whole_optimizer() -> str:
+    join()
+    model = make("llama")
+    optimizer = torch.optim.Adafactor(model.parameters())
+    config = {**settings(0, 2, 1), "optimizer": None}
+    try:
+        zlaunch.initialize(model=model, optimizer=optimizer, config=config)
+    except zlaunch.ZlaunchError as error:
+        return str(error)
+    return ""
+
+
+def test_an_optimizer_of_whole_tensors_is_refused() -> None:
+    for said in run_workers(_whole_optimizer, 2):
+        assert "optimizer Adafactor needs whole tensors" in said
+
+
+def _refused(family: str, tensor: int, changes: dict[str, Any], config: dict[str, Any]) -> str:
+    join()
+    world = torch.distributed.get_world_size()
+    try:
+        model = make(family, **changes) if family != "none" else torch.nn.Linear(4, 4)
+        zlaunch.initialize(model=model, config={**settings(1, tensor, world // tensor), **config})
+    except zlaunch.ZlaunchError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "config", "text"),
+    [
+        ("none", {}, {}, "Linear has no plan"),
+        ("llama", {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 24}, {},
+         "2 ranks cannot share 3 attention heads"),
+        ("llama", {"intermediate_size": 47}, {}, "cannot be divided by 2"),
+        ("llama", {}, {"tensor_parallel": {"plan": {"model.layers.*.mlp.up": "colwise"}}},
+         "nothing of the name model.layers.*.mlp.up"),
+        ("llama", {}, {"tensor_parallel": {"plan": {"lm_head": "sideways"}}}, "'sideways' is not supported"),
+    ],
+    ids=["no plan", "heads", "width", "name", "style"],
+)  # fmt: skip
+def test_what_cannot_be_shared_is_refused(
+    family: str, changes: dict[str, Any], config: dict[str, Any], text: str
+) -> None:
+    for said in run_workers(_refused, 2, family, 2, changes, config):
+        assert text in said and said
