@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 Box = tuple[tuple[tuple[int, int], ...], ...]
@@ -24,8 +23,8 @@ class Cut:
     """The part of each rank of the axis, all of one shape; several ranks may have equal ones."""
     position: int
     """This rank's place on the axis."""
-    group: Any = field(compare=False)
-    """The process group of the axis."""
+    gather: Callable[[Tensor], list[Tensor]] | None = field(compare=False)
+    """Returns the parts of all ranks of the axis, in their order. Collective for them."""
 
     def __deepcopy__(self, memo: Any) -> Cut:
         return self
@@ -51,11 +50,8 @@ class Cut:
 
     def whole(self, part: Tensor) -> Tensor:
         """Gather the whole tensor from the parts of the axis. Collective for its ranks."""
-        parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in self.boxes]
-        if len(parts) == 1:
-            parts = [part]
-        else:
-            dist.all_gather(parts, part.detach().contiguous(), group=self.group)
+        assert self.gather is not None
+        parts = self.gather(part.detach().contiguous())
         whole = part.new_empty(self.shape)
         for box, values in zip(self.boxes, parts, strict=True):
             put(whole, box, values)

@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 
 from torch import Tensor, nn
 
+from ..errors import UnsupportedError
 from ..zero.unit import owner_of
 
 
@@ -33,6 +34,13 @@ def GatheredParameters(
             stack.enter_context(unit.hold())
         yield
         if modifier_rank is not None:
+            for unit in units:
+                if unit.comm.data.size < unit.comm.world_size:
+                    raise UnsupportedError(
+                        f"GatheredParameters(modifier_rank={modifier_rank}): {unit.names[0]} and others are "
+                        "under tensor parallelism, where one rank has parts alone: change them on all ranks "
+                        "by engine.module.load_state_dict()"
+                    )
             for unit in units:
                 unit.comm.broadcast(unit.full, modifier_rank)
                 unit.write_back()

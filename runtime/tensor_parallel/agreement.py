@@ -63,6 +63,16 @@ class Agreement:
                 torch.cuda.set_rng_state(held[1], device)
 
 
+class Forget:
+    """Lets go of the last value that was entered, at the end of a forward pass: a hook."""
+
+    def __init__(self, axis: TensorAxis) -> None:
+        self._axis = axis
+
+    def __call__(self, *arguments: Any) -> None:
+        self._axis.entered = None
+
+
 def uses_dropout(model: nn.Module) -> bool:
     """Tell whether a model has dropout: a module with a probability, or a config that names one."""
     for module in model.modules():

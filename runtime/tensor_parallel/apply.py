@@ -15,7 +15,7 @@ from ..environment import read_environment
 from ..errors import ParameterError
 from ..log import say
 from ..zero.unit import owner_of
-from .agreement import Agreement, uses_dropout
+from .agreement import Agreement, Forget, uses_dropout
 from .axis import TensorAxis
 from .forwards import (
     LINEAR,
@@ -58,6 +58,7 @@ def share_layers(model: nn.Module, config: Config, comm: Comm) -> None:
     work.apply()
     keep_states_whole(model)
     model.register_forward_pre_hook(Agreement(axis, uses_dropout(model)), with_kwargs=True)
+    model.register_forward_hook(Forget(axis), always_call=True)
     if comm.rank == 0:
         crossing = _crosses_nodes(axis.size)
         say(
@@ -303,7 +304,7 @@ class _Application:
                 if boxes is None:
                     parameter.data = whole
                     continue
-                cut = Cut(tuple(whole.shape), boxes, axis.position, axis.group)
+                cut = Cut(tuple(whole.shape), boxes, axis.position, axis.gather_all)
                 parameter.data = cut.part(whole)
                 mark(parameter, cut)
         for name, forward in self.forwards.items():

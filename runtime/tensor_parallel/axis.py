@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -13,6 +14,7 @@ from torch import Tensor
 from ..comm.collectives import Comm
 from ..comm.pending import Work
 from ..comm.waits import waits
+from ..zero import placeholder
 
 _CHANNEL = "tensor"
 
@@ -30,6 +32,10 @@ class TensorAxis:
         self.position = comm.rank % self.size
         self.first = comm.rank - self.position
         self.group: Any = None
+        self.entered: tuple[weakref.ref[Tensor], tuple[int, bool], Tensor] | None = None
+        """Keeps the last value that was entered, when, and as what: layers that compute with the same value
+        get the same, so that autograd adds up their gradients and one sum serves them all.
+        """
 
     def open(self) -> None:
         """Make the process group. Collective for all ranks."""
@@ -66,11 +72,14 @@ class TensorAxis:
 
     def gather(self, part: Tensor) -> Tensor:
         """Return the parts of all ranks, joined along the last dimension."""
+        return torch.cat(self.gather_all(part.contiguous()), -1)
+
+    def gather_all(self, part: Tensor) -> list[Tensor]:
+        """Return the parts of all ranks; ``part`` is contiguous."""
         self.comm._count("tensor", part.numel() * self.size)
-        part = part.contiguous()
         parts = [torch.empty_like(part) for _ in range(self.size)]
         self._wait(dist.all_gather(parts, part, group=self.group, async_op=True), part)
-        return torch.cat(parts, -1)
+        return parts
 
     def own(self, whole: Tensor) -> Tensor:
         """Return this rank's part of the last dimension."""
@@ -140,7 +149,15 @@ class _Split(torch.autograd.Function):
 
 def enter(value: Tensor, axis: TensorAxis) -> Tensor:
     """Return a value that all ranks of the axis have, for computing different parts with it."""
+    if not (value.requires_grad and torch.is_grad_enabled()):
+        return value
+    moment = value._version, placeholder.in_backward()
+    if axis.entered is not None:
+        known, when, entered = axis.entered
+        if known() is value and when == moment:
+            return entered
     found: Tensor = _Enter.apply(value, axis)  # type: ignore[no-untyped-call]  # torch does not type it
+    axis.entered = weakref.ref(value), moment, found
     return found
 
 

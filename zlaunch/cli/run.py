@@ -22,6 +22,7 @@ from zlaunch.plan.options import Options, python_there
 if TYPE_CHECKING:
     from zlaunch.launchers.base import Launcher
     from zlaunch.plan.plan import Plan
+    from zlaunch.runtime.config import MeshShape
 
 _SETTINGS = {**SETTINGS, "allow_interspersed_args": False}
 _EPILOG = "A script with the name of a command: zlaunch ./ps"
@@ -93,7 +94,13 @@ def run(command: tuple[str, ...], **given: Any) -> int:
             raise click.UsageError(
                 "--dry_run: the hostfile has hosts without slots=N, so only a launch can tell"
             )
-        _print_plan(plan, as_json=given["as_json"])
+        mesh = checks.find_mesh(
+            (command[0], *given.get("configs", ()), *command[1:]),
+            module=mode == "module",
+            folder=given["workdir"],
+            world_size=plan.world_size,
+        )
+        _print_plan(plan, mesh, as_json=given["as_json"])
         if launcher.spans_nodes:
             note = "addresses, interfaces, cores and GPUs are filled in when the nodes have answered"
             print(f"zlaunch: {note}", file=sys.stderr)
@@ -168,7 +175,7 @@ def _check_command(
     return "script"
 
 
-def _print_plan(plan: Plan, *, as_json: bool) -> None:
+def _print_plan(plan: Plan, mesh: MeshShape | None, *, as_json: bool) -> None:
     if as_json:
         print(plan.shown())
         return
@@ -177,7 +184,7 @@ def _print_plan(plan: Plan, *, as_json: bool) -> None:
     from zlaunch.cli.tables import stdout_console
     from zlaunch.view.plan_table import plan_table
 
-    stdout_console().print(plan_table(plan))
+    stdout_console().print(plan_table(plan, mesh))
 
 
 def _launch(launcher: Launcher, why: str, ranks: list[int] | None, given: dict[str, Any]) -> int:

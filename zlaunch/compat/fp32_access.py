@@ -313,6 +313,11 @@ def _find(param: Tensor) -> _Parameter | None:
     engine, unit = engine_of(param), owner_of(param)
     if engine is None or unit is None or not unit.trainable or engine._shard_step is None:
         return None
+    if unit.comm.data.size < unit.comm.world_size:
+        raise UnsupportedError(
+            f"single values and gradients of {unit.names[0]} and others cannot be read or set under tensor "
+            "parallelism yet: use engine.module.state_dict(), load_state_dict(), or checkpoints"
+        )
     unit.check_here(*STATES)
     engine._shard_step.wait()
     if not unit.shard_params:

@@ -10,12 +10,16 @@ import shutil
 import socket
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from zlaunch.errors import LaunchError
 from zlaunch.hostfiles.hostlist import ranges
+
+if TYPE_CHECKING:
+    from zlaunch.runtime.config import MeshShape
 
 _CONFIG_SUFFIXES = (".json", ".yaml", ".yml")
 _TORCH_USERS = {"torch", "zlaunch", "deepspeed", "transformers", "accelerate", "lightning", "torchvision"}
@@ -221,6 +225,24 @@ def _check_config(
     else:
         return loaded.warnings if ours else ()
     return ()
+
+
+def find_mesh(
+    command: Sequence[str], *, module: bool, folder: str | None, world_size: int
+) -> MeshShape | None:
+    """Return the mesh of ranks that a command's config asks for; None where each rank has whole layers."""
+    from zlaunch.runtime.config import ConfigError, load, mesh_shape
+
+    for _, name, surely_ours in config_arguments(command[1:]):
+        script = command[0] if module else os.path.join(folder or "", command[0])
+        path = os.path.join(folder or "", name)
+        if not os.path.isfile(path):
+            continue
+        if surely_ours or _imported(script, module=module) & _CONFIG_USERS:
+            with suppress(ConfigError, ValueError):
+                mesh = mesh_shape(load(path).config, world_size)
+                return mesh if mesh.tensor > 1 else None
+    return None
 
 
 def _config_near(path: str) -> str:

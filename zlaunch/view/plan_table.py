@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -11,19 +12,49 @@ from rich.text import Text
 
 from zlaunch.plan.plan import Plan
 
+if TYPE_CHECKING:
+    from zlaunch.runtime.config import MeshShape
 
-def plan_table(plan: Plan) -> RenderableType:
-    """Show who runs where with what; what all workers share is said once."""
+
+def plan_table(plan: Plan, mesh: MeshShape | None = None) -> RenderableType:
+    """Show who runs where with what, and its place in the mesh of ranks; what all share is said once."""
     workers = [worker for node in plan.nodes for worker in node.workers]
     shared = set(workers[0].env.items()).intersection(*(worker.env.items() for worker in workers))
     table = Table(title=f"run {plan.run_id}", title_justify="left", show_lines=len(workers) < 17)
-    for name in ("rank", "host", "own environment", "command"):
+    names = ("rank", "host", *(("mesh",) if mesh else ()), "own environment", "command")
+    for name in names:
         table.add_column(name, overflow="fold")
     for node in plan.nodes:
         for worker in node.workers:
             own = (f"{key}={value}" for key, value in worker.env.items() if (key, value) not in shared)
-            table.add_row(str(worker.rank), node.host, Text("\n".join(own)), Text(shlex.join(worker.argv)))
-    return Group(table, Text("\n".join(_facts(plan, dict(shared)))))
+            place = [_place(mesh, worker.rank)] if mesh else []
+            rest = Text("\n".join(own)), Text(shlex.join(worker.argv))
+            table.add_row(str(worker.rank), node.host, *place, *rest)
+    drawn = [] if mesh is None else [_draw(plan, mesh)]
+    return Group(table, *drawn, Text("\n".join(_facts(plan, dict(shared)))))
+
+
+def _place(mesh: MeshShape, rank: int) -> str:
+    return "\n".join(f"{axis} {position}" for axis, position in mesh.coordinates(rank).items())
+
+
+def _draw(plan: Plan, mesh: MeshShape) -> RenderableType:
+    """Draw the mesh: a row for each position on the data axis, whose ranks share each layer."""
+    hosts = {worker.rank: node.host for node in plan.nodes for worker in node.workers}
+    table = Table(title=f"mesh: data {mesh.data} * tensor {mesh.tensor}", title_justify="left")
+    table.add_column("")
+    for position in range(mesh.tensor):
+        table.add_column(f"tensor {position}")
+    crossing = []
+    for row in range(mesh.data):
+        ranks = range(row * mesh.tensor, (row + 1) * mesh.tensor)
+        table.add_row(f"data {row}", *(f"rank {rank} on {hosts[rank]}" for rank in ranks))
+        if len({hosts[rank] for rank in ranks}) > 1:
+            crossing.append(str(row))
+    if not crossing:
+        return table
+    text = f"warning: each layer waits for the network between nodes at data {', '.join(crossing)}"
+    return Group(table, Text(text))
 
 
 def _facts(plan: Plan, shared: dict[str, str]) -> Iterator[str]:

@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import zlaunch
 from tests.runtime.workers import join, run_workers
+from zlaunch.runtime.checkpoint.export.consolidate import consolidated_state_dict
 
 pytest.importorskip("transformers")
 STEPS, BATCH, LENGTH, TOLERANCE = 5, 8, 12, 1e-9
@@ -205,6 +207,96 @@ def test_an_export_is_whole(tmp_path: Any) -> None:
     }
 
 
+def _variant(kind: str, tensor: int, folder: str) -> list[float]:
+    join()
+    world = torch.distributed.get_world_size()
+    config = settings(3, tensor, world // tensor)
+    offloaded = {"device": "cpu"}
+    if kind == "offload":
+        config["zero_optimization"] |= {"offload_optimizer": offloaded, "offload_param": offloaded}
+    if kind == "disk":
+        config["zero_optimization"] |= {"offload_optimizer": {"device": "nvme", "nvme_path": folder}}
+    model = make("qwen3", tie_word_embeddings=True)
+    if kind == "recomputation":
+        model.gradient_checkpointing_enable()
+        model.train()
+    engine, *_ = zlaunch.initialize(model=model, config=config)
+    shapes = {
+        name: value.shape for name, value in make("qwen3", tie_word_embeddings=True).state_dict().items()
+    }
+    losses = train(engine, tensor)
+    state = consolidated_state_dict(engine._sharded)
+    assert not state or {name: value.shape for name, value in state.items()} == shapes
+    return losses
+
+
+@pytest.mark.parametrize("kind", ["offload", "disk", "recomputation"])
+def test_what_else_the_runtime_does_goes_with_it(kind: str, tmp_path: Any) -> None:
+    wanted = run_workers(_variant, 1, "plain", 1, str(tmp_path))[0]
+    found = run_workers(_variant, 4, kind, 2, str(tmp_path))[0]
+    assert found[:STEPS] == pytest.approx(wanted, abs=TOLERANCE)
+
+
+class _Network(nn.Module):
+    """Has layers of two linear maps, with biases and a vocabulary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(16, 8, padding_idx=3)
+        self.layers = nn.ModuleList(
+            nn.ModuleDict({"up": nn.Linear(8, 12), "down": nn.Linear(12, 8)}) for _ in range(2)
+        )
+        self.head = nn.Linear(8, 6)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.words(words)
+        for layer in self.layers:
+            assert isinstance(layer, nn.ModuleDict)
+            hidden = hidden + layer["down"](torch.tanh(layer["up"](hidden)))
+        found: torch.Tensor = self.head(hidden)
+        return found
+
+
+PLANS = [
+    {"words": "embedding_rowwise", "layers.*.up": "colwise", "layers.*.down": "rowwise"},
+    {
+        "words": "embedding_colwise",
+        "layers.*.up": "colwise_gather_output",
+        "layers.*.down": "rowwise_split_input",
+        "head": "colwise_gather_output",
+    },
+]
+
+
+def _train_own(plan: dict[str, str] | None, in_init: bool) -> dict[str, torch.Tensor]:
+    join()
+    world = torch.distributed.get_world_size()
+    tensor = 2 if plan else 1
+    config = settings(3, tensor, world // tensor, tensor_parallel={"plan": plan})
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(4)
+    if in_init:
+        with zlaunch.zero.Init(config_dict_or_path=config):
+            model = _Network()
+    else:
+        model = _Network()
+    engine, *_ = zlaunch.initialize(model=model, config=config)
+    position, size = torch.distributed.get_rank() // tensor, world // tensor
+    for batch in data():
+        own = batch[position * BATCH // size : (position + 1) * BATCH // size] % 16
+        engine.backward(engine(own).square().mean())
+        engine.step()
+    return {name: value.clone() for name, value in engine.module.state_dict().items()}
+
+
+@pytest.mark.parametrize("in_init", [False, True], ids=["plain", "zero.Init"])
+def test_plans_by_hand(in_init: bool) -> None:
+    wanted = run_workers(_train_own, 1, None, in_init)[0]
+    for plan in PLANS:
+        for found in run_workers(_train_own, 4, plan, in_init):
+            assert distance(found, wanted) < TOLERANCE
+
+
 def _handles() -> dict[str, Any]:
     rank, found = join(), dict[str, Any]()
     model = make("llama")
@@ -230,6 +322,24 @@ def test_handles_give_whole_tensors_and_different_batches_are_refused() -> None:
         assert found["part"] == (24, 32)
         assert found["state"] and found["loaded"]
         assert "ranks 0 to 1 share each layer" in found["batches"]
+
+
+def _moved() -> tuple[int, int]:
+    join()
+    engine, *_ = zlaunch.initialize(model=make("llama"), config=settings(1, 2, 1))
+    batch = data()[0]
+    engine(input_ids=batch, labels=batch)  # the first one
+    comm = engine._sharded.comm
+    before = comm.moved["tensor"]
+    engine.backward(engine(input_ids=batch, labels=batch).loss)
+    tokens, width, layers, words = BATCH * LENGTH, 32, 2, 64
+    checks = 2 * 8  # that the ranks have one batch
+    return comm.moved["tensor"] - before, tokens * (layers * 8 * width + 4 * width + words) + checks
+
+
+def test_what_the_axis_moves_is_the_formula() -> None:
+    for moved, wanted in run_workers(_moved, 2):
+        assert moved == wanted
 
 
 def _loss() -> list[float]:

@@ -72,19 +72,23 @@ class DeepSpeedEngine(ConfigGetters, Engine):
 
     @property
     def dp_world_size(self) -> int:
-        """Return the number of all ranks: there is data parallelism alone."""
-        return self.world_size
+        """Return the number of ranks that train on different samples."""
+        return self.data_parallel_size
 
     seq_dp_world_size = dp_world_size
-    mp_world_size = 1
+
+    @property
+    def mp_world_size(self) -> int:
+        """Return the number of ranks that share each layer."""
+        return self.world_size // self.data_parallel_size
 
     def get_data_parallel_rank(self) -> int:
-        """Return the rank."""
-        return self.global_rank
+        """Return this rank's place among the ranks that train on different samples."""
+        return self.global_rank // self.mp_world_size
 
     def get_model_parallel_rank(self) -> int:
-        """Return 0."""
-        return 0
+        """Return this rank's place among the ranks that share each layer."""
+        return self.global_rank % self.mp_world_size
 
     get_tensor_parallel_rank = get_model_parallel_rank
 

@@ -1,4 +1,4 @@
-"""``deepspeed.utils.groups``: all ranks are data-parallel, every other dimension has one rank."""
+"""``deepspeed.utils.groups``: data and tensor parallelism; every other dimension has one rank."""
 
 from __future__ import annotations
 
@@ -6,20 +6,50 @@ from typing import Any
 
 import torch.distributed as dist
 
+from zlaunch.runtime.comm.process_group import open_comms
+from zlaunch.runtime.tensor_parallel.axis import axes
+
+
+def _newest() -> Any:
+    """Return the newest engine's communicator, or None."""
+    return max(open_comms, key=lambda comm: int(comm.number), default=None)
+
 
 def _get_data_parallel_group() -> Any:
-    """Return the group of all ranks."""
-    return dist.group.WORLD
+    """Return the group of the ranks that train on different samples."""
+    comm = _newest()
+    if comm is None or comm.data.size == comm.world_size:
+        return dist.group.WORLD
+    return comm.data.gather_group
 
 
 def _get_data_parallel_world_size() -> int:
-    """Return how many ranks there are."""
-    return dist.get_world_size()
+    """Return how many ranks train on different samples."""
+    comm = _newest()
+    return dist.get_world_size() if comm is None else int(comm.data.size)
 
 
 def _get_data_parallel_rank() -> int:
-    """Return this rank."""
-    return dist.get_rank()
+    """Return this rank's place among those."""
+    comm = _newest()
+    return dist.get_rank() if comm is None else int(comm.data.position)
+
+
+def _get_model_parallel_world_size() -> int:
+    """Return how many ranks share each layer."""
+    return dist.get_world_size() // _get_data_parallel_world_size()
+
+
+def _get_model_parallel_rank() -> int:
+    """Return this rank's place among those."""
+    return dist.get_rank() % _get_model_parallel_world_size()
+
+
+def _get_model_parallel_group() -> Any:
+    """Return the group of the ranks that share each layer; None where each has whole layers."""
+    comm = _newest()
+    axis = None if comm is None else axes.get(comm)
+    return None if axis is None else axis.group
 
 
 def _get_one() -> int:
@@ -36,10 +66,12 @@ def _get_no_group() -> None:
     """Return None: there is no such group."""
 
 
-_get_sequence_parallel_world_size = _get_model_parallel_world_size = _get_one
-_get_tensor_model_parallel_world_size = _get_expert_parallel_world_size = _get_one
-_get_sequence_parallel_rank = _get_model_parallel_rank = _get_tensor_model_parallel_rank = _get_zero
-_get_sequence_parallel_group = _get_model_parallel_group = _get_tensor_model_parallel_group = _get_no_group
+_get_sequence_parallel_world_size = _get_expert_parallel_world_size = _get_one
+_get_sequence_parallel_rank = _get_zero
+_get_sequence_parallel_group = _get_no_group
+_get_tensor_model_parallel_world_size = _get_model_parallel_world_size
+_get_tensor_model_parallel_rank = _get_model_parallel_rank
+_get_tensor_model_parallel_group = _get_model_parallel_group
 _get_sequence_data_parallel_group = _get_data_parallel_group
 _get_sequence_data_parallel_world_size = _get_data_parallel_world_size
 _get_sequence_data_parallel_rank = _get_data_parallel_rank
