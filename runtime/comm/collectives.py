@@ -128,8 +128,7 @@ class Comm:
 
     def copies_of(self, parameter: Tensor) -> int:
         """Return how many of the ranks that share layers have equal values of a parameter's part."""
-        cut = cut_of(parameter)
-        return self.world_size // self.data.size if cut is None else cut.copies
+        return int(getattr(cut_of(parameter), "copies", self.world_size // self.data.size))
 
     def _begin(self, channel: int, label: int, kind: str, numel: int) -> Note:
         """Note the start of a collective about a labelled tensor, and count its volume."""
@@ -221,7 +220,8 @@ class Comm:
         link = among or self._world
         if link.size > 1 and tensor.numel():
             self._count("broadcast", tensor.numel())
-            work = dist.broadcast(tensor, group=link.gather_group, group_src=source, async_op=True)
+            first = dist.get_global_rank(link.gather_group, source)
+            work = dist.broadcast(tensor, first, group=link.gather_group, async_op=True)
             Work(work, *self._control("shares values of rank 0"), tensor).wait()
 
     def exchange(self, value: object, what: str = "agrees with the other ranks") -> list[Any]:
