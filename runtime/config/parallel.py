@@ -3,42 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Protocol
+from typing import Protocol
 
-from pydantic import BeforeValidator, WithJsonSchema
-
-from .field_types import Bool, Count, Section, Whole, ok, real
+from .field_types import AutoInt, Bool, Count, Section, Whole, ok
 from .unsupported import with_missing
 from .zero import ShardGroupSize
-
-
-def _size(value: Any) -> int | str:
-    """Return a number of ranks, or "auto"."""
-    if value == "auto":
-        return "auto"
-    number = real(value)
-    if number is None or number != int(number) or number < 1:
-        raise ValueError('"auto" or a whole number, 1 or more')
-    return int(number)
-
-
-AxisSize = Annotated[
-    Literal["auto"] | int,
-    BeforeValidator(_size),
-    WithJsonSchema({"anyOf": [{"enum": ["auto"]}, {"type": "integer", "minimum": 1}]}),
-]
 
 
 @with_missing("parallel")
 class Parallel(Section):
     """The mesh of ranks: how many share what. The sizes multiply to the number of ranks."""
 
-    data: AxisSize = ok("auto")
+    data: AutoInt = ok("auto")
     """Ranks that train on different samples; "auto": all that the other axes leave."""
     tensor: Count = ok(1)
     """Ranks that share each layer's computation (zlaunch's own key for tensor_parallel.autotp_size)."""
     shard_group: ShardGroupSize | None = ok(None)
-    """As zero_optimization.shard_group."""
+    """Ranks that parameters are sharded over: another place for zero_optimization.shard_group."""
 
 
 @with_missing("tensor_parallel")

@@ -231,9 +231,8 @@ class ShardedOptimizer:
         in_data = self._comm.data.size // (self._comm.link.shards if self._sharded else 1)
         for copies in {unit.copies: None for unit in self.units}:
             if squares := self._squares(copies):
-                total = total + torch.stack(squares).sum() / (
-                    in_data * copies
-                )  # so many ranks hold each part
+                holders = in_data * copies  # so many ranks hold each part
+                total = total + torch.stack(squares).sum() / holders
         flags = [float(preemption.requested()), *map(float, used), *self._comm.order.marks()]
         mine = _to_device(torch.tensor(flags, dtype=torch.float64), device)
         return self._comm.all_reduce_scalars(torch.cat([total.reshape(1), mine]))

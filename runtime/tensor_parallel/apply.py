@@ -32,6 +32,7 @@ from .whole_states import keep_states_whole
 _DIM = {"colwise": -2, "colwise_gather_output": -2, "packed_colwise": -2}
 _DIM |= {"rowwise": -1, "rowwise_split_input": -1, "packed_rowwise": -1}
 _SHARED_HEADS = ("k_proj", "v_proj")
+_HEADS, _FUSED = ("q_proj", "k_proj"), ("qkv_proj", "query_key_value")
 
 
 def share_layers(model: nn.Module, config: Config, comm: Comm) -> None:
@@ -127,11 +128,16 @@ class _Application:
 
     def _check_heads(self) -> None:
         size, heads, keys = self.axis.size, self.heads, self.key_heads
-        attention = [n for n, s in self.plan.items() if s == "colwise" and n.endswith(("q_proj", "k_proj"))]
+        attention = [n for n, s in self.plan.items() if s == "colwise" and n.endswith((*_HEADS, *_FUSED))]
         if not attention or not isinstance(heads, int) or not isinstance(keys, int):
             return
-        if heads % size or (keys % size and size % keys):
-            fitting = [n for n in range(1, heads + 1) if heads % n == 0 and (keys % n == 0 or n % keys == 0)]
+        is_fused = any(name.endswith(_FUSED) for name in attention)  # whose heads cannot be given twice
+
+        def fits(n: int) -> bool:
+            return heads % n == 0 and (keys % n == 0 or (n % keys == 0 and not is_fused))
+
+        if not fits(size):
+            fitting = [n for n in range(1, heads + 1) if fits(n)]
             raise ParameterError(
                 f"tensor parallelism: {size} ranks cannot share {heads} attention heads and {keys} key-value "
                 f"heads; sizes that would do: {', '.join(map(str, fitting))}"
