@@ -9,16 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import zlaunch
+from tests.runtime.tensor_parallel.task import BATCH, EPS, LENGTH, STEPS, TOLERANCE, data, distance, settings
 from tests.runtime.workers import join, run_workers
 from zlaunch.runtime.checkpoint.export.consolidate import consolidated_state_dict
 
 pytest.importorskip("transformers")
-STEPS, BATCH, LENGTH, TOLERANCE = 5, 8, 12, 1e-9
-EPS = 1e-4
-"""Is large enough that gradients which are all but zero are not scaled up to the size of others."""
 SIZES = {
     "vocab_size": 64,
     "hidden_size": 32,
@@ -72,25 +69,6 @@ def _compute_in_float64() -> None:
             module.torch = _WideTorch()  # type: ignore[attr-defined]  # it has that name
 
 
-def data() -> list[torch.Tensor]:
-    """Make the batches of all steps, over all ranks."""
-    generator = torch.Generator().manual_seed(2)
-    return [torch.randint(3, 64, (BATCH, LENGTH), generator=generator) for _ in range(STEPS)]
-
-
-def settings(stage: int, tensor: int, data_size: int, **changes: Any) -> dict[str, Any]:
-    """Return a config."""
-    return {
-        "train_batch_size": BATCH,
-        "train_micro_batch_size_per_gpu": BATCH // data_size,
-        "gradient_clipping": 0.5,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.01, "eps": EPS}},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        "parallel": {"tensor": tensor},
-        **changes,
-    }
-
-
 def plain(model: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Train in one process."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.01, eps=EPS)
@@ -119,15 +97,6 @@ def train(engine: Any, tensor: int, first: int = 0, last: int = STEPS) -> list[f
         torch.distributed.all_reduce(total)
         losses.append(total.item() / world)
     return losses
-
-
-def distance(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:
-    """Return the largest error, relative to each tensor's largest element."""
-    assert found.keys() == wanted.keys()
-    return max(
-        ((found[name] - value).abs().max() / value.abs().max().clamp_min(1e-12)).item()
-        for name, value in wanted.items()
-    )
 
 
 def _train_families(families: list[str], tensor: int, stages: list[int], changes: dict[str, Any]) -> Any:
@@ -235,66 +204,6 @@ def test_what_else_the_runtime_does_goes_with_it(kind: str, tmp_path: Any) -> No
     wanted = run_workers(_variant, 1, "plain", 1, str(tmp_path))[0]
     found = run_workers(_variant, 4, kind, 2, str(tmp_path))[0]
     assert found[:STEPS] == pytest.approx(wanted, abs=TOLERANCE)
-
-
-class _Network(nn.Module):
-    """Has layers of two linear maps, with biases and a vocabulary."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words = nn.Embedding(16, 8, padding_idx=3)
-        self.layers = nn.ModuleList(
-            nn.ModuleDict({"up": nn.Linear(8, 12), "down": nn.Linear(12, 8)}) for _ in range(2)
-        )
-        self.head = nn.Linear(8, 6)
-
-    def forward(self, words: torch.Tensor) -> torch.Tensor:
-        hidden: torch.Tensor = self.words(words)
-        for layer in self.layers:
-            assert isinstance(layer, nn.ModuleDict)
-            hidden = hidden + layer["down"](torch.tanh(layer["up"](hidden)))
-        found: torch.Tensor = self.head(hidden)
-        return found
-
-
-PLANS = [
-    {"words": "embedding_rowwise", "layers.*.up": "colwise", "layers.*.down": "rowwise"},
-    {
-        "words": "embedding_colwise",
-        "layers.*.up": "colwise_gather_output",
-        "layers.*.down": "rowwise_split_input",
-        "head": "colwise_gather_output",
-    },
-]
-
-
-def _train_own(plan: dict[str, str] | None, in_init: bool) -> dict[str, torch.Tensor]:
-    join()
-    world = torch.distributed.get_world_size()
-    tensor = 2 if plan else 1
-    config = settings(3, tensor, world // tensor, tensor_parallel={"plan": plan})
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(4)
-    if in_init:
-        with zlaunch.zero.Init(config_dict_or_path=config):
-            model = _Network()
-    else:
-        model = _Network()
-    engine, *_ = zlaunch.initialize(model=model, config=config)
-    position, size = torch.distributed.get_rank() // tensor, world // tensor
-    for batch in data():
-        own = batch[position * BATCH // size : (position + 1) * BATCH // size] % 16
-        engine.backward(engine(own).square().mean())
-        engine.step()
-    return {name: value.clone() for name, value in engine.module.state_dict().items()}
-
-
-@pytest.mark.parametrize("in_init", [False, True], ids=["plain", "zero.Init"])
-def test_plans_by_hand(in_init: bool) -> None:
-    wanted = run_workers(_train_own, 1, None, in_init)[0]
-    for plan in PLANS:
-        for found in run_workers(_train_own, 4, plan, in_init):
-            assert distance(found, wanted) < TOLERANCE
 
 
 def _handles() -> dict[str, Any]:

@@ -1,0 +1,71 @@
+"""Test that models which ranks share by a plan of the config train as one process does, in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import zlaunch
+from tests.runtime.tensor_parallel.task import BATCH, TOLERANCE, data, distance, settings
+from tests.runtime.workers import join, run_workers
+
+
+class _Network(nn.Module):
+    """Has layers of two linear maps, with biases and a vocabulary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(16, 8, padding_idx=3)
+        self.layers = nn.ModuleList(
+            nn.ModuleDict({"up": nn.Linear(8, 12), "down": nn.Linear(12, 8)}) for _ in range(2)
+        )
+        self.head = nn.Linear(8, 6)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.words(words)
+        for layer in self.layers:
+            assert isinstance(layer, nn.ModuleDict)
+            hidden = hidden + layer["down"](torch.tanh(layer["up"](hidden)))
+        found: torch.Tensor = self.head(hidden)
+        return found
+
+
+PLANS = [
+    {"words": "embedding_rowwise", "layers.*.up": "colwise", "layers.*.down": "rowwise"},
+    {
+        "words": "embedding_colwise",
+        "layers.*.up": "colwise_gather_output",
+        "layers.*.down": "rowwise_split_input",
+        "head": "colwise_gather_output",
+    },
+]
+
+
+def _train_own(plan: dict[str, str] | None, in_init: bool) -> dict[str, torch.Tensor]:
+    join()
+    world = torch.distributed.get_world_size()
+    tensor = 2 if plan else 1
+    config = settings(3, tensor, world // tensor, tensor_parallel={"plan": plan})
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(4)
+    if in_init:
+        with zlaunch.zero.Init(config_dict_or_path=config):
+            model = _Network()
+    else:
+        model = _Network()
+    engine, *_ = zlaunch.initialize(model=model, config=config)
+    position, size = torch.distributed.get_rank() // tensor, world // tensor
+    for batch in data():
+        own = batch[position * BATCH // size : (position + 1) * BATCH // size] % 16
+        engine.backward(engine(own).square().mean())
+        engine.step()
+    return {name: value.clone() for name, value in engine.module.state_dict().items()}
+
+
+@pytest.mark.parametrize("in_init", [False, True], ids=["plain", "zero.Init"])
+def test_plans_by_hand(in_init: bool) -> None:
+    wanted = run_workers(_train_own, 1, None, in_init)[0]
+    for plan in PLANS:
+        for found in run_workers(_train_own, 4, plan, in_init):
+            assert distance(found, wanted) < TOLERANCE
