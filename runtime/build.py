@@ -19,7 +19,7 @@ from .checkpoint.checkpointer import Checkpointer
 from .checkpoint.export.consolidate import save_weights
 from .comm.collectives import Comm
 from .comm.process_group import init_distributed
-from .config import Config, ConfigError, Effective, load, refuse_open, resolve, tensor_size
+from .config import Config, ConfigError, Effective, expert_size, load, refuse_open, resolve, tensor_size
 from .data import EngineLoader
 from .deadlock import watch as deadlock
 from .engine import Engine
@@ -37,7 +37,7 @@ from .memory.advice import MemoryAdviser
 from .memory.estimate import Setting
 from .memory.preflight import preflight
 from .memory.resources import PINNED_SHARE
-from .mesh.choice import find_shard_group, make_link
+from .mesh.choice import divides_layers, find_shard_group, make_link
 from .monitor.limits import measure_costs
 from .monitor.logged_comm import LoggedComm
 from .monitor.observation import observe, open_monitor
@@ -134,7 +134,6 @@ def build_engine(
                 [unit for unit in sharded.units if unit.trainable],
                 reducer,
                 comm,
-                sharded=options.shard_optimizer,
                 whole=whole,
                 offloaded_step=offloaded_step if offload is not None else None,
                 on_device=on_gpu,
@@ -205,8 +204,8 @@ def _choose_kernels() -> None:
 
 def _join_ranks(config: Config) -> Comm:
     device, share, group = init_distributed(), not _on_disk(config), find_shard_group(config)
-    tensor = tensor_size(config)
-    mesh = None if group is None and tensor == 1 else partial(make_link, group, tensor)
+    tensor, expert = tensor_size(config), expert_size(config)
+    mesh = None if group is None and tensor * expert == 1 else partial(make_link, group, tensor, expert)
     if config.comms_logger.enabled:
         return LoggedComm(config.comms_logger, device, connect=connect, share=share, mesh=mesh)
     return Comm(device, connect=connect, share=share, mesh=mesh)
@@ -265,7 +264,7 @@ def _needs_whole(optimizer: torch.optim.Optimizer, effective: Effective, comm: C
     zero = effective.config.zero_optimization
     return needs_whole_tensors(
         optimizer,
-        whole=(zero.stage == 0 or comm.world_size == 1) and comm.data.size == comm.world_size,
+        whole=(zero.stage == 0 or comm.world_size == 1) and not divides_layers(comm),
         offloaded=zero.offload_optimizer is not None and zero.offload_optimizer.device != "none",
         allowed=bool(effective.config.zero_allow_untested_optimizer),
     )

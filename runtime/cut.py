@@ -25,6 +25,8 @@ class Cut:
     """This rank's place on the axis."""
     gather: Callable[[Tensor], list[Tensor]] | None = field(compare=False)
     """Returns the parts of all ranks of the axis, in their order. Collective for them."""
+    of_experts: bool = False
+    """Tells that ranks with other samples have other parts."""
 
     def __deepcopy__(self, memo: Any) -> Cut:
         return self

@@ -219,18 +219,19 @@ def _owned(unit: Unit, comm: Comm, target: SaveTarget) -> tuple[int, int]:
     """Return the range of the flat buffer that this rank writes: its shard. Ranks that have the same elements
     write equal parts of them, or where nodes have separate folders, the first such rank of each node all.
     """
-    layout, shards = unit.layout, comm.link.shards
+    layout, shards = unit.layout, unit.link.shards
     whole = unit.stop - unit.start == unit.numel
     if target.host is not None:
         return (0, unit.numel if target.leader else 0) if whole else (unit.start, unit.stop)
-    low, high = layout.shard_range(comm.link.position)
+    low, high = layout.shard_range(unit.link.position)
     cut, model_ranks = cut_of(unit.parameters[0]), comm.world_size // comm.data.size
-    copies = unit.copies * (comm.data.size // shards)
+    in_axis = comm.holders_of(unit.parameters[0])[2]
+    copies = in_axis * (unit.data.size // shards)
     if copies == 1:
         return low, high
     place = comm.rank % model_ranks if cut is None else cut.copy_index
     step = -(-(high - low) // (copies * ALIGN_NUMEL)) * ALIGN_NUMEL
-    low += (place + unit.copies * (comm.data.position // shards)) * step
+    low += (place + in_axis * (unit.data.position // shards)) * step
     return min(low, high), min(low + step, high)
 
 

@@ -212,7 +212,7 @@ def take_values(unit: Unit, fill: Fill) -> None:
                 _fill_on(view.master, unit.start + view.start, VALUE, fill)
                 tile.publish().synchronize()
     unit.values.flush()
-    unit.comm.link.changed(unit.tag)
+    unit.link.changed(unit.tag)
 
 
 def take_state(unit: Unit, slices: Sequence[Described], fill: Fill, optimizer: torch.optim.Optimizer) -> None:

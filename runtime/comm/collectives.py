@@ -85,12 +85,10 @@ class Comm:
         """Join the ranks; ``connect`` joins CPU ranks by shared memory, if all of them ``share``; ``mesh``
         makes the link that units are sharded over, by default one of all ranks.
         """
-        self.device = device
-        self.number = next(_numbers)
+        self.device, self.number = device, next(_numbers)
         self._labels = ["a tensor"]
-        self.world_size = dist.get_world_size()
+        self.world_size, self.rank = dist.get_world_size(), dist.get_rank()
         self.order = Order(self.world_size, len(_CHANNELS))
-        self.rank = dist.get_rank()
         self.moved: Counter[str] = Counter()
         self.calls: Counter[str] = Counter()
         self.own_groups: list[Any] = []
@@ -98,6 +96,9 @@ class Comm:
         self._world = RankLink(device, self.world_size, self.rank, dist.group.WORLD, dist.group.WORLD)
         self.data = self._world
         """Joins the ranks whose gradients are averaged: all of them, unless some share each layer."""
+        self.experts: RankLink | None = None
+        """Joins the ranks that have the same experts, where not all have."""
+        self._links: dict[int, RankLink] = {}
         self.link, join = self._world, None
         if self.world_size > 1:
             self._world.reduce_group = self.new_group(range(self.world_size))
@@ -121,14 +122,22 @@ class Comm:
             self.own_groups.append(group)
         return group
 
-    def label(self, name: str) -> int:
-        """Return a number for the tensors of one unit, equal on all ranks that make equal units."""
+    def label(self, name: str, link: RankLink) -> int:
+        """Return a number for the tensors of one unit, which is sharded over a link; equal on all ranks that
+        make equal units.
+        """
         self._labels.append(name)
+        self._links[len(self._labels) - 1] = link
         return len(self._labels) - 1
 
-    def copies_of(self, parameter: Tensor) -> int:
-        """Return how many of the ranks that share layers have equal values of a parameter's part."""
-        return int(getattr(cut_of(parameter), "copies", self.world_size // self.data.size))
+    def holders_of(self, parameter: Tensor) -> tuple[RankLink, RankLink, int]:
+        """Return the ranks that a parameter is sharded over, all that have this part of it and other samples,
+        and how many ranks that share layers have this part.
+        """
+        cut = cut_of(parameter)
+        others = self.experts if getattr(cut, "of_experts", False) else None
+        copies = getattr(cut, "copies", self.world_size // self.data.size)
+        return others or self.link, others or self.data, int(copies)
 
     def _begin(self, channel: int, label: int, kind: str, numel: int) -> Note:
         """Note the start of a collective about a labelled tensor, and count its volume."""
@@ -182,7 +191,7 @@ class Comm:
         cast. It must not change before :meth:`drain`. ``rounded``: as the link allows it.
         """
         note = self._begin(GATHER, label, "all_gather", full.numel())
-        return self.link.all_gather(full, source, label, note, rounded)
+        return self._links.get(label, self.link).all_gather(full, source, label, note, rounded)
 
     def drain(self) -> bool:
         """Finish what cannot go on without this rank's help; return True if all gathers have arrived by then.
@@ -199,13 +208,12 @@ class Comm:
         which must stay untouched until the result has been waited for.
         """
         note = self._begin(REDUCE, label, "reduce_scatter", bucket.numel())
-        return self.link.reduce_scatter(shard, bucket, label, note)
+        return self._links.get(label, self.link).reduce_scatter(shard, bucket, label, note)
 
     def all_reduce(self, tensor: Tensor, label: int = 0) -> Pending:
         """Start to sum ``tensor`` (its size a multiple of the world size) over all ranks in place."""
-        return self.link.all_reduce(
-            tensor, label, self._begin(REDUCE, label, "all_reduce", 2 * tensor.numel())
-        )
+        note = self._begin(REDUCE, label, "all_reduce", 2 * tensor.numel())
+        return self._links.get(label, self.link).all_reduce(tensor, label, note)
 
     def all_reduce_scalars(self, tensor: Tensor, what: str = "sums up a step's numbers") -> Tensor:
         """Sum a few numbers over the ranks and return them; not counted as volume."""
@@ -243,5 +251,5 @@ class Comm:
         for group in self.own_groups if dist.is_initialized() else ():
             dist.destroy_process_group(group)
         self.own_groups.clear()
-        for link in (self.link, self.data, self._world):
+        for link in (self.link, self.data, self._world, *self._links.values()):
             link.release()

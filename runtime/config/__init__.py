@@ -4,7 +4,7 @@ The sections are in ``zero``, ``other_sections`` and ``optimizers``, what stands
 """
 
 from .load import ConfigError, ConfigFileError, Loaded, load
-from .parallel import MeshShape, mesh_shape, tensor_size
+from .parallel import MeshShape, expert_size, mesh_shape, tensor_size
 from .resolve import Effective, check_batch, open_values, refuse_open, resolve
 from .schema import Config, json_schema
 
@@ -16,6 +16,7 @@ __all__ = [
     "Loaded",
     "MeshShape",
     "check_batch",
+    "expert_size",
     "json_schema",
     "load",
     "mesh_shape",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from .parallel import expert_size, tensor_size
 from .report import ConfigReport
 from .schema import Config
 
@@ -49,13 +50,22 @@ def _axes(config: Config, report: ConfigReport) -> Config:
     parallel, own, problems = config.parallel, config.tensor_parallel, report.problems
     if 1 < own.autotp_size != parallel.tensor > 1:
         problems.append(("parallel.tensor", "contradicts tensor_parallel.autotp_size: give one of them"))
-    size = max(parallel.tensor, own.autotp_size)
+    experts = config.expert_parallel
+    if experts.enabled and 1 < experts.autoep_size != parallel.expert > 1:
+        problems.append(("parallel.expert", "contradicts expert_parallel.autoep_size: give one of them"))
+    if experts.autoep_size > 1 and not experts.enabled:
+        report.warnings.append(("expert_parallel.autoep_size", "no effect: enabled is false"))
+    if experts.experts is not None and expert_size(config) <= 1:
+        report.warnings.append(("expert_parallel.experts", "no effect: all ranks have all experts"))
+    size = tensor_size(config)
     if own.plan is not None and size <= 1:
         report.warnings.append(("tensor_parallel.plan", "no effect: no ranks share a layer"))
     if own.vocab_parallel_loss and size <= 1:
         report.warnings.append(("tensor_parallel.vocab_parallel_loss", "no effect: no ranks share a layer"))
     if size > 1:
-        _refuse_with_tensor(config, report)
+        _refuse_with_axes(config, report, "tensor parallelism")
+    elif expert_size(config) > 1:
+        _refuse_with_axes(config, report, "expert parallelism")
     if parallel.shard_group is None:
         return config
     zero = config.zero_optimization
@@ -67,8 +77,8 @@ def _axes(config: Config, report: ConfigReport) -> Config:
     return config.model_copy(update={"zero_optimization": zero})
 
 
-def _refuse_with_tensor(config: Config, report: ConfigReport) -> None:
-    """Report keys that do not go with ranks that share each layer."""
+def _refuse_with_axes(config: Config, report: ConfigReport, feature: str) -> None:
+    """Report keys that do not go with ranks that have parts of layers."""
     zero, shards = config.zero_optimization, "zero_optimization"
     refused = {
         f"{shards}.shard_group": zero.shard_group != "world",
@@ -82,9 +92,7 @@ def _refuse_with_tensor(config: Config, report: ConfigReport) -> None:
     }
     for name, is_given in refused.items():
         if is_given:
-            report.problems.append(
-                (name, "is not supported together with tensor parallelism yet; remove one")
-            )
+            report.problems.append((name, f"is not supported together with {feature} yet; remove one"))
 
 
 def _shard_groups(config: Config, report: ConfigReport) -> None:

@@ -1,4 +1,4 @@
-"""The `parallel` and `tensor_parallel` sections: the axes of the mesh of ranks."""
+"""The `parallel`, `tensor_parallel` and `expert_parallel` sections: the axes of the mesh of ranks."""
 
 from __future__ import annotations
 
@@ -15,9 +15,13 @@ class Parallel(Section):
     """The mesh of ranks: how many share what. The sizes multiply to the number of ranks."""
 
     data: AutoInt = ok("auto")
-    """Ranks that train on different samples; "auto": all that the other axes leave."""
+    """Groups of ranks that have the whole model, each with its own samples; "auto": all that the other axes
+    leave. Ranks of the expert axis have their own samples, too."""
     tensor: Count = ok(1)
     """Ranks that share each layer's computation (zlaunch's own key for tensor_parallel.autotp_size)."""
+    expert: Count = ok(1)
+    """Ranks with different samples that have different experts of a mixture of experts, and compute with them
+    for one another (zlaunch's own key for expert_parallel.autoep_size)."""
     shard_group: ShardGroupSize | None = ok(None)
     """Ranks that parameters are sharded over: another place for zero_optimization.shard_group."""
 
@@ -36,25 +40,59 @@ class TensorParallel(Section):
     the model's output then has that part alone (zlaunch's own key)."""
 
 
+@with_missing("expert_parallel")
+class ExpertParallel(Section):
+    """Expert parallelism: the ranks of an axis have different experts."""
+
+    enabled: Bool = ok(False)
+    """Whether autoep_size counts, as in DeepSpeed."""
+    autoep_size: Count = ok(1)
+    """Ranks that have different experts."""
+    experts: list[str] | None = ok(None)
+    """Names of the modules that hold the experts, "*" for any number, such as ["layers.*.experts"]: all their
+    parameters have the experts as first dimension, and they are called as module(tokens (n, width), experts
+    (n, k), weights (n, k)). Null takes the model's own plan, as Hugging Face models have it (zlaunch's own
+    key)."""
+
+
 class HasAxes(Protocol):
-    """Has the two sections: a config."""
+    """Has the three sections: a config."""
 
     @property
     def parallel(self) -> Parallel: ...
     @property
     def tensor_parallel(self) -> TensorParallel: ...
+    @property
+    def expert_parallel(self) -> ExpertParallel: ...
 
 
 @dataclass(frozen=True, slots=True)
 class MeshShape:
-    """Holds the sizes of the mesh: rank = data position * tensor + tensor position."""
+    """Holds the sizes of the mesh: rank = (data position * expert + expert position) * tensor + tensor
+    position. Ranks with different positions on the data or the expert axis train on different samples.
+    """
 
     data: int
+    expert: int
     tensor: int
+
+    @property
+    def samples(self) -> int:
+        """Return how many ranks train on different samples."""
+        return self.data * self.expert
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """Return the sizes of the axes by name: data, and those with several ranks."""
+        sizes = {"data": self.data, "expert": self.expert, "tensor": self.tensor}
+        return {name: size for name, size in sizes.items() if name == "data" or size > 1}
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Return a rank's position on each axis."""
-        return {"data": rank // self.tensor, "tensor": rank % self.tensor}
+        found: dict[str, int] = {}
+        for name, size in reversed(self.axes.items()):
+            rank, found[name] = divmod(rank, size)
+        return dict(reversed(found.items()))
 
 
 def tensor_size(config: HasAxes) -> int:
@@ -62,23 +100,40 @@ def tensor_size(config: HasAxes) -> int:
     return max(config.parallel.tensor, config.tensor_parallel.autotp_size, 1)
 
 
+def expert_size(config: HasAxes) -> int:
+    """Return how many ranks have different experts."""
+    section = config.expert_parallel
+    return max(config.parallel.expert, section.autoep_size if section.enabled else 1)
+
+
 def mesh_shape(config: HasAxes, world_size: int) -> MeshShape:
     """Return the mesh of a config on so many ranks. Raises ValueError with the sizes that would do."""
-    tensor, data = tensor_size(config), config.parallel.data
+    tensor, expert, data = tensor_size(config), expert_size(config), config.parallel.data
     key = "parallel.tensor" if config.parallel.tensor > 1 else "tensor_parallel.autotp_size"
-    if world_size % tensor:
-        fitting = [size for size in range(1, world_size + 1) if world_size % size == 0]
-        below = max(size for size in fitting if size <= tensor)
-        above = min((size for size in fitting if size > tensor), default=0)
-        nearest = f"{below} or {above}" if above else str(below)
-        raise ValueError(
-            f"{key}: {tensor} does not divide the {world_size} ranks; set it to {nearest}, or start "
-            f"{-(-world_size // tensor) * tensor} ranks"
-        )
-    left = world_size // tensor
+    _check_divides(key, tensor, world_size, f"{world_size} ranks", 1)
+    key = "parallel.expert" if config.parallel.expert > 1 else "expert_parallel.autoep_size"
+    what = f"{world_size} ranks" if tensor == 1 else f"{world_size} ranks / tensor {tensor}"
+    _check_divides(key, expert, world_size // tensor, what, tensor)
+    left = world_size // tensor // expert
     if data not in ("auto", left):
+        wanted = int(data) * tensor * expert
+        sizes = "".join(f" * {name} {n}" for name, n in (("expert", expert), ("tensor", tensor)) if n > 1)
         raise ValueError(
-            f"parallel.data: {data} * tensor {tensor} is {int(data) * tensor}, not the {world_size} ranks; "
-            f'set it to {left} or "auto", or start {int(data) * tensor} ranks'
+            f"parallel.data: {data}{sizes} is {wanted}, not the {world_size} ranks; "
+            f'set it to {left} or "auto", or start {wanted} ranks'
         )
-    return MeshShape(left, tensor)
+    return MeshShape(left, expert, tensor)
+
+
+def _check_divides(key: str, size: int, total: int, what: str, ranks_each: int) -> None:
+    """Raise ValueError with the nearest sizes if a size does not divide a number of ranks."""
+    if total % size == 0:
+        return
+    fitting = [each for each in range(1, total + 1) if total % each == 0]
+    below = max(each for each in fitting if each <= size)
+    above = min((each for each in fitting if each > size), default=0)
+    nearest = f"{below} or {above}" if above else str(below)
+    raise ValueError(
+        f"{key}: {size} does not divide the {what}; set it to {nearest}, or start "
+        f"{-(-total // size) * size * ranks_each} ranks"
+    )

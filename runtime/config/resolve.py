@@ -159,7 +159,7 @@ def check_batch(loaded: Loaded, world_size: int) -> None:
 def _data_ranks(loaded: Loaded, world_size: int) -> int:
     """Return how many ranks train on different samples. Raises ConfigError."""
     try:
-        return mesh_shape(loaded.config, world_size).data
+        return mesh_shape(loaded.config, world_size).samples
     except ValueError as error:
         raise ConfigError([f"{loaded.origin}: {error}"]) from None
 

@@ -20,7 +20,7 @@ from .field_types import (
 from .monitors import Comet, FileMonitor, WandB
 from .optimizers import OPTIMIZER_PARAMS, SCHEDULER_PARAMS, Optimizer, Scheduler
 from .other_sections import AIO, BF16, FP16, ActivationCheckpointing, CheckpointSection, DataTypes
-from .parallel import Parallel, TensorParallel
+from .parallel import ExpertParallel, Parallel, TensorParallel
 from .profilers import CommsLoggerSection, FlopsProfilerSection
 from .unsupported import with_missing
 from .zero import Zero
@@ -83,6 +83,8 @@ class Config(Section):
     """The mesh of ranks."""
     tensor_parallel: TensorParallel = section(TensorParallel)
     """Tensor parallelism."""
+    expert_parallel: ExpertParallel = section(ExpertParallel)
+    """Expert parallelism."""
     fp16: FP16 = section(FP16)
     """fp16."""
     bf16: BF16 = section(BF16, "bfloat16")

@@ -190,11 +190,53 @@ _PARALLEL_WRITE = _model("ParallelWrite", "speed", "Writing a checkpoint from se
 
 _BY_SCRIPT = "gradient accumulation by the script's own count"
 
+_EXPERT_LAYER: dict[str, Any] = {
+    "preset_model": None,
+    "moe_layer_pattern": None,
+    "expert_pattern": None,
+    "router_pattern": None,
+    "route_norm": None,
+    "route_scale": 1.0,
+    "score_apply": "auto",
+    "num_expert_groups": None,
+    "num_limited_groups": None,
+    "score_func": "auto",
+    "top_k": "auto",
+    "routed_scaling_factor": "auto",
+    "expert_w1": None,
+    "expert_w2": None,
+    "num_experts_attr": None,
+    "top_k_attr": None,
+    "has_shared_experts": None,
+    "shared_experts_pattern": None,
+    "shared_experts_gate_pattern": None,
+    "expert_activation": None,
+}
+
 MISSING: dict[str, dict[str, Key]] = {
     "parallel": {
         "pipeline": _refused(Count, 1, "Ranks that have different layers.", feature="pipeline parallelism"),
         "sequence": _refused(Count, 1, "Ranks that share one sequence.", feature="sequence parallelism"),
-        "expert": _refused(Count, 1, "Ranks that have different experts.", feature="expert parallelism"),
+    },
+    "expert_parallel": {
+        "expert_tensor_parallel_size": _refused(Count, 1, "Ranks that share each expert.",
+            feature="an axis of experts' own (tensor_parallel cuts experts by the model's plan)"),
+        "validate_folding_routing": _ignored(Bool, False, "Check the routing of ranks that share layers."),
+        "async_split_plan": _ignored(Bool, False, "Exchange counts beside the computation."),
+        "use_grouped_mm": _ignored(Bool, True, "Use grouped products (see experts_implementation)."),
+        "disable_triton_grouped_mm": _ignored(Bool, False, "Use no products written in Triton."),
+        "combine_impl": _ignored(Any, "auto", "How outputs are summed."),
+        "row_weighting_impl": _ignored(Any, "auto", "How outputs are weighted."),
+        "gate_up_impl": _ignored(Any, "separate", "How two products are joined."),
+        "comm_backend": _ignored(Any, "comm", "What exchanges tokens."),
+        "comm_num_sm": _ignored(Count, 12, "Multiprocessors that exchange tokens."),
+        "comm_qp_margin": _ignored(Count, 4, "Queue pairs that exchange tokens."),
+        "comm_max_tokens_per_rank": _ignored(Whole, 0, "Size of a buffer of tokens."),
+        **{
+            name: _refused(Any, default, "DeepSpeed's description of a layer of experts.",
+                feature="this (the model's own layer computes; expert_parallel.experts names its experts)")
+            for name, default in _EXPERT_LAYER.items()
+        },
     },
     "tensor_parallel": {
         "tp_overlap_comm": _ignored(Bool, False, "Overlap collectives with computation."),
@@ -236,7 +278,6 @@ MISSING: dict[str, dict[str, Key]] = {
         "progressive_layer_drop": _part(_LAYER_DROP, "Progressive layer drop."),
         "curriculum_learning": _part(_FEATURE, "Curriculum learning."),
         "data_efficiency": _part(_FEATURE, "Data efficiency."),
-        "expert_parallel": _part(_FEATURE, "Expert parallelism."),
         "hybrid_engine": _part(_FEATURE, "Hybrid engine."),
         "msamp": _part(_FEATURE, "MS-AMP."),
         "nebula": _part(_TOOL, "Nebula checkpoints."),

@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 from torch import Tensor, nn
 
 from ..errors import UnsupportedError
+from ..mesh.choice import divides_layers
 from ..zero.unit import owner_of
 
 
@@ -35,7 +36,7 @@ def GatheredParameters(
         yield
         if modifier_rank is not None:
             for unit in units:
-                if unit.comm.data.size < unit.comm.world_size:
+                if divides_layers(unit.comm):
                     raise UnsupportedError(
                         f"GatheredParameters(modifier_rank={modifier_rank}): {unit.names[0]} and others are "
                         "under tensor parallelism, where one rank has parts alone: change them on all ranks "

@@ -76,15 +76,24 @@ def find_shard_group(config: Config) -> ShardGroup | None:
 
 
 def make_link(
-    wanted: ShardGroup | None, tensor: int, comm: Comm, join: Callable[..., PeerMemory | None] | None
+    wanted: ShardGroup | None,
+    tensor: int,
+    expert: int,
+    comm: Comm,
+    join: Callable[..., PeerMemory | None] | None,
 ) -> RankLink:
     """Make the link of a communicator. Collective. Raises ConfigError on every rank.
 
-    Where ``tensor`` ranks share each layer, units are sharded over the ranks with the same place among those.
+    Where ``tensor`` ranks share each layer, units are sharded over the ranks with the same place among those;
+    where ``expert`` ranks have different experts, units of experts over the ranks that have the same.
     """
+    if expert > 1:
+        step = expert * tensor
+        comm.experts = _group(comm, [range(place, comm.world_size, step) for place in range(step)])
     if tensor > 1:
         places = [range(place, comm.world_size, tensor) for place in range(tensor)]
         comm.data = _group(comm, places)
+    if tensor * expert > 1:
         return comm.data
     assert wanted is not None
     nodes = find_nodes(comm.exchange)
@@ -223,3 +232,8 @@ def drop_copies(link: RankLink) -> None:
 def has_groups(link: RankLink) -> bool:
     """Tell whether a rank's part of a unit is also kept by other ranks, whole or in a copy."""
     return isinstance(link, TwoHops)
+
+
+def divides_layers(comm: Comm) -> bool:
+    """Tell whether ranks have parts of layers."""
+    return comm.data.size < comm.world_size or comm.experts is not None

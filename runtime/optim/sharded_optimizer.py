@@ -61,7 +61,6 @@ class ShardedOptimizer:
         reducer: GradientReducer,
         comm: Comm,
         *,
-        sharded: bool,
         whole: bool = False,
         offloaded_step: Callable[[Sequence[Unit]], OffloadedStep] | None = None,
         on_device: bool = False,
@@ -74,7 +73,7 @@ class ShardedOptimizer:
         self._inner = InnerOptimizer(optimizer)
         self.optimizer = self._inner.optimizer
         self.units = list(units)
-        self._reducer, self._comm, self._sharded, self._whole = reducer, comm, sharded, whole
+        self._reducer, self._comm, self._whole = reducer, comm, whole
         self._slices: list[ShardSlice] = []
         self._take_units(units)
         self._fused = self._choose_fused()
@@ -228,17 +227,15 @@ class ShardedOptimizer:
         """
         device = self._comm.device
         total = torch.zeros((), dtype=torch.float64, device=device)
-        in_data = self._comm.data.size // (self._comm.link.shards if self._sharded else 1)
         for copies in {unit.copies: None for unit in self.units}:
             if squares := self._squares(copies):
-                holders = in_data * copies  # so many ranks hold each part
-                total = total + torch.stack(squares).sum() / holders
+                total = total + torch.stack(squares).sum() / copies
         flags = [float(preemption.requested()), *map(float, used), *self._comm.order.marks()]
         mine = _to_device(torch.tensor(flags, dtype=torch.float64), device)
         return self._comm.all_reduce_scalars(torch.cat([total.reshape(1), mine]))
 
     def _squares(self, copies: int) -> list[Tensor]:
-        """Sum the squares of every cut of units that so many ranks of an axis have, in the units' order."""
+        """Sum the squares of every cut of units that so many ranks keep, in the units' order."""
         units = [unit for unit in self.units if unit.copies == copies]
         stores = [unit.store for unit in units if unit.store is not None and unit.store.has_grad]
         here = [store for store in stores if isinstance(store, DeviceStore)]

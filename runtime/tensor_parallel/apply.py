@@ -13,7 +13,10 @@ from ..config import Config
 from ..cut import Box, Cut, cut_of, mark
 from ..environment import read_environment
 from ..errors import ParameterError
+from ..expert_parallel.axis import ExpertAxis
+from ..expert_parallel.plan import ExpertPlan
 from ..log import say
+from ..mesh.choice import divides_layers
 from ..zero.unit import owner_of
 from .agreement import Agreement, Forget, uses_dropout
 from .axis import TensorAxis
@@ -36,32 +39,43 @@ _HEADS, _FUSED = ("q_proj", "k_proj"), ("qkv_proj", "query_key_value")
 
 
 def share_layers(model: nn.Module, config: Config, comm: Comm) -> None:
-    """Cut the model for the ranks that share each layer, if there are several. All values are rank 0's then.
+    """Cut the model for the ranks that share each layer, and those that have different experts, if there are
+    several. All values are rank 0's then.
 
     Parameters stay the same objects, plain ones of their part's shape. Collective. Raises ParameterError for
     what cannot be cut.
     """
-    if comm.data.size == comm.world_size:
+    if not divides_layers(comm):
         return
     axis, work, problem = TensorAxis(comm), None, None
     try:
-        work = _Application(model, find_plan(model, config.tensor_parallel.plan), axis)
+        plan = find_plan(model, config.tensor_parallel.plan) if axis.size > 1 else {}
+        work = _Application(model, plan, axis)
         work.decide()
-        if config.tensor_parallel.vocab_parallel_loss:
+        if config.tensor_parallel.vocab_parallel_loss and axis.size > 1:
             work.decide_on_loss()
+        if comm.experts is not None:
+            work.decide_on_experts(ExpertAxis(comm), config.expert_parallel.experts)
     except ParameterError as error:
         problem = str(error)
     for rank, said in enumerate(comm.exchange(problem)):
         if said is not None:
             raise ParameterError(said if said == problem else f"on rank {rank}, {said}")
     assert work is not None
-    axis.open()
     work.apply()
     keep_states_whole(model)
-    model.register_forward_pre_hook(Agreement(axis, uses_dropout(model)), with_kwargs=True)
-    model.register_forward_hook(Forget(axis), always_call=True)
+    if axis.size > 1:
+        model.register_forward_pre_hook(Agreement(axis, uses_dropout(model)), with_kwargs=True)
+        model.register_forward_hook(Forget(axis), always_call=True)
     if comm.rank == 0:
-        crossing = _crosses_nodes(axis.size)
+        _tell(work)
+
+
+def _tell(work: _Application) -> None:
+    """Say what is shared."""
+    axis, experts = work.axis, work.experts
+    if axis.size > 1:
+        comm, crossing = axis.comm, _crosses_nodes(axis.size)
         say(
             f"tensor parallelism: {axis.size} ranks share the computation of each layer "
             f"({len(work.boxes)} parameters are cut), {comm.data.size} positions train on different "
@@ -69,6 +83,12 @@ def share_layers(model: nn.Module, config: Config, comm: Comm) -> None:
         )
         for text in work.left_whole:
             say(f"tensor parallelism: {text}")
+    if experts is not None:
+        total = max(experts.modules.values())
+        say(
+            f"expert parallelism: each rank has {total // experts.axis.size} of {total} experts, in "
+            f"{len(experts.modules)} module(s); {experts.axis.size} ranks have them all"
+        )
 
 
 def _crosses_nodes(size: int) -> str:
@@ -99,6 +119,7 @@ class _Application:
         self.settings: list[tuple[nn.Module, str, Any]] = []
         """Attributes of modules that get other values."""
         self.left_whole: list[str] = []
+        self.experts: ExpertPlan | None = None
         text: Any = getattr(model, "config", None)
         text = text.get_text_config() if hasattr(text, "get_text_config") else text
         self.heads = getattr(text, "num_attention_heads", None)
@@ -115,8 +136,18 @@ class _Application:
                 self._plan_parameter(self.modules[owner], key, name, style)
         self._plan_tied()
 
+    def decide_on_experts(self, axis: ExpertAxis, given: Sequence[str] | None) -> None:
+        """Decide which rank has which experts, after all else. Raises ParameterError."""
+        self.experts = ExpertPlan(axis)
+        self.experts.decide(self.model, given, self.boxes, self.forwards)
+        self.settings += self.experts.settings
+
     def apply(self) -> None:
-        """Cut the parameters and replace what modules compute. Collective."""
+        """Make the process groups, cut the parameters and replace what modules compute. Collective."""
+        if self.axis.size > 1:
+            self.axis.open()
+        if self.experts is not None:
+            self.experts.axis.open()
         self._cut()
         for name, forward in self.forwards.items():
             self.modules[name].forward = forward
@@ -294,9 +325,10 @@ class _Application:
     def _cut(self) -> None:
         """Give every parameter rank 0's values, and those that are cut their parts."""
         axis = self.axis
+        among_experts = {} if self.experts is None else self.experts.boxes
         with torch.no_grad():
             for parameter in self.model.parameters():
-                boxes = self.boxes.get(id(parameter))
+                boxes = self.boxes.get(id(parameter)) or among_experts.get(id(parameter))
                 unit = owner_of(parameter)
                 if unit is None:
                     whole = parameter.detach().to(axis.comm.device, copy=True).contiguous()
@@ -310,7 +342,9 @@ class _Application:
                 if boxes is None:
                     parameter.data = whole
                     continue
-                cut = Cut(tuple(whole.shape), boxes, axis.position, axis.gather_all)
+                of_experts = id(parameter) in among_experts
+                place = self.experts.axis if of_experts and self.experts is not None else axis
+                cut = Cut(tuple(whole.shape), boxes, place.position, place.gather_all, of_experts)
                 parameter.data = cut.part(whole)
                 mark(parameter, cut)
         for name, forward in self.forwards.items():

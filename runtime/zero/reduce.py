@@ -252,7 +252,7 @@ class GradientReducer:
     def _reduce_transient(self, bucket: Bucket) -> _Reduction:
         unit, sent, first = bucket.unit, bucket.tensor, bucket.state is BucketState.COLLECTING
         assert sent is not None
-        shard = bucket.store.room_for_grad(first, self.comm.link.reduced_dtype(sent.dtype))
+        shard = bucket.store.room_for_grad(first, unit.link.reduced_dtype(sent.dtype))
         return _Reduction(self.comm.reduce_scatter(shard, sent, unit.tag), bucket, sent, shard, first)
 
     def _reduce_persistent(self, bucket: Bucket) -> _Reduction:

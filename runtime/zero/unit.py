@@ -33,6 +33,7 @@ class Unit:
         values: the store of what gathers send; of a frozen unit that stays whole: all of it.
         store: of a trained unit, the store of what the optimizer updates; None for a frozen one.
         is_rounded: what is gathered was rounded on its way.
+        copies: how many ranks keep what this rank keeps of a trained unit.
         generation: how many times the values have been changed; a graph made before cannot be used after.
     """
 
@@ -62,11 +63,11 @@ class Unit:
         self.full: Tensor
         self.shapes = [placeholder.shape_of(p) for p in parameters]
         self.index_of = {id(p): index for index, p in enumerate(parameters)}
-        self.tag = comm.label(name)
+        self.link, self.data, copies = comm.holders_of(parameters[0])
+        self.tag = comm.label(name, self.link)
         self.offsets = [slot.offset for slot in layout.slots]
-        self.copies = comm.copies_of(parameters[0])
-        self.generation = 0
-        self.writes = Writes(self)
+        self.copies = copies * self.data.size // (self.link.shards if shard_optimizer else 1)
+        self.generation, self.writes = 0, Writes(self)
         self.gradients: GradientBook | None = None
         """Collects the gradients of its parameters."""
         self.comm, self.dtype, self.device = comm, dtype, comm.device
@@ -84,9 +85,9 @@ class Unit:
         self._pending: Pending = DONE
         self.updated: Pending = DONE
         """Keeps an optimizer step that still writes this rank's values; waited for before they are read."""
-        self._own = slice(*layout.shard_range(comm.link.position))
+        self._own = slice(*layout.shard_range(self.link.position))
         whole = not shard_optimizer or not (self.trainable or shard_params)
-        self.start, self.stop = (0, layout.numel) if whole else layout.shard_range(comm.link.position)
+        self.start, self.stop = (0, layout.numel) if whole else layout.shard_range(self.link.position)
         self.pieces: list[Piece] = layout.pieces(self.start, self.stop) if self.trainable else []
         cuts = cuts_of([(p.start, p.stop) for p in self.pieces], self.stop - self.start, tile_numel)
         flat = self._adopt_values(keep_shared=shard_optimizer and not shard_params)
@@ -124,7 +125,7 @@ class Unit:
             for parameter, unit in zip(self.parameters, former, strict=True):
                 if unit is not None and unit.provisional:
                     unit.hand_over(parameter)
-            self.comm.broadcast(flat, among=self.comm.data)
+            self.comm.broadcast(flat, among=self.data)
             self.full = flat if wide == self.dtype else flat.to(self.dtype)
             if keep_shared:
                 self.full = self.comm.empty(self.numel, self.dtype).copy_(self.full)
@@ -167,7 +168,7 @@ class Unit:
         """Allocate the storage and start to gather the other ranks' slices; a pass allows rounded ones."""
         self.check_here(VALUES)
         self._move((UnitState.SHARDED,), UnitState.GATHERING)
-        self.is_rounded = rounded and not self.provisional and self.comm.link.rounds(self.trainable)
+        self.is_rounded = rounded and not self.provisional and self.link.rounds(self.trainable)
         updated, self.updated = self.updated, DONE
         updated.wait()
         with named(f"gather {self.name}"):
@@ -285,7 +286,7 @@ class Unit:
     def stepped(self) -> None:
         """Note that an optimizer step has changed, or is about to change, the values."""
         self.generation += 1
-        self.comm.link.changed(self.tag)
+        self.link.changed(self.tag)
         placeholder.move_versions(self.parameters)
         self.writes.stepped()
 
@@ -351,7 +352,7 @@ class Unit:
         self._views, self.store = [], None
         self.values = DeviceValues(self.full)
         self.generation += 1
-        self.comm.link.forget(self.tag)
+        self.link.forget(self.tag)
         self.shard_params = False  # it is never resharded again
 
     def abandon(self) -> None:

@@ -166,15 +166,16 @@ Member = tuple[str, nn.Parameter]
 
 
 def _by_kind(members: Sequence[Member], groups: dict[int, int], comm: Comm) -> list[list[Member]]:
-    """Group the parameters that can share a unit: alike in dtype, trainability, in having a group, and in how
-    many ranks have them.
+    """Group the parameters that can share a unit: alike in dtype, trainability, in having a group, and in
+    which ranks have them.
     """
-    kinds: dict[tuple[bool, bool, str, int], list[Member]] = {}
+    kinds: dict[tuple[bool, bool, str, int, int], list[Member]] = {}
     for name, parameter in members:
         frozen = not parameter.requires_grad
         ungrouped = not frozen and bool(groups) and id(parameter) not in groups
-        kind = frozen, ungrouped, str(parameter.dtype), comm.copies_of(parameter)
-        kinds.setdefault(kind, []).append((name, parameter))
+        link, _, copies = comm.holders_of(parameter)
+        kind = str(parameter.dtype), copies, link.size
+        kinds.setdefault((frozen, ungrouped, *kind), []).append((name, parameter))
     found = [alike for _, alike in sorted(kinds.items())]
     for alike in found:
         alike.sort(key=lambda member: groups.get(id(member[1]), -1))
@@ -238,12 +239,13 @@ class UnitFactory:
     ) -> Unit:
         trainable = members[0][1].requires_grad
         numels = [placeholder.shape_of(p).numel() for _, p in members]
+        link, *_ = self.comm.holders_of(members[0][1])
         own_groups = [groups.get(id(p), -1) if trainable else -1 for _, p in members]
         return Unit(
             f"{block.name}{'' if trainable else ' (frozen)'}",
             [name for name, _ in members],
             [p for _, p in members],
-            make_layout(numels, own_groups, self.comm.link.shards, pieces=self.comm.link.pieces),
+            make_layout(numels, own_groups, link.shards, pieces=link.pieces),
             self.comm,
             dtype=self.dtype or members[0][1].dtype,
             shard_optimizer=self.options.shard_optimizer,

@@ -25,7 +25,7 @@ from zlaunch.runtime.checkpoint.shard_io import (
 )
 from zlaunch.runtime.engine import Engine, engine_of
 from zlaunch.runtime.errors import UnsupportedError
-from zlaunch.runtime.mesh.choice import has_groups
+from zlaunch.runtime.mesh.choice import divides_layers, has_groups
 from zlaunch.runtime.optim.sharded_optimizer import ShardedOptimizer
 from zlaunch.runtime.zero.layout import Slot
 from zlaunch.runtime.zero.ownership import STATES
@@ -313,7 +313,7 @@ def _find(param: Tensor) -> _Parameter | None:
     engine, unit = engine_of(param), owner_of(param)
     if engine is None or unit is None or not unit.trainable or engine._shard_step is None:
         return None
-    if unit.comm.data.size < unit.comm.world_size:
+    if divides_layers(unit.comm):
         raise UnsupportedError(
             f"single values and gradients of {unit.names[0]} and others cannot be read or set under tensor "
             "parallelism yet: use engine.module.state_dict(), load_state_dict(), or checkpoints"

@@ -241,7 +241,7 @@ def find_mesh(
         if surely_ours or _imported(script, module=module) & _CONFIG_USERS:
             with suppress(ConfigError, ValueError):
                 mesh = mesh_shape(load(path).config, world_size)
-                return mesh if mesh.tensor > 1 else None
+                return mesh if len(mesh.axes) > 1 else None
     return None
 
 

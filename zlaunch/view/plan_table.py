@@ -39,22 +39,32 @@ def _place(mesh: MeshShape, rank: int) -> str:
 
 
 def _draw(plan: Plan, mesh: MeshShape) -> RenderableType:
-    """Draw the mesh: a row for each position on the data axis, whose ranks share each layer."""
+    """Draw the mesh: a row for each rank with samples of its own, or group of ranks that share each layer."""
     hosts = {worker.rank: node.host for node in plan.nodes for worker in node.workers}
-    table = Table(title=f"mesh: data {mesh.data} * tensor {mesh.tensor}", title_justify="left")
+    sizes = " * ".join(f"{name} {size}" for name, size in mesh.axes.items())
+    table = Table(title=f"mesh: {sizes}", title_justify="left")
     table.add_column("")
     for position in range(mesh.tensor):
-        table.add_column(f"tensor {position}")
-    crossing = []
-    for row in range(mesh.data):
+        table.add_column(f"tensor {position}" if mesh.tensor > 1 else "")
+    crossing, travels = [], set()
+    for row in range(mesh.samples):
         ranks = range(row * mesh.tensor, (row + 1) * mesh.tensor)
-        table.add_row(f"data {row}", *(f"rank {rank} on {hosts[rank]}" for rank in ranks))
+        data, expert = divmod(row, mesh.expert)
+        name = f"data {data}, expert {expert}" if mesh.expert > 1 else f"data {data}"
+        table.add_row(name, *(f"rank {rank} on {hosts[rank]}" for rank in ranks))
         if len({hosts[rank] for rank in ranks}) > 1:
-            crossing.append(str(row))
-    if not crossing:
-        return table
-    text = f"warning: each layer waits for the network between nodes at data {', '.join(crossing)}"
-    return Group(table, Text(text))
+            crossing.append(name)
+        first = data * mesh.expert * mesh.tensor
+        if len({hosts[rank] for rank in range(first, first + mesh.expert * mesh.tensor, mesh.tensor)}) > 1:
+            travels.add(str(data))
+    texts = []
+    if crossing:
+        texts.append(f"warning: each layer waits for the network between nodes at {'; '.join(crossing)}")
+    if travels:
+        texts.append(
+            f"warning: tokens travel between nodes to their experts at data {', '.join(sorted(travels))}"
+        )
+    return Group(table, *map(Text, texts))
 
 
 def _facts(plan: Plan, shared: dict[str, str]) -> Iterator[str]:

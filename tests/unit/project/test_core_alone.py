@@ -65,7 +65,7 @@ driver = ShardedModel(
     sharded, blocks, reducer, comm, options,
     intercept=lambda module, gathered: lambda: None, prefetch_numel=10**6, max_live_numel=10**6,
 )
-stepper = ShardedOptimizer(client, units, reducer, comm, sharded=stage >= 1)
+stepper = ShardedOptimizer(client, units, reducer, comm)
 
 def step():
     driver.reshard_all()

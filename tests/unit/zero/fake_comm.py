@@ -35,13 +35,14 @@ class FakeComm(Comm):
         self.device, self.world_size, self.rank = torch.device("cpu"), 2, 0
         self.other, self.log, self.in_flight, self.most_in_flight = other, [], 0, 0
         self._labels: list[str] = []
+        self.experts = None
         self.link = self.data = RankLink(self.device, 2, 0, None, None)
         self.shards: dict[int, Tensor] = {}
         """Keeps the other rank's shard of each label."""
 
     log: list[str]
 
-    def label(self, name: str) -> int:
+    def label(self, name: str, link: RankLink) -> int:
         self._labels.append(name)
         return len(self._labels) - 1
 

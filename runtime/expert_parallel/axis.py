@@ -1,0 +1,109 @@
+"""Defines the ranks that have different experts, and exchanges rows of tokens between them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..comm.collectives import Comm
+from ..comm.pending import Work
+from ..comm.waits import waits
+from ..config import MeshShape
+
+_CHANNEL = "expert"
+
+
+class ExpertAxis:
+    """Runs the collectives of the ranks that have different experts and different samples.
+
+    ``comm.moved["expert"]`` counts the elements that this rank sends, those to itself included.
+    """
+
+    def __init__(self, comm: Comm) -> None:
+        """Find this rank's place; :meth:`open` makes the process groups."""
+        assert comm.experts is not None
+        tensor, data = comm.world_size // comm.data.size, comm.experts.size
+        self.comm, self.mesh = comm, MeshShape(data, comm.data.size // data, tensor)
+        self.size = self.mesh.expert
+        self.place = self.mesh.coordinates(comm.rank)["expert"]
+        self.position = comm.rank % (self.size * tensor)
+        """This rank's place among the ranks that have all experts together, in parts."""
+        self.group: Any = None
+        self._parts_group: Any = None
+
+    def open(self) -> None:
+        """Make the process groups. Collective for all ranks."""
+        step, tensor = self.size * self.mesh.tensor, self.mesh.tensor
+        starts = range(0, self.comm.world_size, step)
+        rows = [range(start + place, start + step, tensor) for start in starts for place in range(tensor)]
+        self.group = self._own(rows)
+        wholes = [range(start, start + step) for start in starts]
+        self._parts_group = self.group if tensor == 1 else self._own(wholes)
+        axes[self.comm] = self
+
+    def __deepcopy__(self, memo: Any) -> ExpertAxis:
+        return self  # a copy of a model computes with the same ranks
+
+    def _own(self, groups: Sequence[range]) -> Any:
+        made = [(ranks, self.comm.new_group(ranks)) for ranks in groups]
+        return next(group for ranks, group in made if self.comm.rank in ranks)
+
+    def gather_all(self, part: Tensor) -> list[Tensor]:
+        """Return the parts of all ranks that have all experts together; ``part`` is contiguous."""
+        parts = [torch.empty_like(part) for _ in range(self.size * self.mesh.tensor)]
+        self._wait(dist.all_gather(parts, part, group=self._parts_group, async_op=True), part)
+        return parts
+
+    def exchange(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        """Send consecutive rows to each rank of the axis, so many; return those that the ranks have sent."""
+        rows = rows.contiguous()
+        self.comm._count("expert", rows.numel())
+        found = rows.new_empty((sum(received), *rows.shape[1:]))
+        work = dist.all_to_all_single(
+            found, rows, list(received), list(sent), group=self.group, async_op=True
+        )
+        self._wait(work, found)
+        return found
+
+    def _wait(self, work: Any, tensor: Tensor) -> None:
+        key = waits.next_key(self.comm.number, _CHANNEL)
+        Work(work, key, "exchanges tokens with the ranks that have other experts", tensor).wait()
+
+
+axes: WeakKeyDictionary[Comm, ExpertAxis] = WeakKeyDictionary()
+"""Holds the axis of each communicator that has one."""
+
+
+class _Exchange(torch.autograd.Function):
+    """Exchanges rows of several tensors, and their gradients on the way back, always in one order."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, axis: ExpertAxis, sent: Sequence[int], received: Sequence[int], *rows: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.axis, ctx.sent, ctx.received = axis, sent, received
+        return tuple(axis.exchange(each, sent, received) for each in rows)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        back = exchange(ctx.axis, ctx.received, ctx.sent, *gradients)
+        needed = ctx.needs_input_grad[3:]
+        return (
+            None,
+            None,
+            None,
+            *(each if wanted else None for each, wanted in zip(back, needed, strict=True)),
+        )
+
+
+def exchange(
+    axis: ExpertAxis, sent: Sequence[int], received: Sequence[int], *rows: Tensor
+) -> tuple[Tensor, ...]:
+    """Send consecutive rows of each tensor to the ranks of an axis; return what they have sent."""
+    found: tuple[Tensor, ...] = _Exchange.apply(axis, sent, received, *rows)  # type: ignore[no-untyped-call]  # torch does not type it
+    return found
