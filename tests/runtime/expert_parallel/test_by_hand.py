@@ -153,7 +153,7 @@ def _wrong_call() -> str:
 
     class Flat(_Network):
         def forward(self, words: Tensor) -> Tensor:
-            found: Tensor = self.layers[0].experts(self.words(words), words, words)
+            found: Tensor = self.get_submodule("layers.0.experts")(self.words(words), words, words)
             return found
 
     section = {"experts": ["layers.*.experts"]}
