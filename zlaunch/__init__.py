@@ -57,6 +57,7 @@ _LAZY = {
     "resume_dir": ("zlaunch.runtime.preemption", "resume_dir"),
     "notebook": ("zlaunch.notebook", "notebook"),
     "report": ("zlaunch.runtime.report", "report"),
+    "tensor_parallel": ("zlaunch.runtime.tensor_parallel.plan", "tensor_parallel"),
     "zero": ("zlaunch.zero", ""),
 }
 
@@ -93,6 +94,7 @@ __all__ = [
     "safe_set_full_fp32_param",
     "safe_set_full_grad",
     "safe_set_full_optimizer_state",
+    "tensor_parallel",
     "zero",
 ]
 
@@ -135,6 +137,7 @@ if TYPE_CHECKING:
     from zlaunch.runtime.errors import UnsupportedError as UnsupportedError
     from zlaunch.runtime.preemption import resume_dir as resume_dir
     from zlaunch.runtime.report import report as report
+    from zlaunch.runtime.tensor_parallel.plan import tensor_parallel as tensor_parallel
 
 
 def __getattr__(name: str) -> Any:

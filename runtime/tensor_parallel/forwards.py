@@ -57,6 +57,21 @@ class SplitRowForward(RowForward):
     splits = True
 
 
+class LatentForward(SharedForward):
+    """Computes a whole linear layer, whose last ``shared`` outputs all heads use, each rank its own ones: the
+    key with positions of multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, 2.1.3).
+    """
+
+    def __init__(self, module: nn.Module, axis: TensorAxis, shared: int) -> None:
+        super().__init__(module, axis)
+        self.shared = shared
+
+    def __call__(self, input: Tensor) -> Tensor:
+        output: Tensor = self.original(input)
+        latent, key = torch.split(output, [output.shape[-1] - self.shared, self.shared], -1)
+        return torch.cat([latent, enter(key, self.axis)], -1)
+
+
 class VocabularyForward(SharedForward):
     """Looks up the rows that this rank has of an embedding, and sums the parts: others give zeros."""
 

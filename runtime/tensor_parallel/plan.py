@@ -15,10 +15,26 @@ STYLES = frozenset(
         *("colwise", "colwise_gather_output", "rowwise", "rowwise_split_input"),
         *("packed_colwise", "packed_rowwise", "embedding_rowwise", "embedding_colwise"),
         *("replicated_with_grad_allreduce", "moe_tp_experts", "all_reduce", "replicate", "local_params"),
+        "mla_kv_a_proj",
     )
 )
 """Names the styles that are supported, as Hugging Face's plans have them."""
 _OLD_NAMES = {"colwise_rep": "colwise_gather_output", "rowwise_rep": "rowwise_split_input"}
+
+
+_NOTE = "zlaunch_tp_plan"
+
+
+def tensor_parallel(module: nn.Module, plan: Mapping[str, str]) -> nn.Module:
+    """Note a plan for sharing a module's layers, and return the module; the config says how many ranks do.
+
+    ``plan``: the style of each module and parameter by its name in ``module``, "*" for any number, as
+    ``tensor_parallel.plan`` of the config has it, which comes before this one. Raises ParameterError for a
+    style that does not exist and a name that the module does not have.
+    """
+    _matches(module, plan, "tensor_parallel")
+    setattr(module, _NOTE, dict(plan))
+    return module
 
 
 def find_plan(model: nn.Module, given: Mapping[str, str] | None) -> dict[str, str]:
@@ -27,27 +43,38 @@ def find_plan(model: nn.Module, given: Mapping[str, str] | None) -> dict[str, st
     Raises ParameterError for a model without a plan, a style that does not exist, and a name in a given plan
     that the model does not have.
     """
-    patterns = dict(given) if given is not None else _own_plan(model)
-    names = [name for name, _ in model.named_modules()]
-    names += [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    found: dict[str, str] = {}
-    for pattern, style in patterns.items():
-        style = _OLD_NAMES.get(style, style)
-        if style not in STYLES:
-            raise ParameterError(
-                f"tensor_parallel.plan: {pattern}: the style {style!r} is not supported; there are "
-                f"{', '.join(sorted(STYLES))}"
-            )
-        expression = re.compile(re.escape(pattern).replace(r"\*", r"\d+"))
-        matching = [name for name in names if expression.fullmatch(name)]
-        if given is not None and not matching:
-            raise ParameterError(f"tensor_parallel.plan: the model has nothing of the name {pattern}")
-        found.update(dict.fromkeys(matching, style))
+    if given is not None:
+        found = _matches(model, given, "tensor_parallel.plan")
+    else:
+        found = _matches(model, _own_plan(model), None)
+        for prefix, module in model.named_modules():
+            noted = _matches(module, getattr(module, _NOTE, {}), "tensor_parallel")
+            found |= {f"{prefix}.{name}" if prefix else name: style for name, style in noted.items()}
     if not any(style not in ("replicate", "colwise_gather_output") for style in found.values()):
         raise ParameterError(
             f"{type(model).__name__} has no plan for tensor parallelism: give one, tensor_parallel.plan "
             '{"layers.*.mlp.up": "colwise", "layers.*.mlp.down": "rowwise", ...}, or set its size to 1'
         )
+    return found
+
+
+def _matches(module: nn.Module, patterns: Mapping[str, str], asked_by: str | None) -> dict[str, str]:
+    """Return the style of each module and parameter that patterns name; what somebody asks for must exist."""
+    names = [name for name, _ in module.named_modules()]
+    names += [name for name, _ in module.named_parameters(remove_duplicate=False)]
+    found: dict[str, str] = {}
+    for pattern, style in patterns.items():
+        style = _OLD_NAMES.get(style, style)
+        if style not in STYLES:
+            raise ParameterError(
+                f"{asked_by or 'tensor parallelism'}: {pattern}: the style {style!r} is not supported; there "
+                f"are {', '.join(sorted(STYLES))}"
+            )
+        expression = re.compile(re.escape(pattern).replace(r"\*", r"\d+"))
+        matching = [name for name in names if expression.fullmatch(name)]
+        if asked_by is not None and not matching:
+            raise ParameterError(f"{asked_by}: the model has nothing of the name {pattern}")
+        found.update(dict.fromkeys(matching, style))
     return found
 
 

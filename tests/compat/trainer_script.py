@@ -124,6 +124,26 @@ def whose_optimizer() -> None:
     make("whose", config(2, optimizer=False), gradient_accumulation_steps=2, max_steps=2).train()
 
 
+def sharing() -> None:
+    """Two ranks that share each layer have the losses of two with samples of their own, and save the same."""
+    curves = []
+    for size in (1, 2):
+        given = {**config(1), "tensor_parallel": {"autotp_size": size}}
+        trainer = make(f"sharing{size}", given, per_device_train_batch_size=2 * size, max_steps=3)
+        trainer.train()
+        curves.append(losses(trainer))
+        trainer.save_model(f"{FOLDER}/shared{size}")
+        evaluated = trainer.evaluate()["eval_loss"]
+        curves[-1].append(evaluated)
+    assert max(abs(a - b) for a, b in zip(*curves, strict=True)) < 1e-4, curves
+    torch.distributed.barrier()
+    unset_hf_deepspeed_config()
+    one, other = (
+        AutoModelForCausalLM.from_pretrained(f"{FOLDER}/shared{size}").state_dict() for size in (1, 2)
+    )
+    assert all(torch.allclose(value, other[name], atol=1e-4) for name, value in one.items())
+
+
 def precision() -> None:
     for option, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
         enabled: dict[str, Any] = {option: True}

@@ -33,6 +33,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": MOE,
     "qwen3_moe": {**MOE, "head_dim": 8},
     "phi3": {},
+    "deepseek_v2": {
+        **MOE,
+        **{"num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 4},
+        **{"qk_nope_head_dim": 8, "v_head_dim": 8, "n_routed_experts": 4, "first_k_dense_replace": 1},
+        **{"n_shared_experts": 1, "topk_method": "greedy", "n_group": 1, "topk_group": 1},
+    },
+    "gpt_oss": {**MOE, "head_dim": 8},
 }
 
 

@@ -42,11 +42,11 @@ PLANS = [
 ]
 
 
-def _train_own(plan: dict[str, str] | None, in_init: bool) -> dict[str, torch.Tensor]:
+def _train_own(plan: dict[str, str] | None, in_init: bool, noted: bool = False) -> dict[str, torch.Tensor]:
     join()
     world = torch.distributed.get_world_size()
     tensor = 2 if plan else 1
-    config = settings(3, tensor, world // tensor, tensor_parallel={"plan": plan})
+    config = settings(3, tensor, world // tensor, tensor_parallel={"plan": None if noted else plan})
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(4)
     if in_init:
@@ -54,6 +54,10 @@ def _train_own(plan: dict[str, str] | None, in_init: bool) -> dict[str, torch.Te
             model = _Network()
     else:
         model = _Network()
+    if noted:
+        zlaunch.tensor_parallel(model.words, {"": "embedding_rowwise"})
+        for layer in model.layers:
+            zlaunch.tensor_parallel(layer, {"up": "colwise", "down": "rowwise"})
     engine, *_ = zlaunch.initialize(model=model, config=config)
     position, size = torch.distributed.get_rank() // tensor, world // tensor
     for batch in data():
@@ -69,3 +73,18 @@ def test_plans_by_hand(in_init: bool) -> None:
     for plan in PLANS:
         for found in run_workers(_train_own, 4, plan, in_init):
             assert distance(found, wanted) < TOLERANCE
+
+
+def test_plans_that_modules_are_given() -> None:
+    wanted = run_workers(_train_own, 1, None, False)[0]
+    for found in run_workers(_train_own, 4, PLANS[0], False, True):
+        assert distance(found, wanted) < TOLERANCE
+
+
+def test_a_plan_for_something_else_is_refused() -> None:
+    with pytest.raises(
+        zlaunch.ParameterError, match="tensor_parallel: the model has nothing of the name layer"
+    ):
+        zlaunch.tensor_parallel(_Network(), {"layer.*.up": "colwise"})
+    with pytest.raises(zlaunch.ParameterError, match="up: the style 'columns' is not supported"):
+        zlaunch.tensor_parallel(_Network(), {"layers.*.up": "columns"})

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
+import zlaunch
+from zlaunch.runtime.tensor_parallel.decide import Decision
 from zlaunch.runtime.tensor_parallel.plan import STYLES, find_plan
 
 transformers = pytest.importorskip("transformers")
@@ -31,8 +35,22 @@ def plans() -> dict[str, dict[str, str]]:
     return found
 
 
-LISTED = {"mla_kv_a_proj", "moe_identity_expert", "sequence_parallel"}
+LISTED = {"moe_identity_expert", "sequence_parallel"}
 """Styles that are refused by name."""
+REFUSED = {
+    "deepseek_v2.DeepseekV2Config": "of shape [64, 2814, 4096] cannot be divided by 2",
+    "dots3_note.Dots3NoteTextConfig": "have different numbers of heads",
+    "embedding_gemma2.EmbeddingGemma2TextConfig": "have different numbers of heads",
+    "longcat_flash.LongcatFlashConfig": "the style 'moe_identity_expert' is not supported",
+}
+"""Lists the models that 2 ranks cannot share in the size of their default config, and why."""
+WITHOUT_DEFAULTS = {
+    *("cohere_compass.CohereCompassTextConfig", "dots1.Dots1Config", "hunyuan_v1_moe.HunYuanMoEV1Config"),
+    *("lfm2_moe.Lfm2MoeConfig", "llama4.Llama4Config", "ministral.MinistralConfig"),
+    *("nemotron.NemotronConfig", "qwen4_exp.Qwen4ExpTextConfig"),
+    "voxtral_realtime.VoxtralRealtimeTextConfig",
+}
+"""Lists configs of which transformers itself makes no model by their defaults."""
 
 
 def test_the_styles_of_all_plans_are_known_or_listed() -> None:
@@ -40,6 +58,49 @@ def test_the_styles_of_all_plans_are_known_or_listed() -> None:
     assert len(found) > 100
     unknown = {style for plan in found.values() for style in plan.values()} - STYLES - LISTED
     assert not unknown - {"colwise_rep", "rowwise_rep"}
+
+
+def _model(config: Any) -> nn.Module | None:
+    """Make the model of a config class on the meta device; None if it is a part of other models alone."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
+
+    for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING):
+        if config in mapping:
+            kind: Any = mapping[config]
+            with torch.device("meta"):
+                made: nn.Module = (kind[0] if isinstance(kind, tuple) else kind)(config())
+            return made
+    return None
+
+
+def test_all_plans_apply_or_are_listed() -> None:
+    axis: Any = SimpleNamespace(size=2, position=0)
+    applied, refused, without = set(), {}, set()
+    for name in plans():
+        module, kind = name.split(".")
+        config = getattr(
+            importlib.import_module(f"transformers.models.{module}.configuration_{module}"), kind
+        )
+        try:
+            model = _model(config)
+        except Exception:  # whatever transformers makes of such a config
+            without.add(name)
+            continue
+        if model is None:
+            continue
+        try:
+            decision = Decision(model, find_plan(model, None), axis)
+            decision.decide()
+        except zlaunch.ParameterError as error:
+            refused[name] = str(error)
+            continue
+        assert decision.boxes, name
+        applied.add(name)
+    assert without == WITHOUT_DEFAULTS
+    assert refused.keys() == REFUSED.keys()
+    for name, why in REFUSED.items():
+        assert why in refused[name]
+    assert len(applied) > 100
 
 
 def test_a_plan_of_patterns_names_modules_and_parameters() -> None:

@@ -19,6 +19,7 @@ from zlaunch.compat.deepspeed.log import logger, set_log_level_from_string
 from zlaunch.compat.deepspeed.missing import FLOPS, NotInZlaunch
 from zlaunch.compat.deepspeed.optimizer import ZeROOptimizer
 from zlaunch.compat.deepspeed.parameters import use_deepspeeds_placeholders
+from zlaunch.compat.deepspeed.tensor_parallel import check_noted_size, count_samples_once
 from zlaunch.compat.deepspeed.timer import ThroughputTimer
 from zlaunch.runtime.api import choose_config
 from zlaunch.runtime.build import build_engine
@@ -351,9 +352,11 @@ def initialize(
         lr_scheduler,
         mpu=mpu,
         collate_fn=collate_fn,
-        config=chosen,
+        config=count_samples_once(chosen),
         mesh_param=mesh_param,
     )
+    if model is not None:
+        check_noted_size(model, engine)
     if engine.effective_config.log_level is not None:
         set_log_level_from_string(engine.effective_config.log_level)
     _live.add(engine)

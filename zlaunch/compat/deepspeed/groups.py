@@ -1,4 +1,4 @@
-"""``deepspeed.utils.groups``: data and tensor parallelism; every other dimension has one rank."""
+"""``deepspeed.utils.groups``: data, tensor and expert parallelism; other dimensions have one rank."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Any
 import torch.distributed as dist
 
 from zlaunch.runtime.comm.process_group import open_comms
+from zlaunch.runtime.expert_parallel.axis import ExpertAxis
+from zlaunch.runtime.expert_parallel.axis import axes as expert_axes
 from zlaunch.runtime.tensor_parallel.axis import axes
 
 
@@ -52,6 +54,52 @@ def _get_model_parallel_group() -> Any:
     return None if axis is None else axis.group
 
 
+def _expert_axis(group_name: str | None) -> ExpertAxis | None:
+    """Return the axis of ranks with different experts. Raises ValueError for the name of another size."""
+    comm = _newest()
+    axis = None if comm is None else expert_axes.get(comm)
+    name = f"ep_size_{1 if axis is None else axis.size}"
+    if group_name not in (None, name):
+        raise ValueError(f"there is no expert parallel group {group_name!r}, only {name!r}")
+    return axis
+
+
+def _get_expert_parallel_world_size(group_name: str | None = None) -> int:
+    """Return how many ranks have different experts."""
+    axis = _expert_axis(group_name)
+    return 1 if axis is None else axis.size
+
+
+def _get_expert_parallel_rank(group_name: str | None = None) -> int:
+    """Return this rank's place among those."""
+    axis = _expert_axis(group_name)
+    return 0 if axis is None else axis.place
+
+
+def _get_expert_parallel_group(group_name: str | None = None) -> Any:
+    """Return the group of the ranks that have different experts; None where all have all."""
+    axis = _expert_axis(group_name)
+    return None if axis is None else axis.group
+
+
+def _get_expert_data_parallel_world_size(group_name: str | None = None) -> int:
+    """Return how many ranks with different samples have this rank's experts."""
+    return _get_data_parallel_world_size() // _get_expert_parallel_world_size(group_name)
+
+
+def _get_expert_data_parallel_rank(group_name: str | None = None) -> int:
+    """Return this rank's place among those."""
+    return _get_data_parallel_rank() // _get_expert_parallel_world_size(group_name)
+
+
+def _get_expert_data_parallel_group(group_name: str | None = None) -> Any:
+    """Return the group of the ranks that have this rank's experts."""
+    axis = _expert_axis(group_name)
+    if axis is None or axis.comm.experts is None:
+        return _get_data_parallel_group()
+    return axis.comm.experts.gather_group
+
+
 def _get_one() -> int:
     """Return the size of a dimension of one rank."""
     return 1
@@ -66,7 +114,7 @@ def _get_no_group() -> None:
     """Return None: there is no such group."""
 
 
-_get_sequence_parallel_world_size = _get_expert_parallel_world_size = _get_one
+_get_sequence_parallel_world_size = _get_one
 _get_sequence_parallel_rank = _get_zero
 _get_sequence_parallel_group = _get_no_group
 _get_tensor_model_parallel_world_size = _get_model_parallel_world_size

@@ -12,8 +12,10 @@ from zlaunch.compat.deepspeed import is_installed
 
 INFERENCE = "serve an exported model with vLLM, or generate with ZeRO stage 3 and no optimizer"
 PIPELINE = "pipeline parallelism is for Megatron or torch.distributed.pipelining"
-EXPERTS = "use the model's own experts; ZeRO shards them as any other parameters"
-TENSOR_PARALLEL = "tensor parallelism is torch.distributed.tensor.parallel's"
+EXPERTS = (
+    "use the model's own experts: ZeRO shards them, parallel.expert of the config gives ranks different ones"
+)
+TENSOR_PARALLEL = "tensor_parallel.autotp_size of the config lets ranks share each layer"
 SEQUENCES = "long sequences: activation_checkpointing with cpu_checkpointing, or torch's context_parallel"
 FLOPS = "use flops_profiler of the config, or torch.utils.flop_counter.FlopCounterMode and torch.profiler"
 ELASTICITY = "checkpoints load at any number of ranks: write the batch keys for the ranks there are"

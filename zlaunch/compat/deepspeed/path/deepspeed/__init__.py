@@ -9,12 +9,12 @@ from zlaunch.compat.deepspeed.engine import DeepSpeedEngine, add_config_argument
 from zlaunch.compat.deepspeed.log import log_dist, logger
 from zlaunch.compat.deepspeed.missing import INFERENCE as _INFERENCE
 from zlaunch.compat.deepspeed.missing import PIPELINE as _PIPELINE
-from zlaunch.compat.deepspeed.missing import TENSOR_PARALLEL as _TENSOR_PARALLEL
 from zlaunch.compat.deepspeed.missing import absent as _absent
 from zlaunch.compat.deepspeed.missing import missing_class as _missing_class
 from zlaunch.compat.deepspeed.missing import missing_function as _missing_function
 from zlaunch.compat.deepspeed.missing import name_missing_modules as _name_missing_modules
 from zlaunch.compat.deepspeed.optimizer import DeepSpeedOptimizer
+from zlaunch.compat.deepspeed.tensor_parallel import tp_model_init
 from zlaunch.runtime.data import EngineLoader as DeepSpeedDataLoader
 from zlaunch.runtime.log import say as _say
 
@@ -54,7 +54,6 @@ DeepSpeedTransformerLayer = _missing_class("DeepSpeedTransformerLayer", "use tor
 DeepSpeedTransformerConfig = _missing_class("DeepSpeedTransformerConfig", "use torch's own layers")
 init_inference = _missing_function("init_inference", _INFERENCE)
 default_inference_config = _missing_function("default_inference_config", _INFERENCE)
-tp_model_init = _missing_function("tp_model_init", _TENSOR_PARALLEL)
 add_tuning_arguments = _missing_function("add_tuning_arguments", "name the schedule in the config")
 
 __getattr__ = _absent("deepspeed")

@@ -1,0 +1,276 @@
+"""Decides by names and shapes which parameters of a model are cut how, and what its modules compute then."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..cut import Box
+from ..errors import ParameterError
+from ..expert_parallel.axis import ExpertAxis
+from ..expert_parallel.plan import ExpertPlan
+from .axis import TensorAxis
+from .forwards import (
+    LINEAR,
+    ExpertsForward,
+    LatentForward,
+    SummedForward,
+    VocabularyForward,
+    VocabularyLoss,
+    WidthForward,
+)
+
+_DIM = {"colwise": -2, "colwise_gather_output": -2, "packed_colwise": -2}
+_DIM |= {"rowwise": -1, "rowwise_split_input": -1, "packed_rowwise": -1}
+_SHARED_HEADS = ("k_proj", "v_proj")
+_HEADS, _FUSED = ("q_proj", "k_proj"), ("qkv_proj", "query_key_value", "q_b_proj", "kv_b_proj")
+_DIFFERENT = "different"
+
+
+class Decision:
+    """Holds what is decided: nothing is changed before all of it is."""
+
+    def __init__(self, model: nn.Module, plan: dict[str, str], axis: TensorAxis) -> None:
+        self.model, self.plan, self.axis = model, plan, axis
+        self.modules = dict(model.named_modules())
+        self.names: dict[int, str] = {}
+        self.users: dict[int, list[tuple[str, str]]] = {}
+        for name, module in self.modules.items():
+            for key, parameter in module._parameters.items():
+                if parameter is not None:
+                    self.names.setdefault(id(parameter), f"{name}.{key}" if name else key)
+                    self.users.setdefault(id(parameter), []).append((name, key))
+        self.boxes: dict[int, tuple[Box, ...]] = {}
+        """The parts of each parameter that is cut, by its id."""
+        self.summed: list[tuple[Tensor, bool]] = []
+        """Parameters whose gradients are summed over the axis, or over the ranks that have equal parts."""
+        self.forwards: dict[str, Any] = {}
+        self.settings: list[tuple[nn.Module, str, Any]] = []
+        """Attributes of modules that get other values."""
+        self.left_whole: list[str] = []
+        self.experts: ExpertPlan | None = None
+        text: Any = getattr(model, "config", None)
+        text = text.get_text_config() if hasattr(text, "get_text_config") else text
+        self.heads = _number(text, "num_attention_heads")
+        self.key_heads = _number(text, "num_key_value_heads") or self.heads
+
+    def decide(self) -> None:
+        """Decide what is cut how. Raises ParameterError."""
+        self._check_heads()
+        for name, style in self.plan.items():
+            if name in self.modules:
+                self._plan_module(name, self.modules[name], style)
+            else:
+                owner, _, key = name.rpartition(".")
+                self._plan_parameter(self.modules[owner], key, name, style)
+        self._plan_tied()
+
+    def decide_on_experts(self, axis: ExpertAxis, given: Sequence[str] | None) -> None:
+        """Decide which rank has which experts, after all else. Raises ParameterError."""
+        self.experts = ExpertPlan(axis)
+        self.experts.decide(self.model, given, self.boxes, self.forwards)
+        self.settings += self.experts.settings
+
+    def _check_heads(self) -> None:
+        size, heads, keys = self.axis.size, self.heads, self.key_heads
+        attention = [n for n, s in self.plan.items() if s == "colwise" and n.endswith((*_HEADS, *_FUSED))]
+        if attention and _DIFFERENT in (heads, keys):
+            raise ParameterError(
+                f"tensor parallelism: the layers of {type(self.model).__name__} have different numbers of "
+                "heads, which is not supported"
+            )
+        if not attention or not isinstance(heads, int) or not isinstance(keys, int):
+            return
+        is_fused = any(name.endswith(_FUSED) for name in attention)  # whose heads cannot be given twice
+
+        def fits(n: int) -> bool:
+            return heads % n == 0 and (keys % n == 0 or (n % keys == 0 and not is_fused))
+
+        if not fits(size):
+            fitting = [n for n in range(1, heads + 1) if fits(n)]
+            raise ParameterError(
+                f"tensor parallelism: {size} ranks cannot share {heads} attention heads and {keys} key-value "
+                f"heads; sizes that would do: {', '.join(map(str, fitting))}"
+            )
+
+    def _plan_module(self, name: str, module: nn.Module, style: str) -> None:
+        if style in ("replicate", "local_params"):
+            return
+        if style == "replicated_with_grad_allreduce":
+            self.summed += [(parameter, False) for parameter in module.parameters(recurse=False)]
+        elif style == "moe_tp_experts":
+            self.forwards[name] = ExpertsForward(module, self.axis)
+        elif style == "mla_kv_a_proj":
+            parent = self.modules[name.rpartition(".")[0]]
+            shared = getattr(parent, "qk_rope_head_dim", None)
+            if not isinstance(shared, int):
+                raise ParameterError(
+                    f"tensor parallelism: {name}: {style} needs its parent's qk_rope_head_dim"
+                )
+            self.forwards[name] = LatentForward(module, self.axis, shared)
+        elif style == "all_reduce":
+            self.forwards[name] = SummedForward(module, self.axis)
+        elif style in ("embedding_rowwise", "embedding_colwise"):
+            self._plan_embedding(name, module, style)
+        elif style in LINEAR:
+            self._plan_linear(name, module, style)
+        else:
+            raise ParameterError(f"tensor parallelism: {name}: {style} is for parameters, not for modules")
+
+    def _plan_linear(self, name: str, module: nn.Module, style: str) -> None:
+        if not isinstance(module, nn.Linear) or (
+            type(module).forward is not nn.Linear.forward and style.startswith("rowwise")
+        ):
+            raise ParameterError(
+                f"tensor parallelism: {name} is a {type(module).__name__}: {style} is for torch.nn.Linear "
+                "(adapters and quantised layers cannot be cut)"
+            )
+        weight = module.weight
+        width = weight.shape[_DIM[style]]
+        if style == "colwise_gather_output" and width % self.axis.size:
+            self.left_whole.append(
+                f"{name} stays whole on each rank: its {width} outputs cannot be divided by {self.axis.size}"
+            )
+            return
+        if name.endswith(_SHARED_HEADS) and style == "colwise" and self._shares_heads():
+            self._plan_shared_heads(name, module)
+        else:
+            parts = 2 if style.startswith("packed") else 1
+            self._set(weight, _cut_boxes(weight.shape, _DIM[style], self.axis.size, parts), f"{name}.weight")
+            if module.bias is not None and not style.startswith("rowwise"):
+                self._set(module.bias, _cut_boxes(module.bias.shape, -1, self.axis.size, parts), name)
+        self.forwards[name] = LINEAR[style](module, self.axis)
+
+    def _shares_heads(self) -> bool:
+        return isinstance(self.key_heads, int) and self.key_heads < self.axis.size
+
+    def _plan_shared_heads(self, name: str, module: nn.Linear) -> None:
+        """Give each rank one key-value head, the one of its query heads; several ranks have the same."""
+        size, keys = self.axis.size, self.key_heads
+        assert isinstance(keys, int)
+        for parameter in (module.weight, module.bias):
+            if parameter is not None:
+                step = parameter.shape[0] // keys
+                starts = [rank * keys // size * step for rank in range(size)]
+                rest = tuple(((0, each),) for each in parameter.shape[1:])
+                self._set(parameter, tuple((((at, at + step),), *rest) for at in starts), name)
+                self.summed.append((parameter, True))
+        parent = self.modules[name.rpartition(".")[0]]
+        if not isinstance(getattr(parent, "num_key_value_groups", None), int):
+            raise ParameterError(
+                f"tensor parallelism: {name} has {keys} heads for {size} ranks, and its attention has no "
+                f"num_key_value_groups to say so: use at most {keys} ranks"
+            )
+        assert isinstance(self.heads, int)
+        self.settings.append((parent, "num_key_value_groups", self.heads // size))
+
+    def _plan_embedding(self, name: str, module: nn.Module, style: str) -> None:
+        if not isinstance(module, nn.Embedding):
+            raise ParameterError(f"tensor parallelism: {name} is a {type(module).__name__}, not an Embedding")
+        for option in ("max_norm", "scale_grad_by_freq", "sparse"):
+            if getattr(module, option):
+                raise ParameterError(f"tensor parallelism: {name}: an embedding with {option} cannot be cut")
+        dim = 0 if style == "embedding_rowwise" else 1
+        total, size = module.weight.shape[dim], self.axis.size
+        if total % size:
+            what = "columns" if dim else "rows"
+            self.left_whole.append(
+                f"{name} stays whole on each rank: its {total} {what} cannot be divided by {size}"
+            )
+            return
+        self._set(module.weight, _cut_boxes(module.weight.shape, dim, size), f"{name}.weight")
+        if dim:
+            self.forwards[name] = WidthForward(module, self.axis)
+            return
+        rows = total // size
+        first = self.axis.position * rows
+        self.forwards[name] = VocabularyForward(module, self.axis, first, rows)
+
+    def _plan_parameter(self, module: nn.Module, key: str, name: str, style: str) -> None:
+        parameter = module._parameters[key]
+        assert parameter is not None
+        if style == "replicated_with_grad_allreduce":
+            self.summed.append((parameter, False))
+        elif style in _DIM:
+            if parameter.dim() == 1 and style.endswith("rowwise"):
+                return  # a bias, which is added to the sum
+            dim = _DIM[style] if parameter.dim() > 1 else -1
+            parts = 2 if style.startswith("packed") else 1
+            self._set(parameter, _cut_boxes(parameter.shape, dim, self.axis.size, parts), name)
+        elif style not in ("replicate", "local_params"):
+            raise ParameterError(f"tensor parallelism: {name}: {style} is for modules, not for parameters")
+
+    def _plan_tied(self) -> None:
+        """Let embeddings that share a cut weight with a head look up its part; refuse other sharing."""
+        for identity, users in self.users.items():
+            if identity not in self.boxes:
+                continue
+            for name, key in users:
+                module = self.modules[name]
+                if name in self.forwards or f"{name}.{key}" in self.plan or name in self.plan:
+                    continue
+                if not isinstance(module, nn.Embedding):
+                    raise ParameterError(
+                        f"tensor parallelism: {self.names[identity]} is cut, and {name} uses it, too, which "
+                        "has no style: give it one in tensor_parallel.plan"
+                    )
+                self._plan_embedding(name, module, "embedding_rowwise")
+            kept = {name for name, _ in users if name in self.plan and name not in self.forwards}
+            if kept & {
+                name for name, _ in users if isinstance(self.modules[name], (nn.Linear, nn.Embedding))
+            }:
+                raise ParameterError(
+                    f"tensor parallelism: {self.names[identity]} is cut for one of its modules and whole for "
+                    f"another ({', '.join(sorted(kept))}): give them styles that fit in tensor_parallel.plan"
+                )
+
+    def decide_on_loss(self) -> None:
+        """Let a Hugging Face model compute its loss from the parts of the logits. Raises ParameterError."""
+        model = self.model
+        find_head: Any = getattr(model, "get_output_embeddings", None)
+        head: Any = None if find_head is None else find_head()
+        names = [name for name, module in self.modules.items() if module is head and name in self.forwards]
+        if not names or getattr(model, "loss_type", None) not in (None, "ForCausalLM"):
+            raise ParameterError(
+                "tensor_parallel.vocab_parallel_loss needs a Hugging Face model with the loss ForCausalLM, "
+                f"whose head is cut by its plan; {type(model).__name__} is not one"
+            )
+        self.forwards[names[0]] = LINEAR["colwise"](head, self.axis)
+        self.settings.append((model, "loss_function", VocabularyLoss(self.axis)))
+
+    def _set(self, parameter: Tensor, boxes: tuple[Box, ...] | None, name: str) -> None:
+        if boxes is None:
+            raise ParameterError(
+                f"tensor parallelism: {name} of shape {list(parameter.shape)} cannot be divided by "
+                f"{self.axis.size}"
+            )
+        if self.boxes.setdefault(id(parameter), boxes) != boxes:
+            raise ParameterError(f"tensor parallelism: {name} would be cut in two ways: its modules share it")
+
+
+def _cut_boxes(shape: Sequence[int], dim: int, size: int, parts: int = 1) -> tuple[Box, ...] | None:
+    """Return the parts of a tensor cut along a dimension, which packs several tensors of one size; None where
+    they cannot be equal.
+    """
+    dim %= len(shape)
+    if shape[dim] % (size * parts):
+        return None
+    packed = shape[dim] // parts
+    step = packed // size
+    found = []
+    for rank in range(size):
+        ranges = tuple(
+            (part * packed + rank * step, part * packed + (rank + 1) * step) for part in range(parts)
+        )
+        found.append(tuple(ranges if each == dim else ((0, length),) for each, length in enumerate(shape)))
+    return tuple(found)
+
+
+def _number(config: Any, name: str) -> Any:
+    """Return a number of a model's config; None without one, _DIFFERENT where its layers have several."""
+    try:
+        return getattr(config, name, None)
+    except RuntimeError:  # transformers' configs raise it for what differs between layers
+        return _DIFFERENT

@@ -1,0 +1,103 @@
+"""Test what scripts and libraries say to DeepSpeed about ranks that share layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import zlaunch
+from tests.runtime.workers import join, run_workers
+from zlaunch.compat.deepspeed import engine as alias
+from zlaunch.compat.deepspeed import groups
+from zlaunch.compat.deepspeed.missing import NotInZlaunch
+from zlaunch.compat.deepspeed.tensor_parallel import tp_model_init
+
+CONFIG: dict[str, Any] = {"train_batch_size": 4, "optimizer": {"type": "Adam", "params": {"lr": 1e-3}}}
+SHARED = {"tensor_parallel": {"autotp_size": 2, "plan": {"0": "colwise", "1": "rowwise"}}}
+
+
+def _model() -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+
+
+def _said(noted: int | None, config: dict[str, Any], asked: dict[str, int]) -> str:
+    join()
+    from accelerate.parallelism_config import ParallelismConfig
+    from accelerate.state import AcceleratorState
+
+    model = _model() if noted is None else tp_model_init(_model(), noted, torch.float32)
+    if asked:
+        AcceleratorState._shared_state["parallelism_config"] = ParallelismConfig(**asked)
+    try:
+        engine, *_ = alias.initialize(model=model, config=config)
+    except zlaunch.ZlaunchError as error:
+        return str(error)
+    finally:
+        AcceleratorState._shared_state.clear()
+    sizes = groups._get_model_parallel_world_size(), groups._get_data_parallel_world_size()
+    return f"{sizes} {engine.train_micro_batch_size_per_gpu()}"
+
+
+@pytest.mark.parametrize(
+    ("noted", "config", "asked", "said"),
+    [
+        (2, {**CONFIG, **SHARED}, {}, "(2, 1) 4"),
+        (None, {**CONFIG, **SHARED}, {"tp_size": 2}, "(2, 1) 4"),
+        (2, CONFIG, {}, "tp_size 2, but tensor_parallel.autotp_size of the config is 1: set it to 2"),
+        (None, CONFIG, {"tp_size": 2}, "ParallelismConfig(tp_size=2): the config says 1"),
+        (None, CONFIG, {"cp_size": 2}, "ParallelismConfig(cp_size=2): not supported"),
+        (
+            None,
+            {
+                **SHARED,
+                "train_batch_size": 8,
+                "train_micro_batch_size_per_gpu": 4,
+                "gradient_accumulation_steps": 1,
+            },
+            {},
+            "(2, 1) 4",
+        ),
+    ],
+    ids=["noted", "asked", "noted alone", "asked alone", "context", "counted twice"],
+)
+def test_sizes(noted: int | None, config: dict[str, Any], asked: dict[str, int], said: str) -> None:
+    for found in run_workers(_said, 2, noted, config, asked):
+        assert said in found
+
+
+def test_a_config_of_another_size_and_a_group_are_refused_at_once() -> None:
+    with pytest.raises(
+        zlaunch.ConfigError, match="tp_size 4, but tensor_parallel.autotp_size of the config is 2"
+    ):
+        tp_model_init(_model(), 4, torch.float32, {**CONFIG, **SHARED})
+    with pytest.raises(NotInZlaunch, match="tp_group"):
+        tp_model_init(_model(), 2, torch.float32, tp_group=object())
+
+
+def _groups() -> list[Any]:
+    rank = join()
+    from tests.runtime.expert_parallel.test_by_hand import _Network
+
+    section = {"experts": ["layers.*.experts"]}
+    config = {**CONFIG, "parallel": {"expert": 2}, "expert_parallel": section}
+    alias.initialize(model=_Network("free"), config=config)
+    found: list[Any] = [groups._get_expert_parallel_world_size("ep_size_2")]
+    for group in (groups._get_expert_parallel_group(), groups._get_expert_data_parallel_group()):
+        found.append(torch.distributed.get_process_group_ranks(group))
+    assert groups._get_expert_parallel_rank() == rank % 2
+    assert groups._get_expert_data_parallel_rank() == rank // 2
+    assert groups._get_expert_data_parallel_world_size() == 2
+    with pytest.raises(ValueError, match="only 'ep_size_2'"):
+        groups._get_expert_parallel_group("ep_size_4")
+    return found
+
+
+def test_groups_of_experts() -> None:
+    assert run_workers(_groups, 4) == [
+        [2, [0, 1], [0, 2]],
+        [2, [0, 1], [1, 3]],
+        [2, [2, 3], [0, 2]],
+        [2, [2, 3], [1, 3]],
+    ]
