@@ -126,8 +126,8 @@ class Comm:
         """Return a number for the tensors of one unit, which is sharded over a link; equal on all ranks that
         make equal units.
         """
+        self._links[len(self._labels)] = link
         self._labels.append(name)
-        self._links[len(self._labels) - 1] = link
         return len(self._labels) - 1
 
     def holders_of(self, parameter: Tensor) -> tuple[RankLink, RankLink, int]:

@@ -65,12 +65,21 @@ class Setting:
     """Counts the parts of a second copy of stage 3's parameters, of which a rank keeps one; 0 without one."""
     kept_for_links: int = 0
     """Counts the bytes that a rank keeps to send gradients packed."""
+    experts: int = 0
+    """Trainable elements of experts that only some ranks have: they are sharded over ``expert_shards``."""
+    expert_shards: int = 1
     freed_by_backward: int = 0
     """Bytes of activations that are freed before a third gradient bucket is filled, where they are known."""
 
     @property
     def trainable(self) -> int:
         return sum(self.blocks)
+
+    @property
+    def part(self) -> int:
+        """Return this rank's part of the trainable elements, where they are sharded."""
+        rest = self.trainable - self.experts
+        return -(-rest // self.world_size) + -(-self.experts // self.expert_shards)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +98,7 @@ class MemoryPlan:
 
 def plan(s: Setting) -> MemoryPlan:
     """Estimate what a rank holds between and during steps, without activations."""
-    shards = s.world_size if s.stage >= 1 else 1
-    own = -(-s.trainable // shards)
+    own = s.part if s.stage >= 1 else s.trainable
     away = own if s.offload.optimizer is not Tier.DEVICE else 0
     away = round(away * s.offload.ratio) if s.trains else 0
     here = (own if s.trains else 0) - away
@@ -107,8 +115,7 @@ def peak(s: Setting, present: Amounts) -> Amounts:
     besides.
     """
     found = plan(s)
-    shards = s.world_size if s.stage >= 1 else 1
-    own = -(-s.trainable // shards) if s.trains else 0
+    own = (s.part if s.stage >= 1 else s.trainable) if s.trains else 0
     away = round(own * s.offload.ratio) if s.offload.optimizer is not Tier.DEVICE else 0
     alias = s.dtype_bytes == _ACCUMULATE_BYTES and s.stage < 3
     masters = 0 if alias else (own - away) * _ACCUMULATE_BYTES
@@ -123,7 +130,7 @@ def _snapshot(s: Setting, away: int) -> Amounts:
     """Estimate a snapshot's bytes: this rank's part of masters and state, without what is on disk."""
     if not s.snapshots:
         return Amounts()
-    written = -(-s.trainable // s.world_size)
+    written = s.part
     if s.offload.optimizer is Tier.DISK:
         written = max(0, written - away)
     frozen = -(-s.frozen // s.world_size) if s.offload.parameters is not Tier.DISK else 0
@@ -147,7 +154,7 @@ def _parameters(s: Setting) -> Amounts:
     copied = -(-everything // s.copy_shards) if s.copy_shards else 0
     gathered = Amounts(device=(root + 2 * max(rest, default=0) + copied) * s.dtype_bytes)
     own_frozen = -(-s.frozen // s.world_size)
-    own = -(-s.trainable // s.world_size)
+    own = s.part
     if s.trains and s.offload.parameters is s.offload.optimizer is Tier.DEVICE:
         own = 0  # the masters serve
     elif s.trains and s.offload.parameters is s.offload.optimizer is Tier.HOST and s.dtype_bytes == 4:

@@ -52,6 +52,12 @@ def preflight(
         copy_shards=comm.link.size if comm.link.size < comm.link.shards else 0,
         kept_for_links=kept_bytes(comm.link, sum(trainable), dtype_bytes),
         blocks=trainable,
+        experts=sum(
+            placeholder.shape_of(p).numel()
+            for p in parameters
+            if p.requires_grad and comm.holders_of(p)[0] is comm.experts
+        ),
+        expert_shards=comm.experts.size if comm.experts is not None else 1,
         frozen=sum(placeholder.shape_of(p).numel() for p in parameters) - sum(trainable),
         dtype_bytes=dtype_bytes,
         states=offload.state_count,

@@ -69,8 +69,7 @@ class ShardedOptimizer:
         ``offloaded_step`` is made for the units if some are off the device; they may be replaced later.
         ``on_device``: decisions are made there where that is possible, so that the host never waits for it.
         """
-        self._initial = take_initial_state(optimizer)
-        self._inner = InnerOptimizer(optimizer)
+        self._initial, self._inner = take_initial_state(optimizer), InnerOptimizer(optimizer)
         self.optimizer = self._inner.optimizer
         self.units = list(units)
         self._reducer, self._comm, self._whole = reducer, comm, whole

@@ -49,7 +49,7 @@ def find_plan(model: nn.Module, given: Mapping[str, str] | None) -> dict[str, st
         found = _matches(model, _own_plan(model), None)
         for prefix, module in model.named_modules():
             noted = _matches(module, getattr(module, _NOTE, {}), "tensor_parallel")
-            found |= {f"{prefix}.{name}" if prefix else name: style for name, style in noted.items()}
+            found |= {".".join(filter(None, (prefix, name))): style for name, style in noted.items()}
     if not any(style not in ("replicate", "colwise_gather_output") for style in found.values()):
         raise ParameterError(
             f"{type(model).__name__} has no plan for tensor parallelism: give one, tensor_parallel.plan "

@@ -171,11 +171,11 @@ def _by_kind(members: Sequence[Member], groups: dict[int, int], comm: Comm) -> l
     """
     kinds: dict[tuple[bool, bool, str, int, int], list[Member]] = {}
     for name, parameter in members:
-        frozen = not parameter.requires_grad
-        ungrouped = not frozen and bool(groups) and id(parameter) not in groups
+        trained = parameter.requires_grad
+        ungrouped = trained and bool(groups) and id(parameter) not in groups
         link, _, copies = comm.holders_of(parameter)
-        kind = str(parameter.dtype), copies, link.size
-        kinds.setdefault((frozen, ungrouped, *kind), []).append((name, parameter))
+        rest = str(parameter.dtype), copies, link.size
+        kinds.setdefault((not trained, ungrouped, *rest), []).append((name, parameter))
     found = [alike for _, alike in sorted(kinds.items())]
     for alike in found:
         alike.sort(key=lambda member: groups.get(id(member[1]), -1))

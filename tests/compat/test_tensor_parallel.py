@@ -14,6 +14,7 @@ from zlaunch.compat.deepspeed import groups
 from zlaunch.compat.deepspeed.missing import NotInZlaunch
 from zlaunch.compat.deepspeed.tensor_parallel import tp_model_init
 
+SIZES = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1}
 CONFIG: dict[str, Any] = {"train_batch_size": 4, "optimizer": {"type": "Adam", "params": {"lr": 1e-3}}}
 SHARED = {"tensor_parallel": {"autotp_size": 2, "plan": {"0": "colwise", "1": "rowwise"}}}
 
@@ -68,9 +69,7 @@ def test_sizes(noted: int | None, config: dict[str, Any], asked: dict[str, int],
 
 
 def test_a_config_of_another_size_and_a_group_are_refused_at_once() -> None:
-    with pytest.raises(
-        zlaunch.ConfigError, match="tp_size 4, but tensor_parallel.autotp_size of the config is 2"
-    ):
+    with pytest.raises(zlaunch.ConfigError, match=r"tp_size 4, but .* the config is 2"):
         tp_model_init(_model(), 4, torch.float32, {**CONFIG, **SHARED})
     with pytest.raises(NotInZlaunch, match="tp_group"):
         tp_model_init(_model(), 2, torch.float32, tp_group=object())

@@ -46,8 +46,8 @@ def _train(
     ("families", "world", "tensor", "expert", "stages", "changes"),
     [
         (["qwen3_moe"], 4, 1, 2, [0, 1, 2, 3], {}),
-        (["mixtral", "qwen3_moe"], 4, 1, 4, [2, 3], {}),
-        (["mixtral", "qwen3_moe", "deepseek_v2", "gpt_oss"], 4, 2, 2, [3], {}),
+        (["mixtral", "deepseek_v2", "gpt_oss"], 4, 1, 4, [3], {}),
+        (["mixtral", "qwen3_moe"], 4, 2, 2, [3], {}),
         (["qwen3_moe"], 8, 2, 2, [3], {"tie_word_embeddings": True}),
         (["qwen3_moe"], 2, 1, 2, [3], {"num_experts": 8, "num_experts_per_tok": 1}),
     ],

@@ -40,7 +40,7 @@ def _train_families(families: list[str], tensor: int, stages: list[int], changes
     [
         (["llama", "qwen3"], 4, 2, [0, 1, 2, 3], {}),
         (["mistral", "gemma", "phi", "olmo", "olmo2", "phi3"], 4, 2, [3], {}),
-        (["mixtral", "qwen3_moe", "deepseek_v2", "gpt_oss"], 4, 2, [3], {}),
+        (["mixtral", "qwen3_moe", "deepseek_v2"], 4, 2, [3], {}),
         (["llama", "qwen3"], 4, 4, [1, 3], {}),
         (["llama", "gemma"], 2, 2, [2], {"tie_word_embeddings": True}),
         (["qwen3"], 2, 2, [3], {"vocab_size": 65, "attention_bias": True}),
