@@ -83,8 +83,6 @@ class Config(Section):
     """The mesh of ranks."""
     tensor_parallel: TensorParallel = section(TensorParallel)
     """Tensor parallelism."""
-    expert_parallel: ExpertParallel = section(ExpertParallel)
-    """Expert parallelism."""
     fp16: FP16 = section(FP16)
     """fp16."""
     bf16: BF16 = section(BF16, "bfloat16")
@@ -95,6 +93,8 @@ class Config(Section):
     """Disk access."""
     activation_checkpointing: ActivationCheckpointing = section(ActivationCheckpointing)
     """Activation checkpointing."""
+    expert_parallel: ExpertParallel = section(ExpertParallel)
+    """Expert parallelism."""
     checkpoint: CheckpointSection = section(CheckpointSection)
     """Checkpoints."""
     tensorboard: FileMonitor = section(FileMonitor)

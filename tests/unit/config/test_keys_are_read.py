@@ -29,6 +29,9 @@ SETTLED_INSIDE = {
     "parallel.tensor": "read through tensor_size",
     "parallel.shard_group": "rewritten as zero_optimization.shard_group",
     "tensor_parallel.autotp_size": "read through tensor_size",
+    "parallel.expert": "read through expert_size",
+    "expert_parallel.enabled": "read through expert_size",
+    "expert_parallel.autoep_size": "read through expert_size",
     "checkpoint.asynchronous": "read through is_asynchronous",
     "checkpoint.writer.decoupled": "read through is_asynchronous",
 }
