@@ -234,7 +234,7 @@ MISSING: dict[str, dict[str, Key]] = {
         "comm_max_tokens_per_rank": _ignored(Whole, 0, "Size of a buffer of tokens."),
         **{
             name: _refused(Any, default, "DeepSpeed's description of a layer of experts.",
-                feature="this (the model's own layer computes; expert_parallel.experts names its experts)")
+                feature="a description of a layer (the model's own computes; see expert_parallel.experts)")
             for name, default in _EXPERT_LAYER.items()
         },
     },

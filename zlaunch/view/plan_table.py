@@ -54,9 +54,10 @@ def _draw(plan: Plan, mesh: MeshShape) -> RenderableType:
         table.add_row(name, *(f"rank {rank} on {hosts[rank]}" for rank in ranks))
         if len({hosts[rank] for rank in ranks}) > 1:
             crossing.append(name)
-        first = data * mesh.expert * mesh.tensor
-        if len({hosts[rank] for rank in range(first, first + mesh.expert * mesh.tensor, mesh.tensor)}) > 1:
-            travels.add(str(data))
+        step = mesh.expert * mesh.tensor
+        for place in range(mesh.tensor) if mesh.expert > 1 else ():
+            if len({hosts[rank] for rank in range(data * step + place, (data + 1) * step, mesh.tensor)}) > 1:
+                travels.add(str(data))
     texts = []
     if crossing:
         texts.append(f"warning: each layer waits for the network between nodes at {'; '.join(crossing)}")
