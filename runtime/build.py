@@ -31,7 +31,7 @@ from .handles.consistency import check_consistency
 from .handles.handles import Handles
 from .handles.module_methods import intercept_module
 from .handles.optimizer import ZeroOptimizer, guard
-from .leaf_modules import mark_leaves
+from .leaf_modules import mark_leaves, mark_lists_of_experts
 from .log import say, set_level, show, warn
 from .memory.advice import MemoryAdviser
 from .memory.estimate import Setting
@@ -313,6 +313,7 @@ def _plan(model: nn.Module, effective: Effective, comm: Comm) -> tuple[list[Bloc
     zero = effective.config.zero_optimization
     leaf = zero.leaf_module
     mark_leaves(model, classes=leaf.classes, names=leaf.names, suffixes=leaf.name_suffixes)
+    mark_lists_of_experts(model)
     # a unit is reduced and, from stage 1 on, gathered as a whole
     bucket = int(zero.reduce_bucket_size)
     if zero.stage >= 1:

@@ -33,6 +33,23 @@ def mark_leaves(
     return found
 
 
+def mark_lists_of_experts(model: nn.Module) -> list[str]:
+    """Mark modules that have a list of several experts as leaves, and return their names: each rank may use
+    others of them. The list's name has ``experts`` in it; one that was unmarked stays so.
+    """
+    found = []
+    for name, module in model.named_modules():
+        lists = [
+            child
+            for key, child in module.named_children()
+            if "experts" in key and isinstance(child, (nn.ModuleList, nn.ModuleDict)) and len(child) > 1
+        ]
+        if lists and not hasattr(module, LEAF_MARK):
+            setattr(module, LEAF_MARK, True)
+            found.append(name)
+    return found
+
+
 def _is_a(module: nn.Module, kind: type[nn.Module] | str) -> bool:
     if not isinstance(kind, str):
         return isinstance(module, kind)

@@ -221,3 +221,12 @@ def test_asynchronous_checkpoints_take_a_copy_of_what_a_rank_writes() -> None:
     assert "asynchronous checkpoints: 11.2 GiB of host memory" in describe(whole, PLENTY, Amounts())
     with pytest.raises(MemoryPlanError, match=r'This would fit: "checkpoint": {"asynchronous": false}'):
         check(whole, replace(PLENTY, host=10 * GIB))
+
+
+def test_experts_that_fewer_ranks_have_are_sharded_over_those() -> None:
+    """State of 12 bytes: bf16 with fp32 masters; experts of 90 million elements lie on 2 of 8 ranks."""
+    all_alike = setting(3, world=8)
+    some = replace(all_alike, experts=90_000_000, expert_shards=2)
+    more = plan(some).optimizer.device - plan(all_alike).optimizer.device
+    assert more == 12 * (90_000_000 // 2 - 90_000_000 // 8)
+    assert plan(replace(some, stage=0)).total == plan(replace(all_alike, stage=0)).total
