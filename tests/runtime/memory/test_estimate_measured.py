@@ -21,8 +21,9 @@ from zlaunch.runtime.memory.model_sizes import ModelSizes, from_function, from_h
 from zlaunch.runtime.offload.manager import Tier
 
 QUICK = [("mlp", False), ("llama", True)]
-MORE = [(name, False) for name in KINDS if name not in ("mlp", "mixtral", "lstm")]
-HALVES = [(name, True) for name in ("mlp", "mixtral", "gpt2", "t5", "conv_net", "encoder")]
+IN_BF16 = ("mlp", "mixtral", "gpt2", "conv_net", "encoder")
+HALVES = [(name, True) for name in IN_BF16]
+MORE = [(name, False) for name in KINDS if name not in (*IN_BF16, "lstm")]
 CAPS, FITTING = 200, ("llama", "bert", "mlp", "t5")
 
 
