@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +10,7 @@ from torch import nn
 
 from ..cut import Box, whole_box
 from ..errors import ParameterError
+from ..model_plans import matching, own_plan
 from ..zero import placeholder
 from .axis import ExpertAxis
 from .forward import DispatchForward
@@ -106,29 +106,19 @@ def _shape(parameter: nn.Parameter) -> tuple[int, ...]:
 
 def _find(model: nn.Module, given: Sequence[str] | None) -> dict[str, nn.Module]:
     """Return the modules of experts by name, of a config's patterns or the model's own plan."""
-    patterns = list(given) if given is not None else _own_patterns(model)
+    patterns = given
+    if patterns is None:
+        patterns = [name for name, style in own_plan(model, "ep").items() if style == _STYLE]
     modules = dict(model.named_modules())
     found: dict[str, nn.Module] = {}
     for pattern in patterns:
-        expression = re.compile(re.escape(pattern).replace(r"\*", r"\d+"))
-        matching = {name: module for name, module in modules.items() if expression.fullmatch(name)}
-        if given is not None and not matching:
+        names = [name for name in matching(model, pattern) if name in modules]
+        if given is not None and not names:
             raise ParameterError(f"expert_parallel.experts: the model has no module of the name {pattern}")
-        found |= matching
+        found |= {name: modules[name] for name in names}
     if not found:
         raise ParameterError(
             f"{type(model).__name__} has no plan for expert parallelism: name the modules of its experts, "
             'expert_parallel.experts ["layers.*.experts"], or set its size to 1'
         )
     return found
-
-
-def _own_patterns(model: nn.Module) -> list[str]:
-    """Return the patterns of a Hugging Face model's own plan."""
-    own: Any = getattr(model, "_ep_plan", None)
-    base: Any = getattr(getattr(model, "config", None), "base_model_ep_plan", None)
-    if not own and base:
-        prefix = getattr(model, "base_model_prefix", "")
-        inside = f"{prefix}." if prefix and hasattr(model, prefix) else ""
-        own = {f"{inside}{name}": style for name, style in base.items()}
-    return [name for name, style in own.items() if style == _STYLE] if isinstance(own, Mapping) else []

@@ -11,6 +11,7 @@ from ..cut import Box
 from ..errors import ParameterError
 from ..expert_parallel.axis import ExpertAxis
 from ..expert_parallel.plan import ExpertPlan
+from ..model_plans import text_config
 from .axis import TensorAxis
 from .forwards import (
     LINEAR,
@@ -51,8 +52,7 @@ class Decision:
         """Attributes of modules that get other values."""
         self.left_whole: list[str] = []
         self.experts: ExpertPlan | None = None
-        text: Any = getattr(model, "config", None)
-        text = text.get_text_config() if hasattr(text, "get_text_config") else text
+        text = text_config(model)
         self.heads = _number(text, "num_attention_heads")
         self.key_heads = _number(text, "num_key_value_heads") or self.heads
 

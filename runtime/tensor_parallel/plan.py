@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
-from typing import Any
 
 from torch import nn
 
 from ..errors import ParameterError
+from ..model_plans import matching, own_plan
 
 STYLES = frozenset(
     (
@@ -46,7 +45,7 @@ def find_plan(model: nn.Module, given: Mapping[str, str] | None) -> dict[str, st
     if given is not None:
         found = _matches(model, given, "tensor_parallel.plan")
     else:
-        found = _matches(model, _own_plan(model), None)
+        found = _matches(model, own_plan(model, "tp"), None)
         for prefix, module in model.named_modules():
             noted = _matches(module, getattr(module, _NOTE, {}), "tensor_parallel")
             found |= {".".join(filter(None, (prefix, name))): style for name, style in noted.items()}
@@ -60,8 +59,6 @@ def find_plan(model: nn.Module, given: Mapping[str, str] | None) -> dict[str, st
 
 def _matches(module: nn.Module, patterns: Mapping[str, str], asked_by: str | None) -> dict[str, str]:
     """Return the style of each module and parameter that patterns name; what somebody asks for must exist."""
-    names = [name for name, _ in module.named_modules()]
-    names += [name for name, _ in module.named_parameters(remove_duplicate=False)]
     found: dict[str, str] = {}
     for pattern, style in patterns.items():
         style = _OLD_NAMES.get(style, style)
@@ -70,21 +67,8 @@ def _matches(module: nn.Module, patterns: Mapping[str, str], asked_by: str | Non
                 f"{asked_by or 'tensor parallelism'}: {pattern}: the style {style!r} is not supported; there "
                 f"are {', '.join(sorted(STYLES))}"
             )
-        expression = re.compile(re.escape(pattern).replace(r"\*", r"\d+"))
-        matching = [name for name in names if expression.fullmatch(name)]
-        if asked_by is not None and not matching:
+        names = matching(module, pattern)
+        if asked_by is not None and not names:
             raise ParameterError(f"{asked_by}: the model has nothing of the name {pattern}")
-        found.update(dict.fromkeys(matching, style))
+        found.update(dict.fromkeys(names, style))
     return found
-
-
-def _own_plan(model: nn.Module) -> dict[str, str]:
-    """Return a Hugging Face model's own plan: the heads', and its base model's."""
-    own: Any = getattr(model, "_tp_plan", None)
-    config = getattr(model, "config", None)
-    base: Any = getattr(config, "base_model_tp_plan", None)
-    if not own and base:
-        prefix = getattr(model, "base_model_prefix", "")
-        inside = f"{prefix}." if prefix and hasattr(model, prefix) else ""
-        own = {f"{inside}{name}": style for name, style in base.items()}
-    return dict(own) if isinstance(own, Mapping) else {}

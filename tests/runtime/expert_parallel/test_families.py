@@ -118,6 +118,11 @@ def _variant(kind: str, expert: int, folder: str) -> list[float]:
     if kind == "recomputation":
         model.gradient_checkpointing_enable()
         model.train()
+    if kind == "adapters":
+        import peft
+
+        torch.manual_seed(5)
+        model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"])).double()
     if kind == "frozen":
         for parameter in model.model.embed_tokens.parameters():
             parameter.requires_grad_(False)
@@ -128,9 +133,11 @@ def _variant(kind: str, expert: int, folder: str) -> list[float]:
     return train(engine, 1)
 
 
-@pytest.mark.parametrize("kind", ["offload", "disk", "recomputation", "frozen"])
+@pytest.mark.parametrize("kind", ["offload", "disk", "recomputation", "frozen", "adapters"])
 def test_what_else_the_runtime_does_goes_with_it(kind: str, tmp_path: Any) -> None:
-    wanted = run_workers(_variant, 1, kind if kind == "frozen" else "plain", 1, str(tmp_path))[0]
+    wanted = run_workers(_variant, 1, kind if kind in ("frozen", "adapters") else "plain", 1, str(tmp_path))[
+        0
+    ]
     found = run_workers(_variant, 4, kind, 2, str(tmp_path))[0]
     assert found == pytest.approx(wanted, abs=TOLERANCE)
 

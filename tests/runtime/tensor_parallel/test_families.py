@@ -56,6 +56,33 @@ def test_training_equals_one_process(
             assert max(errors) < TOLERANCE, (case, errors)
 
 
+class _Wrapped(torch.nn.Module):
+    """Is a script's own module around a model."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, **inputs: Any) -> Any:
+        return self.inner(**inputs)
+
+
+def _train_wrapped(tensor: int) -> tuple[list[float], tuple[int, ...]]:
+    join()
+    world = torch.distributed.get_world_size()
+    model = _Wrapped(make("llama"))
+    engine, *_ = zlaunch.initialize(model=model, config=settings(3, tensor, world // tensor))
+    weight = engine.module.get_parameter("inner.model.layers.0.self_attn.k_proj.weight")
+    return train(engine, tensor), tuple(weight.shape)
+
+
+def test_a_model_inside_of_another_brings_its_plan() -> None:
+    wanted, whole = run_workers(_train_wrapped, 1, 1)[0]
+    for losses, shape in run_workers(_train_wrapped, 4, 4):
+        assert losses == pytest.approx(wanted, abs=TOLERANCE)
+        assert shape == (8, 32) and whole == (16, 32)
+
+
 def _resume(folder: str, tensor: int, stage: int, first: bool) -> list[float]:
     join()
     world = torch.distributed.get_world_size()
