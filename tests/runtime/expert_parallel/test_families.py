@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import zlaunch
-from tests.runtime.tensor_parallel.families import make, plain, train
+from tests.runtime.tensor_parallel.families import make, plain, shapes, train
 from tests.runtime.tensor_parallel.task import TOLERANCE, distance, settings
 from tests.runtime.workers import join, run_workers
 
@@ -100,10 +100,13 @@ def test_an_export_is_whole(tmp_path: Any) -> None:
     from zlaunch.runtime.checkpoint.export.full_weights import get_fp32_state_dict_from_zero_checkpoint
 
     state = get_fp32_state_dict_from_zero_checkpoint(tmp_path)
-    wanted = make("qwen3_moe").state_dict()
-    assert {name: value.shape for name, value in state.items()} == {
-        name: value.shape for name, value in wanted.items()
-    }
+    wanted = run_workers(_whole_shapes, 1)[0]
+    assert {name: tuple(value.shape) for name, value in state.items()} == wanted
+
+
+def _whole_shapes() -> dict[str, tuple[int, ...]]:
+    join()
+    return shapes("qwen3_moe")
 
 
 def _variant(kind: str, expert: int, folder: str) -> list[float]:

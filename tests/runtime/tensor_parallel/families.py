@@ -69,6 +69,11 @@ def _compute_in_float64() -> None:
             module.torch = _WideTorch()  # type: ignore[attr-defined]  # it has that name
 
 
+def shapes(family: str, **changes: Any) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a model's state, in a worker: :func:`make` changes torch for its process."""
+    return {name: tuple(value.shape) for name, value in make(family, **changes).state_dict().items()}
+
+
 def plain(model: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Train in one process."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.01, eps=EPS)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import zlaunch
-from tests.runtime.tensor_parallel.families import make, plain, train
+from tests.runtime.tensor_parallel.families import make, plain, shapes, train
 from tests.runtime.tensor_parallel.task import BATCH, LENGTH, STEPS, TOLERANCE, data, distance, settings
 from tests.runtime.workers import join, run_workers
 from zlaunch.runtime.checkpoint.export.consolidate import consolidated_state_dict
@@ -123,10 +123,13 @@ def test_an_export_is_whole(tmp_path: Any) -> None:
     from zlaunch.runtime.checkpoint.export.full_weights import get_fp32_state_dict_from_zero_checkpoint
 
     state = get_fp32_state_dict_from_zero_checkpoint(tmp_path)
-    model = make("qwen3", tie_word_embeddings=True)
-    assert {name: tuple(value.shape) for name, value in state.items()} == {
-        name: tuple(value.shape) for name, value in model.state_dict().items()
-    }
+    wanted = run_workers(_whole_shapes, 1)[0]
+    assert {name: tuple(value.shape) for name, value in state.items()} == wanted
+
+
+def _whole_shapes() -> dict[str, tuple[int, ...]]:
+    join()
+    return shapes("qwen3", tie_word_embeddings=True)
 
 
 def _variant(kind: str, tensor: int, folder: str) -> list[float]:
