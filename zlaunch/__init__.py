@@ -52,6 +52,7 @@ _LAZY = {
         )
     },
     **{name: ("zlaunch.errors", name) for name in ("LaunchError", "NodeError", "ZlaunchError")},
+    "Experts": ("zlaunch.runtime.expert_parallel.experts", "Experts"),
     "CheckpointError": ("zlaunch.runtime.checkpoint.format.tensor_file", "CheckpointError"),
     "ConfigError": ("zlaunch.runtime.config", "ConfigError"),
     "resume_dir": ("zlaunch.runtime.preemption", "resume_dir"),
@@ -66,6 +67,7 @@ __all__ = [
     "ConfigError",
     "DiskError",
     "Engine",
+    "Experts",
     "LaunchError",
     "LossScaleFloorError",
     "MemoryPlanError",
@@ -135,6 +137,7 @@ if TYPE_CHECKING:
     from zlaunch.runtime.errors import PeerLost as PeerLost
     from zlaunch.runtime.errors import RankMismatchError as RankMismatchError
     from zlaunch.runtime.errors import UnsupportedError as UnsupportedError
+    from zlaunch.runtime.expert_parallel.experts import Experts as Experts
     from zlaunch.runtime.preemption import resume_dir as resume_dir
     from zlaunch.runtime.report import report as report
     from zlaunch.runtime.tensor_parallel.plan import tensor_parallel as tensor_parallel

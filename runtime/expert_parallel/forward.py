@@ -35,7 +35,7 @@ class DispatchForward:
 
     def __call__(self, hidden: Tensor, index: Tensor, weights: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Return the weighted sums of the experts' outputs, (tokens, width), of ``hidden`` (tokens, width),
-        ``index`` and ``weights`` (tokens, k). An index of no expert adds nothing.
+        ``index`` and ``weights`` (tokens, k), in the tokens' dtype. An index of no expert adds nothing.
         """
         self._check(hidden, index, weights)
         axis = self.axis
@@ -65,11 +65,12 @@ class DispatchForward:
         pairs = inner(
             rows[row], wanted[row, slot].unsqueeze(1), scales[row, slot].unsqueeze(1), *args, **kwargs
         )
-        if not isinstance(pairs, Tensor) or pairs.dim() != 2:
+        if not isinstance(pairs, Tensor) or pairs.shape != (len(row), rows.shape[1]):
             raise ParameterError(
                 f"expert parallelism: {self.name} returns something else than (tokens, width)"
             )
-        return pairs.new_zeros((len(rows), pairs.shape[1])).index_add(0, row, pairs)
+        # ranks without rows send the tokens' dtype: under autocast, experts may return another
+        return torch.zeros_like(rows).index_add(0, row, pairs.to(rows.dtype))
 
     def _own(self, *args: Any, **kwargs: Any) -> Tensor:
         found: Tensor = type(self.module).forward(self.module, *args, **kwargs)

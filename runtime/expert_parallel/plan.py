@@ -13,6 +13,7 @@ from ..errors import ParameterError
 from ..model_plans import matching, own_plan
 from ..zero import placeholder
 from .axis import ExpertAxis
+from .experts import Experts
 from .forward import DispatchForward
 
 _STYLE = "ep_dispatch_experts"
@@ -61,6 +62,11 @@ class ExpertPlan:
 
     def _count(self, name: str, module: nn.Module) -> int:
         """Return the number of experts of a module."""
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+            raise ParameterError(
+                f"expert parallelism: {name} is a {type(module).__name__} of separate modules, which cannot "
+                "be divided: make it zlaunch.Experts([...]) of them, called with (tokens, index, weights)"
+            )
         lengths = {(_shape(p) or (0,))[0] for p in module.parameters()}
         if len(lengths) != 1:
             shapes = ", ".join(f"{key} {list(_shape(p))}" for key, p in module.named_parameters())
@@ -105,12 +111,14 @@ def _shape(parameter: nn.Parameter) -> tuple[int, ...]:
 
 
 def _find(model: nn.Module, given: Sequence[str] | None) -> dict[str, nn.Module]:
-    """Return the modules of experts by name, of a config's patterns or the model's own plan."""
+    """Return the modules of experts by name: all Experts, and those of a config's patterns or the model's own
+    plan.
+    """
     patterns = given
     if patterns is None:
         patterns = [name for name, style in own_plan(model, "ep").items() if style == _STYLE]
     modules = dict(model.named_modules())
-    found: dict[str, nn.Module] = {}
+    found: dict[str, nn.Module] = {n: each for n, each in modules.items() if isinstance(each, Experts)}
     for pattern in patterns:
         names = [name for name in matching(model, pattern) if name in modules]
         if given is not None and not names:
@@ -119,6 +127,6 @@ def _find(model: nn.Module, given: Sequence[str] | None) -> dict[str, nn.Module]
     if not found:
         raise ParameterError(
             f"{type(model).__name__} has no plan for expert parallelism: name the modules of its experts, "
-            'expert_parallel.experts ["layers.*.experts"], or set its size to 1'
+            'expert_parallel.experts ["layers.*.experts"], make them zlaunch.Experts, or set its size to 1'
         )
     return found

@@ -75,9 +75,13 @@ class Forget:
 
 
 def uses_dropout(model: nn.Module) -> bool:
-    """Tell whether a model has dropout: a module with a probability, or a config that names one."""
+    """Tell whether a model has dropout: a module with a probability, a config that names one, or a module
+    that says ``draws_random_numbers``.
+    """
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
+            return True
+        if getattr(module, "draws_random_numbers", False):
             return True
     config = getattr(model, "config", None)
     values = vars(config).items() if config is not None and hasattr(config, "__dict__") else ()

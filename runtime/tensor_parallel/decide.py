@@ -128,6 +128,11 @@ class Decision:
                 "(adapters and quantised layers cannot be cut)"
             )
         weight = module.weight
+        if weight.dim() != 2:
+            raise ParameterError(
+                f"tensor parallelism: {name} holds several experts ({list(weight.shape)}): parallel.expert "
+                "of the config divides them"
+            )
         width = weight.shape[_DIM[style]]
         if style == "colwise_gather_output" and width % self.axis.size:
             self.left_whole.append(

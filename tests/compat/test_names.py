@@ -30,7 +30,7 @@ from tests.runtime.workers import run_workers
         ("deepspeed.model_implementations.transformers", "vLLM"),
         ("deepspeed.runtime.pipe.topology", "Megatron"),
         ("deepspeed.pipe.module", "Megatron"),
-        ("deepspeed.moe.sharded_moe", "experts"),
+        ("deepspeed.moe.mappings", "experts"),
         ("deepspeed.utils.timer", "tput_timer"),
         ("deepspeed.no_such_module", "docs/from-deepspeed.md"),
     ],
@@ -51,7 +51,7 @@ def test_modules_that_are_not_here(deepspeed: Any, name: str, advice: str) -> No
 
 def test_names_that_are_not_here(deepspeed: Any) -> None:
     from deepspeed.elasticity import compute_elastic_config, elasticity_enabled
-    from deepspeed.moe.layer import MoE
+    from deepspeed.ops.lamb import FusedLamb
     from deepspeed.pipe import PipelineModule
     from deepspeed.profiling.flops_profiler import FlopsProfiler, get_model_profile
 
@@ -59,19 +59,19 @@ def test_names_that_are_not_here(deepspeed: Any) -> None:
         (FlopsProfiler, "FlopCounterMode"),
         (get_model_profile, "FlopCounterMode"),
         (compute_elastic_config, "any number of ranks"),
-        (MoE, "own experts"),
+        (FusedLamb, "AdamW"),
     ]
     for what, advice in refused:
         with pytest.raises(NotImplementedError, match=rf"not in zlaunch: .*{advice}"):
             what({})
     with pytest.raises(AttributeError, match=r"PipelineModule\.from_layers is not in zlaunch: .*Megatron"):
         PipelineModule.from_layers  # noqa: B018
-    assert not hasattr(MoE, "num_experts") and not isinstance(nn.Linear(1, 1), MoE)
+    assert not hasattr(FusedLamb, "betas") and not isinstance(nn.Linear(1, 1), FusedLamb)
 
-    class Layer(MoE, nn.Module):
+    class Layer(FusedLamb, nn.Module):
         own = 3
 
-    assert Layer.own == 3 and issubclass(Layer, MoE)
+    assert Layer.own == 3 and issubclass(Layer, FusedLamb)
     assert elasticity_enabled({"elasticity": {"enabled": True}}) and not elasticity_enabled({})
 
 
@@ -102,7 +102,7 @@ def test_groups_of_a_model_without_experts(deepspeed: Any) -> None:
         lambda: utils.split_params_into_different_moe_groups_for_optimizer(group),
         lambda: deepspeed.initialize(model=model, config=GIVEN),
     ):
-        with pytest.raises(NotImplementedError, match="expert parallelism is not in zlaunch"):
+        with pytest.raises(NotImplementedError, match="experts of another library are not in zlaunch"):
             use()
 
 

@@ -11,12 +11,13 @@ import zlaunch
 from tests.runtime.workers import join, run_workers
 from zlaunch.compat.deepspeed import engine as alias
 from zlaunch.compat.deepspeed import groups
+from zlaunch.compat.deepspeed.axes import tp_model_init
 from zlaunch.compat.deepspeed.missing import NotInZlaunch
-from zlaunch.compat.deepspeed.tensor_parallel import tp_model_init
 
 SIZES = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1}
 CONFIG: dict[str, Any] = {"train_batch_size": 4, "optimizer": {"type": "Adam", "params": {"lr": 1e-3}}}
-SHARED = {"tensor_parallel": {"autotp_size": 2, "plan": {"0": "colwise", "1": "rowwise"}}}
+PLAN = {"tensor_parallel": {"plan": {"0": "colwise", "1": "rowwise"}}}
+SHARED = {"tensor_parallel": {"autotp_size": 2, **PLAN["tensor_parallel"]}}
 
 
 def _model() -> torch.nn.Module:
@@ -46,8 +47,21 @@ def _said(noted: int | None, config: dict[str, Any], asked: dict[str, int]) -> s
     [
         (2, {**CONFIG, **SHARED}, {}, "(2, 1) 4"),
         (None, {**CONFIG, **SHARED}, {"tp_size": 2}, "(2, 1) 4"),
-        (2, CONFIG, {}, "tp_size 2, but tensor_parallel.autotp_size of the config is 1: set it to 2"),
-        (None, CONFIG, {"tp_size": 2}, "ParallelismConfig(tp_size=2): the config says 1"),
+        (2, {**CONFIG, **PLAN}, {}, "(2, 1) 4"),
+        (
+            2,
+            {**CONFIG, "parallel": {"tensor": 4}},
+            {},
+            "(tp_size=2) contradicts parallel.tensor",
+        ),
+        (
+            1,
+            {**CONFIG, **SHARED},
+            {},
+            "(tp_size=1) contradicts parallel.tensor of the config, which is 2",
+        ),
+        (None, {**CONFIG, **PLAN}, {"tp_size": 2}, "(2, 1) 4"),
+        (2, CONFIG, {"tp_size": 4}, "ParallelismConfig(tp_size=4) contradicts tp_model_init(tp_size=2)"),
         (None, CONFIG, {"cp_size": 2}, "ParallelismConfig(cp_size=2): not supported"),
         (
             None,
@@ -61,7 +75,17 @@ def _said(noted: int | None, config: dict[str, Any], asked: dict[str, int]) -> s
             "(2, 1) 4",
         ),
     ],
-    ids=["noted", "asked", "noted alone", "asked alone", "context", "counted twice"],
+    ids=[
+        "noted",
+        "asked",
+        "noted alone",
+        "other size",
+        "size 1",
+        "asked alone",
+        "two sizes",
+        "context",
+        "counted twice",
+    ],
 )
 def test_sizes(noted: int | None, config: dict[str, Any], asked: dict[str, int], said: str) -> None:
     for found in run_workers(_said, 2, noted, config, asked):
@@ -69,7 +93,7 @@ def test_sizes(noted: int | None, config: dict[str, Any], asked: dict[str, int],
 
 
 def test_a_config_of_another_size_and_a_group_are_refused_at_once() -> None:
-    with pytest.raises(zlaunch.ConfigError, match=r"tp_size 4, but .* the config is 2"):
+    with pytest.raises(zlaunch.ConfigError, match=r"tp_size=4.* contradicts .*, which is 2"):
         tp_model_init(_model(), 4, torch.float32, {**CONFIG, **SHARED})
     with pytest.raises(NotInZlaunch, match="tp_group"):
         tp_model_init(_model(), 2, torch.float32, tp_group=object())

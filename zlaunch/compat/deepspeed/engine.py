@@ -13,13 +13,13 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
-from zlaunch.compat.deepspeed.experts import refuse_experts
+from zlaunch.compat.deepspeed.axes import count_samples_once, take_over_sizes
+from zlaunch.compat.deepspeed.experts import refuse_foreign_experts
 from zlaunch.compat.deepspeed.getters import ConfigGetters
 from zlaunch.compat.deepspeed.log import logger, set_log_level_from_string
 from zlaunch.compat.deepspeed.missing import FLOPS, NotInZlaunch
 from zlaunch.compat.deepspeed.optimizer import ZeROOptimizer
 from zlaunch.compat.deepspeed.parameters import use_deepspeeds_placeholders
-from zlaunch.compat.deepspeed.tensor_parallel import check_noted_size, count_samples_once
 from zlaunch.compat.deepspeed.timer import ThroughputTimer
 from zlaunch.runtime.api import choose_config
 from zlaunch.runtime.build import build_engine
@@ -340,7 +340,7 @@ def initialize(
     """
     chosen = choose_config(args, config, config_params)
     if model is not None:
-        refuse_experts(model.parameters())
+        refuse_foreign_experts(model)
         _take_over(model)
     use_deepspeeds_placeholders()
     engine, _, loader, scheduler = build_engine(
@@ -352,11 +352,9 @@ def initialize(
         lr_scheduler,
         mpu=mpu,
         collate_fn=collate_fn,
-        config=count_samples_once(chosen),
+        config=count_samples_once(take_over_sizes(model, chosen)),
         mesh_param=mesh_param,
     )
-    if model is not None:
-        check_noted_size(model, engine)
     if engine.effective_config.log_level is not None:
         set_log_level_from_string(engine.effective_config.log_level)
     _live.add(engine)

@@ -13,7 +13,8 @@ from zlaunch.compat.deepspeed import is_installed
 INFERENCE = "serve an exported model with vLLM, or generate with ZeRO stage 3 and no optimizer"
 PIPELINE = "pipeline parallelism is for Megatron or torch.distributed.pipelining"
 EXPERTS = (
-    "use the model's own experts: ZeRO shards them, parallel.expert of the config gives ranks different ones"
+    "use the model's own experts, zlaunch.Experts or moe.layer.MoE: ZeRO shards them, parallel.expert of the "
+    "config gives ranks different ones"
 )
 TENSOR_PARALLEL = "tensor_parallel.autotp_size of the config lets ranks share each layer"
 SEQUENCES = "long sequences: activation_checkpointing with cpu_checkpointing, or torch's context_parallel"

@@ -1,4 +1,5 @@
-"""Mixture of experts is not here."""
+"""Mixtures of experts."""
 
 from . import layer as layer
+from . import sharded_moe as sharded_moe
 from . import utils as utils

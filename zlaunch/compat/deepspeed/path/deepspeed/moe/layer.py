@@ -1,5 +1,5 @@
-"""Mixture of experts is not here."""
+"""The layer that is a mixture of experts."""
 
-from zlaunch.compat.deepspeed.missing import EXPERTS, missing_class
-
-MoE = missing_class("moe.layer.MoE", EXPERTS)
+from zlaunch.compat.deepspeed.moe import MoE as MoE
+from zlaunch.compat.deepspeed.moe import MOELayer as MOELayer
+from zlaunch.compat.deepspeed.moe import TopKGate as TopKGate

@@ -1,4 +1,4 @@
-"""Sorting parameters by whether they are experts' of DeepSpeed's layer, of which there are none."""
+"""Sorting parameters by whether they are experts of a mixture."""
 
 from zlaunch.compat.deepspeed.experts import (
     configure_moe_param_groups,

@@ -1,0 +1,250 @@
+"""Test modules of equal experts, alone and with different ones on different ranks, in float64."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zlaunch
+from tests.runtime.tensor_parallel.task import BATCH, TOLERANCE, data, distance, settings
+from tests.runtime.workers import join, run_workers
+
+WIDTH, EXPERTS = 8, 4
+
+
+class _Expert(nn.Module):
+    """Has layers of its own, a weight used twice, and returns a tuple."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(WIDTH, 6), nn.Tanh(), nn.Linear(6, WIDTH, bias=False))
+        self.again = nn.Linear(WIDTH, 6)
+        self.again.weight = self.inner[0].weight
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, None]:
+        return self.inner(tokens) + self.again(tokens) @ self.again.weight, None
+
+
+class _Mixture(nn.Module):
+    def __init__(self, routing: str) -> None:
+        super().__init__()
+        self.routing, self.gate = routing, nn.Linear(WIDTH, EXPERTS)
+        self.mixture = zlaunch.Experts([_Expert() for _ in range(EXPERTS)])
+
+    def forward(self, hidden: Tensor, first: Tensor) -> Tensor:
+        weights, index = self.gate(hidden).softmax(-1).flatten(0, 1).topk(2)
+        if self.routing == "by sample":
+            index = (first % EXPERTS).repeat_interleave(hidden.shape[1]).unsqueeze(1).expand_as(index)
+        elif self.routing == "dropped":
+            index = index.masked_fill(index == 1, -1)
+        elif self.routing == "none":
+            index = torch.full_like(index, -1)
+        mixed = self.mixture(hidden.flatten(0, 1), index, weights)
+        return hidden + mixed.view_as(hidden)
+
+
+class _Network(nn.Module):
+    def __init__(self, routing: str) -> None:
+        super().__init__()
+        self.words = nn.Embedding(16, WIDTH)
+        self.layers = nn.ModuleList(_Mixture(routing) for _ in range(2))
+        self.head = nn.Linear(WIDTH, 6)
+
+    def forward(self, words: Tensor) -> Tensor:
+        hidden: Tensor = self.words(words)
+        for layer in self.layers:
+            hidden = layer(hidden, words[:, 0])
+        found: Tensor = self.head(hidden)
+        return found
+
+
+def _build(config: dict[str, Any], routing: str, in_init: bool) -> zlaunch.Engine:
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(4)
+    if in_init:
+        with zlaunch.zero.Init(config_dict_or_path=config):
+            model = _Network(routing)
+    else:
+        model = _Network(routing)
+    engine: zlaunch.Engine = zlaunch.initialize(model=model, config=config)[0]
+    return engine
+
+
+def _run(engine: zlaunch.Engine, batches: list[Tensor]) -> None:
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    position, ranks = rank * engine.data_parallel_size // world, engine.data_parallel_size
+    for batch in batches:
+        own = batch[position * BATCH // ranks : (position + 1) * BATCH // ranks] % 16
+        engine.backward(engine(own).square().mean())
+        engine.step()
+
+
+def _train(routing: str, expert: int, tensor: int, stage: int, in_init: bool) -> dict[str, Tensor]:
+    join()
+    world = torch.distributed.get_world_size()
+    axes = {"tensor": tensor, "expert": expert}
+    extra: dict[str, Any] = {"tensor_parallel": {"plan": {"head": "colwise_gather_output"}}}
+    config = settings(stage, tensor, world // tensor, parallel=axes, **(extra if tensor > 1 else {}))
+    engine = _build(config, routing, in_init)
+    _run(engine, data())
+    return {name: value.clone() for name, value in engine.module.state_dict().items()}
+
+
+@pytest.mark.parametrize(
+    ("routing", "expert", "tensor", "stage", "in_init"),
+    [
+        ("free", 4, 1, 3, False),
+        ("free", 2, 1, 2, True),
+        ("by sample", 4, 1, 3, True),
+        ("by sample", 1, 1, 3, True),
+        ("dropped", 2, 2, 3, False),
+        ("none", 2, 1, 1, False),
+        ("dropped", 1, 1, 0, False),
+    ],
+    ids=str,
+)
+def test_any_routing_trains_as_one_process_does(
+    routing: str, expert: int, tensor: int, stage: int, in_init: bool
+) -> None:
+    wanted = run_workers(_train, 1, routing, 1, 1, 0, False)[0]
+    for found in run_workers(_train, 4, routing, expert, tensor, stage, in_init):
+        assert distance(found, wanted) < TOLERANCE
+
+
+def _resume(folder: str, expert: int, steps: slice, is_first: bool) -> dict[str, Tensor]:
+    join()
+    axes = {"expert": expert}
+    config = settings(3, 1, torch.distributed.get_world_size(), parallel=axes)
+    engine = _build(config, "free", False)
+    if not is_first:
+        engine.load_checkpoint(folder)
+    _run(engine, data()[steps])
+    if is_first:
+        engine.save_checkpoint(folder)
+    return {name: value.clone() for name, value in engine.module.state_dict().items()}
+
+
+def test_a_checkpoint_loads_under_another_size(tmp_path: Path) -> None:
+    wanted = run_workers(_train, 1, "free", 1, 1, 0, False)[0]
+    run_workers(_resume, 4, str(tmp_path), 4, slice(0, 3), True)
+    for ranks, expert in ((4, 2), (2, 2), (1, 1)):
+        found = run_workers(_resume, ranks, str(tmp_path), expert, slice(3, 5), False)[0]
+        assert distance(found, wanted) < TOLERANCE
+
+
+def test_the_experts_are_those_given() -> None:
+    torch.manual_seed(1)
+    members = [_Expert() for _ in range(EXPERTS)]
+    states = [{name: value.clone() for name, value in member.state_dict().items()} for member in members]
+    tokens, weights = torch.randn(9, WIDTH, requires_grad=True), torch.rand(9, 2)
+    index = torch.stack([torch.arange(9) % 3, torch.arange(9) % 4 - 1], 1)  # 3 of one token, -1 of others
+    plain = [member(tokens)[0] for member in members]
+    wanted = torch.zeros(9, WIDTH)
+    for token, (row, factors) in enumerate(zip(index.tolist(), weights, strict=True)):
+        for expert, factor in zip(row, factors, strict=True):
+            if expert >= 0:
+                wanted[token] += factor * plain[expert][token]
+    module = zlaunch.Experts(members)
+    torch.testing.assert_close(module(tokens, index, weights), wanted)
+    assert len(module) == EXPERTS and module(tokens, index, weights.double()).dtype == torch.float32
+    module(tokens, index * 0, weights).sum().backward()
+    grad = module.expert.get_parameter("inner.0.weight").grad
+    assert grad is not None and grad.shape == (EXPERTS, 6, WIDTH) and grad[0].any() and not grad[1:].any()
+
+    other = zlaunch.Experts([_Expert() for _ in range(EXPERTS)])
+    for start in ("", "deepspeed_experts."):
+        listed = {
+            f"{start}{n}.{name}": value for n, state in enumerate(states) for name, value in state.items()
+        }
+        for parameter in other.parameters():
+            nn.init.zeros_(parameter)
+        other.load_state_dict(listed)
+        torch.testing.assert_close(other(tokens, index, weights), wanted)
+    with pytest.raises(RuntimeError, match=r"Unexpected key.*0\.inner"):
+        other.load_state_dict({name: value for name, value in listed.items() if ".3." not in name})
+
+
+def _odd(change: str) -> list[nn.Module]:
+    members: list[Any] = [nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1)) for _ in range(2)]
+    if change == "shape":
+        members[1][0] = nn.Linear(4, 5)
+    elif change == "class":
+        members[1][1] = nn.Tanh()
+    elif change == "p":
+        members[1][1] = nn.Dropout(0.2)
+    elif change == "frozen":
+        members[1][0].requires_grad_(False)
+    elif change == "shared":
+        members[1][0].weight = members[0][0].weight
+    elif change == "same":
+        members[1] = members[0]
+    elif change == "hook":
+        members[1].register_forward_hook(print)
+    elif change == "buffer":
+        members = [nn.BatchNorm1d(4), nn.BatchNorm1d(4)]
+    elif change == "empty":
+        members = [nn.Tanh(), nn.Tanh()]
+    return [] if change == "none" else members
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("shape", "expert 1 differs from expert 0 in 0.out_features: 5 instead of 4"),
+        ("class", "in 1: torch.nn.modules.activation.Tanh instead of torch.nn.modules.dropout.Dropout"),
+        ("p", "in 1.p: 0.2 instead of 0.1"),
+        ("frozen", "in 0.weight"),
+        ("shared", "expert 1 shares modules or parameters"),
+        ("same", "expert 1 shares modules or parameters"),
+        ("hook", "in forward hooks of its class: 1 instead of 0"),
+        ("buffer", "BatchNorm1d has a buffer, running_mean"),
+        ("empty", "Tanh has no parameters"),
+        ("none", "at least one"),
+    ],
+)
+def test_unequal_experts_are_refused(change: str, said: str) -> None:
+    with pytest.raises(zlaunch.ParameterError) as caught:
+        zlaunch.Experts(_odd(change))
+    assert said in str(caught.value)
+
+
+def test_wrong_calls_are_refused() -> None:
+    module = zlaunch.Experts([nn.Linear(4, 4), nn.Linear(4, 4)])
+    tokens, index, weights = torch.ones(3, 4), torch.ones(3, 1, dtype=torch.long), torch.ones(3, 1)
+    for wrong in ((tokens.unsqueeze(0), index, weights), (tokens, index[:2], weights[:2])):
+        with pytest.raises(zlaunch.ParameterError, match="was called with tensors of shapes"):
+            module(*wrong)
+    with pytest.raises(zlaunch.ParameterError, match="routed to expert 2 of 2"):
+        module(tokens, index + 1, weights)
+    wider = zlaunch.Experts([nn.Linear(4, 5), nn.Linear(4, 5)])
+    with pytest.raises(zlaunch.ParameterError, match=r"Linear returns \[3, 5\] for tokens \[3, 4\]"):
+        wider(tokens, index, weights)
+
+
+def _refused() -> list[str]:
+    join()
+    model = nn.Sequential(nn.ModuleList(nn.Linear(2, 2) for _ in range(2)), nn.Linear(2, 2))
+    experts = {"experts": ["0"]}
+    given: list[tuple[nn.Module, dict[str, Any]]] = [
+        (model, {"parallel": {"expert": 2}, "expert_parallel": experts}),
+        (
+            nn.Sequential(zlaunch.Experts([nn.Linear(2, 2), nn.Linear(2, 2)])),
+            {"parallel": {"tensor": 2}, "tensor_parallel": {"plan": {"0.expert": "colwise"}}},
+        ),
+    ]
+    said = []
+    for each, more in given:
+        with pytest.raises(zlaunch.ParameterError) as caught:
+            zlaunch.initialize(model=each, config=settings(1, 1, 1, **more) | {"train_batch_size": 16})
+        said.append(str(caught.value))
+    return said
+
+
+def test_lists_and_cut_experts_are_refused() -> None:
+    for listed, cut in run_workers(_refused, 2):
+        assert "0 is a ModuleList of separate modules" in listed and "zlaunch.Experts" in listed
+        assert "0.expert holds several experts ([2, 2, 2])" in cut

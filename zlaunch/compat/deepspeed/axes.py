@@ -1,0 +1,129 @@
+"""Sizes of axes that scripts say outside of the config: ``tp_model_init``, ``MoE``, accelerate."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from zlaunch.compat.deepspeed.missing import TENSOR_PARALLEL, NotInZlaunch
+from zlaunch.compat.deepspeed.moe import MoE
+from zlaunch.runtime.config import ConfigError, expert_size, load, tensor_size
+from zlaunch.runtime.environment import read_environment
+from zlaunch.runtime.log import say
+
+_NOTE = "zlaunch_tp_size"
+_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
+
+def tp_model_init(
+    model: nn.Module, tp_size: int, dtype: torch.dtype | None = None, config: Any = None, **kwargs: Any
+) -> nn.Module:
+    """Note how many ranks will share the model's layers, and return it unchanged.
+
+    ``initialize`` shares them, in the precision of its config.
+
+    Raises NotInZlaunch for a process group of the script's own and other arguments, and ConfigError where
+    ``config`` says another size.
+    """
+    given = sorted(name for name, value in kwargs.items() if value is not None)
+    if given:
+        raise NotInZlaunch(f"deepspeed.tp_model_init({given[0]}=...) is not in zlaunch: {TENSOR_PARALLEL}")
+    if config is not None:
+        _settle({f"tp_model_init(tp_size={tp_size})": tp_size}, tensor_size(load(config).config), "tensor")
+    setattr(model, _NOTE, int(tp_size))
+    return model
+
+
+def take_over_sizes(model: nn.Module | None, config: Any) -> Any:
+    """Return a config with the sizes of axes that were said elsewhere: to ``tp_model_init``, to the model's
+    ``MoE`` layers, and to accelerate's ParallelismConfig. A config that has them is returned as it is.
+
+    Raises ConfigError where two of them differ, and for sizes of axes that are not supported.
+    """
+    tensor, expert = _said_tensor_sizes(model), _said_expert_sizes(model)
+    if (not tensor and not expert) or config is None:
+        return config
+    loaded = load(config)
+    sizes = {
+        "tensor": (tensor, tensor_size(loaded.config)),
+        "expert": (expert, expert_size(loaded.config)),
+    }
+    taken = {}
+    for axis, (said, configured) in sizes.items():
+        size = _settle(said, configured, axis)
+        if size != configured:
+            taken[axis] = size
+            if read_environment().rank == 0:
+                say(f"parallel.{axis}: {size}, as {next(iter(said))} says")
+    if not taken:
+        return config
+    return {**loaded.raw, "parallel": {**(loaded.raw.get("parallel") or {}), **taken}}
+
+
+def _said_tensor_sizes(model: nn.Module | None) -> dict[str, int]:
+    """Return what was said about ranks that share layers, by where. Raises ConfigError for other axes."""
+    found = {}
+    noted = getattr(model, _NOTE, None)
+    if noted is not None:
+        found[f"tp_model_init(tp_size={noted})"] = int(noted)
+    states: Any = sys.modules.get("accelerate.state")
+    state = getattr(getattr(states, "AcceleratorState", None), "_shared_state", {})
+    asked = state.get("parallelism_config")
+    for name in ("tp_size", "cp_size", "sp_size"):
+        size = getattr(asked, name, None) or 1
+        if size > 1 and name != "tp_size":
+            raise ConfigError([f"ParallelismConfig({name}={size}): not supported; set it to 1"])
+        if size > 1:
+            found[f"ParallelismConfig({name}={size})"] = size
+    return found
+
+
+def _said_expert_sizes(model: nn.Module | None) -> dict[str, int]:
+    """Return the sizes of the model's MoE layers above 1, by where."""
+    layers = [] if model is None else [(n, m) for n, m in model.named_modules() if isinstance(m, MoE)]
+    return {
+        f"{name or 'MoE'} (ep_size={each.ep_size})": each.ep_size for name, each in layers if each.ep_size > 1
+    }
+
+
+def _settle(said: dict[str, int], configured: int, axis: str) -> int:
+    """Return the one size of an axis. A size of 1 in the config is no contradiction.
+
+    Raises ConfigError for several.
+    """
+    size = configured
+    for where, each in said.items():
+        if size == 1:
+            size = each
+        if each != size:
+            rest = (
+                f"parallel.{axis} of the config, which is {configured}"
+                if configured > 1
+                else next(iter(said))
+            )
+            raise ConfigError([f"{where} contradicts {rest}: make them equal"])
+    return size
+
+
+def count_samples_once(config: Any) -> Any:
+    """Return a config whose train_batch_size counts the samples of ranks that share layers once, not for each
+    of them as accelerate does for DeepSpeed. Any other config is returned as it is.
+    """
+    if not isinstance(config, Mapping):
+        return config
+    size = tensor_size(load(config).config)
+    sizes = [config.get(name) for name in _SIZES]
+    if size <= 1 or not all(type(each) is int for each in sizes):
+        return config
+    train, micro, accumulation = (int(each) for each in sizes if each is not None)
+    if train != micro * accumulation * read_environment().world_size:
+        return config
+    if read_environment().rank == 0:
+        say(
+            f"train_batch_size: {train} counts the samples of {size} ranks that share each layer {size} times"
+        )
+    return {**config, "train_batch_size": train // size}
