@@ -49,7 +49,8 @@ def find_plan(model: nn.Module, given: Mapping[str, str] | None) -> dict[str, st
         for prefix, module in model.named_modules():
             noted = _matches(module, getattr(module, _NOTE, {}), "tensor_parallel")
             found |= {".".join(filter(None, (prefix, name))): style for name, style in noted.items()}
-    if not any(style not in ("replicate", "colwise_gather_output") for style in found.values()):
+    cuts_nothing = {"replicate"} if given is not None else {"replicate", "colwise_gather_output"}
+    if cuts_nothing.issuperset(found.values()):
         raise ParameterError(
             f"{type(model).__name__} has no plan for tensor parallelism: give one, tensor_parallel.plan "
             '{"layers.*.mlp.up": "colwise", "layers.*.mlp.down": "rowwise", ...}, or set its size to 1'

@@ -21,9 +21,10 @@ class _Expert(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner = nn.Sequential(nn.Linear(WIDTH, 6), nn.Tanh(), nn.Linear(6, WIDTH, bias=False))
+        first = nn.Linear(WIDTH, 6)
+        self.inner = nn.Sequential(first, nn.Tanh(), nn.Linear(6, WIDTH, bias=False))
         self.again = nn.Linear(WIDTH, 6)
-        self.again.weight = self.inner[0].weight
+        self.again.weight = first.weight
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, None]:
         return self.inner(tokens) + self.again(tokens) @ self.again.weight, None
