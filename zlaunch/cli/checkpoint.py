@@ -211,10 +211,10 @@ def verify(folder: str, tag: str | None, everything: bool) -> int:
 @click.option(
     "--format",
     "kind",
-    type=click.Choice(["safetensors", "bin"]),
+    type=click.Choice(["safetensors", "bin", "dcp"]),
     default="safetensors",
     show_default=True,
-    help="bin is torch.save's.",
+    help="bin is torch.save's, dcp torch.distributed.checkpoint's, with the optimizer's state.",
 )
 @click.option("--exclude_frozen_parameters", is_flag=True, help="Leave frozen parameters out.")
 @click.option(
@@ -248,6 +248,16 @@ def export(
 
     with _as_usage_error():
         opened = _open(folder, tag)
+        if kind == "dcp":
+            if exclude_frozen_parameters:
+                raise ValueError(
+                    "--exclude_frozen_parameters is not for --format dcp, which has all of a state"
+                )
+            from zlaunch.runtime.checkpoint.export.distributed import export_distributed
+
+            for path in export_distributed(opened, out, dtype=PRECISIONS[dtype]):
+                click.echo(str(path))
+            return
         beside = companions(opened, like)
         before = set(Path(out).iterdir()) if Path(out).is_dir() else set()
         written = write(
@@ -274,8 +284,9 @@ def export(
 def import_(source: str, out: str, tag: str | None, name: str) -> None:
     """Make a checkpoint in the folder OUT from SOURCE, for engine.load_checkpoint(OUT).
 
-    SOURCE is a folder of DeepSpeed's save_checkpoint (ZeRO 1 to 3 with optimizer state, any ranks), a
-    Hugging Face folder, a safetensors file, or a file of torch.save with a state_dict. No code in it is run.
+    SOURCE is a folder of DeepSpeed's save_checkpoint (ZeRO 1 to 3 with optimizer state, any ranks) or its
+    ds_to_universal, one of torch.distributed.checkpoint, a Hugging Face folder, a safetensors file, or a file
+    of torch.save with a state_dict. No code in it is run.
     """
     from zlaunch.runtime.checkpoint.convert.importer import read_foreign, write_foreign
 
@@ -285,3 +296,6 @@ def import_(source: str, out: str, tag: str | None, name: str) -> None:
     states = {kind for entry in found.parameters.values() for kind in entry.contents} - {"value"}
     with_states = f", with {', '.join(sorted(states))}" if states else ", no optimizer state"
     click.echo(f"{path}: {len(found.parameters)} parameters{with_states}")
+    if found.left_out:
+        names = ", ".join(found.left_out[:5]) + (", ..." if len(found.left_out) > 5 else "")
+        click.echo(f"left out, for they are no part of the model or its optimizer: {names}", err=True)

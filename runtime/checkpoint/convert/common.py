@@ -39,6 +39,8 @@ class ForeignCheckpoint:
     tied: Mapping[str, str]
     facts: Mapping[str, Any]
     """The manifest's entries, not encoded: engine, optimizer, scheduler, loss_scaler, client_state, stage."""
+    left_out: tuple[str, ...] = ()
+    """Names of entries that were not read."""
 
 
 def whole(tensor: Tensor, *, trainable: bool = True) -> Foreign:
@@ -78,7 +80,7 @@ def load_torch(path: Path, allowed: Sequence[Any] = ()) -> Any:
             f"{path}: holds objects that are not loaded, for they could run any code ({text}): save it again "
             "with tensors, numbers and strings alone"
         ) from None
-    except (RuntimeError, OSError, EOFError, ValueError) as error:
+    except (RuntimeError, OSError, EOFError, LookupError, ValueError) as error:
         raise CheckpointError(
             f"{path}: cannot be read by torch: {str(error).partition(chr(10))[0]}"
         ) from None

@@ -39,7 +39,7 @@ def _inert(path: str) -> type[Any]:
     return type(name, (), {"__init__": __init__, "__module__": module, "__qualname__": name})
 
 
-_ALLOWED = [
+ALLOWED = [
     _inert(path)
     for path in (
         "deepspeed.runtime.fp16.loss_scaler.LossScaler",
@@ -64,8 +64,8 @@ def find_deepspeed(path: Path, tag: str | None) -> Path | None:
 
 def read_deepspeed(folder: Path) -> ForeignCheckpoint:
     """Read the files. Raises CheckpointError for missing parts, model parallelism, experts, state on NVMe."""
-    models = _by_rank(folder, "_model_states.pt")
-    optims = _by_rank(folder, "_optim_states.pt")
+    models = by_rank(folder, "_model_states.pt")
+    optims = by_rank(folder, "_optim_states.pt")
     for pattern, what in (
         ("layer_*-model_*", "pipeline parallelism"),
         ("*expert*", "experts (MoE)"),
@@ -78,10 +78,10 @@ def read_deepspeed(folder: Path) -> ForeignCheckpoint:
             f"{folder}: its optimizer state is in NVMe swap files, which cannot be imported: save it with "
             "offload_optimizer on the cpu"
         )
-    first = load_torch(models[0], _ALLOWED)
+    first = load_torch(models[0], ALLOWED)
     if not optims:
         return _weights_alone(first)
-    states = [load_torch(path, _ALLOWED)["optimizer_state_dict"] for path in optims]
+    states = [load_torch(path, ALLOWED)["optimizer_state_dict"] for path in optims]
     stage = int(getattr(states[0].get("zero_stage"), "value", states[0].get("zero_stage") or 0))
     count = states[0].get("partition_count")
     ranks = max(count) if isinstance(count, list) else int(count or len(states))
@@ -90,16 +90,25 @@ def read_deepspeed(folder: Path) -> ForeignCheckpoint:
     shapes = [dict(group) for group in first["param_shapes"]]
     parameters: dict[str, Foreign] = {}
     if stage == 3:
-        others = [first, *(load_torch(path, _ALLOWED) for path in models[1:])]
+        others = [first, *(load_torch(path, ALLOWED) for path in models[1:])]
         if len(others) != ranks:
             raise CheckpointError(f"{folder}: has {len(others)} of {ranks} *_model_states.pt files")
         parameters |= _stage3(shapes, states)
-        parameters |= _frozen(first, [other["frozen_param_fragments"] or {} for other in others])
+        parameters |= frozen_of(first, [other["frozen_param_fragments"] or {} for other in others])
         inner = states[0]["optimizer_state_dict"]
     else:
         parameters |= _stage12(folder, shapes, states)
-        parameters |= _frozen(first, [first["frozen_param_fragments"] or {}])
+        parameters |= frozen_of(first, [first["frozen_param_fragments"] or {}])
         inner = states[0]["base_optimizer_state"]
+    return assemble(first, stage, parameters, states[0].get("loss_scaler"), inner)
+
+
+def assemble(
+    first: Mapping[str, Any], stage: int, parameters: dict[str, Foreign], scaler: Any, inner: Any
+) -> ForeignCheckpoint:
+    """Return the checkpoint of a model file, the parameters that are known, a loss scaler and what has the
+    optimizer's groups.
+    """
     tied = dict(first.get("shared_params") or {})
     parameters |= _others(first, parameters.keys() | tied.keys())
     dtypes = {name: entry.dtype for name, entry in parameters.items()}
@@ -112,13 +121,13 @@ def read_deepspeed(folder: Path) -> ForeignCheckpoint:
         tied=tied,
         facts={
             **_facts(first, stage),
-            "loss_scaler": _scaler(states[0].get("loss_scaler")),
+            "loss_scaler": _scaler(scaler),
             "optimizer": {"class": None, "groups": _groups(inner)},
         },
     )
 
 
-def _by_rank(folder: Path, suffix: str) -> list[Path]:
+def by_rank(folder: Path, suffix: str) -> list[Path]:
     def key(path: Path) -> tuple[int, ...]:
         return tuple(int(number) for number in re.findall(r"\d+", path.name))
 
@@ -184,7 +193,7 @@ def _weights_alone(model: Mapping[str, Any]) -> ForeignCheckpoint:
     )
 
 
-def _frozen(model: Mapping[str, Any], parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Foreign]:
+def frozen_of(model: Mapping[str, Any], parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Foreign]:
     found: dict[str, Foreign] = {}
     for name, shape in (model["frozen_param_shapes"] or {}).items():
         pieces = _between([part[name].reshape(-1) for part in parts], 0, shape.numel())

@@ -31,7 +31,9 @@ from ..save import rank_file
 from ..shard_io import AS_MASTER
 from .common import ForeignCheckpoint
 from .deepspeed import find_deepspeed, read_deepspeed
+from .distributed import is_distributed, read_distributed
 from .huggingface import find_plain, read_plain
+from .universal import find_universal, read_universal
 
 
 def read_foreign(source: str | os.PathLike[str], tag: str | None = None) -> ForeignCheckpoint:
@@ -41,6 +43,11 @@ def read_foreign(source: str | os.PathLike[str], tag: str | None = None) -> Fore
         raise CheckpointError(f"{path}: no such file or folder")
     if path.is_file():
         return read_plain([path])
+    universal = find_universal(path, tag)
+    if universal is not None:
+        return read_universal(universal)
+    if is_distributed(path):
+        return read_distributed(path)
     folder = find_deepspeed(path, tag)
     return read_deepspeed(folder) if folder is not None else read_plain(find_plain(path))
 

@@ -4,7 +4,8 @@ DS_ACCELERATOR=cpu python tests/data/deepspeed_checkpoints/make.py OUT
 
 OUT/STAGE-WORLD[-DTYPE]/ gets the checkpoint, and beside it ``expected.safetensors``: what DeepSpeed's own
 zero_to_fp32 makes of it, and the moments as DeepSpeed's own accessors give them; and ``expected.json``: the
-mean losses of the three steps that followed.
+mean losses of the three steps that followed. OUT/STAGE-WORLD[-DTYPE]-universal/ gets what ds_to_universal
+makes of some of them.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import multiprocessing
 import os
 import shutil
 import socket
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,7 @@ CASES = [
     (0, 1, "fp32"),
     (0, 2, "bf16"),
 ]
+UNIVERSAL = ["stage1-2", "stage2-2", "stage3-2-bf16"]
 
 
 class Model(nn.Module):
@@ -151,6 +154,22 @@ def main(out: str) -> None:
                 raise SystemExit(f"{folder}: a worker ended with {job.exitcode}")
         for left in folder.glob("*.py"):
             left.unlink()
+        print(folder, flush=True)
+    for name in UNIVERSAL:
+        folder = Path(out, f"{name}-universal")
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        for file in ("expected.safetensors", "expected.json"):
+            shutil.copy(Path(out, name, file), folder)
+        folders = [
+            "--input_folder",
+            str(Path(out, name, "tag")),
+            "--output_folder",
+            str(folder / "tag_universal"),
+        ]
+        workers = ["--num_extract_workers", "1", "--num_merge_workers", "1", "--inject_missing_state"]
+        command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal"]
+        subprocess.run([*command, *folders, *workers], check=True)
         print(folder, flush=True)
 
 

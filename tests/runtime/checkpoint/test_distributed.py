@@ -1,0 +1,198 @@
+"""Test checkpoints of torch.distributed.checkpoint, which torch itself writes and reads here."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+import zlaunch
+from tests.runtime.workers import join, run_workers
+from zlaunch.runtime.checkpoint.convert.importer import read_foreign, write_foreign
+from zlaunch.runtime.checkpoint.export.distributed import export_distributed
+from zlaunch.runtime.checkpoint.format.manifest import Checkpoint
+from zlaunch.runtime.checkpoint.format.tensor_file import CheckpointError
+
+CONFIG: dict[str, Any] = {"train_batch_size": 4, "gradient_clipping": 0.0}
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.BatchNorm1d(7), nn.Linear(7, 3))
+
+
+def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    weights = [p for p in model.parameters() if p.dim() > 1]
+    rest = [p for p in model.parameters() if p.dim() < 2]
+    groups = [{"params": weights, "weight_decay": 0.1}, {"params": rest, "lr": 0.02}]
+    return torch.optim.AdamW(groups, lr=0.01)
+
+
+def _batch(step: int) -> Tensor:
+    return torch.randn(4, 5, generator=torch.Generator().manual_seed(step))
+
+
+def _steps(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, last: int) -> list[float]:
+    losses = []
+    for step in range(first, last):
+        loss = model(_batch(step)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def _save(folder: str, flat: bool, sharded: bool) -> list[float]:
+    """Train, save, and return the losses that follow."""
+    join()
+    model = _model()
+    if sharded:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        fully_shard(model, mesh=init_device_mesh("cpu", (torch.distributed.get_world_size(),)))
+    optimizer = _optimizer(model)
+    _steps(model, optimizer, 0, 3)
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    own, states = get_state_dict(model, optimizer, options=options)
+    save({"model": own, "optim": states, "epoch": 3}, checkpoint_id=folder)
+    return _steps(model, optimizer, 3, 6)
+
+
+def _go_on(folder: str, stage: int) -> list[float]:
+    join()
+    model = _model()
+    config = {**CONFIG, "zero_optimization": {"stage": stage}, "train_micro_batch_size_per_gpu": 4}
+    config["train_batch_size"] = 4 * torch.distributed.get_world_size()
+    engine, *_ = zlaunch.initialize(model=model, optimizer=_optimizer(model), config=config)
+    engine.load_checkpoint(folder)
+    assert [group["lr"] for group in engine.optimizer.param_groups] == [0.01, 0.02]
+    losses = []
+    for step in range(3, 6):
+        loss = engine(_batch(step)).square().mean()
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("flat", "sharded", "world", "stage"),
+    [(False, False, 1, 3), (True, False, 2, 2), (False, True, 2, 3), (True, True, 1, 1)],
+    ids=str,
+)
+def test_training_goes_on_where_torch_stopped(
+    tmp_path: Path, flat: bool, sharded: bool, world: int, stage: int
+) -> None:
+    wanted = run_workers(_save, 2 if sharded else 1, str(tmp_path / "dcp"), flat, sharded)[0]
+    found = read_foreign(tmp_path / "dcp")
+    assert found.left_out == ("epoch",) and found.buffers.keys() == {"2.num_batches_tracked"}
+    write_foreign(found, tmp_path / "ours")
+    for losses in run_workers(_go_on, world, str(tmp_path / "ours"), stage):
+        assert losses == pytest.approx(wanted, rel=1e-4)
+
+
+def _ours(folder: str) -> list[float]:
+    join()
+    model = _model()
+    config = {**CONFIG, "zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 2}
+    engine, *_ = zlaunch.initialize(model=model.eval(), optimizer=_optimizer(model), config=config)
+    rank = torch.distributed.get_rank()
+    losses = []
+    for step in range(6):
+        if step == 3:
+            engine.save_checkpoint(folder)
+        loss = engine(_batch(step).chunk(2)[rank]).square().mean()
+        engine.backward(loss)
+        engine.step()
+        total = loss.detach()
+        torch.distributed.all_reduce(total)
+        losses.append(total.item() / 2)
+    return losses[3:]
+
+
+def test_torch_goes_on_where_we_stopped(tmp_path: Path) -> None:
+    wanted = run_workers(_ours, 2, str(tmp_path / "ours"))[0]
+    opened = Checkpoint(next(path for path in (tmp_path / "ours").iterdir() if path.is_dir()))
+    written = export_distributed(opened, tmp_path / "dcp")
+    assert {path.name for path in written} == {
+        ".metadata",
+        *(p.name for p in written if p.suffix == ".distcp"),
+    }
+    assert sorted(os.listdir(tmp_path / "dcp")) == sorted(path.name for path in written)
+    model = _model().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    optimizer = _optimizer(model)
+    own, states = get_state_dict(model, optimizer)
+    saved = {"model": own, "optim": states}
+    load(saved, checkpoint_id=tmp_path / "dcp")
+    set_state_dict(model, optimizer, model_state_dict=own, optim_state_dict=states)
+    assert _steps(model, optimizer, 3, 6) == pytest.approx(wanted, rel=1e-4)
+    with pytest.raises(CheckpointError, match=r"has a checkpoint of torch's"):
+        export_distributed(opened, tmp_path / "dcp")
+
+
+def test_code_is_not_run_and_damage_is_named(tmp_path: Path) -> None:
+    class Evil:
+        def __reduce__(self) -> Any:
+            return os.system, (f"touch {tmp_path}/run",)
+
+    model = _model()
+    save({"model": model.state_dict()}, checkpoint_id=tmp_path / "a")
+    for name, content, said in (
+        (".metadata", pickle.dumps(Evil()), "could run any code .*system"),
+        (".metadata", b"rubbish", "is not a file of torch"),
+        ("__0_0.distcp", _torch_file(Evil()), "holds objects that are not loaded|cannot be read"),
+        ("__0_0.distcp", b"", "cannot be read by torch"),
+    ):
+        shutil.rmtree(tmp_path / "b", ignore_errors=True)
+        shutil.copytree(tmp_path / "a", tmp_path / "b")
+        (tmp_path / "b" / name).write_bytes(content)
+        with pytest.raises(CheckpointError, match=said):
+            write_foreign(read_foreign(tmp_path / "b"), tmp_path / "out")
+    (tmp_path / "b" / "__0_0.distcp").unlink()
+    with pytest.raises(CheckpointError, match=r"cannot be read by torch: .*No such file"):
+        read_foreign(tmp_path / "b")
+    assert not (tmp_path / "run").exists() and not (tmp_path / "out" / "imported").exists()
+
+
+def _torch_file(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue() * 9
+
+
+def test_what_is_not_clear_is_refused(tmp_path: Path) -> None:
+    model = _model()
+    optimizer = _optimizer(model)
+    _steps(model, optimizer, 0, 1)
+    own = model.state_dict()
+    cases: list[tuple[dict[str, Any], str]] = [
+        (
+            {"model": own, "optim": optimizer.state_dict()},
+            "has state of '0', which is no name",
+        ),
+        ({"one": own, "two": own}, r"several state dicts \(one, two\)"),
+        ({"epoch": 3}, "holds no tensors of a model"),
+    ]
+    for number, (saved, said) in enumerate(cases):
+        save(saved, checkpoint_id=tmp_path / str(number))
+        with pytest.raises(CheckpointError, match=said):
+            read_foreign(tmp_path / str(number))
+    for name, saved in (("plain", own), ("wrapped", {f"module.{key}": value for key, value in own.items()})):
+        save(dict(saved), checkpoint_id=tmp_path / name)
+        found = read_foreign(tmp_path / name)
+        assert found.parameters.keys() | found.buffers.keys() == own.keys() and not found.left_out
