@@ -109,3 +109,13 @@ def test_a_plan_of_patterns_names_modules_and_parameters() -> None:
     )
     plan: dict[str, Any] = find_plan(model, {"layers.*": "colwise", "head.weight": "rowwise"})
     assert plan == {"layers.0": "colwise", "layers.1": "colwise", "head.weight": "rowwise"}
+
+
+@pytest.mark.parametrize("family", ["gpt2", "t5"])
+def test_families_without_a_plan_are_said_to_have_none(family: str) -> None:
+    from transformers import AutoConfig, AutoModel
+
+    with torch.device("meta"):
+        model = AutoModel.from_config(AutoConfig.for_model(family))
+    with pytest.raises(zlaunch.ParameterError, match=rf"{type(model).__name__} has no plan"):
+        find_plan(model, None)
