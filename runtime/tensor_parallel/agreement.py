@@ -29,6 +29,8 @@ class Agreement:
         if self._passes < _FIRST or self._passes % _EVERY == 0:
             self._check((args, kwargs))
         self._passes += 1
+        if self._axis.own_numbers is not None:
+            self._axis.own_numbers.close()  # a call of a layer by itself may have begun with them
         if self._has_dropout and module.training:
             self._share_random_state()
 
@@ -65,13 +67,17 @@ class Agreement:
 
 
 class Forget:
-    """Lets go of the last value that was entered, at the end of a forward pass: a hook."""
+    """Lets go of the last value that was entered, and of own random numbers, at the end of a forward pass: a
+    hook.
+    """
 
     def __init__(self, axis: TensorAxis) -> None:
         self._axis = axis
 
     def __call__(self, *arguments: Any) -> None:
         self._axis.entered = None
+        if self._axis.own_numbers is not None:
+            self._axis.own_numbers.close()
 
 
 def uses_dropout(model: nn.Module) -> bool:

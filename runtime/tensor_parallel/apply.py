@@ -23,6 +23,7 @@ from .forwards import (
     GradientSum,
     VocabularyForward,
 )
+from .own_numbers import OwnNumbers
 from .plan import find_plan
 from .whole_states import keep_states_whole
 
@@ -54,7 +55,10 @@ def share_layers(model: nn.Module, config: Config, comm: Comm) -> None:
     apply(work)
     keep_states_whole(model)
     if axis.size > 1:
-        model.register_forward_pre_hook(Agreement(axis, uses_dropout(model)), with_kwargs=True)
+        has_dropout = uses_dropout(model)
+        if has_dropout:
+            axis.own_numbers = OwnNumbers(axis.position, comm.device)
+        model.register_forward_pre_hook(Agreement(axis, has_dropout), with_kwargs=True)
         model.register_forward_hook(Forget(axis), always_call=True)
     if comm.rank == 0:
         _tell(work)

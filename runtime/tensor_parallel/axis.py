@@ -15,6 +15,7 @@ from ..comm.collectives import Comm
 from ..comm.pending import Work
 from ..comm.waits import waits
 from ..zero import placeholder
+from .own_numbers import OwnNumbers
 
 _CHANNEL = "tensor"
 
@@ -36,6 +37,8 @@ class TensorAxis:
         """Keeps the last value that was entered, when, and as what: layers that compute with the same value
         get the same, so that autograd adds up their gradients and one sum serves them all.
         """
+        self.own_numbers: OwnNumbers | None = None
+        """Seeds what modules between cut layers draw, where a model has dropout."""
 
     def open(self) -> None:
         """Make the process group. Collective for all ranks."""

@@ -18,6 +18,16 @@ class SharedForward:
     def __init__(self, module: nn.Module, axis: TensorAxis) -> None:
         self.module, self.axis = module, axis
 
+    def open_own_numbers(self) -> None:
+        """Begin with random numbers of this rank's own, while the model trains."""
+        if self.axis.own_numbers is not None and self.module.training:
+            self.axis.own_numbers.open()
+
+    def close_own_numbers(self) -> None:
+        """End with them."""
+        if self.axis.own_numbers is not None:
+            self.axis.own_numbers.close()
+
     def original(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module's own forward."""
         return type(self.module).forward(self.module, *args, **kwargs)
@@ -30,7 +40,10 @@ class ColumnForward(SharedForward):
 
     def __call__(self, input: Tensor) -> Tensor:
         output: Tensor = self.original(enter(input, self.axis))
-        return join(output, self.axis) if self.gathers else output
+        if self.gathers:
+            return join(output, self.axis)
+        self.open_own_numbers()
+        return output
 
 
 class GatheredColumnForward(ColumnForward):
@@ -45,6 +58,7 @@ class RowForward(SharedForward):
     splits = False
 
     def __call__(self, input: Tensor) -> Tensor:
+        self.close_own_numbers()
         part = split(input, self.axis) if self.splits else input
         assert isinstance(self.module, nn.Linear)
         output, bias = leave(functional.linear(part, self.module.weight), self.axis), self.module.bias
@@ -97,7 +111,9 @@ class SummedForward(SharedForward):
     """Sums the outputs of a module whose inside is cut."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return leave(self.original(*args, **kwargs), self.axis)
+        output = self.original(*args, **kwargs)
+        self.close_own_numbers()
+        return leave(output, self.axis)
 
 
 class ExpertsForward(SharedForward):
@@ -107,7 +123,11 @@ class ExpertsForward(SharedForward):
         if len(routing) >= 2:
             index, weights, *rest = routing
             routing = index, enter(weights, self.axis), *rest
-        return leave(self.original(enter(hidden, self.axis), *routing, **kwargs), self.axis)
+        hidden = enter(hidden, self.axis)
+        self.open_own_numbers()
+        output = self.original(hidden, *routing, **kwargs)
+        self.close_own_numbers()
+        return leave(output, self.axis)
 
 
 class GradientSum:
