@@ -32,6 +32,10 @@ PACKED_WITH_ERRORS: dict[str, Any] = {"zero_quantized_gradients": True, "zeropp_
 PACKED_WEIGHTS: dict[str, Any] = {"zero_quantized_weights": True}
 PACKED: dict[str, Any] = {"zero_quantized_gradients": True}
 LOGGED: dict[str, Any] = {"comms_logger": {"enabled": True}}
+_PLAN = {"layers.0.up": "colwise", "layers.0.down": "rowwise"}
+SHARED: dict[str, Any] = {"parallel": {"tensor": 2}, "tensor_parallel": {"plan": _PLAN}}
+DIVIDED: dict[str, Any] = {"parallel": {"expert": 2}}
+BOTH: dict[str, Any] = {**SHARED, "parallel": {"tensor": 2, "expert": 2}}
 
 BEFORE = "Event.synchronize in step_result._read < step_result.differs"
 """At a step's beginning, for whether the step before was skipped: it ended a whole pass ago."""
@@ -45,6 +49,14 @@ REPORT = "Event.synchronize in host_copy.read < step_reporter.flush"
 ARRIVAL = "Event.synchronize in transfer.wait < host_store.grad"
 UPLOAD = "Event.synchronize in transfer.synchronize < buffers._retire"
 WRITTEN = "save: cuda.synchronize in transfer.release < writer.abandon"
+BATCHES = "aten::_local_scalar_dense in agreement._check < agreement.__call__"
+"""In the first passes, and in some of the later ones: whether ranks that share layers have one batch."""
+ROUTING = (
+    *("tolist in forward.__call__ < loop.forward", "aten::nonzero in forward.__call__ < loop.forward"),
+    *("tolist in experts.forward < forward._own", "aten::nonzero in experts.forward < forward._own"),
+    "aten::nonzero in forward._compute < forward.__call__",
+)
+"""Where the host has to know how many tokens go where."""
 SUM_ON_DISK = "Event.synchronize in transfer.wait < disk_store._add_to_tile"
 
 
@@ -62,6 +74,8 @@ class Case:
     """Make the model inside of zlaunch.zero.Init."""
     more_waits: tuple[str, ...] = ()
     """Adds waits of the host to :attr:`waits`."""
+    experts: bool = False
+    """Trains a mixture of experts."""
     looks: bool = False
     """Looks at events as it goes: the host may know already what it would wait for."""
 
@@ -130,6 +144,32 @@ CASES = {
             Case(f"stage {stage} logged on two", stage, options={**BF16, **LOGGED}, world=2, looks=True)
             for stage in (0, 1, 3)
         ),
+        *(
+            Case(
+                f"stage {stage} {name}",
+                stage,
+                options={**BF16, **option},
+                world=world,
+                more_waits=waits,
+                experts="experts" in name,
+                looks=True,
+            )
+            for stage in (0, 3)
+            for name, option, world, waits in (
+                ("tensor on two", SHARED, 2, (BATCHES,)),
+                ("experts on two", DIVIDED, 2, ROUTING),
+                ("experts and tensor on four", BOTH, 4, (BATCHES, *ROUTING)),
+            )
+        ),
+        Case(
+            "stage 3 tensor host on two",
+            3,
+            HOST_BOTH,
+            {**BF16, **SHARED},
+            world=2,
+            more_waits=(BATCHES,),
+            looks=True,
+        ),
         Case("stage 3 init on two", 3, options=BF16, init=True, world=2),
         *(Case(f"stage {stage} groups on four", stage, GROUPS, BF16, world=4) for stage in (0, 1, 2, 3)),
         *(Case(f"stage {stage} copies on four", stage, COPIES, BF16, world=4) for stage in (1, 3)),
@@ -168,11 +208,12 @@ def train(case: Case) -> dict[str, Any]:
     findings.clear()
     with running(), _folder(case) as folder:
         device = zlaunch.init_distributed()
-        world, rank = dist.get_world_size(), dist.get_rank()
+        shared = case.options.get("parallel", {}).get("tensor", 1)
+        parts, rank = dist.get_world_size() // shared, dist.get_rank() // shared
         small = {"stage3_param_persistence_threshold": 0, "sub_group_size": 4096, "reduce_bucket_size": 9000}
         settings = config(
             case.stage,
-            _SAMPLES // world,
+            _SAMPLES // parts,
             case.accumulation,
             0.05,
             zero={**small, **_placed(case.zero, folder)},
@@ -186,6 +227,8 @@ def train(case: Case) -> dict[str, Any]:
                 model = net(width=48, depth=2)
         else:
             model = net(width=48, depth=2)
+        if case.experts:
+            model.layers[1] = mixture(48)
         if "activation_checkpointing" in case.options:
             zlaunch.checkpointing.checkpoint_blocks(model)
         engine, *_ = zlaunch.initialize(model=model, config=settings)
@@ -193,7 +236,7 @@ def train(case: Case) -> dict[str, Any]:
         losses: list[Any] = []
         waits: dict[Any, Any] = {}
         for index, batch in enumerate(batches(_STEPS, _SAMPLES * case.accumulation)):
-            micros = [micro.chunk(world)[rank].pin_memory() for micro in batch.chunk(case.accumulation)]
+            micros = [micro.chunk(parts)[rank].pin_memory() for micro in batch.chunk(case.accumulation)]
             if index == _WARM:
                 findings.waits.clear()
             for micro in micros:
@@ -217,6 +260,27 @@ def train(case: Case) -> dict[str, Any]:
         "mixes": dict(findings.mixes),
         "waits": waits,
     }
+
+
+def mixture(width: int) -> Any:
+    """Make a layer of four experts, of which each token goes to two."""
+    from torch import nn
+
+    import zlaunch
+    from tests.runtime.models import Layer
+
+    class Mixture(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate = nn.Linear(width, 4)
+            self.experts = zlaunch.Experts([Layer(width) for _ in range(4)])
+
+        def forward(self, hidden: Any) -> Any:
+            tokens = hidden.flatten(0, 1)
+            weights, index = self.gate(tokens).float().softmax(-1).topk(2)
+            return hidden + self.experts(tokens, index, weights).view_as(hidden)
+
+    return Mixture()
 
 
 @contextmanager

@@ -210,6 +210,12 @@ def _install_collectives() -> None:
     for name in ("reduce_scatter_single", "reduce_scatter_tensor"):
         if hasattr(dist, name):
             setattr(dist, name, _collective(name, _reduce_scatter, lambda shard, bucket: ([bucket], [shard])))
+    gather_list = _collective("all_gather", dist.all_gather, lambda parts, own: ([own], parts))
+    torch_dist.all_gather = gather_list
+    exchange = _collective(
+        "all_to_all_single", dist.all_to_all_single, lambda found, rows, *sizes: ([rows], [found])
+    )
+    torch_dist.all_to_all_single = exchange
     for name, real in (("all_reduce", _sum_over_ranks), ("broadcast", dist.broadcast)):
         setattr(dist, name, _collective(name, real, lambda tensor, *rest: ([tensor], [tensor])))
 

@@ -183,6 +183,18 @@ def _the_second_hop_does_not_wait_for_the_first() -> list[Change]:
     return [(RankLink, "reduce_scatter", reduce_scatter)]
 
 
+def _the_sum_of_a_layer_is_not_waited_for() -> list[Change]:
+    from zlaunch.runtime.tensor_parallel.axis import TensorAxis
+
+    return [(TensorAxis, "_wait", lambda self, work, tensor: None)]
+
+
+def _tokens_are_computed_before_they_arrive() -> list[Change]:
+    from zlaunch.runtime.expert_parallel.axis import ExpertAxis
+
+    return [(ExpertAxis, "_wait", lambda self, work, tensor: None)]
+
+
 MUTATIONS: dict[str, tuple[str, Callable[[], list[Change]]]] = {
     make.__name__.strip("_").replace("_", " "): (case, make)
     for case, make in (
@@ -206,6 +218,8 @@ MUTATIONS: dict[str, tuple[str, Callable[[], list[Change]]]] = {
         ("stage 3 groups on four", _hops_do_not_wait_for_what_they_send),
         ("stage 3 groups on four", _the_second_hop_is_not_waited_for),
         ("stage 3 groups on four", _the_second_hop_does_not_wait_for_the_first),
+        ("stage 0 tensor on two", _the_sum_of_a_layer_is_not_waited_for),
+        ("stage 0 experts on two", _tokens_are_computed_before_they_arrive),
         ("stage 3 host both on two", _gathers_do_not_wait_for_uploads),
     )
 }
