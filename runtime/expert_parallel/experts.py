@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ class Experts(nn.Module):
         parameters, or have buffers.
         """
         super().__init__()
-        members = list(experts)
+        members = list(experts) if isinstance(experts, Iterable) else []
         if not members or not all(isinstance(member, nn.Module) for member in members):
             raise ParameterError("Experts: a list of modules is needed, at least one")
         _check_equal(members)
@@ -73,6 +73,8 @@ class Experts(nn.Module):
                 "weights (n, k) are needed"
             )
         stacks: dict[str, Tensor] = dict(self.expert.named_parameters())
+        if index.dtype not in (torch.int64, torch.int32):
+            raise ParameterError(f"Experts was called with an index of {index.dtype}: int64 is needed")
         row, slot = (index >= 0).nonzero(as_tuple=True)
         chosen, order = index[row, slot].sort(stable=True)
         row, slot = row[order], slot[order]

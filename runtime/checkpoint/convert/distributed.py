@@ -24,6 +24,8 @@ from .common import Foreign, ForeignCheckpoint
 
 _METADATA = ".metadata"
 _MALFORMED = (AttributeError, TypeError, ValueError)
+_MOST_TIED = 4
+"""Bounds how many tensors of one shape are compared: a model has many layers of one."""
 _MODELS = ("model", "module", "state_dict", "model_state_dict")
 _CLASSES = {
     "torch.distributed.checkpoint.metadata": (
@@ -135,7 +137,10 @@ def read_distributed(folder: Path) -> ForeignCheckpoint:
         )
     parameters: dict[str, Foreign] = {}
     buffers: dict[str, Tensor] = {}
+    tied = _ties(folder, model, states)
     for name, entry in model.items():
+        if name in tied:
+            continue
         if entry.description.properties.dtype.is_floating_point:
             parameters[name] = _describe(folder, entry, states.get(name, {}), group_of.get(name, 0))
         else:
@@ -143,7 +148,7 @@ def read_distributed(folder: Path) -> ForeignCheckpoint:
     return ForeignCheckpoint(
         parameters=parameters,
         buffers=buffers,
-        tied={},
+        tied=tied,
         facts={"optimizer": {"class": None, "groups": groups}} if kept else {},
         left_out=left_out,
     )
@@ -201,6 +206,28 @@ def _choose_model(folder: Path, rest: Sequence[_Entry]) -> tuple[dict[str, _Entr
     if all(name.startswith("module.") for name in model):
         model = {name.removeprefix("module."): entry for name, entry in model.items()}
     return model, left_out
+
+
+def _ties(folder: Path, model: Mapping[str, _Entry], states: Mapping[str, Any]) -> dict[str, str]:
+    """Return names of tied weights with the name of the first: torch saves each, and the state of one.
+
+    Tied are matrices of one shape, which at most a few have, and of equal values, that are not all the same.
+    A model in which they are separate loads them, too.
+    """
+    shapes: dict[Any, list[str]] = {}
+    for name, entry in model.items():
+        if len(entry.description.size) > 1 and entry.description.properties.dtype.is_floating_point:
+            shapes.setdefault((entry.description.properties.dtype, entry.description.size), []).append(name)
+    tied: dict[str, str] = {}
+    for names in shapes.values():
+        if not 1 < len(names) <= _MOST_TIED or all(name in states for name in names):
+            continue
+        first, *others = sorted(names, key=lambda name: name not in states)
+        value = _read_tensor(folder, model[first])
+        if value.numel() and bool((value != value.reshape(-1)[0]).any()):
+            same = [name for name in others if name not in states]
+            tied |= {name: first for name in same if torch.equal(value, _read_tensor(folder, model[name]))}
+    return tied
 
 
 def _groups(

@@ -169,6 +169,46 @@ def test_code_is_not_run_and_damage_is_named(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists() and not (tmp_path / "out" / "imported").exists()
 
 
+class _Tied(nn.Module):
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(5, 4), nn.Linear(4, 5, bias=False)
+        self.one, self.other = nn.Parameter(torch.zeros(3, 3)), nn.Parameter(torch.zeros(3, 3))
+        if tied:
+            self.head.weight = self.words.weight
+
+    def forward(self, words: Tensor) -> Tensor:
+        found: Tensor = self.head(self.words(words))
+        return found
+
+
+def _loads(folder: str, tied: bool) -> dict[str, Tensor]:
+    join()
+    model = _Tied(tied)
+    config = {**CONFIG, "train_batch_size": 1, "zero_optimization": {"stage": 3}}
+    engine, *_ = zlaunch.initialize(model=model, config=config)
+    engine.load_checkpoint(folder, load_optimizer_states=False)
+    return {name: value.clone() for name, value in engine.module.state_dict().items()}
+
+
+@pytest.mark.parametrize("with_optimizer", [True, False])
+def test_tied_weights_are_found(tmp_path: Path, with_optimizer: bool) -> None:
+    model = _Tied(True)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.arange(5)).square().sum().backward()
+    optimizer.step()
+    states = get_state_dict(model, optimizer)[1]
+    own = model.state_dict()
+    save({"model": own, **({"optim": states} if with_optimizer else {})}, checkpoint_id=tmp_path / "dcp")
+    found = read_foreign(tmp_path / "dcp")
+    assert found.tied == {"head.weight": "words.weight"}
+    assert found.parameters.keys() == {"words.weight", "one", "other"}
+    write_foreign(found, tmp_path / "ours")
+    for tied in (True, False):
+        (loaded,) = run_workers(_loads, 1, str(tmp_path / "ours"), tied)
+        assert all(torch.equal(loaded[name], value) for name, value in own.items())
+
+
 def _torch_file(value: Any) -> bytes:
     buffer = io.BytesIO()
     torch.save(value, buffer)

@@ -219,6 +219,10 @@ def test_wrong_calls_are_refused() -> None:
     for wrong in ((tokens.unsqueeze(0), index, weights), (tokens, index[:2], weights[:2])):
         with pytest.raises(zlaunch.ParameterError, match="was called with tensors of shapes"):
             module(*wrong)
+    with pytest.raises(zlaunch.ParameterError, match=r"an index of torch\.float32"):
+        module(tokens, index.float(), weights)
+    with pytest.raises(zlaunch.ParameterError, match="a list of modules is needed"):
+        zlaunch.Experts(nn.Linear(4, 4))  # type: ignore[arg-type]  # what a script may do
     with pytest.raises(zlaunch.ParameterError, match="routed to expert 2 of 2"):
         module(tokens, index + 1, weights)
     wider = zlaunch.Experts([nn.Linear(4, 5), nn.Linear(4, 5)])
