@@ -31,7 +31,7 @@ SIZES = {
 class Block(nn.Module):
     def __init__(self, size: Size) -> None:
         super().__init__()
-        self.heads = size.heads
+        self.head_width = size.width // size.heads
         self.norm1 = nn.LayerNorm(size.width)
         self.qkv = nn.Linear(size.width, 3 * size.width)
         self.out = nn.Linear(size.width, size.width)
@@ -40,11 +40,12 @@ class Block(nn.Module):
         self.down = nn.Linear(4 * size.width, size.width)
 
     def forward(self, x: Tensor) -> Tensor:  # (batch, time, width)
-        batch, time, width = x.shape
-        qkv = self.qkv(self.norm1(x)).view(batch, time, 3, self.heads, width // self.heads)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # (batch, heads, time, width / heads) each
+        batch, time, _ = x.shape
+        # one head after the other, as many as there are: ranks that share the layer have some of them
+        qkv = self.qkv(self.norm1(x)).view(batch, time, -1, 3, self.head_width)
+        q, k, v = qkv.permute(3, 0, 2, 1, 4)  # (batch, heads, time, head_width) each
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(y.transpose(1, 2).reshape(batch, time, width))
+        x = x + self.out(y.transpose(1, 2).reshape(batch, time, -1))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 

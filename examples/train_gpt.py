@@ -23,11 +23,16 @@ def memory_gb() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
+def place_of(engine: zlaunch.Engine) -> int:
+    """Return this rank's number among those with other samples; ranks that share each layer have the same."""
+    return engine.global_rank * engine.data_parallel_size // engine.world_size
+
+
 @torch.no_grad()
 def validate(engine: zlaunch.Engine, text: torch.Tensor, context: int, batches: int = 8) -> float:
     """Return the mean loss over fixed windows, which the ranks share between them."""
     engine.eval()
-    generator = torch.Generator().manual_seed(99 + engine.global_rank)
+    generator = torch.Generator().manual_seed(99 + place_of(engine))
     losses = [
         loss_of(engine, sample_batch(text, 8, context, generator).to(engine.device)).float()
         for _ in range(batches)
@@ -53,7 +58,7 @@ def main() -> None:
     size = SIZES[args.size]
     engine, *_ = zlaunch.initialize(args=args, model=GPT(size))
     train, validation = load_text()
-    generator = torch.Generator().manual_seed(engine.global_rank)  # every rank reads other text
+    generator = torch.Generator().manual_seed(place_of(engine))
     micro_batch, accumulation = engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
 
     engine.client_state = lambda: {"text": generator.get_state()}  # also of a save that a signal asks for

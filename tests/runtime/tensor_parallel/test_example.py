@@ -1,0 +1,54 @@
+"""Test that the example trains in any layout as one process does, in float64."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import zlaunch
+from examples.gpt import GPT, Size, loss_of
+from tests.runtime.tensor_parallel.task import BATCH, TOLERANCE, data, distance, settings
+from tests.runtime.workers import join, run_workers
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+
+
+def _train(tensor: int, stage: int) -> dict[str, Tensor]:
+    rank = join()
+    ranks = torch.distributed.get_world_size() // tensor
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(4)
+    model = GPT(Size(layers=2, width=32, heads=4, context=16))
+    section: dict[str, Any] = {}
+    if tensor > 1:
+        section["tensor_parallel"] = json.loads((EXAMPLES / "ds_tensor.json").read_text())["tensor_parallel"]
+    engine, *_ = zlaunch.initialize(model=model, config=settings(stage, tensor, ranks, **section))
+    place = rank // tensor
+    for batch in data():
+        own = batch[place * BATCH // ranks : (place + 1) * BATCH // ranks]
+        logits = engine(own[:, :-1])
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), own[:, 1:].flatten())
+        engine.backward(loss)
+        engine.step()
+    return {name: value.clone() for name, value in engine.module.state_dict().items()}
+
+
+@pytest.mark.parametrize(("world", "tensor", "stage"), [(8, 2, 3), (4, 4, 1), (4, 2, 2)])
+def test_the_example_trains_as_in_one_process(world: int, tensor: int, stage: int) -> None:
+    wanted = run_workers(_train, 1, 1, 0)[0]
+    for found in run_workers(_train, world, tensor, stage):
+        assert distance(found, wanted) < TOLERANCE
+
+
+def test_its_loss_is_that_of_its_logits() -> None:
+    torch.manual_seed(1)
+    model = GPT(Size(layers=1, width=16, heads=2, context=8))
+    text = torch.randint(0, 256, (2, 9))
+    logits = model(text[:, :-1])
+    wanted = torch.nn.functional.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten())
+    torch.testing.assert_close(loss_of(model, text), wanted)
