@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -56,10 +57,10 @@ class _Mixture(nn.Module):
 
 
 class _Network(nn.Module):
-    def __init__(self, routing: str) -> None:
+    def __init__(self, routing: str, kind: Callable[[str], nn.Module] = _Mixture) -> None:
         super().__init__()
         self.words = nn.Embedding(16, WIDTH)
-        self.layers = nn.ModuleList(_Mixture(routing) for _ in range(3))
+        self.layers = nn.ModuleList(kind(routing) for _ in range(3))
         self.head = nn.Linear(WIDTH, 6)
 
     def forward(self, words: Tensor) -> Tensor:

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import zlaunch
+from tests.runtime.expert_parallel.test_by_hand import EXPERTS, WIDTH, _Network
 from tests.runtime.tensor_parallel.task import BATCH, TOLERANCE, data, distance, settings
 from tests.runtime.workers import join, run_workers
-
-WIDTH, EXPERTS = 8, 4
 
 
 class _Expert(nn.Module):
@@ -48,29 +47,14 @@ class _Mixture(nn.Module):
         return hidden + mixed.view_as(hidden)
 
 
-class _Network(nn.Module):
-    def __init__(self, routing: str) -> None:
-        super().__init__()
-        self.words = nn.Embedding(16, WIDTH)
-        self.layers = nn.ModuleList(_Mixture(routing) for _ in range(2))
-        self.head = nn.Linear(WIDTH, 6)
-
-    def forward(self, words: Tensor) -> Tensor:
-        hidden: Tensor = self.words(words)
-        for layer in self.layers:
-            hidden = layer(hidden, words[:, 0])
-        found: Tensor = self.head(hidden)
-        return found
-
-
 def _build(config: dict[str, Any], routing: str, in_init: bool) -> zlaunch.Engine:
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(4)
     if in_init:
         with zlaunch.zero.Init(config_dict_or_path=config):
-            model = _Network(routing)
+            model = _Network(routing, _Mixture)
     else:
-        model = _Network(routing)
+        model = _Network(routing, _Mixture)
     engine: zlaunch.Engine = zlaunch.initialize(model=model, config=config)[0]
     return engine
 
