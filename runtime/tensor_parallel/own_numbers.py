@@ -27,8 +27,7 @@ class OwnNumbers:
         torch.default_generator.manual_seed(self._seed)
         if self._device.type == "cuda":
             self._outside.append(torch.cuda.get_rng_state(self._device))
-            with torch.cuda.device(self._device):
-                torch.cuda.manual_seed(self._seed)
+            torch.cuda.manual_seed(self._seed)  # of the current device, which is this one
 
     def close(self) -> None:
         """Go on with the numbers of all ranks, if the own ones have begun."""

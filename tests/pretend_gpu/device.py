@@ -71,6 +71,7 @@ def _install_cuda() -> None:
     cuda.memory_reserved = cuda.memory_allocated = cuda.max_memory_allocated = lambda device=None: allocated()
     cuda.get_rng_state = lambda device=None: torch.zeros(16, dtype=torch.uint8)
     cuda.set_rng_state = lambda state, device=None: None
+    cuda.manual_seed = lambda seed: None
     cuda.set_sync_debug_mode = lambda mode: None
     cuda.cudart = _Runtime
     torch.nn.Module.cuda = (  # type: ignore[method-assign]
