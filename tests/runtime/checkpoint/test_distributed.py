@@ -15,6 +15,10 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.utils._pytree import tree_map
 
 import zlaunch
 from tests.runtime.workers import join, run_workers
@@ -23,6 +27,7 @@ from zlaunch.runtime.checkpoint.export.distributed import export_distributed
 from zlaunch.runtime.checkpoint.format.manifest import Checkpoint
 from zlaunch.runtime.checkpoint.format.tensor_file import CheckpointError
 
+FULLY_SHARD_RUNS_ON_CPU = torch.__version__ >= torch.torch_version.TorchVersion("2.7")
 CONFIG: dict[str, Any] = {"train_batch_size": 4, "gradient_clipping": 0.0}
 
 
@@ -53,19 +58,31 @@ def _steps(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, last:
     return losses
 
 
+def _rows(value: Any, mesh: DeviceMesh) -> Any:
+    """Return a tensor as a DTensor of this rank's rows; a number and what is no tensor as it is."""
+    return (
+        distribute_tensor(value.detach(), mesh, [Shard(0)])
+        if isinstance(value, Tensor) and value.dim()
+        else value
+    )
+
+
 def _save(folder: str, flat: bool, sharded: bool) -> list[float]:
     """Train, save, and return the losses that follow."""
     join()
     model = _model()
     if sharded:
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
-
-        fully_shard(model, mesh=init_device_mesh("cpu", (torch.distributed.get_world_size(),)))
+        mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+        if FULLY_SHARD_RUNS_ON_CPU:
+            fully_shard(model, mesh=mesh)
     optimizer = _optimizer(model)
     _steps(model, optimizer, 0, 3)
     options = StateDictOptions(flatten_optimizer_state_dict=flat)
     own, states = get_state_dict(model, optimizer, options=options)
+    if sharded and not FULLY_SHARD_RUNS_ON_CPU:  # each rank trained the whole: only its rows are written
+        learnt = {name for name, _ in model.named_parameters()}
+        own = {name: _rows(value, mesh) if name in learnt else value for name, value in own.items()}
+        states = tree_map(lambda value: _rows(value, mesh), states)
     save({"model": own, "optim": states, "epoch": 3}, checkpoint_id=folder)
     return _steps(model, optimizer, 3, 6)
 
