@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from ..cuda_ops.loader import set_mode
@@ -19,7 +20,7 @@ from .checkpoint.checkpointer import Checkpointer
 from .checkpoint.export.consolidate import save_weights
 from .comm.collectives import Comm
 from .comm.process_group import init_distributed
-from .config import Config, ConfigError, Effective, expert_size, load, refuse_open, resolve, tensor_size
+from .config import Config, ConfigError, Effective, Loaded, find_mesh, load, refuse_open, resolve
 from .data import EngineLoader
 from .deadlock import watch as deadlock
 from .engine import Engine
@@ -38,6 +39,7 @@ from .memory.estimate import Setting
 from .memory.preflight import preflight
 from .memory.resources import PINNED_SHARE
 from .mesh.choice import divides_layers, find_shard_group, make_link
+from .model_plans import find_hidden_size
 from .monitor.limits import measure_costs
 from .monitor.logged_comm import LoggedComm
 from .monitor.observation import observe, open_monitor
@@ -56,6 +58,7 @@ from .precision.policy import Precision, choose_precision, dtype_named
 from .registry.optimizers import build_optimizer, build_scheduler
 from .replicated import place_rest
 from .report import announce, describe
+from .sequence_parallel.apply import share_sequences
 from .shared_memory.connect import connect
 from .tensor_parallel.apply import share_layers
 from .zero import placeholder
@@ -91,9 +94,9 @@ def build_engine(
     set_level(loaded.config.log_level)
     _choose_kernels()
     deadlock.install()
-    comm = _join_ranks(loaded.config)
+    comm = _join_ranks(loaded)
     preemption.install()
-    hidden, hidden_from = _find_hidden_size(model)
+    hidden, hidden_from = find_hidden_size(model)
     effective = resolve(loaded, world_size=comm.world_size, hidden_size=hidden, hidden_size_from=hidden_from)
     if comm.rank == 0:
         for warning in (*loaded.warnings, *effective.guesses()):
@@ -105,6 +108,7 @@ def build_engine(
     _check_parameters(model, comm)
     check_consistency(model, effective.digest(), comm)
     share_layers(model, effective.config, comm)
+    share_sequences(model, comm)
     monitor = open_monitor(effective, comm)
     precision = choose_precision(effective.config)
     overflow_hint = find_overflow_hint(model, effective.config)
@@ -202,10 +206,14 @@ def _choose_kernels() -> None:
         raise ConfigError([f"ZLAUNCH_KERNELS: {error}"]) from None
 
 
-def _join_ranks(config: Config) -> Comm:
-    device, share, group = init_distributed(), not _on_disk(config), find_shard_group(config)
-    tensor, expert = tensor_size(config), expert_size(config)
-    mesh = None if group is None and tensor * expert == 1 else partial(make_link, group, tensor, expert)
+def _join_ranks(loaded: Loaded) -> Comm:
+    config, device = loaded.config, init_distributed()
+    share, group, shape = (
+        not _on_disk(config),
+        find_shard_group(config),
+        find_mesh(loaded, dist.get_world_size()),
+    )
+    mesh = None if group is None and len(shape.axes) == 1 else partial(make_link, group, shape)
     if config.comms_logger.enabled:
         return LoggedComm(config.comms_logger, device, connect=connect, share=share, mesh=mesh)
     return Comm(device, connect=connect, share=share, mesh=mesh)
@@ -217,22 +225,6 @@ def _on_disk(config: Config) -> bool:
     """
     section = config.zero_optimization.offload_param
     return section is not None and section.device == "nvme"
-
-
-def _find_hidden_size(model: nn.Module) -> tuple[int | None, str]:
-    """Find the width of a model, for ``"auto"`` bucket sizes; return it and where it was found."""
-    described = getattr(model, "config", None)
-    for name in ("hidden_size", "d_model", "n_embd", "hidden_sizes"):
-        value = getattr(described, name, None)
-        if isinstance(value, (list, tuple)) and value:
-            value = max(value)
-        if isinstance(value, int) and not isinstance(value, bool):
-            return value, f"model.config.{name}"
-    widths = [m.embedding_dim for m in model.modules() if isinstance(m, nn.Embedding)]
-    if widths:
-        return max(widths), "the model's widest embedding"
-    widths = [m.out_features for m in model.modules() if isinstance(m, nn.Linear)]
-    return (max(widths), "the model's widest linear layer") if widths else (None, "")
 
 
 def _choose_optimizer(

@@ -111,7 +111,12 @@ class TrainingLoop(nn.Module):
     @property
     def data_parallel_size(self) -> int:
         """Return the number of ranks that train on different samples."""
-        return self._sharded.comm.data.size
+        return self._sharded.comm.mesh.samples
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Return this rank's place among the ranks that train on different samples."""
+        return self._sharded.comm.mesh.sample_position(self.global_rank)
 
     @property
     def global_rank(self) -> int:
@@ -156,8 +161,8 @@ class TrainingLoop(nn.Module):
         return EngineLoader(
             dataset,
             batch_size=self.train_micro_batch_size_per_gpu(),
-            rank=self._sharded.comm.data.position,
-            world_size=self._sharded.comm.data.size,
+            rank=self.data_parallel_rank,
+            world_size=self.data_parallel_size,
             collate_fn=collate_fn,
             drop_last=self._effective.config.dataloader_drop_last,
         )
@@ -215,8 +220,8 @@ class TrainingLoop(nn.Module):
     def restore_counters(self, counters: Mapping[str, int]) -> None:
         """Set the counters to a checkpoint's numbers, at the beginning of an optimizer step."""
         self.global_steps, self.global_samples = counters["global_steps"], counters["global_samples"]
-        micro_steps = counters["micro_steps"]
-        self.micro_steps = micro_steps - micro_steps % self.gradient_accumulation_steps()
+        accumulation = self.gradient_accumulation_steps()
+        self.micro_steps = counters["micro_steps"] // accumulation * accumulation
         self._skipped_steps = counters["skipped_steps"]
         self._result = None
 

@@ -39,3 +39,19 @@ def text_config(model: nn.Module) -> Any:
         if hasattr(config, "get_text_config"):
             return config.get_text_config()
     return getattr(model, "config", None)
+
+
+def find_hidden_size(model: nn.Module) -> tuple[int | None, str]:
+    """Find the width of a model, for ``"auto"`` bucket sizes; return it and where it was found."""
+    described = getattr(model, "config", None)
+    for name in ("hidden_size", "d_model", "n_embd", "hidden_sizes"):
+        value = getattr(described, name, None)
+        if isinstance(value, (list, tuple)) and value:
+            value = max(value)
+        if isinstance(value, int) and not isinstance(value, bool):
+            return value, f"model.config.{name}"
+    widths = [m.embedding_dim for m in model.modules() if isinstance(m, nn.Embedding)]
+    if widths:
+        return max(widths), "the model's widest embedding"
+    widths = [m.out_features for m in model.modules() if isinstance(m, nn.Linear)]
+    return (max(widths), "the model's widest linear layer") if widths else (None, "")

@@ -58,6 +58,7 @@ _LAZY = {
     "resume_dir": ("zlaunch.runtime.preemption", "resume_dir"),
     "notebook": ("zlaunch.notebook", "notebook"),
     "report": ("zlaunch.runtime.report", "report"),
+    "sequence": ("zlaunch.sequence", ""),
     "tensor_parallel": ("zlaunch.runtime.tensor_parallel.plan", "tensor_parallel"),
     "zero": ("zlaunch.zero", ""),
 }
@@ -96,11 +97,13 @@ __all__ = [
     "safe_set_full_fp32_param",
     "safe_set_full_grad",
     "safe_set_full_optimizer_state",
+    "sequence",
     "tensor_parallel",
     "zero",
 ]
 
 if TYPE_CHECKING:
+    from zlaunch import sequence as sequence
     from zlaunch import zero as zero
     from zlaunch.compat.fp32_access import safe_get_full_fp32_param as safe_get_full_fp32_param
     from zlaunch.compat.fp32_access import safe_get_full_grad as safe_get_full_grad

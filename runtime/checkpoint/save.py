@@ -224,12 +224,12 @@ def _owned(unit: Unit, comm: Comm, target: SaveTarget) -> tuple[int, int]:
     if target.host is not None:
         return (0, unit.numel if target.leader else 0) if whole else (unit.start, unit.stop)
     low, high = layout.shard_range(unit.link.position)
-    cut, model_ranks = cut_of(unit.parameters[0]), comm.world_size // comm.data.size
+    cut = cut_of(unit.parameters[0])
     in_axis = comm.holders_of(unit.parameters[0])[2]
     copies = in_axis * (unit.data.size // shards)
     if copies == 1:
         return low, high
-    place = comm.rank % model_ranks if cut is None else cut.copy_index
+    place = comm.rank % comm.mesh.tensor if cut is None else cut.copy_index
     step = -(-(high - low) // (copies * ALIGN_NUMEL)) * ALIGN_NUMEL
     low += (place + in_axis * (unit.data.position // shards)) * step
     return min(low, high), min(low + step, high)

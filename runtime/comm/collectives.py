@@ -21,6 +21,7 @@ from torch import Tensor
 from ..cut import cut_of
 from ..environment import read_environment
 from ..errors import RankMismatchError
+from ..mesh_shape import MeshShape
 from .link import GATHER, REDUCE, Note, RankLink
 from .order import Order
 from .peer_memory import Connect, Identity, PeerMemory
@@ -88,6 +89,7 @@ class Comm:
         self.device, self.number = device, next(_numbers)
         self._labels = ["a tensor"]
         self.world_size, self.rank = dist.get_world_size(), dist.get_rank()
+        self.mesh = MeshShape(self.world_size)
         self.order = Order(self.world_size, len(_CHANNELS))
         self.moved: Counter[str] = Counter()
         self.calls: Counter[str] = Counter()
@@ -136,8 +138,7 @@ class Comm:
         """
         cut = cut_of(parameter)
         others = self.experts if getattr(cut, "of_experts", False) else None
-        copies = getattr(cut, "copies", self.world_size // self.data.size)
-        return others or self.link, others or self.data, int(copies)
+        return others or self.link, others or self.data, int(getattr(cut, "copies", self.mesh.tensor))
 
     def _begin(self, channel: int, label: int, kind: str, numel: int) -> Note:
         """Note the start of a collective about a labelled tensor, and count its volume."""

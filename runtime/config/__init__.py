@@ -3,9 +3,10 @@
 The sections are in ``zero``, ``other_sections`` and ``optimizers``, what stands at the top in ``schema``.
 """
 
+from ..mesh_shape import MeshShape
 from .load import ConfigError, ConfigFileError, Loaded, load
-from .parallel import MeshShape, expert_size, mesh_shape, tensor_size
-from .resolve import Effective, check_batch, open_values, refuse_open, resolve
+from .parallel import expert_size, mesh_shape, sequence_size, tensor_size
+from .resolve import Effective, check_batch, find_mesh, open_values, refuse_open, resolve
 from .schema import Config, json_schema
 
 __all__ = [
@@ -17,11 +18,13 @@ __all__ = [
     "MeshShape",
     "check_batch",
     "expert_size",
+    "find_mesh",
     "json_schema",
     "load",
     "mesh_shape",
     "open_values",
     "refuse_open",
     "resolve",
+    "sequence_size",
     "tensor_size",
 ]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Protocol
 
+from ..mesh_shape import MeshShape
 from .field_types import AutoInt, Bool, Count, Section, Whole, ok
 from .unsupported import with_missing
 from .zero import ShardGroupSize
@@ -22,6 +22,9 @@ class Parallel(Section):
     expert: Count = ok(1)
     """Ranks with different samples that have different experts of a mixture of experts, and compute with them
     for one another (zlaunch's own key for expert_parallel.autoep_size)."""
+    sequence: Count = ok(1)
+    """Ranks that have different parts of each sequence, and different heads inside of attention (zlaunch's
+    own key for sequence_parallel_size)."""
     shard_group: ShardGroupSize | None = ok(None)
     """Ranks that parameters are sharded over: another place for zero_optimization.shard_group."""
 
@@ -56,7 +59,7 @@ class ExpertParallel(Section):
 
 
 class HasAxes(Protocol):
-    """Has the three sections: a config."""
+    """Has the sizes of the axes: a config."""
 
     @property
     def parallel(self) -> Parallel: ...
@@ -64,35 +67,10 @@ class HasAxes(Protocol):
     def tensor_parallel(self) -> TensorParallel: ...
     @property
     def expert_parallel(self) -> ExpertParallel: ...
-
-
-@dataclass(frozen=True, slots=True)
-class MeshShape:
-    """Holds the sizes of the mesh: rank = (data position * expert + expert position) * tensor + tensor
-    position. Ranks with different positions on the data or the expert axis train on different samples.
-    """
-
-    data: int
-    expert: int
-    tensor: int
-
     @property
-    def samples(self) -> int:
-        """Return how many ranks train on different samples."""
-        return self.data * self.expert
-
+    def sequence_parallel_size(self) -> int: ...
     @property
-    def axes(self) -> dict[str, int]:
-        """Return the sizes of the axes by name: data, and those with several ranks."""
-        sizes = {"data": self.data, "expert": self.expert, "tensor": self.tensor}
-        return {name: size for name, size in sizes.items() if name == "data" or size > 1}
-
-    def coordinates(self, rank: int) -> dict[str, int]:
-        """Return a rank's position on each axis."""
-        found: dict[str, int] = {}
-        for name, size in reversed(self.axes.items()):
-            rank, found[name] = divmod(rank, size)
-        return dict(reversed(found.items()))
+    def data_parallel_size(self) -> int | None: ...
 
 
 def tensor_size(config: HasAxes) -> int:
@@ -106,23 +84,35 @@ def expert_size(config: HasAxes) -> int:
     return max(config.parallel.expert, section.autoep_size if section.enabled else 1)
 
 
+def sequence_size(config: HasAxes) -> int:
+    """Return how many ranks have different parts of each sequence."""
+    return max(config.parallel.sequence, config.sequence_parallel_size)
+
+
 def mesh_shape(config: HasAxes, world_size: int) -> MeshShape:
     """Return the mesh of a config on so many ranks. Raises ValueError with the sizes that would do."""
-    tensor, expert, data = tensor_size(config), expert_size(config), config.parallel.data
-    key = "parallel.tensor" if config.parallel.tensor > 1 else "tensor_parallel.autotp_size"
-    _check_divides(key, tensor, world_size, f"{world_size} ranks", 1)
-    key = "parallel.expert" if config.parallel.expert > 1 else "expert_parallel.autoep_size"
-    what = f"{world_size} ranks" if tensor == 1 else f"{world_size} ranks / tensor {tensor}"
-    _check_divides(key, expert, world_size // tensor, what, tensor)
-    left = world_size // tensor // expert
+    parallel = config.parallel
+    sizes = {
+        "tensor": (tensor_size(config), "tensor_parallel.autotp_size"),
+        "sequence": (sequence_size(config), "sequence_parallel_size"),
+        "expert": (expert_size(config), "expert_parallel.autoep_size"),
+    }
+    left, taken = world_size, ""
+    for name, (size, other_key) in sizes.items():
+        key = f"parallel.{name}" if getattr(parallel, name) > 1 else other_key
+        _check_divides(key, size, left, f"{world_size} ranks{taken}", world_size // left)
+        left //= size
+        taken += f" / {name} {size}" if size > 1 else ""
+    data = (config.data_parallel_size or "auto") if parallel.data == "auto" else parallel.data
     if data not in ("auto", left):
-        wanted = int(data) * tensor * expert
-        sizes = "".join(f" * {name} {n}" for name, n in (("expert", expert), ("tensor", tensor)) if n > 1)
+        key = "data_parallel_size" if parallel.data == "auto" else "parallel.data"
+        shape = MeshShape(int(data), **{name: size for name, (size, _) in sizes.items()})
+        factors = "".join(f" * {name} {n}" for name, n in shape.axes.items() if name != "data")
         raise ValueError(
-            f"parallel.data: {data}{sizes} is {wanted}, not the {world_size} ranks; "
-            f'set it to {left} or "auto", or start {wanted} ranks'
+            f"{key}: {data}{factors} is {shape.ranks}, not the {world_size} ranks; "
+            f'set it to {left} or "auto", or start {shape.ranks} ranks'
         )
-    return MeshShape(left, expert, tensor)
+    return MeshShape(left, **{name: size for name, (size, _) in sizes.items()})
 
 
 def _check_divides(key: str, size: int, total: int, what: str, ranks_each: int) -> None:

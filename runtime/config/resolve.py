@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..mesh_shape import MeshShape
 from .load import ConfigError, Loaded
 from .monitors import TRACKERS, without_secrets
 from .optimizers import OPTIMIZER_DEFAULTS, SCHEDULER_PARAMS
@@ -105,7 +106,7 @@ def resolve(
             raise ConfigError([f"{name}: {number} is not allowed, expected 1 or more"])
     values = loaded.config.model_dump(mode="json")
     notes: dict[str, str] = dict(loaded.dropped)
-    world_size = _data_ranks(loaded, world_size)
+    world_size = find_mesh(loaded, world_size).samples
     problems = [
         *_batch(loaded, values, notes, world_size),
         *_params(loaded, values, notes, default_lr),
@@ -148,7 +149,7 @@ def refuse_open(loaded: Loaded) -> None:
 
 def check_batch(loaded: Loaded, world_size: int) -> None:
     """Check the mesh and a given train_batch_size against the ranks. Raises ConfigError."""
-    world_size = _data_ranks(loaded, world_size)
+    world_size = find_mesh(loaded, world_size).samples
     values = loaded.config.model_dump(mode="json", include={TRAIN, MICRO, GAS})
     if values[TRAIN] is None:
         return
@@ -156,10 +157,10 @@ def check_batch(loaded: Loaded, world_size: int) -> None:
         raise ConfigError([f"{loaded.origin}: {problem}" for problem in problems])
 
 
-def _data_ranks(loaded: Loaded, world_size: int) -> int:
-    """Return how many ranks train on different samples. Raises ConfigError."""
+def find_mesh(loaded: Loaded, world_size: int) -> MeshShape:
+    """Return the mesh of a config on so many ranks. Raises ConfigError with the sizes that would do."""
     try:
-        return mesh_shape(loaded.config, world_size).samples
+        return mesh_shape(loaded.config, world_size)
     except ValueError as error:
         raise ConfigError([f"{loaded.origin}: {error}"]) from None
 

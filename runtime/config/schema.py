@@ -67,6 +67,10 @@ class Config(Section):
     """
     zero_force_ds_cpu_optimizer: Bool = always(True, "what cannot be offloaded is refused in any case")
     """Refuse other optimizers with CPU offload."""
+    sequence_parallel_size: Count = ok(1)
+    """Ranks that have different parts of each sequence, and different heads inside of attention."""
+    data_parallel_size: Count | None = ok(None)
+    """Another name for parallel.data; null is "auto"."""
     dataloader_drop_last: Bool = ok(False)
     """Drop the last batch when it is not full."""
     log_level: LogLevel | None = ok(None)

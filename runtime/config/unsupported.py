@@ -216,7 +216,6 @@ _EXPERT_LAYER: dict[str, Any] = {
 MISSING: dict[str, dict[str, Key]] = {
     "parallel": {
         "pipeline": _refused(Count, 1, "Ranks that have different layers.", feature="pipeline parallelism"),
-        "sequence": _refused(Count, 1, "Ranks that share one sequence.", feature="sequence parallelism"),
     },
     "expert_parallel": {
         "expert_tensor_parallel_size": _refused(Count, 1, "Ranks that share each expert.",
@@ -261,10 +260,6 @@ MISSING: dict[str, dict[str, Key]] = {
             "Type of sequence-parallel communication."),
         "disable_allgather": _ignored(Bool, False, "Broadcast updated parameters instead of gathering them."),
         "graph_harvesting": _ignored(Bool, False, "Record the optimizer step in a CUDA graph."),
-        "sequence_parallel_size": _refused(Count, 1, "Ranks that share one sequence.",
-            feature="sequence parallelism"),
-        "data_parallel_size": _refused(Count, None, "Data-parallel ranks of a mesh.",
-            feature="a mesh of ranks", off=(1,)),
         "vocabulary_size": _ignored(Count, None, "Vocabulary size, a hint for alignment."),
         "use_data_before_expert_parallelism": _refused(Bool, False, "Order of the ranks in expert groups.",
             feature="expert parallelism"),

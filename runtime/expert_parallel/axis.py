@@ -13,7 +13,7 @@ from torch import Tensor
 from ..comm.collectives import Comm
 from ..comm.pending import Work
 from ..comm.waits import waits
-from ..config import MeshShape
+from ..mesh_shape import own_group
 
 _CHANNEL = "expert"
 
@@ -27,31 +27,23 @@ class ExpertAxis:
     def __init__(self, comm: Comm) -> None:
         """Find this rank's place; :meth:`open` makes the process groups."""
         assert comm.experts is not None
-        tensor, data = comm.world_size // comm.data.size, comm.experts.size
-        self.comm, self.mesh = comm, MeshShape(data, comm.data.size // data, tensor)
+        self.comm, self.mesh = comm, comm.mesh
         self.size = self.mesh.expert
         self.place = self.mesh.coordinates(comm.rank)["expert"]
-        self.position = comm.rank % (self.size * tensor)
+        self.position = self.place * self.mesh.tensor + comm.rank % self.mesh.tensor
         """This rank's place among the ranks that have all experts together, in parts."""
         self.group: Any = None
         self._parts_group: Any = None
 
     def open(self) -> None:
         """Make the process groups. Collective for all ranks."""
-        step, tensor = self.size * self.mesh.tensor, self.mesh.tensor
-        starts = range(0, self.comm.world_size, step)
-        rows = [range(start + place, start + step, tensor) for start in starts for place in range(tensor)]
-        self.group = self._own(rows)
-        wholes = [range(start, start + step) for start in starts]
-        self._parts_group = self.group if tensor == 1 else self._own(wholes)
+        self.group = own_group(self.comm, "expert")
+        is_whole = self.mesh.tensor == 1
+        self._parts_group = self.group if is_whole else own_group(self.comm, "expert", "tensor")
         axes[self.comm] = self
 
     def __deepcopy__(self, memo: Any) -> ExpertAxis:
         return self  # a copy of a model computes with the same ranks
-
-    def _own(self, groups: Sequence[range]) -> Any:
-        made = [(ranks, self.comm.new_group(ranks)) for ranks in groups]
-        return next(group for ranks, group in made if self.comm.rank in ranks)
 
     def gather_all(self, part: Tensor) -> list[Tensor]:
         """Return the parts of all ranks that have all experts together; ``part`` is contiguous."""

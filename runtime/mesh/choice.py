@@ -17,6 +17,7 @@ from ..comm.peer_memory import PeerMemory
 from ..comm.pending import exchange_objects
 from ..config import Config
 from ..log import say
+from ..mesh_shape import MeshShape
 from .packed_link import UNPACKED, PackedLink, Quantization
 from .topology import Mesh, NodeRanks, divide, find_nodes
 from .two_hops import TwoHops
@@ -77,38 +78,37 @@ def find_shard_group(config: Config) -> ShardGroup | None:
 
 def make_link(
     wanted: ShardGroup | None,
-    tensor: int,
-    expert: int,
+    mesh: MeshShape,
     comm: Comm,
     join: Callable[..., PeerMemory | None] | None,
 ) -> RankLink:
     """Make the link of a communicator. Collective. Raises ConfigError on every rank.
 
-    Where ``tensor`` ranks share each layer, units are sharded over the ranks with the same place among those;
-    where ``expert`` ranks have different experts, units of experts over the ranks that have the same.
+    Where ranks of ``mesh`` share each layer, units are sharded over the ranks with the same place among
+    those; where ranks have different experts, units of experts over the ranks that have the same.
     """
-    if expert > 1:
-        step = expert * tensor
-        comm.experts = _group(comm, [range(place, comm.world_size, step) for place in range(step)])
-    if tensor > 1:
-        places = [range(place, comm.world_size, tensor) for place in range(tensor)]
-        comm.data = _group(comm, places)
-    if tensor * expert > 1:
+    comm.mesh = mesh
+    if mesh.expert > 1:
+        comm.experts = _group(comm, mesh.groups("data", "sequence"))
+    if mesh.tensor > 1:
+        comm.data = _group(comm, mesh.groups("data", "expert", "sequence"))
+    if mesh.tensor * mesh.expert > 1:
         return comm.data
-    assert wanted is not None
+    if wanted is None:
+        return _all_ranks(comm, join)
     nodes = find_nodes(comm.exchange)
-    mesh = Mesh(comm.world_size, comm.world_size)
+    division = Mesh(comm.world_size, comm.world_size)
     if wanted.size in ("auto", "nodes"):
         why = _why_not(nodes)
         if why:
             _tell(comm, wanted, f"parameters are sharded over all ranks: {why}")
         else:
-            mesh = divide("node", wanted.key, nodes)
+            division = divide("node", wanted.key, nodes)
     elif wanted.size != "world":
-        mesh = divide(wanted.size, wanted.key, nodes)
-    if mesh.count == 1:
+        division = divide(wanted.size, wanted.key, nodes)
+    if division.count == 1:
         return _one_hop(wanted, comm, join)
-    inner, outer = _group(comm, mesh.shard_groups()), _group(comm, mesh.replica_groups())
+    inner, outer = _group(comm, division.shard_groups()), _group(comm, division.replica_groups())
     if wanted.size == "auto":
         inside, between = (_bandwidth(comm, link) for link in (inner, outer))
         speeds = f"{inside / 1e9:.3g} GB/s in a node, {between / 1e9:.3g} GB/s between nodes"
@@ -134,10 +134,17 @@ def _why_not(nodes: Sequence[NodeRanks]) -> str:
 
 def _one_hop(wanted: ShardGroup, comm: Comm, join: Callable[..., PeerMemory | None] | None) -> RankLink:
     """Make a link of all ranks. Collective."""
-    link = PackedLink(comm.link, wanted.inside) if wanted.inside.any else comm.link
+    link = _all_ranks(comm, join, wanted.inside)
+    _tell_unpacked(comm, wanted, link, is_alone=True)
+    return link
+
+
+def _all_ranks(
+    comm: Comm, join: Callable[..., PeerMemory | None] | None, packed: Quantization = UNPACKED
+) -> RankLink:
+    link = PackedLink(comm.link, packed) if packed.any else comm.link
     if join is not None:
         link.shared = join(comm.rank, comm.world_size, comm.exchange)
-    _tell_unpacked(comm, wanted, link, is_alone=True)
     return link
 
 
@@ -176,7 +183,7 @@ def _tell(comm: Comm, wanted: ShardGroup, text: str) -> None:
         say(f"{wanted.key}: {text}")
 
 
-def _group(comm: Comm, groups: Sequence[range]) -> RankLink:
+def _group(comm: Comm, groups: Sequence[Sequence[int]]) -> RankLink:
     """Make the groups; return the link of the one that this rank is in. Collective."""
     found: Any = None
     for ranks in groups:

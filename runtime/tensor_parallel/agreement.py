@@ -8,12 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..errors import RankMismatchError
-from ..zero.output_tensors import tensors_in
+from ..same_batch import SameBatch
 from .axis import TensorAxis
-
-_FIRST, _EVERY = 10, 50
-_PERIOD, _ROUNDING = 97, 1e-12
 
 
 class Agreement:
@@ -22,36 +18,23 @@ class Agreement:
     """
 
     def __init__(self, axis: TensorAxis, has_dropout: bool) -> None:
-        self._axis, self._has_dropout, self._passes = axis, has_dropout, 0
+        self._axis, self._has_dropout = axis, has_dropout
+        ranks = f"{axis.first} to {axis.first + axis.size - 1}"
+        self._batch = SameBatch(
+            axis.comm.device,
+            axis.largest,
+            f"ranks {ranks} share each layer (tensor parallelism) and were given different batches: they "
+            "must have the same. Give a DistributedSampler num_replicas=engine.data_parallel_size and "
+            "rank=engine.data_parallel_rank, or let initialize(training_data=...) make the loader",
+        )
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Raise RankMismatchError if the ranks have different batches. In the first passes, then in some."""
-        if self._passes < _FIRST or self._passes % _EVERY == 0:
-            self._check((args, kwargs))
-        self._passes += 1
+        """Raise RankMismatchError if the ranks have different batches."""
+        self._batch.check((args, kwargs))
         if self._axis.own_numbers is not None:
             self._axis.own_numbers.close()  # a call of a layer by itself may have begun with them
         if self._has_dropout and module.training:
             self._share_random_state()
-
-    def _check(self, inputs: Any) -> None:
-        axis = self._axis
-        sums = torch.zeros(4, dtype=torch.float64, device=axis.comm.device)
-        for index, tensor in enumerate(tensors_in(inputs)):
-            flat = tensor.detach().reshape(-1)
-            flat = flat.real if flat.is_complex() else flat
-            wide = flat.to(axis.comm.device, torch.float64).nan_to_num(1.0, 2.0, 3.0)
-            weights = torch.arange(wide.numel(), device=wide.device) % _PERIOD + index + 1.0
-            sums += torch.stack([wide.sum(), (wide * weights).sum(), wide.square().sum(), weights.sum()])
-        both = axis.largest(torch.cat([sums, -sums]))
-        spread = both[:4] + both[4:]  # CPUs of several kinds round the sums of floats differently
-        if bool((spread > _ROUNDING * both[:4].abs()).any()):
-            ranks = f"{axis.first} to {axis.first + axis.size - 1}"
-            raise RankMismatchError(
-                f"ranks {ranks} share each layer (tensor parallelism) and were given different batches: they "
-                "must have the same. Give a DistributedSampler num_replicas=engine.data_parallel_size and "
-                f"rank=global rank // {axis.size}, or let initialize(training_data=...) make the loader"
-            )
 
     def _share_random_state(self) -> None:
         """Take the random state of the axis's first rank, of the CPU's generator and the device's."""

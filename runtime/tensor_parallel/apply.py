@@ -71,7 +71,7 @@ def _tell(work: Decision) -> None:
         comm, crossing = axis.comm, _crosses_nodes(axis.size)
         say(
             f"tensor parallelism: {axis.size} ranks share the computation of each layer "
-            f"({len(work.boxes)} parameters are cut), {comm.data.size} positions train on different "
+            f"({len(work.boxes)} parameters are cut), {comm.mesh.samples} positions train on different "
             f"samples{crossing}"
         )
         for text in work.left_whole:

@@ -29,7 +29,7 @@ class TensorAxis:
     def __init__(self, comm: Comm) -> None:
         """Find this rank's place; :meth:`open` makes the process group."""
         self.comm = comm
-        self.size = comm.world_size // comm.data.size
+        self.size = comm.mesh.tensor
         self.position = comm.rank % self.size
         self.first = comm.rank - self.position
         self.group: Any = None

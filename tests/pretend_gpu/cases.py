@@ -49,7 +49,7 @@ REPORT = "Event.synchronize in host_copy.read < step_reporter.flush"
 ARRIVAL = "Event.synchronize in transfer.wait < host_store.grad"
 UPLOAD = "Event.synchronize in transfer.synchronize < buffers._retire"
 WRITTEN = "save: cuda.synchronize in transfer.release < writer.abandon"
-BATCHES = "aten::_local_scalar_dense in agreement._check < agreement.__call__"
+BATCHES = "aten::_local_scalar_dense in same_batch._compare < same_batch.check"
 """In the first passes, and in some of the later ones: whether ranks that share layers have one batch."""
 ROUTING = (
     *("tolist in forward.__call__ < loop.forward", "aten::nonzero in forward.__call__ < loop.forward"),

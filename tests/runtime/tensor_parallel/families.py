@@ -40,15 +40,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **{"n_shared_experts": 1, "topk_method": "greedy", "n_group": 1, "topk_group": 1},
     },
     "gpt_oss": {**MOE, "head_dim": 8},
+    "mamba": {},
+    "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
 }
 
 
-def make(family: str, **changes: Any) -> Any:
+def make(family: str, attention: str = "eager", **changes: Any) -> Any:
     """Make a tiny model of a family in float64, the same on every rank."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(family, **{**SIZES, **FAMILIES[family], **changes})
-    plainly = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    plainly = {"attn_implementation": attention, "experts_implementation": "eager"}
     AutoModelForCausalLM.from_config(config, **plainly)  # loads its files
     _compute_in_float64()
     torch.manual_seed(1)

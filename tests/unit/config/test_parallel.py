@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zlaunch.runtime.config import ConfigError, load, mesh_shape, resolve
-from zlaunch.runtime.config.parallel import MeshShape
+from zlaunch.runtime.mesh_shape import MeshShape
 
 SIZES = st.integers(1, 5)
 

@@ -1,0 +1,83 @@
+"""Defines the mesh of ranks: how many share what, and which ranks differ in one thing alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class MeshShape:
+    """Holds the sizes of the axes, outermost first: a rank's number counts the positions on them, the last
+    axis fastest. Ranks with different positions on ``data`` or ``expert`` train on different samples.
+    """
+
+    data: int = 1
+    expert: int = 1
+    sequence: int = 1
+    tensor: int = 1
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Return the sizes of all axes by name, outermost first."""
+        return {
+            "data": self.data,
+            "expert": self.expert,
+            "sequence": self.sequence,
+            "tensor": self.tensor,
+        }
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """Return the sizes of the axes by name: data, and those with several ranks."""
+        return {name: size for name, size in self.sizes.items() if name == "data" or size > 1}
+
+    @property
+    def ranks(self) -> int:
+        """Return the number of ranks."""
+        return math.prod(self.sizes.values())
+
+    @property
+    def samples(self) -> int:
+        """Return how many ranks train on different samples."""
+        return self.data * self.expert
+
+    def sample_position(self, rank: int) -> int:
+        """Return a rank's place among those that train on different samples."""
+        return rank // (self.sequence * self.tensor) % self.samples
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Return a rank's position on each of the axes that are named by :attr:`axes`."""
+        found: dict[str, int] = {}
+        for name, size in reversed(self.axes.items()):
+            rank, found[name] = divmod(rank, size)
+        return dict(reversed(found.items()))
+
+    def groups(self, *names: str) -> list[list[int]]:
+        """Return the groups of ranks that differ in their positions on these axes alone, in rank order."""
+        found: dict[tuple[int, ...], list[int]] = {}
+        sizes = self.sizes
+        for rank, place in enumerate(product(*(range(size) for size in sizes.values()))):
+            rest = tuple(at for name, at in zip(sizes, place, strict=True) if name not in names)
+            found.setdefault(rest, []).append(rank)
+        return list(found.values())
+
+
+class HasMesh(Protocol):
+    """Makes process groups of the ranks of a mesh: a communicator."""
+
+    mesh: MeshShape
+    rank: int
+
+    def new_group(self, ranks: Sequence[int]) -> Any: ...
+
+
+def own_group(comm: HasMesh, *names: str) -> Any:
+    """Make the groups of ranks that differ in their positions on these axes alone; return this rank's.
+    Collective for all ranks.
+    """
+    made = [(ranks, comm.new_group(ranks)) for ranks in comm.mesh.groups(*names)]
+    return next(group for ranks, group in made if comm.rank in ranks)

@@ -1,0 +1,120 @@
+"""Lets the ranks of an axis have different parts of each sequence that a model is given."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from typing import Any
+
+from torch import nn
+
+from ..comm.collectives import Comm
+from ..environment import read_environment
+from ..errors import ParameterError
+from ..log import say
+from ..model_plans import text_config
+from .attention import heads_problem, refuse_early_splits
+from .axis import SequenceAxis
+from .forward import PartsForward, SequenceForward
+from .loss import SequenceLoss
+from .masks import wrap_mask_functions
+from .script import ScriptForward
+from .transformers_attention import NOTE, wrap_attention_function
+
+PARTS = "zlaunch_gets_parts"
+"""Names the attribute of a model whose script gives each rank its part of sequences; its value tells whether
+evaluations are of whole sequences."""
+_FULL = {"full_attention", "sliding_attention", "chunked_attention"}
+_MIX_TOKENS = (nn.RNNBase, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+def share_sequences(model: nn.Module, comm: Comm) -> None:
+    """Let a model compute on parts of sequences, if ranks have different ones.
+
+    A causal language model of Hugging Face takes whole batches, equal on all ranks of the axis, and gives the
+    loss of all parts; any other model calls ``zlaunch.sequence``. Collective. Raises ParameterError for a
+    model that cannot be divided.
+    """
+    if comm.mesh.sequence == 1:
+        return
+    refuse_early_splits()
+    axis = SequenceAxis(comm)
+    owner = _causal_model(model)
+    if owner is None:
+        model.forward = ScriptForward(model, axis)
+    else:
+        _divide(owner, axis, comm.mesh.tensor)
+    if comm.rank == 0:
+        local = read_environment().local_world_size
+        block = axis.size * comm.mesh.tensor
+        crossing = f"; warning: groups of {block} ranks cross nodes of {local}" if local % block else ""
+        how = "its script divides them" if owner is None else type(owner).__name__
+        say(f"sequence parallelism: {axis.size} ranks have parts of each sequence ({how}){crossing}")
+
+
+def _causal_model(model: nn.Module) -> Any:
+    """Return the Hugging Face model that a model is or contains; None without one."""
+    transformers = sys.modules.get("transformers.modeling_utils")
+    if transformers is None:
+        return None
+    found = [each for each in model.modules() if isinstance(each, transformers.PreTrainedModel)]
+    return found[0] if found else None
+
+
+def _divide(model: Any, axis: SequenceAxis, tensor: int) -> None:
+    """Install what a Hugging Face model computes on parts. Raises ParameterError."""
+    _check(model, axis, tensor)
+    config = text_config(model)
+    implementation = config._attn_implementation
+    wrap_attention_function(implementation)
+    if not wrap_mask_functions(model):
+        raise _refused(model, "it makes its attention masks by itself")
+    for module in model.modules():
+        setattr(module, NOTE, axis)
+    whole_evaluations = getattr(model, PARTS, None)
+    layers = config.num_hidden_layers
+    if whole_evaluations is not None:
+        model.forward = PartsForward(model, axis, layers, whole_evaluations)
+        return
+    model.loss_function = SequenceLoss(axis, model.loss_function)
+    model.forward = SequenceForward(model, axis, layers)
+
+
+def _check(model: Any, axis: SequenceAxis, tensor: int) -> None:
+    """Raise ParameterError for a Hugging Face model whose parts cannot be computed by themselves."""
+    config = text_config(model)
+    head = model.get_output_embeddings()
+    if head is None or getattr(model, "loss_type", None) not in (None, "ForCausalLM"):
+        raise _refused(model, "it is not a causal language model with a head (...ForCausalLM)")
+    if getattr(config, "is_encoder_decoder", False):
+        raise _refused(model, "it has an encoder")
+    names = inspect.signature(type(model).forward).parameters
+    if "position_ids" not in names:
+        raise _refused(model, "its forward takes no position_ids")
+    kinds = set(getattr(config, "layer_types", None) or ()) - _FULL
+    if kinds:
+        raise _refused(
+            model, f"its layers of type {', '.join(sorted(kinds))} carry a state along the sequence"
+        )
+    for name, module in model.named_modules():
+        if isinstance(module, _MIX_TOKENS):
+            raise _refused(model, f"{name}, a {type(module).__name__}, mixes tokens outside of attention")
+    if not getattr(model, "_supports_attention_backend", False) and not _uses_interface(model):
+        raise _refused(model, "its attention does not go through transformers' attention functions")
+    implementation = config._attn_implementation
+    if implementation in (None, "eager") or "|" in str(implementation):
+        raise _refused(model, f'its attention is {implementation!r}: load it with attn_implementation="sdpa"')
+    heads = config.num_attention_heads
+    keys = getattr(config, "num_key_value_heads", None) or heads
+    if isinstance(heads, int) and isinstance(keys, int):
+        local = heads // tensor, max(keys // tensor, 1)
+        if problem := heads_problem(axis.size, *local):
+            raise ParameterError(problem)
+
+
+def _uses_interface(model: nn.Module) -> bool:
+    return hasattr(sys.modules[type(model).__module__], "ALL_ATTENTION_FUNCTIONS")
+
+
+def _refused(model: nn.Module, why: str) -> ParameterError:
+    return ParameterError(f"sequence parallelism: {type(model).__name__} cannot be divided: {why}")

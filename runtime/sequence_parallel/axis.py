@@ -1,0 +1,155 @@
+"""Defines the ranks that have different parts of each sequence, and what they exchange."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..comm.collectives import Comm
+from ..comm.pending import Work
+from ..comm.waits import waits
+from ..errors import ParameterError
+from ..mesh_shape import own_group
+
+_CHANNEL = "sequence"
+
+
+class SequenceAxis:
+    """Runs the collectives of the ranks that have different parts of the same sequences.
+
+    ``comm.moved["sequence"]`` counts the elements that this rank sends, those to itself included.
+    """
+
+    def __init__(self, comm: Comm) -> None:
+        """Make the process group. Collective for all ranks."""
+        self.comm, self.size = comm, comm.mesh.sequence
+        self.position = comm.mesh.coordinates(comm.rank)["sequence"]
+        self.group: Any = own_group(comm, "sequence")
+        self.attentions = 0
+        """Counts the attentions that were computed on whole sequences."""
+        axes[comm] = self
+
+    def __deepcopy__(self, memo: Any) -> SequenceAxis:
+        return self  # a copy of a model computes with the same ranks
+
+    @property
+    def is_open(self) -> bool:
+        """Tell whether the engine lives; without it, sequences are whole."""
+        return bool(self.comm.own_groups)
+
+    def part(self, whole: Tensor, dim: int = 1) -> Tensor:
+        """Return this rank's part of whole sequences. Raises ParameterError for an odd length."""
+        length = whole.shape[dim]
+        if length % self.size:
+            raise ParameterError(
+                f"sequence parallelism: {length} tokens cannot be divided by {self.size} ranks: pad "
+                f"sequences to a multiple of {self.size}"
+            )
+        step = length // self.size
+        return whole.narrow(dim, self.position * step, step)
+
+    def gather(self, part: Tensor, dim: int = 1) -> Tensor:
+        """Return the parts of all ranks, joined along a dimension; without gradients."""
+        part = part.detach().contiguous()
+        self.comm._count(_CHANNEL, part.numel() * self.size)
+        parts = [torch.empty_like(part) for _ in range(self.size)]
+        self._wait(dist.all_gather(parts, part, group=self.group, async_op=True), part)
+        return torch.cat(parts, dim)
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Sum a contiguous tensor in place over the axis; return it."""
+        self.comm._count(_CHANNEL, 2 * tensor.numel())
+        self._wait(dist.all_reduce(tensor, group=self.group, async_op=True), tensor)
+        return tensor
+
+    def largest(self, tensor: Tensor) -> Tensor:
+        """Replace each element by the largest of the axis, in place; return it."""
+        self.comm._count(_CHANNEL, 2 * tensor.numel())
+        self._wait(dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group, async_op=True), tensor)
+        return tensor
+
+    def exchange(self, tensors: Sequence[Tensor], cut: int, joined: int) -> list[Tensor]:
+        """Send each rank its part of ``tensors`` along the dimension ``cut``; return what the ranks have
+        sent, joined along the dimension ``joined``. One collective for all, of one dtype.
+        """
+        size, pieces = self.size, []
+        for each in tensors:
+            shape = list(each.shape)
+            shape[cut : cut + 1] = [size, shape[cut] // size]
+            pieces.append(each.view(shape).movedim(cut, 0))
+        sent = torch.cat([piece.reshape(size, -1) for piece in pieces], 1)
+        self.comm._count(_CHANNEL, sent.numel())
+        received = torch.empty_like(sent)
+        self._wait(dist.all_to_all_single(received, sent, group=self.group, async_op=True), received)
+        found = []
+        parts = torch.split(received, [math.prod(piece.shape[1:]) for piece in pieces], 1)
+        for part, piece in zip(parts, pieces, strict=True):
+            whole = part.reshape(piece.shape).movedim(0, joined)
+            shape = list(whole.shape)
+            shape[joined : joined + 2] = [shape[joined] * shape[joined + 1]]
+            found.append(whole.reshape(shape))
+        return found
+
+    def _wait(self, work: Any, tensor: Tensor) -> None:
+        key = waits.next_key(self.comm.number, _CHANNEL)
+        Work(work, key, "exchanges parts of sequences with the ranks that share them", tensor).wait()
+
+
+axes: WeakKeyDictionary[Comm, SequenceAxis] = WeakKeyDictionary()
+"""Holds the axis of each communicator that has one."""
+
+
+def current_axis() -> SequenceAxis | None:
+    """Return the axis of the process's engines; None without one. Raises ParameterError where engines have
+    axes of different sizes.
+    """
+    found = [axis for axis in axes.values() if axis.is_open]
+    if len({axis.size for axis in found}) > 1:
+        raise ParameterError("the engines of this process have different sizes of parallel.sequence")
+    return max(found, key=lambda axis: axis.comm.number, default=None)
+
+
+class _Exchange(torch.autograd.Function):
+    """Exchanges parts of several tensors, and their gradients on the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, axis: SequenceAxis, cut: int, joined: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.axis, ctx.cut, ctx.joined = axis, cut, joined
+        return tuple(axis.exchange([each.contiguous() for each in tensors], cut, joined))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        return None, None, None, *exchange(ctx.axis, ctx.joined, ctx.cut, *gradients)
+
+
+def exchange(axis: SequenceAxis, cut: int, joined: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Cut tensors along one dimension and join them along another, over the ranks of an axis."""
+    found: tuple[Tensor, ...] = _Exchange.apply(axis, cut, joined, *tensors)  # type: ignore[no-untyped-call]  # torch does not type it
+    return found
+
+
+class _Total(torch.autograd.Function):
+    """Sums a value over the axis. Every rank's loss depends on the sum, and the ranks' gradients are averaged
+    later: so each value's gradient is that of the sum, once for each rank.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, axis: SequenceAxis) -> Tensor:
+        ctx.size = axis.size
+        return axis.sum(value.clone(memory_format=torch.contiguous_format))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient * ctx.size, None
+
+
+def total(value: Tensor, axis: SequenceAxis) -> Tensor:
+    """Return the sum of the ranks' values, as part of a loss that all ranks of the axis compute alike."""
+    found: Tensor = _Total.apply(value, axis)  # type: ignore[no-untyped-call]  # torch does not type it
+    return found

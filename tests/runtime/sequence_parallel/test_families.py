@@ -1,0 +1,227 @@
+"""Test that Hugging Face models whose sequences ranks share train as one process does, in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import zlaunch
+from tests.runtime.tensor_parallel.families import make, plain
+from tests.runtime.tensor_parallel.task import BATCH, STEPS, TOLERANCE, data, distance, settings
+from tests.runtime.workers import join, run_workers
+
+pytest.importorskip("transformers")
+
+
+def train(engine: Any, first: int = 0, last: int = STEPS, **inputs: torch.Tensor) -> list[float]:
+    """Train on this rank's samples, whole sequences; return the mean losses of all ranks."""
+    position, size = engine.data_parallel_rank, engine.data_parallel_size
+    own = slice(position * BATCH // size, (position + 1) * BATCH // size)
+    losses = []
+    for batch in data()[first:last]:
+        rest = {name: value[own] for name, value in inputs.items()}
+        loss = engine(input_ids=batch[own], **({"labels": batch[own]} | rest)).loss
+        engine.backward(loss)
+        engine.step()
+        total = loss.detach().clone()
+        torch.distributed.all_reduce(total)
+        losses.append(total.item() / engine.world_size)
+    return losses
+
+
+def config_of(stage: int, **parallel: int) -> dict[str, Any]:
+    """Return a config for the ranks that there are."""
+    samples = torch.distributed.get_world_size() // parallel.get("tensor", 1) // parallel.get("sequence", 1)
+    return {**settings(stage, 1, samples), "parallel": parallel}
+
+
+def _train_families(
+    families: list[str], parallel: dict[str, int], stages: list[int], changes: dict[str, Any]
+) -> Any:
+    join()
+    worst = {}
+    for family in families:
+        losses, wanted = plain(make(family, "sdpa", **changes))
+        for stage in stages:
+            engine, *_ = zlaunch.initialize(
+                model=make(family, "sdpa", **changes), config=config_of(stage, **parallel)
+            )
+            own = train(engine)
+            worst[family, stage] = (
+                distance(engine.module.state_dict(), wanted),
+                max(abs(a - b) for a, b in zip(own, losses, strict=True)),
+            )
+            engine.destroy()
+    return worst
+
+
+@pytest.mark.parametrize(
+    ("families", "world", "parallel", "stages", "changes"),
+    [
+        (["llama", "qwen3"], 4, {"sequence": 2}, [0, 1, 2, 3], {}),
+        (["gpt2", "mixtral", "gemma", "mistral"], 4, {"sequence": 2}, [3], {}),
+        (["llama"], 4, {"sequence": 4}, [1, 3], {}),
+        (["mistral"], 2, {"sequence": 2}, [2], {"sliding_window": 5}),
+        (["llama", "qwen3"], 4, {"sequence": 2, "tensor": 2}, [1, 3], {"num_key_value_heads": 4}),
+        (["mixtral"], 4, {"sequence": 2, "expert": 2}, [0, 3], {}),
+    ],
+    ids=["stages", "families", "shared heads", "window", "tensor", "expert"],
+)
+def test_training_equals_one_process(
+    families: list[str],
+    world: int,
+    parallel: dict[str, int],
+    stages: list[int],
+    changes: dict[str, Any],
+) -> None:
+    for worst in run_workers(_train_families, world, families, parallel, stages, changes):
+        assert len(worst) == len(families) * len(stages)
+        for case, errors in worst.items():
+            assert max(errors) < TOLERANCE, (case, errors)
+
+
+def _inputs() -> dict[str, torch.Tensor]:
+    """Make documents packed into rows, and labels of which most at the front are ignored."""
+    length = data()[0].shape[1]
+    positions = torch.arange(length).repeat(BATCH, 1)
+    for row in range(BATCH):
+        positions[row, 3 + row % 7 :] -= 3 + row % 7
+    labels = torch.full((BATCH, length), -100)
+    labels[:, 5:] = torch.randint(3, 64, (BATCH, length - 5), generator=torch.Generator().manual_seed(4))
+    return {"position_ids": positions, "labels": labels}
+
+
+def _padded() -> dict[str, torch.Tensor]:
+    """Make masks of rows that end early."""
+    length = data()[0].shape[1]
+    mask = torch.arange(length).expand(BATCH, length) < torch.arange(4, 4 + BATCH).unsqueeze(1)
+    labels = data()[1].masked_fill(~mask, -100)
+    return {"attention_mask": mask.long(), "labels": labels}
+
+
+KINDS = {"packed": _inputs, "padded": _padded}
+
+
+def _train_with(kind: str, sequence: int, changes: dict[str, Any], recomputes: bool) -> list[float]:
+    join()
+    model = make("qwen3", "sdpa", **changes)
+    if recomputes:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    engine, *_ = zlaunch.initialize(model=model.train(), config=config_of(3, sequence=sequence))
+    return train(engine, **KINDS[kind]())
+
+
+@pytest.mark.parametrize("kind", ["packed", "padded"])
+def test_masks_positions_and_ignored_labels_are_those_of_whole_sequences(kind: str) -> None:
+    changes = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
+    wanted = run_workers(_train_with, 1, kind, 1, changes, False)[0]
+    for recomputes in (False, True):
+        for losses in run_workers(_train_with, 2, kind, 2, changes, recomputes):
+            assert losses == pytest.approx(wanted, abs=TOLERANCE)
+
+
+def _resume(folder: str, parallel: dict[str, int], stage: int, first: bool) -> list[float]:
+    join()
+    model = make("qwen3", "sdpa", tie_word_embeddings=True)
+    engine, *_ = zlaunch.initialize(model=model, config=config_of(stage, **parallel))
+    if first:
+        losses = train(engine, last=2)
+        engine.save_checkpoint(folder)
+        return losses + train(engine, first=2)
+    assert engine.load_checkpoint(folder)[0] is not None
+    return train(engine, first=2)
+
+
+def test_a_checkpoint_resumes_under_any_layout(tmp_path: Any) -> None:
+    saved = str(tmp_path)
+    losses = run_workers(_resume, 4, saved, {"sequence": 2, "tensor": 2}, 3, True)[0]
+    others: list[tuple[int, dict[str, int], int]] = [
+        (1, {}, 0),
+        (2, {"sequence": 2}, 3),
+        (4, {"sequence": 2}, 1),
+        (4, {"tensor": 2}, 2),
+        (4, {"sequence": 4}, 3),
+    ]
+    for world, parallel, stage in others:
+        resumed = run_workers(_resume, world, saved, parallel, stage, False)[0]
+        assert resumed == pytest.approx(losses[2:], abs=TOLERANCE), (world, parallel, stage)
+
+
+def _moved() -> tuple[int, int]:
+    join()
+    engine, *_ = zlaunch.initialize(model=make("llama", "sdpa"), config=config_of(1, sequence=2))
+    batch = data()[0]
+    engine(input_ids=batch, labels=batch)
+    comm = engine._sharded.comm
+    before = comm.moved["sequence"]
+    engine.backward(engine(input_ids=batch, labels=batch).loss)
+    tokens, width, keys, layers = batch.numel() // 2, 32, 16, 2
+    checks, loss = 2 * 8, 2 * 2  # that the ranks have one batch; the sum of losses and their number
+    return comm.moved["sequence"] - before, layers * 4 * tokens * (width + keys) + checks + loss
+
+
+def test_what_the_axis_moves_is_the_formula() -> None:
+    for moved, wanted in run_workers(_moved, 2):
+        assert moved == wanted
+
+
+def _refused(family: str, changes: dict[str, Any], inputs: dict[str, Any]) -> str:
+    rank = join()
+    try:
+        attention = changes.pop("attention", "sdpa")
+        engine, *_ = zlaunch.initialize(
+            model=make(family, attention, **changes), config=config_of(1, sequence=2)
+        )
+        batch = data()[0]
+        if inputs.pop("differ", False):
+            batch = batch + rank
+        engine(**{"input_ids": batch, "labels": batch} | inputs)
+    except zlaunch.ZlaunchError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "inputs", "text"),
+    [
+        ("llama", {"attention": "eager"}, {}, 'attention is \'eager\': load it with attn_implementation="sdpa"'),
+        ("llama", {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 24}, {},
+         "3 attention heads and 3 key-value heads cannot be divided by 2 ranks; sizes that would do: 1, 3"),
+        ("llama", {}, {"input_ids": torch.ones(2, 7).long(), "labels": None},
+         "7 tokens cannot be divided by 2 ranks"),
+        ("llama", {}, {"labels": torch.ones(8, 10).long()}, "labels is [8, 10], but there are 12 tokens"),
+        ("llama", {}, {"use_cache": True}, "use_cache=True cannot be divided"),
+        ("llama", {}, {"logits_to_keep": 2}, "logits_to_keep cannot be divided"),
+        ("mixtral", {}, {"output_router_logits": True}, "output_router_logits"),
+        ("llama", {}, {"differ": True}, "ranks 0, 1 have parts of the same sequences"),
+        ("mamba", {"attention": "eager"}, {}, "MambaForCausalLM cannot be divided"),
+    ],
+    ids=["eager", "heads", "length", "labels", "cache", "kept logits", "router", "batches", "state"],
+)  # fmt: skip
+def test_what_cannot_be_divided_is_refused(
+    family: str, changes: dict[str, Any], inputs: dict[str, Any], text: str
+) -> None:
+    for said in run_workers(_refused, 2, family, changes, inputs):
+        assert text in said and said
+
+
+def _evaluate() -> tuple[float, float, list[int], list[int]]:
+    join()
+    batch = data()[0]
+    plain_model = make("llama", "sdpa").eval()
+    with torch.no_grad():
+        wanted = plain_model(input_ids=batch, labels=batch).loss.item()
+    words = plain_model.generate(batch[:1, :3], max_new_tokens=4, do_sample=False)[0].tolist()
+    engine, *_ = zlaunch.initialize(model=make("llama", "sdpa"), config=config_of(3, sequence=2))
+    engine.eval()
+    with torch.no_grad():
+        loss = engine(input_ids=batch, labels=batch).loss.item()
+    found = engine.module.generate(batch[:1, :3], max_new_tokens=4, do_sample=False)[0].tolist()
+    return loss, wanted, found, words
+
+
+def test_evaluation_and_generation_are_those_of_the_whole_model() -> None:
+    for loss, wanted, found, words in run_workers(_evaluate, 2):
+        assert loss == pytest.approx(wanted, abs=TOLERANCE) and found == words
