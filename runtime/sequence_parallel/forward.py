@@ -62,14 +62,15 @@ class _Forward:
                 "sequence parallelism: a training pass with use_cache=True cannot be divided"
             )
 
-    def compute(self, given: dict[str, Any], whole: WholeSequences) -> Any:
-        """Call the model's own forward with this rank's parts. Raises ParameterError if some of its
-        attention was not on whole sequences.
+    def compute(self, given: dict[str, Any], length: int, position_ids: Tensor) -> Any:
+        """Call the model's own forward with this rank's parts of sequences, of which ``length`` and
+        ``position_ids`` are of the whole. Raises ParameterError if some of its attention was on parts.
         """
+        has_cache = given.get("use_cache", getattr(self.module.config, "use_cache", False))
         if "use_cache" in self.__signature__.parameters:
             given["use_cache"] = False
         before = self.axis.attentions
-        passes.append(whole)
+        passes.append(WholeSequences(length, None if has_cache else position_ids))
         try:
             output = self.original(given)
         finally:
@@ -123,12 +124,12 @@ class SequenceForward(_Forward):
             given["position_ids"] = torch.arange(length, device=source.device).unsqueeze(0)
         if "labels" in given:
             given["labels"] = functional.pad(given["labels"], (0, 1), value=IGNORED)[..., 1:]
-        whole = WholeSequences(length, given["position_ids"])
+        position_ids = given["position_ids"]
         for name, value in given.items():
             if isinstance(value, Tensor) and name not in _WHOLE:
                 given[name] = self._part(name, value, length)
         calls = self.module.loss_function.calls
-        output = self.compute(given, whole)
+        output = self.compute(given, length, position_ids)
         if "labels" in given and self.module.loss_function.calls == calls:
             raise ParameterError(
                 f"sequence parallelism: {type(self.module).__name__} computes its loss by itself"
@@ -183,5 +184,4 @@ class PartsForward(_Forward):
         mask = given.get("attention_mask")
         if isinstance(mask, Tensor) and mask.dim() == 2:
             given["attention_mask"] = self.axis.gather(mask)
-        whole = WholeSequences(positions.shape[1] * self.axis.size, self.axis.gather(positions))
-        return self.compute(given, whole)
+        return self.compute(given, positions.shape[1] * self.axis.size, self.axis.gather(positions))

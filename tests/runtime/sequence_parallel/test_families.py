@@ -15,7 +15,7 @@ from tests.runtime.workers import join, run_workers
 pytest.importorskip("transformers")
 
 
-def train(engine: Any, first: int = 0, last: int = STEPS, **inputs: torch.Tensor) -> list[float]:
+def train(engine: Any, first: int = 0, last: int = STEPS, **inputs: Any) -> list[float]:
     """Train on this rank's samples, whole sequences; return the mean losses of all ranks."""
     position, size = engine.data_parallel_rank, engine.data_parallel_size
     own = slice(position * BATCH // size, (position + 1) * BATCH // size)
@@ -110,12 +110,14 @@ def _train_with(kind: str, sequence: int, changes: dict[str, Any], recomputes: b
     if recomputes:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     engine, *_ = zlaunch.initialize(model=model.train(), config=config_of(3, sequence=sequence))
-    return train(engine, **KINDS[kind]())
+    inputs: dict[str, Any] = KINDS[kind]()
+    return train(engine, **inputs)
 
 
-@pytest.mark.parametrize("kind", ["packed", "padded"])
-def test_masks_positions_and_ignored_labels_are_those_of_whole_sequences(kind: str) -> None:
-    changes = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
+@pytest.mark.parametrize(("kind", "has_cache"), [("packed", False), ("packed", True), ("padded", False)])
+def test_masks_positions_and_ignored_labels_are_those_of_whole_sequences(kind: str, has_cache: bool) -> None:
+    window = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
+    changes = {**window, "use_cache": has_cache}
     wanted = run_workers(_train_with, 1, kind, 1, changes, False)[0]
     for recomputes in (False, True):
         for losses in run_workers(_train_with, 2, kind, 2, changes, recomputes):
@@ -186,7 +188,7 @@ def _refused(family: str, changes: dict[str, Any], inputs: dict[str, Any]) -> st
 @pytest.mark.parametrize(
     ("family", "changes", "inputs", "text"),
     [
-        ("llama", {"attention": "eager"}, {}, 'attention is \'eager\': load it with attn_implementation="sdpa"'),
+        ("llama", {"attention": "eager"}, {}, 'load it with attn_implementation="sdpa"'),
         ("llama", {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 24}, {},
          "3 attention heads and 3 key-value heads cannot be divided by 2 ranks; sizes that would do: 1, 3"),
         ("llama", {}, {"input_ids": torch.ones(2, 7).long(), "labels": None},
@@ -210,10 +212,10 @@ def test_what_cannot_be_divided_is_refused(
 def _evaluate() -> tuple[float, float, list[int], list[int]]:
     join()
     batch = data()[0]
-    plain_model = make("llama", "sdpa").eval()
+    plain_model: Any = make("llama", "sdpa").eval()
     with torch.no_grad():
         wanted = plain_model(input_ids=batch, labels=batch).loss.item()
-    words = plain_model.generate(batch[:1, :3], max_new_tokens=4, do_sample=False)[0].tolist()
+    words: list[int] = plain_model.generate(batch[:1, :3], max_new_tokens=4, do_sample=False)[0].tolist()
     engine, *_ = zlaunch.initialize(model=make("llama", "sdpa"), config=config_of(3, sequence=2))
     engine.eval()
     with torch.no_grad():
