@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sysconfig
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,9 +29,13 @@ SIZES = {
 }
 
 
+Attention = Callable[..., Tensor]
+
+
 class Block(nn.Module):
-    def __init__(self, size: Size) -> None:
+    def __init__(self, size: Size, attention: Attention) -> None:
         super().__init__()
+        self.attention = attention
         self.head_width = size.width // size.heads
         self.norm1 = nn.LayerNorm(size.width)
         self.qkv = nn.Linear(size.width, 3 * size.width)
@@ -44,18 +49,22 @@ class Block(nn.Module):
         # one head after the other, as many as there are: ranks that share the layer have some of them
         qkv = self.qkv(self.norm1(x)).view(batch, time, -1, 3, self.head_width)
         q, k, v = qkv.permute(3, 0, 2, 1, 4)  # (batch, heads, time, head_width) each
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        y = self.attention(q, k, v, is_causal=True)
         x = x + self.out(y.transpose(1, 2).reshape(batch, time, -1))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
 class GPT(nn.Module):
-    def __init__(self, size: Size, vocabulary: int = 256) -> None:
+    """``attention`` is torch's scaled_dot_product_attention, or another function that is called like it."""
+
+    def __init__(
+        self, size: Size, vocabulary: int = 256, attention: Attention = F.scaled_dot_product_attention
+    ) -> None:
         super().__init__()
         self.size = size
         self.tokens = nn.Embedding(vocabulary, size.width)
         self.positions = nn.Embedding(size.context, size.width)
-        self.blocks = nn.ModuleList(Block(size) for _ in range(size.layers))
+        self.blocks = nn.ModuleList(Block(size, attention) for _ in range(size.layers))
         self.norm = nn.LayerNorm(size.width)
         self.head = nn.Linear(size.width, vocabulary, bias=False)
         self.apply(self._initialise)
@@ -67,8 +76,11 @@ class GPT(nn.Module):
         if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)
 
-    def forward(self, tokens: Tensor) -> Tensor:  # (batch, time) -> (batch, time, vocabulary)
-        x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Return logits (batch, time, vocabulary) for ``tokens`` (batch, time) at ``positions`` (time)."""
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.tokens(tokens) + self.positions(positions)
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))

@@ -11,9 +11,12 @@ import time
 
 import torch
 import torch.distributed as dist
-from gpt import GPT, SIZES, load_text, loss_of, sample_batch
+from gpt import GPT, SIZES, load_text, sample_batch
+from torch import Tensor
+from torch.nn import functional as F
 
 import zlaunch
+from zlaunch.sequence import attention, mean, split
 
 
 def memory_gb() -> float:
@@ -23,24 +26,30 @@ def memory_gb() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
-def place_of(engine: zlaunch.Engine) -> int:
-    """Return this rank's number among those with other samples; ranks that share each layer have the same."""
-    return engine.global_rank * engine.data_parallel_size // engine.world_size
+def mean_loss(engine: zlaunch.Engine, text: Tensor) -> Tensor:
+    """Return the mean cross entropy, in nats, of predicting each byte of ``text`` (batch, time + 1).
+
+    Ranks that share sequences (``parallel.sequence``) compute a part of the time each.
+    """
+    positions = split(torch.arange(text.shape[1] - 1, device=text.device), dim=0)
+    logits = engine(split(text[:, :-1]), positions)
+    losses = F.cross_entropy(logits.flatten(0, 1).float(), split(text[:, 1:]).flatten(), reduction="none")
+    return mean(losses)
 
 
 @torch.no_grad()
 def validate(engine: zlaunch.Engine, text: torch.Tensor, context: int, batches: int = 8) -> float:
     """Return the mean loss over fixed windows, which the ranks share between them."""
     engine.eval()
-    generator = torch.Generator().manual_seed(99 + place_of(engine))
+    generator = torch.Generator().manual_seed(99 + engine.data_parallel_rank)
     losses = [
-        loss_of(engine, sample_batch(text, 8, context, generator).to(engine.device)).float()
+        mean_loss(engine, sample_batch(text, 8, context, generator).to(engine.device)).float()
         for _ in range(batches)
     ]
     engine.train()
-    mean = torch.stack(losses).mean()
-    dist.all_reduce(mean)
-    return mean.item() / engine.world_size
+    total = torch.stack(losses).mean()
+    dist.all_reduce(total)
+    return total.item() / engine.world_size
 
 
 def main() -> None:
@@ -56,9 +65,9 @@ def main() -> None:
 
     torch.manual_seed(0)
     size = SIZES[args.size]
-    engine, *_ = zlaunch.initialize(args=args, model=GPT(size))
+    engine, *_ = zlaunch.initialize(args=args, model=GPT(size, attention=attention))
     train, validation = load_text()
-    generator = torch.Generator().manual_seed(place_of(engine))
+    generator = torch.Generator().manual_seed(engine.data_parallel_rank)
     micro_batch, accumulation = engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
 
     engine.client_state = lambda: {"text": generator.get_state()}  # also of a save that a signal asks for
@@ -72,7 +81,7 @@ def main() -> None:
     for step in range(begin + 1, args.steps + 1):
         for _ in range(accumulation):
             batch = sample_batch(train, micro_batch, size.context, generator).to(engine.device)
-            loss = loss_of(engine, batch)
+            loss = mean_loss(engine, batch)
             engine.backward(loss)
             engine.step()
         if step % args.every == 0 or step == args.steps:

@@ -18,12 +18,11 @@ from .axis import SequenceAxis
 from .forward import PartsForward, SequenceForward
 from .loss import SequenceLoss
 from .masks import wrap_mask_functions
+from .parts import NOTE as PARTS
+from .parts import causal_model
 from .script import ScriptForward
 from .transformers_attention import NOTE, wrap_attention_function
 
-PARTS = "zlaunch_gets_parts"
-"""Names the attribute of a model whose script gives each rank its part of sequences; its value tells whether
-evaluations are of whole sequences."""
 _FULL = {"full_attention", "sliding_attention", "chunked_attention"}
 _MIX_TOKENS = (nn.RNNBase, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
@@ -39,7 +38,7 @@ def share_sequences(model: nn.Module, comm: Comm) -> None:
         return
     refuse_early_splits()
     axis = SequenceAxis(comm)
-    owner = _causal_model(model)
+    owner = causal_model(model)
     if owner is None:
         model.forward = ScriptForward(model, axis)
     else:
@@ -50,15 +49,6 @@ def share_sequences(model: nn.Module, comm: Comm) -> None:
         crossing = f"; warning: groups of {block} ranks cross nodes of {local}" if local % block else ""
         how = "its script divides them" if owner is None else type(owner).__name__
         say(f"sequence parallelism: {axis.size} ranks have parts of each sequence ({how}){crossing}")
-
-
-def _causal_model(model: nn.Module) -> Any:
-    """Return the Hugging Face model that a model is or contains; None without one."""
-    transformers = sys.modules.get("transformers.modeling_utils")
-    if transformers is None:
-        return None
-    found = [each for each in model.modules() if isinstance(each, transformers.PreTrainedModel)]
-    return found[0] if found else None
 
 
 def _divide(model: Any, axis: SequenceAxis, tensor: int) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -139,6 +138,7 @@ def mean(values: Tensor, counts: Tensor | None = None) -> Tensor:
     """Return the mean of values over all ranks that share sequences, differentiable: of those that
     ``counts`` (bool, their shape) marks, by default of all.
     """
-    kept = values if counts is None else values.masked_fill(~counts, 0)
-    number = torch.tensor(values.numel(), device=values.device) if counts is None else counts.sum()
-    return total(kept.sum()) / total(number)
+    axis = current_axis()
+    if counts is not None:
+        return total(values.masked_fill(~counts, 0).sum()) / total(counts.sum())
+    return total(values.sum()) / (values.numel() * (1 if axis is None else axis.size))

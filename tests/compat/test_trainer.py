@@ -18,7 +18,10 @@ from tests.limits import LIMIT_S
 HERE = Path(__file__).parent
 SCENES = {
     1: ("resume", "precision", "whose_optimizer", "best"),
-    2: ("resume", "generation", "inference", "adapters", "resizing", "evaluation_alone", "sharing"),
+    2: (
+        *("resume", "generation", "inference", "adapters", "resizing", "evaluation_alone", "sharing"),
+        "sequences",
+    ),
 }
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import deepspeed
 import torch
+from accelerate.state import AcceleratorState
 from torch.utils.data import Dataset
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Trainer, TrainingArguments, set_seed
 from transformers.integrations import HfDeepSpeedConfig  # type: ignore[attr-defined]
@@ -142,6 +143,24 @@ def sharing() -> None:
         AutoModelForCausalLM.from_pretrained(f"{FOLDER}/shared{size}").state_dict() for size in (1, 2)
     )
     assert all(torch.allclose(value, other[name], atol=1e-4) for name, value in one.items())
+
+
+def sequences() -> None:
+    """Two ranks that share sequences, two batches a step, have the losses of two with own samples."""
+    from accelerate.parallelism_config import ParallelismConfig
+
+    curves = []
+    for size in (1, 2):
+        asked: dict[str, Any] = {}
+        if size == WORLD:
+            asked["parallelism_config"] = ParallelismConfig(sp_size=size, sp_backend="deepspeed")
+        stage3 = config(3, stage3_param_persistence_threshold=0)
+        trainer = make(f"sequences{size}", stage3, gradient_accumulation_steps=size, max_steps=3, **asked)
+        trainer.train()
+        curves.append([*losses(trainer), trainer.evaluate()["eval_loss"]])
+        trainer.save_model(f"{FOLDER}/divided{size}")
+        AcceleratorState._reset_state()
+    assert WORLD == 1 or max(abs(a - b) for a, b in zip(*curves, strict=True)) < 1e-4, curves
 
 
 def precision() -> None:

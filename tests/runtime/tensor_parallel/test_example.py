@@ -14,34 +14,42 @@ import zlaunch
 from examples.gpt import GPT, Size, loss_of
 from tests.runtime.tensor_parallel.task import BATCH, TOLERANCE, data, distance, settings
 from tests.runtime.workers import join, run_workers
+from zlaunch.sequence import attention, mean, split
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 
 
-def _train(tensor: int, stage: int) -> dict[str, Tensor]:
-    rank = join()
-    ranks = torch.distributed.get_world_size() // tensor
+def _train(tensor: int, stage: int, sequence: int = 1) -> dict[str, Tensor]:
+    join()
+    ranks = torch.distributed.get_world_size() // tensor // sequence
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(4)
-    model = GPT(Size(layers=2, width=32, heads=4, context=16))
+    model = GPT(Size(layers=2, width=32, heads=4, context=16), attention=attention)
     section: dict[str, Any] = {}
     if tensor > 1:
         section["tensor_parallel"] = json.loads((EXAMPLES / "ds_tensor.json").read_text())["tensor_parallel"]
-    engine, *_ = zlaunch.initialize(model=model, config=settings(stage, tensor, ranks, **section))
-    place = rank // tensor
+    config = {**settings(stage, tensor, ranks), **section}
+    config["parallel"] = {"tensor": tensor, "sequence": sequence}
+    engine, *_ = zlaunch.initialize(model=model, config=config)
+    place = engine.data_parallel_rank
     for batch in data():
         own = batch[place * BATCH // ranks : (place + 1) * BATCH // ranks]
-        logits = engine(own[:, :-1])
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), own[:, 1:].flatten())
+        positions = split(torch.arange(8), dim=0)
+        logits = engine(split(own[:, :8]), positions)
+        wanted = split(own[:, 1:9]).flatten()
+        loss = mean(torch.nn.functional.cross_entropy(logits.flatten(0, 1), wanted, reduction="none"))
         engine.backward(loss)
         engine.step()
     return {name: value.clone() for name, value in engine.module.state_dict().items()}
 
 
-@pytest.mark.parametrize(("world", "tensor", "stage"), [(8, 2, 3), (4, 4, 1), (4, 2, 2)])
-def test_the_example_trains_as_in_one_process(world: int, tensor: int, stage: int) -> None:
+@pytest.mark.parametrize(
+    ("world", "tensor", "stage", "sequence"),
+    [(8, 2, 3, 1), (4, 4, 1, 1), (4, 2, 2, 1), (8, 2, 3, 2), (4, 1, 1, 4)],
+)
+def test_the_example_trains_as_in_one_process(world: int, tensor: int, stage: int, sequence: int) -> None:
     wanted = run_workers(_train, 1, 1, 0)[0]
-    for found in run_workers(_train, world, tensor, stage):
+    for found in run_workers(_train, world, tensor, stage, sequence):
         assert distance(found, wanted) < TOLERANCE
 
 

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from zlaunch.compat.deepspeed import sequence_groups
 from zlaunch.compat.deepspeed.missing import TENSOR_PARALLEL, NotInZlaunch
 from zlaunch.compat.deepspeed.moe import MoE
-from zlaunch.runtime.config import ConfigError, expert_size, load, tensor_size
+from zlaunch.runtime.config import ConfigError, expert_size, load, sequence_size, tensor_size
 from zlaunch.runtime.environment import read_environment
 from zlaunch.runtime.log import say
 
@@ -38,19 +39,26 @@ def tp_model_init(
     return model
 
 
-def take_over_sizes(model: nn.Module | None, config: Any) -> Any:
+def take_over_sizes(model: nn.Module | None, config: Any, mpu: Any = None) -> Any:
     """Return a config with the sizes of axes that were said elsewhere: to ``tp_model_init``, to the model's
-    ``MoE`` layers, and to accelerate's ParallelismConfig. A config that has them is returned as it is.
+    ``MoE`` layers, to ``register_with_transformers`` (which made the ``mpu``), and to accelerate's
+    ParallelismConfig. A config that has them is returned as it is.
 
     Raises ConfigError where two of them differ, and for sizes of axes that are not supported.
     """
-    tensor, expert = _said_tensor_sizes(model), _said_expert_sizes(model)
-    if (not tensor and not expert) or config is None:
+    tensor, expert, sequence = _said_tensor_sizes(model), _said_expert_sizes(model), _asked("sp_size")
+    if mpu is sequence_groups:
+        size = sequence_groups.get_sequence_parallel_world_size()
+        sequence[f"register_with_transformers(sequence_parallel_size={size})"] = size
+        if tensor or tensor_size(load(config).config) > 1:
+            raise ConfigError(["register_with_transformers: not together with ranks that share layers"])
+    if (not tensor and not expert and not sequence) or config is None:
         return config
     loaded = load(config)
     sizes = {
         "tensor": (tensor, tensor_size(loaded.config)),
         "expert": (expert, expert_size(loaded.config)),
+        "sequence": (sequence, sequence_size(loaded.config)),
     }
     taken = {}
     for axis, (said, configured) in sizes.items():
@@ -70,16 +78,17 @@ def _said_tensor_sizes(model: nn.Module | None) -> dict[str, int]:
     noted = getattr(model, _NOTE, None)
     if noted is not None:
         found[f"tp_model_init(tp_size={noted})"] = int(noted)
+    for where in _asked("cp_size"):
+        raise ConfigError([f"{where}: not supported; sp_size divides sequences"])
+    return found | _asked("tp_size")
+
+
+def _asked(name: str) -> dict[str, int]:
+    """Return a size above 1 that accelerate's ParallelismConfig has, by where."""
     states: Any = sys.modules.get("accelerate.state")
     state = getattr(getattr(states, "AcceleratorState", None), "_shared_state", {})
-    asked = state.get("parallelism_config")
-    for name in ("tp_size", "cp_size", "sp_size"):
-        size = getattr(asked, name, None) or 1
-        if size > 1 and name != "tp_size":
-            raise ConfigError([f"ParallelismConfig({name}={size}): not supported; set it to 1"])
-        if size > 1:
-            found[f"ParallelismConfig({name}={size})"] = size
-    return found
+    size = getattr(state.get("parallelism_config"), name, None) or 1
+    return {f"ParallelismConfig({name}={size})": size} if size > 1 else {}
 
 
 def _said_expert_sizes(model: nn.Module | None) -> dict[str, int]:

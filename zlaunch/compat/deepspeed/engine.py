@@ -13,20 +13,24 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
+from zlaunch.compat.deepspeed import sequence_groups
 from zlaunch.compat.deepspeed.axes import count_samples_once, take_over_sizes
 from zlaunch.compat.deepspeed.experts import refuse_foreign_experts
 from zlaunch.compat.deepspeed.getters import ConfigGetters
+from zlaunch.compat.deepspeed.groups import _get_sequence_parallel_group
 from zlaunch.compat.deepspeed.log import logger, set_log_level_from_string
 from zlaunch.compat.deepspeed.missing import FLOPS, NotInZlaunch
 from zlaunch.compat.deepspeed.optimizer import ZeROOptimizer
 from zlaunch.compat.deepspeed.parameters import use_deepspeeds_placeholders
 from zlaunch.compat.deepspeed.timer import ThroughputTimer
+from zlaunch.compat.deepspeed.ulysses import UlyssesSPAttentionHF
 from zlaunch.runtime.api import choose_config
 from zlaunch.runtime.build import build_engine
 from zlaunch.runtime.checkpoint.export.consolidate import consolidated_state_dict
 from zlaunch.runtime.data import EngineLoader
 from zlaunch.runtime.engine import Engine
 from zlaunch.runtime.environment import read_environment
+from zlaunch.runtime.sequence_parallel.parts import note_parts
 from zlaunch.runtime.zero import placeholder
 
 _ABSENT = {
@@ -81,11 +85,11 @@ class DeepSpeedEngine(ConfigGetters, Engine):
     @property
     def mp_world_size(self) -> int:
         """Return the number of ranks that share each layer."""
-        return self.world_size // self.data_parallel_size
+        return self._sharded.comm.mesh.tensor
 
     def get_data_parallel_rank(self) -> int:
         """Return this rank's place among the ranks that train on different samples."""
-        return self.global_rank // self.mp_world_size
+        return self.data_parallel_rank
 
     def get_model_parallel_rank(self) -> int:
         """Return this rank's place among the ranks that share each layer."""
@@ -93,8 +97,11 @@ class DeepSpeedEngine(ConfigGetters, Engine):
 
     get_tensor_parallel_rank = get_model_parallel_rank
 
-    def get_sequence_parallel_group(self) -> None:
-        """Return None: there is no such group."""
+    def get_sequence_parallel_group(self) -> Any:
+        """Return the group of the ranks that have parts of the same sequences; None where all have whole
+        ones.
+        """
+        return _get_sequence_parallel_group()
 
     def get_batch_info(self) -> tuple[int, int, int]:
         """Return the samples of a step, those of a rank's forward pass, and the passes of a step."""
@@ -342,6 +349,8 @@ def initialize(
     if model is not None:
         refuse_foreign_experts(model)
         _take_over(model)
+        if mpu is sequence_groups:
+            note_parts(model, bool(UlyssesSPAttentionHF.whole_evaluations))
     use_deepspeeds_placeholders()
     engine, _, loader, scheduler = build_engine(
         DeepSpeedEngine,
@@ -350,9 +359,9 @@ def initialize(
         model_parameters,
         training_data,
         lr_scheduler,
-        mpu=mpu,
+        mpu=None if mpu is sequence_groups else mpu,
         collate_fn=collate_fn,
-        config=count_samples_once(take_over_sizes(model, chosen)),
+        config=count_samples_once(take_over_sizes(model, chosen, mpu)),
         mesh_param=mesh_param,
     )
     if engine.effective_config.log_level is not None:

@@ -1,4 +1,4 @@
-"""``deepspeed.utils.groups``: data, tensor and expert parallelism; other dimensions have one rank."""
+"""``deepspeed.utils.groups``: data, tensor, expert and sequence parallelism."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ from typing import Any
 
 import torch.distributed as dist
 
+from zlaunch.compat.deepspeed import sequence_groups
 from zlaunch.runtime.comm.process_group import open_comms
 from zlaunch.runtime.expert_parallel.axis import ExpertAxis
 from zlaunch.runtime.expert_parallel.axis import axes as expert_axes
+from zlaunch.runtime.mesh_shape import MeshShape
+from zlaunch.runtime.sequence_parallel.axis import axes as sequence_axes
 from zlaunch.runtime.tensor_parallel.axis import axes
 
 
@@ -17,29 +20,57 @@ def _newest() -> Any:
     return max(open_comms, key=lambda comm: int(comm.number), default=None)
 
 
-def _get_data_parallel_group() -> Any:
-    """Return the group of the ranks that train on different samples."""
+def _mesh() -> MeshShape:
+    """Return the mesh of ranks."""
+    comm = _newest()
+    return MeshShape(dist.get_world_size()) if comm is None else comm.mesh
+
+
+def _get_sequence_data_parallel_group() -> Any:
+    """Return the group of the ranks whose gradients are averaged."""
     comm = _newest()
     if comm is None or comm.data.size == comm.world_size:
         return dist.group.WORLD
     return comm.data.gather_group
 
 
-def _get_data_parallel_world_size() -> int:
-    """Return how many ranks train on different samples."""
+def _get_sequence_data_parallel_world_size() -> int:
+    """Return how many ranks' gradients are averaged."""
     comm = _newest()
     return dist.get_world_size() if comm is None else int(comm.data.size)
 
 
-def _get_data_parallel_rank() -> int:
+def _get_sequence_data_parallel_rank() -> int:
     """Return this rank's place among those."""
     comm = _newest()
     return dist.get_rank() if comm is None else int(comm.data.position)
 
 
+def _get_data_parallel_group() -> Any:
+    """Return the group of the ranks that train on different samples. Raises RuntimeError where some of them
+    share sequences: no group has one rank of each then.
+    """
+    if _mesh().sequence > 1:
+        raise RuntimeError(
+            "ranks that share sequences train on the same samples: _get_sequence_data_parallel_group() has "
+            "the ranks whose gradients are averaged"
+        )
+    return _get_sequence_data_parallel_group()
+
+
+def _get_data_parallel_world_size() -> int:
+    """Return how many ranks train on different samples."""
+    return _mesh().samples
+
+
+def _get_data_parallel_rank() -> int:
+    """Return this rank's place among those."""
+    return _mesh().sample_position(dist.get_rank())
+
+
 def _get_model_parallel_world_size() -> int:
     """Return how many ranks share each layer."""
-    return dist.get_world_size() // _get_data_parallel_world_size()
+    return _mesh().tensor
 
 
 def _get_model_parallel_rank() -> int:
@@ -84,45 +115,51 @@ def _get_expert_parallel_group(group_name: str | None = None) -> Any:
 
 def _get_expert_data_parallel_world_size(group_name: str | None = None) -> int:
     """Return how many ranks with different samples have this rank's experts."""
-    return _get_data_parallel_world_size() // _get_expert_parallel_world_size(group_name)
+    return _get_sequence_data_parallel_world_size() // _get_expert_parallel_world_size(group_name)
 
 
 def _get_expert_data_parallel_rank(group_name: str | None = None) -> int:
     """Return this rank's place among those."""
-    return _get_data_parallel_rank() // _get_expert_parallel_world_size(group_name)
+    axis = _expert_axis(group_name)
+    if axis is None or axis.comm.experts is None:
+        return _get_sequence_data_parallel_rank()
+    return int(axis.comm.experts.position)
 
 
 def _get_expert_data_parallel_group(group_name: str | None = None) -> Any:
     """Return the group of the ranks that have this rank's experts."""
     axis = _expert_axis(group_name)
     if axis is None or axis.comm.experts is None:
-        return _get_data_parallel_group()
+        return _get_sequence_data_parallel_group()
     return axis.comm.experts.gather_group
 
 
-def _get_one() -> int:
-    """Return the size of a dimension of one rank."""
-    return 1
+def _get_sequence_parallel_world_size() -> int:
+    """Return how many ranks have parts of the same sequences."""
+    return max(_mesh().sequence, sequence_groups.get_sequence_parallel_world_size())
 
 
-def _get_zero() -> int:
-    """Return the only rank of a dimension of one."""
-    return 0
+def _get_sequence_parallel_rank() -> int:
+    """Return this rank's place among those."""
+    mesh = _mesh()
+    if mesh.sequence == 1:
+        return sequence_groups.get_sequence_parallel_rank()
+    return mesh.coordinates(dist.get_rank())["sequence"]
 
 
-def _get_no_group() -> None:
-    """Return None: there is no such group."""
+def _get_sequence_parallel_group() -> Any:
+    """Return the group of the ranks that have parts of the same sequences; None where all have whole ones."""
+    comm = _newest()
+    axis = None if comm is None else sequence_axes.get(comm)
+    if axis is not None:
+        return axis.group
+    alone = sequence_groups.get_sequence_parallel_world_size() == 1
+    return None if alone else sequence_groups.get_sequence_parallel_group()
 
 
-_get_sequence_parallel_world_size = _get_one
-_get_sequence_parallel_rank = _get_zero
-_get_sequence_parallel_group = _get_no_group
 _get_tensor_model_parallel_world_size = _get_model_parallel_world_size
 _get_tensor_model_parallel_rank = _get_model_parallel_rank
 _get_tensor_model_parallel_group = _get_model_parallel_group
-_get_sequence_data_parallel_group = _get_data_parallel_group
-_get_sequence_data_parallel_world_size = _get_data_parallel_world_size
-_get_sequence_data_parallel_rank = _get_data_parallel_rank
 get_data_parallel_group = _get_data_parallel_group
 get_data_parallel_world_size = _get_data_parallel_world_size
 get_data_parallel_rank = _get_data_parallel_rank

@@ -1,3 +1,4 @@
-"""Sequence parallelism is not here."""
+"""Sequence parallelism."""
 
+from . import parallel_state_sp as parallel_state_sp
 from . import ulysses_sp as ulysses_sp

@@ -1,8 +1,5 @@
-"""Sequence parallelism is not here."""
+"""Attention and loaders of divided sequences."""
 
-from zlaunch.compat.deepspeed.missing import SEQUENCES, missing_class
+from zlaunch.compat.deepspeed.ulysses import UlyssesSPAttentionHF, UlyssesSPDataLoaderAdapter
 
-UlyssesSPAttentionHF = missing_class("runtime.sequence_parallel.ulysses_sp.UlyssesSPAttentionHF", SEQUENCES)
-UlyssesSPDataLoaderAdapter = missing_class(
-    "runtime.sequence_parallel.ulysses_sp.UlyssesSPDataLoaderAdapter", SEQUENCES
-)
+__all__ = ["UlyssesSPAttentionHF", "UlyssesSPDataLoaderAdapter"]

@@ -1,0 +1,175 @@
+"""``deepspeed.runtime.sequence_parallel.ulysses_sp``: attention and loaders of divided sequences."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterator, Mapping
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+
+from zlaunch.compat.deepspeed import sequence_groups
+from zlaunch.compat.deepspeed.missing import NotInZlaunch
+from zlaunch.runtime.errors import ParameterError
+from zlaunch.runtime.sequence_parallel.parts import note_parts
+
+_IGNORED = -100
+
+
+class UlyssesSPAttentionHF:
+    """Says that a Hugging Face model's sequences are divided; ``initialize`` sees to its attention."""
+
+    whole_evaluations: bool | None = None
+    """Tells whether evaluations are of whole sequences, as the last registration has said."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        raise NotInZlaunch("UlyssesSPAttentionHF(...) is not in zlaunch: call its register_with_transformers")
+
+    @classmethod
+    def register_with_transformers(
+        cls,
+        model_name_or_path: Any,
+        core_attn_implementation: str | None,
+        sequence_parallel_size: int,
+        micro_batch_size: int,
+        seq_length: int | None = None,
+        seq_length_is_variable: bool = True,
+        disable_in_eval: bool = False,
+        max_length: int | None = None,
+    ) -> ModuleType | None:
+        """Note that ``initialize`` divides the attention of a model over so many consecutive ranks; return
+        what it takes as ``mpu``, None for one rank.
+
+        ``model_name_or_path`` is the model, or the name of one that is loaded later. The sequences'
+        length may change in any case, and so may the batch; an attention of None is the model's. Collective.
+        Raises ValueError for another attention than the model's.
+        """
+        if sequence_parallel_size == 1:
+            return None
+        config: Any = getattr(model_name_or_path, "config", None)
+        own = getattr(config, "_attn_implementation", None)
+        if core_attn_implementation is not None and own not in (None, core_attn_implementation):
+            raise ValueError(
+                f"core_attn_implementation={core_attn_implementation!r}, but the model was loaded with "
+                f"attn_implementation={own!r}: make them equal"
+            )
+        if core_attn_implementation == "eager":
+            raise ValueError("core_attn_implementation='eager' is not supported: take \"sdpa\"")
+        sequence_groups.initialize_sequence_parallel(sequence_parallel_size)
+        cls.whole_evaluations = disable_in_eval
+        if isinstance(model_name_or_path, nn.Module):
+            note_parts(model_name_or_path, disable_in_eval)
+        return sequence_groups
+
+
+class UlyssesSPDataLoaderAdapter:
+    """Gives each rank its part of the batches of all ranks that share sequences, one batch after the other.
+
+    Batches are dicts with ``input_ids`` and ``labels``; tensors are (batch, tokens, ...). Each becomes
+    ``sp_world_size`` ones: of each rank's batch a part for every rank, with ``position_ids`` (by default from
+    0 on) and with ``shift_labels`` in place of ``labels``.
+    """
+
+    def __init__(self, dl: Any, sp_rank: int, sp_group: Any, sp_world_size: int, device: Any) -> None:
+        self.dl, self.sp_rank, self.sp_group, self.sp_world_size = dl, sp_rank, sp_group, sp_world_size
+        self.device = torch.device(device)
+        self.micro_batches: deque[dict[str, Any]] = deque()
+        self.iter: Iterator[Any] | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["dl"], name)
+
+    def __len__(self) -> int:
+        return len(self.dl) * self.sp_world_size
+
+    def __iter__(self) -> UlyssesSPDataLoaderAdapter:
+        self.iter = iter(self.dl)
+        self.micro_batches.clear()
+        return self
+
+    def __next__(self) -> dict[str, Any]:
+        if not self.micro_batches:
+            self.refill()
+        return self.micro_batches.popleft()
+
+    def refill(self) -> None:
+        """Take a batch of each rank. Collective. Raises StopIteration on all ranks when one has no more, and
+        ParameterError for a batch that cannot be divided.
+        """
+        if self.iter is None:
+            self.iter = iter(self.dl)
+        batch = next(self.iter, None)
+        own, problem = None, ""
+        if batch is not None:
+            try:
+                own = self._prepared(batch)
+            except ParameterError as error:
+                problem = str(error)
+        facts: list[Any] = [None] * self.sp_world_size
+        dist.all_gather_object(facts, (problem, own and _describe(own)), group=self.sp_group)
+        for said, _ in facts:
+            if said:
+                raise ParameterError(said)
+        if own is None or any(described is None for _, described in facts):
+            self.iter = None
+            raise StopIteration
+        batches: list[dict[str, Any]] = [{} for _ in facts]
+        for name in sorted(own):
+            described = [each.get(name) for _, each in facts]
+            if any(each is None for each in described):
+                raise ParameterError(f"the batches of the ranks differ: not all have {name}")
+            parts = self._parts(own[name], described)
+            for found, part in zip(batches, parts, strict=True):
+                found[name] = part
+        self.micro_batches.extend(batches)
+
+    def _prepared(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a batch with positions and shifted labels. Raises ParameterError."""
+        found = dict(batch)
+        tokens: Any = found.get("input_ids")
+        if not isinstance(tokens, Tensor) or tokens.dim() < 2:
+            raise ParameterError("UlyssesSPDataLoaderAdapter: a batch has no input_ids, (batch, tokens)")
+        length = tokens.shape[1]
+        if length % self.sp_world_size:
+            raise ParameterError(
+                f"UlyssesSPDataLoaderAdapter: {length} tokens cannot be divided by {self.sp_world_size} "
+                "ranks: pad batches to a multiple of that (the collator's pad_to_multiple_of)"
+            )
+        for name, value in found.items():
+            if isinstance(value, Tensor) and (value.dim() < 2 or value.shape[1] != length):
+                raise ParameterError(
+                    f"UlyssesSPDataLoaderAdapter: {name} is {list(value.shape)}, but there are {length} "
+                    "tokens in the second dimension of input_ids"
+                )
+        if "position_ids" not in found:
+            found["position_ids"] = torch.arange(length).expand(len(tokens), -1)
+        if "labels" in found:
+            labels = functional.pad(found.pop("labels"), (0, 1), value=_IGNORED)
+            found["shift_labels"] = labels[..., 1:]
+        return found
+
+    def _parts(self, value: Any, described: list[Any]) -> list[Any]:
+        """Return this rank's part of a value of each rank's batch; what is no tensor, as it is."""
+        if not isinstance(value, Tensor):
+            return [each[1] for each in described]
+        size = self.sp_world_size
+        pieces = torch.cat([piece.reshape(-1) for piece in value.to(self.device).chunk(size, 1)])
+        shapes = [(shape[0], shape[1] // size, *shape[2:]) for _, shape in described]
+        counts = [math.prod(shape) for shape in shapes]
+        received = pieces.new_empty(sum(counts))
+        dist.all_to_all_single(received, pieces, counts, [pieces.numel() // size] * size, group=self.sp_group)
+        parts = torch.split(received.cpu(), counts)
+        return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+def _describe(batch: dict[str, Any]) -> dict[str, tuple[str, Any]]:
+    """Return the shape of each tensor of a batch, and all else as it is."""
+    return {
+        name: ("tensor", tuple(value.shape)) if isinstance(value, Tensor) else ("other", value)
+        for name, value in batch.items()
+    }
