@@ -108,14 +108,14 @@ def build_engine(
     _check_parameters(model, comm)
     check_consistency(model, effective.digest(), comm)
     share_layers(model, effective.config, comm)
-    share_sequences(model, comm)
+    parts = share_sequences(model, comm)
     monitor = open_monitor(effective, comm)
     precision = choose_precision(effective.config)
     overflow_hint = find_overflow_hint(model, effective.config)
     if overflow_hint and comm.rank == 0:
         warn(f"if gradients overflow: {overflow_hint}")
     client, groups = _choose_optimizer(optimizer, model_parameters, model, effective)
-    checkpointing.apply(model, loaded.config.activation_checkpointing)
+    checkpointing.apply(model, loaded.config.activation_checkpointing, parts)
 
     whole = client is not None and _needs_whole(client, effective, comm)
     blocks, options = _plan(model, effective, comm)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -55,3 +56,11 @@ def find_hidden_size(model: nn.Module) -> tuple[int | None, str]:
         return max(widths), "the model's widest embedding"
     widths = [m.out_features for m in model.modules() if isinstance(m, nn.Linear)]
     return (max(widths), "the model's widest linear layer") if widths else (None, "")
+
+
+def causal_model(model: nn.Module) -> Any:
+    """Return the Hugging Face model that a model is or contains; None without one."""
+    transformers = sys.modules.get("transformers.modeling_utils")
+    if transformers is None:
+        return None
+    return next((each for each in model.modules() if isinstance(each, transformers.PreTrainedModel)), None)

@@ -25,9 +25,14 @@ from ..config import load
 from ..config.other_sections import ActivationCheckpointing
 from ..environment import read_environment
 from ..log import warn
+from ..model_plans import causal_model
 from ..zero.unit_policy import find_modules
 from . import offload
 from .offload import ActivationPlacement, Segment, group_getter
+from .tiled_loss import LossParts, tile_loss
+from .tiles import tile_mlps
+from .tiles import tiled as tiled
+from .tiles import tiled_cross_entropy as tiled_cross_entropy
 
 
 @dataclass(slots=True)
@@ -94,10 +99,16 @@ def _configure_from(section: ActivationCheckpointing) -> None:
     )
 
 
-def apply(model: nn.Module, section: ActivationCheckpointing) -> None:
-    """Apply the config's section for :func:`zlaunch.initialize`: keys that are not given change nothing."""
+def apply(model: nn.Module, section: ActivationCheckpointing, parts: LossParts | None = None) -> None:
+    """Apply the config's section for :func:`zlaunch.initialize`: keys that are not given change nothing.
+    ``parts`` says how ranks that share sequences add up a loss.
+    """
     if section.model_fields_set:
         _configure_from(section)
+    if section.tiled_mlp:
+        tile_mlps(model, section.tile_tokens)
+    if section.tiled_loss:
+        tile_loss(causal_model(model), parts, section.tile_tokens)
     if section.enabled:
         checkpoint_blocks(model, section.number_checkpoints)
 

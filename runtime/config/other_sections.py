@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator
 
 from .field_types import (
+    AutoInt,
     Bool,
     Bucket,
     Count,
@@ -93,6 +94,14 @@ class ActivationCheckpointing(Section):
     """Keep saved activations in CPU memory, of blocks (enabled) and of zlaunch.checkpointing.checkpoint."""
     number_checkpoints: Count | None = ok(None)
     """With enabled: checkpoint only this many blocks, evenly spaced; the others keep all activations."""
+    tiled_mlp: Bool = ok(False)
+    """Compute MLPs in tiles of tokens, and again in the backward pass, while the model trains (zlaunch's own
+    key, as the next two)."""
+    tiled_loss: Bool = ok(False)
+    """Compute a Hugging Face model's loss in tiles of tokens; no logits of whole sequences exist, and the
+    output of a training pass has none."""
+    tile_tokens: AutoInt = ok("auto")
+    """Tokens of a tile; "auto": the MLP's width, and as many as make 67 million logits."""
 
 
 @with_missing("checkpoint.writer")

@@ -8,18 +8,18 @@ from typing import Any
 
 from torch import nn
 
+from ..activation.tiled_loss import LossParts
 from ..comm.collectives import Comm
 from ..environment import read_environment
 from ..errors import ParameterError
 from ..log import say
-from ..model_plans import text_config
+from ..model_plans import causal_model, text_config
 from .attention import heads_problem, refuse_early_splits
 from .axis import SequenceAxis
 from .forward import PartsForward, SequenceForward
-from .loss import SequenceLoss
+from .loss import PartOfLabels, SequenceLoss, SequenceTotals
 from .masks import wrap_mask_functions
 from .parts import NOTE as PARTS
-from .parts import causal_model
 from .script import ScriptForward
 from .transformers_attention import NOTE, wrap_attention_function
 
@@ -27,32 +27,37 @@ _FULL = {"full_attention", "sliding_attention", "chunked_attention"}
 _MIX_TOKENS = (nn.RNNBase, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
-def share_sequences(model: nn.Module, comm: Comm) -> None:
-    """Let a model compute on parts of sequences, if ranks have different ones.
+def share_sequences(model: nn.Module, comm: Comm) -> LossParts | None:
+    """Let a model compute on parts of sequences, if ranks have different ones; return how the ranks add up a
+    loss, None where each has its own or the script does it.
 
     A causal language model of Hugging Face takes whole batches, equal on all ranks of the axis, and gives the
     loss of all parts; any other model calls ``zlaunch.sequence``. Collective. Raises ParameterError for a
     model that cannot be divided.
     """
     if comm.mesh.sequence == 1:
-        return
+        return None
     refuse_early_splits()
     axis = SequenceAxis(comm)
     owner = causal_model(model)
+    parts = None
     if owner is None:
         model.forward = ScriptForward(model, axis)
     else:
-        _divide(owner, axis, comm.mesh.tensor)
+        parts = _divide(owner, axis, comm.mesh.tensor)
     if comm.rank == 0:
         local = read_environment().local_world_size
         block = axis.size * comm.mesh.tensor
         crossing = f"; warning: groups of {block} ranks cross nodes of {local}" if local % block else ""
         how = "its script divides them" if owner is None else type(owner).__name__
         say(f"sequence parallelism: {axis.size} ranks have parts of each sequence ({how}){crossing}")
+    return parts
 
 
-def _divide(model: Any, axis: SequenceAxis, tensor: int) -> None:
-    """Install what a Hugging Face model computes on parts. Raises ParameterError."""
+def _divide(model: Any, axis: SequenceAxis, tensor: int) -> LossParts | None:
+    """Install what a Hugging Face model computes on parts; return how its loss is added up. Raises
+    ParameterError.
+    """
     _check(model, axis, tensor)
     config = text_config(model)
     implementation = config._attn_implementation
@@ -65,9 +70,10 @@ def _divide(model: Any, axis: SequenceAxis, tensor: int) -> None:
     layers = config.num_hidden_layers
     if whole_evaluations is not None:
         model.forward = PartsForward(model, axis, layers, whole_evaluations)
-        return
+        return None
     model.loss_function = SequenceLoss(axis, model.loss_function)
     model.forward = SequenceForward(model, axis, layers)
+    return LossParts(PartOfLabels(axis), SequenceTotals(axis))
 
 
 def _check(model: Any, axis: SequenceAxis, tensor: int) -> None:

@@ -181,6 +181,11 @@ class PartsForward(_Forward):
                 "sequence parallelism: a batch of parts of sequences needs position_ids, (batch, tokens): "
                 "give whole batches to UlyssesSPDataLoaderAdapter with position_ids among them"
             )
+        if "labels" in given and "shift_labels" not in given:
+            raise ParameterError(
+                "sequence parallelism: labels of a part of sequences cannot be shifted by the model: give "
+                "shift_labels, as UlyssesSPDataLoaderAdapter makes them"
+            )
         mask = given.get("attention_mask")
         if isinstance(mask, Tensor) and mask.dim() == 2:
             given["attention_mask"] = self.axis.gather(mask)

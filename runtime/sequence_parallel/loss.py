@@ -48,10 +48,32 @@ class SequenceLoss:
         own = functional.cross_entropy(
             wide.reshape(-1, logits.shape[-1]), wanted, ignore_index=ignore_index, reduction="sum"
         )
-        summed = total(own, self.axis)
+        summed, count = SequenceTotals(self.axis)(own, (wanted != ignore_index).sum())
         if num_items_in_batch is None:
-            return summed / self.axis.sum((wanted != ignore_index).sum())
+            return summed / count
         if isinstance(num_items_in_batch, Tensor):
             num_items_in_batch = num_items_in_batch.to(summed.device)
         mean: Tensor = summed / num_items_in_batch
         return mean
+
+
+class PartOfLabels:
+    """Returns this rank's part of labels, in a pass with parts of sequences; else all."""
+
+    def __init__(self, axis: SequenceAxis) -> None:
+        self.axis = axis
+
+    def __call__(self, labels: Tensor) -> Tensor:
+        return self.axis.part(labels) if self.axis.is_open else labels
+
+
+class SequenceTotals:
+    """Adds up the sum of losses, and their number, over the ranks that share sequences."""
+
+    def __init__(self, axis: SequenceAxis) -> None:
+        self.axis = axis
+
+    def __call__(self, summed: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
+        if not passes:
+            return summed, count
+        return total(summed, self.axis), self.axis.sum(count)

@@ -215,13 +215,13 @@ def _evaluate() -> tuple[float, float, list[int], list[int]]:
     plain_model: Any = make("llama", "sdpa").eval()
     with torch.no_grad():
         wanted = plain_model(input_ids=batch, labels=batch).loss.item()
-    generate: Any = plain_model.generate
-    words: list[int] = generate(batch[:1, :3], max_new_tokens=4, do_sample=False)[0].tolist()
+    words = plain_model.generate(batch[:1, :3], max_new_tokens=4, do_sample=False)[0].tolist()
     engine, *_ = zlaunch.initialize(model=make("llama", "sdpa"), config=config_of(3, sequence=2))
     engine.eval()
     with torch.no_grad():
         loss = engine(input_ids=batch, labels=batch).loss.item()
-    found = engine.module.generate(batch[:1, :3], max_new_tokens=4, do_sample=False)[0].tolist()
+    divided: Any = engine.module
+    found = divided.generate(batch[:1, :3], max_new_tokens=4, do_sample=False)[0].tolist()
     return loss, wanted, found, words
 
 

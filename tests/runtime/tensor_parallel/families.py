@@ -27,6 +27,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 8},
     "mistral": {},
     "gemma": {"head_dim": 8},
+    "gemma2": {"head_dim": 8},
     "phi": {},
     "olmo": {},
     "olmo2": {},
