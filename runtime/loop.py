@@ -145,11 +145,8 @@ class TrainingLoop(nn.Module):
         """Change the three batch sizes, which fit together, between two optimizer steps. The caller's loader
         has to give such batches.
         """
-        sizes = {
-            "train_batch_size": train,
-            "train_micro_batch_size_per_gpu": micro,
-            "gradient_accumulation_steps": accumulation,
-        }
+        names = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
+        sizes = dict(zip(names, (train, micro, accumulation), strict=True))
         config = self._effective.config.model_copy(update=sizes)
         self._effective = replace(self._effective, config=config)
         self._prepare_pass()
@@ -237,8 +234,7 @@ class TrainingLoop(nn.Module):
             return self.module(*args, **kwargs)
         except BaseException as error:
             self._sharded.abandon_forward()
-            better = explained(error)
-            if better is not None:
+            if (better := explained(error)) is not None:
                 raise better from error
             raise
 

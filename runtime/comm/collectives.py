@@ -21,7 +21,7 @@ from torch import Tensor
 from ..cut import cut_of
 from ..environment import read_environment
 from ..errors import RankMismatchError
-from ..mesh_shape import MeshShape
+from ..rank_mesh import MeshShape
 from .link import GATHER, REDUCE, Note, RankLink
 from .order import Order
 from .peer_memory import Connect, Identity, PeerMemory

@@ -50,6 +50,10 @@ def _axes(config: Config, report: ConfigReport) -> Config:
     parallel, own, problems = config.parallel, config.tensor_parallel, report.problems
     if 1 < own.autotp_size != parallel.tensor > 1:
         problems.append(("parallel.tensor", "contradicts tensor_parallel.autotp_size: give one of them"))
+    if 1 < config.sequence_parallel_size != parallel.sequence > 1:
+        problems.append(("parallel.sequence", "contradicts sequence_parallel_size: give one of them"))
+    if config.data_parallel_size not in (None, parallel.data) and parallel.data != "auto":
+        problems.append(("parallel.data", "contradicts data_parallel_size: give one of them"))
     experts = config.expert_parallel
     if experts.enabled and 1 < experts.autoep_size != parallel.expert > 1:
         problems.append(("parallel.expert", "contradicts expert_parallel.autoep_size: give one of them"))

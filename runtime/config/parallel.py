@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from ..mesh_shape import MeshShape
+from ..rank_mesh import MeshShape
 from .field_types import AutoInt, Bool, Count, Section, Whole, ok
 from .unsupported import with_missing
 from .zero import ShardGroupSize

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..mesh_shape import MeshShape
+from ..rank_mesh import MeshShape
 from .load import ConfigError, Loaded
 from .monitors import TRACKERS, without_secrets
 from .optimizers import OPTIMIZER_DEFAULTS, SCHEDULER_PARAMS

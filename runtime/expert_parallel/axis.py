@@ -13,7 +13,7 @@ from torch import Tensor
 from ..comm.collectives import Comm
 from ..comm.pending import Work
 from ..comm.waits import waits
-from ..mesh_shape import own_group
+from ..rank_mesh import own_group
 
 _CHANNEL = "expert"
 

@@ -17,7 +17,7 @@ from ..comm.peer_memory import PeerMemory
 from ..comm.pending import exchange_objects
 from ..config import Config
 from ..log import say
-from ..mesh_shape import MeshShape
+from ..rank_mesh import MeshShape
 from .packed_link import UNPACKED, PackedLink, Quantization
 from .topology import Mesh, NodeRanks, divide, find_nodes
 from .two_hops import TwoHops

@@ -15,7 +15,7 @@ from ..comm.collectives import Comm
 from ..comm.pending import Work
 from ..comm.waits import waits
 from ..errors import ParameterError
-from ..mesh_shape import own_group
+from ..rank_mesh import own_group
 
 _CHANNEL = "sequence"
 

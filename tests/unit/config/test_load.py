@@ -277,7 +277,6 @@ def test_warned(source: dict[str, Any], path: str) -> None:
         ({"amp": {"enabled": True, "opt_level": "O1"}}, "amp.enabled"),
         ({"torch_autocast": {"enabled": True}}, "torch_autocast.enabled"),
         ({"checkpoint": {"load_universal": True}}, "checkpoint.load_universal"),
-        ({"sequence_parallel_size": 2}, "sequence_parallel_size"),
         ({"compression_training": {"x": 1}}, "compression_training"),
         ({"optimizer": {"type": "OneBitAdam"}}, "optimizer.type"),
         (

@@ -9,26 +9,44 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zlaunch.runtime.config import ConfigError, load, mesh_shape, resolve
-from zlaunch.runtime.mesh_shape import MeshShape
+from zlaunch.runtime.rank_mesh import MeshShape
 
 SIZES = st.integers(1, 5)
 
 
-@given(SIZES, SIZES, SIZES)
-def test_each_rank_has_coordinates_of_its_own(data: int, expert: int, tensor: int) -> None:
-    mesh = MeshShape(data, expert, tensor)
-    found = [mesh.coordinates(rank) for rank in range(data * expert * tensor)]
+MESHES = st.builds(MeshShape, data=SIZES, expert=SIZES, sequence=SIZES, tensor=SIZES)
+
+
+@given(MESHES)
+def test_each_rank_has_coordinates_of_its_own(mesh: MeshShape) -> None:
+    found = [mesh.coordinates(rank) for rank in range(mesh.ranks)]
     assert len({tuple(each.items()) for each in found}) == len(found)
     for rank, each in enumerate(found):
-        place = each["data"] * expert + each.get("expert", 0)
-        assert rank == place * tensor + each.get("tensor", 0)
+        place = each["data"] * mesh.expert + each.get("expert", 0)
+        assert mesh.sample_position(rank) == place
+        place = place * mesh.sequence + each.get("sequence", 0)
+        assert rank == place * mesh.tensor + each.get("tensor", 0)
 
 
-@given(SIZES, SIZES, SIZES)
-def test_samples_are_those_of_the_data_and_expert_axes(data: int, expert: int, tensor: int) -> None:
-    loaded = load({"train_micro_batch_size_per_gpu": 3, "parallel": {"tensor": tensor, "expert": expert}})
-    ranks = data * expert * tensor
-    assert mesh_shape(loaded.config, ranks) == MeshShape(data, expert, tensor)
+@given(MESHES, st.sets(st.sampled_from(("data", "expert", "sequence", "tensor"))))
+def test_a_group_differs_on_its_axes_alone(mesh: MeshShape, names: set[str]) -> None:
+    groups = mesh.groups(*names)
+    assert sorted(rank for ranks in groups for rank in ranks) == list(range(mesh.ranks))
+    for ranks in groups:
+        assert ranks == sorted(ranks)
+        places = [mesh.coordinates(rank) for rank in ranks]
+        for name, size in mesh.axes.items():
+            assert len({place[name] for place in places}) == (size if name in names else 1)
+
+
+@given(SIZES, SIZES, SIZES, SIZES)
+def test_samples_are_those_of_the_data_and_expert_axes(
+    data: int, expert: int, sequence: int, tensor: int
+) -> None:
+    sizes = {"tensor": tensor, "expert": expert, "sequence": sequence}
+    loaded = load({"train_micro_batch_size_per_gpu": 3, "parallel": sizes})
+    ranks = data * expert * sequence * tensor
+    assert mesh_shape(loaded.config, ranks) == MeshShape(data, **sizes)
     assert resolve(loaded, world_size=ranks).config.train_batch_size == 3 * data * expert
 
 

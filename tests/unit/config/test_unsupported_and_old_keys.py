@@ -40,8 +40,6 @@ def test_features_of_size_one_are_off(source: dict[str, Any]) -> None:
     ("source", "path", "feature"),
     [
         ({"parallel": {"pipeline": 2}}, "parallel.pipeline", "pipeline parallelism"),
-        ({"data_parallel_size": 2}, "data_parallel_size", "a mesh of ranks"),
-        ({"sequence_parallel_size": 2}, "sequence_parallel_size", "sequence parallelism"),
         (
             {"zero_optimization": {"mics_hierarchical_params_gather": True}},
             "zero_optimization.mics_hierarchical_params_gather",

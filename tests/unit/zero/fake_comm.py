@@ -11,6 +11,7 @@ from torch import Tensor
 from zlaunch.runtime.comm.collectives import Comm
 from zlaunch.runtime.comm.link import RankLink
 from zlaunch.runtime.comm.pending import Pending
+from zlaunch.runtime.rank_mesh import MeshShape
 
 
 class Late(Pending):
@@ -35,7 +36,7 @@ class FakeComm(Comm):
         self.device, self.world_size, self.rank = torch.device("cpu"), 2, 0
         self.other, self.log, self.in_flight, self.most_in_flight = other, [], 0, 0
         self._labels: list[str] = []
-        self.experts = None
+        self.experts, self.mesh = None, MeshShape(2)
         self.link = self.data = RankLink(self.device, 2, 0, None, None)
         self.shards: dict[int, Tensor] = {}
         """Keeps the other rank's shard of each label."""

@@ -10,7 +10,7 @@ from zlaunch.compat.deepspeed import sequence_groups
 from zlaunch.runtime.comm.process_group import open_comms
 from zlaunch.runtime.expert_parallel.axis import ExpertAxis
 from zlaunch.runtime.expert_parallel.axis import axes as expert_axes
-from zlaunch.runtime.mesh_shape import MeshShape
+from zlaunch.runtime.rank_mesh import MeshShape
 from zlaunch.runtime.sequence_parallel.axis import axes as sequence_axes
 from zlaunch.runtime.tensor_parallel.axis import axes
 
