@@ -53,6 +53,8 @@ from .offload.transfer import HostLink
 from .offload_states.state_mover import StateMover
 from .optim.param_groups import groups_by_parameter, parameter_groups
 from .optim.sharded_optimizer import ShardedOptimizer
+from .pipeline_parallel.apply import divide_layers, pass_on
+from .pipeline_parallel.engine import pipelined
 from .precision.loss_scaler import DeviceLossScaler, LossScaler
 from .precision.policy import Precision, choose_precision, dtype_named
 from .registry.optimizers import build_optimizer, build_scheduler
@@ -108,6 +110,7 @@ def build_engine(
     _check_parameters(model, comm)
     check_consistency(model, effective.digest(), comm)
     share_layers(model, effective.config, comm)
+    pipeline = divide_layers(model, effective.config, comm)
     parts = share_sequences(model, comm)
     monitor = open_monitor(effective, comm)
     precision = choose_precision(effective.config)
@@ -116,6 +119,9 @@ def build_engine(
         warn(f"if gradients overflow: {overflow_hint}")
     client, groups = _choose_optimizer(optimizer, model_parameters, model, effective)
     checkpointing.apply(model, loaded.config.activation_checkpointing, parts)
+    if pipeline is not None:
+        pass_on(pipeline)
+        kind = pipelined(kind)
 
     whole = client is not None and _needs_whole(client, effective, comm)
     blocks, options = _plan(model, effective, comm)
@@ -193,6 +199,8 @@ def build_engine(
         engine.step_observers.append(monitor.after_step)
     if client is not None:
         guard(client, engine, kind.optimizer_class or ZeroOptimizer)
+    if pipeline is not None:
+        engine.start_pipeline(pipeline)
     if training_data is not None:
         engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=collate_fn)
     _record(effective, comm, costs.limits)

@@ -11,19 +11,22 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True, slots=True)
 class MeshShape:
-    """Holds the sizes of the axes, outermost first: a rank's number counts the positions on them, the last
-    axis fastest. Ranks with different positions on ``data`` or ``expert`` train on different samples.
+    """Holds the sizes of the axes. A rank's number counts the positions on pipeline, data, expert, sequence
+    and tensor, the last one fastest. Ranks with different positions on ``data`` or ``expert`` train on
+    different samples.
     """
 
     data: int = 1
     expert: int = 1
     sequence: int = 1
     tensor: int = 1
+    pipeline: int = 1
 
     @property
     def sizes(self) -> dict[str, int]:
         """Return the sizes of all axes by name, outermost first."""
         return {
+            "pipeline": self.pipeline,
             "data": self.data,
             "expert": self.expert,
             "sequence": self.sequence,

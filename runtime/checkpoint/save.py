@@ -240,7 +240,7 @@ def _describe_all(source: Source, blocks: Sequence[ShardBlock], rank: int) -> di
     found: dict[str, Any] = {}
     for unit in source.sharded.units if rank == 0 else ():
         for index, slot in enumerate(unit.layout.slots):
-            if not slot.numel:  # in no block
+            if not slot.numel and 0 in whole_shape(unit.parameters[index], unit.shapes[index]):  # in no block
                 found[unit.names[index]] = _entry(unit, index, Description(), [])
     for block in blocks:
         unit = block.unit

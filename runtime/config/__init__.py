@@ -5,7 +5,7 @@ The sections are in ``zero``, ``other_sections`` and ``optimizers``, what stands
 
 from ..rank_mesh import MeshShape
 from .load import ConfigError, ConfigFileError, Loaded, load
-from .parallel import expert_size, mesh_shape, sequence_size, tensor_size
+from .parallel import expert_size, mesh_shape, pipeline_size, sequence_size, tensor_size
 from .resolve import Effective, check_batch, find_mesh, open_values, refuse_open, resolve
 from .schema import Config, json_schema
 
@@ -23,6 +23,7 @@ __all__ = [
     "load",
     "mesh_shape",
     "open_values",
+    "pipeline_size",
     "refuse_open",
     "resolve",
     "sequence_size",

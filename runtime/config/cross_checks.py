@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from .parallel import expert_size, tensor_size
+from .parallel import expert_size, pipeline_size, tensor_size
 from .report import ConfigReport
 from .schema import Config
 
@@ -66,13 +66,20 @@ def _axes(config: Config, report: ConfigReport) -> Config:
         report.warnings.append(("tensor_parallel.plan", "no effect: no ranks share a layer"))
     if own.vocab_parallel_loss and size <= 1:
         report.warnings.append(("tensor_parallel.vocab_parallel_loss", "no effect: no ranks share a layer"))
-    if size > 1:
+    stages, zero = pipeline_size(config), config.zero_optimization
+    if 1 < parallel.pipeline != stages:
+        problems.append(("parallel.pipeline", "contradicts pipeline.stages: give one of them"))
+    if stages > 1:
+        _refuse_with_axes(config, report, "pipeline parallelism")
+        if zero.stage > 1 and "zero_optimization.stage" not in report.auto:
+            why = "pipeline parallelism goes with stages 0 and 1: stages have gradients and parameters whole"
+            problems.append(("zero_optimization.stage", f"is {zero.stage}, and {why}"))
+    elif size > 1:
         _refuse_with_axes(config, report, "tensor parallelism")
     elif expert_size(config) > 1:
         _refuse_with_axes(config, report, "expert parallelism")
     if parallel.shard_group is None:
         return config
-    zero = config.zero_optimization
     if zero.shard_group not in ("world", parallel.shard_group):
         problems.append(
             ("parallel.shard_group", "contradicts zero_optimization.shard_group: give one of them")

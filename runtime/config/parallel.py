@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Literal, Protocol
 
 from ..rank_mesh import MeshShape
 from .field_types import AutoInt, Bool, Count, Section, Whole, ok
@@ -10,7 +10,6 @@ from .unsupported import with_missing
 from .zero import ShardGroupSize
 
 
-@with_missing("parallel")
 class Parallel(Section):
     """The mesh of ranks: how many share what. The sizes multiply to the number of ranks."""
 
@@ -25,6 +24,8 @@ class Parallel(Section):
     sequence: Count = ok(1)
     """Ranks that have different parts of each sequence, and different heads inside of attention (zlaunch's
     own key for sequence_parallel_size)."""
+    pipeline: Count = ok(1)
+    """Ranks that have different layers, and pass activations on (zlaunch's own key for pipeline.stages)."""
     shard_group: ShardGroupSize | None = ok(None)
     """Ranks that parameters are sharded over: another place for zero_optimization.shard_group."""
 
@@ -58,6 +59,24 @@ class ExpertParallel(Section):
     key)."""
 
 
+@with_missing("pipeline")
+class Pipeline(Section):
+    """Pipeline parallelism: ranks have different layers, and pass activations on. Micro-batches of
+    gradient_accumulation_steps go through one after the other."""
+
+    stages: AutoInt = ok("auto")
+    """Ranks that have different layers; "auto" is parallel.pipeline."""
+    schedule: Literal["1f1b", "gpipe", "interleaved"] = ok("1f1b")
+    """Order of the micro-batches' passes: "gpipe" runs all forward passes first, "1f1b" each backward pass as
+    soon as it can, and "interleaved" does so with several parts of the model on each rank (zlaunch's own
+    key)."""
+    virtual_stages: Count = ok(2)
+    """With "interleaved": parts of the model on each rank (zlaunch's own key)."""
+    partition: Literal["best", "parameters", "uniform"] | list[Whole] = ok("best")
+    """How layers are divided: "best" and "parameters" by their numbers of parameters, "uniform" by the number
+    of layers, or a list of the first layer of each part after the first."""
+
+
 class HasAxes(Protocol):
     """Has the sizes of the axes: a config."""
 
@@ -67,6 +86,8 @@ class HasAxes(Protocol):
     def tensor_parallel(self) -> TensorParallel: ...
     @property
     def expert_parallel(self) -> ExpertParallel: ...
+    @property
+    def pipeline(self) -> Pipeline: ...
     @property
     def sequence_parallel_size(self) -> int: ...
     @property
@@ -89,6 +110,12 @@ def sequence_size(config: HasAxes) -> int:
     return max(config.parallel.sequence, config.sequence_parallel_size)
 
 
+def pipeline_size(config: HasAxes) -> int:
+    """Return how many ranks have different layers."""
+    stages = config.pipeline.stages
+    return max(config.parallel.pipeline, 1 if stages == "auto" else int(stages))
+
+
 def mesh_shape(config: HasAxes, world_size: int) -> MeshShape:
     """Return the mesh of a config on so many ranks. Raises ValueError with the sizes that would do."""
     parallel = config.parallel
@@ -96,6 +123,7 @@ def mesh_shape(config: HasAxes, world_size: int) -> MeshShape:
         "tensor": (tensor_size(config), "tensor_parallel.autotp_size"),
         "sequence": (sequence_size(config), "sequence_parallel_size"),
         "expert": (expert_size(config), "expert_parallel.autoep_size"),
+        "pipeline": (pipeline_size(config), "pipeline.stages"),
     }
     left, taken = world_size, ""
     for name, (size, other_key) in sizes.items():

@@ -20,7 +20,7 @@ from .field_types import (
 from .monitors import Comet, FileMonitor, WandB
 from .optimizers import OPTIMIZER_PARAMS, SCHEDULER_PARAMS, Optimizer, Scheduler
 from .other_sections import AIO, BF16, FP16, ActivationCheckpointing, CheckpointSection, DataTypes
-from .parallel import ExpertParallel, Parallel, TensorParallel
+from .parallel import ExpertParallel, Parallel, Pipeline, TensorParallel
 from .profilers import CommsLoggerSection, FlopsProfilerSection
 from .unsupported import with_missing
 from .zero import Zero
@@ -99,6 +99,8 @@ class Config(Section):
     """Activation checkpointing."""
     expert_parallel: ExpertParallel = section(ExpertParallel)
     """Expert parallelism."""
+    pipeline: Pipeline = section(Pipeline)
+    """Pipeline parallelism."""
     checkpoint: CheckpointSection = section(CheckpointSection)
     """Checkpoints."""
     tensorboard: FileMonitor = section(FileMonitor)

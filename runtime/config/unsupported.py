@@ -161,17 +161,6 @@ _TENSOR_PARALLEL_RANKS = _model("TensorParallelRanks", "results", "Ranks of infe
     tp_size=_refused(Count, 1, "Ranks.", feature="this key (tensor_parallel.autotp_size is for training)"),
     tp_grain_size=_ignored(Count, 64, "Multiple of elements that layers are cut at."),
 )
-_PIPELINE = _model(
-    "Pipeline",
-    "speed",
-    "Pipeline parallelism; read only with a pipeline module, which does not exist here.",
-    stages=_key(Any, "auto", "Number of stages."),
-    partition=_key(str, "best", "How layers are split."),
-    seed_layers=_key(Bool, False, "Seed each layer."),
-    activation_checkpoint_interval=_key(Whole, 0, "Layers between saved activations."),
-    pipe_partitioned=_key(Bool, True, "Shard activations between stages."),
-    grad_partitioned=_key(Bool, True, "Shard gradients between stages."),
-)
 _ZENFLOW = _model("ZenFlow", "results", "Asynchronous updates of the less important gradients on the CPU.",
     topk_ratio=_key(Fraction, 0.1, "Share of the gradients updated on the GPU at once."),
     select_strategy=_key(Literal["auto", "step", "epoch"], "auto",
@@ -214,8 +203,12 @@ _EXPERT_LAYER: dict[str, Any] = {
 }
 
 MISSING: dict[str, dict[str, Key]] = {
-    "parallel": {
-        "pipeline": _refused(Count, 1, "Ranks that have different layers.", feature="pipeline parallelism"),
+    "pipeline": {
+        "seed_layers": _refused(Bool, False, "Seed each layer.", feature="a seed of each layer"),
+        "activation_checkpoint_interval": _refused(Whole, 0, "Layers between saved activations.",
+            feature="this key (activation_checkpointing.enabled recomputes layers)"),
+        "pipe_partitioned": _ignored(Bool, True, "Shard activations between stages."),
+        "grad_partitioned": _ignored(Bool, True, "Shard gradients between stages."),
     },
     "expert_parallel": {
         "expert_tensor_parallel_size": _refused(Count, 1, "Ranks that share each expert.",
@@ -276,7 +269,6 @@ MISSING: dict[str, dict[str, Key]] = {
         "hybrid_engine": _part(_FEATURE, "Hybrid engine."),
         "msamp": _part(_FEATURE, "MS-AMP."),
         "nebula": _part(_TOOL, "Nebula checkpoints."),
-        "pipeline": _part(_PIPELINE, "Pipeline parallelism."),
         "sparse_attention": _refused(_JSON, None, "Sparse attention.", feature="sparse attention"),
         "compression_training": _refused(_JSON, None, "Compression.", feature="compression"),
         "quantize_training": _refused(_JSON, None, "Quantization-aware training.",

@@ -19,6 +19,7 @@ from ..config import Config
 from ..log import say
 from ..rank_mesh import MeshShape
 from .packed_link import UNPACKED, PackedLink, Quantization
+from .stage_link import StageLink
 from .topology import Mesh, NodeRanks, divide, find_nodes
 from .two_hops import TwoHops
 
@@ -90,9 +91,12 @@ def make_link(
     comm.mesh = mesh
     if mesh.expert > 1:
         comm.experts = _group(comm, mesh.groups("data", "sequence"))
-    if mesh.tensor > 1:
+    if mesh.tensor * mesh.pipeline > 1:
         comm.data = _group(comm, mesh.groups("data", "expert", "sequence"))
-    if mesh.tensor * mesh.expert > 1:
+    if mesh.pipeline > 1:
+        comm.data = StageLink(comm.data)
+        comm.experts = None if comm.experts is None else StageLink(comm.experts)
+    if mesh.tensor * mesh.expert * mesh.pipeline > 1:
         return comm.data
     if wanted is None:
         return _all_ranks(comm, join)
@@ -243,4 +247,4 @@ def has_groups(link: RankLink) -> bool:
 
 def divides_layers(comm: Comm) -> bool:
     """Tell whether ranks have parts of layers."""
-    return comm.data.size < comm.world_size or comm.experts is not None
+    return comm.mesh.tensor * comm.mesh.expert * comm.mesh.pipeline > 1

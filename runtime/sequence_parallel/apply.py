@@ -67,7 +67,8 @@ def _divide(model: Any, axis: SequenceAxis, tensor: int) -> LossParts | None:
     for module in model.modules():
         setattr(module, NOTE, axis)
     whole_evaluations = getattr(model, PARTS, None)
-    layers = config.num_hidden_layers
+    # a pass through a stage of a pipeline calls some of the layers
+    layers = config.num_hidden_layers if axis.comm.mesh.pipeline == 1 else 1
     if whole_evaluations is not None:
         model.forward = PartsForward(model, axis, layers, whole_evaluations)
         return None

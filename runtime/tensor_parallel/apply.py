@@ -53,7 +53,8 @@ def share_layers(model: nn.Module, config: Config, comm: Comm) -> None:
             raise ParameterError(said if said == problem else f"on rank {rank}, {said}")
     assert work is not None
     apply(work)
-    keep_states_whole(model)
+    if comm.mesh.pipeline == 1:
+        keep_states_whole(model)
     if axis.size > 1:
         has_dropout = uses_dropout(model)
         if has_dropout:

@@ -16,6 +16,14 @@ if TYPE_CHECKING:
     from zlaunch.runtime.config import MeshShape
 
 
+_CROSSING = {
+    "tensor": "each layer waits for the network between nodes",
+    "sequence": "each attention waits for the network between nodes",
+    "expert": "tokens travel between nodes to their experts",
+}
+"""Says what a group of ranks that crosses nodes means, by its axis."""
+
+
 def plan_table(plan: Plan, mesh: MeshShape | None = None) -> RenderableType:
     """Show who runs where with what, and its place in the mesh of ranks; what all share is said once."""
     workers = [worker for node in plan.nodes for worker in node.workers]
@@ -46,26 +54,24 @@ def _draw(plan: Plan, mesh: MeshShape) -> RenderableType:
     table.add_column("")
     for position in range(mesh.tensor):
         table.add_column(f"tensor {position}" if mesh.tensor > 1 else "")
-    crossing, travels = [], set()
-    for row in range(mesh.samples):
-        ranks = range(row * mesh.tensor, (row + 1) * mesh.tensor)
-        data, expert = divmod(row, mesh.expert)
-        name = f"data {data}, expert {expert}" if mesh.expert > 1 else f"data {data}"
+    for ranks in mesh.groups("tensor"):
+        name = _row(mesh, ranks[0], "tensor")
         table.add_row(name, *(f"rank {rank} on {hosts[rank]}" for rank in ranks))
-        if len({hosts[rank] for rank in ranks}) > 1:
-            crossing.append(name)
-        step = mesh.expert * mesh.tensor
-        for place in range(mesh.tensor) if mesh.expert > 1 else ():
-            if len({hosts[rank] for rank in range(data * step + place, (data + 1) * step, mesh.tensor)}) > 1:
-                travels.add(str(data))
     texts = []
-    if crossing:
-        texts.append(f"warning: each layer waits for the network between nodes at {'; '.join(crossing)}")
-    if travels:
-        texts.append(
-            f"warning: tokens travel between nodes to their experts at data {', '.join(sorted(travels))}"
-        )
+    for axis, what in _CROSSING.items():
+        groups = mesh.groups(axis) if mesh.sizes[axis] > 1 else []
+        crossing = [
+            _row(mesh, ranks[0], axis) for ranks in groups if len({hosts[rank] for rank in ranks}) > 1
+        ]
+        if crossing:
+            texts.append(f"warning: {what} at {'; '.join(crossing)}")
     return Group(table, *map(Text, texts))
+
+
+def _row(mesh: MeshShape, rank: int, without: str) -> str:
+    """Say where a rank is on all axes but one."""
+    places = mesh.coordinates(rank)
+    return ", ".join(f"{axis} {position}" for axis, position in places.items() if axis != without)
 
 
 def _facts(plan: Plan, shared: dict[str, str]) -> Iterator[str]:

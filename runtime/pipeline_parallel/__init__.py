@@ -1,0 +1,1 @@
+"""Lets ranks have different layers, and pass activations on (pipeline parallelism)."""

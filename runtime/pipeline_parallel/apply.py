@@ -1,0 +1,49 @@
+"""Divides a model's layers over the ranks of a pipeline."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from torch import nn
+
+from ..comm.collectives import Comm
+from ..config import Config
+from ..errors import ParameterError
+from ..log import say
+from .cut import StageAxis, leave_own
+from .engine import Pipeline
+from .line import Line, divide, find_line
+from .passing import Passes, install
+
+
+def divide_layers(model: nn.Module, config: Config, comm: Comm) -> Pipeline | None:
+    """Leave this rank the parameters of its layers, if ranks have different ones; return the pipeline.
+
+    Values are rank 0's already. Collective. Raises ParameterError for a model that cannot be divided.
+    """
+    if comm.mesh.pipeline == 1:
+        return None
+    section, stages, problem, line = config.pipeline, comm.mesh.pipeline, None, None
+    try:
+        name, layers = find_line(model)
+        line = Line(model, name, layers, stages, loss_fn=getattr(model, "loss_fn", None))
+        parts = stages * (section.virtual_stages if section.schedule == "interleaved" else 1)
+        weights = [sum(p.numel() for p in layer.parameters()) for layer in layers]
+        line.bounds = divide(weights, parts, section.partition)
+    except ParameterError as error:
+        problem = str(error)
+    for rank, said in enumerate(comm.exchange(problem)):
+        if said is not None:
+            raise ParameterError(said if said == problem else f"on rank {rank}, {said}")
+    assert line is not None
+    axis = StageAxis(comm)
+    tied = leave_own(line, axis)
+    if comm.rank == 0:
+        sizes = ", ".join(str(b - a) for a, b in pairwise(line.bounds))
+        say(f"pipeline parallelism: {stages} stages, {section.schedule}; layers of each part: {sizes}")
+    return Pipeline(line, axis, tied, section.schedule, Passes(line))
+
+
+def pass_on(pipeline: Pipeline) -> None:
+    """Let the model's modules pass on what other stages compute; after all other changes of forwards."""
+    install(pipeline.line, pipeline.passes)

@@ -1,0 +1,262 @@
+"""Defines what an engine does whose ranks have different layers: whole steps alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from ..engine import Engine
+from ..errors import ParameterError
+from ..same_batch import SameBatch
+from ..zero import placeholder
+from ..zero.output_tensors import tensors_in
+from ..zero.unit import Unit
+from .cut import StageAxis
+from .line import Line
+from .passing import Passes
+from .stages import Stages
+
+E = TypeVar("E", bound=Engine)
+
+
+class Pipeline:
+    """Holds the parts of an engine's pipeline."""
+
+    def __init__(
+        self, line: Line, axis: StageAxis, tied: Sequence[nn.Parameter], schedule: str, passes: Passes
+    ) -> None:
+        self.line, self.axis, self.tied, self.schedule, self.passes = line, axis, tied, schedule, passes
+        self.stages: Stages | None = None
+        self.collected: dict[int, Tensor] = {}
+        ranks = ", ".join(map(str, axis.ranks))
+        self.batch = SameBatch(
+            axis.comm.device,
+            axis.largest,
+            f"ranks {ranks} have different layers of one model (pipeline parallelism) and were given "
+            "different batches: give each the same ones. A DistributedSampler takes "
+            "num_replicas=engine.data_parallel_size and rank=engine.data_parallel_rank",
+        )
+        for parameter in tied:
+            if parameter.requires_grad:
+                parameter.register_hook(self._collect(parameter))  # type: ignore[no-untyped-call]
+
+    def _collect(self, parameter: nn.Parameter) -> Callable[[Tensor], Tensor]:
+        """Return a hook that puts a gradient aside, to be summed over the stages after all passes."""
+
+        def collect(gradient: Tensor) -> Tensor:
+            wide = gradient.detach().to(torch.promote_types(gradient.dtype, torch.float32))
+            known = self.collected.get(id(parameter))
+            self.collected[id(parameter)] = wide.clone() if known is None else known.add_(wide)
+            return torch.zeros_like(gradient)
+
+        return collect
+
+    def sum_tied(self, add: Callable[[Unit, int, Tensor], Any]) -> None:
+        """Give the sums of the gradients of parameters that several stages have to ``add``. Collective."""
+        for parameter in self.tied:
+            if not parameter.requires_grad:
+                continue
+            unit: Any = placeholder.owner(parameter)
+            total = self.collected.pop(id(parameter), None)
+            if total is None:
+                wide = torch.promote_types(parameter.dtype, torch.float32)
+                total = torch.zeros(placeholder.shape_of(parameter), dtype=wide, device=self.axis.comm.device)
+            cut: Any = parameter.zlaunch_cut  # type: ignore[attr-defined]  # all of a pipeline have one
+            self.axis.sum_tied(total, cut.owners)
+            add(unit, unit.index_of[id(parameter)], total)
+
+
+class Pipelined:
+    """Is an engine whose ranks have different layers of the model: it trains and evaluates whole steps."""
+
+    _pipeline: Pipeline
+
+    def start_pipeline(self, pipeline: Pipeline) -> None:
+        """Take the pipeline's parts; called once."""
+        self._pipeline = pipeline
+        engine: Any = self
+        pipeline.stages = Stages(
+            pipeline.line,
+            pipeline.passes,
+            pipeline.axis,
+            pipeline.schedule,
+            self._call_model,
+            lambda: setattr(engine._sharded.loss_scaling, "loss_is_scaled", True),
+        )
+
+    def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raise ParameterError: a rank has some of the layers."""
+        self._refuse("engine(...)")
+
+    def backward(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raise ParameterError: passes run in the order of the schedule."""
+        self._refuse("engine.backward()")
+
+    def step(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raise ParameterError: train_batch makes the step."""
+        self._refuse("engine.step()")
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise ParameterError(
+            f"pipeline parallelism: {what} is not there, since ranks have different layers: call "
+            "engine.train_batch(data_iter) for a step, engine.eval_batch(data_iter) for an evaluation"
+        )
+
+    def train_batch(
+        self, data_iter: Iterator[Any] | None = None, loss_fn: Callable[..., Tensor] | None = None
+    ) -> Tensor:
+        """Train one step on ``gradient_accumulation_steps`` micro-batches of ``data_iter``, by default of the
+        training_data; return the mean loss over all ranks and micro-batches.
+
+        All ranks call it with the same micro-batches. One is a dict of the model's arguments (a Hugging Face
+        model, whose output has the loss) or a pair of inputs and labels, for which ``loss_fn(output,
+        labels)`` computes the loss. Collective. Raises StopIteration at the end of the data, and
+        ParameterError for a micro-batch or a model that does not fit.
+        """
+        engine: Any = self
+        engine._check_alive()
+        engine._states.check("engine.train_batch()")
+        engine.checkpoints.check()
+        micro_batches = self._take(data_iter, loss_fn)
+        stages, pipeline = self._pipeline.stages, self._pipeline
+        assert stages is not None
+        engine.module.train()
+        engine._reducer.sync = False
+        with engine._around("forward", (), {}), self._errors():
+            scaled = stages.train(micro_batches, self._key(micro_batches))
+        if not engine._reducer.passes:
+            engine._reducer.begin()
+            engine._reducer.finish()
+        pipeline.sum_tied(engine._reducer.add)
+        factor = engine._scaler.factor if engine._scaler.used else 1.0
+        sums = torch.stack([loss.detach().sum() for loss in scaled]).sum() / factor if scaled else None
+        mean = self._mean(sums)
+        engine.last_loss = mean
+        engine.micro_steps += len(micro_batches) - 1
+        super().step()  # type: ignore[misc]  # of the engine that this is mixed into
+        return mean
+
+    def eval_batch(
+        self, data_iter: Iterator[Any] | None = None, loss_fn: Callable[..., Tensor] | None = None
+    ) -> Tensor:
+        """Return the mean loss of as many micro-batches as a step has, without training. Collective."""
+        engine: Any = self
+        engine._check_alive()
+        stages = self._pipeline.stages
+        assert stages is not None
+        micro_batches = self._take(data_iter, loss_fn)
+        was_training = engine.module.training
+        engine.module.eval()
+        try:
+            with self._errors():
+                losses = stages.evaluate(micro_batches, self._key(micro_batches))
+        finally:
+            engine.module.train(was_training)
+        sums = torch.stack([loss.sum() for loss in losses]).sum() / len(micro_batches) if losses else None
+        return self._mean(sums)
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        """Leave a pass that ended in an exception."""
+        engine: Any = self
+        try:
+            yield
+        except BaseException:
+            engine._sharded.abandon_forward()
+            raise
+
+    def _take(self, data_iter: Iterator[Any] | None, loss_fn: Callable[..., Tensor] | None) -> list[Any]:
+        engine: Any = self
+        if data_iter is None:
+            if engine.training_dataloader is None:
+                raise ParameterError(
+                    "engine.train_batch() needs a data_iter, or the training_data of initialize"
+                )
+            if not hasattr(self, "_own_data"):
+                self._own_data = _endless(engine.training_dataloader)
+            data_iter = self._own_data
+        micro_batches = [next(data_iter) for _ in range(engine.gradient_accumulation_steps())]
+        self._pipeline.batch.check(micro_batches)
+        if loss_fn is not None:
+            self._pipeline.line.loss_fn = loss_fn
+        return micro_batches
+
+    def _key(self, micro_batches: Sequence[Any]) -> Any:
+        shapes = [tuple(tuple(t.shape) for t in tensors_in(each)) for each in micro_batches]
+        if any(shape != shapes[0] for shape in shapes):
+            raise ParameterError(
+                "pipeline parallelism: the micro-batches of a step have to be of one shape, not "
+                f"{sorted(set(shapes))}"
+            )
+        return (self._pipeline.line.model.training, shapes[0])
+
+    def _call_model(self, micro_batch: Any, wants_loss: bool) -> Any:
+        """Call the model with a micro-batch; return the scaled loss while it trains, else the plain one."""
+        engine: Any = self
+        output, labels = self._output_of(micro_batch, wants_loss)
+        if not wants_loss:
+            return None
+        loss = self._loss_of(output, labels)
+        if not torch.is_grad_enabled():
+            return loss
+        return engine._scaled(loss, True)
+
+    def _output_of(self, micro_batch: Any, wants_loss: bool) -> tuple[Any, Any]:
+        forward: Any = super().forward  # type: ignore[misc]  # of the engine that this is mixed into
+        device = self._pipeline.axis.comm.device
+        if isinstance(micro_batch, Mapping):
+            given = {name: _to(value, device) for name, value in micro_batch.items()}
+            if not wants_loss:
+                given.pop("labels", None)
+            return forward(**given), None
+        if not isinstance(micro_batch, (tuple, list)) or len(micro_batch) != 2:
+            raise ParameterError(
+                "pipeline parallelism: a micro-batch has to be a dict of the model's arguments, or a pair of "
+                f"inputs and labels, not {type(micro_batch).__name__}"
+            )
+        inputs, labels = micro_batch
+        args = inputs if isinstance(inputs, (tuple, list)) else (inputs,)
+        return forward(*(_to(each, device) for each in args)), _to(labels, device)
+
+    def _loss_of(self, output: Any, labels: Any) -> Tensor:
+        loss_fn = self._pipeline.line.loss_fn
+        if loss_fn is not None:
+            loss: Tensor = loss_fn(output, labels) if labels is not None else loss_fn(output)
+            return loss
+        found = getattr(output, "loss", None)
+        if found is None and isinstance(output, Tensor) and output.dim() == 0:
+            found = output
+        if not isinstance(found, Tensor):
+            raise ParameterError(
+                "pipeline parallelism: the model's output has no loss: give train_batch a loss_fn(output, "
+                "labels)"
+            )
+        return found
+
+    def _mean(self, own: Tensor | None) -> Tensor:
+        """Return the mean over the ranks of the last stage of their losses. Collective."""
+        comm = self._pipeline.axis.comm
+        total = torch.zeros(2, dtype=torch.float64, device=comm.device)
+        if own is not None:
+            total += torch.stack([own.detach().double(), torch.ones_like(own, dtype=torch.float64)])
+        comm.all_reduce_scalars(total, "adds up the losses")
+        wide = any(p.dtype == torch.float64 for p in self._pipeline.line.model.parameters())
+        return (total[0] / total[1]).to(torch.float64 if wide else torch.float32)
+
+
+def _endless(loader: Any) -> Iterator[Any]:
+    while True:
+        yield from loader
+
+
+def _to(value: Any, device: torch.device) -> Any:
+    return value.to(device) if isinstance(value, Tensor) else value
+
+
+def pipelined(kind: type[E]) -> type[E]:
+    """Return the engine class of a pipeline that is also of a kind."""
+    return type(f"Pipelined{kind.__name__}", (Pipelined, kind), {})

@@ -1,0 +1,112 @@
+"""Finds the layers that a model calls one after the other, and divides them into the parts of a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from torch import nn
+
+from ..errors import ParameterError
+
+NOTE = "zlaunch_line"
+"""Names the attribute of a model that says which of its modules are the layers."""
+
+
+@dataclass
+class Line:
+    """Holds a model's layers in their order, and which part of the pipeline has which."""
+
+    model: nn.Module
+    name: str
+    layers: list[nn.Module]
+    stages: int
+    """Ranks of a pipeline; part p is on stage p % stages."""
+    bounds: list[int] = field(default_factory=list)
+    """The first layer of each part, and the number of layers."""
+    loss_fn: Callable[..., Any] | None = None
+
+    @property
+    def parts(self) -> int:
+        """Return the number of parts."""
+        return len(self.bounds) - 1
+
+    def part_of(self, index: int) -> int:
+        """Return the part that has a layer."""
+        return next(part for part in range(self.parts) if index < self.bounds[part + 1])
+
+
+def find_line(model: nn.Module) -> tuple[str, list[nn.Module]]:
+    """Return the name and the members of the list of layers of a model: that of the most parameters.
+
+    Raises ParameterError for a model without one.
+    """
+    noted = getattr(model, NOTE, None)
+    if noted is not None:
+        return str(noted), list(model.get_submodule(str(noted)).children())
+    found = [
+        (sum(p.numel() for p in module.parameters()), name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) > 1 and len({type(each) for each in module}) == 1
+    ]
+    if not found:
+        raise ParameterError(
+            f"pipeline parallelism: {type(model).__name__} has no nn.ModuleList of layers of one class that "
+            "could be divided; deepspeed.pipe.PipelineModule takes a list of any layers"
+        )
+    _, name, module = max(found, key=lambda each: each[0])
+    return name, list(module)
+
+
+def divide(weights: Sequence[int], parts: int, how: str | Sequence[int]) -> list[int]:
+    """Return the first layer of each part, and the number of layers.
+
+    ``weights`` are those of the layers; ``how`` is "uniform", "parameters" or "best" (the heaviest part is as
+    light as can be), or a list of first layers. Raises ParameterError for fewer layers than parts, and a list
+    that does not fit.
+    """
+    count = len(weights)
+    if count < parts:
+        raise ParameterError(f"pipeline parallelism: {count} layers cannot be divided into {parts} parts")
+    if not isinstance(how, str):
+        bounds = [0, *how, count]
+        if len(bounds) != parts + 1 or any(a >= b for a, b in pairwise(bounds)):
+            raise ParameterError(
+                f"pipeline.partition: {list(how)} does not divide {count} layers into {parts} parts: give "
+                f"the first layers of {parts - 1} parts, in their order"
+            )
+        return bounds
+    if how == "uniform":
+        return [part * count // parts for part in range(parts + 1)]
+    return _balanced([max(1, weight) for weight in weights], parts)
+
+
+def _balanced(weights: Sequence[int], parts: int) -> list[int]:
+    """Divide so that the heaviest part is as light as can be (the linear partition problem, by bisection)."""
+    low, high = max(weights), sum(weights)
+    while low < high:
+        limit = (low + high) // 2
+        if len(_filled(weights, limit)) <= parts:
+            high = limit
+        else:
+            low = limit + 1
+    starts = _filled(weights, low)
+    while len(starts) < parts:  # fewer parts would do: cut the longest
+        bounds = [*starts, len(weights)]
+        sizes = [b - a for a, b in pairwise(bounds)]
+        longest = max(range(len(sizes)), key=sizes.__getitem__)
+        starts.insert(longest + 1, starts[longest] + sizes[longest] // 2)
+    return [*starts, len(weights)]
+
+
+def _filled(weights: Sequence[int], limit: int) -> list[int]:
+    """Return where parts begin that are filled up to a limit, one after the other."""
+    starts, total = [0], 0
+    for index, weight in enumerate(weights):
+        if total + weight > limit:
+            starts.append(index)
+            total = 0
+        total += weight
+    return starts

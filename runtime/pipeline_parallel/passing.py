@@ -1,0 +1,160 @@
+"""Defines what the layers of other stages do in a forward pass: hand on what they get."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import ParameterError
+from ..zero import placeholder
+from ..zero.output_tensors import tensors_in
+from .line import Line
+
+
+@dataclass
+class PartPass:
+    """Holds a forward pass through one part of the pipeline."""
+
+    start: int
+    stop: int
+    received: Any
+    """What the part before has handed on; None at the first."""
+    captured: Any = None
+    """What this part hands on; None at the last."""
+    last: Any = None
+    """What the last layer that was called has returned."""
+    called: int = 0
+    """The number of layers that were called."""
+
+
+class LayerForward:
+    """Replaces a layer's forward: computes it in a pass through its part, and hands on in others what it
+    gets, or what this part was given by the one before.
+    """
+
+    def __init__(self, module: nn.Module, index: int, passes: Passes) -> None:
+        self.module, self.index, self.passes = module, index, passes
+        self.inner = module.__dict__.get("forward")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if placeholder.in_backward():
+            return self._compute(*args, **kwargs)  # a recomputation: only what was computed is
+        run = self.passes.run
+        if run is None:
+            raise ParameterError(
+                "pipeline parallelism: a layer was called outside of engine.train_batch and eval_batch"
+            )
+        hidden = args[0] if args else next(iter(kwargs.values()))
+        self._check(run, hidden, (args[1:], {k: v for k, v in kwargs.items() if v is not hidden}))
+        run.called += 1
+        if run.start <= self.index < run.stop:
+            output = self._compute(*args, **kwargs)
+        elif self.index == run.start - 1:
+            output = run.received
+        else:
+            if self.index == run.stop:
+                run.captured = hidden
+            output = hidden
+        run.last = output
+        return output
+
+    def _compute(self, *args: Any, **kwargs: Any) -> Any:
+        if self.inner is not None:
+            return self.inner(*args, **kwargs)
+        return type(self.module).forward(self.module, *args, **kwargs)
+
+    def _check(self, run: PartPass, hidden: Any, rest: Any) -> None:
+        """Raise ParameterError if layers do not simply follow each other."""
+        name = f"{self.passes.line.name}.{self.index}"
+        if run.called != self.index:
+            raise ParameterError(
+                f"pipeline parallelism: {name} is not called as layer {self.index} of a pass, but as "
+                f"{run.called}"
+            )
+        if self.index and hidden is not run.last:
+            raise ParameterError(
+                f"pipeline parallelism: {name} is not called with what the layer before it has returned: "
+                "something happens between them, or layers return more than one tensor"
+            )
+        if any(tensor.requires_grad for tensor in tensors_in(rest)):
+            raise ParameterError(
+                f"pipeline parallelism: {name} is called with a further tensor that needs a gradient, which "
+                "other stages cannot send"
+            )
+
+
+class Passes:
+    """Holds the pass that is going on through a part of the pipeline."""
+
+    def __init__(self, line: Line) -> None:
+        self.line = line
+        self.run: PartPass | None = None
+
+    def __deepcopy__(self, memo: Any) -> Passes:
+        return self
+
+
+class OutsideForward:
+    """Replaces the forward of a module outside of the layers: computes it in a pass through the part that it
+    belongs to. In others it returns zeros of the shape that its output would have, or what it gets, which
+    nobody uses.
+    """
+
+    def __init__(self, module: nn.Module, name: str, is_early: bool, passes: Passes) -> None:
+        self.module, self.name, self.is_early, self.passes = module, name, is_early, passes
+        self.inner = module.__dict__.get("forward")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute the module, or stand for it. Raises ParameterError if it is used on the other side of the
+        layers than it is registered.
+        """
+        run, line = self.passes.run, self.passes.line
+        if run is None or placeholder.in_backward():
+            return self._compute(*args, **kwargs)
+        if self.is_early != (run.called == 0):
+            when, place = ("after", "before") if self.is_early else ("before", "after")
+            raise ParameterError(
+                f"pipeline parallelism: {self.name} is used {when} the layers, but is registered {place} them"
+            )
+        if (run.start == 0) if self.is_early else (run.stop == len(line.layers)):
+            return self._compute(*args, **kwargs)
+        given: Tensor = args[0] if args else next(iter(kwargs.values()))
+        module = self.module
+        if isinstance(module, nn.Embedding):
+            zero = torch.zeros((), dtype=module.weight.dtype, device=given.device)
+            return zero.expand(*given.shape, module.embedding_dim)
+        if isinstance(module, nn.Linear):
+            return given.new_zeros(()).expand(*given.shape[:-1], module.out_features)
+        return given
+
+    def _compute(self, *args: Any, **kwargs: Any) -> Any:
+        if self.inner is not None:
+            return self.inner(*args, **kwargs)
+        return type(self.module).forward(self.module, *args, **kwargs)
+
+
+def install(line: Line, passes: Passes) -> None:
+    """Replace the forwards of the layers, and of the modules with parameters outside of them.
+
+    Raises ParameterError for a module that cannot be left out.
+    """
+    layers = {id(each) for layer in line.layers for each in layer.modules()}
+    has_passed = False
+    for name, module in line.model.named_modules():
+        has_passed = has_passed or name == line.name
+        own = [p for p in module._parameters.values() if p is not None]
+        contains = not name or line.name == name or line.name.startswith(f"{name}.")
+        if id(module) in layers or contains or not own:
+            continue
+        simple = isinstance(module, (nn.Embedding, nn.Linear)) or all(p.dim() < 2 for p in own)
+        if not simple or next(module.children(), None) is not None:
+            raise ParameterError(
+                f"pipeline parallelism: {name}, a {type(module).__name__}, cannot be left out on the stages "
+                "that do not have it"
+            )
+        module.forward = OutsideForward(module, name, not has_passed, passes)
+    for index, layer in enumerate(line.layers):
+        layer.forward = LayerForward(layer, index, passes)

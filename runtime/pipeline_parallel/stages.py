@@ -1,0 +1,203 @@
+"""Runs micro-batches through the stages of a pipeline, in the order of a schedule of torch's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+)
+
+from ..errors import ParameterError
+from .cut import CHANNEL, StageAxis
+from .line import Line
+from .passing import PartPass, Passes
+
+Call = Callable[[Any, bool], Any]
+"""Calls the model with a micro-batch, and tells it whether the loss is wanted; returns the loss then."""
+Meta = tuple[tuple[int, ...], torch.dtype]
+
+
+class PartModule(nn.Module):
+    """Computes one part of the pipeline for a micro-batch, which it finds by its number."""
+
+    def __init__(self, part: int, line: Line, passes: Passes, axis: StageAxis, call: Call) -> None:
+        super().__init__()
+        self._part, self._line, self._passes, self._axis, self._call = part, line, passes, axis, call
+        self.micro_batches: Sequence[Any] = ()
+
+    @property
+    def is_last(self) -> bool:
+        """Tell whether the part computes the loss."""
+        return bool(self._part == self._line.parts - 1)
+
+    def forward(self, *received: Any, number: Tensor) -> Any:
+        """Return what the next part gets, or the loss as (1,)."""
+        line, first = self._line, self._part == 0
+        given = None if first else received[0]
+        run = PartPass(line.bounds[self._part], line.bounds[self._part + 1], given)
+        count = self._axis.comm._count
+        self._passes.run = run
+        try:
+            found = self._call(self.micro_batches[int(number)], self.is_last)
+        finally:
+            self._passes.run = None
+        if run.called != len(line.layers):
+            raise ParameterError(
+                f"pipeline parallelism: {run.called} of {len(line.layers)} layers ({line.name}) were "
+                "called in a pass"
+            )
+        if given is not None and torch.is_grad_enabled():
+            count(CHANNEL, given.numel())  # its gradient is sent back
+        if self.is_last:
+            return found.reshape(1)
+        if not isinstance(run.captured, Tensor):
+            raise ParameterError("pipeline parallelism: layers have to return one tensor")
+        count(CHANNEL, run.captured.numel())
+        return run.captured
+
+
+class Stages:
+    """Holds this rank's parts of the pipeline, and runs their passes."""
+
+    def __init__(
+        self,
+        line: Line,
+        passes: Passes,
+        axis: StageAxis,
+        schedule: str,
+        call: Call,
+        before: Callable[[], None],
+    ) -> None:
+        """``call`` calls the model; ``before`` is called before each backward pass."""
+        self.line, self.axis, self.schedule, self._before = line, axis, schedule, before
+        own = range(axis.stage, line.parts, line.stages)
+        self.modules = {part: PartModule(part, line, passes, axis, call) for part in own}
+        self._metas: dict[Any, list[Meta]] = {}
+        self._built: tuple[Any, Any] | None = None
+
+    def train(self, micro_batches: Sequence[Any], key: Any) -> list[Tensor]:
+        """Run forward and backward passes; return the losses on the last stage. ``key`` stands for the shapes
+        of the micro-batches. Raises ParameterError where a schedule cannot take so many of them.
+        """
+        count = len(micro_batches)
+        if self.schedule == "interleaved" and count % self.line.stages:
+            raise ParameterError(
+                "pipeline.schedule: interleaved needs gradient_accumulation_steps that are a multiple of the "
+                f"{self.line.stages} stages, not {count}"
+            )
+        for module in self.modules.values():
+            module.micro_batches = micro_batches
+        if self._built is None or self._built[0] != (key, count):
+            self._built = (key, count), self._build(self._probe(key), count)
+        numbers = torch.arange(count)
+        given = (numbers,) if 0 in self.modules else ()
+        has_last = self.line.parts - 1 in self.modules
+        losses: list[Tensor] = []
+        rest = {"target": numbers, "losses": losses} if has_last else {}
+        self._built[1].step(*given, number=numbers, **rest)
+        return losses
+
+    @torch.no_grad()
+    def evaluate(self, micro_batches: Sequence[Any], key: Any) -> list[Tensor]:
+        """Run forward passes; return the losses on the last stage."""
+        for module in self.modules.values():
+            module.micro_batches = micro_batches
+        metas, losses = self._probe(key), []
+        for number in range(len(micro_batches)):
+            for part in range(self.line.parts):
+                if part not in self.modules:
+                    continue
+                module, received = self.modules[part], tuple[Tensor, ...]()
+                if part and part - 1 not in self.modules:
+                    shape, dtype = metas[part - 1]
+                    buffer = torch.empty(shape, dtype=dtype, device=self.axis.comm.device)
+                    dist.recv(buffer, self.axis.ranks[(part - 1) % self.line.stages], group=self.axis.group)
+                    received = (buffer,)
+                output = module(*received, number=torch.tensor(number))
+                if module.is_last:
+                    losses.append(output)
+                else:
+                    dist.send(
+                        output.contiguous(),
+                        self.axis.ranks[(part + 1) % self.line.stages],
+                        group=self.axis.group,
+                    )
+        return losses
+
+    def _probe(self, key: Any) -> list[Meta]:
+        """Return the shape and dtype of what each part hands on. Collective."""
+        if key in self._metas:
+            return self._metas[key]
+        metas: list[Meta] = []
+        device = self.axis.comm.device
+        for part in range(self.line.parts - 1):
+            found: list[Any] = [None]
+            if part in self.modules:
+                received = []
+                if part:
+                    shape, dtype = metas[-1]
+                    received.append(torch.zeros(shape, dtype=dtype, device=device))
+                devices = [device] if device.type == "cuda" else []
+                with torch.no_grad(), torch.random.fork_rng(devices):
+                    output = self.modules[part](*received, number=torch.tensor(0))
+                found = [(tuple(output.shape), output.dtype)]
+            source = self.axis.ranks[part % self.line.stages]
+            dist.broadcast_object_list(found, source, group=self.axis.group)
+            metas.append(found[0])
+        self._metas[key] = metas
+        return metas
+
+    def _build(self, metas: list[Meta], count: int) -> Any:
+        """Make torch's stages and schedule."""
+        stages: list[Any] = []
+        for part, module in self.modules.items():
+            received = torch.empty(1, dtype=torch.int64, device="meta")
+            if part:
+                received = _meta(metas[part - 1])
+            output = torch.empty(1, device="meta", requires_grad=True)
+            if not module.is_last:
+                output = _meta(metas[part])
+            stages.append(
+                _Stage(
+                    module,
+                    part,
+                    self.line.parts,
+                    self.axis.comm.device,
+                    input_args=(received,),
+                    output_args=(output,),
+                    group=self.axis.group,
+                )
+            )
+            stages[-1].before = self._before
+        options: dict[str, Any] = {"loss_fn": _the_loss, "scale_grads": False}
+        if self.schedule == "interleaved":
+            return ScheduleInterleaved1F1B(stages, count, **options)
+        kind: Any = ScheduleGPipe if self.schedule == "gpipe" else Schedule1F1B
+        return kind(stages[0], count, **options)
+
+
+def _meta(meta: Meta) -> Tensor:
+    shape, dtype = meta
+    return torch.empty(shape, dtype=dtype, device="meta", requires_grad=dtype.is_floating_point)
+
+
+def _the_loss(output: Tensor, target: Tensor) -> Tensor:
+    return output.sum()
+
+
+class _Stage(PipelineStage):
+    """Tells the engine before each backward pass."""
+
+    before: Callable[[], None]
+
+    def backward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
+        self.before()
+        return super().backward_maybe_with_nosync(*args, **kwargs)
