@@ -16,7 +16,7 @@ from .line import Line, divide, find_line
 from .passing import Passes, install
 
 
-def divide_layers(model: nn.Module, config: Config, comm: Comm) -> Pipeline | None:
+def divide_layers(model: nn.Module, config: Config, comm: Comm) -> StagedModel | None:
     """Leave this rank the parameters of its layers, if ranks have different ones; return the pipeline.
 
     Values are rank 0's already. Collective. Raises ParameterError for a model that cannot be divided.
@@ -41,9 +41,9 @@ def divide_layers(model: nn.Module, config: Config, comm: Comm) -> Pipeline | No
     if comm.rank == 0:
         sizes = ", ".join(str(b - a) for a, b in pairwise(line.bounds))
         say(f"pipeline parallelism: {stages} stages, {section.schedule}; layers of each part: {sizes}")
-    return Pipeline(line, axis, tied, section.schedule, Passes(line))
+    return StagedModel(line, axis, tied, section.schedule, Passes(line))
 
 
-def pass_on(pipeline: Pipeline) -> None:
+def pass_on(pipeline: StagedModel) -> None:
     """Let the model's modules pass on what other stages compute; after all other changes of forwards."""
     install(pipeline.line, pipeline.passes)

@@ -23,7 +23,7 @@ from .stages import Stages
 E = TypeVar("E", bound=Engine)
 
 
-class Pipeline:
+class StagedModel:
     """Holds the parts of an engine's pipeline."""
 
     def __init__(
@@ -75,7 +75,7 @@ class Pipelined:
 
     _pipeline: Pipeline
 
-    def start_pipeline(self, pipeline: Pipeline) -> None:
+    def start_pipeline(self, pipeline: StagedModel) -> None:
         """Take the pipeline's parts; called once."""
         self._pipeline = pipeline
         engine: Any = self
