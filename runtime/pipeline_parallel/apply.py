@@ -11,7 +11,7 @@ from ..config import Config
 from ..errors import ParameterError
 from ..log import say
 from .cut import StageAxis, leave_own
-from .engine import Pipeline
+from .engine import StagedModel
 from .line import Line, divide, find_line
 from .passing import Passes, install
 

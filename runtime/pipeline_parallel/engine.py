@@ -73,7 +73,7 @@ class StagedModel:
 class Pipelined:
     """Is an engine whose ranks have different layers of the model: it trains and evaluates whole steps."""
 
-    _pipeline: Pipeline
+    _pipeline: StagedModel
 
     def start_pipeline(self, pipeline: StagedModel) -> None:
         """Take the pipeline's parts; called once."""

@@ -29,6 +29,7 @@ SETTLED_INSIDE = {
     "parallel.tensor": "read through tensor_size",
     "parallel.sequence": "read through sequence_size",
     "parallel.pipeline": "read through pipeline_size",
+    "pipeline.stages": "read through pipeline_size",
     "sequence_parallel_size": "read through sequence_size",
     "data_parallel_size": "read through mesh_shape",
     "parallel.shard_group": "rewritten as zero_optimization.shard_group",

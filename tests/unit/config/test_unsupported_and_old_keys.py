@@ -39,7 +39,6 @@ def test_features_of_size_one_are_off(source: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("source", "path", "feature"),
     [
-        ({"parallel": {"pipeline": 2}}, "parallel.pipeline", "pipeline parallelism"),
         (
             {"zero_optimization": {"mics_hierarchical_params_gather": True}},
             "zero_optimization.mics_hierarchical_params_gather",
