@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import torch
 from torch import nn
 
 from ..comm.collectives import Comm
@@ -16,6 +17,9 @@ from .line import Line, divide, find_line
 from .passing import Passes, install
 
 
+_LEAST_TORCH = (2, 11)
+
+
 def divide_layers(model: nn.Module, config: Config, comm: Comm) -> StagedModel | None:
     """Leave this rank the parameters of its layers, if ranks have different ones; return the pipeline.
 
@@ -25,6 +29,7 @@ def divide_layers(model: nn.Module, config: Config, comm: Comm) -> StagedModel |
         return None
     section, stages, problem, line = config.pipeline, comm.mesh.pipeline, None, None
     try:
+        _check_torch()
         name, layers = find_line(model)
         line = Line(model, name, layers, stages, loss_fn=getattr(model, "loss_fn", None))
         parts = stages * (section.virtual_stages if section.schedule == "interleaved" else 1)
@@ -42,6 +47,15 @@ def divide_layers(model: nn.Module, config: Config, comm: Comm) -> StagedModel |
         sizes = ", ".join(str(b - a) for a, b in pairwise(line.bounds))
         say(f"pipeline parallelism: {stages} stages, {section.schedule}; layers of each part: {sizes}")
     return StagedModel(line, axis, tied, section.schedule, Passes(line))
+
+
+def _check_torch() -> None:
+    """Raise ParameterError for a torch whose schedules are not known to work: 2.6's hang over gloo."""
+    if tuple(int(part) for part in torch.__version__.split(".")[:2]) < _LEAST_TORCH:
+        raise ParameterError(
+            f"pipeline parallelism needs torch {_LEAST_TORCH[0]}.{_LEAST_TORCH[1]} or later, not "
+            f"{torch.__version__}: schedules of older ones hang, or were never run"
+        )
 
 
 def pass_on(pipeline: StagedModel) -> None:

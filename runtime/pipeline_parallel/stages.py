@@ -57,11 +57,12 @@ class PartModule(nn.Module):
         if given is not None and torch.is_grad_enabled():
             count(CHANNEL, given.numel())  # its gradient is sent back
         if self.is_last:
-            return found.reshape(1)
+            return found.reshape(1).clone()
         if not isinstance(run.captured, Tensor):
             raise ParameterError("pipeline parallelism: layers have to return one tensor")
         count(CHANNEL, run.captured.numel())
-        return run.captured
+        # older torch detaches in place what was sent, which views do not allow
+        return run.captured.clone() if run.captured._is_view() else run.captured
 
 
 class Stages:
@@ -177,7 +178,7 @@ class Stages:
                 )
             )
             stages[-1].before = self._before
-        options: dict[str, Any] = {"loss_fn": _the_loss, "scale_grads": False}
+        options: dict[str, Any] = {"loss_fn": _the_loss}  # parameters have no grad that it could scale
         if self.schedule == "interleaved":
             return ScheduleInterleaved1F1B(stages, count, **options)
         kind: Any = ScheduleGPipe if self.schedule == "gpipe" else Schedule1F1B
