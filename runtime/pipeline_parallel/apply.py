@@ -16,7 +16,6 @@ from .engine import StagedModel
 from .line import Line, divide, find_line
 from .passing import Passes, install
 
-
 _LEAST_TORCH = (2, 11)
 
 
