@@ -75,7 +75,8 @@ def preflight(
     if comm.rank == 0:
         on_cpu = comm.device.type == "cpu"
         present = Amounts(device=in_host if on_cpu else on_device, host=0 if on_cpu else in_host)
-        of_token = activations_per_token(model, setting.dtype_bytes)
+        # a rank has the activations of its part of each sequence
+        of_token = activations_per_token(model, setting.dtype_bytes, shared_by=comm.mesh.sequence)
         for line in describe(setting, free, present, of_token):
             say(line)
     problem = None

@@ -42,9 +42,10 @@ def transformer_activations(
     return Activations(layer * layers + head, inputs + max(layer, head), source)
 
 
-def activations_per_token(model: Any, dtype_bytes: int) -> Activations | None:
-    """Estimate the activations of one token from a Hugging Face model's config; None where it does not say
-    its width, depth and vocabulary, and where the model has no output for each word of it.
+def activations_per_token(model: Any, dtype_bytes: int, shared_by: int = 1) -> Activations | None:
+    """Estimate a rank's activations of one token, which so many ranks share, from a Hugging Face model's
+    config; None where it does not say its width, depth and vocabulary, and where the model has no output for
+    each word of it.
     """
     described = getattr(model, "config", None)
     try:
@@ -61,4 +62,7 @@ def activations_per_token(model: Any, dtype_bytes: int) -> Activations | None:
             return None
         found.append(known[0])
     hidden, layers, vocab = found
-    return transformer_activations(hidden, layers, vocab, 1, dtype_bytes)
+    found_for = transformer_activations(hidden, layers, vocab, 1, dtype_bytes)
+    assert found_for.checkpointed is not None
+    shares = (max(1, nbytes // shared_by) for nbytes in (found_for.plain, found_for.checkpointed))
+    return Activations(*shares, found_for.source)
