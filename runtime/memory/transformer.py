@@ -62,7 +62,7 @@ def activations_per_token(model: Any, dtype_bytes: int, shared_by: int = 1) -> A
             return None
         found.append(known[0])
     hidden, layers, vocab = found
-    found_for = transformer_activations(hidden, layers, vocab, 1, dtype_bytes)
-    assert found_for.checkpointed is not None
-    shares = (max(1, nbytes // shared_by) for nbytes in (found_for.plain, found_for.checkpointed))
-    return Activations(*shares, found_for.source)
+    of_all = transformer_activations(hidden, layers, vocab, 1, dtype_bytes)
+    assert of_all.checkpointed is not None
+    plain, checkpointed = (max(1, each // shared_by) for each in (of_all.plain, of_all.checkpointed))
+    return Activations(plain, checkpointed, of_all.source)
