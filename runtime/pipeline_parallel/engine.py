@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -179,7 +180,11 @@ class Pipelined:
             if not hasattr(self, "_own_data"):
                 self._own_data = _endless(engine.training_dataloader)
             data_iter = self._own_data
-        micro_batches = [next(data_iter) for _ in range(engine.gradient_accumulation_steps())]
+        count = engine.gradient_accumulation_steps()
+        micro_batches = list(islice(data_iter, count))
+        axis = self._pipeline.axis
+        if axis.largest(torch.tensor(float(len(micro_batches) < count), device=axis.comm.device)).item():
+            raise StopIteration  # on all ranks of the pipeline, if the data of one have come to an end
         self._pipeline.batch.check(micro_batches)
         if loss_fn is not None:
             self._pipeline.line.loss_fn = loss_fn
