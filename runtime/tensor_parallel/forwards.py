@@ -95,7 +95,9 @@ class VocabularyForward(SharedForward):
 
     def __call__(self, input: Tensor) -> Tensor:
         local = input - self.first
-        elsewhere = (local < 0) | (local >= self.rows)
+        # a number of no row is nowhere else: looking it up raises here what it raises in a whole embedding
+        total = self.rows * self.axis.size
+        elsewhere = (local < 0) & (input >= 0) | (local >= self.rows) & (input < total)
         output: Tensor = self.original(local.masked_fill(elsewhere, 0))
         return leave(output.masked_fill(elsewhere.unsqueeze(-1), 0), self.axis)
 
@@ -169,10 +171,13 @@ class VocabularyLoss:
         counts = wanted != ignore_index
         shift = self.axis.largest(wide.detach().amax(-1))
         total = leave((wide - shift.unsqueeze(-1)).exp().sum(-1), self.axis)
-        local = wanted - self.axis.position * wide.shape[-1]
-        here = (local >= 0) & (local < wide.shape[-1])
-        own = wide.gather(-1, local.masked_fill(~here, 0).unsqueeze(-1)).squeeze(-1)
-        chosen = leave(own.masked_fill(~here, 0), self.axis)
+        width = wide.shape[-1]
+        local = wanted - self.axis.position * width
+        # a label of no word is nowhere else: its lookup raises, as a loss of whole logits does
+        elsewhere = (local < 0) & (wanted >= 0) | (local >= width) & (wanted < width * self.axis.size)
+        elsewhere = elsewhere | ~counts
+        own = wide.gather(-1, local.masked_fill(elsewhere, 0).unsqueeze(-1)).squeeze(-1)
+        chosen = leave(own.masked_fill(elsewhere, 0), self.axis)
         losses = (total.log() + shift - chosen).masked_fill(~counts, 0)
         if num_items_in_batch is None:
             return losses.sum() / counts.sum()

@@ -88,3 +88,22 @@ def test_a_plan_for_something_else_is_refused() -> None:
         zlaunch.tensor_parallel(_Network(), {"layer.*.up": "colwise"})
     with pytest.raises(zlaunch.ParameterError, match="up: the style 'columns' is not supported"):
         zlaunch.tensor_parallel(_Network(), {"layers.*.up": "columns"})
+
+
+def _words_of_no_row() -> list[str]:
+    join()
+    engine, *_ = zlaunch.initialize(
+        model=_Network(), config=settings(1, 2, 1, tensor_parallel={"plan": PLANS[0]})
+    )
+    said = []
+    for word in (16, -1):
+        try:
+            engine(torch.tensor([[0, word]]))
+        except IndexError as error:
+            said.append(str(error))
+    return said
+
+
+def test_a_word_of_no_row_is_an_error_as_in_one_process() -> None:
+    for said in run_workers(_words_of_no_row, 2):
+        assert len(said) == 2 and all("out of range" in each for each in said)

@@ -224,6 +224,30 @@ def test_the_vocabulary_parallel_loss_is_the_loss() -> None:
         assert parallel == pytest.approx(plain_loss, rel=1e-9)
 
 
+def _labels_of_no_word() -> list[str]:
+    join()
+    config = {
+        **settings(1, 1, 1),
+        "parallel": {},
+        "tensor_parallel": {"autotp_size": 2, "vocab_parallel_loss": True},
+    }
+    engine, *_ = zlaunch.initialize(model=make("llama"), config=config)
+    batch, said = data()[0], []
+    for label in (64, -7):
+        labels = batch.clone()
+        labels[0, 3] = label
+        try:
+            engine(input_ids=batch, labels=labels)
+        except (IndexError, RuntimeError) as error:
+            said.append(str(error))
+    return said
+
+
+def test_a_label_of_no_word_is_an_error_as_in_one_process() -> None:
+    for said in run_workers(_labels_of_no_word, 2):
+        assert len(said) == 2 and all("out of bounds" in each for each in said)
+
+
 def _dropout() -> tuple[list[float], int]:
     rank = join()
     engine, *_ = zlaunch.initialize(
