@@ -13,6 +13,7 @@ from ..cut import Cut, cut_of, mark
 from ..environment import read_environment
 from ..errors import ParameterError
 from ..expert_parallel.axis import ExpertAxis
+from ..expert_parallel.forward import DispatchForward
 from ..log import say
 from ..mesh.choice import divides_layers
 from ..zero.unit import owner_of
@@ -21,6 +22,7 @@ from .axis import TensorAxis
 from .decide import Decision
 from .forwards import (
     GradientSum,
+    SharedForward,
     VocabularyForward,
 )
 from .own_numbers import OwnNumbers
@@ -33,8 +35,9 @@ def share_layers(model: nn.Module, config: Config, comm: Comm) -> None:
     several. All values are rank 0's then.
 
     Parameters stay the same objects, plain ones of their part's shape. Collective. Raises ParameterError for
-    what cannot be cut.
+    what cannot be cut, and for a model that an earlier engine has cut.
     """
+    _refuse_cut(model)
     if not divides_layers(comm):
         return
     axis, work, problem = TensorAxis(comm), None, None
@@ -46,6 +49,7 @@ def share_layers(model: nn.Module, config: Config, comm: Comm) -> None:
             work.decide_on_loss()
         if comm.experts is not None:
             work.decide_on_experts(ExpertAxis(comm), config.expert_parallel.experts)
+        work.check_forwards()
     except ParameterError as error:
         problem = str(error)
     for rank, said in enumerate(comm.exchange(problem)):
@@ -63,6 +67,16 @@ def share_layers(model: nn.Module, config: Config, comm: Comm) -> None:
         model.register_forward_hook(Forget(axis), always_call=True)
     if comm.rank == 0:
         _tell(work)
+
+
+def _refuse_cut(model: nn.Module) -> None:
+    """Raise ParameterError for a model, or a copy of one, whose modules compute with parts already."""
+    for name, module in model.named_modules():
+        if isinstance(vars(module).get("forward"), (SharedForward, DispatchForward)):
+            raise ParameterError(
+                f"{name or type(module).__name__} has this rank's part alone, of an earlier engine: build "
+                "the model anew, and load the state_dict of the one that is cut"
+            )
 
 
 def _tell(work: Decision) -> None:
@@ -100,7 +114,7 @@ def apply(work: Decision) -> None:
         work.experts.axis.open()
     _cut(work)
     for name, forward in work.forwards.items():
-        work.modules[name].forward = forward
+        forward.name, work.modules[name].forward = name, forward
     _sum_gradients(work)
     for module, key, value in work.settings:
         setattr(module, key, value)

@@ -64,8 +64,23 @@ class Decision:
                 self._plan_module(name, self.modules[name], style)
             else:
                 owner, _, key = name.rpartition(".")
+                if owner not in self.modules:
+                    raise ParameterError(
+                        f"tensor parallelism: {owner} is one module with another name: name its parameter by "
+                        "the first one"
+                    )
                 self._plan_parameter(self.modules[owner], key, name, style)
         self._plan_tied()
+        self._refuse_parts_alone()
+
+    def check_forwards(self) -> None:
+        """Raise ParameterError if a module whose forward is replaced has one that is not its class's."""
+        for name in self.forwards:
+            if "forward" in vars(self.modules[name]):
+                raise ParameterError(
+                    f"{name}.forward was replaced on this one module: what ranks compute with their parts "
+                    "would not call it. Make a class with that forward"
+                )
 
     def decide_on_experts(self, axis: ExpertAxis, given: Sequence[str] | None) -> None:
         """Decide which rank has which experts, after all else. Raises ParameterError."""
@@ -127,7 +142,7 @@ class Decision:
                 f"tensor parallelism: {name} is a {type(module).__name__}: {style} is for torch.nn.Linear "
                 "(adapters and quantised layers cannot be cut)"
             )
-        weight = module.weight
+        weight = self._own_weight(name, module)
         if weight.dim() != 2:
             raise ParameterError(
                 f"tensor parallelism: {name} holds several experts ({list(weight.shape)}): parallel.expert "
@@ -147,6 +162,30 @@ class Decision:
             if module.bias is not None and not style.startswith("rowwise"):
                 self._set(module.bias, _cut_boxes(module.bias.shape, -1, self.axis.size, parts), name)
         self.forwards[name] = LINEAR[style](module, self.axis)
+
+    def _refuse_parts_alone(self) -> None:
+        """Refuse styles of parameters of modules that would compute with parts as if those were whole."""
+        for name in self.plan:
+            owner, _, key = name.rpartition(".")
+            module = self.modules.get(owner)
+            if name in self.modules or not isinstance(module, (nn.Linear, nn.Embedding)):
+                continue
+            if id(module._parameters[key]) in self.boxes and owner not in self.forwards:
+                raise ParameterError(
+                    f"tensor parallelism: {name} is of a {type(module).__name__}: give the module the style, "
+                    f"{owner}"
+                )
+
+    def _own_weight(self, name: str, module: nn.Linear | nn.Embedding) -> Tensor:
+        """Return a module's weight. Raises ParameterError where that, or a bias, is computed from others."""
+        for key in ("weight", "bias"):
+            if getattr(module, key, None) is not None and key not in module._parameters:
+                raise ParameterError(
+                    f"tensor parallelism: {name}.{key} is computed from other parameters (a parametrization, "
+                    "a norm or pruning), which cannot be cut: leave the module out of the plan, or make it "
+                    "plain"
+                )
+        return module.weight
 
     def _shares_heads(self) -> bool:
         return isinstance(self.key_heads, int) and self.key_heads < self.axis.size
@@ -177,15 +216,16 @@ class Decision:
         for option in ("max_norm", "scale_grad_by_freq", "sparse"):
             if getattr(module, option):
                 raise ParameterError(f"tensor parallelism: {name}: an embedding with {option} cannot be cut")
+        weight = self._own_weight(name, module)
         dim = 0 if style == "embedding_rowwise" else 1
-        total, size = module.weight.shape[dim], self.axis.size
+        total, size = weight.shape[dim], self.axis.size
         if total % size:
             what = "columns" if dim else "rows"
             self.left_whole.append(
                 f"{name} stays whole on each rank: its {total} {what} cannot be divided by {size}"
             )
             return
-        self._set(module.weight, _cut_boxes(module.weight.shape, dim, size), f"{name}.weight")
+        self._set(weight, _cut_boxes(weight.shape, dim, size), f"{name}.weight")
         if dim:
             self.forwards[name] = WidthForward(module, self.axis)
             return

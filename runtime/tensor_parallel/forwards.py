@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ..errors import ParameterError
 from .axis import TensorAxis, enter, join, leave, split
 
 
@@ -17,6 +18,8 @@ class SharedForward:
 
     def __init__(self, module: nn.Module, axis: TensorAxis) -> None:
         self.module, self.axis = module, axis
+        self.name = ""
+        """The module's name in the model, for what is said about it."""
 
     def open_own_numbers(self) -> None:
         """Begin with random numbers of this rank's own, while the model trains."""
@@ -61,6 +64,13 @@ class RowForward(SharedForward):
         self.close_own_numbers()
         part = split(input, self.axis) if self.splits else input
         assert isinstance(self.module, nn.Linear)
+        needed = self.module.in_features // self.axis.size
+        if part.shape[-1] != needed:
+            raise ParameterError(
+                f"tensor parallelism: {self.name} gets {input.shape[-1]} inputs on each rank, of which it "
+                f"computes with {part.shape[-1]}, and has the weights of {needed}: rowwise follows a layer "
+                "that is colwise, rowwise_split_input takes whole inputs"
+            )
         output, bias = leave(functional.linear(part, self.module.weight), self.axis), self.module.bias
         return output if bias is None else output + bias
 

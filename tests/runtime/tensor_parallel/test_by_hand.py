@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
 
 import zlaunch
 from tests.runtime.tensor_parallel.task import BATCH, TOLERANCE, data, distance, settings
@@ -107,3 +110,78 @@ def _words_of_no_row() -> list[str]:
 def test_a_word_of_no_row_is_an_error_as_in_one_process() -> None:
     for said in run_workers(_words_of_no_row, 2):
         assert len(said) == 2 and all("out of range" in each for each in said)
+
+
+class _Twice(_Network):
+    """Has a module of two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.again = self.head
+
+
+class _Normed(_Network):
+    def __init__(self) -> None:
+        super().__init__()
+        for layer in self.layers:
+            assert isinstance(layer, nn.ModuleDict) and isinstance(layer["down"], nn.Linear)
+            weight_norm(layer["down"])
+
+
+class _Replaced(_Network):
+    def __init__(self) -> None:
+        super().__init__()
+        head = self.head
+        head.forward = lambda input: 2 * nn.functional.linear(input, head.weight, head.bias)  # type: ignore[method-assign]
+
+
+def _wrong(kind: type[_Network], plan: dict[str, str]) -> str:
+    join()
+    try:
+        engine, *_ = zlaunch.initialize(
+            model=kind(), config=settings(1, 2, 1, tensor_parallel={"plan": plan})
+        )
+        engine(data()[0] % 16)
+    except zlaunch.ZlaunchError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("kind", "plan", "said"),
+    [
+        (_Network, {"layers.*.up.weight": "colwise", "layers.*.down.weight": "rowwise"},
+         "layers.0.up.weight is of a Linear: give the module the style, layers.0.up"),
+        (_Network, {"layers.*.down": "rowwise"}, "layers.0.down gets 12 inputs on each rank"),
+        (_Twice, {"again.weight": "colwise"}, "again is one module with another name"),
+        (_Normed, PLANS[0], "layers.0.down.weight is computed from other parameters"),
+        (_Replaced, PLANS[1], "head.forward was replaced"),
+    ],
+    ids=["parameters", "whole inputs", "second name", "computed", "replaced"],
+)  # fmt: skip
+def test_plans_that_would_compute_something_else_are_refused(
+    kind: type[_Network], plan: dict[str, str], said: str
+) -> None:
+    for found in run_workers(_wrong, 2, kind, plan):
+        assert said in found and found
+
+
+def _used_again() -> list[str]:
+    join()
+    config = settings(1, 2, 1, tensor_parallel={"plan": PLANS[0]})
+    engine, *_ = zlaunch.initialize(model=_Network(), config=config)
+    copied = copy.deepcopy(engine.module)
+    engine.destroy()
+    said = []
+    for model in (engine.module, copied):
+        for other in (config, settings(1, 1, 2)):
+            try:
+                zlaunch.initialize(model=model, config=other)
+            except zlaunch.ZlaunchError as error:
+                said.append(str(error))
+    return said
+
+
+def test_a_model_that_is_cut_already_is_refused() -> None:
+    for said in run_workers(_used_again, 2):
+        assert len(said) == 4 and all("of an earlier engine" in each for each in said)
