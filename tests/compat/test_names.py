@@ -23,7 +23,7 @@ from tests.runtime.workers import run_workers
         ("deepspeed.inference.v2.engine_v2", "vLLM"),
         ("deepspeed.compression.compress", "torchao"),
         ("deepspeed.autotuning", "batch sizes"),
-        ("deepspeed.sequence.layer", "context_parallel"),
+        ("deepspeed.sequence.layer", "zlaunch.sequence"),
         ("deepspeed.launcher.launch", "zlaunch"),
         ("deepspeed.module_inject", "vLLM"),
         ("deepspeed.linear", "PEFT"),
@@ -66,6 +66,10 @@ def test_names_that_are_not_here(deepspeed: Any) -> None:
             what({})
     with pytest.raises(AttributeError, match=r"PipelineModule\.from_layers is not in zlaunch: .*Megatron"):
         PipelineModule.from_layers  # noqa: B018
+    from deepspeed.runtime.sequence_parallel import ulysses_sp
+
+    with pytest.raises(AttributeError, match=r"ulysses_sp\.TiledMLP is not in zlaunch: .*tiled_mlp"):
+        ulysses_sp.TiledMLP  # noqa: B018
     assert not hasattr(FusedLamb, "betas") and not isinstance(nn.Linear(1, 1), FusedLamb)
 
     class Layer(FusedLamb, nn.Module):

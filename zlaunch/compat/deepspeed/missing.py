@@ -17,7 +17,10 @@ EXPERTS = (
     "config gives ranks different ones"
 )
 TENSOR_PARALLEL = "tensor_parallel.autotp_size of the config lets ranks share each layer"
-SEQUENCES = "long sequences: activation_checkpointing with cpu_checkpointing, or torch's context_parallel"
+SEQUENCES = (
+    "parallel.sequence of the config divides sequences (zlaunch.sequence.attention in a model of your own), "
+    "activation_checkpointing.tiled_mlp and tiled_loss compute in tiles"
+)
 FLOPS = "use flops_profiler of the config, or torch.utils.flop_counter.FlopCounterMode and torch.profiler"
 ELASTICITY = "checkpoints load at any number of ranks: write the batch keys for the ranks there are"
 OPTIMIZERS = "use AdamW, SGD, Lion, or any optimizer that treats every element by itself"

@@ -82,7 +82,9 @@ class UlyssesSPDataLoaderAdapter:
         self.iter: Iterator[Any] | None = None
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["dl"], name)
+        if name.startswith("__") or "dl" not in self.__dict__:  # a copy is being made
+            raise AttributeError(name)
+        return getattr(self.dl, name)
 
     def __len__(self) -> int:
         return len(self.dl) * self.sp_world_size
@@ -118,12 +120,17 @@ class UlyssesSPDataLoaderAdapter:
         if own is None or any(described is None for _, described in facts):
             self.iter = None
             raise StopIteration
+        described = [each for _, each in facts]
+        for name in sorted({name for each in described for name in each}):
+            kinds = {each[name][0] if name in each else "none" for each in described}
+            if len(kinds) > 1:
+                raise ParameterError(
+                    f"UlyssesSPDataLoaderAdapter: the batches of the ranks differ: {name} is "
+                    f"{' and '.join(sorted(kinds))}"
+                )
         batches: list[dict[str, Any]] = [{} for _ in facts]
         for name in sorted(own):
-            described = [each.get(name) for _, each in facts]
-            if any(each is None for each in described):
-                raise ParameterError(f"the batches of the ranks differ: not all have {name}")
-            parts = self._parts(own[name], described)
+            parts = self._parts(own[name], [each[name] for each in described])
             for found, part in zip(batches, parts, strict=True):
                 found[name] = part
         self.micro_batches.extend(batches)
@@ -168,8 +175,8 @@ class UlyssesSPDataLoaderAdapter:
 
 
 def _describe(batch: dict[str, Any]) -> dict[str, tuple[str, Any]]:
-    """Return the shape of each tensor of a batch, and all else as it is."""
+    """Return the dtype and shape of each tensor of a batch, and all else as it is."""
     return {
-        name: ("tensor", tuple(value.shape)) if isinstance(value, Tensor) else ("other", value)
+        name: (str(value.dtype), tuple(value.shape)) if isinstance(value, Tensor) else ("no tensor", value)
         for name, value in batch.items()
     }

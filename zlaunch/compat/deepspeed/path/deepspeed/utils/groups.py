@@ -1,4 +1,4 @@
-"""Process groups: there is data parallelism alone."""
+"""Process groups of all axes."""
 
 from zlaunch.compat.deepspeed.groups import *  # noqa: F403
 from zlaunch.compat.deepspeed.groups import __all__ as __all__

@@ -1,5 +1,8 @@
 """Attention and loaders of divided sequences."""
 
+from zlaunch.compat.deepspeed.missing import absent
 from zlaunch.compat.deepspeed.ulysses import UlyssesSPAttentionHF, UlyssesSPDataLoaderAdapter
 
 __all__ = ["UlyssesSPAttentionHF", "UlyssesSPDataLoaderAdapter"]
+
+__getattr__ = absent("deepspeed.runtime.sequence_parallel.ulysses_sp")
