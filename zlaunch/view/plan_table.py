@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from zlaunch.runtime.config import MeshShape
 
 
+_COLUMNS = "sequence", "tensor"
+"""Names the axes whose ranks share samples, and stand in one row."""
 _CROSSING = {
     "tensor": "each layer waits for the network between nodes",
     "sequence": "each attention waits for the network between nodes",
@@ -47,15 +49,16 @@ def _place(mesh: MeshShape, rank: int) -> str:
 
 
 def _draw(plan: Plan, mesh: MeshShape) -> RenderableType:
-    """Draw the mesh: a row for each rank with samples of its own, or group of ranks that share each layer."""
+    """Draw the mesh: a row for each rank with samples of its own, or group of ranks that share samples."""
     hosts = {worker.rank: node.host for node in plan.nodes for worker in node.workers}
     sizes = " * ".join(f"{name} {size}" for name, size in mesh.axes.items())
     table = Table(title=f"mesh: {sizes}", title_justify="left")
     table.add_column("")
-    for position in range(mesh.tensor):
-        table.add_column(f"tensor {position}" if mesh.tensor > 1 else "")
-    for ranks in mesh.groups("tensor"):
-        name = _row(mesh, ranks[0], "tensor")
+    for position in range(mesh.sequence * mesh.tensor):
+        places = mesh.coordinates(position)
+        table.add_column(", ".join(f"{axis} {places[axis]}" for axis in _COLUMNS if axis in places))
+    for ranks in mesh.groups(*_COLUMNS):
+        name = _row(mesh, ranks[0], *_COLUMNS)
         table.add_row(name, *(f"rank {rank} on {hosts[rank]}" for rank in ranks))
     texts = []
     for axis, what in _CROSSING.items():
@@ -68,10 +71,10 @@ def _draw(plan: Plan, mesh: MeshShape) -> RenderableType:
     return Group(table, *map(Text, texts))
 
 
-def _row(mesh: MeshShape, rank: int, without: str) -> str:
-    """Say where a rank is on all axes but one."""
+def _row(mesh: MeshShape, rank: int, *without: str) -> str:
+    """Say where a rank is on all other axes."""
     places = mesh.coordinates(rank)
-    return ", ".join(f"{axis} {position}" for axis, position in places.items() if axis != without)
+    return ", ".join(f"{axis} {position}" for axis, position in places.items() if axis not in without)
 
 
 def _facts(plan: Plan, shared: dict[str, str]) -> Iterator[str]:

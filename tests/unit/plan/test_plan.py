@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from io import StringIO
@@ -13,6 +14,7 @@ from rich.console import Console
 from zlaunch.plan.build import make_plan
 from zlaunch.plan.facts import NodeSpec, RunFacts
 from zlaunch.plan.plan import Plan, Program, is_secret, without_secrets
+from zlaunch.runtime.rank_mesh import MeshShape
 from zlaunch.system.events import encode
 from zlaunch.view.plan_table import plan_table
 
@@ -112,6 +114,39 @@ def test_table_shows_every_rank_and_shared_settings_once() -> None:
     text = out.getvalue()
     assert text.count("WORLD_SIZE=2") == 2  # also in LOCAL_WORLD_SIZE
     assert "LOCAL_RANK=1" in text and "127.0.0.1:29500" in text and "train.py --local_rank=0" in text
+
+
+@pytest.mark.parametrize(
+    ("mesh", "drawn", "warnings"),
+    [
+        (
+            MeshShape(2, sequence=2),
+            ["sequence 0 sequence 1", "data 0 rank 0 on a rank 1 on a", "data 1 rank 2 on b rank 3 on b"],
+            [],
+        ),
+        (
+            MeshShape(1, sequence=2, tensor=2),
+            [
+                "sequence 0, tensor 0 sequence 0, tensor 1 sequence 1, tensor 0 sequence 1, tensor 1",
+                "data 0 rank 0 on a rank 1 on a rank 2 on b rank 3 on b",
+            ],
+            ["each layer waits for the network between nodes at data 0"],
+        ),
+        (
+            MeshShape(1, expert=2, sequence=2),
+            ["data 0, expert 0 rank 0 on a rank 1 on a", "data 0, expert 1 rank 2 on b rank 3 on b"],
+            ["tokens travel between nodes to their experts at data 0"],
+        ),
+    ],
+    ids=["sequence", "tensor", "expert"],
+)
+def test_the_table_draws_the_mesh(mesh: MeshShape, drawn: list[str], warnings: list[str]) -> None:
+    out = StringIO()
+    whole = plan_table(plan(NodeSpec("a", 2, 2), NodeSpec("b", 2, 2)), mesh)
+    Console(file=out, width=200).print(whole)
+    lines = [" ".join(re.sub("[\u2500-\u257f]", " ", line).split()) for line in out.getvalue().splitlines()]
+    assert all(line in lines for line in drawn), lines
+    assert [line.partition("warning: ")[2] for line in lines if "warning: " in line] == warnings
 
 
 def test_names_of_secrets() -> None:
