@@ -36,6 +36,8 @@ _PLAN = {"layers.0.up": "colwise", "layers.0.down": "rowwise"}
 SHARED: dict[str, Any] = {"parallel": {"tensor": 2}, "tensor_parallel": {"plan": _PLAN}}
 DIVIDED: dict[str, Any] = {"parallel": {"expert": 2}}
 BOTH: dict[str, Any] = {**SHARED, "parallel": {"tensor": 2, "expert": 2}}
+SPLIT: dict[str, Any] = {"parallel": {"sequence": 2}}
+SPLIT_AND_SHARED: dict[str, Any] = {**SHARED, "parallel": {"sequence": 2, "tensor": 2}}
 
 BEFORE = "Event.synchronize in step_result._read < step_result.differs"
 """At a step's beginning, for whether the step before was skipped: it ended a whole pass ago."""
@@ -76,6 +78,8 @@ class Case:
     """Adds waits of the host to :attr:`waits`."""
     experts: bool = False
     """Trains a mixture of experts."""
+    attends: bool = False
+    """Trains a layer of attention."""
     looks: bool = False
     """Looks at events as it goes: the host may know already what it would wait for."""
 
@@ -152,6 +156,7 @@ CASES = {
                 world=world,
                 more_waits=waits,
                 experts="experts" in name,
+                attends="sequence" in name,
                 looks=True,
             )
             for stage in (0, 3)
@@ -159,6 +164,8 @@ CASES = {
                 ("tensor on two", SHARED, 2, (BATCHES,)),
                 ("experts on two", DIVIDED, 2, ROUTING),
                 ("experts and tensor on four", BOTH, 4, (BATCHES, *ROUTING)),
+                ("sequence on two", SPLIT, 2, ()),
+                ("sequence and tensor on four", SPLIT_AND_SHARED, 4, (BATCHES,)),
             )
         ),
         Case(
@@ -208,7 +215,8 @@ def train(case: Case) -> dict[str, Any]:
     findings.clear()
     with running(), _folder(case) as folder:
         device = zlaunch.init_distributed()
-        shared = case.options.get("parallel", {}).get("tensor", 1)
+        axes = case.options.get("parallel", {})
+        shared = axes.get("tensor", 1) * axes.get("sequence", 1)
         parts, rank = dist.get_world_size() // shared, dist.get_rank() // shared
         small = {"stage3_param_persistence_threshold": 0, "sub_group_size": 4096, "reduce_bucket_size": 9000}
         settings = config(
@@ -229,6 +237,8 @@ def train(case: Case) -> dict[str, Any]:
             model = net(width=48, depth=2)
         if case.experts:
             model.layers[1] = mixture(48)
+        if case.attends:
+            model.layers[1] = attending(48)
         if "activation_checkpointing" in case.options:
             zlaunch.checkpointing.checkpoint_blocks(model)
         engine, *_ = zlaunch.initialize(model=model, config=settings)
@@ -240,7 +250,9 @@ def train(case: Case) -> dict[str, Any]:
             if index == _WARM:
                 findings.waits.clear()
             for micro in micros:
-                loss = loss_of(engine, micro.to(device, non_blocking=True))
+                loss = (loss_of_parts if case.attends else loss_of)(
+                    engine, micro.to(device, non_blocking=True)
+                )
                 engine.backward(loss)
                 engine.step()
             losses.append(loss.detach())
@@ -281,6 +293,35 @@ def mixture(width: int) -> Any:
             return hidden + self.experts(tokens, index, weights).view_as(hidden)
 
     return Mixture()
+
+
+def attending(width: int) -> Any:
+    """Make a layer of attention on sequences that ranks may have parts of."""
+    from torch import nn
+
+    from zlaunch.sequence import attention
+
+    class Attending(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+        def forward(self, hidden: Any) -> Any:
+            parts = self.inner(hidden).chunk(3, -1)
+            query, key, value = (each.unflatten(-1, (4, -1)).transpose(1, 2) for each in parts)
+            return hidden + self.out(attention(query, key, value, is_causal=True).transpose(1, 2).flatten(2))
+
+    return Attending()
+
+
+def loss_of_parts(model: Any, tokens: Any) -> Any:
+    """Return the loss of whole sequences, of which this rank computes its part."""
+    from torch.nn import functional
+
+    from zlaunch.sequence import mean, split
+
+    logits = model(split(tokens[:, :-1])).float().flatten(0, 1)
+    return mean(functional.cross_entropy(logits, split(tokens[:, 1:]).flatten(), reduction="none"))
 
 
 @contextmanager

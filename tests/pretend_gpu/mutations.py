@@ -195,6 +195,12 @@ def _tokens_are_computed_before_they_arrive() -> list[Change]:
     return [(ExpertAxis, "_wait", lambda self, work, tensor: None)]
 
 
+def _heads_are_computed_before_they_arrive() -> list[Change]:
+    from zlaunch.runtime.sequence_parallel.axis import SequenceAxis
+
+    return [(SequenceAxis, "_wait", lambda self, work, tensor: None)]
+
+
 MUTATIONS: dict[str, tuple[str, Callable[[], list[Change]]]] = {
     make.__name__.strip("_").replace("_", " "): (case, make)
     for case, make in (
@@ -220,6 +226,7 @@ MUTATIONS: dict[str, tuple[str, Callable[[], list[Change]]]] = {
         ("stage 3 groups on four", _the_second_hop_does_not_wait_for_the_first),
         ("stage 0 tensor on two", _the_sum_of_a_layer_is_not_waited_for),
         ("stage 0 experts on two", _tokens_are_computed_before_they_arrive),
+        ("stage 0 sequence on two", _heads_are_computed_before_they_arrive),
         ("stage 3 host both on two", _gathers_do_not_wait_for_uploads),
     )
 }
