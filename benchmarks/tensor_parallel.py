@@ -4,7 +4,8 @@
 
 The model is a Llama of Hugging Face in float32; torch's layers are cut by its parallelize_module in the same
 places. All systems are built in the same processes and take turns; the ratios are medians over the rounds of
-the pair in one round. "tensor 1" says what the section costs where nothing is shared. Needs transformers.
+the pair in one round. "tensor 1" and "sequence 1" say what the section costs where nothing is shared.
+Needs transformers.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 ADAMW = {"lr": 1e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
 WORDS = 256
-PAIRS = (("tensor", "torch"), ("tensor 1", "whole"))
+PAIRS = (("tensor", "torch"), ("tensor 1", "whole"), ("sequence 1", "whole"))
 
 
 def _model(args: argparse.Namespace) -> Any:
@@ -110,6 +111,7 @@ def work(args: argparse.Namespace) -> None:
         "torch": _torch(args),
         "whole": _ours(args, None),
         "tensor 1": _ours(args, {"tensor": 1, "expert": 1}),
+        "sequence 1": _ours(args, {"sequence": 1}),
     }
     generator = torch.Generator().manual_seed(1)
 
