@@ -125,8 +125,7 @@ class LabelledForward:
         shifted = given.get("shift_labels")
         if shifted is None:
             shifted = functional.pad(labels, (0, 1), value=IGNORED)[..., 1:]
-            shifted = shifted if self.loss.parts is None else self.loss.parts.part(shifted)
-        self.loss.labels = shifted
+        self.loss.labels = shifted if self.loss.parts is None else self.loss.parts.part(shifted)
         try:
             output = self._inner(*args, **kwargs)
         finally:

@@ -11,10 +11,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.nn import functional
 
 import zlaunch
-from tests.runtime.workers import join, run_workers
 from zlaunch.runtime.activation.tiles import tile_mlps
-
-TOLERANCE = 1e-9
 
 
 @pytest.mark.parametrize("tile", [1, 3, 7, 100])
@@ -69,70 +66,6 @@ def _peak(tile: int | None) -> int:
 
 def test_memory_is_that_of_a_tile() -> None:
     assert _peak(32) * 3 < _peak(None)
-
-
-def _train(world: int, parallel: dict[str, int], stage: int, section: dict[str, Any]) -> list[float]:
-    join()
-    from tests.runtime.sequence_parallel.test_families import config_of, train
-    from tests.runtime.tensor_parallel.families import make
-
-    model = make("qwen3", "sdpa", tie_word_embeddings=True, use_cache=False)
-    config = {**config_of(stage, **parallel), "activation_checkpointing": section}
-    engine, *_ = zlaunch.initialize(model=model.train(), config=config)
-    labels = torch.randint(3, 64, (8, 12), generator=torch.Generator().manual_seed(4))
-    labels[:, :5] = -100
-    return train(engine, labels=labels)
-
-
-TILED = {"tiled_mlp": True, "tiled_loss": True, "tile_tokens": 6}
-
-
-@pytest.mark.parametrize(
-    ("world", "parallel", "stage", "section"),
-    [
-        (2, {}, 3, TILED),
-        (2, {"sequence": 2}, 3, TILED),
-        (2, {"sequence": 2}, 1, {**TILED, "enabled": True}),
-        (4, {"sequence": 2, "tensor": 2}, 2, TILED),
-    ],
-    ids=["data", "sequence", "recomputed", "tensor"],
-)
-def test_training_with_tiles_equals_one_process(
-    world: int, parallel: dict[str, int], stage: int, section: dict[str, Any]
-) -> None:
-    pytest.importorskip("transformers")
-    wanted = run_workers(_train, 1, 1, {}, 0, {})[0]
-    for losses in run_workers(_train, world, world, parallel, stage, section):
-        assert losses == pytest.approx(wanted, abs=TOLERANCE)
-
-
-def _said(section: dict[str, Any], family: str) -> str:
-    join()
-    from tests.runtime.sequence_parallel.test_families import config_of, train
-    from tests.runtime.tensor_parallel.families import make
-
-    model: Any = nn.Linear(4, 4) if family == "none" else make(family, "eager")
-    try:
-        config = {**config_of(1), "activation_checkpointing": section}
-        engine, *_ = zlaunch.initialize(model=model.train(), config=config)
-        train(engine)
-    except zlaunch.ZlaunchError as error:
-        return str(error)
-    return ""
-
-
-@pytest.mark.parametrize(
-    ("section", "family", "text"),
-    [
-        ({"tiled_loss": True}, "none", "tiled_loss needs a Hugging Face model with the loss ForCausalLM"),
-        ({"tiled_mlp": True}, "none", "no modules of linear layers called mlp"),
-        ({"tiled_loss": True}, "gemma2", "computes with its logits before the loss"),
-    ],
-    ids=["loss", "mlp", "capped"],
-)
-def test_what_cannot_be_tiled_is_refused(section: dict[str, Any], family: str, text: str) -> None:
-    pytest.importorskip("transformers")
-    assert text in run_workers(_said, 1, section, family)[0]
 
 
 class _Two(nn.Module):

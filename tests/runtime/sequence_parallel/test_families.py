@@ -12,8 +12,6 @@ from tests.runtime.tensor_parallel.families import make, plain
 from tests.runtime.tensor_parallel.task import BATCH, STEPS, TOLERANCE, data, distance, settings
 from tests.runtime.workers import join, run_workers
 
-pytest.importorskip("transformers")
-
 
 def train(engine: Any, first: int = 0, last: int = STEPS, **inputs: Any) -> list[float]:
     """Train on this rank's samples, whole sequences; return the mean losses of all ranks."""
