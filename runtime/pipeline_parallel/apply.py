@@ -14,7 +14,7 @@ from ..log import say
 from .cut import StageAxis, leave_own
 from .engine import StagedModel
 from .line import Line, divide, find_line
-from .passing import Passes, install
+from .passing import LayerForward, OutsideForward, Passes, install
 
 _LEAST_TORCH = (2, 11)
 
@@ -22,8 +22,14 @@ _LEAST_TORCH = (2, 11)
 def divide_layers(model: nn.Module, config: Config, comm: Comm) -> StagedModel | None:
     """Leave this rank the parameters of its layers, if ranks have different ones; return the pipeline.
 
-    Values are rank 0's already. Collective. Raises ParameterError for a model that cannot be divided.
+    Values are rank 0's already. Collective. Raises ParameterError for a model that cannot be divided, or has been.
     """
+    for name, module in model.named_modules():
+        if isinstance(vars(module).get("forward"), (LayerForward, OutsideForward)):
+            raise ParameterError(
+                f"{name} belongs to the pipeline of an earlier engine, of which each rank has some layers: "
+                "build the model anew, and load a checkpoint or the state_dict"
+            )
     if comm.mesh.pipeline == 1:
         return None
     section, stages, problem, line = config.pipeline, comm.mesh.pipeline, None, None
