@@ -14,6 +14,7 @@ from ..environment import read_environment
 from ..errors import ParameterError
 from ..log import say
 from ..model_plans import causal_model, text_config
+from ..rank_mesh import MeshShape
 from .attention import heads_problem, refuse_early_splits
 from .axis import SequenceAxis
 from .forward import PartsForward, SequenceForward
@@ -38,13 +39,15 @@ def share_sequences(model: nn.Module, comm: Comm) -> LossParts | None:
     if comm.mesh.sequence == 1:
         return None
     refuse_early_splits()
-    axis = SequenceAxis(comm)
     owner = causal_model(model)
+    if owner is not None:  # before ranks meet in the group: no rank waits for one that has refused
+        _check(owner, comm.mesh)
+    axis = SequenceAxis(comm)
     parts = None
     if owner is None:
         model.forward = ScriptForward(model, axis)
     else:
-        parts = _divide(owner, axis, comm.mesh.tensor)
+        parts = _divide(owner, axis)
     if comm.rank == 0:
         local = read_environment().local_world_size
         block = axis.size * comm.mesh.tensor
@@ -54,16 +57,10 @@ def share_sequences(model: nn.Module, comm: Comm) -> LossParts | None:
     return parts
 
 
-def _divide(model: Any, axis: SequenceAxis, tensor: int) -> LossParts | None:
-    """Install what a Hugging Face model computes on parts; return how its loss is added up. Raises
-    ParameterError.
-    """
-    _check(model, axis, tensor)
+def _divide(model: Any, axis: SequenceAxis) -> LossParts | None:
+    """Install what a Hugging Face model computes on parts; return how its loss is added up."""
     config = text_config(model)
-    implementation = config._attn_implementation
-    wrap_attention_function(implementation)
-    if not wrap_mask_functions(model):
-        raise _refused(model, "it makes its attention masks by itself")
+    wrap_attention_function(config._attn_implementation)
     for module in model.modules():
         setattr(module, NOTE, axis)
     whole_evaluations = getattr(model, PARTS, None)
@@ -77,8 +74,10 @@ def _divide(model: Any, axis: SequenceAxis, tensor: int) -> LossParts | None:
     return LossParts(PartOfLabels(axis), SequenceTotals(axis))
 
 
-def _check(model: Any, axis: SequenceAxis, tensor: int) -> None:
-    """Raise ParameterError for a Hugging Face model whose parts cannot be computed by themselves."""
+def _check(model: Any, mesh: MeshShape) -> None:
+    """Raise ParameterError for a Hugging Face model whose parts cannot be computed by themselves; wrap the
+    functions that make masks for any other.
+    """
     config = text_config(model)
     head = model.get_output_embeddings()
     if head is None or getattr(model, "loss_type", None) not in (None, "ForCausalLM"):
@@ -104,9 +103,11 @@ def _check(model: Any, axis: SequenceAxis, tensor: int) -> None:
     heads = config.num_attention_heads
     keys = getattr(config, "num_key_value_heads", None) or heads
     if isinstance(heads, int) and isinstance(keys, int):
-        local = heads // tensor, max(keys // tensor, 1)
-        if problem := heads_problem(axis.size, *local):
+        local = heads // mesh.tensor, max(keys // mesh.tensor, 1)
+        if problem := heads_problem(mesh.sequence, *local):
             raise ParameterError(problem)
+    if not wrap_mask_functions(model):
+        raise _refused(model, "it makes its attention masks by itself")
 
 
 def _uses_interface(model: nn.Module) -> bool:
