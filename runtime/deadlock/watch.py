@@ -150,7 +150,8 @@ class DeadlockWatch:
                 verdict = (
                     f"rank {self._rank} waits in vain: it {mine.what}{mine.where}, while rank {rank} "
                     f"{other.what}{other.where}. All ranks must make the same calls: state_dict, evaluation "
-                    "and GatheredParameters at stage 3, save_checkpoint and load_checkpoint at every stage"
+                    "and GatheredParameters at stage 3 and where ranks share layers, experts or sequences, "
+                    "save_checkpoint and load_checkpoint always"
                 )
                 # Its search ends in vain once this rank stops publishing.
                 self._store.set(f"verdict/{rank}", json.dumps([other.wait, verdict]))

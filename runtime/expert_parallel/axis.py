@@ -48,7 +48,8 @@ class ExpertAxis:
     def gather_all(self, part: Tensor) -> list[Tensor]:
         """Return the parts of all ranks that have all experts together; ``part`` is contiguous."""
         parts = [torch.empty_like(part) for _ in range(self.size * self.mesh.tensor)]
-        self._wait(dist.all_gather(parts, part, group=self._parts_group, async_op=True), part)
+        work = dist.all_gather(parts, part, group=self._parts_group, async_op=True)
+        self._wait(work, part, "gathers experts, as state_dict does, from")
         return parts
 
     def exchange(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
@@ -59,12 +60,13 @@ class ExpertAxis:
         work = dist.all_to_all_single(
             found, rows, list(received), list(sent), group=self.group, async_op=True
         )
-        self._wait(work, found)
+        self._wait(work, found, "exchanges tokens with")
         return found
 
-    def _wait(self, work: Any, tensor: Tensor) -> None:
-        key = waits.next_key(self.comm.number, _CHANNEL)
-        Work(work, key, "exchanges tokens with the ranks that have other experts", tensor).wait()
+    def _wait(self, work: Any, tensor: Tensor, what: str) -> None:
+        """Wait for a collective; each kind has a channel, so that the watch sees ranks in different ones."""
+        key = waits.next_key(self.comm.number, f"{_CHANNEL}: {what}")
+        Work(work, key, f"{what} the ranks that have other experts", tensor).wait()
 
 
 axes: WeakKeyDictionary[Comm, ExpertAxis] = WeakKeyDictionary()

@@ -22,7 +22,8 @@ _LEAST_TORCH = (2, 11)
 def divide_layers(model: nn.Module, config: Config, comm: Comm) -> StagedModel | None:
     """Leave this rank the parameters of its layers, if ranks have different ones; return the pipeline.
 
-    Values are rank 0's already. Collective. Raises ParameterError for a model that cannot be divided, or has been.
+    Values are rank 0's already. Collective. Raises ParameterError for a model that cannot be divided, or has
+    been.
     """
     for name, module in model.named_modules():
         if isinstance(vars(module).get("forward"), (LayerForward, OutsideForward)):

@@ -64,12 +64,14 @@ class StageAxis:
     def spread(self, tensor: Tensor, stage: int) -> Tensor:
         """Broadcast a contiguous tensor from a stage; return it."""
         flat = tensor.view(-1).view(torch.uint8)
-        self.wait(dist.broadcast(flat, self.ranks[stage], group=self.group, async_op=True), flat)
+        work = dist.broadcast(flat, self.ranks[stage], group=self.group, async_op=True)
+        self.wait(work, flat, "gathers what a stage has, as state_dict does,")
         return tensor
 
     def largest(self, tensor: Tensor) -> Tensor:
         """Replace each element by the largest of the axis, in place; return it."""
-        self.wait(dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group, async_op=True), tensor)
+        work = dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group, async_op=True)
+        self.wait(work, tensor, "compares its batch")
         return tensor
 
     def add_group(self, owners: tuple[int, ...]) -> None:
@@ -86,12 +88,13 @@ class StageAxis:
     def sum_tied(self, tensor: Tensor, owners: tuple[int, ...]) -> None:
         """Sum a tensor in place over the stages that have a parameter."""
         self.comm._count(CHANNEL, 2 * tensor.numel())
-        self.wait(dist.all_reduce(tensor, group=self._ties[owners], async_op=True), tensor)
+        work = dist.all_reduce(tensor, group=self._ties[owners], async_op=True)
+        self.wait(work, tensor, "sums gradients of tied parameters")
 
-    def wait(self, work: Any, tensor: Tensor) -> None:
-        """Wait for a collective of the pipeline's ranks."""
-        key = waits.next_key(self.comm.number, CHANNEL)
-        Work(work, key, "agrees with the other stages of its pipeline", tensor).wait()
+    def wait(self, work: Any, tensor: Tensor, what: str) -> None:
+        """Wait for a collective; each kind has a channel, so that the watch sees ranks in different ones."""
+        key = waits.next_key(self.comm.number, f"{CHANNEL}: {what}")
+        Work(work, key, f"{what} with the other stages of its pipeline", tensor).wait()
 
 
 def owners_of(line: Line) -> dict[int, tuple[int, ...]]:

@@ -59,19 +59,20 @@ class SequenceAxis:
         part = part.detach().contiguous()
         self.comm._count(_CHANNEL, part.numel() * self.size)
         parts = [torch.empty_like(part) for _ in range(self.size)]
-        self._wait(dist.all_gather(parts, part, group=self.group, async_op=True), part)
+        self._wait(dist.all_gather(parts, part, group=self.group, async_op=True), part, "gathers parts of")
         return torch.cat(parts, dim)
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Sum a contiguous tensor in place over the axis; return it."""
         self.comm._count(_CHANNEL, 2 * tensor.numel())
-        self._wait(dist.all_reduce(tensor, group=self.group, async_op=True), tensor)
+        self._wait(dist.all_reduce(tensor, group=self.group, async_op=True), tensor, "adds up the losses of")
         return tensor
 
     def largest(self, tensor: Tensor) -> Tensor:
         """Replace each element by the largest of the axis, in place; return it."""
         self.comm._count(_CHANNEL, 2 * tensor.numel())
-        self._wait(dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group, async_op=True), tensor)
+        work = dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group, async_op=True)
+        self._wait(work, tensor, "compares batches of")
         return tensor
 
     def exchange(self, tensors: Sequence[Tensor], cut: int, joined: int) -> list[Tensor]:
@@ -86,7 +87,8 @@ class SequenceAxis:
         sent = torch.cat([piece.reshape(size, -1) for piece in pieces], 1)
         self.comm._count(_CHANNEL, sent.numel())
         received = torch.empty_like(sent)
-        self._wait(dist.all_to_all_single(received, sent, group=self.group, async_op=True), received)
+        work = dist.all_to_all_single(received, sent, group=self.group, async_op=True)
+        self._wait(work, received, "exchanges tokens and heads of")
         found = []
         parts = torch.split(received, [math.prod(piece.shape[1:]) for piece in pieces], 1)
         for part, piece in zip(parts, pieces, strict=True):
@@ -96,9 +98,10 @@ class SequenceAxis:
             found.append(whole.reshape(shape))
         return found
 
-    def _wait(self, work: Any, tensor: Tensor) -> None:
-        key = waits.next_key(self.comm.number, _CHANNEL)
-        Work(work, key, "exchanges parts of sequences with the ranks that share them", tensor).wait()
+    def _wait(self, work: Any, tensor: Tensor, what: str) -> None:
+        """Wait for a collective; each kind has a channel, so that the watch sees ranks in different ones."""
+        key = waits.next_key(self.comm.number, f"{_CHANNEL}: {what}")
+        Work(work, key, f"{what} sequences with the ranks that share them", tensor).wait()
 
 
 axes: WeakKeyDictionary[Comm, SequenceAxis] = WeakKeyDictionary()

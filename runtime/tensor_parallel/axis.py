@@ -70,7 +70,10 @@ class TensorAxis:
 
     def _reduce(self, tensor: Tensor, operation: Any, group: Any) -> Tensor:
         work = dist.all_reduce(tensor, operation, group=group or self.group, async_op=True)
-        self._wait(work, tensor)
+        is_sum = operation == dist.ReduceOp.SUM
+        self._wait(
+            work, tensor, "sums the parts of a layer" if is_sum else "compares numbers, as of a batch,"
+        )
         return tensor
 
     def gather(self, part: Tensor) -> Tensor:
@@ -81,7 +84,8 @@ class TensorAxis:
         """Return the parts of all ranks; ``part`` is contiguous."""
         self.comm._count("tensor", part.numel() * self.size)
         parts = [torch.empty_like(part) for _ in range(self.size)]
-        self._wait(dist.all_gather(parts, part, group=self.group, async_op=True), part)
+        work = dist.all_gather(parts, part, group=self.group, async_op=True)
+        self._wait(work, part, "gathers the parts of a tensor, as state_dict does,")
         return parts
 
     def own(self, whole: Tensor) -> Tensor:
@@ -89,9 +93,10 @@ class TensorAxis:
         width = whole.shape[-1] // self.size
         return whole.narrow(-1, self.position * width, width).contiguous()
 
-    def _wait(self, work: Any, tensor: Tensor) -> None:
-        key = waits.next_key(self.comm.number, _CHANNEL)
-        Work(work, key, "joins the parts of a layer with the ranks that share it", tensor).wait()
+    def _wait(self, work: Any, tensor: Tensor, what: str) -> None:
+        """Wait for a collective; each kind has a channel, so that the watch sees ranks in different ones."""
+        key = waits.next_key(self.comm.number, f"{_CHANNEL}: {what}")
+        Work(work, key, f"{what} with the ranks that share each layer", tensor).wait()
 
 
 axes: WeakKeyDictionary[Comm, TensorAxis] = WeakKeyDictionary()

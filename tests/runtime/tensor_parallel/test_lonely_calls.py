@@ -1,0 +1,35 @@
+"""Test that ranks which share layers are told when one of them makes a call alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+import zlaunch
+from tests.runtime.workers import join, run_workers
+
+CONFIG: dict[str, Any] = {
+    "train_batch_size": 2,
+    "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+    "tensor_parallel": {"autotp_size": 2, "plan": {"0": "colwise", "1": "rowwise"}},
+}
+
+
+def _alone() -> str:
+    rank = join()
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    engine, *_ = zlaunch.initialize(model=model, config=CONFIG)
+    try:
+        if rank == 0:
+            engine.module.state_dict()
+        engine(torch.ones(2, 4))
+    except zlaunch.RankMismatchError as error:
+        return str(error)
+    return ""
+
+
+def test_a_state_dict_of_one_rank_ends_with_a_message_on_both() -> None:
+    for said in run_workers(_alone, 2):
+        assert "gathers the parts of a tensor, as state_dict does" in said and "waits in vain" in said
