@@ -67,18 +67,17 @@ def main() -> None:
     size = SIZES[args.size]
     engine, *_ = zlaunch.initialize(args=args, model=GPT(size, attention=attention))
     train, validation = load_text()
-    generator = torch.Generator().manual_seed(engine.data_parallel_rank)
+    generator = torch.Generator()
     micro_batch, accumulation = engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
 
-    engine.client_state = lambda: {"text": generator.get_state()}  # also of a save that a signal asks for
-    _, client = engine.load_checkpoint(zlaunch.resume_dir(args.checkpoints))
-    if client:
-        generator.set_state(client["text"])
+    engine.load_checkpoint(zlaunch.resume_dir(args.checkpoints))
     begin = engine.global_steps
 
     first = validate(engine, validation, size.context)
     started, step_started = time.perf_counter(), begin
     for step in range(begin + 1, args.steps + 1):
+        # a step's batches depend on the step and the samples' rank alone: a run goes on in any layout
+        generator.manual_seed(step * engine.data_parallel_size + engine.data_parallel_rank)
         for _ in range(accumulation):
             batch = sample_batch(train, micro_batch, size.context, generator).to(engine.device)
             loss = mean_loss(engine, batch)
@@ -99,7 +98,7 @@ def main() -> None:
             )
             started, step_started = now, step
         if args.checkpoints and step % args.save_every == 0:
-            engine.save_checkpoint(args.checkpoints, client_state=engine.client_state())
+            engine.save_checkpoint(args.checkpoints)
     last = validate(engine, validation, size.context)
     if engine.global_rank == 0:
         print(f"validation loss {first:.3f} -> {last:.3f}", flush=True)
