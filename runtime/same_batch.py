@@ -25,9 +25,11 @@ class SameBatch:
         self._device, self._largest, self._complaint = device, largest, complaint
         self._passes = 0
 
-    def check(self, inputs: Any) -> None:
-        """Raise RankMismatchError if the ranks were given different tensors in ``inputs``."""
-        if self._passes < _FIRST or self._passes % _EVERY == 0:
+    def check(self, inputs: Any, *, always: bool = False) -> None:
+        """Raise RankMismatchError if the ranks were given different tensors in ``inputs``; ``always`` compares
+        them in any case.
+        """
+        if always or self._passes < _FIRST or self._passes % _EVERY == 0:
             self._compare(inputs)
         self._passes += 1
 

@@ -149,9 +149,9 @@ class DeadlockWatch:
             elif other.beat >= first[1] + 2:  # it was there after this rank had begun to look
                 verdict = (
                     f"rank {self._rank} waits in vain: it {mine.what}{mine.where}, while rank {rank} "
-                    f"{other.what}{other.where}. All ranks must make the same calls: state_dict, evaluation "
-                    "and GatheredParameters at stage 3 and where ranks share layers, experts or sequences, "
-                    "save_checkpoint and load_checkpoint always"
+                    f"{other.what}{other.where}. All ranks must make the same calls: state_dict and "
+                    "evaluation at stage 3 and where ranks share layers, experts or sequences, "
+                    "GatheredParameters at stage 3, save_checkpoint and load_checkpoint at every stage"
                 )
                 # Its search ends in vain once this rank stops publishing.
                 self._store.set(f"verdict/{rank}", json.dumps([other.wait, verdict]))

@@ -15,7 +15,7 @@ from ..comm.pending import Work
 from ..comm.waits import waits
 from ..rank_mesh import own_group
 
-_CHANNEL = "expert"
+_CHANNEL, _STATES = "expert", "expert states"
 
 
 class ExpertAxis:
@@ -38,18 +38,19 @@ class ExpertAxis:
     def open(self) -> None:
         """Make the process groups. Collective for all ranks."""
         self.group = own_group(self.comm, "expert")
-        is_whole = self.mesh.tensor == 1
-        self._parts_group = self.group if is_whole else own_group(self.comm, "expert", "tensor")
+        # a state that one rank alone asks for must not meet the tokens of others
+        self._parts_group = own_group(self.comm, "expert", "tensor")
         axes[self.comm] = self
 
     def __deepcopy__(self, memo: Any) -> ExpertAxis:
         return self  # a copy of a model computes with the same ranks
 
-    def gather_all(self, part: Tensor) -> list[Tensor]:
-        """Return the parts of all ranks that have all experts together; ``part`` is contiguous."""
+    def gather_state(self, part: Tensor) -> list[Tensor]:
+        """Return a parameter's parts of the ranks that have all experts together; ``part`` is contiguous."""
         parts = [torch.empty_like(part) for _ in range(self.size * self.mesh.tensor)]
         work = dist.all_gather(parts, part, group=self._parts_group, async_op=True)
-        self._wait(work, part, "gathers experts, as state_dict does, from")
+        key = waits.next_key(self.comm.number, _STATES)
+        Work(work, key, "gathers a whole parameter from the ranks that have other experts", part).wait()
         return parts
 
     def exchange(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
@@ -60,13 +61,12 @@ class ExpertAxis:
         work = dist.all_to_all_single(
             found, rows, list(received), list(sent), group=self.group, async_op=True
         )
-        self._wait(work, found, "exchanges tokens with")
+        self._wait(work, found)
         return found
 
-    def _wait(self, work: Any, tensor: Tensor, what: str) -> None:
-        """Wait for a collective; each kind has a channel, so that the watch sees ranks in different ones."""
-        key = waits.next_key(self.comm.number, f"{_CHANNEL}: {what}")
-        Work(work, key, f"{what} the ranks that have other experts", tensor).wait()
+    def _wait(self, work: Any, tensor: Tensor) -> None:
+        key = waits.next_key(self.comm.number, _CHANNEL)
+        Work(work, key, "exchanges tokens with the ranks that have other experts", tensor).wait()
 
 
 axes: WeakKeyDictionary[Comm, ExpertAxis] = WeakKeyDictionary()

@@ -111,7 +111,7 @@ class SequenceForward(_Forward):
         caches = given.get("use_cache") or "past_key_values" in given
         if not self.axis.is_open or (evaluates and caches and "labels" not in given):
             return self.original(given)
-        self._batch.check(given)
+        self._batch.check(given, always=not (self.module.training and torch.is_grad_enabled()))
         self.refuse(given)
         source = given.get("input_ids", given.get("inputs_embeds"))
         if not isinstance(source, Tensor):

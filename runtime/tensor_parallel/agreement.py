@@ -22,15 +22,21 @@ class Agreement:
         ranks = f"{axis.first} to {axis.first + axis.size - 1}"
         self._batch = SameBatch(
             axis.comm.device,
-            axis.largest,
+            axis.largest_of_checks,
             f"ranks {ranks} share each layer (tensor parallelism) and were given different batches: they "
             "must have the same. Give a DistributedSampler num_replicas=engine.data_parallel_size and "
-            "rank=engine.data_parallel_rank, or let initialize(training_data=...) make the loader",
+            "rank=engine.data_parallel_rank, or let initialize(training_data=...) make the loader; "
+            "before generate(do_sample=True) give them one torch.manual_seed",
         )
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Raise RankMismatchError if the ranks have different batches."""
-        self._batch.check((args, kwargs))
+        """Raise RankMismatchError if the ranks have different batches.
+
+        Checked are the first passes, some later ones, and all in evaluation or without gradients, which one
+        rank may make alone, or with words that each rank has drawn for itself.
+        """
+        is_alone = not (module.training and torch.is_grad_enabled())
+        self._batch.check((args, kwargs), always=is_alone)
         if self._axis.own_numbers is not None:
             self._axis.own_numbers.close()  # a call of a layer by itself may have begun with them
         if self._has_dropout and module.training:

@@ -142,7 +142,7 @@ def _cut(work: Decision) -> None:
                 continue
             of_experts = id(parameter) in among_experts
             place = work.experts.axis if of_experts and work.experts is not None else axis
-            cut = Cut(tuple(whole.shape), boxes, place.position, place.gather_all, of_experts)
+            cut = Cut(tuple(whole.shape), boxes, place.position, place.gather_state, of_experts)
             parameter.data = cut.part(whole)
             mark(parameter, cut)
     for name, forward in work.forwards.items():

@@ -17,7 +17,7 @@ from ..comm.waits import waits
 from ..zero import placeholder
 from .own_numbers import OwnNumbers
 
-_CHANNEL = "tensor"
+_CHANNEL, _CHECKS, _STATES = "tensor", "tensor checks", "tensor states"
 
 
 class TensorAxis:
@@ -33,6 +33,11 @@ class TensorAxis:
         self.position = comm.rank % self.size
         self.first = comm.rank - self.position
         self.group: Any = None
+        self._checks: Any = None
+        self._states: Any = None
+        """Serves states. What a rank may wrongly do alone never meets what others do: the watch tells them
+        apart, and no values are mixed.
+        """
         self.entered: tuple[weakref.ref[Tensor], tuple[int, bool], Tensor] | None = None
         """Keeps the last value that was entered, when, and as what: layers that compute with the same value
         get the same, so that autograd adds up their gradients and one sum serves them all.
@@ -41,8 +46,11 @@ class TensorAxis:
         """Seeds what modules between cut layers draw, where a model has dropout."""
 
     def open(self) -> None:
-        """Make the process group. Collective for all ranks."""
+        """Make the process groups. Collective for all ranks."""
         self.group = self.make_group(range(self.size))
+        self._states = self.make_group(range(self.size))
+        on_host = self.comm.device.type == "cpu"  # a GPU's group takes memory, and no host waits for it
+        self._checks = self.make_group(range(self.size)) if on_host else self.group
         axes[self.comm] = self
 
     def __deepcopy__(self, memo: Any) -> TensorAxis:
@@ -68,24 +76,33 @@ class TensorAxis:
         self.comm._count("tensor", 2 * tensor.numel())
         return self._reduce(tensor, dist.ReduceOp.MAX, None)
 
+    def largest_of_checks(self, tensor: Tensor) -> Tensor:
+        """Do as ``largest``, apart from what layers compute."""
+        self.comm._count("tensor", 2 * tensor.numel())
+        work = dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._checks, async_op=True)
+        key = waits.next_key(self.comm.number, _CHECKS)
+        Work(work, key, "compares its batch with the ranks that share each layer", tensor).wait()
+        return tensor
+
     def _reduce(self, tensor: Tensor, operation: Any, group: Any) -> Tensor:
         work = dist.all_reduce(tensor, operation, group=group or self.group, async_op=True)
-        is_sum = operation == dist.ReduceOp.SUM
-        self._wait(
-            work, tensor, "sums the parts of a layer" if is_sum else "compares numbers, as of a batch,"
-        )
+        self._wait(work, tensor)
         return tensor
 
     def gather(self, part: Tensor) -> Tensor:
         """Return the parts of all ranks, joined along the last dimension."""
-        return torch.cat(self.gather_all(part.contiguous()), -1)
-
-    def gather_all(self, part: Tensor) -> list[Tensor]:
-        """Return the parts of all ranks; ``part`` is contiguous."""
+        part = part.contiguous()
         self.comm._count("tensor", part.numel() * self.size)
         parts = [torch.empty_like(part) for _ in range(self.size)]
-        work = dist.all_gather(parts, part, group=self.group, async_op=True)
-        self._wait(work, part, "gathers the parts of a tensor, as state_dict does,")
+        self._wait(dist.all_gather(parts, part, group=self.group, async_op=True), part)
+        return torch.cat(parts, -1)
+
+    def gather_state(self, part: Tensor) -> list[Tensor]:
+        """Return the parts that all ranks have of a parameter; ``part`` is contiguous."""
+        parts = [torch.empty_like(part) for _ in range(self.size)]
+        work = dist.all_gather(parts, part, group=self._states, async_op=True)
+        key = waits.next_key(self.comm.number, _STATES)
+        Work(work, key, "gathers a whole parameter from the ranks that share each layer", part).wait()
         return parts
 
     def own(self, whole: Tensor) -> Tensor:
@@ -93,10 +110,9 @@ class TensorAxis:
         width = whole.shape[-1] // self.size
         return whole.narrow(-1, self.position * width, width).contiguous()
 
-    def _wait(self, work: Any, tensor: Tensor, what: str) -> None:
-        """Wait for a collective; each kind has a channel, so that the watch sees ranks in different ones."""
-        key = waits.next_key(self.comm.number, f"{_CHANNEL}: {what}")
-        Work(work, key, f"{what} with the ranks that share each layer", tensor).wait()
+    def _wait(self, work: Any, tensor: Tensor) -> None:
+        key = waits.next_key(self.comm.number, _CHANNEL)
+        Work(work, key, "joins the parts of a layer with the ranks that share it", tensor).wait()
 
 
 axes: WeakKeyDictionary[Comm, TensorAxis] = WeakKeyDictionary()

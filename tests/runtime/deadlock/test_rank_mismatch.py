@@ -132,3 +132,55 @@ def test_when_two_ranks_wait_in_vain() -> None:
     assert not in_vain(began, Blocked(1, reduce, "reduces b", "", {"0/gather": 7, "0/reduce": 4}))
     user = Blocked(1, None, "calls barrier", "", {})
     assert not in_vain(user, Blocked(1, None, "calls all_reduce", "", {}))  # torch's own business
+
+
+class _Mixture(nn.Module):
+    """Has layers that ranks can share, and experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.gate = nn.Linear(8, 12), nn.Linear(12, 8), nn.Linear(8, 4)
+        self.experts = zlaunch.Experts([nn.Linear(8, 8) for _ in range(4)])
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        weights, index = self.gate(tokens).softmax(-1).topk(2)
+        mixed: Tensor = self.experts(tokens + self.down(torch.tanh(self.up(tokens))), index, weights)
+        return mixed
+
+
+AXES: dict[str, dict[str, Any]] = {
+    "tensor": {"tensor_parallel": {"autotp_size": 2, "plan": {"up": "colwise", "down": "rowwise"}}},
+    "expert": {"parallel": {"expert": 2}},
+}
+
+
+def _by_itself(axis: str, call: str) -> None:
+    rank = join()
+    samples = 1 if axis == "tensor" else 2
+    settings: dict[str, Any] = dict(config(1, samples))
+    settings |= {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 4 // samples, **AXES[axis]}
+    engine, *_ = zlaunch.initialize(model=_Mixture(), config=settings)
+    for step in range(16):
+        engine.backward(engine(torch.ones(4, 8)).square().mean())
+        engine.step()
+        if step == 12 and rank == 0 and call == "state":
+            engine.module.state_dict()
+        if step == 12 and rank == 0 and call == "evaluation":
+            with torch.no_grad():
+                engine(torch.ones(2, 8))
+
+
+@pytest.mark.parametrize(
+    ("axis", "call", "said"),
+    [
+        ("tensor", "state", "gathers a whole parameter from the ranks that share each layer"),
+        ("tensor", "evaluation", "compares its batch with the ranks that share each layer"),
+        ("expert", "state", "gathers a whole parameter from the ranks that have other experts"),
+    ],
+    ids=str,
+)
+def test_a_rank_that_does_alone_what_an_axis_does_together(axis: str, call: str, said: str) -> None:
+    with pytest.raises(WorkerError, match="RankMismatchError") as caught:
+        run_workers(_by_itself, 2, axis, call)
+    message = str(caught.value)
+    assert f"rank 0 {said}" in message or f"rank 0 waits in vain: it {said}" in message, message

@@ -224,6 +224,26 @@ def test_the_vocabulary_parallel_loss_is_the_loss() -> None:
         assert parallel == pytest.approx(plain_loss, rel=1e-9)
 
 
+def _sampled() -> str:
+    rank = join()
+    engine, *_ = zlaunch.initialize(model=make("llama"), config=settings(1, 2, 1))
+    train(engine, 2)
+    train(engine, 2)
+    engine.eval()
+    torch.manual_seed(rank)
+    try:
+        generate: Any = engine.module.generate
+        generate(input_ids=data()[0][:4, :4], max_new_tokens=20, do_sample=True, pad_token_id=0)
+    except zlaunch.ZlaunchError as error:
+        return str(error)
+    return ""
+
+
+def test_words_that_each_rank_samples_for_itself_are_refused() -> None:
+    for said in run_workers(_sampled, 2):
+        assert "were given different batches" in said and "generate" in said
+
+
 def _labels_of_no_word() -> list[str]:
     join()
     config = {
