@@ -23,7 +23,8 @@ from ..format.tensor_file import NAMES, CheckpointError
 from .common import Foreign, ForeignCheckpoint
 
 _METADATA = ".metadata"
-_MALFORMED = (AttributeError, TypeError, ValueError)
+_MALFORMED = (ArithmeticError, AttributeError, ImportError, MemoryError, SystemError, TypeError, ValueError)
+"""Lists what a damaged pickle may raise besides its own errors."""
 _MOST_TIED = 4
 """Bounds how many tensors of one shape are compared: a model has many layers of one."""
 _MODELS = ("model", "module", "state_dict", "model_state_dict")

@@ -51,6 +51,7 @@ def read_universal(folder: Path) -> ForeignCheckpoint:
         for group, members in enumerate(first["param_shapes"])
         for name, shape in members.items()
     }
+    _check_complete(parts, parameters)
     if any(folder.glob("*mp_rank_01_*")):
         known = {*parameters, *(first.get("shared_params") or {}), *first["buffer_names"]}
         rest = [name for name, value in first["module"].items() if name not in known and value is not None]
@@ -62,6 +63,17 @@ def read_universal(folder: Path) -> ForeignCheckpoint:
         first = {**first, "frozen_param_shapes": None}
     parameters |= frozen_of(first, _fragments(first, models, stage))
     return assemble(first, stage, parameters, state.get("loss_scaler"), inner)
+
+
+def _check_complete(parts: Path, parameters: Mapping[str, Foreign]) -> None:
+    """Raise CheckpointError if a parameter lacks a file that another one of its group has."""
+    wanted: dict[int, dict[str, None]] = {}
+    for entry in parameters.values():
+        wanted.setdefault(entry.group, {}).update(dict.fromkeys((*entry.contents, *entry.scalars)))
+    for name, entry in parameters.items():
+        for key in wanted[entry.group]:
+            if key not in entry.contents and key not in entry.scalars:
+                raise CheckpointError(f"{parts / name / key}.pt: is missing, which other parameters have")
 
 
 def _fragments(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -195,3 +196,11 @@ def test_weights_of_torch_and_hugging_face(tmp_path: Path, kind: str) -> None:
         for loaded in run_workers(_load, world, str(tmp_path / "out"), stage):
             assert all(torch.equal(loaded[name], value) for name, value in state.items()), stage
     assert content(tmp_path / "out" / "x")[f"first.weight/{VALUE}"].numel() == 12
+
+
+@pytest.mark.parametrize("file", ["fp32", "exp_avg", "step"])
+def test_a_universal_checkpoint_without_a_file_of_a_parameter_is_refused(tmp_path: Path, file: str) -> None:
+    shutil.copytree(MADE / "stage2-2-universal", tmp_path / "copy")
+    (tmp_path / "copy" / "tag_universal" / "zero" / "norm.weight" / f"{file}.pt").unlink()
+    with pytest.raises(CheckpointError, match=rf"norm\.weight/{file}\.pt: is missing"):
+        read_foreign(tmp_path / "copy")
