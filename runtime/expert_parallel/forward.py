@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -10,8 +11,17 @@ from torch import Tensor, nn
 
 from ..errors import ParameterError
 from .axis import ExpertAxis, exchange
+from .experts import Experts
 
 Inner = Callable[..., Tensor]
+
+
+def by_position(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Return the arguments of a call of a module, by position where its forward has names for them. Raises
+    TypeError for a call that its forward does not take.
+    """
+    bound = inspect.signature(type(module).forward).bind(module, *args, **kwargs)
+    return bound.args[1:], bound.kwargs
 
 
 class DispatchForward:
@@ -33,10 +43,21 @@ class DispatchForward:
         self.module, self.name, self.axis, self.inner = module, name, axis, inner
         self.local = experts // axis.size
 
-    def __call__(self, hidden: Tensor, index: Tensor, weights: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the weighted sums of the experts' outputs, (tokens, width), of ``hidden`` (tokens, width),
-        ``index`` and ``weights`` (tokens, k), in the tokens' dtype. An index of no expert adds nothing.
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the weighted sums of the experts' outputs, (tokens, width), of tokens (tokens, width),
+        experts' numbers and weights (tokens, k), in the tokens' dtype, however the module names them. An
+        index of no expert adds nothing, but is an error where it is one of a module of Experts.
         """
+        args, kwargs = by_position(self.module, args, kwargs)
+        if len(args) < 3:
+            raise ParameterError(
+                f"expert parallelism: {self.name} was called with {len(args)} positional arguments: tokens, "
+                "experts and weights are needed"
+            )
+        hidden, index, weights, *rest = args
+        return self._send(hidden, index, weights, rest, kwargs)
+
+    def _send(self, hidden: Tensor, index: Tensor, weights: Tensor, args: Any, kwargs: Any) -> Tensor:
         self._check(hidden, index, weights)
         axis = self.axis
         owners = index.div(self.local, rounding_mode="floor")
@@ -82,4 +103,9 @@ class DispatchForward:
             raise ParameterError(
                 f"expert parallelism: {self.name} was called with tensors of shapes {shapes}: tokens "
                 "(n, width), experts (n, k) and weights (n, k) are needed"
+            )
+        total = self.local * self.axis.size
+        if isinstance(self.module, Experts) and index.numel() and int(index.max()) >= total:
+            raise ParameterError(
+                f"expert parallelism: {self.name}: a token is routed to expert {int(index.max())} of {total}"
             )

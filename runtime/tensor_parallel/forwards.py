@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ..errors import ParameterError
+from ..expert_parallel.forward import by_position
 from .axis import TensorAxis, enter, join, leave, split
 
 
@@ -131,10 +132,11 @@ class SummedForward(SharedForward):
 class ExpertsForward(SharedForward):
     """Computes a part of every expert, and sums the parts."""
 
-    def __call__(self, hidden: Tensor, *routing: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        (hidden, *routing), kwargs = by_position(self.module, args, kwargs)
         if len(routing) >= 2:
             index, weights, *rest = routing
-            routing = index, enter(weights, self.axis), *rest
+            routing = [index, enter(weights, self.axis), *rest]
         hidden = enter(hidden, self.axis)
         self.open_own_numbers()
         output = self.original(hidden, *routing, **kwargs)

@@ -214,6 +214,41 @@ def test_wrong_calls_are_refused() -> None:
         wider(tokens, index, weights)
 
 
+class _Named(nn.Module):
+    """Calls its experts by the names of their arguments."""
+
+    def __init__(self, moved: int) -> None:
+        super().__init__()
+        self.gate, self.moved = nn.Linear(4, 4), moved
+        self.experts = zlaunch.Experts([nn.Linear(4, 4) for _ in range(4)])
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        weights, index = self.gate(tokens).softmax(-1).topk(2)
+        found: Tensor = self.experts(tokens=tokens, weights=weights, index=index + self.moved)
+        return found
+
+
+def _called_by_name(moved: int, expert: int) -> Tensor | str:
+    join()
+    torch.manual_seed(4)
+    model = _Named(moved)
+    settled = settings(1, 1, expert, parallel={"expert": expert})
+    engine, *_ = zlaunch.initialize(model=model, config=settled)
+    try:
+        found: Tensor = engine(torch.arange(8.0).view(2, 4)).detach()
+        return found
+    except zlaunch.ParameterError as error:
+        return str(error)
+
+
+def test_names_of_arguments_and_numbers_of_no_expert_are_those_of_one_process() -> None:
+    wanted = run_workers(_called_by_name, 1, 0, 1)[0]
+    for found in run_workers(_called_by_name, 2, 0, 2):
+        torch.testing.assert_close(found, wanted)
+    for said in run_workers(_called_by_name, 2, 4, 2):
+        assert "experts: a token is routed to expert 7 of 4" in said
+
+
 def _refused() -> list[str]:
     join()
     model = nn.Sequential(nn.ModuleList(nn.Linear(2, 2) for _ in range(2)), nn.Linear(2, 2))

@@ -185,3 +185,45 @@ def _used_again() -> list[str]:
 def test_a_model_that_is_cut_already_is_refused() -> None:
     for said in run_workers(_used_again, 2):
         assert len(said) == 4 and all("of an earlier engine" in each for each in said)
+
+
+class _Mixture(nn.Module):
+    """Has experts whose weights are called by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.experts = nn.Linear(8, 4), _Experts()
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        weights, index = self.gate(tokens).softmax(-1).topk(2)
+        found: torch.Tensor = self.experts(tokens, weights=weights, index=index)
+        return tokens + found
+
+
+class _Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Parameter(torch.randn(4, 12, 8)), nn.Parameter(torch.randn(4, 8, 12))
+
+    def forward(self, tokens: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        inner = torch.tanh(torch.einsum("nw,nkfw->nkf", tokens, self.up[index]))
+        return torch.einsum("nkf,nkwf,nk->nw", inner, self.down[index], weights)
+
+
+def _train_experts(tensor: int) -> dict[str, torch.Tensor]:
+    join()
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(4)
+    plan = {"experts": "moe_tp_experts", "experts.up": "colwise", "experts.down": "rowwise"}
+    section = {"tensor_parallel": {"plan": plan}} if tensor > 1 else {}
+    engine, *_ = zlaunch.initialize(model=_Mixture(), config=settings(1, tensor, 1, **section))
+    for batch in data():
+        engine.backward(engine(batch[:, :8] / 32.0).square().mean())
+        engine.step()
+    return {name: value.clone() for name, value in engine.module.state_dict().items()}
+
+
+def test_experts_that_are_called_by_name_train_as_in_one_process() -> None:
+    wanted = run_workers(_train_experts, 1, 1)[0]
+    for found in run_workers(_train_experts, 2, 2):
+        assert distance(found, wanted) < TOLERANCE
