@@ -26,8 +26,8 @@ class SameBatch:
         self._passes = 0
 
     def check(self, inputs: Any, *, always: bool = False) -> None:
-        """Raise RankMismatchError if the ranks were given different tensors in ``inputs``; ``always`` compares
-        them in any case.
+        """Raise RankMismatchError if the ranks were given different tensors in ``inputs``; with ``always``
+        they are compared in any case.
         """
         if always or self._passes < _FIRST or self._passes % _EVERY == 0:
             self._compare(inputs)

@@ -12,7 +12,14 @@ from torch import nn
 from zlaunch.compat.deepspeed import sequence_groups
 from zlaunch.compat.deepspeed.missing import TENSOR_PARALLEL, NotInZlaunch
 from zlaunch.compat.deepspeed.moe import MoE
-from zlaunch.runtime.config import ConfigError, expert_size, load, sequence_size, tensor_size
+from zlaunch.runtime.config import (
+    ConfigError,
+    expert_size,
+    load,
+    pipeline_size,
+    sequence_size,
+    tensor_size,
+)
 from zlaunch.runtime.environment import read_environment
 from zlaunch.runtime.log import say
 
@@ -52,6 +59,7 @@ def take_over_sizes(model: nn.Module | None, config: Any, mpu: Any = None) -> An
         sequence[f"register_with_transformers(sequence_parallel_size={size})"] = size
         if tensor or tensor_size(load(config).config) > 1:
             raise ConfigError(["register_with_transformers: not together with ranks that share layers"])
+    _check_accelerate(config, tensor, sequence)
     if (not tensor and not expert and not sequence) or config is None:
         return config
     loaded = load(config)
@@ -72,6 +80,35 @@ def take_over_sizes(model: nn.Module | None, config: Any, mpu: Any = None) -> An
     return {**loaded.raw, "parallel": {**(loaded.raw.get("parallel") or {}), **taken}}
 
 
+def _check_accelerate(config: Any, tensor: dict[str, int], sequence: dict[str, int]) -> None:
+    """Raise ConfigError for sizes in a config of accelerate's that accelerate would not see: its loaders give
+    each rank samples of its own then.
+    """
+    if config is None or not _accelerate_state().get("deepspeed_plugins"):
+        return
+    loaded = load(config)
+    section = loaded.config.tensor_parallel
+    if tensor_size(loaded.config) > max(section.autotp_size, *tensor.values(), 1):
+        raise ConfigError(
+            [
+                "parallel.tensor: accelerate and the Trainer read tensor_parallel.autotp_size: write that instead"
+            ]
+        )
+    if sequence_size(loaded.config) > max(*sequence.values(), 1):
+        raise ConfigError(
+            ["parallel.sequence: accelerate and the Trainer take ParallelismConfig(sp_size=...)"]
+        )
+    if pipeline_size(loaded.config) > 1:
+        raise ConfigError(["parallel.pipeline: accelerate and the Trainer have no pipelines: set it to 1"])
+
+
+def _accelerate_state() -> dict[str, Any]:
+    """Return the state of accelerate, empty without one."""
+    states: Any = sys.modules.get("accelerate.state")
+    found: dict[str, Any] = getattr(getattr(states, "AcceleratorState", None), "_shared_state", {})
+    return found
+
+
 def _said_tensor_sizes(model: nn.Module | None) -> dict[str, int]:
     """Return what was said about ranks that share layers, by where. Raises ConfigError for other axes."""
     found = {}
@@ -85,9 +122,7 @@ def _said_tensor_sizes(model: nn.Module | None) -> dict[str, int]:
 
 def _asked(name: str) -> dict[str, int]:
     """Return a size above 1 that accelerate's ParallelismConfig has, by where."""
-    states: Any = sys.modules.get("accelerate.state")
-    state = getattr(getattr(states, "AcceleratorState", None), "_shared_state", {})
-    size = getattr(state.get("parallelism_config"), name, None) or 1
+    size = getattr(_accelerate_state().get("parallelism_config"), name, None) or 1
     return {f"ParallelismConfig({name}={size})": size} if size > 1 else {}
 
 
