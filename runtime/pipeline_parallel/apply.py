@@ -13,7 +13,7 @@ from ..errors import ParameterError
 from ..log import say
 from .cut import StageAxis, leave_own
 from .engine import StagedModel
-from .line import Line, divide, find_line
+from .line import Line, divide, find_line, weights_of
 from .passing import LayerForward, OutsideForward, Passes, install
 
 _LEAST_TORCH = (2, 11)
@@ -39,8 +39,7 @@ def divide_layers(model: nn.Module, config: Config, comm: Comm) -> StagedModel |
         name, layers = find_line(model)
         line = Line(model, name, layers, stages, loss_fn=getattr(model, "loss_fn", None))
         parts = stages * (section.virtual_stages if section.schedule == "interleaved" else 1)
-        weights = [sum(p.numel() for p in layer.parameters()) for layer in layers]
-        line.bounds = divide(weights, parts, section.partition)
+        line.bounds = divide(weights_of(model, layers), parts, section.partition)
     except ParameterError as error:
         problem = str(error)
     for rank, said in enumerate(comm.exchange(problem)):

@@ -18,7 +18,7 @@ from ..errors import ParameterError
 from ..rank_mesh import own_group
 from ..tensor_parallel.whole_states import keep_states_whole
 from ..zero.unit import owner_of
-from .line import Line
+from .line import Line, modules_of
 
 CHANNEL = "pipeline"
 
@@ -104,9 +104,10 @@ def owners_of(line: Line) -> dict[int, tuple[int, ...]]:
     parameter of a module that contains the layers goes to all.
     """
     places: dict[int, set[int]] = {}
-    layer_of = {
-        id(each): line.part_of(index) for index, layer in enumerate(line.layers) for each in layer.modules()
-    }
+    parts_of: dict[int, set[int]] = {}
+    for index, layer in enumerate(line.layers):
+        for each in modules_of(layer):
+            parts_of.setdefault(id(each), set()).add(line.part_of(index))
     has_passed = False
     for name, module in line.model.named_modules():
         has_passed = has_passed or name == line.name
@@ -115,8 +116,8 @@ def owners_of(line: Line) -> dict[int, tuple[int, ...]]:
             if parameter is None:
                 continue
             found = places.setdefault(id(parameter), set())
-            if id(module) in layer_of:
-                found.add(layer_of[id(module)])
+            if id(module) in parts_of:
+                found |= parts_of[id(module)]
             elif contains or parameter.dim() == 0:
                 found.update(range(line.parts))
             else:

@@ -142,14 +142,19 @@ class Pipelined:
         return mean
 
     def eval_batch(
-        self, data_iter: Iterator[Any] | None = None, loss_fn: Callable[..., Tensor] | None = None
+        self,
+        data_iter: Iterator[Any] | None = None,
+        loss_fn: Callable[..., Tensor] | None = None,
+        num_micro_batches: int | None = None,
     ) -> Tensor:
-        """Return the mean loss of as many micro-batches as a step has, without training. Collective."""
+        """Return the mean loss of so many micro-batches, by default as many as a step has, without training.
+        Collective.
+        """
         engine: Any = self
         engine._check_alive()
         stages = self._pipeline.stages
         assert stages is not None
-        micro_batches = self._take(data_iter, loss_fn)
+        micro_batches = self._take(data_iter, loss_fn, num_micro_batches)
         was_training = engine.module.training
         engine.module.eval()
         try:
@@ -170,7 +175,12 @@ class Pipelined:
             engine._sharded.abandon_forward()
             raise
 
-    def _take(self, data_iter: Iterator[Any] | None, loss_fn: Callable[..., Tensor] | None) -> list[Any]:
+    def _take(
+        self,
+        data_iter: Iterator[Any] | None,
+        loss_fn: Callable[..., Tensor] | None,
+        count: int | None = None,
+    ) -> list[Any]:
         engine: Any = self
         if data_iter is None:
             if engine.training_dataloader is None:
@@ -180,11 +190,17 @@ class Pipelined:
             if not hasattr(self, "_own_data"):
                 self._own_data = _endless(engine.training_dataloader)
             data_iter = self._own_data
-        count = engine.gradient_accumulation_steps()
+        count = count or engine.gradient_accumulation_steps()
         micro_batches = list(islice(data_iter, count))
         axis = self._pipeline.axis
         if axis.largest(torch.tensor(float(len(micro_batches) < count), device=axis.comm.device)).item():
             raise StopIteration  # on all ranks of the pipeline, if the data of one have come to an end
+        for each in micro_batches:
+            if not isinstance(each, Mapping) and not (isinstance(each, (tuple, list)) and len(each) == 2):
+                raise ParameterError(
+                    "pipeline parallelism: a micro-batch has to be a dict of the model's arguments, or a "
+                    f"pair of inputs and labels, not {type(each).__name__}"
+                )
         self._pipeline.batch.check(micro_batches)
         if loss_fn is not None:
             self._pipeline.line.loss_fn = loss_fn
@@ -195,7 +211,7 @@ class Pipelined:
         if any(shape != shapes[0] for shape in shapes):
             raise ParameterError(
                 "pipeline parallelism: the micro-batches of a step have to be of one shape, not "
-                f"{sorted(set(shapes))}"
+                f"{sorted(set(shapes))} (dataloader_drop_last of the config leaves out a smaller last one)"
             )
         return (self._pipeline.line.model.training, shapes[0])
 
@@ -218,11 +234,6 @@ class Pipelined:
             if not wants_loss:
                 given.pop("labels", None)
             return forward(**given), None
-        if not isinstance(micro_batch, (tuple, list)) or len(micro_batch) != 2:
-            raise ParameterError(
-                "pipeline parallelism: a micro-batch has to be a dict of the model's arguments, or a pair of "
-                f"inputs and labels, not {type(micro_batch).__name__}"
-            )
         inputs, labels = micro_batch
         args = inputs if isinstance(inputs, (tuple, list)) else (inputs,)
         return forward(*(_to(each, device) for each in args)), _to(labels, device)
@@ -259,9 +270,14 @@ def _endless(loader: Any) -> Iterator[Any]:
 
 
 def _to(value: Any, device: torch.device) -> Any:
+    if isinstance(value, (tuple, list)):
+        return type(value)(_to(each, device) for each in value)
     return value.to(device) if isinstance(value, Tensor) else value
 
 
 def pipelined(kind: type[E]) -> type[E]:
-    """Return the engine class of a pipeline that is also of a kind."""
-    return type(f"Pipelined{kind.__name__}", (Pipelined, kind), {})
+    """Return the engine class of a pipeline that is also of a kind, which may name a class whose methods come
+    before those of the pipeline, as ``over_pipeline``.
+    """
+    over = getattr(kind, "over_pipeline", None)
+    return type(f"Pipelined{kind.__name__}", (*([over] if over else []), Pipelined, kind), {})

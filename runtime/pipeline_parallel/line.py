@@ -12,7 +12,11 @@ from torch import nn
 from ..errors import ParameterError
 
 NOTE = "zlaunch_line"
-"""Names the attribute of a model that says which of its modules are the layers."""
+"""Names the attribute of a model that says what its layers are: the name of the module whose children they
+are, or a list of modules."""
+USES, WEIGHTS = "zlaunch_uses", "zlaunch_weights"
+"""Name the attribute of a layer that lists modules which it computes with but which are registered elsewhere,
+and that of a model that has the layers' weights by which they are divided."""
 
 
 @dataclass
@@ -44,8 +48,10 @@ def find_line(model: nn.Module) -> tuple[str, list[nn.Module]]:
     Raises ParameterError for a model without one.
     """
     noted = getattr(model, NOTE, None)
+    if isinstance(noted, str):
+        return noted, list(model.get_submodule(noted).children())
     if noted is not None:
-        return str(noted), list(model.get_submodule(str(noted)).children())
+        return "", list(noted)
     found = [
         (sum(p.numel() for p in module.parameters()), name, module)
         for name, module in model.named_modules()
@@ -58,6 +64,20 @@ def find_line(model: nn.Module) -> tuple[str, list[nn.Module]]:
         )
     _, name, module = max(found, key=lambda each: each[0])
     return name, list(module)
+
+
+def modules_of(layer: nn.Module) -> list[nn.Module]:
+    """Return the modules that a layer computes with."""
+    return [each for own in (layer, *getattr(layer, USES, ())) for each in own.modules()]
+
+
+def weights_of(model: nn.Module, layers: Sequence[nn.Module]) -> list[int]:
+    """Return the weights of the layers: those that the model has noted, or their numbers of elements."""
+    noted: Sequence[int] | None = getattr(model, WEIGHTS, None)
+    if noted is not None:
+        return list(noted)
+    owned = [{p for own in (layer, *getattr(layer, USES, ())) for p in own.parameters()} for layer in layers]
+    return [sum(parameter.numel() for parameter in each) for each in owned]
 
 
 def divide(weights: Sequence[int], parts: int, how: str | Sequence[int]) -> list[int]:

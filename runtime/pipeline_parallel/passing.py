@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..errors import ParameterError
 from ..zero import placeholder
 from ..zero.output_tensors import tensors_in
-from .line import Line
+from .line import Line, modules_of
 
 
 @dataclass
@@ -68,7 +68,7 @@ class LayerForward:
 
     def _check(self, run: PartPass, hidden: Any, rest: Any) -> None:
         """Raise ParameterError if layers do not simply follow each other."""
-        name = f"{self.passes.line.name}.{self.index}"
+        name = f"{self.passes.line.name}.{self.index}".lstrip(".")
         if run.called != self.index:
             raise ParameterError(
                 f"pipeline parallelism: {name} is not called as layer {self.index} of a pass, but as "
@@ -141,7 +141,7 @@ def install(line: Line, passes: Passes) -> None:
 
     Raises ParameterError for a module that cannot be left out.
     """
-    layers = {id(each) for layer in line.layers for each in layer.modules()}
+    layers = {id(each) for layer in line.layers for each in modules_of(layer)}
     has_passed = False
     for name, module in line.model.named_modules():
         has_passed = has_passed or name == line.name

@@ -59,7 +59,11 @@ class PartModule(nn.Module):
         if self.is_last:
             return found.reshape(1).clone()
         if not isinstance(run.captured, Tensor):
-            raise ParameterError("pipeline parallelism: layers have to return one tensor")
+            raise ParameterError(
+                f"pipeline parallelism: a stage hands on one tensor, but layer {run.stop - 1} returns a "
+                f"{type(run.captured).__name__}: join the tensors (torch.cat), compute the others again in "
+                "the layers that need them, or choose other boundaries by pipeline.partition"
+            )
         count(CHANNEL, run.captured.numel())
         # older torch detaches in place what was sent, which views do not allow
         return run.captured.clone() if run.captured._is_view() else run.captured
@@ -181,7 +185,8 @@ class Stages:
         options: dict[str, Any] = {"loss_fn": _the_loss}  # parameters have no grad that it could scale
         if self.schedule == "interleaved":
             return ScheduleInterleaved1F1B(stages, count, **options)
-        kind: Any = ScheduleGPipe if self.schedule == "gpipe" else Schedule1F1B
+        is_short = count < self.line.stages  # both then have all micro-batches on their way
+        kind: Any = ScheduleGPipe if self.schedule == "gpipe" or is_short else Schedule1F1B
         return kind(stages[0], count, **options)
 
 

@@ -1,4 +1,5 @@
-"""Sizes of axes that scripts say outside of the config: ``tp_model_init``, ``MoE``, accelerate."""
+"""Sizes of axes that scripts say outside of the config: ``tp_model_init``, ``MoE``, ``PipelineModule``,
+accelerate."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from torch import nn
 from zlaunch.compat.deepspeed import sequence_groups
 from zlaunch.compat.deepspeed.missing import TENSOR_PARALLEL, NotInZlaunch
 from zlaunch.compat.deepspeed.moe import MoE
+from zlaunch.compat.deepspeed.pipe import PipelineModule
 from zlaunch.runtime.config import (
     ConfigError,
     expert_size,
@@ -48,8 +50,8 @@ def tp_model_init(
 
 def take_over_sizes(model: nn.Module | None, config: Any, mpu: Any = None) -> Any:
     """Return a config with the sizes of axes that were said elsewhere: to ``tp_model_init``, to the model's
-    ``MoE`` layers, to ``register_with_transformers`` (which made the ``mpu``), and to accelerate's
-    ParallelismConfig. A config that has them is returned as it is.
+    ``MoE`` layers, to the ``PipelineModule``, to ``register_with_transformers`` (which made the ``mpu``), and
+    to accelerate's ParallelismConfig. A config that has them is returned as it is.
 
     Raises ConfigError where two of them differ, and for sizes of axes that are not supported.
     """
@@ -60,13 +62,16 @@ def take_over_sizes(model: nn.Module | None, config: Any, mpu: Any = None) -> An
         if tensor or tensor_size(load(config).config) > 1:
             raise ConfigError(["register_with_transformers: not together with ranks that share layers"])
     _check_accelerate(config, tensor, sequence)
-    if (not tensor and not expert and not sequence) or config is None:
+    staged = model if isinstance(model, PipelineModule) else None
+    stages = _said_stages(staged)
+    if not (tensor or expert or sequence or staged is not None) or config is None:
         return config
     loaded = load(config)
     sizes = {
         "tensor": (tensor, tensor_size(loaded.config)),
         "expert": (expert, expert_size(loaded.config)),
         "sequence": (sequence, sequence_size(loaded.config)),
+        "pipeline": (stages, pipeline_size(loaded.config)),
     }
     taken = {}
     for axis, (said, configured) in sizes.items():
@@ -75,9 +80,21 @@ def take_over_sizes(model: nn.Module | None, config: Any, mpu: Any = None) -> An
             taken[axis] = size
             if read_environment().rank == 0:
                 say(f"parallel.{axis}: {size}, as {next(iter(said))} says")
-    if not taken:
-        return config
-    return {**loaded.raw, "parallel": {**(loaded.raw.get("parallel") or {}), **taken}}
+    found = config
+    if taken:
+        found = {**loaded.raw, "parallel": {**(loaded.raw.get("parallel") or {}), **taken}}
+    section = loaded.raw.get("pipeline") or {}
+    if staged is not None and "partition" not in section:
+        raw = loaded.raw if found is config else found
+        found = {**raw, "pipeline": {**section, "partition": staged.partition_method}}
+    return found
+
+
+def _said_stages(model: PipelineModule | None) -> dict[str, int]:
+    """Return the number of stages that a PipelineModule was given, if any."""
+    if model is None or model.num_stages is None:
+        return {}
+    return {f"PipelineModule(num_stages={model.num_stages})": model.num_stages}
 
 
 def _check_accelerate(config: Any, tensor: dict[str, int], sequence: dict[str, int]) -> None:
@@ -90,9 +107,7 @@ def _check_accelerate(config: Any, tensor: dict[str, int], sequence: dict[str, i
     section = loaded.config.tensor_parallel
     if tensor_size(loaded.config) > max(section.autotp_size, *tensor.values(), 1):
         raise ConfigError(
-            [
-                "parallel.tensor: accelerate and the Trainer read tensor_parallel.autotp_size: write that instead"
-            ]
+            ["parallel.tensor: accelerate and the Trainer read tensor_parallel.autotp_size: write that"]
         )
     if sequence_size(loaded.config) > max(*sequence.values(), 1):
         raise ConfigError(

@@ -22,8 +22,10 @@ from zlaunch.compat.deepspeed.log import logger, set_log_level_from_string
 from zlaunch.compat.deepspeed.missing import FLOPS, NotInZlaunch
 from zlaunch.compat.deepspeed.optimizer import ZeROOptimizer
 from zlaunch.compat.deepspeed.parameters import use_deepspeeds_placeholders
+from zlaunch.compat.deepspeed.pipe import PipelineModule
 from zlaunch.compat.deepspeed.timer import ThroughputTimer
 from zlaunch.compat.deepspeed.ulysses import UlyssesSPAttentionHF
+from zlaunch.compat.deepspeed.whole_steps import OneStage
 from zlaunch.runtime.api import choose_config
 from zlaunch.runtime.build import build_engine
 from zlaunch.runtime.checkpoint.export.consolidate import consolidated_state_dict
@@ -155,18 +157,18 @@ class DeepSpeedEngine(ConfigGetters, Engine):
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Change how many micro-batches make a step. Raises ValueError if it does not divide."""
-        one = self.train_micro_batch_size_per_gpu() * self.world_size
+        one = self.train_micro_batch_size_per_gpu() * self.data_parallel_size
         if train_batch_size < 1 or train_batch_size % one:
             raise ValueError(
                 f"train_batch_size {train_batch_size} is not a multiple of {one}, which is "
-                "train_micro_batch_size_per_gpu times the number of ranks"
+                "train_micro_batch_size_per_gpu times the ranks that train on different samples"
             )
         self.set_batch(train_batch_size, self.train_micro_batch_size_per_gpu(), train_batch_size // one)
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """Change the samples of a forward pass; the micro-batches of a step stay as many."""
         steps = self.gradient_accumulation_steps()
-        self.set_batch(micro_batch_size * steps * self.world_size, micro_batch_size, steps)
+        self.set_batch(micro_batch_size * steps * self.data_parallel_size, micro_batch_size, steps)
 
     def set_data_post_process_func(self, post_process_func: Callable[..., Any]) -> None:
         """Refuse: change the batches in the script, or in ``collate_fn``."""
@@ -291,8 +293,8 @@ class DeepSpeedEngine(ConfigGetters, Engine):
         return EngineLoader(
             dataset,
             batch_size=size,
-            rank=self.global_rank,
-            world_size=self.world_size,
+            rank=self.data_parallel_rank,
+            world_size=self.data_parallel_size,
             collate_fn=collate_fn,
             drop_last=self.effective_config.dataloader_drop_last,
             shuffle=route == "train",
@@ -314,6 +316,10 @@ class DeepSpeedEngine(ConfigGetters, Engine):
     def dump_state(self) -> bool:
         """Return ``dump_state`` of the config."""
         return bool(self.effective_config.dump_state)
+
+
+class PipelineEngine(OneStage, DeepSpeedEngine):
+    """Is the engine of a PipelineModule."""
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -353,7 +359,7 @@ def initialize(
             note_parts(model, bool(UlyssesSPAttentionHF.whole_evaluations))
     use_deepspeeds_placeholders()
     engine, _, loader, scheduler = build_engine(
-        DeepSpeedEngine,
+        PipelineEngine if isinstance(model, PipelineModule) else DeepSpeedEngine,
         model,
         optimizer,
         model_parameters,

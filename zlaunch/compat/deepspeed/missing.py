@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 from zlaunch.compat.deepspeed import is_installed
 
 INFERENCE = "serve an exported model with vLLM, or generate with ZeRO stage 3 and no optimizer"
-PIPELINE = "pipeline parallelism is for Megatron or torch.distributed.pipelining"
+PIPELINE = "deepspeed.pipe.PipelineModule takes a list of layers; pipeline.stages of the config divides them"
 EXPERTS = (
     "use the model's own experts, zlaunch.Experts or moe.layer.MoE: ZeRO shards them, parallel.expert of the "
     "config gives ranks different ones"

@@ -6,10 +6,14 @@ import sys as _sys
 import zlaunch as _zlaunch
 from zlaunch.compat.deepspeed import VERSION as __version__
 from zlaunch.compat.deepspeed.axes import tp_model_init
-from zlaunch.compat.deepspeed.engine import DeepSpeedEngine, add_config_arguments, initialize
+from zlaunch.compat.deepspeed.engine import (
+    DeepSpeedEngine,
+    PipelineEngine,
+    add_config_arguments,
+    initialize,
+)
 from zlaunch.compat.deepspeed.log import log_dist, logger
 from zlaunch.compat.deepspeed.missing import INFERENCE as _INFERENCE
-from zlaunch.compat.deepspeed.missing import PIPELINE as _PIPELINE
 from zlaunch.compat.deepspeed.missing import absent as _absent
 from zlaunch.compat.deepspeed.missing import missing_class as _missing_class
 from zlaunch.compat.deepspeed.missing import missing_function as _missing_function
@@ -46,7 +50,6 @@ __version_major__, __version_minor__, __version_patch__ = (int(_n) for _n in __v
 version, git_hash, git_branch = __version__, __git_hash__, __git_branch__
 dist = comm
 
-PipelineEngine = _missing_class("PipelineEngine", _PIPELINE)
 InferenceEngine = _missing_class("InferenceEngine", _INFERENCE)
 DeepSpeedInferenceConfig = _missing_class("DeepSpeedInferenceConfig", _INFERENCE)
 DeepSpeedHybridEngine = _missing_class("DeepSpeedHybridEngine", _INFERENCE)

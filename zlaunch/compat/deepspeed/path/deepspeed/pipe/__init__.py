@@ -1,9 +1,8 @@
-"""Pipeline parallelism is not here."""
+"""Layers that ranks divide."""
 
-from zlaunch.compat.deepspeed.missing import PIPELINE, absent, missing_class
+from zlaunch.compat.deepspeed.missing import absent as _absent
+from zlaunch.compat.deepspeed.pipe import LayerSpec as LayerSpec
+from zlaunch.compat.deepspeed.pipe import PipelineModule as PipelineModule
+from zlaunch.compat.deepspeed.pipe import TiedLayerSpec as TiedLayerSpec
 
-PipelineModule = missing_class("pipe.PipelineModule", PIPELINE)
-LayerSpec = missing_class("pipe.LayerSpec", PIPELINE)
-TiedLayerSpec = missing_class("pipe.TiedLayerSpec", PIPELINE)
-
-__getattr__ = absent("deepspeed.pipe")
+__getattr__ = _absent("deepspeed.pipe")

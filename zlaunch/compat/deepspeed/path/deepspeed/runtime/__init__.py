@@ -9,5 +9,6 @@ from . import dataloader as dataloader
 from . import engine as engine
 from . import fp16 as fp16
 from . import lr_schedules as lr_schedules
+from . import pipe as pipe
 from . import utils as utils
 from . import zero as zero

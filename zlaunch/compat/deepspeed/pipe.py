@@ -1,0 +1,281 @@
+"""``deepspeed.pipe``: a list of layers that are called one after the other, and that ranks may divide."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zlaunch.compat.deepspeed.missing import NotInZlaunch
+from zlaunch.compat.deepspeed.tools import set_random_seed
+from zlaunch.compat.deepspeed.topology import ProcessTopology
+from zlaunch.runtime.activation.checkpointing import checkpoint
+from zlaunch.runtime.errors import ParameterError
+
+
+class LayerSpec:
+    """Describes a layer that ``PipelineModule`` makes: ``typename(*module_args, **module_kwargs)``."""
+
+    def __init__(self, typename: type[nn.Module], *module_args: Any, **module_kwargs: Any) -> None:
+        """Raise RuntimeError for a class that is no nn.Module."""
+        if not (isinstance(typename, type) and issubclass(typename, nn.Module)):
+            raise RuntimeError(f"{type(self).__name__}: {typename!r} is not a subclass of nn.Module")
+        self.typename, self.module_args, self.module_kwargs = typename, module_args, module_kwargs
+
+    def __repr__(self) -> str:
+        given = [*map(repr, self.module_args), *(f"{k}={v!r}" for k, v in self.module_kwargs.items())]
+        return f"{type(self).__name__}({', '.join([self.typename.__name__, *given])})"
+
+    def build(self, log: bool = False) -> nn.Module:
+        """Make the layer."""
+        return self.typename(*self.module_args, **self.module_kwargs)
+
+
+class TiedLayerSpec(LayerSpec):
+    """Describes a layer that all places of the same ``key`` share; ``forward_fn(module, hidden)`` computes
+    this place, by default the module itself.
+    """
+
+    def __init__(
+        self,
+        key: str,
+        typename: type[nn.Module],
+        *module_args: Any,
+        forward_fn: Callable[[Any, Any], Any] | None = None,
+        tied_weight_attr: str | Sequence[str] = ("weight",),
+        **module_kwargs: Any,
+    ) -> None:
+        """Take DeepSpeed's arguments; all parameters of the module are shared, whatever
+        ``tied_weight_attr``.
+        """
+        super().__init__(typename, *module_args, **module_kwargs)
+        self.key, self.forward_fn = key, forward_fn
+        self.tied_weight_attr = (
+            [tied_weight_attr] if isinstance(tied_weight_attr, str) else list(tied_weight_attr)
+        )
+
+
+@dataclass
+class _Options:
+    """Holds what all layers of a PipelineModule do in the same way."""
+
+    interval: int
+    recompute: Callable[..., Any]
+    names: list[str] | None
+    """Classes of the layers to recompute; None for all with parameters."""
+    seed: Callable[[int], Any] | None
+    """Seeds the random numbers of a layer."""
+    base_seed: int
+    micro_batch: int = 0
+
+
+class _Place(nn.Module):
+    """Is a layer in its place: a module, which may have several, or a function."""
+
+    def __init__(
+        self, index: int, call: Callable[..., Any], module: nn.Module | None, what: _Options
+    ) -> None:
+        super().__init__()
+        self.index, self.call_layer, self.options = index, (call,), what
+        self.zlaunch_uses = () if module is None else (module,)
+        self.writes = module is not None and any(getattr(m, "inplace", False) for m in module.modules())
+
+    @property
+    def is_recomputed(self) -> bool:
+        """Tell whether the backward pass computes the layer again."""
+        if not self.options.interval or not self.zlaunch_uses:
+            return False
+        module, names = self.zlaunch_uses[0], self.options.names
+        if names is not None:
+            return type(module).__name__ in names
+        return next(module.parameters(), None) is not None
+
+    def forward(self, hidden: Any) -> Any:
+        """Compute the layer."""
+        if self.writes and isinstance(hidden, Tensor) and hidden.requires_grad and hidden.is_leaf:
+            hidden = hidden.clone()  # received from another stage
+        number = self.options.base_seed * (self.options.micro_batch + 1) + self.index
+
+        def run(*inputs: Any) -> Any:
+            if self.options.seed is not None:
+                self.options.seed(number)
+            return self.call_layer[0](inputs[0] if len(inputs) == 1 else inputs)
+
+        inputs = hidden if isinstance(hidden, tuple) else (hidden,)
+        if self.is_recomputed and torch.is_grad_enabled():
+            return self.options.recompute(run, *inputs)
+        return run(*inputs)
+
+
+class PipelineModule(nn.Module):
+    """Calls layers one after the other. With several stages ranks have different ones of them, and
+    ``engine.train_batch(data_iter)`` trains on pairs of inputs and labels.
+
+    Layers are modules, LayerSpecs and TiedLayerSpecs, which are built here, and functions. Each gets what the
+    one before has returned; a stage hands on one tensor.
+    """
+
+    def __init__(
+        self,
+        layers: Iterable[Any],
+        num_stages: int | None = None,
+        topology: Any = None,
+        loss_fn: Callable[..., Any] | None = None,
+        seed_layers: bool = False,
+        seed_fn: Callable[[int], Any] | None = None,
+        base_seed: int = 1234,
+        partition_method: str = "parameters",
+        activation_checkpoint_interval: int = 0,
+        activation_checkpoint_func: Callable[..., Any] = checkpoint,
+        checkpointable_layers: list[str] | None = None,
+        dynamic_shape: bool = False,
+    ) -> None:
+        """Take DeepSpeed's arguments. ``num_stages`` None takes the config's ``pipeline.stages``.
+        ``partition_method`` counts unless the config has ``pipeline.partition``. With
+        ``activation_checkpoint_interval`` each layer with parameters, or of ``checkpointable_layers``, is
+        recomputed by itself.
+
+        Raises NotInZlaunch for other ways to divide layers and other topologies, ParameterError for what is
+        no layer, or a ``type:`` without any layer.
+        """
+        super().__init__()
+        self.num_stages = _stages_of(num_stages, topology)
+        self._topology = topology
+        self.loss_fn, self.dynamic_shape = loss_fn, dynamic_shape
+        self.seed_layers, self.seed_fn, self.base_seed = seed_layers, seed_fn, base_seed
+        seed = (seed_fn or set_random_seed) if seed_layers else None
+        self._options = _Options(
+            activation_checkpoint_interval, activation_checkpoint_func, checkpointable_layers, seed, base_seed
+        )
+        self._layer_specs = list(layers)
+        self.forward_funcs: list[Callable[..., Any]] = []
+        self.tied_modules = nn.ModuleDict()
+        self.tied_weight_attrs: dict[str, list[str]] = {}
+        self.zlaunch_line: list[_Place] = []
+        """What the runtime divides into stages."""
+        for index, layer in enumerate(self._layer_specs):
+            if seed is not None:
+                seed(base_seed + index)
+            call, module = self._build(index, layer)
+            self.forward_funcs.append(call)
+            self.zlaunch_line.append(_Place(index, call, module, self._options))
+        self.partition_method = self._partition(partition_method)
+
+    def _build(self, index: int, layer: Any) -> tuple[Callable[..., Any], nn.Module | None]:
+        """Return what computes a layer, and the module that it computes with, which is registered."""
+        if isinstance(layer, PipelineModule):
+            raise NotInZlaunch("PipelineModule: a layer is a PipelineModule: list its layers instead")
+        if isinstance(layer, TiedLayerSpec):
+            if layer.key not in self.tied_modules:
+                self.tied_modules[layer.key] = layer.build()
+                self.tied_weight_attrs[layer.key] = layer.tied_weight_attr
+            tied = self.tied_modules[layer.key]
+            return (tied if layer.forward_fn is None else _Bound(layer.forward_fn, tied)), tied
+        module = layer.build() if isinstance(layer, LayerSpec) else layer
+        if isinstance(module, nn.Module):
+            self.add_module(str(index), module)
+            return module, module
+        if not callable(module):
+            raise ParameterError(
+                f"PipelineModule: layer {index} is of class {type(layer).__name__}: give modules, "
+                "LayerSpecs or functions"
+            )
+        return module, None
+
+    def _partition(self, method: str) -> str:
+        """Return what ``pipeline.partition`` of the config is; note weights where those of types count."""
+        kind = method.lower()
+        if kind in ("parameters", "uniform"):
+            return kind
+        if not kind.startswith("type:"):
+            raise NotInZlaunch(
+                f"PipelineModule(partition_method={method!r}) is not in zlaunch: take 'parameters', "
+                "'uniform' or 'type:REGEX', or list the stages' first layers as pipeline.partition of the "
+                "config"
+            )
+        wanted = re.compile(kind.partition(":")[2], re.IGNORECASE)
+        names = [_name_of(layer) for layer in self._layer_specs]
+        hits = [wanted.search(name) is not None for name in names]
+        if not any(hits):
+            raise ParameterError(
+                f"PipelineModule(partition_method={method!r}): no layer has such a class; there are "
+                f"{', '.join(dict.fromkeys(names))}"
+            )
+        self.zlaunch_weights = [len(hits) + 1 if hit else 1 for hit in hits]
+        return "best"
+
+    def forward(self, *inputs: Any) -> Any:
+        """Call all layers; several inputs go to the first one as a tuple."""
+        hidden = inputs[0] if len(inputs) == 1 else inputs
+        self._options.micro_batch += 1
+        for place in self.zlaunch_line:
+            hidden = place(hidden)
+        return hidden
+
+    @property
+    def activation_checkpoint_interval(self) -> int:
+        """Return whether layers are recomputed: 0 for no."""
+        return self._options.interval
+
+    def set_checkpoint_interval(self, interval: int) -> None:
+        """Set whether layers are recomputed: 0 for no."""
+        self._options.interval = interval
+
+    def topology(self) -> Any:
+        """Return the topology that was given, else one of ``pipe`` and ``data``."""
+        if self._topology is not None:
+            return self._topology
+        ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+        stages = self.num_stages or 1
+        return ProcessTopology(["pipe", "data"], [stages, max(1, ranks // stages)])
+
+    def num_pipeline_stages(self) -> int:
+        """Return the number of stages that was asked for, 1 for none."""
+        return self.num_stages or 1
+
+    def mpu(self) -> Any:
+        """Refuse: the engine knows its place in the mesh."""
+        raise NotInZlaunch(
+            "PipelineModule.mpu() is not in zlaunch: engine.data_parallel_rank, engine.stage_id and "
+            "deepspeed.utils.groups have the ranks' places"
+        )
+
+    def get_additional_losses(self) -> None:
+        """Return None: there are none."""
+
+
+class _Bound:
+    """Calls a function with a module and its input."""
+
+    def __init__(self, function: Callable[[Any, Any], Any], module: nn.Module) -> None:
+        self.function, self.module = function, module
+
+    def __call__(self, hidden: Any) -> Any:
+        return self.function(self.module, hidden)
+
+
+def _name_of(layer: Any) -> str:
+    if isinstance(layer, LayerSpec):
+        return layer.typename.__name__
+    return type(layer).__name__ if isinstance(layer, nn.Module) else getattr(layer, "__name__", "")
+
+
+def _stages_of(num_stages: int | None, topology: Any) -> int | None:
+    """Return the stages that were asked for. Raises NotInZlaunch for a topology of other axes or order."""
+    if topology is None:
+        return num_stages
+    axes = {name: int(topology.get_dim(name)) for name in topology.get_axis_names()}
+    axes = {name: size for name, size in axes.items() if size > 1 or name == "pipe"}
+    if list(axes) not in (["pipe"], ["pipe", "data"]):
+        raise NotInZlaunch(
+            f"PipelineModule(topology=...) with the axes {', '.join(axes)} is not in zlaunch: give "
+            "num_stages, and the other sizes as parallel.tensor and so on in the config"
+        )
+    stages = axes["pipe"]
+    if num_stages not in (None, stages):
+        raise ParameterError(f"PipelineModule: num_stages is {num_stages}, but the topology has {stages}")
+    return stages
