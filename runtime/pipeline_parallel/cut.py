@@ -33,6 +33,14 @@ class StageCut(Cut):
     owners: tuple[int, ...] = ()
     """The stages that have the parameter."""
     is_here: bool = True
+    shared: int = 1
+    """How many ranks of a pipeline and of the axes that share layers have the part, on every stage: units are
+    made by it, which all stages have alike."""
+
+    @property
+    def copies(self) -> int:
+        """Return how many ranks have a part of the parameter's that is equal."""
+        return self.shared
 
     def __deepcopy__(self, memo: Any) -> StageCut:
         return self
@@ -151,6 +159,7 @@ def leave_own(line: Line, axis: StageAxis) -> list[nn.Parameter]:
         is_here = axis.stage in stages
         base = (whole_box(shape),) * positions if cut is None else cut.boxes
         place = axis.comm.rank % positions if cut is None else cut.position
+        shared = base.count(base[place]) * len(stages)
         of_experts = cut is not None and cut.of_experts
         if is_here:
             boxes = base * len(stages)
@@ -160,7 +169,7 @@ def leave_own(line: Line, axis: StageAxis) -> list[nn.Parameter]:
             parameter.data = parameter.detach().new_empty([0] * len(shape))
         mark(
             parameter,
-            StageCut(shape, boxes, place, None, of_experts, cut, axis.spread, stages, is_here),
+            StageCut(shape, boxes, place, None, of_experts, cut, axis.spread, stages, is_here, shared),
         )
         if len(stages) > 1:
             axis.add_group(stages)

@@ -117,13 +117,12 @@ def test_names_that_are_not_here(tmp_path: Path) -> None:
         import zlaunch.compat.deepspeed as ds
         ds.install()
         import deepspeed
-        from deepspeed.pipe import PipelineModule
         from deepspeed.ops.lamb import FusedLamb
 
-        class Pipe(PipelineModule):
+        class Engine(deepspeed.InferenceEngine):
             pass
 
-        for make in (Pipe, FusedLamb, deepspeed.init_inference, deepspeed.zero.TiledLinear):
+        for make in (Engine, FusedLamb, deepspeed.init_inference, deepspeed.zero.TiledLinear):
             try:
                 make(1)
             except NotImplementedError as error:
@@ -145,7 +144,7 @@ def test_names_that_are_not_here(tmp_path: Path) -> None:
         tmp_path,
     )
     for text in (
-        "pipe.PipelineModule is not in zlaunch",
+        "InferenceEngine is not in zlaunch",
         "ops.lamb.FusedLamb is not",
         "init_inference is not",
     ):

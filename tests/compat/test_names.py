@@ -28,8 +28,8 @@ from tests.runtime.workers import run_workers
         ("deepspeed.module_inject", "vLLM"),
         ("deepspeed.linear", "PEFT"),
         ("deepspeed.model_implementations.transformers", "vLLM"),
-        ("deepspeed.runtime.pipe.topology", "Megatron"),
-        ("deepspeed.pipe.module", "Megatron"),
+        ("deepspeed.runtime.pipe.schedule", "PipelineModule"),
+        ("deepspeed.pipe.module", "PipelineModule"),
         ("deepspeed.moe.mappings", "experts"),
         ("deepspeed.utils.timer", "tput_timer"),
         ("deepspeed.no_such_module", "docs/from-deepspeed.md"),
@@ -52,7 +52,6 @@ def test_modules_that_are_not_here(deepspeed: Any, name: str, advice: str) -> No
 def test_names_that_are_not_here(deepspeed: Any) -> None:
     from deepspeed.elasticity import compute_elastic_config, elasticity_enabled
     from deepspeed.ops.lamb import FusedLamb
-    from deepspeed.pipe import PipelineModule
     from deepspeed.profiling.flops_profiler import FlopsProfiler, get_model_profile
 
     refused = [
@@ -64,12 +63,12 @@ def test_names_that_are_not_here(deepspeed: Any) -> None:
     for what, advice in refused:
         with pytest.raises(NotImplementedError, match=rf"not in zlaunch: .*{advice}"):
             what({})
-    with pytest.raises(AttributeError, match=r"PipelineModule\.from_layers is not in zlaunch: .*Megatron"):
-        PipelineModule.from_layers  # noqa: B018
     from deepspeed.runtime.sequence_parallel import ulysses_sp
 
     with pytest.raises(AttributeError, match=r"ulysses_sp\.TiledMLP is not in zlaunch: .*tiled_mlp"):
         ulysses_sp.TiledMLP  # noqa: B018
+    with pytest.raises(AttributeError, match=r"InferenceEngine\.module is not in zlaunch: .*vLLM"):
+        deepspeed.InferenceEngine.module  # noqa: B018
     assert not hasattr(FusedLamb, "betas") and not isinstance(nn.Linear(1, 1), FusedLamb)
 
     class Layer(FusedLamb, nn.Module):

@@ -173,7 +173,9 @@ def _train(kind: str, stages: int, options: dict[str, Any], section: dict[str, A
     deepspeed = _deepspeed()
     world = torch.distributed.get_world_size()
     net = make(kind, stages, **options)
-    changes = {"pipeline": section} if section else {}
+    changes: dict[str, Any] = {"pipeline": section} if section else {}
+    if stages == 2:  # units of less than a layer
+        changes["zero_optimization"] = {"stage": 1, "reduce_bucket_size": 200, "allgather_bucket_size": 200}
     engine, *_ = deepspeed.initialize(
         model=net,
         model_parameters=[p for p in net.parameters() if p.requires_grad],
