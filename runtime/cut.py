@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import torch
@@ -35,6 +36,11 @@ class Cut:
     def box(self) -> Box:
         """Return this rank's part."""
         return self.boxes[self.position]
+
+    @property
+    def numel(self) -> int:
+        """Return the number of elements of a part, equal on all ranks: units are planned by it."""
+        return prod(box_shape(self.box))
 
     @property
     def copies(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -36,6 +37,11 @@ class StageCut(Cut):
     shared: int = 1
     """How many ranks of a pipeline and of the axes that share layers have the part, on every stage: units are
     made by it, which all stages have alike."""
+
+    @property
+    def numel(self) -> int:
+        """Return the number of elements that the stages which have the parameter have of it."""
+        return prod(self.shape) if self.inner is None else self.inner.numel
 
     @property
     def copies(self) -> int:

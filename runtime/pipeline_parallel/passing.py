@@ -113,6 +113,11 @@ class OutsideForward:
         """
         run, line = self.passes.run, self.passes.line
         if run is None or placeholder.in_backward():
+            if any(parameter.numel() == 0 for parameter in self.module.parameters()):
+                raise ParameterError(
+                    f"pipeline parallelism: {self.name}, which another stage has, was called outside of "
+                    "engine.train_batch and eval_batch"
+                )
             return self._compute(*args, **kwargs)
         if self.is_early != (run.called == 0):
             when, place = ("after", "before") if self.is_early else ("before", "after")

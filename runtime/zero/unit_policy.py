@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..comm.collectives import Comm
+from ..cut import cut_of
 from . import placeholder
 from .layout import TILE_NUMEL, make_layout
 from .store import StoreFactory
@@ -79,7 +80,12 @@ class Block:
 
     @property
     def numel(self) -> int:
-        return sum(placeholder.shape_of(p).numel() for _, p in self.parameters)
+        return sum(_planned_numel(p) for _, p in self.parameters)
+
+
+def _planned_numel(parameter: Tensor) -> int:
+    cut = cut_of(parameter)
+    return placeholder.shape_of(parameter).numel() if cut is None else cut.numel
 
 
 def _has_parameters(module: nn.Module) -> bool:

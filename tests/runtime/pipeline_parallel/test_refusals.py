@@ -1,0 +1,266 @@
+"""Test small models of one's own on ranks that have different layers: what is refused, and unusual steps."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zlaunch
+from tests.runtime.workers import WorkerError, join, run_workers
+
+WIDTH, MICRO_BATCHES = 4, 2
+
+
+class Network(nn.Module):
+    """Has layers between an embedding and a head, and something unusual."""
+
+    def __init__(self, unusual: str = "", layers: int = 4) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.unusual = unusual
+        self.words = nn.Embedding(9, WIDTH)
+        self.layers = nn.ModuleList(Layer() for _ in range(layers))
+        self.norm: nn.Module = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, 9)
+        if unusual == "no list":
+            self.layers = nn.ModuleList([Layer(), nn.Linear(WIDTH, WIDTH)])
+        if unusual == "batch norm":
+            self.norm = nn.BatchNorm1d(WIDTH)
+        if unusual == "attention":
+            self.norm = nn.MultiheadAttention(WIDTH, 1)
+
+    def forward(self, words: Tensor) -> Tensor:
+        hidden = self.words(words)
+        if self.unusual == "late module":
+            hidden = self.norm(hidden)
+        further = hidden.detach().requires_grad_() if self.unusual == "further" else None
+        for index, layer in enumerate(self.layers):
+            if self.unusual == "raises" and index == 3:
+                hidden = layer(hidden, fails=True)
+                continue
+            hidden = layer(hidden, further)
+            if self.unusual == "between":
+                hidden = hidden * 2
+        if self.unusual == "early module":
+            hidden = hidden + self.words(words)
+        if self.unusual == "too few":
+            return self.head(self.norm(self.layers[0](hidden)))
+        logits: Tensor = self.head(self.norm(hidden))
+        return logits
+
+
+class Layer(nn.Module):
+    """Is a layer, which fails if it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, hidden: Tensor, further: Any = None, fails: bool = False) -> Tensor:
+        if fails:
+            raise ArithmeticError("this layer fails")
+        return hidden + torch.tanh(self.linear(hidden))
+
+
+def loss_fn(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the mean cross entropy."""
+    return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def config(**changes: Any) -> dict[str, Any]:
+    """Return a config of two ranks that divide the layers."""
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": MICRO_BATCHES,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": 1},
+        "parallel": {"pipeline": 2},
+        **changes,
+    }
+
+
+def micro_batches(count: int = 20, length: int = 3) -> list[tuple[Tensor, Tensor]]:
+    """Make micro-batches."""
+    chance = torch.Generator().manual_seed(2)
+    found = [torch.randint(9, (2, length), generator=chance) for _ in range(count)]
+    return [(each, each) for each in found]
+
+
+def start(model: nn.Module, **changes: Any) -> Any:
+    """Return an engine."""
+    return zlaunch.initialize(model=model, config=config(**changes))[0]
+
+
+def _refused_at_once() -> list[str]:
+    join()
+    said = []
+
+    def refused(use: Any) -> None:
+        with pytest.raises(
+            (zlaunch.ParameterError, zlaunch.ConfigError, zlaunch.RankMismatchError)
+        ) as caught:
+            use()
+        said.append(str(caught.value))
+
+    refused(lambda: start(Network("no list")))
+    refused(lambda: start(Network(layers=1)))
+    refused(lambda: start(Network(), pipeline={"partition": [2, 3]}))
+    refused(lambda: start(Network("batch norm")))
+    refused(lambda: start(Network("attention")))
+    for stage in (2, 3):
+        refused(lambda stage=stage: start(Network(), zero_optimization={"stage": stage}))
+    rank = torch.distributed.get_rank()
+    engine = start(Network())
+    data = micro_batches()
+    refused(lambda: engine(data[0][0]))
+    refused(lambda: engine.backward(torch.zeros(())))
+    refused(lambda: engine.step())
+    refused(lambda: engine.train_batch())
+    refused(lambda: engine.train_batch(iter([data[0][0]] * 2)))
+    refused(lambda: engine.train_batch(iter(data[rank:]), loss_fn))
+    refused(lambda: engine.train_batch(iter([data[0], micro_batches(1, 5)[0]]), loss_fn))
+    engine.train_batch(iter(data), loss_fn)
+    engine = start(Network(), pipeline={"schedule": "interleaved"}, gradient_accumulation_steps=3)
+    refused(lambda: engine.train_batch(iter(data), loss_fn))
+    refused(lambda: engine.module(data[0][0]))
+    return said
+
+
+SAID = [
+    "Network has no nn.ModuleList of layers of one class",
+    "1 layers cannot be divided into 2 parts",
+    "[2, 3] does not divide 4 layers into 2 parts",
+    "norm, a BatchNorm1d, keeps statistics",
+    "norm, a MultiheadAttention, cannot be left out",
+    "is 2, and pipeline parallelism goes with stages 0 and 1",
+    "is 3, and pipeline parallelism goes with stages 0 and 1",
+    "engine(...) is not there",
+    "engine.backward() is not there",
+    "engine.step() is not there",
+    "needs a data_iter, or the training_data",
+    "a pair of inputs and labels, not Tensor",
+    "were given different batches",
+    "have to be of one shape, not",
+    "a multiple of the 2 stages, not 3",
+    "called outside of engine.train_batch and eval_batch",
+]
+
+
+def test_what_is_refused_on_all_ranks() -> None:
+    for said in run_workers(_refused_at_once, 2):
+        assert len(said) == len(SAID)
+        for text, expected in zip(said, SAID, strict=True):
+            assert expected in text, text
+
+
+def _train_unusual(unusual: str, has_loss: bool) -> None:
+    join()
+    start(Network(unusual)).train_batch(iter(micro_batches()), loss_fn if has_loss else None)
+
+
+@pytest.mark.parametrize(
+    ("unusual", "said"),
+    [
+        ("between", r"layers\.1 is not called with what the layer before it has returned"),
+        ("further", r"layers\.0 is called with a further tensor that needs a gradient"),
+        ("late module", "norm is used before the layers, but is registered after them"),
+        ("early module", "words is used after the layers, but is registered before them"),
+        ("too few", r"layers\.0 is not called as layer 0 of a pass"),
+        ("raises", "this layer fails"),
+    ],
+)
+def test_what_a_pass_refuses(unusual: str, said: str) -> None:
+    with pytest.raises(WorkerError, match=said):
+        run_workers(_train_unusual, 2, unusual, True)
+
+
+def test_a_loss_is_needed() -> None:
+    with pytest.raises(WorkerError, match=r"output has no loss: give train_batch a loss_fn"):
+        run_workers(_train_unusual, 2, "", False)
+
+
+def _ends_early() -> None:
+    rank = join()
+    start(Network()).train_batch(iter(micro_batches(2 - rank)), loss_fn)
+
+
+def test_data_that_ends_early_on_one_rank_does_not_hang() -> None:
+    with pytest.raises(WorkerError, match="StopIteration"):
+        run_workers(_ends_early, 2)
+
+
+def _unusual_steps() -> Any:
+    join()
+    found: dict[str, Any] = {}
+    data = micro_batches()
+    scaled = {"enabled": True, "initial_scale_power": 40, "hysteresis": 1, "loss_scale_window": 2}
+    engine = start(Network(), fp16=scaled)
+    engine.train_batch(iter(data), loss_fn)
+    found["overflow"] = (engine.overflow, engine.skipped_steps)
+    engine.destroy()
+    engine = start(Network(), bf16={"enabled": True})
+    losses = [engine.train_batch(iter(data), loss_fn).item() for _ in range(20)]
+    found["bf16"] = losses[-1] < losses[0] and engine.module.head.weight.dtype == torch.bfloat16
+    engine.destroy()
+    with pytest.raises(StopIteration):
+        start(Network()).train_batch(iter(data[:1]), loss_fn)
+    return found
+
+
+def test_unusual_steps() -> None:
+    for found in run_workers(_unusual_steps, 2):
+        assert found == {"overflow": (True, 1), "bf16": True}
+
+
+FROZEN = {
+    "none": [],
+    "first stage": ["words", "layers.0", "layers.1"],
+    "last": ["layers.2", "layers.3", "head"],
+}
+
+
+def _train(frozen: list[str], stages: int, bucket: int) -> Any:
+    join()
+    torch.set_default_dtype(torch.float64)
+    model = Network()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not name.startswith(tuple(frozen)) if frozen else True)
+    data = micro_batches()
+    losses = []
+    zero = {"stage": 1, "reduce_bucket_size": bucket, "allgather_bucket_size": bucket}
+    if stages == 1:
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        optimizer = torch.optim.SGD(parameters, lr=0.1)
+        for _ in range(3):
+            loss = torch.stack([loss_fn(model(words), labels) for words, labels in data[:2]]).mean()
+            loss.backward()
+            nn.utils.clip_grad_norm_(parameters, 0.2)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses, model.state_dict()
+    engine = start(model, gradient_clipping=0.2, zero_optimization=zero, parallel={"pipeline": stages})
+    for _ in range(3):
+        losses.append(engine.train_batch(iter(data), loss_fn).item())
+    state = engine.module.state_dict()
+    engine.module.load_state_dict({name: value.clone() for name, value in state.items()})
+    assert all(torch.equal(a, state[n]) for n, a in engine.module.state_dict().items())
+    copied = copy.deepcopy(engine.module)
+    assert copied.state_dict().keys() == state.keys()
+    return losses, {name: value.clone() for name, value in state.items()}
+
+
+@pytest.mark.parametrize(
+    ("frozen", "stages", "bucket"),
+    [("none", 2, 5 * 10**8), ("none", 2, 60), ("none", 4, 60), ("first stage", 2, 60), ("last", 2, 60)],
+)
+def test_training_equals_one_process(frozen: str, stages: int, bucket: int) -> None:
+    losses, weights = run_workers(_train, 1, FROZEN[frozen], 1, bucket)[0]
+    for own, state in run_workers(_train, stages, FROZEN[frozen], stages, bucket):
+        assert own == pytest.approx(losses, abs=1e-12)
+        for name, value in weights.items():
+            torch.testing.assert_close(state[name], value, rtol=0, atol=1e-12)
