@@ -76,6 +76,12 @@ def mark(parameter: Tensor, cut: Cut) -> None:
     setattr(parameter, _MARK, cut)
 
 
+def part_numel(parameter: Tensor, shape: torch.Size) -> int:
+    """Return the elements of a parameter on a rank that has it, which may be another than this one."""
+    cut = cut_of(parameter)
+    return shape.numel() if cut is None else cut.numel
+
+
 def whole_shape(parameter: Tensor, shape: Sequence[int]) -> tuple[int, ...]:
     """Return the shape of the whole of a parameter, of which this rank has ``shape``."""
     cut = cut_of(parameter)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..comm.collectives import Comm
-from ..cut import cut_of
+from ..cut import part_numel
 from . import placeholder
 from .layout import TILE_NUMEL, make_layout
 from .store import StoreFactory
@@ -80,12 +80,7 @@ class Block:
 
     @property
     def numel(self) -> int:
-        return sum(_planned_numel(p) for _, p in self.parameters)
-
-
-def _planned_numel(parameter: Tensor) -> int:
-    cut = cut_of(parameter)
-    return placeholder.shape_of(parameter).numel() if cut is None else cut.numel
+        return sum(part_numel(p, placeholder.shape_of(p)) for _, p in self.parameters)
 
 
 def _has_parameters(module: nn.Module) -> bool:
@@ -162,9 +157,7 @@ def _root_modules(
     (``model.head(x)``).
     """
     mine = {id(p) for _, p in parameters}
-    owners = [
-        m for m in root.modules() if any(id(p) in mine for p in m._parameters.values() if p is not None)
-    ]
+    owners = [m for m in root.modules() if any(id(p) in mine for p in m._parameters.values())]
     return [root, *(m for m in owners if m is not root)]
 
 

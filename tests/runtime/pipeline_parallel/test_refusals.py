@@ -107,7 +107,7 @@ def _refused_at_once() -> list[str]:
         said.append(str(caught.value))
 
     refused(lambda: start(Network("no list")))
-    refused(lambda: start(Network(layers=1)))
+    refused(lambda: start(Network(layers=2), pipeline={"schedule": "interleaved"}))
     refused(lambda: start(Network(), pipeline={"partition": [2, 3]}))
     refused(lambda: start(Network("batch norm")))
     refused(lambda: start(Network("attention")))
@@ -132,7 +132,7 @@ def _refused_at_once() -> list[str]:
 
 SAID = [
     "Network has no nn.ModuleList of layers of one class",
-    "1 layers cannot be divided into 2 parts",
+    "2 layers cannot be divided into 4 parts",
     "[2, 3] does not divide 4 layers into 2 parts",
     "norm, a BatchNorm1d, keeps statistics",
     "norm, a MultiheadAttention, cannot be left out",
