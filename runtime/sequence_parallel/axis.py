@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..comm.collectives import Comm
 from ..comm.pending import Work
+from ..comm.process_group import open_comms
 from ..comm.waits import waits
 from ..errors import ParameterError
 from ..rank_mesh import own_group
@@ -113,8 +114,11 @@ def current_axis() -> SequenceAxis | None:
     axes of different sizes.
     """
     found = [axis for axis in axes.values() if axis.is_open]
-    if len({axis.size for axis in found}) > 1:
-        raise ParameterError("the engines of this process have different sizes of parallel.sequence")
+    if found and len({comm.mesh.sequence for comm in open_comms if comm.own_groups}) > 1:
+        raise ParameterError(
+            "the engines of this process have different sizes of parallel.sequence, so zlaunch.sequence does "
+            "not know which is meant: destroy the others first"
+        )
     return max(found, key=lambda axis: axis.comm.number, default=None)
 
 
