@@ -224,8 +224,10 @@ def _owned(unit: Unit, comm: Comm, target: SaveTarget) -> tuple[int, int]:
     if target.host is not None:
         return (0, unit.numel if target.leader else 0) if whole else (unit.start, unit.stop)
     low, high = layout.shard_range(unit.link.position)
-    cut = cut_of(unit.parameters[0])
-    in_axis = comm.holders_of(unit.parameters[0])[2]
+    # of a pipeline's unit, other stages may have some parameters
+    here = next((index for index, shape in enumerate(unit.shapes) if shape.numel()), 0)
+    cut = cut_of(unit.parameters[here])
+    in_axis = comm.holders_of(unit.parameters[here])[2]
     copies = in_axis * (unit.data.size // shards)
     if copies == 1:
         return low, high

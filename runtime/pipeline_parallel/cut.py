@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import combinations
 from math import prod
 from typing import Any
 
@@ -152,6 +153,13 @@ def leave_own(line: Line, axis: StageAxis) -> list[nn.Parameter]:
                 "alone would know: use another norm"
             )
     owners, tied = owners_of(line), []
+    several = sorted({stages for stages in owners.values() if len(stages) > 1})
+    for one, other in combinations(several, 2):
+        if len(one) == len(other) and set(one) & set(other):
+            raise ParameterError(
+                f"pipeline parallelism: parameters are shared by the stages {list(one)}, and others by "
+                f"{list(other)}: move pipeline.partition so that these are equal, or apart"
+            )
     positions = axis.comm.mesh.tensor
     for parameter in line.model.parameters():
         unit, cut = owner_of(parameter), cut_of(parameter)
