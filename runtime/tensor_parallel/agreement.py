@@ -10,6 +10,7 @@ from torch import nn
 
 from ..same_batch import SameBatch
 from .axis import TensorAxis
+from .whole_values import WholeValues
 
 
 class Agreement:
@@ -19,6 +20,7 @@ class Agreement:
 
     def __init__(self, axis: TensorAxis, has_dropout: bool) -> None:
         self._axis, self._has_dropout = axis, has_dropout
+        self._values = WholeValues(axis)
         ranks = f"{axis.first} to {axis.first + axis.size - 1}"
         self._batch = SameBatch(
             axis.comm.device,
@@ -30,13 +32,15 @@ class Agreement:
         )
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Raise RankMismatchError if the ranks have different batches.
+        """Raise RankMismatchError if the ranks have different batches, or whole parameters.
 
         Checked are the first passes, some later ones, and all in evaluation or without gradients, which one
         rank may make alone, or with words that each rank has drawn for itself.
         """
         is_alone = not (module.training and torch.is_grad_enabled())
         self._batch.check((args, kwargs), always=is_alone)
+        if not is_alone:
+            self._values.check(module)
         if self._axis.own_numbers is not None:
             self._axis.own_numbers.close()  # a call of a layer by itself may have begun with them
         if self._has_dropout and module.training:

@@ -1,0 +1,77 @@
+"""Test that whole parameters which come to differ on ranks that share layers are found."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import zlaunch
+from tests.runtime.workers import join, run_workers
+
+PLAN = {"up": "colwise", "down": "rowwise"}
+
+
+class _Model(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.up, self.act, self.down = nn.Linear(4, 8), nn.PReLU(), nn.Linear(8, 4)
+        self.kind = kind
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.up(x)
+        hidden = self.act(hidden) if self.kind in ("used on parts", "summed") else torch.tanh(hidden)
+        found: Tensor = x + self.down(hidden)
+        if self.kind == "random":
+            found = functional.dropout(found, 0.5, self.training)
+        return found
+
+
+def _train(kind: str, stage: int) -> str:
+    rank = join()
+    plan = {**PLAN, "act": "replicated_with_grad_allreduce"} if kind == "summed" else PLAN
+    config: dict[str, Any] = {
+        "train_batch_size": 8,
+        "optimizer": {"type": "Adam", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "tensor_parallel": {"autotp_size": 2, "plan": plan},
+    }
+    torch.manual_seed(3)
+    engine, *_ = zlaunch.initialize(model=_Model(kind), config=config)
+    torch.manual_seed(rank)
+    try:
+        for step in range(8):
+            x = torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
+            engine.backward((engine(x) - x.flip(1)).square().mean())
+            engine.step()
+            if kind == "loaded" and step == 2 and rank:
+                with torch.no_grad():
+                    engine.module.get_parameter("down.bias").add_(1.0)
+    except RuntimeError as error:  # the other rank may have ended by then
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("kind", "stage", "name"),
+    [
+        ("used on parts", 1, "act.weight"),
+        ("used on parts", 3, "act.weight|down.bias"),
+        ("random", 1, "down.bias"),
+        ("loaded", 1, "down.bias"),
+        ("summed", 3, ""),
+    ],
+)
+def test_what_comes_to_differ_is_named(kind: str, stage: int, name: str) -> None:
+    found = run_workers(_train, 2, kind, stage)
+    if not name:
+        assert found == ["", ""]
+        return
+    assert any(
+        f"{each} has become another on ranks that share each layer" in said
+        for said in found
+        for each in name.split("|")
+    ), found
