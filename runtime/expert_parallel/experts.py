@@ -9,9 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from ..cut import whole_shape
 from ..errors import ParameterError
 from ..zero import placeholder
 from ..zero.unit_policy import LEAF_MARK
+from .indices import bounds, check_bounds, check_kind
 
 _LISTS = ("", "deepspeed_experts.")
 """Stands before the number of an expert in the names of a state dict that has a list of them."""
@@ -63,8 +65,8 @@ class Experts(nn.Module):
         """Return the sums over k of ``weights * expert(tokens)``, (n, width), in the tokens' dtype, computed
         in the wider one of the experts' outputs and the weights.
 
-        ``tokens``: (n, width). ``index``: (n, k), int64, the numbers of the experts; a negative one adds
-        nothing. ``weights``: (n, k). Raises ParameterError for other shapes, and numbers of no expert.
+        ``tokens``: (n, width). ``index``: (n, k), int64, the numbers of the experts; -1 adds nothing.
+        ``weights``: (n, k). Raises ParameterError for other shapes, and numbers of no expert.
         """
         if tokens.dim() != 2 or index.dim() != 2 or index.shape != weights.shape or len(index) != len(tokens):
             shapes = ", ".join(str(list(each.shape)) for each in (tokens, index, weights))
@@ -73,14 +75,14 @@ class Experts(nn.Module):
                 "weights (n, k) are needed"
             )
         stacks: dict[str, Tensor] = dict(self.expert.named_parameters())
-        if index.dtype not in (torch.int64, torch.int32):
-            raise ParameterError(f"Experts was called with an index of {index.dtype}: int64 is needed")
+        check_kind("Experts", index)
+        total = len(self)
         row, slot = (index >= 0).nonzero(as_tuple=True)
         chosen, order = index[row, slot].sort(stable=True)
         row, slot = row[order], slot[order]
-        counts = torch.bincount(chosen, minlength=len(self)).tolist()
-        if len(counts) > len(self):
-            raise ParameterError(f"Experts: a token is routed to expert {len(counts) - 1} of {len(self)}")
+        per_expert = torch.bincount(chosen.clamp(max=total), minlength=total + 1)
+        *counts, _, lowest, highest = torch.cat([per_expert, bounds(index)]).tolist()
+        check_bounds("Experts", lowest, highest, total)
         parts = {name: stack.unbind(0) for name, stack in stacks.items()}
         rows_of = torch.split(tokens[row], counts)
         outputs = [
@@ -114,9 +116,10 @@ class Experts(nn.Module):
         return zero
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
-        for name, _ in self.expert.named_parameters(remove_duplicate=False):
+        for name, parameter in self.expert.named_parameters(remove_duplicate=False):
+            total = whole_shape(parameter, placeholder.shape_of(parameter))[0]  # of all ranks' experts
             for start in _LISTS:
-                names = [f"{prefix}{start}{number}.{name}" for number in range(len(self))]
+                names = [f"{prefix}{start}{number}.{name}" for number in range(total)]
                 found = [state_dict[each] for each in names if each in state_dict]
                 if found and len(found) == len(names):
                     state_dict[f"{prefix}expert.{name}"] = torch.stack(found)

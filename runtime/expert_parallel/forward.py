@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..errors import ParameterError
 from .axis import ExpertAxis, exchange
-from .experts import Experts
+from .indices import bounds, check_bounds, check_kind
 
 Inner = Callable[..., Tensor]
 
@@ -46,7 +46,9 @@ class DispatchForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return the weighted sums of the experts' outputs, (tokens, width), of tokens (tokens, width),
         experts' numbers and weights (tokens, k), in the tokens' dtype, however the module names them. An
-        index of no expert adds nothing, but is an error where it is one of a module of Experts.
+        index of -1 adds nothing.
+
+        Raises ParameterError for numbers of no expert.
         """
         args, kwargs = by_position(self.module, args, kwargs)
         if len(args) < 3:
@@ -64,8 +66,10 @@ class DispatchForward:
         goes = (owners.unsqueeze(-1) == torch.arange(axis.size, device=index.device)).any(1)
         token = goes.t().nonzero(as_tuple=True)[1]
         counts = goes.sum(0)
-        both = torch.stack([counts, axis.exchange(counts, [1] * axis.size, [1] * axis.size)])
-        sent, received = both.tolist()
+        came = axis.exchange(counts, [1] * axis.size, [1] * axis.size)
+        *numbers, lowest, highest = torch.cat([counts, came, bounds(index)]).tolist()
+        check_bounds(f"expert parallelism: {self.name}", lowest, highest, self.local * axis.size)
+        sent, received = numbers[: axis.size], numbers[axis.size :]
         wanted = axis.exchange(index[token], sent, received) - axis.place * self.local
         rows, scales = exchange(axis, sent, received, hidden[token], weights[token])
         output = self._compute(rows, wanted, scales, args, kwargs)
@@ -104,8 +108,4 @@ class DispatchForward:
                 f"expert parallelism: {self.name} was called with tensors of shapes {shapes}: tokens "
                 "(n, width), experts (n, k) and weights (n, k) are needed"
             )
-        total = self.local * self.axis.size
-        if isinstance(self.module, Experts) and index.numel() and int(index.max()) >= total:
-            raise ParameterError(
-                f"expert parallelism: {self.name}: a token is routed to expert {int(index.max())} of {total}"
-            )
+        check_kind(f"expert parallelism: {self.name}", index)

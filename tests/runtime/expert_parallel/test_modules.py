@@ -207,8 +207,11 @@ def test_wrong_calls_are_refused() -> None:
         module(tokens, index.float(), weights)
     with pytest.raises(zlaunch.ParameterError, match="a list of modules is needed"):
         zlaunch.Experts(nn.Linear(4, 4))  # type: ignore[arg-type]  # what a script may do
-    with pytest.raises(zlaunch.ParameterError, match="routed to expert 2 of 2"):
-        module(tokens, index + 1, weights)
+    for wrong_index, number in ((index + 1, 2), (index + 10**12, 10**12 + 1), (index - 6, -5)):
+        with pytest.raises(
+            zlaunch.ParameterError, match=f"routed to expert {number} of 2: numbers are 0 to 1"
+        ):
+            module(tokens, wrong_index, weights)
     wider = zlaunch.Experts([nn.Linear(4, 5), nn.Linear(4, 5)])
     with pytest.raises(zlaunch.ParameterError, match=r"Linear returns \[3, 5\] for tokens \[3, 4\]"):
         wider(tokens, index, weights)
@@ -247,6 +250,43 @@ def test_names_of_arguments_and_numbers_of_no_expert_are_those_of_one_process() 
         torch.testing.assert_close(found, wanted)
     for said in run_workers(_called_by_name, 2, 4, 2):
         assert "experts: a token is routed to expert 7 of 4" in said
+
+
+def _called_wrongly(shift: int) -> str:
+    join()
+    config = settings(1, 1, 2, parallel={"expert": 2})
+    model = nn.Sequential(zlaunch.Experts([nn.Linear(4, 4) for _ in range(EXPERTS)]))
+    engine, *_ = zlaunch.initialize(model=model, config=config)
+    index = torch.arange(EXPERTS).unsqueeze(1) + shift
+    with pytest.raises(zlaunch.ParameterError) as caught:
+        engine.module[0](torch.ones(EXPERTS, 4), index, torch.ones(EXPERTS, 1))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("shift", "number"), [(3, 6), (-2, -2)])
+def test_an_index_of_no_expert_is_refused_on_several_ranks(shift: int, number: int) -> None:
+    for said in run_workers(_called_wrongly, 2, shift):
+        assert f"0: a token is routed to expert {number} of 4: numbers are 0 to 3, and -1 for none" in said
+
+
+def _load_listed(stage: int) -> dict[str, tuple[Tensor, Tensor]]:
+    join()
+    engine = _build(settings(stage, 1, 2, parallel={"expert": 2}), "free", False)
+    before = {name: value.clone() for name, value in engine.module.state_dict().items()}
+    listed: dict[str, Tensor] = {}
+    for name, value in before.items():
+        start, at, rest = name.partition(".expert.")
+        listed |= {f"{start}.{n}.{rest}": value[n] + n for n in range(EXPERTS)} if at else {name: value}
+    engine.module.load_state_dict(listed)
+    return {name: (before[name], value.clone()) for name, value in engine.module.state_dict().items()}
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_list_of_all_experts_loads_where_ranks_have_some(stage: int) -> None:
+    for states in run_workers(_load_listed, 2, stage):
+        for name, (before, after) in states.items():
+            added = torch.arange(EXPERTS).view(-1, *[1] * (before.dim() - 1)) if ".expert." in name else 0
+            assert torch.equal(after, before + added), name
 
 
 def _refused() -> list[str]:
