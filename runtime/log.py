@@ -22,6 +22,11 @@ def set_level(name: str | None) -> None:
         _least = _LEVELS[name]
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun, in the plural where it is not one."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def say(text: str, file: TextIO | None = None) -> None:
     """Print a line of information."""
     if _least <= logging.INFO and not read_environment().quiet:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import nn
@@ -16,6 +17,14 @@ def matching(module: nn.Module, pattern: str) -> list[str]:
     names = [name for name, _ in module.named_modules()]
     names += [name for name, _ in module.named_parameters(remove_duplicate=False)]
     return [name for name in names if expression.fullmatch(name)]
+
+
+def suggestion(names: Iterable[str], pattern: str) -> str:
+    """Return a question about the name that comes next to a pattern that means none; empty without one."""
+    if "*" in pattern:
+        names = [".".join("*" if part.isdigit() else part for part in name.split(".")) for name in names]
+    close = difflib.get_close_matches(pattern, dict.fromkeys(names), 1)
+    return f", did you mean {close[0]}?" if close else ""
 
 
 def own_plan(model: nn.Module, kind: str) -> dict[str, str]:

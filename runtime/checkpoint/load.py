@@ -44,13 +44,15 @@ def check_model(checkpoint: Checkpoint, sharded: ShardedModel, *, strict: bool) 
         for name, shape in shapes.items()
         if there.get(sources[name], shape) != shape
     ]
-    advice = " (load_module_strict=False loads what fits)" if strict and not problems else ""
+    fits = not problems
     if strict:
         excluded, used = set(checkpoint.manifest["excluded"]), set(sources.values())
         missing = [name for name, source in sources.items() if source not in there and name not in excluded]
         problems += [f"{name} is not in it" for name in missing]
+        fits = fits and 2 * len(missing) <= len(sources)
         problems += [f"{name} is not in the model" for name in there if name not in used]
     if problems:
+        advice = " (load_module_strict=False loads what fits)" if strict and fits else ""
         more = f", and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
         raise CheckpointError(
             f"{checkpoint.folder}: is not of this model: {'; '.join(problems[:_SHOWN])}{more}{advice}"

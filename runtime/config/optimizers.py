@@ -199,7 +199,8 @@ SCHEDULER_PARAMS: dict[str, type[Params]] = {
 }
 
 OTHER_NAMES = {"learning_rate": "lr", "learningRate": "lr"}
-"""Names that other libraries have for an argument, too far from ours for a typo."""
+OTHER_NAMES |= {"tp": "tensor", "ep": "expert", "pp": "pipeline", "sp": "sequence", "dp": "data"}
+"""Names that other libraries have for a key, too far from ours for a typo."""
 
 _ADAM = {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}
 _PLAIN = {"lr": 1e-2, "weight_decay": 0.0}

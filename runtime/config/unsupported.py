@@ -255,7 +255,7 @@ MISSING: dict[str, dict[str, Key]] = {
         "graph_harvesting": _ignored(Bool, False, "Record the optimizer step in a CUDA graph."),
         "vocabulary_size": _ignored(Count, None, "Vocabulary size, a hint for alignment."),
         "use_data_before_expert_parallelism": _refused(Bool, False, "Order of the ranks in expert groups.",
-            feature="expert parallelism"),
+            feature="another order of ranks"),
         "torch_autocast": _part(_AUTOCAST, "torch.autocast."),
         "amp": _part(_FEATURE, "NVIDIA apex."),
         "timers": _part(_TIMERS, "Timers."),

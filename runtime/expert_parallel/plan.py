@@ -10,7 +10,7 @@ from torch import nn
 
 from ..cut import Box, whole_box
 from ..errors import ParameterError
-from ..model_plans import matching, own_plan
+from ..model_plans import matching, own_plan, suggestion
 from ..zero import placeholder
 from .axis import ExpertAxis
 from .experts import Experts
@@ -122,9 +122,20 @@ def _find(model: nn.Module, given: Sequence[str] | None) -> dict[str, nn.Module]
     for pattern in patterns:
         names = [name for name in matching(model, pattern) if name in modules]
         if given is not None and not names:
-            raise ParameterError(f"expert_parallel.experts: the model has no module of the name {pattern}")
+            raise ParameterError(
+                f"expert_parallel.experts: the model has no module of the name {pattern}"
+                f"{suggestion(modules, pattern)}"
+            )
         found |= {name: modules[name] for name in names}
     if not found:
+        listed = [n for n, each in modules.items() if isinstance(each, nn.ModuleList) and "experts" in n]
+        if listed:
+            raise ParameterError(
+                f"{type(model).__name__} has no plan for expert parallelism: make {listed[0]} "
+                "zlaunch.Experts([...]) of its modules, called with (tokens, index, weights); or name "
+                'modules with stacked parameters, expert_parallel.experts ["layers.*.experts"], or set its '
+                "size to 1"
+            )
         raise ParameterError(
             f"{type(model).__name__} has no plan for expert parallelism: name the modules of its experts, "
             'expert_parallel.experts ["layers.*.experts"], make them zlaunch.Experts, or set its size to 1'

@@ -15,6 +15,7 @@ from torch.nn import functional
 from ..comm.process_group import open_comms
 from ..environment import read_environment
 from ..errors import ParameterError
+from ..log import counted
 from .axis import SequenceAxis, current_axis, exchange
 from .axis import total as total_over
 
@@ -33,8 +34,9 @@ def heads_problem(axis_size: int, heads: int, key_heads: int) -> str:
         return ""
     sizes = ", ".join(str(n) for n in range(1, heads + 1) if fits(n))
     return (
-        f"sequence parallelism: {heads} attention heads and {key_heads} key-value heads cannot be divided by "
-        f"{axis_size} ranks; sizes that would do: {sizes}"
+        f"sequence parallelism: {counted(heads, 'attention head')} and "
+        f"{counted(key_heads, 'key-value head')} cannot be divided by {axis_size} ranks; sizes that would "
+        f"do: {sizes}"
     )
 
 

@@ -83,11 +83,15 @@ def _tell(work: Decision) -> None:
     """Say what is shared."""
     axis, experts = work.axis, work.experts
     if axis.size > 1:
-        comm, crossing = axis.comm, _crosses_nodes(axis.size)
+        samples, crossing = axis.comm.mesh.samples, _crosses_nodes(axis.size)
+        groups = (
+            "1 such group trains on samples of its own"
+            if samples == 1
+            else f"{samples} such groups train on samples of their own"
+        )
         say(
-            f"tensor parallelism: {axis.size} ranks share the computation of each layer "
-            f"({len(work.boxes)} parameters are cut), {comm.mesh.samples} positions train on different "
-            f"samples{crossing}"
+            f"tensor parallelism: {axis.size} ranks share each layer ({len(work.boxes)} parameters are cut); "
+            f"{groups}{crossing}"
         )
         for text in work.left_whole:
             say(f"tensor parallelism: {text}")
@@ -95,7 +99,7 @@ def _tell(work: Decision) -> None:
         total = max(experts.modules.values())
         say(
             f"expert parallelism: each rank has {total // experts.axis.size} of {total} experts, in "
-            f"{len(experts.modules)} module(s); {experts.axis.size} ranks have them all"
+            f"{len(experts.modules)} module(s); {experts.axis.size} ranks together have all of them"
         )
 
 

@@ -11,6 +11,7 @@ from ..cut import Box
 from ..errors import ParameterError
 from ..expert_parallel.axis import ExpertAxis
 from ..expert_parallel.plan import ExpertPlan
+from ..log import counted
 from ..model_plans import text_config
 from .axis import TensorAxis
 from .forwards import (
@@ -28,6 +29,7 @@ _DIM |= {"rowwise": -1, "rowwise_split_input": -1, "packed_rowwise": -1}
 _SHARED_HEADS = ("k_proj", "v_proj")
 _HEADS, _FUSED = ("q_proj", "k_proj"), ("qkv_proj", "query_key_value", "q_b_proj", "kv_b_proj")
 _DIFFERENT = "different"
+_SHOWN = 10
 
 
 class Decision:
@@ -106,8 +108,8 @@ class Decision:
         if not fits(size):
             fitting = [n for n in range(1, heads + 1) if fits(n)]
             raise ParameterError(
-                f"tensor parallelism: {size} ranks cannot share {heads} attention heads and {keys} key-value "
-                f"heads; sizes that would do: {', '.join(map(str, fitting))}"
+                f"tensor parallelism: {size} ranks cannot share {counted(heads, 'attention head')} and "
+                f"{counted(keys, 'key-value head')}; sizes that would do: {', '.join(map(str, fitting))}"
             )
 
     def _plan_module(self, name: str, module: nn.Module, style: str) -> None:
@@ -139,7 +141,7 @@ class Decision:
             type(module).forward is not nn.Linear.forward and style.startswith("rowwise")
         ):
             raise ParameterError(
-                f"tensor parallelism: {name} is a {type(module).__name__}: {style} is for torch.nn.Linear "
+                f"tensor parallelism: {name} is {_kind(module)}: {style} is for torch.nn.Linear "
                 "(adapters and quantised layers cannot be cut)"
             )
         weight = self._own_weight(name, module)
@@ -158,9 +160,9 @@ class Decision:
             self._plan_shared_heads(name, module)
         else:
             parts = 2 if style.startswith("packed") else 1
-            self._set(weight, _cut_boxes(weight.shape, _DIM[style], self.axis.size, parts), f"{name}.weight")
+            self._cut(weight, _DIM[style], f"{name}.weight", parts)
             if module.bias is not None and not style.startswith("rowwise"):
-                self._set(module.bias, _cut_boxes(module.bias.shape, -1, self.axis.size, parts), name)
+                self._cut(module.bias, -1, name, parts)
         self.forwards[name] = LINEAR[style](module, self.axis)
 
     def _refuse_parts_alone(self) -> None:
@@ -172,8 +174,7 @@ class Decision:
                 continue
             if id(module._parameters[key]) in self.boxes and owner not in self.forwards:
                 raise ParameterError(
-                    f"tensor parallelism: {name} is of a {type(module).__name__}: give the module the style, "
-                    f"{owner}"
+                    f"tensor parallelism: {name} is of {_kind(module)}: give the module the style, {owner}"
                 )
 
     def _own_weight(self, name: str, module: nn.Linear | nn.Embedding) -> Tensor:
@@ -212,7 +213,7 @@ class Decision:
 
     def _plan_embedding(self, name: str, module: nn.Module, style: str) -> None:
         if not isinstance(module, nn.Embedding):
-            raise ParameterError(f"tensor parallelism: {name} is a {type(module).__name__}, not an Embedding")
+            raise ParameterError(f"tensor parallelism: {name} is {_kind(module)}, not an Embedding")
         for option in ("max_norm", "scale_grad_by_freq", "sparse"):
             if getattr(module, option):
                 raise ParameterError(f"tensor parallelism: {name}: an embedding with {option} cannot be cut")
@@ -225,7 +226,7 @@ class Decision:
                 f"{name} stays whole on each rank: its {total} {what} cannot be divided by {size}"
             )
             return
-        self._set(weight, _cut_boxes(weight.shape, dim, size), f"{name}.weight")
+        self._cut(weight, dim, f"{name}.weight")
         if dim:
             self.forwards[name] = WidthForward(module, self.axis)
             return
@@ -243,7 +244,7 @@ class Decision:
                 return  # a bias, which is added to the sum
             dim = _DIM[style] if parameter.dim() > 1 else -1
             parts = 2 if style.startswith("packed") else 1
-            self._set(parameter, _cut_boxes(parameter.shape, dim, self.axis.size, parts), name)
+            self._cut(parameter, dim, name, parts)
         elif style not in ("replicate", "local_params"):
             raise ParameterError(f"tensor parallelism: {name}: {style} is for modules, not for parameters")
 
@@ -285,12 +286,19 @@ class Decision:
         self.forwards[names[0]] = LINEAR["colwise"](head, self.axis)
         self.settings.append((model, "loss_function", VocabularyLoss(self.axis)))
 
-    def _set(self, parameter: Tensor, boxes: tuple[Box, ...] | None, name: str) -> None:
+    def _cut(self, parameter: Tensor, dim: int, name: str, parts: int = 1) -> None:
+        boxes = _cut_boxes(parameter.shape, dim, self.axis.size, parts)
         if boxes is None:
+            width = parameter.shape[dim]
+            fitting = [str(n) for n in range(1, width + 1) if width % (n * parts) == 0]
+            sizes = ", ".join(fitting[:_SHOWN] + ["..."] * (len(fitting) > _SHOWN))
             raise ParameterError(
                 f"tensor parallelism: {name} of shape {list(parameter.shape)} cannot be divided by "
-                f"{self.axis.size}"
+                f"{self.axis.size}{'; sizes that would do: ' if sizes else ''}{sizes}"
             )
+        self._set(parameter, boxes, name)
+
+    def _set(self, parameter: Tensor, boxes: tuple[Box, ...], name: str) -> None:
         if self.boxes.setdefault(id(parameter), boxes) != boxes:
             raise ParameterError(f"tensor parallelism: {name} would be cut in two ways: its modules share it")
 
@@ -311,6 +319,13 @@ def _cut_boxes(shape: Sequence[int], dim: int, size: int, parts: int = 1) -> tup
         )
         found.append(tuple(ranges if each == dim else ((0, length),) for each, length in enumerate(shape)))
     return tuple(found)
+
+
+def _kind(module: nn.Module) -> str:
+    """Return a module's class with an article, and with where it is from unless that is torch."""
+    kind = type(module)
+    name = kind.__name__ if kind.__module__.startswith("torch.") else f"{kind.__module__}.{kind.__qualname__}"
+    return f"{'an' if name[0] in 'AEIOaeio' else 'a'} {name}"
 
 
 def _number(config: Any, name: str) -> Any:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from torch import nn
 
 from ..errors import ParameterError
-from ..model_plans import matching, own_plan
+from ..model_plans import matching, own_plan, suggestion
 
 STYLES = frozenset(
     (
@@ -70,6 +70,9 @@ def _matches(module: nn.Module, patterns: Mapping[str, str], asked_by: str | Non
             )
         names = matching(module, pattern)
         if asked_by is not None and not names:
-            raise ParameterError(f"{asked_by}: the model has nothing of the name {pattern}")
+            known = [name for name, _ in (*module.named_modules(), *module.named_parameters())]
+            raise ParameterError(
+                f"{asked_by}: the model has nothing of the name {pattern}{suggestion(known, pattern)}"
+            )
         found.update(dict.fromkeys(names, style))
     return found

@@ -186,6 +186,13 @@ def test_ls_show_and_verify(saved: Path, tmp_path: Path, capfd: pytest.CaptureFi
     assert "5 apples" in command(
         capfd, "export", saved, tmp_path / "out", "--max_shard_size", "5 apples", code=2
     )
+    said = command(
+        capfd, "export", saved, tmp_path / "out", "--format", "dcp", "--max_shard_size", "1GB", code=2
+    )
+    assert "--max_shard_size is not for --format dcp" in said
+    for own in (saved, saved / "global_step20"):
+        said = command(capfd, "import", own, tmp_path / "again", code=2)
+        assert "is a checkpoint of zlaunch already: load it as it is" in said
     deepspeed = Path(__file__).parents[1] / "data" / "deepspeed_checkpoints" / "stage2-2"
     assert "zlaunch checkpoint import" in command(capfd, "verify", deepspeed, code=2)
     assert "11 parameters, with exp_avg, exp_avg_sq" in command(capfd, "import", deepspeed, tmp_path / "ours")

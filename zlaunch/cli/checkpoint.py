@@ -207,7 +207,7 @@ def verify(folder: str, tag: str | None, everything: bool) -> int:
     show_default=True,
     help="Of floating tensors.",
 )
-@click.option("--max_shard_size", default="5GB", show_default=True, metavar="SIZE", help="Of one file.")
+@click.option("--max_shard_size", metavar="SIZE", help="Of one file.  [default: 5GB]")
 @click.option(
     "--format",
     "kind",
@@ -229,7 +229,7 @@ def export(
     tag: str | None,
     like: str | None,
     dtype: str,
-    max_shard_size: str,
+    max_shard_size: str | None,
     kind: str,
     exclude_frozen_parameters: bool,
 ) -> None:
@@ -253,6 +253,8 @@ def export(
                 raise ValueError(
                     "--exclude_frozen_parameters is not for --format dcp, which has all of a state"
                 )
+            if max_shard_size is not None:
+                raise ValueError("--max_shard_size is not for --format dcp, whose files torch divides")
             from zlaunch.runtime.checkpoint.export.distributed import export_distributed
 
             for path in export_distributed(opened, out, dtype=PRECISIONS[dtype]):
@@ -264,7 +266,7 @@ def export(
             opened,
             out,
             dtype=PRECISIONS[dtype],
-            max_shard_bytes=parse_size(max_shard_size),
+            max_shard_bytes=parse_size(max_shard_size or "5GB"),
             kind=kind,
             exclude_frozen=exclude_frozen_parameters,
         )

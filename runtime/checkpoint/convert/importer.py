@@ -24,7 +24,7 @@ from ..format.commit import (
     write_manifest,
 )
 from ..format.jsonable import encode
-from ..format.manifest import LATEST, VALUE, WHOLE
+from ..format.manifest import LATEST, VALUE, WHOLE, candidates, is_checkpoint
 from ..format.tensor_file import NAMES, CheckpointError
 from ..format.writer import FileWriter
 from ..save import rank_file
@@ -35,12 +35,16 @@ from .distributed import is_distributed, read_distributed
 from .huggingface import find_plain, read_plain
 from .universal import find_universal, read_universal
 
+_OURS = "is a checkpoint of zlaunch already: load it as it is"
+
 
 def read_foreign(source: str | os.PathLike[str], tag: str | None = None) -> ForeignCheckpoint:
     """Find out which program wrote ``source``, and read it. Raises CheckpointError for an unknown format."""
     path = Path(source)
     if not path.exists():
         raise CheckpointError(f"{path}: no such file or folder")
+    if is_checkpoint(path.parent if path.is_file() else path):
+        raise CheckpointError(f"{path}: {_OURS}")
     if path.is_file():
         return read_plain([path])
     universal = find_universal(path, tag)
@@ -49,7 +53,14 @@ def read_foreign(source: str | os.PathLike[str], tag: str | None = None) -> Fore
     if is_distributed(path):
         return read_distributed(path)
     folder = find_deepspeed(path, tag)
-    return read_deepspeed(folder) if folder is not None else read_plain(find_plain(path))
+    if folder is not None:
+        return read_deepspeed(folder)
+    try:
+        return read_plain(find_plain(path))
+    except CheckpointError:
+        if candidates(path):
+            raise CheckpointError(f"{path}: {_OURS}") from None
+        raise
 
 
 def write_foreign(

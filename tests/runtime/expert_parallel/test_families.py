@@ -183,8 +183,8 @@ def _refused(family: str, expert: int, changes: dict[str, Any]) -> str:
         ("llama", {}, "LlamaForCausalLM has no plan for expert parallelism"),
         (
             "mixtral",
-            {"expert_parallel": {"experts": ["model.nothing"]}},
-            "no module of the name model.nothing",
+            {"expert_parallel": {"experts": ["model.layers.*.mlp.expert"]}},
+            "no module of the name model.layers.*.mlp.expert, did you mean model.layers.*.mlp.experts?",
         ),
         (
             "mixtral",

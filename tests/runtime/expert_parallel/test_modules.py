@@ -256,10 +256,10 @@ def _called_wrongly(shift: int) -> str:
     join()
     config = settings(1, 1, 2, parallel={"expert": 2})
     model = nn.Sequential(zlaunch.Experts([nn.Linear(4, 4) for _ in range(EXPERTS)]))
-    engine, *_ = zlaunch.initialize(model=model, config=config)
+    zlaunch.initialize(model=model, config=config)
     index = torch.arange(EXPERTS).unsqueeze(1) + shift
     with pytest.raises(zlaunch.ParameterError) as caught:
-        engine.module[0](torch.ones(EXPERTS, 4), index, torch.ones(EXPERTS, 1))
+        model[0](torch.ones(EXPERTS, 4), index, torch.ones(EXPERTS, 1))
     return str(caught.value)
 
 
@@ -293,12 +293,15 @@ def _refused() -> list[str]:
     join()
     model = nn.Sequential(nn.ModuleList(nn.Linear(2, 2) for _ in range(2)), nn.Linear(2, 2))
     experts = {"experts": ["0"]}
+    named = nn.Sequential()
+    named.add_module("experts", nn.ModuleList(nn.Linear(2, 2) for _ in range(2)))
     given: list[tuple[nn.Module, dict[str, Any]]] = [
         (model, {"parallel": {"expert": 2}, "expert_parallel": experts}),
         (
             nn.Sequential(zlaunch.Experts([nn.Linear(2, 2), nn.Linear(2, 2)])),
             {"parallel": {"tensor": 2}, "tensor_parallel": {"plan": {"0.expert": "colwise"}}},
         ),
+        (named, {"parallel": {"expert": 2}}),
     ]
     said = []
     for each, more in given:
@@ -309,6 +312,7 @@ def _refused() -> list[str]:
 
 
 def test_lists_and_cut_experts_are_refused() -> None:
-    for listed, cut in run_workers(_refused, 2):
+    for listed, cut, unnamed in run_workers(_refused, 2):
         assert "0 is a ModuleList of separate modules" in listed and "zlaunch.Experts" in listed
+        assert "make experts zlaunch.Experts([...]) of its modules" in unnamed
         assert "0.expert holds several experts ([2, 2, 2])" in cut

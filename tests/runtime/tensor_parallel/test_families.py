@@ -322,12 +322,19 @@ def _refused(family: str, tensor: int, changes: dict[str, Any], config: dict[str
         ("none", {}, {}, "Linear has no plan"),
         ("llama", {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 24}, {},
          "2 ranks cannot share 3 attention heads"),
-        ("llama", {"intermediate_size": 47}, {}, "cannot be divided by 2"),
+        ("llama", {"num_attention_heads": 1, "num_key_value_heads": 1, "hidden_size": 24}, {},
+         "cannot share 1 attention head and 1 key-value head; sizes that would do: 1"),
+        ("llama", {"intermediate_size": 45}, {},
+         "cannot be divided by 2; sizes that would do: 1, 3, 5, 9, 15, 45"),
         ("llama", {}, {"tensor_parallel": {"plan": {"model.layers.*.mlp.up": "colwise"}}},
-         "nothing of the name model.layers.*.mlp.up"),
+         "nothing of the name model.layers.*.mlp.up, did you mean model.layers.*.mlp.up_proj?"),
+        ("llama", {}, {"tensor_parallel": {"plan": {"model.embed_tokens": "colwise"}}},
+         "is an Embedding: colwise"),
+        ("llama", {}, {"tensor_parallel": {"plan": {"model.norm": "colwise"}}},
+         "is a transformers.models.llama.modeling_llama.LlamaRMSNorm: colwise is for"),
         ("llama", {}, {"tensor_parallel": {"plan": {"lm_head": "sideways"}}}, "'sideways' is not supported"),
     ],
-    ids=["no plan", "heads", "width", "name", "style"],
+    ids=["no plan", "heads", "one head", "width", "name", "class", "another's class", "style"],
 )  # fmt: skip
 def test_what_cannot_be_shared_is_refused(
     family: str, changes: dict[str, Any], config: dict[str, Any], text: str

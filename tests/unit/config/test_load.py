@@ -346,6 +346,7 @@ def test_optimizer_and_scheduler() -> None:
         ("optimizer", {"type": "Adam", "params": {"weight_decy": 1.0}}, "did you mean weight_decay?"),
         ("optimizer", {"type": "AdamW", "params": {"learning_rate": 1.0}}, "unknown key, did you mean lr?"),
         ("optimizer", {"type": "Lion", "params": {"learningRate": 1.0}}, "unknown key, did you mean lr?"),
+        ("parallel", {"tp": 2}, "tp: unknown key, did you mean tensor?"),
         ("optimizer", {"type": "SGD", "params": {"momentun": 1.0}}, "did you mean momentum?"),
         ("optimizer", {"type": "Adam", "params": {"betas": [0.9, 1.0]}}, "two numbers"),
         ("optimizer", {"type": "Adam", "params": {"lr": -1}}, "optimizer.params.lr: -1 is not allowed"),

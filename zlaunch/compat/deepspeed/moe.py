@@ -155,8 +155,8 @@ class MoE(nn.Module):
         """
         if use_data_before_expert_parallel_:
             raise NotInZlaunch(
-                "use_data_before_expert_parallelism is not in zlaunch: neighbouring ranks have different "
-                "experts"
+                "use_data_before_expert_parallelism is another order of ranks, which is not in zlaunch: "
+                "neighbouring ranks have different experts"
             )
 
     def forward(
