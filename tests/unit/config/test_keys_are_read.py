@@ -33,7 +33,6 @@ SETTLED_INSIDE = {
     "sequence_parallel_size": "read through sequence_size",
     "data_parallel_size": "read through mesh_shape",
     "parallel.shard_group": "rewritten as zero_optimization.shard_group",
-    "tensor_parallel.autotp_size": "read through tensor_size",
     "parallel.expert": "read through expert_size",
     "expert_parallel.enabled": "read through expert_size",
     "expert_parallel.autoep_size": "read through expert_size",
