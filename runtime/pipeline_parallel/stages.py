@@ -57,7 +57,7 @@ class PartModule(nn.Module):
         if given is not None and torch.is_grad_enabled():
             count(CHANNEL, given.numel())  # its gradient is sent back
         if self.is_last:
-            return found.reshape(1).clone()
+            return found.reshape(1).to(torch.float64, copy=True)  # of one dtype, whatever the model's is
         if not isinstance(run.captured, Tensor):
             raise ParameterError(
                 f"pipeline parallelism: a stage hands on one tensor, but layer {run.stop - 1} returns a "
@@ -167,7 +167,7 @@ class Stages:
             received = torch.empty(1, dtype=torch.int64, device="meta")
             if part:
                 received = _meta(metas[part - 1])
-            output = torch.empty(1, device="meta", requires_grad=True)
+            output = torch.empty(1, dtype=torch.float64, device="meta", requires_grad=True)
             if not module.is_last:
                 output = _meta(metas[part])
             stages.append(
