@@ -16,7 +16,7 @@ _TOLERANCE = 1e-3
 
 
 class WholeValues:
-    """Compares whole parameters after the first steps, and then after twice as many each time: a whole
+    """Compares whole parameters after the first steps, and then after four times as many: a whole
     parameter that a model uses on parts of activations has another gradient on each rank.
     """
 
@@ -28,7 +28,7 @@ class WholeValues:
         self._passes += 1
         if self._passes < self._next:
             return
-        self._next *= 2
+        self._next *= 4
         names, sums = [], []
         with torch.no_grad():
             for name, values in _whole(model):

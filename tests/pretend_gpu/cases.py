@@ -54,9 +54,9 @@ WRITTEN = "save: cuda.synchronize in transfer.release < writer.abandon"
 BATCHES = "aten::_local_scalar_dense in same_batch._compare < same_batch.check"
 """In the first passes, and in some of the later ones: whether ranks that share layers have one batch."""
 ROUTING = (
-    *("tolist in forward.__call__ < loop.forward", "aten::nonzero in forward.__call__ < loop.forward"),
+    *("tolist in forward._send < forward.__call__", "aten::nonzero in forward._send < forward.__call__"),
     *("tolist in experts.forward < forward._own", "aten::nonzero in experts.forward < forward._own"),
-    "aten::nonzero in forward._compute < forward.__call__",
+    "aten::nonzero in forward._compute < forward._send",
 )
 """Where the host has to know how many tokens go where."""
 SUM_ON_DISK = "Event.synchronize in transfer.wait < disk_store._add_to_tile"

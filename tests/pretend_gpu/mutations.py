@@ -198,7 +198,7 @@ def _tokens_are_computed_before_they_arrive() -> list[Change]:
 def _heads_are_computed_before_they_arrive() -> list[Change]:
     from zlaunch.runtime.sequence_parallel.axis import SequenceAxis
 
-    return [(SequenceAxis, "_wait", lambda self, work, tensor: None)]
+    return [(SequenceAxis, "_wait", lambda self, work, tensor, what: None)]
 
 
 MUTATIONS: dict[str, tuple[str, Callable[[], list[Change]]]] = {

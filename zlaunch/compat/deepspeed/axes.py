@@ -105,11 +105,11 @@ def _check_accelerate(config: Any, tensor: dict[str, int], sequence: dict[str, i
         return
     loaded = load(config)
     section = loaded.config.tensor_parallel
-    if tensor_size(loaded.config) > max(section.autotp_size, *tensor.values(), 1):
+    if tensor_size(loaded.config) > max((section.autotp_size, *tensor.values(), 1)):
         raise ConfigError(
             ["parallel.tensor: accelerate and the Trainer read tensor_parallel.autotp_size: write that"]
         )
-    if sequence_size(loaded.config) > max(*sequence.values(), 1):
+    if sequence_size(loaded.config) > max((*sequence.values(), 1)):
         raise ConfigError(
             ["parallel.sequence: accelerate and the Trainer take ParallelismConfig(sp_size=...)"]
         )
