@@ -53,7 +53,9 @@ class WholeValues:
 
 
 def _whole(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """Return the trained parameters that are not cut, or a sharded unit's part of them, by name."""
+    """Return the trained parameters that are not cut, or a sharded unit's part of them, by name; not what is
+    offloaded, which a step in the background may still write.
+    """
     found: dict[int, tuple[str, Tensor]] = {}
     for name, parameter in model.named_parameters():
         cut, unit = cut_of(parameter), owner_of(parameter)
@@ -62,7 +64,7 @@ def _whole(model: nn.Module) -> list[tuple[str, Tensor]]:
             continue
         if not unit.shard_params:
             found[id(parameter)] = name, parameter
-        elif unit.values.tensor is not None:
+        elif unit.values.tensor is not None and unit.values.tensor.device == unit.device:
             unit.values.flush()
             found.setdefault(id(unit), (name, unit.values.tensor))
     return list(found.values())
