@@ -1,16 +1,24 @@
-"""Keeps what ranks that share layers must have in common: the batch, and the random numbers of dropout."""
+"""Keeps what ranks that share layers must have in common: the batch, the random numbers of dropout, and what
+the model makes of them.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from ..same_batch import SameBatch
+from ..zero.output_tensors import tensors_in
 from .axis import TensorAxis
 from .whole_values import WholeValues
+
+_FIRST = 3
+_ROUNDING = 1e-3
+"""Is far above what GPUs that round differently do, and far below what another weight does."""
 
 
 class Agreement:
@@ -59,18 +67,46 @@ class Agreement:
                 torch.cuda.set_rng_state(held[1], device)
 
 
-class Forget:
-    """Lets go of the last value that was entered, and of own random numbers, at the end of a forward pass: a
-    hook.
+class SameOutputs:
+    """Checks, after the first forward passes of the model, that the ranks of an axis have made the same of
+    one batch, and lets go of what the axis keeps during a pass. A hook.
     """
 
-    def __init__(self, axis: TensorAxis) -> None:
-        self._axis = axis
+    def __init__(self, axis: TensorAxis, has_part_of_logits: bool) -> None:
+        self._axis, self._has_part_of_logits = axis, has_part_of_logits
+        ranks = f"{axis.first} to {axis.first + axis.size - 1}"
+        self._outputs = SameBatch(
+            axis.comm.device,
+            axis.largest_of_checks,
+            f"the model's outputs differ on ranks {ranks}, which share each layer (tensor parallelism) and "
+            "were given one batch. Either an operation uses a weight that is cut outside of its own module, "
+            "such as F.linear(x, module.weight): leave it out of tensor_parallel.plan. Or a layer gives each "
+            "rank's part to what needs the whole: after colwise comes rowwise, and colwise_gather_output "
+            "joins the parts. Or the ranks draw different random numbers in the model: set "
+            "draws_random_numbers = True on the module that does",
+            first=_FIRST,
+            rounding=_ROUNDING,
+        )
 
-    def __call__(self, *arguments: Any) -> None:
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Raise RankMismatchError if the ranks have different outputs, in the first passes of a training."""
         self._axis.entered = None
         if self._axis.own_numbers is not None:
             self._axis.own_numbers.close()
+        if output is not None and module.training and torch.is_grad_enabled():
+            self._outputs.check(list(self._wholes(output)))
+
+    def _wholes(self, output: Any) -> Iterator[Tensor]:
+        """Yield the tensors of an output that each rank has whole."""
+        if isinstance(output, Mapping):  # of Hugging Face; each rank has its own heads'
+            output = [
+                value
+                for key, value in output.items()
+                if "attentions" not in str(key) and "past_key_values" not in str(key)
+            ]
+        for tensor in tensors_in(output):
+            if tensor.dim() == 0 or not self._has_part_of_logits:
+                yield tensor
 
 
 def uses_dropout(model: nn.Module) -> bool:

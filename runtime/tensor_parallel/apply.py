@@ -17,7 +17,7 @@ from ..expert_parallel.forward import DispatchForward
 from ..log import say
 from ..mesh.choice import divides_layers
 from ..zero.unit import owner_of
-from .agreement import Agreement, Forget, uses_dropout
+from .agreement import Agreement, SameOutputs, uses_dropout
 from .axis import TensorAxis
 from .decide import Decision
 from .forwards import (
@@ -64,7 +64,8 @@ def share_layers(model: nn.Module, config: Config, comm: Comm) -> None:
         if has_dropout:
             axis.own_numbers = OwnNumbers(axis.position, comm.device)
         model.register_forward_pre_hook(Agreement(axis, has_dropout), with_kwargs=True)
-        model.register_forward_hook(Forget(axis), always_call=True)
+        outputs = SameOutputs(axis, config.tensor_parallel.vocab_parallel_loss)
+        model.register_forward_hook(outputs, always_call=True)
     if comm.rank == 0:
         _tell(work)
 

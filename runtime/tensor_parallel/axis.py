@@ -23,7 +23,8 @@ _CHANNEL, _CHECKS, _STATES = "tensor", "tensor checks", "tensor states"
 class TensorAxis:
     """Runs the collectives of the ranks that share each layer, which have consecutive numbers.
 
-    ``comm.moved["tensor"]`` counts the elements of its sums twice and of its gathers once.
+    ``comm.moved["tensor"]`` counts the elements of its sums twice and of its gathers once, ``"tensor
+    checks"`` those of its checks.
     """
 
     def __init__(self, comm: Comm) -> None:
@@ -78,7 +79,7 @@ class TensorAxis:
 
     def largest_of_checks(self, tensor: Tensor) -> Tensor:
         """Do as ``largest``, apart from what layers compute."""
-        self.comm._count("tensor", 2 * tensor.numel())
+        self.comm._count("tensor checks", 2 * tensor.numel())
         work = dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._checks, async_op=True)
         key = waits.next_key(self.comm.number, _CHECKS)
         Work(work, key, "compares its batch with the ranks that share each layer", tensor).wait()

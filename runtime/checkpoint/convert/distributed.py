@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..format.manifest import VALUE
 from ..format.tensor_file import NAMES, CheckpointError
-from .common import Foreign, ForeignCheckpoint
+from .common import Foreign, ForeignCheckpoint, check_sums
 
 _METADATA = ".metadata"
 _MALFORMED = (ArithmeticError, AttributeError, ImportError, MemoryError, SystemError, TypeError, ValueError)
@@ -311,7 +311,8 @@ def _loaded(folder: Path, entry: _Entry) -> Iterator[Any]:
             with open(path, "rb") as file:
                 file.seek(place.offset)
                 content = io.BytesIO(file.read(place.length))
-            yield torch.load(content, map_location="cpu", weights_only=True)
+            found = torch.load(content, map_location="cpu", weights_only=True)
+            check_sums(content)
         except pickle.UnpicklingError:
             name = ".".join(map(str, entry.path))
             raise CheckpointError(
@@ -321,3 +322,4 @@ def _loaded(folder: Path, entry: _Entry) -> Iterator[Any]:
             raise CheckpointError(
                 f"{path}: cannot be read by torch: {str(error).partition(chr(10))[0]}"
             ) from None
+        yield found

@@ -181,6 +181,11 @@ def test_code_is_not_run_and_damage_is_named(tmp_path: Path) -> None:
         (tmp_path / "b" / name).write_bytes(content)
         with pytest.raises(CheckpointError, match=said):
             write_foreign(read_foreign(tmp_path / "b"), tmp_path / "out")
+    changed = bytearray((tmp_path / "a" / "__0_0.distcp").read_bytes())
+    changed[changed.find(next(iter(model.state_dict().values())).numpy().tobytes()) + 2] ^= 64
+    (tmp_path / "b" / "__0_0.distcp").write_bytes(changed)
+    with pytest.raises(CheckpointError, match=r"__0_0\.distcp: .*it is damaged: Bad CRC-32"):
+        write_foreign(read_foreign(tmp_path / "b"), tmp_path / "out")
     (tmp_path / "b" / "__0_0.distcp").unlink()
     with pytest.raises(CheckpointError, match=r"cannot be read by torch: .*No such file"):
         read_foreign(tmp_path / "b")

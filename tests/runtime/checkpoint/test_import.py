@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
 
 import zlaunch
 from tests.data.deepspeed_checkpoints.make import Model, batch, config, groups, loss_of
 from tests.runtime.checkpoint.test_save_load import content
 from tests.runtime.workers import run_workers
+from zlaunch.runtime.checkpoint.convert.common import ForeignCheckpoint
 from zlaunch.runtime.checkpoint.convert.importer import read_foreign, write_foreign
 from zlaunch.runtime.checkpoint.export.full_weights import export, get_fp32_state_dict_from_zero_checkpoint
 from zlaunch.runtime.checkpoint.format.manifest import VALUE, Checkpoint
@@ -112,6 +113,29 @@ def test_it_can_be_told_from_a_file_that_runs_code(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"x\.pt: holds objects that are not loaded.*system"):
         read_foreign(tmp_path / "x.pt")
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("with_sums", [True, False])
+def test_a_bit_that_has_changed_is_noticed(tmp_path: Path, with_sums: bool) -> None:
+    value = torch.arange(1.0, 9.0)
+    torch.serialization.set_crc32_options(with_sums)
+    try:
+        torch.save({"a": value}, tmp_path / "x.pt")
+    finally:
+        torch.serialization.set_crc32_options(True)
+    assert torch.equal(_value(read_foreign(tmp_path / "x.pt"), "a"), value)
+    content = bytearray((tmp_path / "x.pt").read_bytes())
+    content[content.find(value.numpy().tobytes()) + 2] ^= 64
+    (tmp_path / "x.pt").write_bytes(content)
+    if not with_sums:  # there is nothing that could tell
+        read_foreign(tmp_path / "x.pt")
+        return
+    with pytest.raises(CheckpointError, match=r"x\.pt: .*it is damaged: Bad CRC-32 for file 'x/data/0'"):
+        read_foreign(tmp_path / "x.pt")
+
+
+def _value(found: ForeignCheckpoint, name: str) -> Tensor:
+    return found.parameters[name].contents[VALUE][1][0]
 
 
 def test_parts_that_are_missing(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Test that whole parameters which come to differ on ranks that share layers are found."""
+"""Test that whole parameters and outputs which come to differ on ranks that share layers are found."""
 
 from __future__ import annotations
 
@@ -24,6 +24,10 @@ class _Model(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.up(x)
         hidden = self.act(hidden) if self.kind in ("used on parts", "summed") else torch.tanh(hidden)
+        if self.kind == "a weight elsewhere":
+            return x + functional.linear(hidden, self.up.weight.t())
+        if self.kind == "parts at the end":
+            return x.repeat(1, hidden.shape[1] // x.shape[1]) + hidden
         found: Tensor = x + self.down(hidden)
         if self.kind == "random":
             found = functional.dropout(found, 0.5, self.training)
@@ -45,7 +49,8 @@ def _train(kind: str, stage: int) -> str:
     try:
         for step in range(13):
             x = torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
-            engine.backward((engine(x) - x.flip(1)).square().mean())
+            found = engine(x)
+            engine.backward((found - x.flip(1).repeat(1, found.shape[1] // 4)).square().mean())
             engine.step()
             if kind == "loaded" and step == 2 and rank:
                 with torch.no_grad():
@@ -60,7 +65,6 @@ def _train(kind: str, stage: int) -> str:
     [
         ("used on parts", 1, "act.weight"),
         ("used on parts", 3, "act.weight|down.bias"),
-        ("random", 1, "down.bias"),
         ("loaded", 1, "down.bias"),
         ("summed", 3, ""),
     ],
@@ -75,3 +79,10 @@ def test_what_comes_to_differ_is_named(kind: str, stage: int, name: str) -> None
         for said in found
         for each in name.split("|")
     ), found
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("kind", ["a weight elsewhere", "parts at the end", "random"])
+def test_other_outputs_are_found(kind: str, stage: int) -> None:
+    for said in run_workers(_train, 2, kind, stage):
+        assert said.startswith("the model's outputs differ on ranks 0 to 1, which share each layer"), said
