@@ -4,7 +4,8 @@
 
 The model is a Llama of Hugging Face in float32; torch's layers are cut by its parallelize_module in the same
 places. All systems are built in the same processes and take turns; the ratios are medians over the rounds of
-the pair in one round. "tensor 1" and "sequence 1" say what the section costs where nothing is shared.
+the pair in one round. "tensor 1" (and experts) and "sequence 1" (and stages) say what the section
+costs where nothing is shared.
 Needs transformers.
 """
 
@@ -111,7 +112,7 @@ def work(args: argparse.Namespace) -> None:
         "torch": _torch(args),
         "whole": _ours(args, None),
         "tensor 1": _ours(args, {"tensor": 1, "expert": 1}),
-        "sequence 1": _ours(args, {"sequence": 1}),
+        "sequence 1": _ours(args, {"sequence": 1, "pipeline": 1}),
     }
     generator = torch.Generator().manual_seed(1)
 
