@@ -34,12 +34,16 @@ Shape = tuple[Sequence[int], torch.dtype | None]
 """Is an input's sizes and dtype; None stands for the compute dtype."""
 
 
-def of_numbers(model: ModelSizes, sequence: int, micro_batch: int, dtype_bytes: int) -> Activations | None:
-    """Estimate a transformer's activations by the formula; None where a size is missing."""
+def of_numbers(
+    model: ModelSizes, sequence: int, micro_batch: int, dtype_bytes: int, tensor: int = 1
+) -> Activations | None:
+    """Estimate the activations of a transformer whose layers ``tensor`` ranks share, by the formula; None
+    where a size is missing.
+    """
     if model.hidden is None or model.layers is None or model.vocab is None:
         return None
     tokens = sequence * micro_batch
-    return transformer_activations(model.hidden, model.layers, model.vocab, tokens, dtype_bytes)
+    return transformer_activations(model.hidden, model.layers, model.vocab, tokens, dtype_bytes, tensor)
 
 
 def of_module(

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..offload.manager import OffloadOptions, Tier
+from ..rank_mesh import MeshShape
 from .estimate import GIB, MemoryPlan, Setting, plan
 from .model_sizes import ModelSizes
 from .transformer import Activations
@@ -29,11 +30,18 @@ class Machines:
     gpu_bytes: int | None
     host_bytes: int | None
     """Counts the host memory of a machine, which its ranks share."""
+    axes: MeshShape = field(default_factory=MeshShape)
+    """Says how many ranks share layers, sequences, experts and stages; its data axis does not count."""
 
     @property
     def world_size(self) -> int:
         """Return the number of ranks."""
         return self.nodes * self.gpus
+
+    @property
+    def shards(self) -> int:
+        """Return the number of ranks that have the same parameters, among which ZeRO shards."""
+        return self.world_size // (self.axes.tensor * self.axes.pipeline)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +75,14 @@ _PLACES = (
 """Lists stages and tiers of optimizer and parameters, the fastest first."""
 
 
-def choices(world_size: int) -> Iterator[Choice]:
-    """Yield every choice, the fastest first. One rank has nothing to shard at stages 1 and 2."""
+def choices(shards: int, stages: int = 1) -> Iterator[Choice]:
+    """Yield every choice, the fastest first. One rank has nothing to shard at stages 1 and 2, and a pipeline
+    of several ``stages`` goes with ZeRO's stages 0 and 1 alone.
+    """
     for stage, optimizer, parameters in _PLACES:
-        if world_size == 1 and stage in (1, 2) and optimizer is Tier.DEVICE:
+        if shards == 1 and stage in (1, 2) and optimizer is Tier.DEVICE:
+            continue
+        if stages > 1 and stage > 1:
             continue
         for checkpointed in (False, True):
             yield Choice(stage, optimizer, parameters, checkpointed)
@@ -108,9 +120,9 @@ def compare(
     *,
     dtype_bytes: int,
 ) -> list[Estimated]:
-    """Estimate all choices with Adam, the fastest first."""
+    """Estimate all choices with Adam, the fastest first; ``model`` is what one rank has of the model."""
     found = []
-    for choice in choices(machines.world_size):
+    for choice in choices(machines.shards, machines.axes.pipeline):
         if choice.checkpointed and (activations is None or activations.checkpointed is None):
             continue
         blocks, freed = model.blocks_at(choice.stage), 0
@@ -118,8 +130,10 @@ def compare(
             freed = _BLOCKS_OF_BUCKETS * activations.plain // len(blocks)
         setting = Setting(
             stage=choice.stage,
-            world_size=machines.world_size,
+            world_size=machines.shards,
             blocks=blocks,
+            experts=model.experts,
+            expert_shards=machines.shards // machines.axes.expert,
             frozen=model.frozen,
             dtype_bytes=dtype_bytes,
             states=_ADAM_STATES,
@@ -138,11 +152,17 @@ def fastest_that_fits(found: Sequence[Estimated], machines: Machines) -> Estimat
     return next((each for each in found if each.fits(machines)), None)
 
 
-def config_text(chosen: Estimated, *, dtype: str, micro_batch: int) -> str:
+def config_text(chosen: Estimated, *, dtype: str, micro_batch: int, axes: MeshShape) -> str:
     """Return the config of a choice: JSON whose comments, which zlaunch reads over, give the reasons."""
     choice = chosen.choice
     need = f"{chosen.device / GIB:.1f} GiB of GPU memory and {CONTEXT_BYTES / GIB:.1f} for CUDA"
     lines = [f'"train_micro_batch_size_per_gpu": {micro_batch},  // what was estimated: {need} a rank']
+    asked = ", ".join(f'"{name}": {size}' for name, size in axes.axes.items() if name != "data")
+    if axes.pipeline > 1:
+        fill = "// what fills the stages; more micro-batches leave them idle for less"
+        lines.append(f'"gradient_accumulation_steps": {axes.pipeline},  {fill}')
+    if asked:
+        lines.append(f'"parallel": {{{asked}}},  // as asked; the other ranks have other samples')
     if dtype != "fp32":
         lines.append(f'"{dtype}": {{"enabled": true}},  // half the memory and traffic of parameters')
     lines.append('"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},  // the learning rate is yours')

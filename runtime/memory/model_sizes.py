@@ -21,6 +21,8 @@ from ..errors import MemoryPlanError
 from ..zero.unit_policy import UNIT_NUMEL, ShardingOptions, plan_blocks
 
 Builder = Callable[[], nn.Module]
+SHARDED = ShardingOptions(shard_optimizer=True, shard_grads=True, shard_params=True)
+"""Cuts a model into blocks as stage 3 does."""
 _UNITS = ((10**12, "T"), (10**9, "B"), (10**6, "M"), (1, ""))
 
 
@@ -32,6 +34,8 @@ class ModelSizes:
     blocks: tuple[int, ...]
     """Counts the trainable elements of each block, the root block first, as stage 3 cuts them."""
     frozen: int = 0
+    experts: int = 0
+    """Counts the trainable elements of experts that only some ranks have."""
     hidden: int | None = None
     layers: int | None = None
     vocab: int | None = None
@@ -131,8 +135,7 @@ def _of_module(
         ) from error
     if not isinstance(model, nn.Module):
         raise MemoryPlanError(f"{name} returns {type(model).__name__}, not a torch module")
-    options = ShardingOptions(shard_optimizer=True, shard_grads=True, shard_params=True)
-    blocks = plan_blocks(model, options)
+    blocks = plan_blocks(model, SHARDED)
     trainable = [sum(p.numel() for _, p in block.parameters if p.requires_grad) for block in blocks]
     frozen = sum(p.numel() for p in model.parameters()) - sum(trainable)
     return ModelSizes(

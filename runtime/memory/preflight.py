@@ -75,8 +75,9 @@ def preflight(
     if comm.rank == 0:
         on_cpu = comm.device.type == "cpu"
         present = Amounts(device=in_host if on_cpu else on_device, host=0 if on_cpu else in_host)
-        # a rank has the activations of its part of each sequence
-        of_token = activations_per_token(model, setting.dtype_bytes, shared_by=comm.mesh.sequence)
+        # a stage keeps as many micro-batches as there are stages, in as much less of the layers
+        mesh = comm.mesh
+        of_token = activations_per_token(model, setting.dtype_bytes, mesh.sequence, mesh.tensor)
         for line in describe(setting, free, present, of_token):
             say(line)
     problem = None

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-_LAYER_BYTES = 34
-"""Counts the bytes that a transformer layer keeps for each element of its input in 16 bits, with an attention
-that keeps no matrix of scores (Korthikanti et al., 2022, equation 1 without its second term).
+_WHOLE_BYTES, _SHARED_BYTES = 10, 24
+"""Count the bytes that a transformer layer keeps for each element of its input in 16 bits, with an attention
+that keeps no matrix of scores, on each rank and on the ranks that share the layer together (Korthikanti et
+al., 2022, equation 2 without its last term).
 """
 _NAMES: tuple[Sequence[str], ...] = (
     ("hidden_size", "d_model", "n_embd"),
@@ -28,24 +29,27 @@ class Activations:
 
 
 def transformer_activations(
-    hidden: int, layers: int, vocab: int, tokens: int, dtype_bytes: int
+    hidden: int, layers: int, vocab: int, tokens: int, dtype_bytes: int, tensor: int = 1
 ) -> Activations:
-    """Estimate a transformer's activations from its width, depth, vocabulary and the tokens of a micro-batch.
+    """Estimate a transformer's activations from its width, depth, vocabulary and the tokens of a micro-batch,
+    on each of ``tensor`` ranks that share its layers.
 
     Source: Korthikanti et al., 2022, "Reducing Activation Recomputation in Large Transformer Models". The
     output layer has logits in the compute dtype and in fp32, and a gradient of each.
     """
-    layer = _LAYER_BYTES * tokens * hidden * dtype_bytes // 2
+    layer = (_WHOLE_BYTES + _SHARED_BYTES // tensor) * tokens * hidden * dtype_bytes // 2
     head = tokens * vocab * 2 * (dtype_bytes + 4)
     inputs = tokens * hidden * dtype_bytes * layers
     source = "the formula of Korthikanti et al., 2022"
     return Activations(layer * layers + head, inputs + max(layer, head), source)
 
 
-def activations_per_token(model: Any, dtype_bytes: int, shared_by: int = 1) -> Activations | None:
-    """Estimate a rank's activations of one token, which so many ranks share, from a Hugging Face model's
-    config; None where it does not say its width, depth and vocabulary, and where the model has no output for
-    each word of it.
+def activations_per_token(
+    model: Any, dtype_bytes: int, sequence: int = 1, tensor: int = 1
+) -> Activations | None:
+    """Estimate a rank's activations of one token, of ``sequence`` ranks that share its sequence and
+    ``tensor`` ones that share each layer, from a Hugging Face model's config; None where it does not say its
+    width, depth and vocabulary, and where the model has no output for each word of it.
     """
     described = getattr(model, "config", None)
     try:
@@ -62,7 +66,7 @@ def activations_per_token(model: Any, dtype_bytes: int, shared_by: int = 1) -> A
             return None
         found.append(known[0])
     hidden, layers, vocab = found
-    of_all = transformer_activations(hidden, layers, vocab, 1, dtype_bytes)
+    of_all = transformer_activations(hidden, layers, vocab, 1, dtype_bytes, tensor)
     assert of_all.checkpointed is not None
-    plain, checkpointed = (max(1, each // shared_by) for each in (of_all.plain, of_all.checkpointed))
+    plain, checkpointed = (max(1, each // sequence) for each in (of_all.plain, of_all.checkpointed))
     return Activations(plain, checkpointed, of_all.source)

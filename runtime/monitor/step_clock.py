@@ -142,7 +142,8 @@ class StepClock:
         stop = self._mark()
         self._add_waits(self._part)
         self._part = outer
-        self._step.add_span(name, start, stop)
+        if outer != name:  # a whole step's passes are one part, and have parts of the same name
+            self._step.add_span(name, start, stop)
         if name == "step":
             self._end(stop)
 

@@ -69,6 +69,29 @@ def test_the_example_trains(tmp_path: Path, stage: int) -> None:
     assert sample.stdout.startswith("def ") and len(sample.stdout) > 15
 
 
+def test_the_pipeline_example_trains_and_goes_on(tmp_path: Path) -> None:
+    script = (str(ROOT / "examples" / "train_gpt_pipeline.py"), "--config")
+    options = (str(ROOT / "examples" / "ds_pipeline.json"), "--checkpoints", str(tmp_path / "ckpt"))
+    losses = []
+    for steps in ("50", "52"):
+        (tmp_path / steps).mkdir()
+        launch = Launch(
+            tmp_path / steps,
+            *("--num_gpus", "2", *script, *options, "--steps", steps),
+            env={"CUDA_VISIBLE_DEVICES": ""},
+        )
+        launch.wait()
+        shown = launch.out + launch.err
+        assert launch.process.returncode == 0, shown
+        validation = re.search(r"validation loss (\S+) -> (\S+)", shown)
+        assert validation is not None, shown
+        losses.append((float(validation[1]), float(validation[2])))
+        for share in re.findall(r"take .* \((\d+)%\)", shown):
+            assert int(share) <= 100, shown
+    assert 5.3 < losses[0][0] < 5.8 and losses[0][1] < 3.0
+    assert losses[1][0] == losses[0][1]  # it begins with what the first run has saved
+
+
 def test_sampling_needs_nothing_of_ours() -> None:
     source = (ROOT / "examples" / "sample.py").read_text() + (ROOT / "examples" / "gpt.py").read_text()
     assert "import zlaunch" not in source and "from zlaunch" not in source

@@ -9,6 +9,7 @@ import click
 from click.core import ParameterSource
 
 from zlaunch.cli.commands import SETTINGS, count_option, with_options
+from zlaunch.cli.estimate_axes import AXES, given_axes
 from zlaunch.cli.estimate_speeds import SPEEDS, given_speeds, missing_text
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ def _number(text: str) -> float:
 @count_option("--vocab", help="Size of its vocabulary, for --params.")
 @count_option("--nodes", default=1, show_default=True, help="Machines.")
 @count_option("--gpus", default=1, show_default=True, help="GPUs of a machine.")
+@with_options(AXES)
 @click.option("--gpu_mem", type=click.FloatRange(min=0.1), metavar="GIB", help="Memory of a GPU.")
 @click.option("--host_mem", type=click.FloatRange(min=0.1), metavar="GIB", help="Memory of a machine.")
 @count_option("--seq", default=2048, show_default=True, help="Tokens of a sample.")
@@ -73,6 +75,10 @@ def estimate(
     vocab: int | None,
     nodes: int,
     gpus: int,
+    tensor: int,
+    sequence: int,
+    pipeline: int,
+    expert: int,
     gpu_mem: float | None,
     host_mem: float | None,
     seq: int,
@@ -113,6 +119,9 @@ def estimate(
     if goal and (simulate or plot):
         raise click.UsageError("--for fits prints a config alone: leave out --simulate and --plot")
     known = given_speeds(simulate, measured, speeds)
+    axes = given_axes(
+        nodes * gpus, tensor, sequence, pipeline, expert, simulate=simulate, has_input=shape is not None
+    )
     if plot:
         from zlaunch.cli.estimate_plot import check_plot
 
@@ -121,6 +130,7 @@ def estimate(
     from zlaunch.runtime.log import set_level
     from zlaunch.runtime.memory import choices
     from zlaunch.runtime.memory.activations import of_module, of_numbers, parse_shape
+    from zlaunch.runtime.memory.axes import of_one_rank
     from zlaunch.runtime.memory.estimate import GIB
     from zlaunch.runtime.memory.model_sizes import from_function, from_hugging_face, from_numbers
     from zlaunch.runtime.memory.operations import work_of_module
@@ -135,17 +145,21 @@ def estimate(
         gpus=gpus,
         gpu_bytes=None if gpu_mem is None else int(gpu_mem * GIB),
         host_bytes=None if host_mem is None else int(host_mem * GIB),
+        axes=axes,
     )
+    own_seq = -(-seq // sequence)
     try:
         if params is not None:
             sizes = from_numbers(params, hidden, layers, vocab)
-            activations = of_numbers(sizes, seq, micro_batch, kind.itemsize)
+            own = of_one_rank(sizes, axes)
+            activations = of_numbers(sizes, own_seq, micro_batch, kind.itemsize, tensor)
         else:
             sizes = from_function(model) if model is not None else from_hugging_face(str(hf_config))
             if sizes.positions is not None and seq > sizes.positions:
                 text = f"zlaunch estimate: the model has {sizes.positions:,} positions, --seq is {seq:,}"
                 click.echo(text, err=True)
-            activations = of_module(sizes, seq, micro_batch, kind, shape)
+            own = of_one_rank(sizes, axes)
+            activations = of_module(own, own_seq, micro_batch, kind, shape)
             if shape is not None:
                 micro_batch = parse_shape(shape)[0][0]
         work: Operations | None = None
@@ -157,7 +171,7 @@ def estimate(
                 raise click.UsageError("--simulate needs the operations of MODEL: give --input")
     except MemoryPlanError as error:
         raise click.UsageError(str(error)) from None
-    found = choices.compare(sizes, machines, activations, dtype_bytes=kind.itemsize)
+    found = choices.compare(own, machines, activations, dtype_bytes=kind.itemsize)
     times = []
     if work is not None:
         times = [step_time(sizes, machines, each.choice, work, known, kind.itemsize) for each in found]
@@ -180,10 +194,12 @@ def estimate(
                 f"{sizes.name} does not fit on {_count(machines.world_size)} with any stage and offload: "
                 "take more GPUs, a smaller --micro_batch or --seq"
             )
-        click.echo(choices.config_text(best, dtype=dtype, micro_batch=micro_batch))
+        click.echo(choices.config_text(best, dtype=dtype, micro_batch=micro_batch, axes=axes))
         return
     batch = f"--input {shape}" if model is not None else f"{micro_batch} x {seq:,} tokens"
-    assumed = f"{dtype}, Adam" + ("" if model is not None and shape is None else f", {batch} a GPU")
+    together = tensor * sequence * pipeline
+    whose = "a GPU" if together == 1 else f"for {together} GPUs together"
+    assumed = f"{dtype}, Adam" + ("" if model is not None and shape is None else f", {batch} {whose}")
     _show(sizes, machines, activations, found, times, work, assumed)
     if plot:
         click.echo(f"drawn: {plot}")
@@ -194,7 +210,9 @@ def _count(gpus: int) -> str:
 
 
 def _title(sizes: ModelSizes, machines: Machines) -> str:
-    return f"{sizes.name}: {sizes.numel:,} parameters, {_count(machines.world_size)}"
+    axes = machines.axes.axes
+    shown = f" ({', '.join(f'{name} {size}' for name, size in axes.items())})" if len(axes) > 1 else ""
+    return f"{sizes.name}: {sizes.numel:,} parameters, {_count(machines.world_size)}{shown}"
 
 
 def _show(
@@ -241,6 +259,11 @@ def _show(
     stdout_console(_LEAST_COLUMNS).print(make_table(columns, rows, title=title, right=numbers, whole=numbers))
     source = f"not known: {_MISSING}" if activations is None else activations.source
     click.echo(f"activations: {source}; ckpt.: every block is checkpointed")
+    if machines.axes.pipeline > 1:
+        click.echo(
+            f"a rank: the stage with most parameters; it keeps activations of {machines.axes.pipeline} "
+            "micro-batches in its layers, which is at most those of one in all of them"
+        )
     if sizes.build is None and sizes.layers is None:
         click.echo("stages 2 and 3 take more than they would: the model is one block; --hidden and --layers")
     if any(each.choice.stage == 3 and each.choice.optimizer is not Tier.DEVICE for each in found):

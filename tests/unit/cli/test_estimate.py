@@ -74,6 +74,23 @@ def test_the_command(tmp_path: Path) -> None:
     assert "host memory was not checked" in fitting.stderr
 
 
+def test_ranks_that_share_a_model(tmp_path: Path) -> None:
+    axes = ["--gpus", "8", "--tensor", "2", "--pipeline", "4"]
+    shown = call(tmp_path, *BIG, *axes)
+    assert shown.returncode == 0, shown.stderr
+    assert (
+        "8 GPUs (pipeline 4, data 1, tensor 2); bf16, Adam, 1 x 2,048 tokens for 8 GPUs together"
+        in " ".join(shown.stdout.split())
+    )
+    assert "stage 1" not in shown.stdout and "keeps activations of 4 micro-batches" in shown.stdout
+    rows = json.loads(call(tmp_path, *BIG, *axes, "--json").stdout)
+    layer, root = 12 * 12288 * 12288, int(1e12) - 96 * 12 * 12288 * 12288
+    assert rows[0]["gpu"]["parameters"] == 2 * (root + 24 * layer) // 2
+    fitting = call(tmp_path, *BIG, *axes, "--gpu_mem", "9000", "--for", "fits").stdout
+    assert '"parallel": {"pipeline": 4, "tensor": 2}' in fitting
+    assert '"gradient_accumulation_steps": 4' in fitting
+
+
 def test_the_time_of_a_step(tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text(MODEL)
     (tmp_path / "net.json").write_text(
@@ -136,6 +153,13 @@ def test_no_picture_without_matplotlib(
         (["model.py:broken"], "RuntimeError: my own"),
         (["nowhere.py:Net"], "nowhere.py: no such file"),
         (["script.py:Net"], 'What trains belongs under `if __name__ == "__main__":`'),
+        (["model.py:Net", "--gpus", "2", "--tensor", "2"], "Net has no plan for tensor parallelism"),
+        (["--params", "1e9", "--gpus", "8", "--tensor", "3"], "--tensor 3: that takes a multiple of 3 GPUs"),
+        (["--params", "1e9", "--gpus", "2", "--expert", "2"], "give MODEL or --hf_config"),
+        (["--params", "1e9", "--gpus", "2", "--pipeline", "2"], "give --hidden and --layers"),
+        ([*BIG, "--gpus", "97", "--pipeline", "97"], "96 layers cannot be divided into 97 stages"),
+        ([*BIG, "--gpus", "2", "--tensor", "2", "--simulate"], "does not know what --tensor sends"),
+        (["model.py:Net", "--input", "8,64", "--gpus", "2", "--sequence", "2"], "does not go with --input"),
         (["--params", "7x"], "'7x' is no number of 1 or more"),
         (["--params", "1e9", "--tflops", "100"], "--tflops goes with --simulate"),
         (["--params", "1e9", "--measured", "x.json"], "--measured goes with --simulate"),

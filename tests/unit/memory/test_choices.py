@@ -22,6 +22,7 @@ from zlaunch.runtime.memory.choices import (
 from zlaunch.runtime.memory.estimate import GIB
 from zlaunch.runtime.memory.model_sizes import from_function, from_numbers
 from zlaunch.runtime.memory.transformer import Activations
+from zlaunch.runtime.rank_mesh import MeshShape
 
 GPT2_XL = from_numbers(1_557_611_200, 1600, 48, 50257)
 
@@ -95,7 +96,7 @@ def test_the_config_is_one_that_zlaunch_reads(gpu: float, tmp_path: Path) -> Non
     best = fastest_that_fits(found, machines)
     assert best is not None
     path = tmp_path / "ds.json"
-    path.write_text(config_text(best, dtype="bf16", micro_batch=2))
+    path.write_text(config_text(best, dtype="bf16", micro_batch=2, axes=MeshShape()))
     config = resolve(load(path), world_size=4).config
     assert config.zero_optimization.stage == best.choice.stage and config.bf16.enabled
     assert config.activation_checkpointing.enabled is best.choice.checkpointed
