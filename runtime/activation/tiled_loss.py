@@ -7,10 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from ..errors import ParameterError
+from ..log import warn
 from .tiles import IGNORED, tiled_cross_entropy
 
 _TILE_NUMEL = 1 << 26
@@ -109,6 +111,7 @@ class LabelledForward:
     def __init__(self, module: Any, loss: TiledLoss) -> None:
         self.module, self.loss = module, loss
         self.inner = module.__dict__.get("forward")
+        self._has_told = False
         self.__signature__ = inspect.signature(module.forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -118,6 +121,12 @@ class LabelledForward:
                 given |= given.pop(name, {})
         labels = given.get("labels")
         if labels is None or not self.module.training:
+            if labels is None and self.module.training and torch.is_grad_enabled() and not self._has_told:
+                self._has_told = True
+                warn(
+                    f"{_KEY} has no effect on a pass without labels: the model makes all logits. Give it the "
+                    "labels, or compute the loss by zlaunch.checkpointing.tiled_cross_entropy"
+                )
             return self._inner(*args, **kwargs)
         keep = given.get("logits_to_keep", 0)
         if not isinstance(keep, int) or keep:

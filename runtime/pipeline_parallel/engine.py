@@ -165,6 +165,11 @@ class Pipelined:
         sums = torch.stack([loss.sum() for loss in losses]).sum() / len(micro_batches) if losses else None
         return self._mean(sums)
 
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        """Do as the engine that this is mixed into; ``train_batch()`` goes on behind the last batch."""
+        self.__dict__.pop("_own_data", None)
+        return super().load_checkpoint(*args, **kwargs)  # type: ignore[misc]  # of the engine
+
     @contextmanager
     def _errors(self) -> Iterator[None]:
         """Leave a pass that ended in an exception."""

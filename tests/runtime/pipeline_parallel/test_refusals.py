@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -214,6 +215,25 @@ def _unusual_steps() -> Any:
 def test_unusual_steps() -> None:
     for found in run_workers(_unusual_steps, 2):
         assert found == {"overflow": (True, 1), "bf16": True}
+
+
+def _goes_back(folder: str) -> list[float]:
+    join()
+    samples = torch.randint(9, (20, 3), generator=torch.Generator().manual_seed(2))
+    data = torch.utils.data.TensorDataset(samples, samples)
+    model = Network()
+    model.loss_fn = loss_fn  # type: ignore[assignment]  # torch's modules take any attribute
+    engine, *_ = zlaunch.initialize(model=model, config=config(), training_data=data)
+    engine.train_batch()
+    engine.save_checkpoint(folder)
+    losses = [engine.train_batch().item() for _ in range(2)]
+    engine.load_checkpoint(folder)
+    return losses + [engine.train_batch().item() for _ in range(2)]
+
+
+def test_a_load_goes_back_in_the_data_as_well(tmp_path: Path) -> None:
+    for losses in run_workers(_goes_back, 2, str(tmp_path)):
+        assert losses[:2] == losses[2:] and losses[0] != losses[1]
 
 
 FROZEN = {

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import io
 import weakref
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from typing import Any
 
 import pytest
@@ -85,6 +87,21 @@ def _said(section: dict[str, Any], family: str) -> str:
 )
 def test_what_cannot_be_tiled_is_refused(section: dict[str, Any], family: str, text: str) -> None:
     assert text in run_workers(_said, 1, section, family)[0]
+
+
+def _without_labels() -> str:
+    join()
+    config = {**config_of(1), "activation_checkpointing": {"tiled_loss": True}}
+    engine, *_ = zlaunch.initialize(model=make("llama", "eager").train(), config=config)
+    with redirect_stdout(io.StringIO()) as said:
+        for _ in range(2):
+            engine(input_ids=torch.full((2, 4), 5))
+    return said.getvalue()
+
+
+def test_a_loss_of_logits_is_said_not_to_be_tiled() -> None:
+    (said,) = run_workers(_without_labels, 1)
+    assert said.count("tiled_loss has no effect on a pass without labels") == 1
 
 
 class Activations(TorchDispatchMode):
