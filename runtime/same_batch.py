@@ -12,11 +12,19 @@ from .errors import RankMismatchError
 from .zero.output_tensors import tensors_in
 
 _FIRST, _EVERY = 10, 50
-_PERIOD, _ROUNDING, _CHUNK = 97, 1e-12, 1 << 20
+_ROWS, _CHUNK = 8, 1 << 20
+_SAME = 1e-12
+COMPUTED = {torch.float64: 1e-9, torch.float32: 1e-4}
+"""How far a part of the norm ranks may be apart that have computed the same values, which round in their own
+ways where sums have no fixed order; far below what other weights make."""
+COMPUTED_HALF = 3e-2
 
 
 class SameBatch:
-    """Compares the batches of the ranks of an axis: in the first passes, then in some. Collective."""
+    """Compares the batches of the ranks of an axis: in the first passes, then in some. Collective.
+
+    Compared are projections of each tensor on two fixed vectors, its norm and its shape.
+    """
 
     def __init__(
         self,
@@ -25,14 +33,13 @@ class SameBatch:
         complaint: str,
         *,
         first: int = _FIRST,
-        rounding: float = _ROUNDING,
+        computed: bool = False,
     ) -> None:
         """``largest`` replaces each element of a tensor by the largest of the axis; ``complaint`` is what the
-        error says. Compared are the ``first`` passes, and sums that differ by more than ``rounding`` of those
-        of the magnitudes differ.
+        error says. Compared are the ``first`` passes; values that were ``computed`` may be rounded.
         """
         self._device, self._largest, self._complaint = device, largest, complaint
-        self._first, self._rounding = first, rounding
+        self._first, self._computed = first, computed
         self._passes = 0
 
     def check(self, inputs: Any, *, always: bool = False) -> None:
@@ -44,18 +51,31 @@ class SameBatch:
         self._passes += 1
 
     def _compare(self, tensors: Iterable[Tensor]) -> None:
-        sums = torch.zeros(6, dtype=torch.float64, device=self._device)
+        sums = torch.zeros(_ROWS, 4, dtype=torch.float64, device=self._device)
+        rounding = [_SAME] * _ROWS
         for index, tensor in enumerate(tensors):
-            flat = tensor.detach().reshape(-1)
-            flat = flat.real if flat.is_complex() else flat
-            for begin in range(0, flat.numel(), _CHUNK):  # logits are large
-                wide = flat[begin : begin + _CHUNK].to(self._device, torch.float64).nan_to_num(1.0, 2.0, 3.0)
-                places = torch.arange(begin, begin + wide.numel(), device=wide.device)
-                weights = places % _PERIOD + index + 1.0
-                size = wide.abs()
-                found = wide.sum(), (wide * weights).sum(), wide.square().sum(), weights.sum()
-                sums += torch.stack([*found, size.sum(), (size * weights).sum()])
+            row = min(index, _ROWS - 1)
+            if self._computed and tensor.is_floating_point():
+                rounding[row] = max(rounding[row], COMPUTED.get(tensor.dtype, COMPUTED_HALF))
+            sums[row] += self._summary(tensor, index)
         both = self._largest(torch.cat([sums, -sums]))
-        spread = both[:4] + both[6:10]  # CPUs of several kinds round the sums of floats differently
-        if bool((spread > self._rounding * both[[4, 5, 2, 3]]).any()):
+        spread, norms = both[:_ROWS] + both[_ROWS:], both[:_ROWS, 2].sqrt()
+        limits = torch.tensor(rounding, dtype=torch.float64).to(self._device) * norms
+        differs = (spread[:, :2] > limits.unsqueeze(1)).any() | (spread[:, 3] > 0).any()
+        if bool(differs):  # CPUs of several kinds round the sums of floats differently
             raise RankMismatchError(self._complaint)
+
+    def _summary(self, tensor: Tensor, index: int) -> Tensor:
+        """Return two projections, the square of the norm and a number of the shape."""
+        flat = tensor.detach().reshape(-1)
+        flat = flat.real if flat.is_complex() else flat
+        shape = float(sum((place + 2) * size for place, size in enumerate(tensor.shape)) + index)
+        found = torch.tensor([0.0, 0.0, 0.0, shape], dtype=torch.float64).to(self._device)
+        for begin in range(0, flat.numel(), _CHUNK):  # logits are large
+            wide = flat[begin : begin + _CHUNK].to(self._device, torch.float64).nan_to_num(1.0, 2.0, 3.0)
+            places = torch.arange(begin, begin + wide.numel(), device=wide.device)
+            mixed = (places * 2654435761 + 40503) >> 7  # Knuth's multiplicative hashing
+            for column, bits in enumerate((mixed & 1023, (mixed >> 10) & 1023)):
+                found[column] += (wide * (bits.double() / 512 - 1 + 1 / 4096)).sum()
+            found[2] += wide.square().sum()
+        return found

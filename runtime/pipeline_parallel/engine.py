@@ -17,7 +17,7 @@ from ..zero import placeholder
 from ..zero.output_tensors import tensors_in
 from ..zero.unit import Unit
 from .cut import StageAxis
-from .line import Line
+from .line import ROUTERS, Line
 from .passing import Passes
 from .stages import Stages
 
@@ -172,10 +172,15 @@ class Pipelined:
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
-        """Leave a pass that ended in an exception."""
+        """Leave a pass that ended in an exception, and raise that, not what torch's schedules make of it."""
         engine: Any = self
         try:
             yield
+        except RuntimeError as error:
+            engine._sharded.abandon_forward()
+            if type(error) is RuntimeError and error.__cause__ is not None and "failed to run" in str(error):
+                raise error.__cause__  # noqa: B904 - it has its own cause
+            raise
         except BaseException:
             engine._sharded.abandon_forward()
             raise
@@ -195,6 +200,11 @@ class Pipelined:
             if not hasattr(self, "_own_data"):
                 self._own_data = _endless(engine.training_dataloader)
             data_iter = self._own_data
+        elif iter(data_iter) is not data_iter:
+            raise ParameterError(
+                f"pipeline parallelism: data_iter is a {type(data_iter).__name__}, which would begin anew in "
+                "each step: give iter(...) of it, made once"
+            )
         count = count or engine.gradient_accumulation_steps()
         micro_batches = list(islice(data_iter, count))
         axis = self._pipeline.axis
@@ -236,9 +246,12 @@ class Pipelined:
         device = self._pipeline.axis.comm.device
         if isinstance(micro_batch, Mapping):
             given = {name: _to(value, device) for name, value in micro_batch.items()}
-            if not wants_loss:
-                given.pop("labels", None)
-            return forward(**given), None
+            if given.get("output_router_logits"):
+                raise ParameterError(ROUTERS)
+            labels = None
+            if not wants_loss or self._pipeline.line.loss_fn is not None:
+                labels = given.pop("labels", None)
+            return forward(**given), labels
         inputs, labels = micro_batch
         args = inputs if isinstance(inputs, (tuple, list)) else (inputs,)
         return forward(*(_to(each, device) for each in args)), _to(labels, device)

@@ -19,6 +19,12 @@ USES, WEIGHTS = "zlaunch_uses", "zlaunch_weights"
 and that of a model that has the layers' weights by which they are divided."""
 
 
+ROUTERS = (
+    "pipeline parallelism: the router's loss (output_router_logits) is of all layers, of which a stage has "
+    "some: set it to false"
+)
+
+
 @dataclass
 class Line:
     """Holds a model's layers in their order, and which part of the pipeline has which."""
@@ -47,6 +53,8 @@ def find_line(model: nn.Module) -> tuple[str, list[nn.Module]]:
 
     Raises ParameterError for a model without one.
     """
+    if getattr(getattr(model, "config", None), "output_router_logits", False):
+        raise ParameterError(ROUTERS)
     noted = getattr(model, NOTE, None)
     if isinstance(noted, str):
         return noted, list(model.get_submodule(noted).children())
@@ -63,6 +71,11 @@ def find_line(model: nn.Module) -> tuple[str, list[nn.Module]]:
             "could be divided; deepspeed.pipe.PipelineModule takes a list of any layers"
         )
     _, name, module = max(found, key=lambda each: each[0])
+    if len({id(each) for each in module}) < len(module):
+        raise ParameterError(
+            f"pipeline parallelism: {name} has one module as several layers, which stages cannot have: "
+            "deepspeed.pipe.PipelineModule takes such a list"
+        )
     return name, list(module)
 
 

@@ -12,6 +12,7 @@ from ..errors import ParameterError
 from ..zero import placeholder
 from ..zero.output_tensors import tensors_in
 from .line import Line, modules_of
+from .trial import ForeignValues
 
 
 @dataclass
@@ -26,8 +27,25 @@ class PartPass:
     """What this part hands on; None at the last."""
     last: Any = None
     """What the last layer that was called has returned."""
+    version: int = 0
+    """How often that was changed in place before."""
     called: int = 0
     """The number of layers that were called."""
+    foreign: ForeignValues | None = None
+    """Follows what stands for other stages' values, in a trial pass."""
+
+    def stand_in(self, value: Any) -> Any:
+        """Return what stands for a value that another stage computes."""
+        return value if self.foreign is None else self.foreign.stand_in(value)
+
+    def check_own(self, value: Any, what: str) -> None:
+        """Raise ParameterError if a trial pass has computed a value from what other stages have."""
+        if self.foreign is not None and self.foreign.are_in(value):
+            raise ParameterError(
+                f"pipeline parallelism: {what} is computed from what another stage has, besides what the "
+                "layer before hands on: an output from before or between the layers, or another stage's "
+                "parameters"
+            )
 
 
 class LayerForward:
@@ -51,14 +69,16 @@ class LayerForward:
         self._check(run, hidden, (args[1:], {k: v for k, v in kwargs.items() if v is not hidden}))
         run.called += 1
         if run.start <= self.index < run.stop:
+            run.check_own((args, kwargs), f"an input of {self._name}")
             output = self._compute(*args, **kwargs)
+            run.check_own(output, f"the output of {self._name}")
         elif self.index == run.start - 1:
             output = run.received
         else:
             if self.index == run.stop:
                 run.captured = hidden
-            output = hidden
-        run.last = output
+            output = run.stand_in(hidden)
+        run.last, run.version = output, _version(output)
         return output
 
     def _compute(self, *args: Any, **kwargs: Any) -> Any:
@@ -66,24 +86,33 @@ class LayerForward:
             return self.inner(*args, **kwargs)
         return type(self.module).forward(self.module, *args, **kwargs)
 
+    @property
+    def _name(self) -> str:
+        return f"{self.passes.line.name}.{self.index}".lstrip(".")
+
     def _check(self, run: PartPass, hidden: Any, rest: Any) -> None:
         """Raise ParameterError if layers do not simply follow each other."""
-        name = f"{self.passes.line.name}.{self.index}".lstrip(".")
+        name = self._name
         if run.called != self.index:
             raise ParameterError(
                 f"pipeline parallelism: {name} is not called as layer {self.index} of a pass, but as "
                 f"{run.called}"
             )
-        if self.index and hidden is not run.last:
+        if self.index and (hidden is not run.last or _version(hidden) != run.version):
             raise ParameterError(
                 f"pipeline parallelism: {name} is not called with what the layer before it has returned: "
-                "something happens between them, or layers return more than one tensor"
+                "something happens between them, or layers return more than one tensor. (A checkpoint around "
+                "each layer has to be one with use_reentrant=False)"
             )
         if any(tensor.requires_grad for tensor in tensors_in(rest)):
             raise ParameterError(
                 f"pipeline parallelism: {name} is called with a further tensor that needs a gradient, which "
                 "other stages cannot send"
             )
+
+
+def _version(value: Any) -> int:
+    return value._version if isinstance(value, Tensor) and not value.is_inference() else 0
 
 
 class Passes:
@@ -119,7 +148,7 @@ class OutsideForward:
                     "engine.train_batch and eval_batch"
                 )
             return self._compute(*args, **kwargs)
-        if self.is_early != (run.called == 0):
+        if run.called != (0 if self.is_early else len(line.layers)):
             when, place = ("after", "before") if self.is_early else ("before", "after")
             raise ParameterError(
                 f"pipeline parallelism: {self.name} is used {when} the layers, but is registered {place} them"
@@ -130,10 +159,10 @@ class OutsideForward:
         module = self.module
         if isinstance(module, nn.Embedding):
             zero = torch.zeros((), dtype=module.weight.dtype, device=given.device)
-            return zero.expand(*given.shape, module.embedding_dim)
+            return run.stand_in(zero.expand(*given.shape, module.embedding_dim))
         if isinstance(module, nn.Linear):
-            return given.new_zeros(()).expand(*given.shape[:-1], module.out_features)
-        return given
+            return run.stand_in(given.new_zeros(()).expand(*given.shape[:-1], module.out_features))
+        return run.stand_in(given)
 
     def _compute(self, *args: Any, **kwargs: Any) -> Any:
         if self.inner is not None:

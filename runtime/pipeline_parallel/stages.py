@@ -19,9 +19,12 @@ from ..errors import ParameterError
 from .cut import CHANNEL, StageAxis
 from .line import Line
 from .passing import PartPass, Passes
+from .trial import ForeignValues, StateWatch, trying
 
 Call = Callable[[Any, bool], Any]
 """Calls the model with a micro-batch, and tells it whether the loss is wanted; returns the loss then."""
+_FIRST, _EVERY = 3, 50
+"""Say in which steps it is watched what passes change."""
 Meta = tuple[tuple[int, ...], torch.dtype]
 
 
@@ -32,6 +35,10 @@ class PartModule(nn.Module):
         super().__init__()
         self._part, self._line, self._passes, self._axis, self._call = part, line, passes, axis, call
         self.micro_batches: Sequence[Any] = ()
+        self.foreign: ForeignValues | None = None
+        """Follows other stages' values, in a trial pass."""
+        self.meta: Meta | None = None
+        """The shape and dtype of what the part hands on, once known."""
 
     @property
     def is_last(self) -> bool:
@@ -42,7 +49,7 @@ class PartModule(nn.Module):
         """Return what the next part gets, or the loss as (1,)."""
         line, first = self._line, self._part == 0
         given = None if first else received[0]
-        run = PartPass(line.bounds[self._part], line.bounds[self._part + 1], given)
+        run = PartPass(line.bounds[self._part], line.bounds[self._part + 1], given, foreign=self.foreign)
         count = self._axis.comm._count
         self._passes.run = run
         try:
@@ -57,12 +64,25 @@ class PartModule(nn.Module):
         if given is not None and torch.is_grad_enabled():
             count(CHANNEL, given.numel())  # its gradient is sent back
         if self.is_last:
+            run.check_own(found, "the loss")
+            if found.numel() != 1:
+                raise ParameterError(
+                    f"pipeline parallelism: the loss has the shape {list(found.shape)}: it has to be one "
+                    "number"
+                )
             return found.reshape(1).to(torch.float64, copy=True)  # of one dtype, whatever the model's is
         if not isinstance(run.captured, Tensor):
             raise ParameterError(
                 f"pipeline parallelism: a stage hands on one tensor, but layer {run.stop - 1} returns a "
                 f"{type(run.captured).__name__}: join the tensors (torch.cat), compute the others again in "
                 "the layers that need them, or choose other boundaries by pipeline.partition"
+            )
+        meta = tuple(run.captured.shape), run.captured.dtype
+        if self.meta is not None and meta != self.meta:
+            raise ParameterError(
+                f"pipeline parallelism: layer {run.stop - 1} hands on {list(meta[0])} in {meta[1]} for "
+                f"micro-batch {int(number)}, and {list(self.meta[0])} in {self.meta[1]} for the first one of "
+                "the same inputs' shapes: these have to be alike"
             )
         count(CHANNEL, run.captured.numel())
         # older torch detaches in place what was sent, which views do not allow
@@ -87,6 +107,9 @@ class Stages:
         self.modules = {part: PartModule(part, line, passes, axis, call) for part in own}
         self._metas: dict[Any, list[Meta]] = {}
         self._built: tuple[Any, Any] | None = None
+        self._steps = 0
+        self._tried: set[bool] = set()
+        """Holds in which modes, training or not, a trial pass has computed a loss."""
 
     def train(self, micro_batches: Sequence[Any], key: Any) -> list[Tensor]:
         """Run forward and backward passes; return the losses on the last stage. ``key`` stands for the shapes
@@ -100,15 +123,26 @@ class Stages:
             )
         for module in self.modules.values():
             module.micro_batches = micro_batches
+        metas = self._probe(key)
+        self._expect(metas)
         if self._built is None or self._built[0] != (key, count):
-            self._built = (key, count), self._build(self._probe(key), count)
+            self._built = (key, count), self._build(metas, count)
+        watch = StateWatch(self.line) if self._steps < _FIRST or self._steps % _EVERY == 0 else None
+        self._steps += 1
         numbers = torch.arange(count)
         given = (numbers,) if 0 in self.modules else ()
         has_last = self.line.parts - 1 in self.modules
         losses: list[Tensor] = []
         rest = {"target": numbers, "losses": losses} if has_last else {}
         self._built[1].step(*given, number=numbers, **rest)
+        if watch is not None:
+            watch.check()
         return losses
+
+    def _expect(self, metas: Sequence[Meta]) -> None:
+        """Note what each part has to hand on."""
+        for part, module in self.modules.items():
+            module.meta = None if module.is_last else metas[part]
 
     @torch.no_grad()
     def evaluate(self, micro_batches: Sequence[Any], key: Any) -> list[Tensor]:
@@ -116,6 +150,7 @@ class Stages:
         for module in self.modules.values():
             module.micro_batches = micro_batches
         metas, losses = self._probe(key), []
+        self._expect(metas)
         for number in range(len(micro_batches)):
             for part in range(self.line.parts):
                 if part not in self.modules:
@@ -143,22 +178,37 @@ class Stages:
             return self._metas[key]
         metas: list[Meta] = []
         device = self.axis.comm.device
-        for part in range(self.line.parts - 1):
+        is_training = self.line.model.training
+        for part in range(self.line.parts - (is_training in self._tried)):
             found: list[Any] = [None]
             if part in self.modules:
                 received = []
                 if part:
                     shape, dtype = metas[-1]
                     received.append(torch.zeros(shape, dtype=dtype, device=device))
-                devices = [device] if device.type == "cuda" else []
-                with torch.no_grad(), torch.random.fork_rng(devices):
-                    output = self.modules[part](*received, number=torch.tensor(0))
-                found = [(tuple(output.shape), output.dtype)]
+                found = [self._try(self.modules[part], received)]
             source = self.axis.ranks[part % self.line.stages]
             dist.broadcast_object_list(found, source, group=self.axis.group)
+            if isinstance(found[0], str):
+                raise ParameterError(found[0])
             metas.append(found[0])
+        self._tried.add(is_training)
         self._metas[key] = metas
         return metas
+
+    def _try(self, module: PartModule, received: Sequence[Tensor]) -> Meta | str:
+        """Run a trial pass; return the shape and dtype of its output, or why the part cannot be computed."""
+        device = self.axis.comm.device
+        devices = [device] if device.type == "cuda" else []
+        module.meta = None
+        try:
+            with torch.no_grad(), torch.random.fork_rng(devices), trying(self.line) as module.foreign:
+                output = module(*received, number=torch.tensor(0))
+        except ParameterError as error:
+            return str(error)
+        finally:
+            module.foreign = None
+        return tuple(output.shape), output.dtype
 
     def _build(self, metas: list[Meta], count: int) -> Any:
         """Make torch's stages and schedule."""

@@ -70,8 +70,8 @@ class SequenceAxis:
         return tensor
 
     def largest(self, tensor: Tensor) -> Tensor:
-        """Replace each element by the largest of the axis, in place; return it."""
-        self.comm._count(_CHANNEL, 2 * tensor.numel())
+        """Replace each element by the largest of the axis, in place; return it. It serves checks alone."""
+        self.comm._count(f"{_CHANNEL} checks", 2 * tensor.numel())
         work = dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group, async_op=True)
         self._wait(work, tensor, "compares batches of")
         return tensor

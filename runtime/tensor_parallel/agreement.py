@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from ..same_batch import SameBatch
 from ..zero.output_tensors import tensors_in
 from .axis import TensorAxis
+from .lone_uses import LoneUses
 from .whole_values import WholeValues
 
 _FIRST = 3
-_ROUNDING = 1e-3
-"""Is far above what GPUs that round differently do, and far below what another weight does."""
+"""Counts the passes of a training in which outputs, and uses of cut parameters, are looked at."""
 
 
 class Agreement:
@@ -26,8 +26,10 @@ class Agreement:
     of a model with dropout the random state of the first of them. A hook; on a copy of the model as well.
     """
 
-    def __init__(self, axis: TensorAxis, has_dropout: bool) -> None:
-        self._axis, self._has_dropout = axis, has_dropout
+    def __init__(self, axis: TensorAxis, has_dropout: bool, uses: LoneUses) -> None:
+        """``uses`` is in force in the first passes, until SameOutputs leaves it."""
+        self._axis, self._has_dropout, self._uses = axis, has_dropout, uses
+        self._passes = 0
         self._values = WholeValues(axis)
         ranks = f"{axis.first} to {axis.first + axis.size - 1}"
         self._batch = SameBatch(
@@ -53,6 +55,10 @@ class Agreement:
             self._axis.own_numbers.close()  # a call of a layer by itself may have begun with them
         if self._has_dropout and module.training:
             self._share_random_state()
+        if not is_alone and self._passes < _FIRST and getattr(module, "_compiled_call_impl", None) is None:
+            self._passes += 1
+            self._uses.__enter__()  # type: ignore[no-untyped-call]  # torch's own is untyped
+            self._axis.watched = self._uses
 
     def _share_random_state(self) -> None:
         """Take the random state of the axis's first rank, of the CPU's generator and the device's."""
@@ -85,12 +91,15 @@ class SameOutputs:
             "joins the parts. Or the ranks draw different random numbers in the model: set "
             "draws_random_numbers = True on the module that does",
             first=_FIRST,
-            rounding=_ROUNDING,
+            computed=True,
         )
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         """Raise RankMismatchError if the ranks have different outputs, in the first passes of a training."""
         self._axis.entered = None
+        if self._axis.watched is not None:
+            self._axis.watched.__exit__(None, None, None)
+            self._axis.watched = None
         if self._axis.own_numbers is not None:
             self._axis.own_numbers.close()
         if output is not None and module.training and torch.is_grad_enabled():

@@ -25,6 +25,7 @@ from .forwards import (
     SharedForward,
     VocabularyForward,
 )
+from .lone_uses import LoneUses
 from .own_numbers import OwnNumbers
 from .plan import find_plan
 from .whole_states import keep_states_whole
@@ -63,7 +64,8 @@ def share_layers(model: nn.Module, config: Config, comm: Comm) -> None:
         has_dropout = uses_dropout(model)
         if has_dropout:
             axis.own_numbers = OwnNumbers(axis.position, comm.device)
-        model.register_forward_pre_hook(Agreement(axis, has_dropout), with_kwargs=True)
+        uses = LoneUses(model, {key: work.names[key] for key in work.boxes}, work.forwards)
+        model.register_forward_pre_hook(Agreement(axis, has_dropout, uses), with_kwargs=True)
         outputs = SameOutputs(axis, config.tensor_parallel.vocab_parallel_loss)
         model.register_forward_hook(outputs, always_call=True)
     if comm.rank == 0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -43,6 +44,8 @@ class TensorAxis:
         """Keeps the last value that was entered, when, and as what: layers that compute with the same value
         get the same, so that autograd adds up their gradients and one sum serves them all.
         """
+        self.watched: AbstractContextManager[Any] | None = None
+        """Is what looks at operations in a pass that is going on."""
         self.own_numbers: OwnNumbers | None = None
         """Seeds what modules between cut layers draw, where a model has dropout."""
 

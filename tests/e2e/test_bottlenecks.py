@@ -171,7 +171,8 @@ def test_the_bytes_of_a_link(tmp_path: Path) -> None:
     assert launch.process.returncode == 0, launch.err
     assert set(launch.events("environment")[0]["limits"]) == {"matmul_tflops", "link_gbs"}
     moved = [event["values"]["moved_mb"] for event in launch.events("metrics")[2:]]
-    assert moved == pytest.approx([2 * 4 * 32 * 33 * 4 / 2 / 1e6] * len(moved)) and moved
+    few = 1e-3  # a number of a step that all ranks agree on may be among them
+    assert moved == pytest.approx([2 * 4 * 32 * 33 * 4 / 2 / 1e6] * len(moved), rel=few) and moved
 
 
 def test_a_quiet_run_says_nothing(tmp_path: Path) -> None:

@@ -12,6 +12,8 @@ _WIDTH, _HEIGHT = 560, 260
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 12, 12, 34
 _BAR, _GAP, _NAMES = 16, 6, 150
 _TICKS = 5
+_LEAST = 1e-300
+"""Is the least difference that an axis shows; of smaller ones parts are no numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +34,9 @@ def line_chart(curves: Sequence[Curve], x_label: str, *, from_zero: bool = False
     if not xs:
         return ""
     ys += [0.0] if from_zero else []
-    if min(ys) == max(ys):
-        ys += [ys[0] - abs(ys[0] or 1.0) / 2, ys[0] + abs(ys[0] or 1.0) / 2]
+    if max(ys) - min(ys) < _LEAST:
+        apart = abs(ys[0]) / 2 if abs(ys[0]) > _LEAST else 0.5
+        ys += [ys[0] - apart, ys[0] + apart]
     x_ticks, y_ticks = ticks(min(xs), max(xs)), ticks(min(ys), max(ys))
     x_low, x_high = min(*xs, x_ticks[0]), max(*xs, x_ticks[-1])
     x_high += 0.0 if x_high > x_low else max(1.0, abs(x_low) * 1e-3)
@@ -107,7 +110,7 @@ def legend(names: Sequence[str]) -> str:
 
 def ticks(low: float, high: float) -> list[float]:
     """Return about five round numbers from at most ``low`` to at least ``high``."""
-    if not high > low:
+    if not high - low >= _LEAST:
         return [low]
     rough = (high - low) / _TICKS
     power = 10.0 ** math.floor(math.log10(rough))

@@ -38,6 +38,11 @@ class Network(nn.Module):
         hidden = self.words(words)
         if self.unusual == "late module":
             hidden = self.norm(hidden)
+        first = hidden
+        if self.unusual == "mask":
+            mask = self.words(words).sum(-1, keepdim=True) > 0
+            for layer in self.layers:
+                layer.mask = mask
         further = hidden.detach().requires_grad_() if self.unusual == "further" else None
         for index, layer in enumerate(self.layers):
             if self.unusual == "raises" and index == 3:
@@ -46,11 +51,20 @@ class Network(nn.Module):
             hidden = layer(hidden, further)
             if self.unusual == "between":
                 hidden = hidden * 2
+            if self.unusual == "in place":
+                with torch.no_grad():
+                    hidden.mul_(2)
+            if self.unusual == "middle head" and index == 1:
+                self.norm(hidden)
         if self.unusual == "early module":
             hidden = hidden + self.words(words)
         if self.unusual == "too few":
             return self.head(self.norm(self.layers[0](hidden)))
+        if self.unusual == "residual":
+            hidden = hidden + first
         logits: Tensor = self.head(self.norm(hidden))
+        if self.unusual == "penalty":
+            logits = logits + sum(p.square().sum() for p in self.layers.parameters())
         return logits
 
 
@@ -60,10 +74,20 @@ class Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
+        self.count: Tensor
+        self.register_buffer("count", torch.zeros(()))
+        self.mask: Tensor | None = None
+        self.counts = self.keeps = False
 
     def forward(self, hidden: Tensor, further: Any = None, fails: bool = False) -> Tensor:
         if fails:
             raise ArithmeticError("this layer fails")
+        if self.counts:
+            self.count += 1
+        if self.keeps:
+            self.kept = hidden
+        if self.mask is not None:
+            hidden = hidden * self.mask
         return hidden + torch.tanh(self.linear(hidden))
 
 
@@ -160,7 +184,11 @@ def test_what_is_refused_on_all_ranks() -> None:
 
 def _train_unusual(unusual: str, has_loss: bool) -> None:
     join()
-    start(Network(unusual)).train_batch(iter(micro_batches()), loss_fn if has_loss else None)
+    model = Network(unusual)
+    for layer in model.layers:
+        assert isinstance(layer, Layer)
+        layer.counts, layer.keeps = unusual == "counts", unusual == "keeps"
+    start(model).train_batch(iter(micro_batches()), loss_fn if has_loss else None)
 
 
 @pytest.mark.parametrize(
@@ -171,7 +199,14 @@ def _train_unusual(unusual: str, has_loss: bool) -> None:
         ("late module", "norm is used before the layers, but is registered after them"),
         ("early module", "words is used after the layers, but is registered before them"),
         ("too few", r"layers\.0 is not called as layer 0 of a pass"),
-        ("raises", "this layer fails"),
+        ("in place", r"layers\.1 is not called with what the layer before it has returned"),
+        ("middle head", "norm is used before the layers, but is registered after them"),
+        ("residual", "the loss is computed from what another stage has"),
+        ("penalty", "the loss is computed from what another stage has"),
+        ("mask", r"the output of layers\.2 is computed from what another stage has"),
+        ("counts", r"layers\.0\.count is a buffer that passes change"),
+        ("keeps", r"keeps a tensor as layers\.0\.kept, which other stages do not have"),
+        ("raises", r"\nArithmeticError: this layer fails\s*$"),
     ],
 )
 def test_what_a_pass_refuses(unusual: str, said: str) -> None:

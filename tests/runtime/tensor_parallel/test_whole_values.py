@@ -26,6 +26,12 @@ class _Model(nn.Module):
         hidden = self.act(hidden) if self.kind in ("used on parts", "summed") else torch.tanh(hidden)
         if self.kind == "a weight elsewhere":
             return x + functional.linear(hidden, self.up.weight.t())
+        if self.kind == "a norm":
+            return x + self.down(hidden) + 0.001 * self.up.weight.norm()
+        if self.kind == "values in place":
+            self.up.weight.data.clamp_(-0.1, 0.1)
+        if self.kind == "a value":
+            return x + self.down(hidden) * self.up.bias.sum().item() * self.up.bias[:1].detach()
         if self.kind == "parts at the end":
             return x.repeat(1, hidden.shape[1] // x.shape[1]) + hidden
         found: Tensor = x + self.down(hidden)
@@ -82,7 +88,17 @@ def test_what_comes_to_differ_is_named(kind: str, stage: int, name: str) -> None
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.parametrize("kind", ["a weight elsewhere", "parts at the end", "random"])
+@pytest.mark.parametrize("kind", ["parts at the end", "random"])
 def test_other_outputs_are_found(kind: str, stage: int) -> None:
     for said in run_workers(_train, 2, kind, stage):
         assert said.startswith("the model's outputs differ on ranks 0 to 1, which share each layer"), said
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize(
+    ("kind", "operation"),
+    [("a weight elsewhere", "t"), ("a norm", "norm"), ("values in place", "data"), ("a value", "sum")],
+)
+def test_uses_of_a_part_as_if_it_were_whole_are_refused(kind: str, operation: str, stage: int) -> None:
+    for said in run_workers(_train, 2, kind, stage):
+        assert said.startswith(f"tensor parallelism: {operation} uses up."), said
