@@ -53,8 +53,8 @@ from .offload.transfer import HostLink
 from .offload_states.state_mover import StateMover
 from .optim.param_groups import groups_by_parameter, parameter_groups
 from .optim.sharded_optimizer import ShardedOptimizer
-from .pipeline_parallel.apply import divide_layers, pass_on
-from .pipeline_parallel.engine import pipelined
+from .pipeline_parallel.apply import divide_layers
+from .pipeline_parallel.engine import choose_kind
 from .precision.loss_scaler import DeviceLossScaler, LossScaler
 from .precision.policy import Precision, choose_precision, dtype_named
 from .registry.optimizers import build_optimizer, build_scheduler
@@ -119,9 +119,7 @@ def build_engine(
         warn(f"if gradients overflow: {overflow_hint}")
     client, groups = _choose_optimizer(optimizer, model_parameters, model, effective)
     checkpointing.apply(model, loaded.config.activation_checkpointing, parts)
-    if pipeline is not None:
-        pass_on(pipeline)
-        kind = pipelined(kind)
+    kind = choose_kind(kind, pipeline, has_section="pipeline" in loaded.raw)
 
     whole = client is not None and _needs_whole(client, effective, comm)
     blocks, options = _plan(model, effective, comm)

@@ -52,30 +52,28 @@ class SameBatch:
 
     def _compare(self, tensors: Iterable[Tensor]) -> None:
         sums = torch.zeros(_ROWS, 4, dtype=torch.float64, device=self._device)
-        rounding = [_SAME] * _ROWS
         for index, tensor in enumerate(tensors):
-            row = min(index, _ROWS - 1)
-            if self._computed and tensor.is_floating_point():
-                rounding[row] = max(rounding[row], COMPUTED.get(tensor.dtype, COMPUTED_HALF))
-            sums[row] += self._summary(tensor, index)
+            sums[min(index, _ROWS - 1)] += self._summary(tensor, index)
         both = self._largest(torch.cat([sums, -sums]))
-        spread, norms = both[:_ROWS] + both[_ROWS:], both[:_ROWS, 2].sqrt()
-        limits = torch.tensor(rounding, dtype=torch.float64).to(self._device) * norms
+        spread, limits = both[:_ROWS] + both[_ROWS:], both[:_ROWS, 2].sqrt()
         differs = (spread[:, :2] > limits.unsqueeze(1)).any() | (spread[:, 3] > 0).any()
         if bool(differs):  # CPUs of several kinds round the sums of floats differently
             raise RankMismatchError(self._complaint)
 
     def _summary(self, tensor: Tensor, index: int) -> Tensor:
-        """Return two projections, the square of the norm and a number of the shape."""
+        """Return two projections, the square of how far they may be apart, and a number of the shape."""
+        is_computed = self._computed and tensor.is_floating_point()
+        rounding = COMPUTED.get(tensor.dtype, COMPUTED_HALF) if is_computed else _SAME
         flat = tensor.detach().reshape(-1)
         flat = flat.real if flat.is_complex() else flat
         shape = float(sum((place + 2) * size for place, size in enumerate(tensor.shape)) + index)
-        found = torch.tensor([0.0, 0.0, 0.0, shape], dtype=torch.float64).to(self._device)
+        found = torch.zeros(4, dtype=torch.float64, device=self._device)
+        found[3].fill_(shape)
         for begin in range(0, flat.numel(), _CHUNK):  # logits are large
             wide = flat[begin : begin + _CHUNK].to(self._device, torch.float64).nan_to_num(1.0, 2.0, 3.0)
             places = torch.arange(begin, begin + wide.numel(), device=wide.device)
             mixed = (places * 2654435761 + 40503) >> 7  # Knuth's multiplicative hashing
             for column, bits in enumerate((mixed & 1023, (mixed >> 10) & 1023)):
                 found[column] += (wide * (bits.double() / 512 - 1 + 1 / 4096)).sum()
-            found[2] += wide.square().sum()
+            found[2] += wide.square().sum() * rounding**2
         return found

@@ -66,6 +66,7 @@ class Choice:
 
 _PLACES = (
     *((stage, Tier.DEVICE, Tier.DEVICE) for stage in (0, 1, 2)),
+    (1, Tier.HOST, Tier.DEVICE),
     (2, Tier.HOST, Tier.DEVICE),
     (3, Tier.DEVICE, Tier.DEVICE),
     (3, Tier.HOST, Tier.DEVICE),
@@ -82,8 +83,9 @@ def choices(shards: int, stages: int = 1) -> Iterator[Choice]:
     for stage, optimizer, parameters in _PLACES:
         if shards == 1 and stage in (1, 2) and optimizer is Tier.DEVICE:
             continue
-        if stages > 1 and stage > 1:
-            continue
+        is_offloaded = optimizer is not Tier.DEVICE
+        if (stages > 1 and stage > 1) or (stages == 1 and stage == 1 and is_offloaded):
+            continue  # at stage 2 as much is offloaded, and less is kept
         for checkpointed in (False, True):
             yield Choice(stage, optimizer, parameters, checkpointed)
 
@@ -159,7 +161,7 @@ def config_text(chosen: Estimated, *, dtype: str, micro_batch: int, axes: MeshSh
     lines = [f'"train_micro_batch_size_per_gpu": {micro_batch},  // what was estimated: {need} a rank']
     asked = ", ".join(f'"{name}": {size}' for name, size in axes.axes.items() if name != "data")
     if axes.pipeline > 1:
-        fill = "// what fills the stages; more micro-batches leave them idle for less"
+        fill = "// as many as stages; with more micro-batches, stages wait for a smaller part of a step"
         lines.append(f'"gradient_accumulation_steps": {axes.pipeline},  {fill}')
     if asked:
         lines.append(f'"parallel": {{{asked}}},  // as asked; the other ranks have other samples')
@@ -184,6 +186,7 @@ _REASONS = {
     (0, Tier.DEVICE): "everything fits on each GPU, and nothing is faster",
     (1, Tier.DEVICE): "stage 0 does not fit; sharding the optimizer costs no more traffic",
     (2, Tier.DEVICE): "stage 1 does not fit; sharding gradients costs no more traffic",
+    (1, Tier.HOST): "the optimizer's state does not fit on the GPU; it is stepped in host memory",
     (2, Tier.HOST): "the optimizer's state does not fit on the GPU; it is stepped in host memory",
     (3, Tier.DEVICE): "no less fits; parameters are gathered in each pass, half as much traffic again",
     (3, Tier.HOST): "stage 3 does not fit; states are kept in host memory",

@@ -18,7 +18,7 @@ from ..precision.policy import Precision
 from ..zero import placeholder
 from ..zero.unit import owner_of
 from ..zero.unit_policy import Block, ShardingOptions
-from .estimate import Amounts, Setting, check, describe
+from .estimate import Amounts, Setting, check, describe, plan
 from .resources import available, other_drive_bytes
 from .transformer import activations_per_token
 
@@ -72,13 +72,15 @@ def preflight(
     # the model's present values are given back as they are taken over
     in_host, on_device = _present(parameters, comm)
     free = replace(free, host=free.host + in_host, device=free.device + on_device)
+    stages = comm.exchange(setting) if comm.mesh.pipeline > 1 else [setting]
+    largest = max(stages, key=lambda each: plan(each).total.device)
     if comm.rank == 0:
         on_cpu = comm.device.type == "cpu"
         present = Amounts(device=in_host if on_cpu else on_device, host=0 if on_cpu else in_host)
         # a stage keeps as many micro-batches as there are stages, in as much less of the layers
         mesh = comm.mesh
         of_token = activations_per_token(model, setting.dtype_bytes, mesh.sequence, mesh.tensor)
-        for line in describe(setting, free, present, of_token):
+        for line in describe(largest, free, present, of_token):
             say(line)
     problem = None
     try:

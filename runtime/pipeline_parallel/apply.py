@@ -14,7 +14,7 @@ from ..log import say
 from .cut import StageAxis, leave_own
 from .engine import StagedModel
 from .line import Line, divide, find_line, weights_of
-from .passing import LayerForward, OutsideForward, Passes, install
+from .passing import LayerForward, OutsideForward, Passes
 
 _LEAST_TORCH = (2, 11)
 
@@ -61,8 +61,3 @@ def _check_torch() -> None:
             f"pipeline parallelism needs torch {_LEAST_TORCH[0]}.{_LEAST_TORCH[1]} or later, not "
             f"{torch.__version__}: schedules of older ones hang, or were never run"
         )
-
-
-def pass_on(pipeline: StagedModel) -> None:
-    """Let the model's modules pass on what other stages compute; after all other changes of forwards."""
-    install(pipeline.line, pipeline.passes)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import islice
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -18,8 +17,9 @@ from ..zero.output_tensors import tensors_in
 from ..zero.unit import Unit
 from .cut import StageAxis
 from .line import ROUTERS, Line
-from .passing import Passes
+from .passing import Passes, install
 from .stages import Stages
+from .whole_steps import NO_DATA, endless, loss_in, next_ones, to_device, with_whole_steps
 
 E = TypeVar("E", bound=Engine)
 
@@ -75,6 +75,7 @@ class Pipelined:
     """Is an engine whose ranks have different layers of the model: it trains and evaluates whole steps."""
 
     _pipeline: StagedModel
+    _own_data: Iterator[Any] | None = None
 
     def start_pipeline(self, pipeline: StagedModel) -> None:
         """Take the pipeline's parts; called once."""
@@ -167,7 +168,7 @@ class Pipelined:
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
         """Do as the engine that this is mixed into; ``train_batch()`` goes on behind the last batch."""
-        self.__dict__.pop("_own_data", None)
+        self._own_data = None
         return super().load_checkpoint(*args, **kwargs)  # type: ignore[misc]  # of the engine
 
     @contextmanager
@@ -194,22 +195,16 @@ class Pipelined:
         engine: Any = self
         if data_iter is None:
             if engine.training_dataloader is None:
-                raise ParameterError(
-                    "engine.train_batch() needs a data_iter, or the training_data of initialize"
-                )
-            if not hasattr(self, "_own_data"):
-                self._own_data = _endless(engine.training_dataloader)
+                raise ParameterError(NO_DATA)
+            if self._own_data is None:
+                self._own_data = endless(engine.training_dataloader)
             data_iter = self._own_data
-        elif iter(data_iter) is not data_iter:
-            raise ParameterError(
-                f"pipeline parallelism: data_iter is a {type(data_iter).__name__}, which would begin anew in "
-                "each step: give iter(...) of it, made once"
-            )
         count = count or engine.gradient_accumulation_steps()
-        micro_batches = list(islice(data_iter, count))
+        micro_batches = next_ones(data_iter, count)
         axis = self._pipeline.axis
         if axis.largest(torch.tensor(float(len(micro_batches) < count), device=axis.comm.device)).item():
-            raise StopIteration  # on all ranks of the pipeline, if the data of one have come to an end
+            # on all ranks of the pipeline, if the data of one have come to an end
+            raise StopIteration(f"data_iter ended after {len(micro_batches)} of {count} micro-batches")
         for each in micro_batches:
             if not isinstance(each, Mapping) and not (isinstance(each, (tuple, list)) and len(each) == 2):
                 raise ParameterError(
@@ -245,7 +240,7 @@ class Pipelined:
         forward: Any = super().forward  # type: ignore[misc]  # of the engine that this is mixed into
         device = self._pipeline.axis.comm.device
         if isinstance(micro_batch, Mapping):
-            given = {name: _to(value, device) for name, value in micro_batch.items()}
+            given = {name: to_device(value, device) for name, value in micro_batch.items()}
             if given.get("output_router_logits"):
                 raise ParameterError(ROUTERS)
             labels = None
@@ -254,22 +249,14 @@ class Pipelined:
             return forward(**given), labels
         inputs, labels = micro_batch
         args = inputs if isinstance(inputs, (tuple, list)) else (inputs,)
-        return forward(*(_to(each, device) for each in args)), _to(labels, device)
+        return forward(*(to_device(each, device) for each in args)), to_device(labels, device)
 
     def _loss_of(self, output: Any, labels: Any) -> Tensor:
         loss_fn = self._pipeline.line.loss_fn
         if loss_fn is not None:
             loss: Tensor = loss_fn(output, labels) if labels is not None else loss_fn(output)
             return loss
-        found = getattr(output, "loss", None)
-        if found is None and isinstance(output, Tensor) and output.dim() == 0:
-            found = output
-        if not isinstance(found, Tensor):
-            raise ParameterError(
-                "pipeline parallelism: the model's output has no loss: give train_batch a loss_fn(output, "
-                "labels)"
-            )
-        return found
+        return loss_in(output)
 
     def _mean(self, own: Tensor | None) -> Tensor:
         """Return the mean over the ranks of the last stage of their losses. Collective."""
@@ -282,20 +269,14 @@ class Pipelined:
         return (total[0] / total[1]).to(torch.float64 if wide else torch.float32)
 
 
-def _endless(loader: Any) -> Iterator[Any]:
-    while True:
-        yield from loader
+def choose_kind(kind: type[E], pipeline: StagedModel | None, *, has_section: bool) -> type[E]:
+    """Return the engine class that trains whole steps: that of a pipeline, or if the config ``has_section``
+    on it, one of ranks that have all layers; else the same. Call it after all changes of forwards.
 
-
-def _to(value: Any, device: torch.device) -> Any:
-    if isinstance(value, (tuple, list)):
-        return type(value)(_to(each, device) for each in value)
-    return value.to(device) if isinstance(value, Tensor) else value
-
-
-def pipelined(kind: type[E]) -> type[E]:
-    """Return the engine class of a pipeline that is also of a kind, which may name a class whose methods come
-    before those of the pipeline, as ``over_pipeline``.
+    ``kind`` may name a class whose methods come before those of the pipeline, as ``over_pipeline``.
     """
+    if pipeline is None:
+        return with_whole_steps(kind) if has_section else kind
+    install(pipeline.line, pipeline.passes)
     over = getattr(kind, "over_pipeline", None)
     return type(f"Pipelined{kind.__name__}", (*([over] if over else []), Pipelined, kind), {})

@@ -21,6 +21,7 @@ from .forward import PartsForward, SequenceForward
 from .loss import PartOfLabels, SequenceLoss, SequenceTotals
 from .masks import wrap_mask_functions
 from .parts import NOTE as PARTS
+from .rotary import give_whole_lengths
 from .script import ScriptForward
 from .transformers_attention import NOTE, wrap_attention_function
 
@@ -63,6 +64,7 @@ def _divide(model: Any, axis: SequenceAxis) -> LossParts | None:
     wrap_attention_function(config._attn_implementation)
     for module in model.modules():
         setattr(module, NOTE, axis)
+    give_whole_lengths(model, axis)
     whole_evaluations = getattr(model, PARTS, None)
     # a pass through a stage of a pipeline calls some of the layers
     layers = config.num_hidden_layers if axis.comm.mesh.pipeline == 1 else 1

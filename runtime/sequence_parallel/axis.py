@@ -34,6 +34,8 @@ class SequenceAxis:
         self.group: Any = own_group(comm, "sequence")
         self.attentions = 0
         """Counts the attentions that were computed on whole sequences."""
+        self.positions: Tensor | None = None
+        """The positions of whole sequences, (batch or 1, tokens), in the last pass of a known model."""
         axes[comm] = self
 
     def __deepcopy__(self, memo: Any) -> SequenceAxis:

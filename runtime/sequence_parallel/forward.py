@@ -69,7 +69,7 @@ class _Forward:
         has_cache = given.get("use_cache", getattr(self.module.config, "use_cache", False))
         if "use_cache" in self.__signature__.parameters:
             given["use_cache"] = False
-        before = self.axis.attentions
+        before, self.axis.positions = self.axis.attentions, position_ids
         passes.append(WholeSequences(length, None if has_cache else position_ids))
         try:
             output = self.original(given)

@@ -99,6 +99,7 @@ class SameOutputs:
         self._axis.entered = None
         if self._axis.watched is not None:
             self._axis.watched.__exit__(None, None, None)
+            self._axis.watched.parts.clear()
             self._axis.watched = None
         if self._axis.own_numbers is not None:
             self._axis.own_numbers.close()

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -19,6 +18,23 @@ from ..zero import placeholder
 from .own_numbers import OwnNumbers
 
 _CHANNEL, _CHECKS, _STATES = "tensor", "tensor checks", "tensor states"
+
+
+class Parts(Protocol):
+    """Follows activations of which each rank has a part."""
+
+    def note(self, output: Tensor, name: str) -> None: ...
+
+    def clear(self) -> None: ...
+
+
+class OperationWatch(Protocol):
+    """Looks at operations, as a context."""
+
+    @property
+    def parts(self) -> Parts: ...
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> Any: ...
 
 
 class TensorAxis:
@@ -44,7 +60,7 @@ class TensorAxis:
         """Keeps the last value that was entered, when, and as what: layers that compute with the same value
         get the same, so that autograd adds up their gradients and one sum serves them all.
         """
-        self.watched: AbstractContextManager[Any] | None = None
+        self.watched: OperationWatch | None = None
         """Is what looks at operations in a pass that is going on."""
         self.own_numbers: OwnNumbers | None = None
         """Seeds what modules between cut layers draw, where a model has dropout."""

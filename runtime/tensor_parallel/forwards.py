@@ -40,14 +40,22 @@ class SharedForward:
 class ColumnForward(SharedForward):
     """Computes a part of a linear layer's outputs."""
 
-    gathers = False
+    gathers = is_packed = False
 
     def __call__(self, input: Tensor) -> Tensor:
         output: Tensor = self.original(enter(input, self.axis))
         if self.gathers:
             return join(output, self.axis)
         self.open_own_numbers()
+        if self.axis.watched is not None and not self.is_packed:
+            self.axis.watched.parts.note(output, self.name)
         return output
+
+
+class PackedColumnForward(ColumnForward):
+    """Computes a part of each half of a linear layer's outputs."""
+
+    is_packed = True
 
 
 class GatheredColumnForward(ColumnForward):
@@ -203,7 +211,7 @@ Forward = Callable[[nn.Module, TensorAxis], SharedForward]
 LINEAR: dict[str, Forward] = {
     "colwise": ColumnForward,
     "colwise_gather_output": GatheredColumnForward,
-    "packed_colwise": ColumnForward,
+    "packed_colwise": PackedColumnForward,
     "rowwise": RowForward,
     "rowwise_split_input": SplitRowForward,
 }

@@ -1,4 +1,4 @@
-"""Notices operations that compute with this rank's part of a parameter as if it were the whole."""
+"""Notices operations that compute with this rank's part of a parameter or activation as if it were whole."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 from ..errors import ParameterError
 from ..zero import external_writes, placeholder
 from .forwards import SharedForward
+from .part_uses import PartUses
 
 _VALUES = ("item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__array__")
 """Names what makes something other than a tensor of values."""
@@ -23,13 +24,16 @@ _OF_PARAMETERS = (placeholder.__name__, external_writes.__name__)
 
 
 class LoneUses(TorchFunctionMode):
-    """Raises ParameterError where an operation uses a cut parameter outside of the modules that know it."""
+    """Raises ParameterError where an operation uses a cut parameter outside of the modules that know it, or
+    computes along a dimension of which each rank has a part.
+    """
 
     def __init__(self, model: nn.Module, cut: Mapping[int, str], forwards: Mapping[str, Any]) -> None:
         """``cut`` names parameters by their ids; those whose modules, or modules around them, have
         ``forwards`` of their own are watched.
         """
         super().__init__()
+        self.parts = PartUses()
         self._names: dict[int, str] = {}
         self._modules: dict[int, list[nn.Module]] = {}
         for name, module in model.named_modules(remove_duplicate=False):
@@ -49,6 +53,7 @@ class LoneUses(TorchFunctionMode):
                     f"tensor parallelism: {_name_of(func)} uses {self._names[id(each)]}, of which each rank "
                     "has a part, outside of its own module: leave the module out of tensor_parallel.plan"
                 )
+        self.parts.look(_name_of(func), found, args, kwargs or {})
         return found
 
     def _knows(self, identity: int) -> bool:

@@ -53,7 +53,8 @@ def find_plan(model: nn.Module, given: Mapping[str, str] | None) -> dict[str, st
     if cuts_nothing.issuperset(found.values()):
         raise ParameterError(
             f"{type(model).__name__} has no plan for tensor parallelism: give one, tensor_parallel.plan "
-            '{"layers.*.mlp.up": "colwise", "layers.*.mlp.down": "rowwise", ...}, or set its size to 1'
+            '{"layers.*.mlp.up": "colwise", "layers.*.mlp.down": "rowwise", ...}, or '
+            "zlaunch.tensor_parallel(module, plan) where the model is built, or set its size to 1"
         )
     return found
 

@@ -120,7 +120,7 @@ def estimate(
         raise click.UsageError("--for fits prints a config alone: leave out --simulate and --plot")
     known = given_speeds(simulate, measured, speeds)
     axes = given_axes(
-        nodes * gpus, tensor, sequence, pipeline, expert, simulate=simulate, has_input=shape is not None
+        nodes * gpus, seq, tensor, sequence, pipeline, expert, simulate=simulate, has_input=shape is not None
     )
     if plot:
         from zlaunch.cli.estimate_plot import check_plot
@@ -147,7 +147,7 @@ def estimate(
         host_bytes=None if host_mem is None else int(host_mem * GIB),
         axes=axes,
     )
-    own_seq = -(-seq // sequence)
+    own_seq = seq // sequence
     try:
         if params is not None:
             sizes = from_numbers(params, hidden, layers, vocab)
@@ -261,8 +261,9 @@ def _show(
     click.echo(f"activations: {source}; ckpt.: every block is checkpointed")
     if machines.axes.pipeline > 1:
         click.echo(
-            f"a rank: the stage with most parameters; it keeps activations of {machines.axes.pipeline} "
-            "micro-batches in its layers, which is at most those of one in all of them"
+            f"a rank is of the stage with most parameters. It keeps {machines.axes.pipeline} micro-batches "
+            "at a time, each in its layers alone: counted are the activations of one in all layers. ZeRO's "
+            "stages 2 and 3 do not go with a pipeline"
         )
     if sizes.build is None and sizes.layers is None:
         click.echo("stages 2 and 3 take more than they would: the model is one block; --hidden and --layers")

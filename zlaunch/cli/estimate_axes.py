@@ -23,6 +23,7 @@ AXES = (
 
 def given_axes(
     world_size: int,
+    seq: int,
     tensor: int,
     sequence: int,
     pipeline: int,
@@ -41,6 +42,8 @@ def given_axes(
     product = math.prod(sizes.values())
     if given and simulate:
         raise click.UsageError(f"--simulate does not know what {given[0]} sends: leave one of them out")
+    if seq % sequence:
+        raise click.UsageError(f"--seq {seq} cannot be divided by --sequence {sequence}")
     if sequence > 1 and has_input:
         raise click.UsageError("--sequence does not go with --input: give it what a rank has of a sequence")
     if world_size % product:

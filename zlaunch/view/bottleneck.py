@@ -54,7 +54,8 @@ def find_bottleneck(
         where = f"rank {rank} on {hosts[rank]}" if hosts.get(rank) else f"rank {rank}"
         return Bottleneck(
             "slow rank",
-            f"{where} bounds the step: the others wait {extra:.3g} of {whole:.3g} ms for {_PLAIN[part]}",
+            f"{where} bounds the step: the others wait {_number(extra)} of {_number(whole)} ms for "
+            f"{_PLAIN[part]}",
             rank,
         )
     means = {name: sum(each[name] for each in times.values()) / len(times) for name in TIMES}
@@ -67,7 +68,7 @@ def find_bottleneck(
         "script": means["script_ms"],
     }
     kind = max(shares, key=lambda name: shares[name])
-    took = f"{shares[kind]:.3g} of {whole:.3g} ms ({shares[kind] / whole:.0%})"
+    took = f"{_number(shares[kind])} of {_number(whole)} ms ({shares[kind] / whole:.0%})"
     nodes = len({hosts.get(rank) for rank in times})
     tokens = facts.get("micro_tokens", 0.0)
     if kind == "compute" and facts.get("mfu", 1.0) < _LOW_MFU and 0 < tokens < _FEW_TOKENS:
@@ -85,6 +86,11 @@ def find_bottleneck(
     elif kind == "disk":
         more = _least_time(facts.get("disk_mb", 0.0), facts.get("disk_gbs", 0.0))
     return Bottleneck(kind, _sentence(kind, took, nodes, backward=means["backward_ms"]) + more)
+
+
+def _number(value: float) -> str:
+    """Write three digits."""
+    return f"{value:.3g}" if value < 1000 else f"{value:,.0f}"
 
 
 def _reached(facts: Mapping[str, float]) -> str:

@@ -33,7 +33,7 @@ def train(engine: Any, first: int = 0, last: int = STEPS) -> list[float]:
     for batch in data()[first:last]:
         own = batch.chunk(engine.data_parallel_size)[engine.data_parallel_rank]
         if hasattr(engine, "train_batch"):
-            micro = own.chunk(MICRO_BATCHES)
+            micro = own.chunk(engine.gradient_accumulation_steps())
             losses.append(engine.train_batch(iter({"input_ids": m, "labels": m} for m in micro)).item())
             continue
         loss = engine(input_ids=own, labels=own).loss

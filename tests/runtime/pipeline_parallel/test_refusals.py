@@ -271,6 +271,27 @@ def test_a_load_goes_back_in_the_data_as_well(tmp_path: Path) -> None:
         assert losses[:2] == losses[2:] and losses[0] != losses[1]
 
 
+def _without_stages(stages: int) -> Any:
+    join()
+    torch.set_default_dtype(torch.float64)
+    engine = start(Network(), parallel={}, pipeline={"stages": stages})
+    given = iter(micro_batches())
+    losses = [engine.train_batch(given, loss_fn).item() for _ in range(3)]
+    losses.append(engine.eval_batch(given, loss_fn, num_micro_batches=3).item())
+    with pytest.raises(zlaunch.ParameterError, match="is a list, which would begin anew"):
+        engine.train_batch(micro_batches(), loss_fn)
+    with pytest.raises(StopIteration, match=r"ended after 1 of 2"):
+        engine.train_batch(iter(micro_batches(1)), loss_fn)
+    return losses, engine.last_loss.item() == losses[2]
+
+
+def test_one_stage_takes_whole_steps_as_several_do() -> None:
+    (losses, is_last), *_ = run_workers(_without_stages, 1, 1)
+    assert is_last
+    for own, _ in run_workers(_without_stages, 2, 2):
+        assert own == pytest.approx(losses, abs=1e-12)
+
+
 FROZEN = {
     "none": [],
     "first stage": ["words", "layers.0", "layers.1"],

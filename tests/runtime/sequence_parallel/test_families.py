@@ -12,6 +12,20 @@ from tests.runtime.tensor_parallel.families import make, plain
 from tests.runtime.tensor_parallel.task import BATCH, STEPS, TOLERANCE, data, distance, settings
 from tests.runtime.workers import join, run_workers
 
+DYNAMIC: dict[str, Any] = {
+    "max_position_embeddings": 8,
+    "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0},
+}
+LONG: dict[str, Any] = {
+    "max_position_embeddings": 32,
+    "original_max_position_embeddings": 8,
+    "rope_parameters": {
+        **{"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 8},
+        **{"short_factor": [1.0] * 4, "long_factor": [2.0] * 4},
+    },
+}
+"""Let frequencies depend on the length of a sequence, 12 tokens here."""
+
 
 def train(engine: Any, first: int = 0, last: int = STEPS, **inputs: Any) -> list[float]:
     """Train on this rank's samples, whole sequences; return the mean losses of all ranks."""
@@ -64,8 +78,10 @@ def _train_families(
         (["mistral"], 2, {"sequence": 2}, [2], {"sliding_window": 5}),
         (["llama", "qwen3"], 4, {"sequence": 2, "tensor": 2}, [1, 3], {"num_key_value_heads": 4}),
         (["mixtral"], 4, {"sequence": 2, "expert": 2}, [0, 3], {}),
+        (["llama"], 2, {"sequence": 2}, [1], DYNAMIC),
+        (["phi3"], 2, {"sequence": 2}, [1], LONG),
     ],
-    ids=["stages", "families", "shared heads", "window", "tensor", "expert"],
+    ids=["stages", "families", "shared heads", "window", "tensor", "expert", "dynamic", "longrope"],
 )
 def test_training_equals_one_process(
     families: list[str],

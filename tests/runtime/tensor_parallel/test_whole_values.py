@@ -26,6 +26,17 @@ class _Model(nn.Module):
         hidden = self.act(hidden) if self.kind in ("used on parts", "summed") else torch.tanh(hidden)
         if self.kind == "a weight elsewhere":
             return x + functional.linear(hidden, self.up.weight.t())
+        if self.kind == "softmax":
+            return x + self.down(torch.softmax(hidden, -1))
+        if self.kind == "mean":
+            return x + self.down(hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + 1))
+        if self.kind == "chunk":
+            gate, up = hidden.chunk(2, dim=-1)
+            return x + self.down(torch.cat([gate * up, up], -1))
+        if self.kind == "__getitem__":
+            return x + self.down(torch.cat([hidden[..., :2]] * 2, -1))
+        if self.kind == "over the batch":
+            return x + self.down(hidden - hidden.mean(0) + torch.softmax(hidden, 0))
         if self.kind == "a norm":
             return x + self.down(hidden) + 0.001 * self.up.weight.norm()
         if self.kind == "values in place":
@@ -102,3 +113,13 @@ def test_other_outputs_are_found(kind: str, stage: int) -> None:
 def test_uses_of_a_part_as_if_it_were_whole_are_refused(kind: str, operation: str, stage: int) -> None:
     for said in run_workers(_train, 2, kind, stage):
         assert said.startswith(f"tensor parallelism: {operation} uses up."), said
+
+
+@pytest.mark.parametrize("operation", ["softmax", "mean", "chunk", "__getitem__"])
+def test_operations_along_the_outputs_that_are_cut_are_refused(operation: str) -> None:
+    for said in run_workers(_train, 2, operation, 1):
+        assert said.startswith(f"tensor parallelism: {operation} computes along the outputs of up"), said
+
+
+def test_operations_along_others_are_not() -> None:
+    assert run_workers(_train, 2, "over the batch", 1) == ["", ""]

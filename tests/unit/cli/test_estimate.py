@@ -82,7 +82,7 @@ def test_ranks_that_share_a_model(tmp_path: Path) -> None:
         "8 GPUs (pipeline 4, data 1, tensor 2); bf16, Adam, 1 x 2,048 tokens for 8 GPUs together"
         in " ".join(shown.stdout.split())
     )
-    assert "stage 1" not in shown.stdout and "keeps activations of 4 micro-batches" in shown.stdout
+    assert "stage 2" not in shown.stdout and "It keeps 4 micro-batches at a time" in shown.stdout
     rows = json.loads(call(tmp_path, *BIG, *axes, "--json").stdout)
     layer, root = 12 * 12288 * 12288, int(1e12) - 96 * 12 * 12288 * 12288
     assert rows[0]["gpu"]["parameters"] == 2 * (root + 24 * layer) // 2
@@ -158,6 +158,7 @@ def test_no_picture_without_matplotlib(
         (["--params", "1e9", "--gpus", "2", "--expert", "2"], "give MODEL or --hf_config"),
         (["--params", "1e9", "--gpus", "2", "--pipeline", "2"], "give --hidden and --layers"),
         ([*BIG, "--gpus", "97", "--pipeline", "97"], "96 layers cannot be divided into 97 stages"),
+        ([*BIG, "--gpus", "8", "--sequence", "8", "--seq", "1001"], "--seq 1001 cannot be divided by"),
         ([*BIG, "--gpus", "2", "--tensor", "2", "--simulate"], "does not know what --tensor sends"),
         (["model.py:Net", "--input", "8,64", "--gpus", "2", "--sequence", "2"], "does not go with --input"),
         (["--params", "7x"], "'7x' is no number of 1 or more"),

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from zlaunch.compat.deepspeed.missing import NotInZlaunch
-from zlaunch.compat.deepspeed.tools import move_to_device
 from zlaunch.runtime.errors import ParameterError
+from zlaunch.runtime.pipeline_parallel.whole_steps import NO_DATA, WholeSteps
 
 
 class StageMembers:
@@ -78,9 +77,7 @@ class StageMembers:
         engine: Any = self
         if data_iter is None and self._iterator is None:
             if engine.training_dataloader is None:
-                raise ParameterError(
-                    "engine.train_batch() needs a data_iter, or the training_data of initialize"
-                )
+                raise ParameterError(NO_DATA)
             self._iterator = _Endless(engine.training_dataloader)
         found: Any = data_iter if data_iter is not None else self._iterator
         return found if self._batch_fn is None else map(self._batch_fn, found)
@@ -150,31 +147,21 @@ class SeveralStages(StageMembers):
         return loss
 
 
-class OneStage(StageMembers):
+class OneStage(StageMembers, WholeSteps):
     """Trains and evaluates whole steps on ranks that have all layers."""
 
     over_pipeline = SeveralStages
     """Comes before the pipeline's methods where there are several stages."""
 
-    def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
+    def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:  # type: ignore[override]  # DeepSpeed's
         """Train a step on ``gradient_accumulation_steps`` micro-batches, pairs of inputs and labels, of
         ``data_iter``, by default the last one; return the mean loss over all ranks. Raises StopIteration at
         the end of the data.
         """
-        engine: Any = self
         self._iterator = data_iter or self._iterator
-        found = self._micro_batches(None)
-        micro_batches = [next(found) for _ in range(engine.gradient_accumulation_steps())]
-        engine.module.train()
-        losses = []
-        for each in micro_batches:
-            loss = self._loss(each)
-            engine.backward(loss)
-            engine.step()
-            losses.append(loss.detach())
-        return self._mean(losses)
+        return super().train_batch(self._micro_batches(None))
 
-    def eval_batch(
+    def eval_batch(  # type: ignore[override]  # DeepSpeed's arguments
         self,
         data_iter: Iterator[Any],
         return_logits: bool = False,
@@ -185,34 +172,5 @@ class OneStage(StageMembers):
     ) -> Tensor:
         """Return the mean loss of so many micro-batches, by default as many as a step has."""
         _refuse(return_logits, compute_loss, reduce_output)
-        engine: Any = self
         found = self._micro_batches(data_iter)
-        count = num_micro_batches or engine.gradient_accumulation_steps()
-        micro_batches = [next(found) for _ in range(count)]
-        was_training = engine.module.training
-        engine.module.eval()
-        try:
-            with torch.no_grad():
-                return self._mean([self._loss(each) for each in micro_batches])
-        finally:
-            engine.module.train(was_training)
-
-    def _loss(self, micro_batch: Any) -> Tensor:
-        engine: Any = self
-        if not isinstance(micro_batch, (tuple, list)) or len(micro_batch) != 2:
-            raise ParameterError(
-                "PipelineModule: a micro-batch has to be a pair of inputs and labels, not "
-                f"{type(micro_batch).__name__}"
-            )
-        inputs, labels = move_to_device(list(micro_batch), engine.device)
-        output = engine(*inputs) if isinstance(inputs, (tuple, list)) else engine(inputs)
-        loss_fn = engine.module.loss_fn
-        loss: Tensor = output if loss_fn is None else loss_fn(output, labels)
-        return loss
-
-    def _mean(self, losses: list[Tensor]) -> Tensor:
-        own = torch.stack(losses).mean()
-        total: Tensor = own.double()
-        self._comm.all_reduce_scalars(total, "adds up the losses")
-        mean: Tensor = total / self._comm.world_size
-        return mean.to(torch.promote_types(own.dtype, torch.float32))
+        return super().eval_batch(found, num_micro_batches=num_micro_batches)

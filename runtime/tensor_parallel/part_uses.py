@@ -1,0 +1,76 @@
+"""Notices operations across the last dimension of activations of which each rank has a part."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ..errors import ParameterError
+
+_ALL = "all"
+_DIMS: dict[str, tuple[int, Any]] = {
+    **dict.fromkeys(("softmax", "log_softmax", "sum", "mean", "amax", "amin", "std", "var"), (1, _ALL)),
+    **dict.fromkeys(("max", "min", "argmax", "argmin", "cumsum", "logsumexp", "softmin"), (1, _ALL)),
+    **dict.fromkeys(("norm", "vector_norm"), (2, _ALL)),
+    **dict.fromkeys(("glu", "sort"), (1, -1)),
+    **dict.fromkeys(("layer_norm", "rms_norm"), (99, -1)),
+    "normalize": (2, 1),
+    "topk": (2, -1),
+}
+"""Names operations along a dimension: the place of that argument, and its default."""
+_CUT = ("chunk", "split", "tensor_split", "narrow", "__getitem__", "unbind", "select", "index_select")
+_MIX = ("linear", "matmul", "__matmul__", "mm", "bmm", "einsum", "bilinear")
+"""Name products, whose results are no parts."""
+
+
+class PartUses:
+    """Follows outputs of layers that are cut by columns through element-wise operations."""
+
+    def __init__(self) -> None:
+        self._parts: Any = WeakTensorKeyDictionary()
+        """Maps a part to the name of the layer whose output it comes from."""
+
+    def note(self, output: Tensor, name: str) -> None:
+        """Note that a tensor is this rank's part of a layer's output."""
+        self._parts[output] = name
+
+    def clear(self) -> None:
+        """Forget all parts."""
+        self._parts.clear()
+
+    def look(self, name: str, found: Any, args: Any, kwargs: Any) -> None:
+        """Follow an operation. Raises ParameterError if it computes along the dimension that is cut."""
+        given = next((t for t in tree_leaves(args) if isinstance(t, Tensor) and t in self._parts), None)
+        if given is None:
+            return
+        layer = self._parts[given]
+        if _is_along_last(name, given, args, kwargs) or (name in _CUT and _is_narrower(given, found)):
+            more = " (packed_colwise cuts two halves alike)" if name in (*_CUT, "glu") else ""
+            raise ParameterError(
+                f"tensor parallelism: {name} computes along the outputs of {layer}, of which each rank has a "
+                f"part: give {layer} the style colwise_gather_output in tensor_parallel.plan{more}"
+            )
+        for each in tree_leaves(found):
+            if isinstance(each, Tensor) and each.shape == given.shape and name not in _MIX:
+                self._parts[each] = layer
+
+
+def _is_along_last(name: str, given: Tensor, args: Any, kwargs: Any) -> bool:
+    if name not in _DIMS:
+        return False
+    place, default = _DIMS[name]
+    dims = kwargs.get("dim", args[place] if len(args) > place else default)
+    if dims is None or dims == _ALL:
+        return True
+    chosen = dims if isinstance(dims, (tuple, list)) else (dims,)
+    return any(isinstance(dim, int) and dim in (-1, given.dim() - 1) for dim in chosen)
+
+
+def _is_narrower(given: Tensor, found: Any) -> bool:
+    return any(
+        isinstance(each, Tensor) and each.dim() == given.dim() and 0 < each.shape[-1] < given.shape[-1]
+        for each in tree_leaves(found)
+    )
