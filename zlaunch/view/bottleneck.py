@@ -74,7 +74,7 @@ def find_bottleneck(
     if kind == "compute" and facts.get("mfu", 1.0) < _LOW_MFU and 0 < tokens < _FEW_TOKENS:
         return Bottleneck(
             "small batch",
-            f"a small batch bounds the step: forward and backward passes of {tokens:.0f} tokens take "
+            f"a small batch bounds the step: forward and backward passes of {tokens:.0f} tokens each take "
             f"{took}{_reached(facts)}; larger micro-batches may use the device better",
         )
     more = _reached(facts) if kind == "compute" else ""
