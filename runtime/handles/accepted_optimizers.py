@@ -31,11 +31,12 @@ def needs_whole_tensors(
         return False
     if whole and not offloaded:
         return True
-    place = "offload_optimizer steps it in tiles" if whole else "ZeRO gives it flat shards"
+    place = "offload_optimizer steps it in tiles" if whole else "it gets flat shards, or parts of a model"
     if name in _BY_SHAPE:
         raise OptimizerError(
             f"optimizer {name} needs whole tensors, but {place}: use stage 0 or one rank, without "
-            "offload_optimizer, or an optimizer that treats every element by itself (Adam, AdamW, SGD, Lion)"
+            "offload_optimizer and the axes tensor, expert and pipeline, or an optimizer that treats every "
+            "element by itself (Adam, AdamW, SGD, Lion)"
         )
     if allowed:
         return False

@@ -79,8 +79,9 @@ def test_parts_of_what_was_measured() -> None:
     assert sentence(busy, mfu=0.451).endswith("(90%), at 45% of what matrix multiplications reach here")
     assert sentence(busy, mfu=0.1, micro_tokens=4096.0).startswith("computation bounds the step")
     assert sentence(busy, mfu=0.1, micro_tokens=64.0) == (
-        "a small batch bounds the step: forward and backward passes of 64 tokens each take 90 of 100 ms (90%), "
-        "at 10% of what matrix multiplications reach here; larger micro-batches may use the device better"
+        "a small batch bounds the step: forward and backward passes of 64 tokens each take 90 of 100 ms "
+        "(90%), at 10% of what matrix multiplications reach here; larger micro-batches may use the device "
+        "better"
     )
     sends = {"forward": 10.0, "backward": 20.0, "communication": 70.0}
     speed = ". What a rank moves, 50 MB, takes 50 ms at the 1 GB/s of the start"
