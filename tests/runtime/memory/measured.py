@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,17 +22,17 @@ ENV = {"ZLAUNCH_SHARED_MEMORY": "0"}
 Setting = tuple[int, bool]
 """A stage, and whether blocks are checkpointed."""
 SETTINGS: tuple[Setting, ...] = tuple((stage, each) for stage in range(4) for each in (False, True))
-
-
+HALF: tuple[Setting, ...] = ((0, False), (1, True), (2, True), (3, False))
+"""Has each stage once, for models that are like others."""
 _STEPS, _MISSED = 4, 4096
 """Limits the steps that are looked at, and the bytes of a step that a record may lack."""
 
 
-def peaks(name: str, half: bool) -> dict[Setting, int]:
+def peaks(name: str, half: bool, settings: Sequence[Setting]) -> dict[Setting, int]:
     """Return the peak of a model's step in this worker for each setting, in bytes of tensors."""
     zlaunch.init_distributed()
     setattr(dist.Work, "wait", _wait_until_released(dist.Work.wait))  # noqa: B010 - a method
-    return {each: _peak(KINDS[name], *each, half) for each in SETTINGS}
+    return {each: _peak(KINDS[name], *each, half) for each in settings}
 
 
 def _live_bytes() -> int:
