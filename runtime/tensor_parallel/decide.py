@@ -16,6 +16,7 @@ from ..model_plans import text_config
 from .axis import TensorAxis
 from .forwards import (
     LINEAR,
+    ColumnForward,
     ExpertsForward,
     LatentForward,
     SummedForward,
@@ -283,7 +284,8 @@ class Decision:
                 "tensor_parallel.vocab_parallel_loss needs a Hugging Face model with the loss ForCausalLM, "
                 f"whose head is cut by its plan; {type(model).__name__} is not one"
             )
-        self.forwards[names[0]] = LINEAR["colwise"](head, self.axis)
+        self.forwards[names[0]] = forward = ColumnForward(head, self.axis)
+        forward.is_followed = False  # the loss knows of parts
         self.settings.append((model, "loss_function", VocabularyLoss(self.axis)))
 
     def _cut(self, parameter: Tensor, dim: int, name: str, parts: int = 1) -> None:

@@ -40,14 +40,15 @@ class SharedForward:
 class ColumnForward(SharedForward):
     """Computes a part of a linear layer's outputs."""
 
-    gathers = is_packed = False
+    gathers, is_followed = False, True
+    """Say whether the parts are joined, and whether what is computed with a part is looked at."""
 
     def __call__(self, input: Tensor) -> Tensor:
         output: Tensor = self.original(enter(input, self.axis))
         if self.gathers:
             return join(output, self.axis)
         self.open_own_numbers()
-        if self.axis.watched is not None and not self.is_packed:
+        if self.axis.watched is not None and self.is_followed:
             self.axis.watched.parts.note(output, self.name)
         return output
 
@@ -55,7 +56,7 @@ class ColumnForward(SharedForward):
 class PackedColumnForward(ColumnForward):
     """Computes a part of each half of a linear layer's outputs."""
 
-    is_packed = True
+    is_followed = False
 
 
 class GatheredColumnForward(ColumnForward):

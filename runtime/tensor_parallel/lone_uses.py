@@ -46,14 +46,17 @@ class LoneUses(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a function. Raises ParameterError for a use that the rest of a parameter would be missed in."""
+        name = _name_of(func)
+        part = self.parts.before(name, args, kwargs or {})
         found = func(*args, **(kwargs or {}))
         for each in tree_leaves((args, kwargs or {})):
             if id(each) in self._names and _reads(func, found, each) and not self._knows(id(each)):
                 raise ParameterError(
-                    f"tensor parallelism: {_name_of(func)} uses {self._names[id(each)]}, of which each rank "
+                    f"tensor parallelism: {name} uses {self._names[id(each)]}, of which each rank "
                     "has a part, outside of its own module: leave the module out of tensor_parallel.plan"
                 )
-        self.parts.look(_name_of(func), found, args, kwargs or {})
+        if part is not None:
+            self.parts.after(name, part, found)
         return found
 
     def _knows(self, identity: int) -> bool:

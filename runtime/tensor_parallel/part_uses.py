@@ -16,12 +16,13 @@ _DIMS: dict[str, tuple[int, Any]] = {
     **dict.fromkeys(("max", "min", "argmax", "argmin", "cumsum", "logsumexp", "softmin"), (1, _ALL)),
     **dict.fromkeys(("norm", "vector_norm"), (2, _ALL)),
     **dict.fromkeys(("glu", "sort"), (1, -1)),
-    **dict.fromkeys(("layer_norm", "rms_norm"), (99, -1)),
+    **dict.fromkeys(("layer_norm", "rms_norm", "cross_entropy", "nll_loss"), (99, -1)),
     "normalize": (2, 1),
     "topk": (2, -1),
 }
 """Names operations along a dimension: the place of that argument, and its default."""
 _CUT = ("chunk", "split", "tensor_split", "narrow", "__getitem__", "unbind", "select", "index_select")
+_RESHAPE = ("view", "reshape", "flatten", "squeeze", "contiguous")
 _MIX = ("linear", "matmul", "__matmul__", "mm", "bmm", "einsum", "bilinear")
 """Name products, whose results are no parts."""
 
@@ -41,21 +42,30 @@ class PartUses:
         """Forget all parts."""
         self._parts.clear()
 
-    def look(self, name: str, found: Any, args: Any, kwargs: Any) -> None:
-        """Follow an operation. Raises ParameterError if it computes along the dimension that is cut."""
+    def before(self, name: str, args: Any, kwargs: Any) -> Tensor | None:
+        """Return the part that an operation is given, if any. Raises ParameterError if it computes along the
+        dimension that is cut.
+        """
         given = next((t for t in tree_leaves(args) if isinstance(t, Tensor) and t in self._parts), None)
-        if given is None:
-            return
-        layer = self._parts[given]
-        if _is_along_last(name, given, args, kwargs) or (name in _CUT and _is_narrower(given, found)):
-            more = " (packed_colwise cuts two halves alike)" if name in (*_CUT, "glu") else ""
-            raise ParameterError(
-                f"tensor parallelism: {name} computes along the outputs of {layer}, of which each rank has a "
-                f"part: give {layer} the style colwise_gather_output in tensor_parallel.plan{more}"
-            )
+        if given is not None and _is_along_last(name, given, args, kwargs):
+            raise self._refused(name, given)
+        return given
+
+    def after(self, name: str, given: Tensor, found: Any) -> None:
+        """Follow an operation on a part. Raises ParameterError if it has taken some of it."""
+        if name in _CUT and _is_narrower(given, found):
+            raise self._refused(name, given)
         for each in tree_leaves(found):
-            if isinstance(each, Tensor) and each.shape == given.shape and name not in _MIX:
-                self._parts[each] = layer
+            if isinstance(each, Tensor) and name not in _MIX and _is_alike(name, given, each):
+                self._parts[each] = self._parts[given]
+
+    def _refused(self, name: str, given: Tensor) -> ParameterError:
+        layer = self._parts[given]
+        more = " (packed_colwise cuts two halves alike)" if name in (*_CUT, "glu") else ""
+        return ParameterError(
+            f"tensor parallelism: {name} computes along the outputs of {layer}, of which each rank has a "
+            f"part: give {layer} the style colwise_gather_output in tensor_parallel.plan{more}"
+        )
 
 
 def _is_along_last(name: str, given: Tensor, args: Any, kwargs: Any) -> bool:
@@ -67,6 +77,13 @@ def _is_along_last(name: str, given: Tensor, args: Any, kwargs: Any) -> bool:
         return True
     chosen = dims if isinstance(dims, (tuple, list)) else (dims,)
     return any(isinstance(dim, int) and dim in (-1, given.dim() - 1) for dim in chosen)
+
+
+def _is_alike(name: str, given: Tensor, found: Tensor) -> bool:
+    """Tell whether a result is a part as what was given is; heads are no parts, nor is a single one."""
+    if name in _RESHAPE and 0 < found.dim() <= given.dim():
+        return found.shape[-1] == given.shape[-1]
+    return found.shape == given.shape
 
 
 def _is_narrower(given: Tensor, found: Any) -> bool:

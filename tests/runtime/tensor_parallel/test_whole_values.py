@@ -33,6 +33,8 @@ class _Model(nn.Module):
         if self.kind == "chunk":
             gate, up = hidden.chunk(2, dim=-1)
             return x + self.down(torch.cat([gate * up, up], -1))
+        if self.kind == "cross_entropy":
+            return functional.cross_entropy(hidden.view(-1, hidden.shape[-1]), torch.full((8,), 7))
         if self.kind == "__getitem__":
             return x + self.down(torch.cat([hidden[..., :2]] * 2, -1))
         if self.kind == "over the batch":
@@ -115,7 +117,7 @@ def test_uses_of_a_part_as_if_it_were_whole_are_refused(kind: str, operation: st
         assert said.startswith(f"tensor parallelism: {operation} uses up."), said
 
 
-@pytest.mark.parametrize("operation", ["softmax", "mean", "chunk", "__getitem__"])
+@pytest.mark.parametrize("operation", ["softmax", "mean", "chunk", "__getitem__", "cross_entropy"])
 def test_operations_along_the_outputs_that_are_cut_are_refused(operation: str) -> None:
     for said in run_workers(_train, 2, operation, 1):
         assert said.startswith(f"tensor parallelism: {operation} computes along the outputs of up"), said
