@@ -15,8 +15,8 @@ _FIRST, _EVERY = 10, 50
 _ROWS, _CHUNK = 8, 1 << 20
 _SAME = 1e-12
 COMPUTED = {torch.float64: 1e-9, torch.float32: 1e-4}
-"""How far a part of the norm ranks may be apart that have computed the same values, which round in their own
-ways where sums have no fixed order; far below what other weights make."""
+"""Limits by dtype how far apart, as a part of the norm, values may be that ranks have computed alike: sums
+without a fixed order round differently. Other weights make far larger differences."""
 COMPUTED_HALF = 3e-2
 
 

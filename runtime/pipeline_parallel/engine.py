@@ -19,7 +19,7 @@ from .cut import StageAxis
 from .line import ROUTERS, Line
 from .passing import Passes, install
 from .stages import Stages
-from .whole_steps import NO_DATA, endless, loss_in, next_ones, to_device, with_whole_steps
+from .whole_steps import WholeSteps, loss_in, to_device, with_whole_steps
 
 E = TypeVar("E", bound=Engine)
 
@@ -71,11 +71,10 @@ class StagedModel:
             add(unit, unit.index_of[id(parameter)], total)
 
 
-class Pipelined:
+class Pipelined(WholeSteps):
     """Is an engine whose ranks have different layers of the model: it trains and evaluates whole steps."""
 
     _pipeline: StagedModel
-    _own_data: Iterator[Any] | None = None
 
     def start_pipeline(self, pipeline: StagedModel) -> None:
         """Take the pipeline's parts; called once."""
@@ -123,7 +122,7 @@ class Pipelined:
         engine._check_alive()
         engine._states.check("engine.train_batch()")
         engine.checkpoints.check()
-        micro_batches = self._take(data_iter, loss_fn)
+        micro_batches = self._take(data_iter, loss_fn, engine.gradient_accumulation_steps())
         stages, pipeline = self._pipeline.stages, self._pipeline
         assert stages is not None
         engine.module.train()
@@ -142,34 +141,15 @@ class Pipelined:
         super().step()  # type: ignore[misc]  # of the engine that this is mixed into
         return mean
 
-    def eval_batch(
-        self,
-        data_iter: Iterator[Any] | None = None,
-        loss_fn: Callable[..., Tensor] | None = None,
-        num_micro_batches: int | None = None,
-    ) -> Tensor:
-        """Return the mean loss of so many micro-batches, by default as many as a step has, without training.
-        Collective.
-        """
-        engine: Any = self
-        engine._check_alive()
+    eval_batch = WholeSteps.eval_batch  # before those that a kind of engine has with other arguments
+
+    def _evaluate(self, micro_batches: list[Any]) -> Tensor:
         stages = self._pipeline.stages
         assert stages is not None
-        micro_batches = self._take(data_iter, loss_fn, num_micro_batches)
-        was_training = engine.module.training
-        engine.module.eval()
-        try:
-            with self._errors():
-                losses = stages.evaluate(micro_batches, self._key(micro_batches))
-        finally:
-            engine.module.train(was_training)
+        with self._errors():
+            losses = stages.evaluate(micro_batches, self._key(micro_batches))
         sums = torch.stack([loss.sum() for loss in losses]).sum() / len(micro_batches) if losses else None
         return self._mean(sums)
-
-    def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
-        """Do as the engine that this is mixed into; ``train_batch()`` goes on behind the last batch."""
-        self._own_data = None
-        return super().load_checkpoint(*args, **kwargs)  # type: ignore[misc]  # of the engine
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
@@ -190,21 +170,14 @@ class Pipelined:
         self,
         data_iter: Iterator[Any] | None,
         loss_fn: Callable[..., Tensor] | None,
-        count: int | None = None,
+        count: int,
     ) -> list[Any]:
-        engine: Any = self
-        if data_iter is None:
-            if engine.training_dataloader is None:
-                raise ParameterError(NO_DATA)
-            if self._own_data is None:
-                self._own_data = endless(engine.training_dataloader)
-            data_iter = self._own_data
-        count = count or engine.gradient_accumulation_steps()
-        micro_batches = next_ones(data_iter, count)
+        micro_batches = self._next_ones(data_iter, count)
         axis = self._pipeline.axis
         if axis.largest(torch.tensor(float(len(micro_batches) < count), device=axis.comm.device)).item():
-            # on all ranks of the pipeline, if the data of one have come to an end
-            raise StopIteration(f"data_iter ended after {len(micro_batches)} of {count} micro-batches")
+            raise StopIteration(
+                f"data_iter ended after {len(micro_batches)} of {count} micro-batches, or on another stage"
+            )
         for each in micro_batches:
             if not isinstance(each, Mapping) and not (isinstance(each, (tuple, list)) and len(each) == 2):
                 raise ParameterError(

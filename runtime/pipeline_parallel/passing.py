@@ -28,7 +28,7 @@ class PartPass:
     last: Any = None
     """What the last layer that was called has returned."""
     version: int = 0
-    """How often that was changed in place before."""
+    """Counts how often that had been changed in place when it was returned."""
     called: int = 0
     """The number of layers that were called."""
     foreign: ForeignValues | None = None

@@ -12,18 +12,6 @@ from torch import Tensor
 from ..errors import ParameterError
 
 
-def next_ones(data_iter: Any, count: int) -> list[Any]:
-    """Return the next micro-batches of an iterator, fewer at the end of the data. Raises ParameterError for
-    what would begin anew in each step.
-    """
-    if iter(data_iter) is not data_iter:
-        raise ParameterError(
-            f"data_iter is a {type(data_iter).__name__}, which would begin anew in each step: give iter(...) "
-            "of it, made once"
-        )
-    return list(islice(data_iter, count))
-
-
 def to_device(value: Any, device: torch.device) -> Any:
     """Return the tensors in tuples and lists on a device."""
     if isinstance(value, (tuple, list)):
@@ -88,15 +76,19 @@ class WholeSteps:
         Collective.
         """
         engine: Any = self
+        engine._check_alive()
         count = num_micro_batches or engine.gradient_accumulation_steps()
         micro_batches = self._take(data_iter, loss_fn, count)
         was_training = engine.module.training
         engine.module.eval()
         try:
             with torch.no_grad():
-                return self._mean_of([self._loss_of_one(each) for each in micro_batches])
+                return self._evaluate(micro_batches)
         finally:
             engine.module.train(was_training)
+
+    def _evaluate(self, micro_batches: list[Any]) -> Tensor:
+        return self._mean_of([self._loss_of_one(each) for each in micro_batches])
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
         """Do as the engine that this is mixed into; ``train_batch()`` goes on behind the last batch."""
@@ -107,15 +99,27 @@ class WholeSteps:
         engine: Any = self
         chosen = loss_fn or self._loss_fn or getattr(engine.module, "loss_fn", None)
         self.__dict__["_loss_fn"] = chosen  # a module is no part of the engine
-        if data_iter is None:
-            if engine.training_dataloader is None:
-                raise ParameterError(NO_DATA)
-            self._own_data = self._own_data or endless(engine.training_dataloader)
-            data_iter = self._own_data
-        found = next_ones(data_iter, count)
+        found = self._next_ones(data_iter, count)
         if len(found) < count:
             raise StopIteration(f"data_iter ended after {len(found)} of {count} micro-batches")
         return found
+
+    def _next_ones(self, data_iter: Any, count: int) -> list[Any]:
+        """Return the next micro-batches of an iterator or the training_data, fewer at the end. Raises
+        ParameterError where there are none, and for what would begin anew in each step.
+        """
+        engine: Any = self
+        if data_iter is None:
+            if engine.training_dataloader is None:
+                raise ParameterError(NO_DATA)
+            self._own_data = self._own_data or _endless(engine.training_dataloader)
+            data_iter = self._own_data
+        if iter(data_iter) is not data_iter:
+            raise ParameterError(
+                f"data_iter is a {type(data_iter).__name__}, which would begin anew in each step: give "
+                "iter(...) of it, made once"
+            )
+        return list(islice(data_iter, count))
 
     def _loss_of_one(self, micro_batch: Any) -> Tensor:
         engine: Any = self
@@ -146,7 +150,6 @@ class WholeSteps:
         return mean.to(torch.promote_types(own.dtype, torch.float32))
 
 
-def endless(loader: Any) -> Iterator[Any]:
-    """Go through a loader again and again."""
+def _endless(loader: Any) -> Iterator[Any]:
     while True:
         yield from loader

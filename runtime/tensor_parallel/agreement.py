@@ -55,7 +55,8 @@ class Agreement:
             self._axis.own_numbers.close()  # a call of a layer by itself may have begun with them
         if self._has_dropout and module.training:
             self._share_random_state()
-        if not is_alone and self._passes < _FIRST and getattr(module, "_compiled_call_impl", None) is None:
+        is_first = self._passes < _FIRST and self._axis.watched is None  # not inside of another's pass
+        if not is_alone and is_first and getattr(module, "_compiled_call_impl", None) is None:
             self._passes += 1
             self._uses.__enter__()  # type: ignore[no-untyped-call]  # torch's own is untyped
             self._axis.watched = self._uses

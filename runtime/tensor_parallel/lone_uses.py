@@ -44,6 +44,9 @@ class LoneUses(TorchFunctionMode):
                     found = self._modules.setdefault(id(parameter), [])
                     found += [model.get_submodule(own) for own in around]
 
+    def __deepcopy__(self, memo: Any) -> LoneUses:
+        return self  # a copy of a model is looked at in the same way
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a function. Raises ParameterError for a use that the rest of a parameter would be missed in."""
         name = _name_of(func)

@@ -110,8 +110,10 @@ def legend(names: Sequence[str]) -> str:
 
 def ticks(low: float, high: float) -> list[float]:
     """Return about five round numbers from at most ``low`` to at least ``high``."""
-    if not high - low >= _LEAST:
+    if not high > low:
         return [low]
+    if high - low < _LEAST:
+        return [low, high]
     rough = (high - low) / _TICKS
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= rough * (1 - 1e-9))
