@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
 FOLDERS = ("zlaunch", "runtime", "cuda_ops", "hostfiles", "slurm")
-CORE = ("zero", "optim", "comm", "precision", "engine", "loop", "api", "data")
+CORE = ("zero", "optim", "comm", "precision", "engine", "loop", "api")
 OPTIONAL = (
     *("offload", "memory", "activation", "checkpoint.convert", "checkpoint.export"),
     *("construction", "deadlock", "handles", "monitor", "network", "offload_states", "registry"),
