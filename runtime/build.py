@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -18,6 +18,7 @@ from . import preemption
 from .activation import checkpointing
 from .checkpoint.checkpointer import Checkpointer
 from .checkpoint.export.consolidate import save_weights
+from .collective_step.choice import choose_step, refuse_divided_layers
 from .comm.collectives import Comm
 from .comm.process_group import init_distributed
 from .config import Config, ConfigError, Effective, Loaded, find_mesh, load, refuse_open, resolve
@@ -46,7 +47,6 @@ from .monitor.observation import observe, open_monitor
 from .monitor.overflow_hint import find_overflow_hint
 from .monitor.step_clock import DISK
 from .offload import disk
-from .offload.background_step import BackgroundStep
 from .offload.manager import Offload
 from .offload.options import choose_offload
 from .offload.transfer import HostLink
@@ -67,7 +67,6 @@ from .zero import placeholder
 from .zero.hooks import ShardedModel
 from .zero.layout import TILE_NUMEL
 from .zero.reduce import GradientOptions, GradientReducer
-from .zero.unit import Unit
 from .zero.unit_policy import UNIT_NUMEL, UNIT_NUMEL_CPU, Block, ShardingOptions, UnitFactory, plan_blocks
 
 E = TypeVar("E", bound=Engine)
@@ -126,9 +125,6 @@ def build_engine(
     offload, setting = _make_offload(effective, client, blocks, options, precision, comm, model)
     on_gpu = comm.device.type == "cuda"
 
-    def offloaded_step(units: Sequence[Unit]) -> BackgroundStep:
-        return BackgroundStep(units, comm, on_gpu)
-
     step = None
     with ExitStack() as undo:  # what exists so far is closed if a later part fails
         if offload is not None:
@@ -143,7 +139,7 @@ def build_engine(
                 reducer,
                 comm,
                 whole=whole,
-                offloaded_step=offloaded_step if offload is not None else None,
+                offloaded_step=choose_step(client, comm, offloads=offload is not None),
                 on_device=on_gpu,
             )
         undo.pop_all()
@@ -249,17 +245,21 @@ def _choose_optimizer(
     if not any(p.requires_grad for group in groups for p in group["params"]):
         return None, groups
     if callable(given):
-        return given(groups), groups
+        made = given(groups)
+        return made, made.param_groups
     if section is None or section.type is None:
         return None, groups
     try:
-        return build_optimizer(section.type, dict(section.params), groups), groups
+        made = build_optimizer(section.type, dict(section.params), groups, model)
+        return made, made.param_groups
     except ValueError as error:
         raise ConfigError([f"{effective.loaded.origin}: {error}"]) from None
 
 
 def _needs_whole(optimizer: torch.optim.Optimizer, effective: Effective, comm: Comm) -> bool:
     zero = effective.config.zero_optimization
+    if divides_layers(comm):
+        refuse_divided_layers(optimizer)
     return needs_whole_tensors(
         optimizer,
         whole=(zero.stage == 0 or comm.world_size == 1) and not divides_layers(comm),

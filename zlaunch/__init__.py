@@ -56,6 +56,7 @@ _LAZY = {
     "CheckpointError": ("zlaunch.runtime.checkpoint.format.tensor_file", "CheckpointError"),
     "ConfigError": ("zlaunch.runtime.config", "ConfigError"),
     "resume_dir": ("zlaunch.runtime.preemption", "resume_dir"),
+    "optim": ("zlaunch.optim", ""),
     "notebook": ("zlaunch.notebook", "notebook"),
     "report": ("zlaunch.runtime.report", "report"),
     "sequence": ("zlaunch.sequence", ""),
@@ -89,6 +90,7 @@ __all__ = [
     "initialize",
     "load_state_dict_from_zero_checkpoint",
     "notebook",
+    "optim",
     "report",
     "resume_dir",
     "safe_get_full_fp32_param",
@@ -103,6 +105,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from zlaunch import optim as optim
     from zlaunch import sequence as sequence
     from zlaunch import zero as zero
     from zlaunch.compat.fp32_access import safe_get_full_fp32_param as safe_get_full_fp32_param

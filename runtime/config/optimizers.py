@@ -97,6 +97,55 @@ class SGDParams(Params):
     """Let autograd run through the step."""
 
 
+class LambParams(Params):
+    """Arguments of Lamb."""
+
+    lr: NonNegative = ok(1e-3)
+    """Learning rate."""
+    betas: Betas = ok([0.9, 0.999])
+    """Decay rates of the two moments."""
+    eps: NonNegative = ok(1e-8)
+    """Added to the denominator."""
+    weight_decay: NonNegative = ok(0.0)
+    """Weight decay."""
+    bias_correction: Bool = ok(True)
+    """Correct the bias of the moments."""
+    min_coeff: NonNegative = ok(0.01)
+    """Least trust ratio."""
+    max_coeff: NonNegative = ok(10.0)
+    """Largest trust ratio."""
+    eps_inside_sqrt: Bool = ok(False)
+    """Add eps to the second moment before the root."""
+
+
+class MuonParams(Params):
+    """Arguments of Muon; matrices of hidden layers are stepped by it, all other parameters by AdamW."""
+
+    lr: NonNegative = ok(1e-3)
+    """Learning rate."""
+    muon_lr: NonNegative | None = ok(None)
+    """Learning rate of the matrices; null is lr."""
+    adam_lr: NonNegative | None = ok(None)
+    """Learning rate of the other parameters; null is lr."""
+    momentum: NonNegative = ok(0.95)
+    """Momentum of the matrices."""
+    nesterov: Bool = ok(True)
+    """Nesterov momentum."""
+    weight_decay: NonNegative = ok(0.1)
+    """Weight decay of all parameters."""
+    ns_steps: Count = ok(5)
+    """Steps of the Newton-Schulz iteration."""
+    adjust_lr_fn: Literal["original", "match_rms_adamw"] | None = ok(None)
+    """How the matrices' rate follows their shape: "original" is sqrt(max(1, rows / columns)), as null is;
+    "match_rms_adamw" 0.2 sqrt(max(rows, columns))."""
+    betas: Betas = ok([0.9, 0.999])
+    """AdamW's decay rates of the two moments."""
+    eps: NonNegative = ok(1e-8)
+    """AdamW's addition to the denominator."""
+    ns_method: Literal["standard"] = always("standard", "there is one implementation")
+    """DeepSpeed's choice among implementations."""
+
+
 class _Schedule(Params):
     """Arguments that every built-in scheduler takes."""
 
@@ -189,7 +238,13 @@ class LRRangeTestParams(_Schedule):
     """Rise in stairs."""
 
 
-OPTIMIZER_PARAMS: dict[str, type[Params]] = {"Adam": AdamParams, "AdamW": AdamParams, "SGD": SGDParams}
+OPTIMIZER_PARAMS: dict[str, type[Params]] = {
+    "Adam": AdamParams,
+    "AdamW": AdamParams,
+    "SGD": SGDParams,
+    "Lamb": LambParams,
+    "Muon": MuonParams,
+}
 SCHEDULER_PARAMS: dict[str, type[Params]] = {
     "WarmupLR": WarmupLRParams,
     "WarmupDecayLR": WarmupDecayLRParams,
@@ -214,16 +269,18 @@ OPTIMIZER_DEFAULTS: dict[str, dict[str, Any]] = {
     "Adafactor": _PLAIN,
     "Adagrad": {**_PLAIN, "eps": 1e-10},
     "Adamax": {**_ADAM, "lr": 2e-3},
+    "Lamb": _ADAM,
     "Lion": {"lr": 1e-4, "betas": [0.9, 0.99], "weight_decay": 0.0},
+    "Muon": {"lr": 1e-3, "momentum": 0.95, "weight_decay": 0.1, "betas": [0.9, 0.999], "eps": 1e-8},
     "NAdam": {**_ADAM, "lr": 2e-3},
     "RAdam": _ADAM,
     "RMSprop": {**_PLAIN, "eps": 1e-8, "momentum": 0.0},
     "Rprop": {"lr": 1e-2},
 }
 OPTIMIZERS = tuple(OPTIMIZER_DEFAULTS)
-# LBFGS needs a closure and SparseAdam sparse gradients; torch's Muon is not DeepSpeed's.
+# LBFGS needs a closure and SparseAdam sparse gradients.
 LATER_OPTIMIZERS = (
-    "OneBitAdam", "ZeroOneAdam", "OneBitLamb", "Lamb", "Muon",
+    "OneBitAdam", "ZeroOneAdam", "OneBitLamb",
     "MuAdam", "MuAdamW", "MuSGD", "LBFGS", "SparseAdam",
 )  # fmt: skip
 SCHEDULERS = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ..collective_step.choice import collective_step_of
 from ..errors import OptimizerError
 from ..registry.optimizers import ELEMENTWISE
 
@@ -27,7 +28,7 @@ def needs_whole_tensors(
     kind, name = type(optimizer), type(optimizer).__name__
     if name in _NEVER:
         raise OptimizerError(f"optimizer {name} is not supported: it {_NEVER[name]}")
-    if kind in ELEMENTWISE:
+    if kind in ELEMENTWISE or collective_step_of(optimizer) is not None:
         return False
     if whole and not offloaded:
         return True

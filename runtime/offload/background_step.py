@@ -40,6 +40,12 @@ class BackgroundStep:
     def _units(self) -> list[Unit]:
         return [unit for unit in self._all_units if not isinstance(unit.store, DeviceStore)]
 
+    by_parameter = False
+
+    def takes(self, unit: Unit) -> bool:
+        """Tell whether ``unit`` is off the device."""
+        return not isinstance(unit.store, DeviceStore)
+
     def brings(self, unit: Unit) -> bool:
         """Tell whether the new values of ``unit`` come without a refresh by the caller."""
         return self._background and not isinstance(unit.store, DeviceStore)

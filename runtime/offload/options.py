@@ -8,7 +8,9 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
+from ..collective_step.choice import collective_step_of
 from ..comm.collectives import Comm
 from ..config import ConfigError, Effective
 from ..config.zero import OffloadOptimizer, OffloadParam
@@ -45,7 +47,8 @@ def choose_offload(effective: Effective, optimizer: torch.optim.Optimizer | None
     """Build OffloadOptions for an optimizer. Raises ConfigError for one that cannot be offloaded."""
     section = effective.config.zero_optimization.offload_optimizer
     states = state_count(optimizer)
-    if optimizer is not None and section is not None and section.device == "nvme":
+    known = collective_step_of(optimizer) is not None
+    if optimizer is not None and section is not None and section.device == "nvme" and not known:
         try:
             states = _count_elementwise_states(optimizer)
         except ValueError as error:
@@ -57,6 +60,8 @@ def state_count(optimizer: torch.optim.Optimizer | None) -> int:
     """Count the tensors that an optimizer keeps for each element; 2 where it is not known."""
     if optimizer is None:
         return 0
+    if (kind := collective_step_of(optimizer)) is not None:
+        return kind.state_count(optimizer)
     if isinstance(optimizer, torch.optim.SGD):
         return int(any(group.get("momentum") for group in optimizer.param_groups))
     return 2 + any(group.get("amsgrad", False) for group in optimizer.param_groups)
@@ -72,6 +77,8 @@ def _count_elementwise_states(optimizer: torch.optim.Optimizer) -> int:
         for index in range(len(optimizer.param_groups)):
             leaf = torch.zeros(16, requires_grad=True)
             state: State = defaultdict(dict)
+            for key, value in _begun(optimizer, index).items():
+                state[leaf][key] = torch.zeros(16) if value.dim() else value.clone()
             rule.begin(1.0)
             with torch.no_grad():
                 rule.apply([SliceUpdate(index, leaf, torch.zeros(16))], state)
@@ -82,6 +89,13 @@ def _count_elementwise_states(optimizer: torch.optim.Optimizer) -> int:
             f"tensor failed: {error}"
         ) from error
     return max(counts)
+
+
+def _begun(optimizer: torch.optim.Optimizer, index: int) -> dict[str, Tensor]:
+    """Return the state that a group's parameters have before the first step (Adagrad)."""
+    first = next(iter(optimizer.param_groups[index]["params"]), None)
+    own = {} if first is None else optimizer.state.get(first, {})
+    return {key: value for key, value in own.items() if isinstance(value, Tensor)}
 
 
 def init_stores(settings: Config | None, remote_device: str | None, pin: bool) -> Callable[[Comm], Offload]:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..zero.store import Access, open_all
 from .slices import ShardSlice
 
 Entries = dict[str, Tensor | float]
@@ -46,20 +47,27 @@ def _used(optimizer: torch.optim.Optimizer) -> ValueError:
 def give_initial_state(
     optimizer: torch.optim.Optimizer, groups: list[Entries], slices: Sequence[ShardSlice]
 ) -> None:
-    """Copy the initial state of their parameters to the shards. Raises ValueError for shards on disk, whose
-    state begins with zeros.
-    """
+    """Copy the initial state of their parameters to the shards. Raises DiskError."""
     for part in slices:
         entries = groups[part.group]
         if not entries:
             continue
         if part.leaf is None:
-            raise ValueError(
-                f"optimizer {type(optimizer).__name__} cannot be offloaded to NVMe: its state does not begin "
-                "at its first step"
-            )
+            _fill_on_disk(part, entries)
+            continue
         state: dict[str, Any] = {}
         for key, value in entries.items():
             copy = value.clone() if isinstance(value, Tensor) else torch.full_like(part.leaf, value)
             state[key] = copy.requires_grad_(False)
         optimizer.state[part.leaf] = state
+
+
+def _fill_on_disk(part: ShardSlice, entries: Entries) -> None:
+    part.scalars = {key: value.clone() for key, value in entries.items() if isinstance(value, Tensor)}
+    part.on_disk = sorted(entries.keys() - part.scalars.keys())
+    assert part.unit.store is not None
+    with open_all(part.unit.store, Access.WRITE) as tiles:
+        for _, _, view in tiles:
+            for key, region in zip(part.on_disk, view.state, strict=False):
+                if view.start <= part.start and part.stop <= view.stop:
+                    region[part.span(view)].fill_(float(entries[key]))

@@ -29,7 +29,13 @@ from .update_rule import SliceUpdate, UpdateRule
 
 
 class OffloadedStep(Protocol):
-    """Steps the units that are off the device, at once or in the background."""
+    """Steps units in another way than all that are on the device at once: in the background, or together."""
+
+    by_parameter: bool
+    """Tells whether it wants slices of one parameter each."""
+
+    def takes(self, unit: Unit) -> bool:
+        """Tell whether it steps ``unit``."""
 
     def start(self, rule: UpdateRule, slices: Sequence[ShardSlice]) -> None:
         """Do the step, or begin it. Raises DiskError if it was done at once."""
@@ -66,7 +72,7 @@ class ShardedOptimizer:
         on_device: bool = False,
     ) -> None:
         """Prepare to step ``units``. ``whole``: the optimizer gets whole tensors, which this rank must have.
-        ``offloaded_step`` is made for the units if some are off the device; they may be replaced later.
+        ``offloaded_step`` is made for the units if it takes some of them; they may be replaced later.
         ``on_device``: decisions are made there where that is possible, so that the host never waits for it.
         """
         self._initial, self._inner = take_initial_state(optimizer), InnerOptimizer(optimizer)
@@ -74,10 +80,10 @@ class ShardedOptimizer:
         self.units = list(units)
         self._reducer, self._comm, self._whole = reducer, comm, whole
         self._slices: list[ShardSlice] = []
+        self._background = offloaded_step(self.units) if offloaded_step is not None else None
         self._take_units(units)
         self._fused = self._choose_fused()
         self._rule = UpdateRule(self.optimizer)
-        self._background = offloaded_step(self.units) if offloaded_step is not None else None
         self._on_device = on_device
         self.decides_on_device = on_device and self._fused and self._background is None
 
@@ -92,6 +98,8 @@ class ShardedOptimizer:
         self._slices += made
         for index, group in enumerate(self.optimizer.param_groups):
             group["params"] += [part.leaf for part in made if part.group == index and part.leaf is not None]
+        if self._background is not None and self._background.by_parameter:
+            self.split(lambda unit, index: (id(unit), index))
         give_initial_state(self.optimizer, self._initial, made)
 
     def set_units(self, units: Sequence[Unit]) -> None:
@@ -276,6 +284,8 @@ class ShardedOptimizer:
         updates = []
         for part in self._slices:
             store = part.unit.store
+            if self._background is not None and self._background.takes(part.unit):
+                continue
             if isinstance(store, DeviceStore) and part.leaf is not None and part.used and store.has_grad:
                 out = None if store.narrow_copy is None else part.of(store.narrow_copy)
                 updates.append(SliceUpdate(part.group, part.leaf, part.of(store.grad()), out))

@@ -9,7 +9,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
+from ..collective_step.lamb import Lamb
+from ..collective_step.muon import Muon
+from ..collective_step.muon_groups import split_for_muon
+from ..log import say
 from .lion import Lion
 from .lr_schedules import SCHEDULES
 
@@ -25,7 +30,6 @@ ELEMENTWISE: frozenset[type[torch.optim.Optimizer]] = frozenset(
 _IGNORED = {
     "torch_adam",
     "adam_w_mode",
-    "bias_correction",
     "fp32_optimizer_states",
     "legacy_fusion",
     "freeze_step",
@@ -37,10 +41,18 @@ refused.
 """
 
 
+_OURS: dict[str, type[torch.optim.Optimizer]] = {
+    "sgd": torch.optim.SGD,
+    "lion": Lion,
+    "lamb": Lamb,
+    "muon": Muon,
+}
+
+
 def build_optimizer(
-    kind: str, params: Mapping[str, Any], groups: list[dict[str, Any]]
+    kind: str, params: Mapping[str, Any], groups: list[dict[str, Any]], model: nn.Module
 ) -> torch.optim.Optimizer:
-    """Build a torch optimizer over ``groups``.
+    """Build a torch optimizer over ``groups`` of the model's parameters; Muon's are split.
 
     As in DeepSpeed, "Adam" means decoupled weight decay (AdamW) unless ``adam_w_mode`` is false. Raises
     ValueError for an unknown type or arguments that it does not take.
@@ -49,15 +61,24 @@ def build_optimizer(
     arguments = {key: value for key, value in params.items() if key not in _IGNORED}
     if "betas" in arguments:
         arguments["betas"] = tuple(arguments["betas"])
-    if params.get("bias_correction", True) is False:
+    if name != "lamb" and not arguments.pop("bias_correction", True):
         raise ValueError("optimizer.params.bias_correction: false is not supported")
+    if name == "muon":
+        groups = split_for_muon(groups, model)
+        arguments.pop("ns_method", None)
+        rate, own = arguments.get("lr", 1e-3), arguments.pop("muon_lr", None)
+        arguments["lr"] = rate if own is None else own
+        arguments["adam_lr"] = rate if arguments.get("adam_lr") is None else arguments["adam_lr"]
+        arguments["adam_eps"] = arguments.pop("eps", 1e-8)
+        counts = [sum(len(g["params"]) for g in groups if g["use_muon"] is kind) for kind in (True, False)]
+        say(f"Muon steps {counts[0]} matrices, AdamW the other {counts[1]} parameters")
     if name in ("adam", "adamw"):
         decoupled = name == "adamw" or params.get("adam_w_mode", True)
         maker: Any = torch.optim.AdamW if decoupled else torch.optim.Adam
         # DeepSpeed's default for both is no decay; torch's AdamW has 0.01.
         arguments.setdefault("weight_decay", 0.0)
     else:
-        maker = {"sgd": torch.optim.SGD, "lion": Lion}.get(name) or getattr(torch.optim, kind, None)
+        maker = _OURS.get(name) or getattr(torch.optim, kind, None)
         if not (isinstance(maker, type) and issubclass(maker, torch.optim.Optimizer)):
             raise ValueError(
                 f"optimizer.type: {kind!r} is not known; try AdamW, Adam, SGD or a name from torch.optim"

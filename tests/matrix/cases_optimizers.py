@@ -249,7 +249,7 @@ def adafactor_clipped(side: Side) -> None:
     train(side, Stack(), optimizer=make, client=True, clip=0.1, accumulation=2)
 
 
-@feature("optimizers", "Muon", refuses=_named("Muon"))
+@feature("optimizers", "Muon")
 def muon(side: Side) -> None:
     train(side, Matrices(), optimizer=functools.partial(torch.optim.Muon, lr=1e-2))
 

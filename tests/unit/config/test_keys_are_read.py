@@ -274,7 +274,14 @@ def test_log_level_is_a_level() -> None:
         load({"log_level": "loud"})
 
 
-SAMPLES = {"fused": None, "foreach": False, "amsgrad": True, "nesterov": False, "cycle_momentum": False}
+SAMPLES = {
+    "fused": None,
+    "foreach": False,
+    "amsgrad": True,
+    "nesterov": False,
+    "cycle_momentum": False,
+    "adjust_lr_fn": "original",
+}
 
 
 def sample(name: str, info: FieldInfo) -> Any:
@@ -289,7 +296,7 @@ def test_every_argument_of_an_optimizer_is_taken(kind: str) -> None:
     group = [{"params": [torch.nn.Parameter(torch.zeros(2))]}]
     for name, info in OPTIMIZER_PARAMS[kind].model_fields.items():
         if extra(info).get("support") != "results":
-            build_optimizer(kind, {name: sample(name, info)}, group)
+            build_optimizer(kind, {name: sample(name, info)}, group, torch.nn.Linear(1, 1))
 
 
 @pytest.mark.parametrize("kind", SCHEDULER_PARAMS)

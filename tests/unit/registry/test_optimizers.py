@@ -10,6 +10,8 @@ import torch
 from zlaunch.runtime.registry.lr_schedules import SCHEDULES
 from zlaunch.runtime.registry.optimizers import build_optimizer, build_scheduler
 
+MODEL = torch.nn.Linear(1, 1)
+
 
 def groups() -> list[dict[str, Any]]:
     return [{"params": [torch.nn.Parameter(torch.ones(3))]}]
@@ -30,12 +32,12 @@ def groups() -> list[dict[str, Any]]:
     ],
 )
 def test_the_type_names_the_class(kind: str, params: dict[str, Any], expected: type) -> None:
-    assert type(build_optimizer(kind, params, groups())) is expected
+    assert type(build_optimizer(kind, params, groups(), MODEL)) is expected
 
 
 def test_adam_takes_the_parameters_of_deepspeed_and_its_default_of_no_decay() -> None:
     params = {"lr": 0.25, "betas": [0.5, 0.75], "eps": 1e-4, "torch_adam": True, "bias_correction": True}
-    made = build_optimizer("Adam", params, groups())
+    made = build_optimizer("Adam", params, groups(), MODEL)
     group = made.param_groups[0]
     assert (group["lr"], group["betas"], group["eps"], group["weight_decay"]) == (
         0.25,
@@ -43,13 +45,16 @@ def test_adam_takes_the_parameters_of_deepspeed_and_its_default_of_no_decay() ->
         1e-4,
         0.0,
     )
-    assert build_optimizer("AdamW", {"weight_decay": 0.1}, groups()).param_groups[0]["weight_decay"] == 0.1
+    assert (
+        build_optimizer("AdamW", {"weight_decay": 0.1}, groups(), MODEL).param_groups[0]["weight_decay"]
+        == 0.1
+    )
     assert params["betas"] == [0.5, 0.75] and "torch_adam" in params, "the caller's dict stays as it is"
 
 
 def test_adam_of_the_config_steps_as_torch_adamw_does() -> None:
     ours, theirs = groups(), groups()
-    made = build_optimizer("Adam", {"lr": 0.1, "weight_decay": 0.3}, ours)
+    made = build_optimizer("Adam", {"lr": 0.1, "weight_decay": 0.3}, ours, MODEL)
     reference = torch.optim.AdamW(theirs, lr=0.1, weight_decay=0.3)
     for optimizer, owner in ((made, ours), (reference, theirs)):
         for step in range(3):
@@ -60,7 +65,7 @@ def test_adam_of_the_config_steps_as_torch_adamw_does() -> None:
 
 def test_settings_of_a_group_win_over_those_of_the_config() -> None:
     own = [{**groups()[0], "lr": 0.5, "weight_decay": 0.0}, groups()[0]]
-    made = build_optimizer("AdamW", {"lr": 0.1, "weight_decay": 0.2}, own)
+    made = build_optimizer("AdamW", {"lr": 0.1, "weight_decay": 0.2}, own, MODEL)
     assert [(g["lr"], g["weight_decay"]) for g in made.param_groups] == [(0.5, 0.0), (0.1, 0.2)]
 
 
@@ -77,7 +82,7 @@ def test_settings_of_a_group_win_over_those_of_the_config() -> None:
 )
 def test_bad_optimizers_are_value_errors(kind: str, params: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        build_optimizer(kind, params, groups())
+        build_optimizer(kind, params, groups(), MODEL)
 
 
 @pytest.mark.parametrize("kind", sorted(SCHEDULES))
@@ -87,12 +92,12 @@ def test_our_schedulers_by_name(kind: str) -> None:
         "WarmupDecayLR": {"total_num_steps": 10},
         "WarmupCosineLR": {"total_num_steps": 10},
     }
-    optimizer = build_optimizer("Adam", {}, groups())
+    optimizer = build_optimizer("Adam", {}, groups(), MODEL)
     assert type(build_scheduler(kind, needed.get(kind, {}), optimizer)) is SCHEDULES[kind]
 
 
 def test_torch_schedulers_by_name() -> None:
-    optimizer = build_optimizer("SGD", {"lr": 1.0}, groups())
+    optimizer = build_optimizer("SGD", {"lr": 1.0}, groups(), MODEL)
     made = build_scheduler("StepLR", {"step_size": 1, "gamma": 0.5}, optimizer)
     assert type(made) is torch.optim.lr_scheduler.StepLR
     optimizer.step()
@@ -114,6 +119,6 @@ def test_torch_schedulers_by_name() -> None:
     ],
 )
 def test_bad_schedulers_are_value_errors(kind: str, params: dict[str, Any], words: str) -> None:
-    optimizer = build_optimizer("SGD", {"lr": 1.0}, groups())
+    optimizer = build_optimizer("SGD", {"lr": 1.0}, groups(), MODEL)
     with pytest.raises(ValueError, match=words):
         build_scheduler(kind, params, optimizer)

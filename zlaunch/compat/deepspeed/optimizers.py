@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from zlaunch.runtime.registry.lion import Lion
+from zlaunch.optim import Lamb, Lion
 
 
 class _Maker(type):
@@ -76,6 +76,41 @@ class DeepSpeedCPUAdam(metaclass=_Maker):
         """Make the torch optimizer. Raises ValueError for what would be another rule."""
         return FusedAdam.make(
             model_params, lr, bias_correction, betas, eps, adamw_mode, weight_decay, amsgrad
+        )
+
+
+class FusedLamb(metaclass=_Maker):
+    """LAMB. Its bias is corrected in the moments, as in the paper, not in the length of the step."""
+
+    kinds = (Lamb,)
+
+    @staticmethod
+    def make(
+        params: Any,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: Sequence[float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        eps_inside_sqrt: bool = False,
+        weight_decay: float = 0.0,
+        max_grad_norm: float = 0.0,
+        max_coeff: float = 10.0,
+        min_coeff: float = 0.01,
+        amsgrad: bool = False,
+    ) -> torch.optim.Optimizer:
+        """Make the runtime's optimizer. Raises ValueError for what would be another rule."""
+        if max_grad_norm or amsgrad:
+            raise ValueError("max_grad_norm and amsgrad are not supported: clip by gradient_clipping")
+        return Lamb(
+            params,
+            lr,
+            (betas[0], betas[1]),
+            eps,
+            weight_decay,
+            bias_correction=bias_correction,
+            min_coeff=min_coeff,
+            max_coeff=max_coeff,
+            eps_inside_sqrt=eps_inside_sqrt,
         )
 
 

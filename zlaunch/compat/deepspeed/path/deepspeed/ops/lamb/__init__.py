@@ -1,5 +1,3 @@
-"""LAMB is not here."""
+"""LAMB under DeepSpeed's name."""
 
-from zlaunch.compat.deepspeed.missing import missing_class
-
-FusedLamb = missing_class("ops.lamb.FusedLamb", "it needs whole matrices; use AdamW")
+from zlaunch.compat.deepspeed.optimizers import FusedLamb

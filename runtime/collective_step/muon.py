@@ -1,0 +1,213 @@
+"""Implements Muon: whole matrices become orthogonal, each on one of the ranks that have parts of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..optim.update_rule import SliceUpdate, State, UpdateRule
+from ..zero.store import TileView
+from .lamb import check_rates
+from .matrices import Matrix, MatrixExchange
+from .newton_schulz import COEFFICIENTS, adjusted_rate, orthogonalize
+from .parts import ParameterPart, TileWork, by_group, each_tile, gradients, work_on
+from .step import CollectiveStep
+
+_BUFFER = ("momentum_buffer",)
+_ADAMW = {"foreach": None, "maximize": False, "capturable": False, "differentiable": False, "fused": None}
+_ADAMW |= {"amsgrad": False, "decoupled_weight_decay": True}
+
+
+class Muon(torch.optim.Optimizer):
+    """Implements "Muon: An optimizer for hidden layers in neural networks" (Jordan et al., 2024), as
+    torch.optim.Muon does; further dimensions of a parameter count as columns.
+
+    Groups with ``use_muon`` false are stepped by AdamW with ``adam_lr`` (None: ``lr``), ``betas``,
+    ``adam_eps`` and the group's ``weight_decay``. Muon wants matrices of hidden layers, not embeddings and
+    output heads. Raises ValueError for a group of Muon's with a parameter of fewer than two dimensions.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = COEFFICIENTS,
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: str | None = None,
+        *,
+        use_muon: bool = True,
+        adam_lr: float | None = None,
+        betas: tuple[float, float] = (0.9, 0.999),
+        adam_eps: float = 1e-8,
+    ) -> None:
+        check_rates("Muon", lr=adam_lr or lr, betas=betas, eps=adam_eps, weight_decay=weight_decay)
+        if not lr >= 0 or not 0 <= momentum < 1 or not 0 < ns_steps < 100 or len(ns_coefficients) != 3:
+            given = f"lr {lr}, momentum {momentum}, ns_steps {ns_steps}, ns_coefficients {ns_coefficients}"
+            raise ValueError(f"Muon: {given}: out of range")
+        if adjust_lr_fn not in (None, "original", "match_rms_adamw"):
+            raise ValueError(f'Muon: adjust_lr_fn {adjust_lr_fn!r}: expected "original" or "match_rms_adamw"')
+        defaults = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "ns_coefficients": tuple(ns_coefficients),
+            "eps": eps,
+            "ns_steps": ns_steps,
+            "adjust_lr_fn": adjust_lr_fn,
+            "use_muon": use_muon,
+            "adam_lr": adam_lr,
+            "betas": tuple(betas),
+            "adam_eps": adam_eps,
+        }
+        super().__init__(params, defaults)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if group["use_muon"] and parameter.dim() < 2:
+                    raise ValueError(
+                        f"Muon steps matrices, but got a parameter of shape {list(parameter.shape)}: put it "
+                        'in a group with "use_muon": False, which AdamW steps'
+                    )
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter with a gradient."""
+        result = None
+        if closure is not None:
+            with torch.enable_grad():
+                result = closure()
+        adamw = UpdateRule(_adamw_of(self))
+        adamw.begin(1.0)
+        updates = []
+        for index, group in enumerate(self.param_groups):
+            for parameter in group["params"]:
+                if parameter.grad is not None and group["use_muon"]:
+                    own = self.state[parameter]
+                    if not own:
+                        own["momentum_buffer"] = torch.zeros_like(parameter)
+                    (change,) = directions([own["momentum_buffer"]], [parameter.grad], group)
+                    found = _orthogonal(change.view(change.size(0), -1), group).view_as(parameter)
+                    apply_change(parameter.detach(), found, group, *_sides(parameter.shape))
+                elif parameter.grad is not None:
+                    updates.append(SliceUpdate(index, parameter, parameter.grad))
+        adamw.apply(updates, self.state)
+        for update in updates:
+            update.leaf.grad = update.grad
+        return result
+
+
+def _adamw_of(optimizer: torch.optim.Optimizer) -> torch.optim.AdamW:
+    """Build the AdamW that steps the groups which Muon does not, with as many groups."""
+    made = torch.optim.AdamW([torch.zeros(1)])
+    made.param_groups = []
+    for group in optimizer.param_groups:
+        lr = group.get("adam_lr")
+        rates = {"lr": group["lr"] if lr is None else lr, "weight_decay": group["weight_decay"]}
+        moments = {"betas": group.get("betas", (0.9, 0.999)), "eps": group.get("adam_eps", 1e-8)}
+        made.param_groups.append({**_ADAMW, **rates, **moments, "params": []})
+    return made
+
+
+def directions(buffers: list[Tensor], grads: list[Tensor], group: Mapping[str, Any]) -> list[Tensor]:
+    """Add gradients to momentum buffers, in place; return what is to become orthogonal."""
+    momentum = float(group["momentum"])
+    torch._foreach_lerp_(buffers, grads, 1 - momentum)
+    return list(torch._foreach_lerp(grads, buffers, momentum)) if group["nesterov"] else buffers
+
+
+def _orthogonal(matrix: Tensor, group: Mapping[str, Any]) -> Tensor:
+    return orthogonalize(matrix, group["ns_coefficients"], int(group["ns_steps"]), float(group["eps"]))
+
+
+def _sides(shape: Sequence[int]) -> tuple[int, int]:
+    """Return rows and columns of a parameter seen as a matrix."""
+    rest = 1
+    for side in shape[1:]:
+        rest *= side
+    return shape[0], rest
+
+
+def apply_change(values: Tensor, change: Tensor, group: Mapping[str, Any], rows: int, columns: int) -> None:
+    """Decay values and move them along their part of an orthogonal matrix."""
+    values.mul_(1 - float(group["lr"]) * float(group["weight_decay"]))
+    values.add_(change.to(values.device), alpha=-adjusted_rate(group, rows, columns))
+
+
+class MuonStep(CollectiveStep):
+    """Steps :class:`Muon` and torch.optim.Muon.
+
+    Each rank updates the momentum of its parts; the parts of a matrix go, in bf16, to one of the ranks that
+    have some of it, and come back orthogonal. Units follow each other in groups of at most some elements.
+    """
+
+    _exchange: MatrixExchange | None = None
+
+    @staticmethod
+    def state_count(optimizer: torch.optim.Optimizer) -> int:
+        return 1 if all(group.get("use_muon", True) for group in optimizer.param_groups) else 2
+
+    def run(self, rule: UpdateRule, parts: Sequence[ParameterPart], state: State) -> None:
+        groups = rule.optimizer.param_groups
+        adamw = UpdateRule(_adamw_of(rule.optimizer))
+        adamw.begin(float(rule.divisor))
+        if self._exchange is None or not self._exchange.serves(self.units):
+            in_muon = {index for index, group in enumerate(groups) if group.get("use_muon", True)}
+            self._exchange = MatrixExchange(self.comm, self.units, in_muon)
+        work = work_on(parts)
+        for members in self._exchange.batches:
+            self._run_batch([each for each in work if each[2][0].unit in members], adamw, rule, state)
+
+    def _run_batch(self, work: Sequence[TileWork], adamw: UpdateRule, rule: UpdateRule, state: State) -> None:
+        """Step the tiles of some units."""
+        assert self._exchange is not None
+        groups = rule.optimizer.param_groups
+        sent: dict[ParameterPart, Tensor] = {}
+        later: list[TileWork] = []
+        for store, extent, inside in work:
+            mine = [part for part in inside if groups[part.group].get("use_muon", True)]
+            if mine:
+                later.append((store, extent, mine))
+        for inside, tile, view in each_tile(work):
+            found: list[tuple[ParameterPart, Tensor]] = []
+            for index, own in by_group(inside).items():
+                if not groups[index].get("use_muon", True):
+                    _step_adamw(adamw, own, view, state)
+                    continue
+                buffers = [part.states(view, state, _BUFFER)["momentum_buffer"] for part in own]
+                grads = gradients(own, view, float(rule.divisor))
+                found += zip(own, directions(buffers, grads, groups[index]), strict=True)
+            sent |= {part: change.to(self.comm.device, torch.bfloat16) for part, change in found}
+            if not found:
+                self.publish(tile, view)
+
+        def solve(matrix: Matrix, content: Tensor) -> Tensor:
+            return _orthogonal(content, groups[matrix.group])
+
+        back = self._exchange.run(sent, solve)
+        for inside, tile, view in each_tile(later):
+            for part in inside:
+                rows, columns = _sides(part.unit.shapes[part.index])
+                values = part.of(view, view.master)
+                apply_change(values, back[part], groups[part.group], rows, columns)
+            self.publish(tile, view)
+
+
+def _step_adamw(adamw: UpdateRule, parts: Sequence[ParameterPart], view: TileView, state: State) -> None:
+    """Step parts that are no matrices of Muon's."""
+    assert view.grad is not None
+    updates, own_state = [], {}
+    for part in parts:
+        moments = part.states(view, state, ("exp_avg", "exp_avg_sq"))
+        leaf = part.of(view, view.master)
+        own_state[leaf] = {**moments, "step": part.entries(state).get("step", torch.tensor(0.0))}
+        updates.append(SliceUpdate(part.group, leaf, part.of(view, view.grad)))
+    adamw.apply(updates, own_state)
+    for part, update in zip(parts, updates, strict=True):
+        part.entries(state)["step"] = own_state[update.leaf]["step"]
