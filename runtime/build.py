@@ -18,7 +18,7 @@ from . import preemption
 from .activation import checkpointing
 from .checkpoint.checkpointer import Checkpointer
 from .checkpoint.export.consolidate import save_weights
-from .collective_step.choice import choose_step, refuse_divided_layers
+from .collective_step.choice import choose_step, keeps_whole_gradients, prepare
 from .comm.collectives import Comm
 from .comm.process_group import init_distributed
 from .config import Config, ConfigError, Effective, Loaded, find_mesh, load, refuse_open, resolve
@@ -130,7 +130,8 @@ def build_engine(
         if offload is not None:
             undo.callback(offload.close)
         factory = UnitFactory(precision.dtype, comm, options, offload)
-        sharded, reducer = _shard(model, blocks, factory, groups, effective, offload)
+        keeps = keeps_whole_gradients(client)
+        sharded, reducer = _shard(model, blocks, factory, groups, effective, offload, keeps)
         undo.callback(sharded.close)
         if client is not None:
             step = ShardedOptimizer(
@@ -258,8 +259,7 @@ def _choose_optimizer(
 
 def _needs_whole(optimizer: torch.optim.Optimizer, effective: Effective, comm: Comm) -> bool:
     zero = effective.config.zero_optimization
-    if divides_layers(comm):
-        refuse_divided_layers(optimizer)
+    prepare(optimizer, comm, divides_layers=divides_layers(comm))
     return needs_whole_tensors(
         optimizer,
         whole=(zero.stage == 0 or comm.world_size == 1) and not divides_layers(comm),
@@ -338,6 +338,7 @@ def _shard(
     groups: list[dict[str, Any]],
     effective: Effective,
     offload: Offload | None,
+    keeps_gradients: bool,
 ) -> tuple[ShardedModel, GradientReducer]:
     config = effective.config
     zero = config.zero_optimization
@@ -356,7 +357,7 @@ def _shard(
         [unit for block in blocks for unit in block.units if unit.trainable],
         comm,
         GradientOptions(
-            transient=options.shard_grads,
+            transient=options.shard_grads and not keeps_gradients,
             dtype=dtype_named(config.communication_data_type),
             predivide=predivide,
         ),

@@ -294,7 +294,7 @@ class TrainingLoop(nn.Module):
             self._prepare_pass()
 
     def _prepare_pass(self) -> None:
-        transient = self._sharded.options.shard_grads
+        transient = self._reducer.options.transient
         self._reducer.sync = transient or (self.is_gradient_accumulation_boundary() and not self._no_sync)
 
     def zero_grad(self, set_to_none: bool = True) -> None:

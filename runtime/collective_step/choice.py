@@ -6,16 +6,27 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from ...cuda_ops.signs import BLOCK
 from ..comm.collectives import Comm
 from ..errors import OptimizerError
 from ..offload.background_step import BackgroundStep
 from ..optim.sharded_optimizer import OffloadedStep
+from ..zero.layout import ALIGN_NUMEL
 from ..zero.unit import Unit
 from .lamb import Lamb, LambStep
 from .muon import Muon, MuonStep
+from .one_bit import OneBitAdam, OneBitLamb, OneBitOptimizer, ZeroOneAdam
+from .one_bit_lamb_step import OneBitLambStep
+from .one_bit_step import OneBitAdamStep, ZeroOneAdamStep
 from .step import CollectiveStep
 
-_STEPS: dict[type[torch.optim.Optimizer], type[CollectiveStep]] = {Lamb: LambStep, Muon: MuonStep}
+_STEPS: dict[type[torch.optim.Optimizer], type[CollectiveStep]] = {
+    Lamb: LambStep,
+    Muon: MuonStep,
+    OneBitAdam: OneBitAdamStep,
+    OneBitLamb: OneBitLambStep,
+    ZeroOneAdam: ZeroOneAdamStep,
+}
 if hasattr(torch.optim, "Muon"):  # from torch 2.9 on
     _STEPS[torch.optim.Muon] = MuonStep
 
@@ -27,11 +38,28 @@ def collective_step_of(optimizer: torch.optim.Optimizer | None) -> type[Collecti
     return _STEPS.get(type(optimizer)) if optimizer is not None else None
 
 
-def refuse_divided_layers(optimizer: torch.optim.Optimizer) -> None:
-    """Raise OptimizerError for an optimizer that ranks step together."""
-    if collective_step_of(optimizer) is not None:
+def keeps_whole_gradients(optimizer: torch.optim.Optimizer | None) -> bool:
+    """Tell whether each rank keeps its whole gradients until the step, at every stage."""
+    return isinstance(optimizer, OneBitOptimizer)
+
+
+def prepare(optimizer: torch.optim.Optimizer, comm: Comm, *, divides_layers: bool) -> None:
+    """Let units be laid out as an optimizer needs them. Raises OptimizerError where ranks cannot step it
+    together.
+    """
+    name = type(optimizer).__name__
+    if keeps_whole_gradients(optimizer):
+        if comm.link is not comm.data and not divides_layers:
+            raise OptimizerError(
+                f"optimizer {name} exchanges signs between all ranks: leave out mics_shard_size, "
+                "zero_hpz_partition_size and quantized gradients and weights"
+            )
+        if len({tuple(group["betas"]) for group in optimizer.param_groups}) > 1:
+            raise OptimizerError(f"optimizer {name} needs the same betas in all groups")
+        comm.link.pieces = comm.link.size * (BLOCK // ALIGN_NUMEL)  # no block crosses the end of a part
+    if divides_layers and collective_step_of(optimizer) is not None:
         raise OptimizerError(
-            f"optimizer {type(optimizer).__name__} looks at whole parameters, and the axes tensor, expert "
+            f"optimizer {name} looks at whole parameters, and the axes tensor, expert "
             "and pipeline divide them: use it without these axes, or an optimizer that treats every element "
             "by itself (Adam, AdamW, SGD, Lion)"
         )

@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..comm.collectives import Comm
 from ..optim.update_rule import State, UpdateRule
 from ..zero.store import TileView, squares_of
+from ..zero.unit import Unit
 from .parts import ParameterPart, by_group, each_tile, gradients, work_on
 from .step import CollectiveStep
 
@@ -138,7 +140,7 @@ class LambStep(CollectiveStep):
 
     def run(self, rule: UpdateRule, parts: Sequence[ParameterPart], state: State) -> None:
         work, groups = work_on(parts), rule.optimizer.param_groups
-        squares = Norms(self)
+        squares = Norms(self.comm, self.units)
         for inside, _, view in each_tile(work):
             for index, own in by_group(inside).items():
                 first, second = moments_of(own, view, state)
@@ -173,12 +175,13 @@ def moments_of(
 class Norms:
     """Adds up, over all parts and ranks, the squares of each parameter's values and of its direction."""
 
-    def __init__(self, step: CollectiveStep) -> None:
-        self._comm = step.comm
+    def __init__(self, comm: Comm, units: Sequence[Unit]) -> None:
+        """Prepare to add up the parameters of some units, on all ranks the same."""
+        self._comm = comm
         self._first: dict[int, int] = {}
         """Maps the identity of a unit to the number of its first parameter."""
         count = 0
-        for unit in step.units:
+        for unit in units:
             self._first[id(unit)] = count
             count += len(unit.parameters)
         self._sums = torch.zeros(count, 2, dtype=torch.float64, device=self._comm.device)
@@ -197,6 +200,6 @@ class Norms:
 
     def totals(self) -> Callable[[ParameterPart], tuple[float, float]]:
         """Return a function that gives a part's two sums. Collective."""
-        sums = self._comm.all_reduce_scalars(self._sums.view(-1), "sums up the norms of parameters")
+        sums = self._comm.all_reduce_scalars(self._sums.view(-1), "sums up norms of parameters")
         pairs = sums.view(-1, 2).tolist()
         return lambda part: (pairs[self._row(part)][0], pairs[self._row(part)][1])

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from ..comm.collectives import Comm
 from ..comm.pending import Pending
@@ -34,6 +35,13 @@ class CollectiveStep(ABC):
     def state_count(optimizer: torch.optim.Optimizer) -> int:
         """Count the tensors that the optimizer keeps for each element."""
         return 2
+
+    def forget(self) -> None:
+        """Forget what belongs to a state that a load has replaced."""
+
+    def own_squares(self) -> list[Tensor]:
+        """Return the sums of squares that make the norm, where the tiles' gradients do not."""
+        return []
 
     def takes(self, unit: Unit) -> bool:
         """Tell whether this object steps a unit: it does."""

@@ -118,6 +118,62 @@ class LambParams(Params):
     """Add eps to the second moment before the root."""
 
 
+class _OneBitParams(Params):
+    """Arguments of all optimizers that exchange signs."""
+
+    lr: NonNegative = ok(1e-3)
+    """Learning rate."""
+    betas: Betas = ok([0.9, 0.999])
+    """Decay rates of the two moments."""
+    eps: NonNegative = ok(1e-8)
+    """Added to the denominator."""
+    weight_decay: NonNegative = ok(0.0)
+    """Weight decay, added to the direction."""
+    bias_correction: Bool = always(True, "as in the papers, the moments are not corrected")
+    """Correct the bias of the moments."""
+    cuda_aware: Bool = always(False, "torch.distributed sends what is on the device")
+    """Use an MPI that knows CUDA."""
+    comm_backend_name: str = always("nccl", "torch.distributed sends the bits")
+    """What sends the bits."""
+
+
+class OneBitAdamParams(_OneBitParams):
+    """Arguments of OneBitAdam."""
+
+    freeze_step: Count = ok(100_000)
+    """Dense steps, before the variance is frozen."""
+
+
+class ZeroOneAdamParams(_OneBitParams):
+    """Arguments of ZeroOneAdam."""
+
+    var_freeze_step: Count = ok(100_000)
+    """Steps before the variance is frozen."""
+    var_update_scaler: Count = ok(16)
+    """Steps of the variance before they are twice as far apart."""
+    local_step_scaler: Count = always(32678, "there are no local steps")
+    """Steps before local steps are twice as many."""
+    local_step_clipper: Literal[1] = ok(1)
+    """Largest number of local steps; more than 1 would give each rank weights of its own."""
+
+
+class OneBitLambParams(OneBitAdamParams):
+    """Arguments of OneBitLamb."""
+
+    min_coeff: NonNegative = ok(0.01)
+    """Least trust ratio."""
+    max_coeff: NonNegative = ok(10.0)
+    """Largest trust ratio."""
+    coeff_beta: NonNegative = ok(0.9)
+    """Decay rate of the mean of trust ratios."""
+    factor_min: Positive = ok(0.5)
+    """Least factor of that mean."""
+    factor_max: Positive = ok(4.0)
+    """Largest factor."""
+    factor_threshold: NonNegative = ok(0.1)
+    """How far the factor may change in a step, as a part of it."""
+
+
 class MuonParams(Params):
     """Arguments of Muon; matrices of hidden layers are stepped by it, all other parameters by AdamW."""
 
@@ -244,6 +300,9 @@ OPTIMIZER_PARAMS: dict[str, type[Params]] = {
     "SGD": SGDParams,
     "Lamb": LambParams,
     "Muon": MuonParams,
+    "OneBitAdam": OneBitAdamParams,
+    "OneBitLamb": OneBitLambParams,
+    "ZeroOneAdam": ZeroOneAdamParams,
 }
 SCHEDULER_PARAMS: dict[str, type[Params]] = {
     "WarmupLR": WarmupLRParams,
@@ -273,14 +332,16 @@ OPTIMIZER_DEFAULTS: dict[str, dict[str, Any]] = {
     "Lion": {"lr": 1e-4, "betas": [0.9, 0.99], "weight_decay": 0.0},
     "Muon": {"lr": 1e-3, "momentum": 0.95, "weight_decay": 0.1, "betas": [0.9, 0.999], "eps": 1e-8},
     "NAdam": {**_ADAM, "lr": 2e-3},
+    "OneBitAdam": _ADAM,
+    "OneBitLamb": _ADAM,
     "RAdam": _ADAM,
     "RMSprop": {**_PLAIN, "eps": 1e-8, "momentum": 0.0},
     "Rprop": {"lr": 1e-2},
+    "ZeroOneAdam": _ADAM,
 }
 OPTIMIZERS = tuple(OPTIMIZER_DEFAULTS)
 # LBFGS needs a closure and SparseAdam sparse gradients.
 LATER_OPTIMIZERS = (
-    "OneBitAdam", "ZeroOneAdam", "OneBitLamb",
     "MuAdam", "MuAdamW", "MuSGD", "LBFGS", "SparseAdam",
 )  # fmt: skip
 SCHEDULERS = (

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator, Sequence
 
 import torch
+from torch import Tensor
 
 from ..comm.collectives import Comm
 from ..comm.pending import Pending
@@ -41,6 +42,13 @@ class BackgroundStep:
         return [unit for unit in self._all_units if not isinstance(unit.store, DeviceStore)]
 
     by_parameter = False
+
+    def forget(self) -> None:
+        """Do nothing: all state is the optimizer's."""
+
+    def own_squares(self) -> list[Tensor]:
+        """Return nothing: the stores' gradients make the norm."""
+        return []
 
     def takes(self, unit: Unit) -> bool:
         """Tell whether ``unit`` is off the device."""

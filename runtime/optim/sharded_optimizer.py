@@ -37,6 +37,12 @@ class OffloadedStep(Protocol):
     def takes(self, unit: Unit) -> bool:
         """Tell whether it steps ``unit``."""
 
+    def forget(self) -> None:
+        """Forget what belongs to a state that a load has replaced."""
+
+    def own_squares(self) -> list[Tensor]:
+        """Return sums of squares that make the norm in place of the stores' gradients, if any do."""
+
     def start(self, rule: UpdateRule, slices: Sequence[ShardSlice]) -> None:
         """Do the step, or begin it. Raises DiskError if it was done at once."""
 
@@ -125,6 +131,8 @@ class ShardedOptimizer:
     def show_hyperparameters(self) -> None:
         """Copy what a load has set in the inner optimizer's groups to the script's groups."""
         self._inner.give()
+        if self._background is not None:
+            self._background.forget()
 
     def _choose_fused(self) -> bool:
         """Use torch's one-pass kernels where the caller did not choose an implementation himself."""
@@ -234,7 +242,10 @@ class ShardedOptimizer:
         """
         device = self._comm.device
         total = torch.zeros((), dtype=torch.float64, device=device)
-        for copies in {unit.copies: None for unit in self.units}:
+        own = self._background.own_squares() if self._background is not None else []
+        if own:
+            total = torch.stack(own).sum()
+        for copies in {} if own else {unit.copies: None for unit in self.units}:
             if squares := self._squares(copies):
                 total = total + torch.stack(squares).sum() / copies
         flags = [float(preemption.requested()), *map(float, used), *self._comm.order.marks()]

@@ -14,6 +14,7 @@ from torch import nn
 from ..collective_step.lamb import Lamb
 from ..collective_step.muon import Muon
 from ..collective_step.muon_groups import split_for_muon
+from ..collective_step.one_bit import OneBitAdam, OneBitLamb, ZeroOneAdam
 from ..log import say
 from .lion import Lion
 from .lr_schedules import SCHEDULES
@@ -32,7 +33,6 @@ _IGNORED = {
     "adam_w_mode",
     "fp32_optimizer_states",
     "legacy_fusion",
-    "freeze_step",
     "set_grad_none",
     "capturable",
 }
@@ -46,7 +46,19 @@ _OURS: dict[str, type[torch.optim.Optimizer]] = {
     "lion": Lion,
     "lamb": Lamb,
     "muon": Muon,
+    "onebitadam": OneBitAdam,
+    "onebitlamb": OneBitLamb,
+    "zerooneadam": ZeroOneAdam,
 }
+_OF_BACKENDS = (
+    "bias_correction",
+    "cuda_aware",
+    "comm_backend_name",
+    "local_step_clipper",
+    "local_step_scaler",
+)
+"""Names what DeepSpeed's 1-bit optimizers take besides; config/optimizers.py says which values are right."""
+_UNCORRECTED = {"onebitadam", "onebitlamb", "zerooneadam"}
 
 
 def build_optimizer(
@@ -61,7 +73,10 @@ def build_optimizer(
     arguments = {key: value for key, value in params.items() if key not in _IGNORED}
     if "betas" in arguments:
         arguments["betas"] = tuple(arguments["betas"])
-    if name != "lamb" and not arguments.pop("bias_correction", True):
+    if name in _UNCORRECTED:
+        for key in _OF_BACKENDS:
+            arguments.pop(key, None)
+    elif name != "lamb" and not arguments.pop("bias_correction", True):
         raise ValueError("optimizer.params.bias_correction: false is not supported")
     if name == "muon":
         groups = split_for_muon(groups, model)

@@ -62,6 +62,8 @@ class GradientReducer:
         self.comm, self.options = comm, options
         self.sync = True
         """Tells whether this backward pass reduces. Only persistent buckets may leave it for later."""
+        self.local = False
+        """Leaves gradients to each rank: the optimizer exchanges something else. Persistent buckets only."""
         self.passes = 0
         """Counts backward passes since the last step."""
         self.is_empty_pass = True
@@ -95,6 +97,17 @@ class GradientReducer:
         """Tell whether this rank has taken a gradient of parameter ``index`` since the last step."""
         bucket = self._buckets.get(id(unit))
         return bucket is not None and bucket.used[index]
+
+    @property
+    def _keeps(self) -> bool:
+        """Tell whether a persistent bucket keeps this rank's sum."""
+        return self.local or self.comm.world_size == 1
+
+    def whole_gradient(self, unit: Unit) -> Tensor:
+        """Return a unit's persistent bucket: if :attr:`local`, this rank's own gradients of it, whole."""
+        tensor = self._buckets[id(unit)].tensor
+        assert tensor is not None
+        return tensor
 
     def forget(self, unit: object, index: int) -> None:
         """Drop the gradient of one parameter. Between two passes. Raises RuntimeError where it is on disk."""
@@ -212,7 +225,7 @@ class GradientReducer:
         elif bucket.tensor is None:
             accumulate = torch.promote_types(unit.dtype, torch.float32)
             bucket.set_tensor(self.comm.empty(unit.numel, accumulate).zero_())
-        elif bucket.state is BucketState.REDUCED and self.comm.world_size > 1:
+        elif bucket.state is BucketState.REDUCED and not self._keeps:
             while any(reduction.bucket is bucket for reduction in self._in_flight):
                 self._retire()
             bucket.carry = bucket.own.clone()
@@ -258,7 +271,7 @@ class GradientReducer:
     def _reduce_persistent(self, bucket: Bucket) -> _Reduction:
         unit = bucket.unit
         assert bucket.tensor is not None
-        if self.comm.world_size == 1:
+        if self._keeps:
             return _Reduction(DONE, bucket, None, bucket.own, True)
         # the sum of several passes has more digits than one gradient: rounding it would lose them
         own = unit.dtype if self.passes <= 1 else bucket.tensor.dtype

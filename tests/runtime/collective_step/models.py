@@ -80,6 +80,7 @@ def make_engine(make: Any, zero: dict[str, Any], optimizer: dict[str, Any] | Non
     given = {
         "train_micro_batch_size_per_gpu": SAMPLES // world // more.get("gradient_accumulation_steps", 1),
         "zero_optimization": zero,
+        "gradient_clipping": 0.0,
         **({"optimizer": optimizer} if optimizer else {}),
         **more,
     }

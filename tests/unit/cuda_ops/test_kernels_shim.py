@@ -29,6 +29,7 @@ COMBINATIONS: dict[str, list[tuple[str, ...]]] = {
     "step": [(f"-DGRAD={g}", f"-DOUT={o}") for g in TYPES for o in ("NONE", "BFLOAT16", "FLOAT16")],
     "norm": [(f"-DSRC={s}",) for s in TYPES],
     "scalars": [()],
+    "signs": [()],
     "quantize": [
         (f"-DVALUES={v}", f"-DERROR={e}") for v in TYPES for e in dict.fromkeys(("NONE", "FLOAT32", v))
     ],

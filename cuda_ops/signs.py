@@ -1,0 +1,93 @@
+"""Compression of fp32 to signs: one bit an element and a scale for each block of 256 elements.
+
+This is what 1-bit Adam (Tang et al., 2021, arXiv 2102.02888) sends, with the error that the next call takes
+up. A packed buffer of n elements has n / 8 bytes of bits, the first element of eight in the lowest, then n /
+256 scales in fp32. On CUDA devices kernels of ``kernels/signs.cu``, on the CPU numba's where there is numba,
+else the twins in plain torch: all give the same bits.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import host, loader, signs_host, signs_twins
+from .arguments import check_device, check_flat
+
+BLOCK = 256
+"""Elements that share a scale."""
+_LANES = 32
+"""Threads of a kernel that work on a block together."""
+_GROUP = 8
+_FLOATS = (torch.float32, torch.float64)
+
+
+def packed_bytes(numel: int) -> int:
+    """Return the bytes of a packed buffer. Raises ValueError if ``numel`` is no multiple of 256."""
+    if numel < 0 or numel % BLOCK:
+        raise ValueError(f"numel is {numel}, expected a multiple of {BLOCK}")
+    return numel // 8 + numel // BLOCK * 4
+
+
+@torch.no_grad()
+def compress(values: Tensor, packed: Tensor) -> None:
+    """Pack the signs of ``values``, and leave in them what that loses: their difference to what comes back.
+
+    ``values``: flat, n elements of fp32, or of float64, which runs in plain torch. ``packed``: flat uint8 of
+    ``packed_bytes(n)`` elements on the same device, at an address that is a multiple of 4.
+
+    A block's scale is the root of its mean square, so that signs have the length of the values (arXiv
+    2102.02888, section 4.1): with y = value * (1 / largest), largest * sqrt(sum(y * y) / 256) in fp32
+    (float64), rounded to fp32. 0 counts as positive. A block with an inf or a NaN has scale NaN, and its
+    values stay as they are.
+
+    Bytes an element: 8 read and written, and 1 / 8. Raises ValueError for wrong dtypes, shapes or devices.
+    """
+    _check("values", values, packed)
+    if values.numel() == 0:
+        return
+    if values.dtype == torch.float64 or not loader.use_kernels(values):
+        (signs_host if _on_host(values) else signs_twins).compress(values, packed)
+        return
+    blocks = loader.blocks_for(values.numel() // BLOCK * _LANES)
+    loader.launch("signs", "compress", values, packed, values.numel(), device=values.device, blocks=blocks)
+
+
+@torch.no_grad()
+def expand(packed_rows: Tensor, out: Tensor, *, factor: float = 1.0) -> None:
+    """Write ``factor`` times the sum of what the rows of ``packed_rows`` stand for into ``out``.
+
+    ``packed_rows``: uint8 of shape (rows, ``packed_bytes(n)``), without gaps, each row as :func:`compress`
+    fills it. ``out``: flat, n elements of fp32 or float64. Added in the order of the rows, in the dtype of
+    ``out``. Raises ValueError for wrong dtypes, shapes or devices.
+    """
+    if packed_rows.dim() != 2 or not packed_rows.is_contiguous() or not packed_rows.shape[0]:
+        raise ValueError(
+            f"packed_rows has shape {list(packed_rows.shape)}, stride {list(packed_rows.stride())}: expected "
+            "two dimensions without gaps, one row or more"
+        )
+    _check("out", out, packed_rows[0])
+    if out.numel() == 0:
+        return
+    if out.dtype == torch.float64 or not loader.use_kernels(out):
+        (signs_host if _on_host(out) else signs_twins).expand(packed_rows, out, float(factor))
+        return
+    rows, row_bytes = packed_rows.shape
+    blocks = loader.blocks_for(out.numel() // _GROUP)
+    numbers = (out, out.numel(), float(factor))
+    loader.launch("signs", "expand", packed_rows, rows, row_bytes, *numbers, device=out.device, blocks=blocks)
+
+
+def _check(name: str, values: Tensor, packed: Tensor) -> None:
+    check_flat(name, values, _FLOATS)
+    check_flat("packed", packed, (torch.uint8,))
+    check_device("packed", packed, values)
+    wanted = packed_bytes(values.numel())
+    if packed.numel() != wanted:
+        raise ValueError(f"packed has {packed.numel()} bytes, expected {wanted} for {values.numel()}")
+    if packed.data_ptr() % 4:
+        raise ValueError("packed begins at an address that is no multiple of 4")
+
+
+def _on_host(tensor: Tensor) -> bool:
+    return tensor.dtype == torch.float32 and host.wanted(tensor) and signs_host.kernels() is not None

@@ -1,0 +1,231 @@
+"""Steps 1-bit optimizers: decides what the ranks exchange, keeps errors, and updates the shards."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..comm.collectives import Comm
+from ..optim.update_rule import State, UpdateRule
+from ..zero.reduce import GradientReducer
+from ..zero.store import squares_of
+from ..zero.unit import Unit
+from .lamb import update_moments
+from .parts import ParameterPart, TileWork, by_group, each_tile, gradients, work_on
+from .sign_exchange import SignExchange
+from .step import CollectiveStep
+
+
+def reducer_of(unit: Unit) -> GradientReducer:
+    """Return what collects a unit's gradients."""
+    assert isinstance(unit.gradients, GradientReducer)
+    return unit.gradients
+
+
+class OneBitStep(CollectiveStep):
+    """Steps the optimizers of ``one_bit``, unit by unit.
+
+    A rank has whole gradients of its own in a step that exchanges signs: the reducer has left them as they
+    are. Where they are reduced already (the first steps, and the first after a load), the step is dense.
+    ``_kept`` has, for each unit, what goes into the next exchange besides the gradient: errors, and of
+    momentum the part that stays.
+    """
+
+    names: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
+
+    def __init__(self, units: Sequence[Unit], comm: Comm) -> None:
+        super().__init__(units, comm)
+        self.exchange = SignExchange(comm)
+        self._kept: dict[int, Tensor] = {}
+        self._of_momentum = False
+        """Tells whether ``_kept`` belongs to exchanges of momentum, not of gradients."""
+
+    def forget(self) -> None:
+        """Forget errors: they are not those of the state that has been loaded."""
+        self._kept.clear()
+        self.exchange.forget()
+        self._of_momentum = False
+
+    def own_squares(self) -> list[Tensor]:
+        """Return the sums of squares of this rank's gradients where they are not reduced, so that the norm is
+        the root of the mean of all ranks' squares; it is at least the norm of their average.
+        """
+        if not self._is_local:
+            return []
+        size = self.comm.world_size
+        found = squares_of([reducer_of(unit).whole_gradient(unit) for unit in self.units])
+        return [square * size for square in found]
+
+    @property
+    def _is_local(self) -> bool:
+        return bool(self.units) and reducer_of(self.units[0]).local
+
+    def run(self, rule: UpdateRule, parts: Sequence[ParameterPart], state: State) -> None:
+        groups = rule.optimizer.param_groups
+        for group in groups:
+            group["step_count"] += 1
+        first = groups[0]
+        frozen = first["step_count"] > first["freeze_step"]
+        dense = not self._is_local
+        if self._is_local and self.wants_dense(first):
+            self._reduce()  # a load has brought the state of an earlier step
+            dense = True
+        work: dict[int, list[TileWork]] = {id(unit): [] for unit in self.units}
+        for each in work_on(parts):
+            work[id(each[2][0].unit)].append(each)
+        if frozen and not dense and not self._of_momentum:
+            self.forget()
+            self._of_momentum = True
+        for unit in self.units:
+            own = work[id(unit)]
+            averaged = None
+            if not dense:
+                averaged = self._average(unit, own, rule, state, of_momentum=frozen)
+            self.step_unit(unit, own, rule, state, averaged, frozen=frozen)
+        self.plan_next(groups)
+        for unit in self.units:
+            reducer_of(unit).local = not self.wants_dense({**first, "step_count": first["step_count"] + 1})
+
+    def wants_dense(self, group: Mapping[str, Any]) -> bool:
+        """Tell whether the step with the group's count needs the ranks' gradients averaged."""
+        return bool(group["step_count"] <= group["freeze_step"])
+
+    def plan_next(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Change what decides about the next steps."""
+
+    @abstractmethod
+    def step_unit(
+        self,
+        unit: Unit,
+        work: Sequence[TileWork],
+        rule: UpdateRule,
+        state: State,
+        averaged: Tensor | None,
+        *,
+        frozen: bool,
+    ) -> None:
+        """Update a unit's parts and publish their tiles. ``averaged``: what signs have brought, of the unit's
+        size: the gradient, or if ``frozen`` the new momentum. None: the tiles have the averaged gradient.
+        """
+
+    def _reduce(self) -> None:
+        """Sum up gradients that were left to each rank."""
+        for unit in self.units:
+            whole = reducer_of(unit).whole_gradient(unit)
+            self.exchange.add_up(whole)
+            assert unit.store is not None
+            unit.store.add_grad(whole[unit.start : unit.stop], first=True, stays=True)
+
+    def _average(
+        self, unit: Unit, work: Sequence[TileWork], rule: UpdateRule, state: State, *, of_momentum: bool
+    ) -> Tensor:
+        """Exchange a unit's gradients or momentum; keep what that loses."""
+        gradient = reducer_of(unit).whole_gradient(unit)
+        beta1 = float(rule.optimizer.param_groups[0]["betas"][0])
+        kept = self._kept.get(id(unit))
+        if kept is None:
+            kept = self._kept[id(unit)] = torch.zeros_like(gradient)
+            if of_momentum:
+                kept.add_(self._whole_momentum(unit, work, state), alpha=beta1)
+        share = self.comm.world_size / float(rule.divisor)
+        kept.add_(gradient, alpha=(1 - beta1) * share if of_momentum else share)
+        for start, stop in unit.layout.gaps():
+            kept[start:stop].zero_()
+        found = self.exchange.average(unit, kept)
+        if of_momentum:
+            kept.add_(found, alpha=beta1)
+        return found
+
+    def _whole_momentum(self, unit: Unit, work: Sequence[TileWork], state: State) -> Tensor:
+        """Return a unit's momentum of all ranks."""
+        wide = torch.promote_types(unit.dtype, torch.float32)
+        own = torch.zeros(unit.stop - unit.start, dtype=wide, device=self.comm.device)
+        for inside, _, view in each_tile(work):
+            for part in inside:
+                start = part.low - unit.start
+                own[start : start + part.high - part.low] = part.states(view, state, self.names)["exp_avg"]
+        return own if own.numel() == unit.numel else self.exchange.gather(own)
+
+    def momentum_of(
+        self,
+        parts: Sequence[ParameterPart],
+        view: Any,
+        states: Sequence[dict[str, Tensor]],
+        divisor: float,
+        betas: tuple[float, float],
+        averaged: Tensor | None,
+        *,
+        frozen: bool,
+    ) -> None:
+        """Bring the moments of a group's parts up to date."""
+        first = [each["exp_avg"] for each in states]
+        if averaged is not None and frozen:
+            for part, moment in zip(parts, first, strict=True):
+                moment.copy_(averaged[part.low : part.high])
+            return
+        if averaged is not None:
+            found = [averaged[part.low : part.high].to(view.master.device) for part in parts]
+            torch._foreach_lerp_(first, found, 1 - float(betas[0]))
+            return
+        grads = gradients(parts, view, divisor)
+        if frozen:
+            torch._foreach_lerp_(first, grads, 1 - float(betas[0]))
+        else:
+            update_moments(first, [each["exp_avg_sq"] for each in states], grads, betas)
+
+
+class OneBitAdamStep(OneBitStep):
+    """Steps OneBitAdam."""
+
+    def step_unit(
+        self,
+        unit: Unit,
+        work: Sequence[TileWork],
+        rule: UpdateRule,
+        state: State,
+        averaged: Tensor | None,
+        *,
+        frozen: bool,
+    ) -> None:
+        for inside, tile, view in each_tile(work):
+            for index, own in by_group(inside).items():
+                group = rule.optimizer.param_groups[index]
+                states = [part.states(view, state, self.names) for part in own]
+                self.momentum_of(
+                    own, view, states, float(rule.divisor), group["betas"], averaged, frozen=frozen
+                )
+                values = [part.of(view, view.master) for part in own]
+                changes = adam_directions(values, states, group)
+                torch._foreach_add_(values, changes, alpha=-float(group["lr"]))
+            self.publish(tile, view)
+
+
+def adam_directions(
+    values: list[Tensor], states: Sequence[dict[str, Tensor]], group: Mapping[str, Any]
+) -> list[Tensor]:
+    """Return m / (sqrt(v) + eps) + weight_decay * w, as new tensors."""
+    below = list(torch._foreach_sqrt([each["exp_avg_sq"] for each in states]))
+    torch._foreach_add_(below, float(group["eps"]))
+    found = list(torch._foreach_div([each["exp_avg"] for each in states], below))
+    if group["weight_decay"]:
+        torch._foreach_add_(found, values, alpha=float(group["weight_decay"]))
+    return found
+
+
+class ZeroOneAdamStep(OneBitAdamStep):
+    """Steps ZeroOneAdam."""
+
+    def wants_dense(self, group: Mapping[str, Any]) -> bool:
+        return super().wants_dense(group) and group["step_count"] % group["var_interval"] == 0
+
+    def plan_next(self, groups: Sequence[dict[str, Any]]) -> None:
+        for group in groups:
+            if self.wants_dense(group):
+                group["var_counter"] += 1
+                if group["var_counter"] == group["var_update_scaler"]:
+                    group["var_counter"] = 0
+                    group["var_interval"] *= 2

@@ -1,0 +1,153 @@
+"""Test compression to signs: what is packed, what comes back, and equal bits of all implementations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from zlaunch.cuda_ops import host, loader, signs_host
+from zlaunch.cuda_ops.signs import BLOCK, compress, expand, packed_bytes
+
+from .test_kernels_shim import CpuKernels, kernels_on_cpu, library
+
+__all__ = ["kernels_on_cpu", "library"]
+T = TypeVar("T")
+SPECIALS = (float("inf"), float("-inf"), float("nan"), 1e-42, 3e38, -0.0)
+
+
+def twins_of(function: Callable[[], T]) -> T:
+    loader.set_mode("torch")
+    try:
+        return function()
+    finally:
+        loader.set_mode("auto")
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    """Tell whether two tensors have the same bits, whatever those of NaN."""
+    return torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(7), b.nan_to_num(7))
+
+
+def packed(values: Tensor) -> Tensor:
+    """The packed buffer; ``values`` become what it loses."""
+    found = torch.full((packed_bytes(values.numel()),), 170, dtype=torch.uint8, device=values.device)
+    compress(values, found)
+    return found
+
+
+def some_values(numel: int, device: str = "cpu", *, offset: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(numel)
+    made = torch.randn(numel + offset, generator=generator)[offset:]
+    made *= torch.randint(-20, 20, (numel,), generator=generator).float().exp2()
+    for i, special in enumerate(SPECIALS):
+        made[512 * i + 17] = special
+    made[256:512] = 0
+    made[512 * len(SPECIALS) :][:256] *= 1e-40
+    return made.to(device)
+
+
+def compare_signs(device: str, numel: int, *, offset: int = 0) -> None:
+    """Each function once by kernel and by twin: bit by bit."""
+    given = [some_values(numel, device, offset=offset) * k for k in (1, 2, 3)]
+    rows = []
+    for values in given:
+        mine, theirs = values.clone(), values.clone()
+        found, wanted = packed(mine), twins_of(lambda t=theirs: packed(t))  # type: ignore[misc]
+        bits = numel // 8
+        assert torch.equal(found[:bits], wanted[:bits])
+        assert same(found[bits:].clone().view(torch.float32), wanted[bits:].clone().view(torch.float32))
+        assert same(mine, theirs)
+        rows.append(found)
+    for count in (1, 3):
+        many = torch.stack(rows[:count])
+        out, wanted = (torch.full((numel,), 5.0, device=device) for _ in "12")
+        expand(many, out, factor=0.3)
+        twins_of(lambda m=many, w=wanted: expand(m, w, factor=0.3))  # type: ignore[misc]
+        assert same(out, wanted)
+
+
+def test_kernels_give_the_bits_of_their_twins(kernels_on_cpu: CpuKernels) -> None:
+    compare_signs("cpu", 20 * BLOCK)
+    compare_signs("cpu", 16 * BLOCK, offset=3)
+    kernels_on_cpu.backwards = True
+    compare_signs("cpu", 16 * BLOCK)
+    assert {"compress", "expand"} == set(kernels_on_cpu.launched)
+
+
+def test_the_cpu_gives_the_bits_of_the_twins(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert signs_host.kernels() is not None, "the tests install numba"
+    monkeypatch.setattr(host, "_ALIGN", 1024)
+    compare_signs("cpu", 50 * BLOCK)
+    compare_signs("cpu", 16 * BLOCK, offset=3)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(st.lists(st.floats(width=32), min_size=8, max_size=8))
+def test_any_values_give_the_same_bits(kernels_on_cpu: CpuKernels, numbers: list[float]) -> None:
+    values = torch.tensor(numbers).repeat(BLOCK // 8)
+    results: list[Any] = []
+    for way in ("kernel", "twin"):
+        mine, out = values.clone(), torch.empty(BLOCK)
+        found = packed(mine) if way == "kernel" else twins_of(lambda m=mine: packed(m))  # type: ignore[misc]
+        expand(found.unsqueeze(0), out)
+        results.append((found[:32], mine, out))
+    assert torch.equal(results[0][0], results[1][0])
+    assert same(results[0][1], results[1][1]) and same(results[0][2], results[1][2])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_what_comes_back_and_what_is_lost_are_the_values(dtype: torch.dtype) -> None:
+    values = torch.randn(8 * BLOCK, generator=torch.Generator().manual_seed(1)).to(dtype)
+    lost, out = values.clone(), torch.empty_like(values)
+    expand(packed(lost).unsqueeze(0), out)
+    torch.testing.assert_close(out + lost, values, rtol=1e-6, atol=1e-6)
+    assert torch.equal(out >= 0, values >= 0)
+    length = values.view(-1, BLOCK).norm(dim=1)
+    torch.testing.assert_close(out.view(-1, BLOCK).norm(dim=1), length, rtol=1e-6, atol=0.0)
+
+
+def test_errors_do_not_add_up() -> None:
+    """With the error taken along, the mean of what is sent tends to the values."""
+    values = torch.randn(BLOCK, generator=torch.Generator().manual_seed(2))
+    error, out, total = torch.zeros(BLOCK), torch.empty(BLOCK), torch.zeros(BLOCK)
+    for _ in range(400):
+        error += values
+        expand(packed(error).unsqueeze(0), out)
+        total += out
+    assert float((total / 400 - values).abs().max()) < 0.1
+
+
+def test_a_block_that_is_not_finite_comes_back_as_nan_and_stays() -> None:
+    values = torch.ones(2 * BLOCK)
+    values[3] = torch.inf
+    kept, out = values.clone(), torch.empty(2 * BLOCK)
+    expand(packed(kept).unsqueeze(0), out)
+    assert torch.equal(kept[:BLOCK], values[:BLOCK])
+    assert bool(out[:BLOCK].isnan().all()) and bool((out[BLOCK:] == 1).all())
+
+
+def test_where_bits_and_scales_are() -> None:
+    values = torch.full((BLOCK,), -2.0)
+    values[1] = values[10] = 2.0
+    found = packed(values)
+    assert found[:3].tolist() == [2, 4, 0] and packed_bytes(BLOCK) == 36
+    assert found[32:].clone().view(torch.float32).tolist() == [2.0] and not values.any()
+
+
+@pytest.mark.parametrize(
+    ("values", "size", "words"),
+    [
+        (torch.zeros(100), 36, "multiple of 256"),
+        (torch.zeros(256), 35, "packed has 35 bytes, expected 36"),
+        (torch.zeros(256, dtype=torch.bfloat16), 36, "values is torch.bfloat16"),
+    ],
+)
+def test_wrong_arguments_are_refused(values: Tensor, size: int, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        compress(values, torch.zeros(size, dtype=torch.uint8))
