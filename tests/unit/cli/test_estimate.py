@@ -53,24 +53,26 @@ def call(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_autocast(tmp_path: Path) -> None:
-    """Parameters are fp32; activations are in 16 bits, but for what the graph keeps of weights."""
-    (tmp_path / "model.py").write_text(MODEL)
-    target = ["model.py:Net", "--input", "4096,64", "--gpu_mem", "8", "--host_mem", "8"]
+def test_autocast(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Parameters are fp32; activations are in 16 bits, but the graph keeps copies of weights as well."""
+    (tmp_path / "net_under_autocast.py").write_text(MODEL)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(log, "_least", log._least)  # the command makes the runtime quiet
+    target = ["estimate", "net_under_autocast.py:Net", "--input", "4096,64", "--gpu_mem", "8"]
     rows = {}
     for dtype in ("fp32", "bf16", "bf16-autocast"):
-        shown = call(tmp_path, *target, "--dtype", dtype, "--json")
-        assert shown.returncode == 0, shown.stderr
-        rows[dtype] = json.loads(shown.stdout)["estimates"][0]
-    parts = [{key: row[key] for key in ("parameters", "optimizer")} for row in rows.values()]
-    assert parts[0] == parts[2] != parts[1]
-    weights = 2 * 4 * 2 * 64 * 256
-    least = rows["bf16"]["activations"]
-    assert least < rows["bf16-autocast"]["activations"] < rows["fp32"]["activations"] + weights
-    config = call(tmp_path, *target, "--dtype", "fp16-autocast", "--for", "fits")
-    assert '"torch_autocast": {"enabled": true, "dtype": "float16"}' in config.stdout
-    refused = call(tmp_path, *BIG, "--dtype", "bf16-autocast")
-    assert refused.returncode == 2 and "needs a model: MODEL or --hf_config" in refused.stderr
+        assert main([*target, "--dtype", dtype, "--json"]) == 0
+        rows[dtype] = json.loads(capsys.readouterr().out)[0]["gpu"]
+    assert rows["fp32"]["parameters"] == rows["bf16-autocast"]["parameters"] != rows["bf16"]["parameters"]
+    low, mixed, high = (rows[each]["activations"] for each in ("bf16", "bf16-autocast", "fp32"))
+    assert low < mixed < high
+    assert main([*target, "--dtype", "fp16-autocast", "--for", "fits"]) == 0
+    assert '"torch_autocast": {"enabled": true, "dtype": "float16"}' in capsys.readouterr().out
+    assert main(["estimate", *BIG, "--dtype", "bf16-autocast"]) == 2
+    assert "needs a model: MODEL or --hf_config" in capsys.readouterr().err
 
 
 def test_the_command(tmp_path: Path) -> None:
