@@ -47,5 +47,5 @@ def set_tf32(enabled: bool) -> None:
     for operation in ("conv", "rnn"):
         # where it is off, the old flag leaves these to the one for all
         flag: Any = getattr(torch.backends.cudnn, operation, None)
-        if flag is not None:
+        if hasattr(flag, "fp32_precision"):  # older versions have a module called rnn
             flag.fp32_precision = "tf32" if enabled else "ieee"

@@ -36,8 +36,8 @@ from zlaunch.runtime.numerics import set_tf32
 def check(enabled):
     conv = getattr(torch.backends.cudnn, "conv", None)
     if conv is not None:
-        found = torch.backends.cuda.matmul, conv, torch.backends.cudnn.rnn
-        assert {each.fp32_precision for each in found} == {"tf32" if enabled else "ieee"}
+        found = {torch._C._get_fp32_precision_getter("cuda", each) for each in ("matmul", "conv", "rnn")}
+        assert found == {"tf32" if enabled else "ieee"}
     warnings.simplefilter("ignore")  # of reading the old flags, which has to be possible
     assert torch.backends.cuda.matmul.allow_tf32 is enabled
     assert torch.backends.cudnn.allow_tf32 is enabled
