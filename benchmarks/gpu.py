@@ -64,6 +64,8 @@ FIRST = (
     Part("collectives", ("benchmarks.host_waits", "--collectives"), 60, ()),
 )
 SECOND = (
+    _large("stage 2", "--autocast"),
+    _large("stage 3", "--checkpoint", "--autocast"),
     Part("bounds", ("benchmarks.large", "--bounds"), 60, ("--model", "15m")),
     _large("offload optimizer", "--cap_gb", "24"),
     _large("offload both", "--cap_gb", "24"),

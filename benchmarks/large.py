@@ -73,7 +73,8 @@ def build(args: argparse.Namespace) -> tuple[Any, Any]:
         zero = {"stage": 3, "offload_optimizer": place, "offload_param": {**place, "max_in_cpu": 0}}
     config = {
         "train_micro_batch_size_per_gpu": args.micro_batch,
-        "bf16": {"enabled": True},
+        "bf16": {"enabled": not args.autocast},
+        "torch_autocast": {"enabled": args.autocast},
         "gradient_clipping": 1.0,
         "steps_per_print": 1_000_000,
         "optimizer": {"type": "AdamW", "params": ADAMW},
@@ -172,6 +173,7 @@ def main() -> None:
     parser.add_argument("--model", choices=SIZES, default="1500m")
     parser.add_argument("--layers", type=int, default=0, help="in place of the model's own")
     parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--autocast", action="store_true", help="fp32 under torch.autocast to bf16")
     parser.add_argument("--micro_batch", type=int, default=4)
     parser.add_argument("--cap_gb", type=float, default=0.0, help="of GPU memory; 0: all of it")
     parser.add_argument("--nvme", default="")

@@ -46,6 +46,7 @@ from .monitor.logged_comm import LoggedComm
 from .monitor.observation import observe, open_monitor
 from .monitor.overflow_hint import find_overflow_hint
 from .monitor.step_clock import DISK
+from .numerics import settle_precision
 from .offload import disk
 from .offload.manager import Offload
 from .offload.options import choose_offload
@@ -56,7 +57,7 @@ from .optim.sharded_optimizer import ShardedOptimizer
 from .pipeline_parallel.apply import divide_layers
 from .pipeline_parallel.engine import choose_kind
 from .precision.loss_scaler import DeviceLossScaler, LossScaler
-from .precision.policy import Precision, choose_precision, dtype_named
+from .precision.policy import Precision, dtype_named
 from .registry.optimizers import build_optimizer, build_scheduler
 from .replicated import place_rest
 from .report import announce, describe
@@ -112,7 +113,7 @@ def build_engine(
     pipeline = divide_layers(model, effective.config, comm)
     parts = share_sequences(model, comm)
     monitor = open_monitor(effective, comm)
-    precision = choose_precision(effective.config)
+    precision = settle_precision(effective.config, comm)
     overflow_hint = find_overflow_hint(model, effective.config)
     if overflow_hint and comm.rank == 0:
         warn(f"if gradients overflow: {overflow_hint}")
@@ -182,7 +183,7 @@ def build_engine(
         sizes = engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
         return adviser.explain(asked_bytes, where, *sizes)
 
-    costs = measure_costs(model, comm, setting, precision.dtype or torch.float32, offload)
+    costs = measure_costs(model, comm, setting, precision, offload)
     engine.attach(
         checkpoints=checkpoints,
         states=StateMover(sharded, step, effective.config),

@@ -231,7 +231,8 @@ class TrainingLoop(nn.Module):
         if self._shard_step is not None:
             self._shard_step.check()
         try:
-            return self.module(*args, **kwargs)
+            with self._precision.around_forward(self.device):
+                return self.module(*args, **kwargs)
         except BaseException as error:
             self._sharded.abandon_forward()
             if (better := explained(error)) is not None:

@@ -200,7 +200,8 @@ def _support(part: Section, path: str, report: ConfigReport, feature: str = "") 
     if part.gate:
         if _is_off(getattr(part, part.gate), fields[part.gate]):
             return
-        fields = {part.gate: fields[part.gate]}
+        if part.level != "supported":
+            fields = {part.gate: fields[part.gate]}
     for name, info in fields.items():
         value = getattr(part, name)
         level = extra(info).get("support")

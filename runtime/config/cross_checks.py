@@ -24,8 +24,7 @@ def show(value: Any) -> str:
 def cross(config: Config, report: ConfigReport) -> Config:
     """Report keys that do not go together; return the config without what has no meaning in it."""
     problems = report.problems
-    if config.fp16.enabled and config.bf16.enabled:
-        problems.append(("bf16.enabled", "fp16 and bf16 are both enabled, enable only one"))
+    _precision(config, report)
     if config.gradient_allreduce_op == "sum" and config.zero_optimization.stage == 3:
         problems.append(("gradient_allreduce_op", '"sum" is not allowed with ZeRO stage 3, expected "mean"'))
     grad = config.data_types.grad_accum_dtype
@@ -43,6 +42,33 @@ def cross(config: Config, report: ConfigReport) -> Config:
     config = _axes(config, report)
     _shard_groups(config, report)
     return _offload(config, report)
+
+
+def _precision(config: Config, report: ConfigReport) -> None:
+    """Report sections that each say how the model computes, and what of them nothing can do."""
+    switches = {
+        "fp16": config.fp16.enabled,
+        "bf16": config.bf16.enabled,
+        "torch_autocast": config.torch_autocast.enabled,
+        "amp": config.amp.enabled,
+    }
+    enabled = [name for name, is_on in switches.items() if is_on]
+    if len(enabled) > 1:
+        both = "both" if len(enabled) == 2 else "all"
+        why = f"{' and '.join(enabled)} are {both} enabled, enable only one"
+        report.problems.append((f"{enabled[1]}.enabled", why))
+    if config.torch_autocast.enabled and config.torch_autocast.lower_precision_safe_modules:
+        why = (
+            "no effect: gradients and parameters travel in fp32, so nothing is rounded on the way; "
+            "communication_data_type rounds the gradients of all modules"
+        )
+        report.warnings.append(("torch_autocast.lower_precision_safe_modules", why))
+    if config.amp.enabled and config.amp.opt_level in ("O2", "O3"):
+        why = (
+            f"{show(config.amp.opt_level)} asks for apex's fp16 parameters, which are the section fp16 here: "
+            'write "fp16": {"enabled": true} instead of amp (master weights are fp32 there, as in O2)'
+        )
+        report.problems.append(("amp.opt_level", why))
 
 
 def _axes(config: Config, report: ConfigReport) -> Config:

@@ -170,6 +170,13 @@ def _dtype(value: Any) -> str:
     return _DTYPES[name]
 
 
+def _low_dtype(value: Any) -> str:
+    name = value.lower().removeprefix("torch.") if isinstance(value, str) else ""
+    if _DTYPES.get(name, "fp32") == "fp32":
+        raise ValueError("one of bfloat16, float16 (or bf16, fp16)")
+    return _DTYPES[name]
+
+
 _LEVELS = ("debug", "info", "warning", "error", "critical")
 
 
@@ -208,6 +215,7 @@ Betas = Annotated[
 ]
 Stage = Annotated[Literal[0, 1, 2, 3], BeforeValidator(_stage)]
 Dtype = Annotated[Literal["fp16", "bf16", "fp32"], BeforeValidator(_dtype)]
+LowDtype = Annotated[Literal["fp16", "bf16"], BeforeValidator(_low_dtype)]
 LogLevel = Annotated[Literal["debug", "info", "warning", "error", "critical"], BeforeValidator(_log_level)]
 AutoInt = Annotated[
     Literal["auto"] | int,

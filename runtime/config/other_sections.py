@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+import math
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, WithJsonSchema
 
 from .field_types import (
     AutoInt,
@@ -12,12 +13,14 @@ from .field_types import (
     Bucket,
     Count,
     Dtype,
+    LowDtype,
     NonNegative,
     Positive,
     Power,
     Section,
     always,
     ok,
+    real,
 )
 from .unsupported import with_missing
 
@@ -54,6 +57,54 @@ class BF16(Section):
     """Add gradients to the fp32 buffer as soon as they are produced."""
     check_grad_overflow: Bool = ok(True, "check_overflow")
     """Skip a step whose gradients are not finite."""
+
+
+class TorchAutocast(Section):
+    """fp32 training under torch.autocast: each operation in the type that suits it."""
+
+    enabled: Bool = ok(False)
+    """Run each forward pass of the engine under torch.autocast; not together with fp16, bf16 or amp."""
+    dtype: LowDtype = ok("bf16")
+    """Type that operations such as matrix products compute in: bfloat16 or float16. Parameters, gradients
+    and what ranks exchange stay in fp32. float16 scales losses as torch.amp.GradScaler does: 65536 at first,
+    doubled after 2000 good steps, halved at each overflow; the keys of fp16 do not count."""
+    lower_precision_safe_modules: list[str] | None = ok(None)
+    """Classes whose parameters and gradients DeepSpeed rounds to dtype to exchange them. No effect: nothing
+    is rounded on the way (communication_data_type rounds gradients)."""
+
+
+def _amp_scale(value: Any) -> float | str | None:
+    if value is None or value == "dynamic":
+        return value  # type: ignore[no-any-return]
+    number = real(value)
+    if number is None or not 0 < number < math.inf:
+        raise ValueError('"dynamic" or a number above 0')
+    return float(number)
+
+
+AmpScale = Annotated[
+    Literal["dynamic"] | float | None,
+    BeforeValidator(_amp_scale),
+    WithJsonSchema(
+        {"anyOf": [{"const": "dynamic"}, {"type": "number", "exclusiveMinimum": 0}, {"type": "null"}]}
+    ),
+]
+
+
+@with_missing("amp")
+class AMP(Section):
+    """The arguments of NVIDIA's apex.amp.initialize; torch.autocast does what they ask for."""
+
+    gate: ClassVar[str] = "enabled"
+
+    enabled: Bool = ok(False)
+    """Train by opt_level, at any ZeRO stage; not together with fp16, bf16 or torch_autocast."""
+    opt_level: Literal["O0", "O1", "O2", "O3"] = ok("O1")
+    """O1: fp32 under torch.autocast to float16, with loss scaling; O0: plain fp32. O2 and O3 are refused."""
+    loss_scale: AmpScale = ok(None)
+    """"dynamic" or a fixed number; null is dynamic with O1, 1 with O0."""
+    min_loss_scale: Positive | None = ok(None)
+    """The dynamic scale never falls below this; null: 1."""
 
 
 @with_missing("data_types")

@@ -19,7 +19,16 @@ from .field_types import (
 )
 from .monitors import Comet, FileMonitor, WandB
 from .optimizers import OPTIMIZER_PARAMS, SCHEDULER_PARAMS, Optimizer, Scheduler
-from .other_sections import AIO, BF16, FP16, ActivationCheckpointing, CheckpointSection, DataTypes
+from .other_sections import (
+    AIO,
+    AMP,
+    BF16,
+    FP16,
+    ActivationCheckpointing,
+    CheckpointSection,
+    DataTypes,
+    TorchAutocast,
+)
 from .parallel import ExpertParallel, Parallel, Pipeline, TensorParallel
 from .profilers import CommsLoggerSection, FlopsProfilerSection
 from .unsupported import with_missing
@@ -73,6 +82,10 @@ class Config(Section):
     """Another name for parallel.data; null is "auto"."""
     dataloader_drop_last: Bool = ok(False)
     """Drop the last batch when it is not full."""
+    tf32: Bool | None = ok(None)
+    """Let fp32 products and convolutions on GPUs round their inputs to TF32 (true) or not (false), in the
+    whole process; null leaves what torch, the script or Hugging Face's TrainingArguments have set (zlaunch's
+    own key)."""
     log_level: LogLevel | None = ok(None)
     """Least level of the messages shown (debug, info, warning, error, critical), zlaunch's own and those of
     the DeepSpeed logger."""
@@ -91,6 +104,10 @@ class Config(Section):
     """fp16."""
     bf16: BF16 = section(BF16, "bfloat16")
     """bf16."""
+    torch_autocast: TorchAutocast = section(TorchAutocast)
+    """torch.autocast."""
+    amp: AMP = section(AMP)
+    """NVIDIA apex's arguments."""
     data_types: DataTypes = section(DataTypes)
     """Types."""
     aio: AIO = section(AIO)
@@ -115,6 +132,19 @@ class Config(Section):
     """Operations of each module."""
     comms_logger: CommsLoggerSection = section(CommsLoggerSection)
     """Log of collectives."""
+
+    @property
+    def autocast(self) -> tuple[Literal["fp16", "bf16"] | None, float, float]:
+        """Return what forward passes in fp32 cast to, None for nothing, by torch_autocast or amp; what losses
+        are multiplied with, 0 for a dynamic scale; and the least such.
+        """
+        dtype = self.torch_autocast.dtype if self.torch_autocast.enabled else None
+        if self.amp.enabled and self.amp.opt_level == "O1":
+            dtype = "fp16"
+        given = self.amp.loss_scale if self.amp.enabled else None
+        if given is None:
+            given = "dynamic" if dtype == "fp16" else 1.0
+        return dtype, 0.0 if given == "dynamic" else given, self.amp.min_loss_scale or 1.0
 
 
 def json_schema() -> Json:

@@ -7,7 +7,8 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -19,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..activation.checkpointing import checkpoint_blocks
 from ..errors import MemoryPlanError
+from ..precision.policy import dtype_named
 from ..zero.output_tensors import tensors_in
 from .model_sizes import ModelSizes, described
 from .transformer import Activations, transformer_activations
@@ -29,9 +31,23 @@ _DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
+AUTOCAST = {"bf16-autocast": "bfloat16", "fp16-autocast": "float16"}
+"""Maps names of ``zlaunch estimate --dtype`` to what torch.autocast computes in."""
 T = TypeVar("T")
 Shape = tuple[Sequence[int], torch.dtype | None]
 """Is an input's sizes and dtype; None stands for the compute dtype."""
+
+
+def computing_in(name: str) -> tuple[torch.dtype, Callable[[], AbstractContextManager[Any]]]:
+    """Return the dtype of a model's parameters and what makes the context of its forward pass, by a name of
+    ``zlaunch estimate --dtype``.
+    """
+    if name in AUTOCAST:
+        lower = dtype_named(AUTOCAST[name])
+        return torch.float32, partial(torch.autocast, "cpu", lower, cache_enabled=False)
+    dtype = dtype_named(name)
+    assert dtype is not None
+    return dtype, nullcontext
 
 
 def of_numbers(
@@ -47,20 +63,25 @@ def of_numbers(
 
 
 def of_module(
-    model: ModelSizes, sequence: int, micro_batch: int, dtype: torch.dtype, shape: str | None = None
+    model: ModelSizes,
+    sequence: int,
+    micro_batch: int,
+    dtype: torch.dtype,
+    shape: str | None = None,
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> Activations | None:
     """Measure a module's activations by running it on fake tensors; None where its inputs are not known.
 
     A language model gets ``input_ids`` and ``labels`` of ``micro_batch`` x ``sequence``. ``shape`` describes
-    the input of any other, such as ``8,3,224,224`` or ``8,128:int64``. Raises MemoryPlanError if it cannot be
-    run so.
+    the input of any other, such as ``8,3,224,224`` or ``8,128:int64``. ``around`` makes the context of the
+    forward pass. Raises MemoryPlanError if it cannot be run so.
     """
     if model.build is None or not (model.is_language_model or shape):
         return None
     inputs = None if shape is None else parse_shape(shape)
-    plain = _peak(model, sequence, micro_batch, dtype, inputs, checkpointed=False)
+    plain = _peak(model, sequence, micro_batch, dtype, inputs, around, checkpointed=False)
     assert plain is not None
-    less = _peak(model, sequence, micro_batch, dtype, inputs, checkpointed=True)
+    less = _peak(model, sequence, micro_batch, dtype, inputs, around, checkpointed=True)
     return Activations(plain, less, "a pass on fake tensors")
 
 
@@ -81,6 +102,7 @@ def _peak(
     micro_batch: int,
     dtype: torch.dtype,
     inputs: Shape | None,
+    around: Callable[[], AbstractContextManager[Any]],
     *,
     checkpointed: bool,
 ) -> int | None:
@@ -96,7 +118,9 @@ def _peak(
         tracker: Any = MemTracker()
         tracker.track_external(module)
         with tracker, _Workspaces():  # type: ignore[no-untyped-call]
-            loss_of(module, given).backward()  # type: ignore[no-untyped-call]  # torch's own is untyped
+            with around():
+                loss = loss_of(module, given)
+            loss.backward()  # type: ignore[no-untyped-call]  # torch's own is untyped
         return sum({id(x): x.nbytes for x in tensors_in(given)}.values()) + sum(
             int(nbytes)
             for of_device in tracker.get_tracker_snapshot("peak").values()

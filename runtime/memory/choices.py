@@ -9,6 +9,7 @@ from typing import Any
 
 from ..offload.manager import OffloadOptions, Tier
 from ..rank_mesh import MeshShape
+from .activations import AUTOCAST
 from .estimate import GIB, MemoryPlan, Setting, plan
 from .model_sizes import ModelSizes
 from .transformer import Activations
@@ -165,7 +166,10 @@ def config_text(chosen: Estimated, *, dtype: str, micro_batch: int, axes: MeshSh
         lines.append(f'"gradient_accumulation_steps": {axes.pipeline},  {fill}')
     if asked:
         lines.append(f'"parallel": {{{asked}}},  // as asked; the other ranks have other samples')
-    if dtype != "fp32":
+    if dtype in AUTOCAST:
+        section = f'"torch_autocast": {{"enabled": true, "dtype": "{AUTOCAST[dtype]}"}}'
+        lines.append(f"{section},  // products in 16 bits; parameters stay in fp32")
+    elif dtype != "fp32":
         lines.append(f'"{dtype}": {{"enabled": true}},  // half the memory and traffic of parameters')
     lines.append('"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},  // the learning rate is yours')
     zero = [f'"stage": {choice.stage}']

@@ -16,6 +16,7 @@ from ..errors import DiskError
 from ..memory.estimate import Setting
 from ..offload.disk_benchmark import probe
 from ..offload.manager import Offload
+from ..precision.policy import Precision
 from ..zero import placeholder
 from .step_reporter import StepCosts
 
@@ -25,9 +26,10 @@ _REPEATS = 3
 
 
 def measure_costs(
-    model: nn.Module, comm: Comm, setting: Setting, dtype: torch.dtype, offload: Offload | None
+    model: nn.Module, comm: Comm, setting: Setting, precision: Precision, offload: Offload | None
 ) -> StepCosts:
     """Return what a step of an engine costs, and what this rank can reach. Collective."""
+    dtype = precision.autocast or precision.dtype or torch.float32
     per_element = setting.dtype_bytes * (comm.world_size - 1) / comm.world_size
     return StepCosts(
         flops_per_token=_flops_per_token(model),

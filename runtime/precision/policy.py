@@ -1,7 +1,8 @@
-"""Chooses a compute dtype and a loss scaler from the config's fp16/bf16 sections."""
+"""Chooses from the config how a model computes: in fp16, bf16 or fp32, and under torch.autocast or not."""
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +41,16 @@ class Precision:
     cast_inputs: bool
     check_finite: bool
     """Tells whether to skip a step whose gradients are not finite."""
+    autocast: torch.dtype | None = None
+    """Names the dtype of torch.autocast in forward passes of the engine; None leaves the script's own."""
+
+    def around_forward(self, device: torch.device) -> AbstractContextManager[Any]:
+        """Return the context of a forward pass on a device."""
+        if self.autocast is None:
+            return nullcontext()
+        # The cache would hold copies of weights that stage 3 frees, and one made without gradients, by a
+        # reentrant checkpoint, would be used where gradients are needed.
+        return torch.autocast(device.type, self.autocast, cache_enabled=False)
 
 
 def choose_precision(config: Config) -> Precision:
@@ -58,7 +69,10 @@ def choose_precision(config: Config) -> Precision:
         return Precision(torch.float16, scaler, fp16.auto_cast, True)
     if config.bf16.enabled:
         return Precision(torch.bfloat16, LossScaler(), False, config.bf16.check_grad_overflow)
-    return Precision(None, LossScaler(), False, False)
+    name, scale, floor = config.autocast
+    # a dynamic scale has the numbers of torch.amp.GradScaler
+    scaler = LossScaler(scale) if scale else LossScaler(max(2.0**16, floor), True, 2000, floor, 1)
+    return Precision(None, scaler, False, scaler.used or name == "fp16", dtype_named(name))
 
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:

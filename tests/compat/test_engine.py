@@ -58,6 +58,9 @@ def _members() -> str:
     assert engine.get_batch_info() == (4 * engine.world_size, 2, 2)
     assert engine.dp_world_size == engine.world_size and engine.mp_world_size == 1
     assert engine.get_mom() == [(0.9, 0.999)] and engine.was_step_applied() is False
+    assert not engine.amp_enabled() and engine.amp_params() is False and not engine.torch_autocast_enabled()
+    assert engine.torch_autocast_dtype() is torch.bfloat16
+    assert engine.torch_autocast_lower_precision_safe_modules() is None
     with pytest.raises(AttributeError, match=r"timers is not in zlaunch: use wall_clock_breakdown"):
         engine.timers  # noqa: B018
     with pytest.raises(NotImplementedError, match="custom_load_fn"):
@@ -340,3 +343,20 @@ def _rest() -> str:
 
 def test_the_rest() -> None:
     assert run_workers(_rest, 2) == ["done"] * 2
+
+
+def test_getters_of_autocast(deepspeed: Any) -> None:
+    section = {"enabled": True, "dtype": "float16", "lower_precision_safe_modules": ["torch.nn.Linear"]}
+    plain = {key: value for key, value in GIVEN.items() if key not in ("fp16", "bf16")}
+    engine, *_ = deepspeed.initialize(model=net(), config={**plain, "torch_autocast": section})
+    assert engine.torch_autocast_enabled() and not engine.fp16_enabled() and not engine.amp_enabled()
+    assert engine.torch_autocast_dtype() is torch.float16
+    assert engine.torch_autocast_lower_precision_safe_modules() == ["torch.nn.Linear"]
+    assert engine.optimizer.dynamic_loss_scale and engine.optimizer.loss_scale == 65536.0
+    engine.destroy()
+    engine, *_ = deepspeed.initialize(
+        model=net(), config={**plain, "amp": {"enabled": True, "loss_scale": 8}}
+    )
+    assert engine.amp_enabled() and engine.amp_params() == {"loss_scale": 8}
+    assert not engine.torch_autocast_enabled() and engine.optimizer.loss_scale == 8.0
+    engine.destroy()

@@ -53,6 +53,46 @@ def test_16_bit_loss_falls(stage: int, section: str) -> None:
     engine.destroy()
 
 
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_autocast_equals_plain_torch_under_it(stage: int, kind: torch.dtype) -> None:
+    zlaunch.init_distributed()
+    plain = net().cuda()
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=3e-3, weight_decay=0.1)
+    scaler = torch.amp.GradScaler(enabled=kind is torch.float16)
+    section = {"torch_autocast": {"enabled": True, "dtype": str(kind)}}
+    extra: dict[str, Any] = {**section, "activation_checkpointing": {"enabled": True}}
+    engine, *_ = zlaunch.initialize(model=net(), config=config(stage, 4, **extra))
+    losses = []
+    for batch in batches(5, 4):
+        tokens = batch.cuda()
+        with torch.autocast("cuda", kind):
+            loss = loss_of(plain, tokens)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        mine = loss_of(engine, tokens)
+        engine.backward(mine)
+        engine.step()
+        losses.append((mine.item(), loss.item()))
+    assert all(abs(mine - wanted) < 1e-2 * wanted for mine, wanted in losses), losses
+    assert engine.skipped_steps == 0 and {p.dtype for p in engine.module.parameters()} == {torch.float32}
+    engine.destroy()
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_tf32_rounds_products_or_not(enabled: bool) -> None:
+    if torch.cuda.get_device_capability() < (8, 0):
+        pytest.skip("no TF32 before compute capability 8.0")
+    zlaunch.init_distributed()
+    engine, *_ = zlaunch.initialize(model=net(), config=config(0, 4, tf32=enabled))
+    a, b = torch.rand(2, 512, 512, dtype=torch.float64).cuda()
+    error = ((a.float() @ b.float()).double() / (a @ b) - 1).abs().max().item()
+    assert (error > 2e-5) == enabled, error
+    engine.destroy()
+
+
 def test_sharded_parameters_give_their_memory_back() -> None:
     zlaunch.init_distributed()
     engine, *_ = zlaunch.initialize(model=net(width=256, depth=8), config=config(3, 4))

@@ -67,6 +67,7 @@ def _install_cuda() -> None:
     cuda.set_device, cuda.current_device = lambda device: None, lambda: 0
     cuda.is_current_stream_capturing = lambda: False
     cuda.mem_get_info = lambda device=None: (FREE_BYTES, TOTAL_BYTES)
+    cuda.is_bf16_supported = lambda including_emulation=True: True
     cuda.get_device_name = lambda device=None: "a pretended GPU"
     cuda.memory_reserved = cuda.memory_allocated = cuda.max_memory_allocated = lambda device=None: allocated()
     cuda.get_rng_state = lambda device=None: torch.zeros(16, dtype=torch.uint8)

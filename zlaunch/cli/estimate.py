@@ -52,10 +52,10 @@ def _number(text: str) -> float:
 @click.option("--input", "shape", metavar="SHAPE", help="Input of MODEL: 8,3,224,224 or 8,128:int64.")
 @click.option(
     "--dtype",
-    type=click.Choice(["bf16", "fp16", "fp32"]),
+    type=click.Choice(["bf16", "fp16", "fp32", "bf16-autocast", "fp16-autocast"]),
     default="bf16",
     show_default=True,
-    help="What the model computes in.",
+    help="What the model computes in; autocast: fp32 under torch.autocast.",
 )
 @click.option(
     "--for",
@@ -129,17 +129,23 @@ def estimate(
     from zlaunch.runtime.errors import MemoryPlanError
     from zlaunch.runtime.log import set_level
     from zlaunch.runtime.memory import choices
-    from zlaunch.runtime.memory.activations import of_module, of_numbers, parse_shape
+    from zlaunch.runtime.memory.activations import (
+        AUTOCAST,
+        computing_in,
+        of_module,
+        of_numbers,
+        parse_shape,
+    )
     from zlaunch.runtime.memory.axes import of_one_rank
     from zlaunch.runtime.memory.estimate import GIB
     from zlaunch.runtime.memory.model_sizes import from_function, from_hugging_face, from_numbers
     from zlaunch.runtime.memory.operations import work_of_module
     from zlaunch.runtime.memory.simulate import step_time, work_of_numbers
-    from zlaunch.runtime.precision.policy import dtype_named
 
     set_level("error")  # what a model says while it is built belongs in no table
-    kind = dtype_named(dtype)
-    assert kind is not None
+    if dtype in AUTOCAST and params is not None:
+        raise click.UsageError(f"--dtype {dtype} needs a model: MODEL or --hf_config, not --params")
+    kind, around = computing_in(dtype)
     machines = choices.Machines(
         nodes=nodes,
         gpus=gpus,
@@ -159,7 +165,7 @@ def estimate(
                 text = f"zlaunch estimate: the model has {sizes.positions:,} positions, --seq is {seq:,}"
                 click.echo(text, err=True)
             own = of_one_rank(sizes, axes)
-            activations = of_module(own, own_seq, micro_batch, kind, shape)
+            activations = of_module(own, own_seq, micro_batch, kind, shape, around)
             if shape is not None:
                 micro_batch = parse_shape(shape)[0][0]
         work: Operations | None = None

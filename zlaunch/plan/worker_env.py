@@ -68,6 +68,8 @@ def _default_env(node: NodeSpec, *, single_node: bool) -> dict[str, str]:
         # each other's place on the device.
         env["NCCL_LAUNCH_ORDER_IMPLICIT"] = "1"
         # The memory of units is given back and taken again all the time, in sizes that differ.
+        # The newer name, PYTORCH_ALLOC_CONF, is unknown to torch 2.6, and in 2.9 this value has no effect
+        # under it.
         env["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     if single_node:
         # Gloo otherwise takes the address of the host name, which may not resolve to this machine.

@@ -28,7 +28,7 @@ _STEPS, _MISSED = 4, 4096
 """Limits the steps that are looked at, and the bytes of a step that a record may lack."""
 
 
-def peaks(name: str, half: bool, settings: Sequence[Setting]) -> dict[Setting, int]:
+def peaks(name: str, half: bool | str, settings: Sequence[Setting]) -> dict[Setting, int]:
     """Return the peak of a model's step in this worker for each setting, in bytes of tensors."""
     zlaunch.init_distributed()
     setattr(dist.Work, "wait", _wait_until_released(dist.Work.wait))  # noqa: B010 - a method
@@ -46,24 +46,25 @@ def _live_bytes() -> int:
     return sum(storages.values())
 
 
-def _given(kind: Kind, half: bool) -> Any:
+def _given(kind: Kind, half: bool | str) -> Any:
     if kind.config:
         ids = torch.randint(0, VOCAB, (kind.samples, TOKENS))
         return {"input_ids": ids, "labels": ids}
     sizes, dtype = parse_shape(kind.shape)
     if dtype is torch.int64:
         return torch.randint(0, VOCAB, list(sizes))
-    return torch.randn(list(sizes), dtype=torch.bfloat16 if half else torch.float32)
+    return torch.randn(list(sizes), dtype=torch.bfloat16 if half is True else torch.float32)
 
 
-def _peak(kind: Kind, stage: int, checkpointed: bool, half: bool) -> int:
+def _peak(kind: Kind, stage: int, checkpointed: bool, half: bool | str) -> int:
     before = _live_bytes()
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
         "activation_checkpointing": {"enabled": checkpointed},
-        "bf16": {"enabled": half},
+        "bf16": {"enabled": half is True},
+        "torch_autocast": {"enabled": half == "autocast"},
     }
     engine, *_ = zlaunch.initialize(model=builder(kind)(), config=config)
     given = _given(kind, half)

@@ -9,20 +9,19 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.runtime.memory.measured import ENV, HALF, SETTINGS, WORLD, Setting, peaks
 from tests.runtime.memory.models import HERE, KINDS, TOKENS, builder
 from tests.runtime.workers import run_workers
 from zlaunch.runtime.errors import MemoryPlanError
-from zlaunch.runtime.memory.activations import of_module
+from zlaunch.runtime.memory.activations import computing_in, of_module
 from zlaunch.runtime.memory.choices import CONTEXT_BYTES, Estimated, Machines, compare, fastest_that_fits
 from zlaunch.runtime.memory.model_sizes import ModelSizes, from_function, from_hugging_face
 from zlaunch.runtime.offload.manager import Tier
 
 QUICK = [("mlp", False), ("llama", True)]
 IN_BF16 = ("mlp", "mixtral", "gpt2", "conv_net", "encoder")
-HALVES = [(name, True) for name in IN_BF16]
+HALVES = [*((name, True) for name in IN_BF16), ("mlp", "autocast"), ("llama", "autocast")]
 MORE = [(name, False) for name in KINDS if name not in (*IN_BF16, "lstm")]
 CAPS, FITTING = 200, ("llama", "bert", "mlp", "t5")
 
@@ -35,11 +34,12 @@ def sizes(name: str, folder: Path) -> ModelSizes:
     return from_hugging_face(str(folder))
 
 
-def estimates(name: str, half: bool, folder: Path) -> list[Estimated]:
+def estimates(name: str, half: bool | str, folder: Path) -> list[Estimated]:
     """Return what is estimated without offload, the fastest first."""
-    dtype, kind = torch.bfloat16 if half else torch.float32, KINDS[name]
+    words = {True: "bf16", False: "fp32", "autocast": "bf16-autocast"}
+    (dtype, around), kind = computing_in(words[half]), KINDS[name]
     model = sizes(name, folder)
-    activations = of_module(model, TOKENS, kind.samples, dtype, kind.shape or None)
+    activations = of_module(model, TOKENS, kind.samples, dtype, kind.shape or None, around)
     assert activations is not None
     machines = Machines(nodes=1, gpus=WORLD, gpu_bytes=None, host_bytes=None)
     found = compare(model, machines, activations, dtype_bytes=dtype.itemsize)
@@ -47,7 +47,7 @@ def estimates(name: str, half: bool, folder: Path) -> list[Estimated]:
 
 
 @cache
-def measured(name: str, half: bool) -> dict[Setting, int]:
+def measured(name: str, half: bool | str) -> dict[Setting, int]:
     """Return what the rank that takes most takes, in some settings or all."""
     every = name in FITTING or (name, half) in QUICK
     ranks = run_workers(peaks, WORLD, name, half, SETTINGS if every else HALF, env=ENV)
@@ -62,13 +62,15 @@ def key(each: Estimated) -> Setting:
     ("name", "half"),
     [*QUICK, *(pytest.param(*each, marks=pytest.mark.exhaustive) for each in [*MORE, *HALVES])],
 )
-def test_the_estimate_is_what_a_step_takes(name: str, half: bool, tmp_path: Path) -> None:
+def test_the_estimate_is_what_a_step_takes(name: str, half: bool | str, tmp_path: Path) -> None:
     found = {key(each): each.device for each in estimates(name, half, tmp_path)}
     assert set(found) == set(SETTINGS) and len(measured(name, half)) >= len(HALF)
     real = measured(name, half)
     ratios = {each: found[each] / real[each] for each in real}
     print(name, half, {each: round(ratio, 3) for each, ratio in ratios.items()})
-    assert not {each: ratio for each, ratio in ratios.items() if not 0.9 <= ratio <= 1.1}
+    # under autocast more is freed with a block's activations than is assumed: copies of its weights
+    most = 1.15 if half == "autocast" else 1.1
+    assert not {each: ratio for each, ratio in ratios.items() if not 0.9 <= ratio <= most}
 
 
 @pytest.mark.exhaustive

@@ -53,6 +53,28 @@ def call(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+def test_autocast(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Parameters are fp32; activations are in 16 bits, but the graph keeps copies of weights as well."""
+    (tmp_path / "net_under_autocast.py").write_text(MODEL)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(log, "_least", log._least)  # the command makes the runtime quiet
+    target = ["estimate", "net_under_autocast.py:Net", "--input", "4096,64", "--gpu_mem", "8"]
+    rows = {}
+    for dtype in ("fp32", "bf16", "bf16-autocast"):
+        assert main([*target, "--dtype", dtype, "--json"]) == 0
+        rows[dtype] = json.loads(capsys.readouterr().out)[0]["gpu"]
+    assert rows["fp32"]["parameters"] == rows["bf16-autocast"]["parameters"] != rows["bf16"]["parameters"]
+    low, mixed, high = (rows[each]["activations"] for each in ("bf16", "bf16-autocast", "fp32"))
+    assert low < mixed < high
+    assert main([*target, "--dtype", "fp16-autocast", "--for", "fits"]) == 0
+    assert '"torch_autocast": {"enabled": true, "dtype": "float16"}' in capsys.readouterr().out
+    assert main(["estimate", *BIG, "--dtype", "bf16-autocast"]) == 2
+    assert "needs a model: MODEL or --hf_config" in capsys.readouterr().err
+
+
 def test_the_command(tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text(MODEL)
     target = ["model.py:Net", "--input", "32,64", "--gpus", "2", "--dtype", "fp32"]

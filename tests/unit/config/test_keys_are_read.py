@@ -24,6 +24,10 @@ SETTLED_INSIDE = {
     "zero_optimization.cpu_offload": "rewritten as offload_optimizer",
     "zero_optimization.cpu_offload_param": "rewritten as offload_param",
     "data_types.grad_accum_dtype": "only fp32 passes the check",
+    "torch_autocast.enabled": "read through autocast",
+    "torch_autocast.lower_precision_safe_modules": "nothing is rounded on the way",
+    "amp.loss_scale": "read through autocast",
+    "amp.min_loss_scale": "read through autocast",
     "data_types.param_dtype": "only the training type passes the check",
     "parallel.data": "read through mesh_shape",
     "parallel.tensor": "read through tensor_size",
@@ -165,7 +169,7 @@ def fields(
         own = extra(info).get("support")
         if inner and not own:
             yield from fields(level, inner, here)
-        elif (own or model.level) == level and model.gate in ("", name):
+        elif (own or model.level) == level and (model.level == "supported" or model.gate in ("", name)):
             yield here, model, info
 
 

@@ -274,8 +274,7 @@ def test_warned(source: dict[str, Any], path: str) -> None:
         ({"bf16": {"bf16_optimizer_states": True}}, "bf16.bf16_optimizer_states"),
         ({"data_types": {"grad_accum_dtype": "bf16"}}, "data_types.grad_accum_dtype"),
         ({"elasticity": {"enabled": True}}, "elasticity.enabled"),
-        ({"amp": {"enabled": True, "opt_level": "O1"}}, "amp.enabled"),
-        ({"torch_autocast": {"enabled": True}}, "torch_autocast.enabled"),
+        ({"amp": {"enabled": True, "max_loss_scale": 2.0}}, "amp.max_loss_scale"),
         ({"checkpoint": {"load_universal": True}}, "checkpoint.load_universal"),
         ({"compression_training": {"x": 1}}, "compression_training"),
         ({"optimizer": {"type": "OneBitAdam"}}, "optimizer.type"),
@@ -302,7 +301,8 @@ def test_refused(source: dict[str, Any], path: str) -> None:
             }
         },
         {
-            "amp": {"enabled": False, "opt_level": "O1"},
+            "amp": {"enabled": False, "opt_level": "O2", "num_losses": 2},
+            "torch_autocast": {"enabled": False, "lower_precision_safe_modules": ["torch.nn.Linear"]},
             "wandb": {"enabled": False, "team": "x"},
             "fp16": None,
         },

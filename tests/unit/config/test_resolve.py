@@ -239,13 +239,13 @@ def test_unchecked_values_keep_their_source() -> None:
         {
             "train_batch_size": 1,
             "optimizer": {"type": "RMSprop", "params": {"lr": "auto", "alpha": 0.9, "foo": "auto"}},
-            "amp": {"enabled": False, "nested": {"a": 1}},
+            "curriculum_learning": {"enabled": False, "nested": {"a": 1}},
         }
     )
     effective = resolve(loaded, world_size=1)
     assert effective.config.optimizer is not None
     assert effective.config.optimizer.params == {"alpha": 0.9, "lr": 1e-2}
-    assert effective.sources["amp.nested.a"] == "<dict>"
+    assert effective.sources["curriculum_learning.nested.a"] == "<dict>"
     assert effective.sources["optimizer.params.alpha"] == "<dict>"
     assert effective.sources["optimizer.params.lr"].startswith("auto: torch's default")
 

@@ -177,7 +177,7 @@ def test_old_spellings_of_offload() -> None:
         ({"fp16": {"max_train_batch_size": 1}}, "fp16.max_train_batch_size: {}, it belongs in elasticity or "
          "autotuning"),
         ({"enabled": True}, "enabled: {}, it belongs in a section, such as fp16, bf16, "
-         "activation_checkpointing"),
+         "torch_autocast"),
         ({"zero_optimization": {"offload_optimizer": {"buffer_size": 1}}}, "zero_optimization."
          "offload_optimizer.buffer_size: {}, it belongs in zero_optimization.offload_param"),
     ],

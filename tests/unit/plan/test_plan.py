@@ -72,6 +72,11 @@ def test_the_users_allocator_settings_win_under_either_name(name: str) -> None:
         assert found.nodes[0].workers[0].env.get("PYTORCH_CUDA_ALLOC_CONF") != "expandable_segments:True"
 
 
+def test_cpu_workers_get_no_allocator_settings() -> None:
+    env = plan(NodeSpec("localhost", workers=2, cores=2)).nodes[0].workers[0].env
+    assert not {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"} & set(env)
+
+
 def test_unequal_gpu_nodes() -> None:
     nodes = plan(NodeSpec("a", 1, 4, devices=("3",)), NodeSpec("b", 2, 4, devices=("0", "2"))).nodes
     workers = [worker for node in nodes for worker in node.workers]

@@ -5,8 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
+from zlaunch.runtime.precision.policy import dtype_named
+
 _PATHS = {
     "aio_config": "aio",
+    "amp_enabled": "amp.enabled",
     "bf16_master_weights_and_gradients": "bf16.bf16_master_weights_and_grads",
     "bf16_optimizer_states": "bf16.bf16_optimizer_states",
     "bfloat16_enabled": "bf16.enabled",
@@ -25,6 +30,8 @@ _PATHS = {
     "scheduler_name": "scheduler.type",
     "scheduler_params": "scheduler.params",
     "steps_per_print": "steps_per_print",
+    "torch_autocast_enabled": "torch_autocast.enabled",
+    "torch_autocast_lower_precision_safe_modules": "torch_autocast.lower_precision_safe_modules",
     "use_node_local_storage": "checkpoint.use_node_local_storage",
     "wall_clock_breakdown": "wall_clock_breakdown",
     "zero_allgather_bucket_size": "zero_optimization.allgather_bucket_size",
@@ -77,6 +84,7 @@ class ConfigGetters:
     """Mixin of the engine."""
 
     effective_config: Any
+    config: Any
 
     def zero_optimization(self) -> bool:
         """Tell whether any ZeRO stage is on."""
@@ -116,6 +124,15 @@ class ConfigGetters:
     def postscale_gradients(self) -> bool:
         """Tell whether gradients are divided after the reduction."""
         return not self.effective_config.prescale_gradients
+
+    def amp_params(self) -> dict[str, Any] | bool:
+        """Return the arguments for apex that the config has; False without the section."""
+        given = self.config.get("amp")
+        return {k: v for k, v in given.items() if k != "enabled"} if isinstance(given, dict) else False
+
+    def torch_autocast_dtype(self) -> torch.dtype | None:
+        """Return the dtype of torch.autocast, as a torch dtype."""
+        return dtype_named(self.effective_config.torch_autocast.dtype)
 
     def dynamic_loss_scale(self) -> bool:
         """Tell whether this is fp16 with a scale that adapts."""
