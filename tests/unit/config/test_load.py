@@ -277,7 +277,7 @@ def test_warned(source: dict[str, Any], path: str) -> None:
         ({"amp": {"enabled": True, "max_loss_scale": 2.0}}, "amp.max_loss_scale"),
         ({"checkpoint": {"load_universal": True}}, "checkpoint.load_universal"),
         ({"compression_training": {"x": 1}}, "compression_training"),
-        ({"optimizer": {"type": "OneBitAdam"}}, "optimizer.type"),
+        ({"optimizer": {"type": "MuAdam"}}, "optimizer.type"),
         (
             {"optimizer": {"type": "Adam", "params": {"fp32_optimizer_states": False}}},
             "optimizer.params.fp32_optimizer_states",

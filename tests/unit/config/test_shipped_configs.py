@@ -10,7 +10,6 @@ FILES = {path.stem: path for path in sorted((Path(__file__).parents[2] / "data" 
 REFUSED = {
     "accelerate_msamp": ("msamp.enabled", "MS-AMP"),
     "deepspeed_chat_hybrid_engine": ("hybrid_engine.enabled", "Hybrid engine"),
-    "examples_bert_onebit_adam": ("optimizer.type", '"OneBitAdam"'),
     "examples_compression": ("compression_training", "compression"),
     "examples_curriculum": ("curriculum_learning.enabled", "Curriculum learning"),
     "examples_elastic": ("elasticity.enabled", "Elastic batch sizes"),
