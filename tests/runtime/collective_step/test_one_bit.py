@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
+import zlaunch
 from tests.runtime.collective_step.models import (
     data,
     error,
@@ -21,6 +23,8 @@ from tests.runtime.collective_step.models import (
 )
 from tests.runtime.collective_step.one_bit_reference import ReferenceOneBit
 from tests.runtime.workers import join, run_workers
+from zlaunch.optim import OneBitAdam, OneBitLamb
+from zlaunch.runtime.collective_step.sign_exchange import BYTES
 
 KINDS: dict[str, dict[str, Any]] = {
     "OneBitAdam": {"lr": 3e-3, "weight_decay": 0.1, "eps": 1e-4, "freeze_step": 6},
@@ -76,3 +80,169 @@ def _train(folder: str, kind: str) -> dict[str, float]:
 def test_every_stage_and_offload_equals_the_paper(kind: str, world: int, tmp_path: Path) -> None:
     for found in run_workers(_train, world, str(tmp_path), kind):
         assert {name: each for name, each in found.items() if not each <= TOLERANCE} == {}
+
+
+def _save(folder: str, kind: str) -> None:
+    join()
+    for stage, name, steps in ((0, "", 10), (3, "", 10), (1, "nvme", 10), (2, "", 4)):
+        zero = section(stage, **offloads(folder)[name])
+        engine = make_engine(None, zero, {"type": kind, "params": KINDS[kind]})
+        train(engine, data()[:steps])
+        engine.save_checkpoint(f"{folder}/saved", tag=f"{stage}{name}")
+        engine.destroy()
+
+
+def _resume(folder: str, kind: str, before: int) -> dict[str, float]:
+    """Errors of compression begin anew, and the first step is dense: the averaged gradient is there."""
+    rank = join()
+    found = {}
+    for tag, stage, name, steps in (
+        ("0", 3, "", 10),
+        ("3", 0, "", 10),
+        ("1nvme", 2, "", 10),
+        ("2", 1, "host", 4),
+    ):
+        zero = section(stage, **offloads(folder)[name])
+        engine = make_engine(None, zero, {"type": kind, "params": KINDS[kind]})
+        if tag == "3":  # this one has been in a later phase before: what it has kept is not to count
+            train(engine, data()[:13])
+        engine.load_checkpoint(f"{folder}/saved", tag=tag)
+        plain = odd()
+        reference = reference_of(engine, kind, plain)
+        others = torch.load(f"{folder}/layouts{tag}.pt", weights_only=True)
+        first = ReferenceOneBit(plain, others, before, **reference.o)
+        train_reference(first, plain, data()[:steps])
+        for key in ("m", "v", "fresh", "coefficient", "factor", "t", "interval", "counter"):
+            setattr(reference, key, getattr(first, key))
+        reference.dense_next = not (tag == "3" and engine._reducer.local)
+        train_reference(reference, plain, data()[steps:])
+        train(engine, data()[steps:])
+        found[f"{tag} {rank}"] = error(engine, plain)
+        engine.destroy()
+    return found
+
+
+def _write_layouts(folder: str, kind: str) -> None:
+    """The units of the saving world, which the reference needs."""
+    join()
+    for tag, stage, name in (("0", 0, ""), ("3", 3, ""), ("1nvme", 1, "nvme"), ("2", 2, "")):
+        zero = section(stage, **offloads(folder)[name])
+        engine = make_engine(None, zero, {"type": kind, "params": KINDS[kind]})
+        if engine.global_rank == 0:
+            torch.save(layouts_of(engine), f"{folder}/layouts{tag}.pt")
+        engine.destroy()
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (3, 2)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_runs_resume_in_another_world(kind: str, before: int, after: int, tmp_path: Path) -> None:
+    run_workers(_write_layouts, before, str(tmp_path), kind)
+    run_workers(_save, before, str(tmp_path), kind)
+    for found in run_workers(_resume, after, str(tmp_path), kind, before):
+        assert {name: each for name, each in found.items() if not each <= TOLERANCE} == {}
+
+
+def _bytes() -> dict[int, tuple[int, int, int]]:
+    """Bytes of gradients (dense), of signs, and the parameters, at each stage."""
+    join()
+    found = {}
+    for stage in (0, 1, 2, 3):
+        model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(4)))
+        given = {
+            "train_micro_batch_size_per_gpu": 1,
+            "zero_optimization": section(stage, reduce_bucket_size=10**6),
+            "optimizer": {"type": "OneBitAdam", "params": {"freeze_step": 2}},
+        }
+        engine, *_ = zlaunch.initialize(model=model, config=given)
+        comm = engine._sharded.comm
+        counts = []
+        for _ in range(4):
+            before = comm.moved["all_reduce"] + comm.moved["reduce_scatter"], comm.moved[BYTES]
+            engine.backward(engine(torch.randn(1, 256)).square().mean())
+            engine.step()
+            after = comm.moved["all_reduce"] + comm.moved["reduce_scatter"], comm.moved[BYTES]
+            counts.append((4 * (after[0] - before[0]), after[1] - before[1]))
+        assert counts[0] == counts[1] and counts[0][1] == 0 and counts[3][0] == 0
+        numel = sum(unit.numel for unit in engine._sharded.units)
+        found[stage] = counts[0][0], counts[3][1], numel
+        engine.destroy()
+    return found
+
+
+def test_signs_are_a_thirtieth_of_the_bytes() -> None:
+    """Counted by the rules of Comm.moved: a reduction and a gather of n elements, n each."""
+    for found in run_workers(_bytes, 2):
+        for stage, (dense, signs, numel) in found.items():
+            assert signs == 2 * (numel // 8 + numel // 256 * 4), stage
+            assert dense == numel * (8 if stage == 0 else 4), stage
+            assert signs * 5 <= dense, stage
+
+
+def _rims() -> dict[str, Any]:
+    """Overflows, accumulation, no_sync and clipping after the warm-up."""
+    rank = join()
+    found: dict[str, Any] = {}
+    given: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 3,
+        "gradient_clipping": 0.1,
+        "optimizer": {"type": "OneBitAdam", "params": {**KINDS["OneBitAdam"], "freeze_step": 3}},
+    }
+    for stage in (0, 1, 2, 3):
+        engine, *_ = zlaunch.initialize(model=odd(), config={**given, "zero_optimization": section(stage)})
+        train(engine, data()[:8])
+        state = {name: value.clone() for name, value in engine.module.state_dict().items()}
+        found[str(stage)] = state, engine.get_global_grad_norm()
+        engine.destroy()
+    narrow = {**given, "fp16": {"enabled": True, "initial_scale_power": 8}, "zero_optimization": section(1)}
+    engine, *_ = zlaunch.initialize(model=odd().float(), config=narrow)
+    train(engine, data()[:6])
+    before = {name: value.clone() for name, value in engine.module.state_dict().items()}
+    for _ in range(3):
+        # only one rank's gradients overflow: every rank has to skip
+        engine.backward(loss_of(engine, data()[0].chunk(2)[rank][:1]) * (1e30 if rank == 1 else 1.0))
+        engine.step()
+    after = engine.module.state_dict()
+    found["skipped"] = engine.overflow, all(torch.equal(before[name], after[name]) for name in before)
+    engine.destroy()
+    return found
+
+
+def test_accumulation_clipping_and_overflows() -> None:
+    first, *_ = results = run_workers(_rims, 2)
+    for found in results:
+        assert found["skipped"] == (True, True)
+        norms = [found[stage][1] for stage in "0123"]
+        assert all(0.1 < norm < 100 for norm in norms), "clipped"
+        for stage in "12":  # the units of stage 3 are others, and with them the blocks that share a scale
+            assert norms[int(stage)] == pytest.approx(norms[0], rel=1e-9)
+            for name, value in first["0"][0].items():
+                torch.testing.assert_close(found[stage][0][name], value, rtol=1e-9, atol=1e-12)
+
+
+def test_what_is_not_possible_is_refused(tmp_path: Path) -> None:
+    weight = [torch.nn.Parameter(torch.zeros(2, 2))]
+    with pytest.raises(ValueError, match="OneBitAdam: freeze_step 0"):
+        OneBitAdam(weight, freeze_step=0)
+    with pytest.raises(ValueError, match="OneBitLamb: coeff"):
+        OneBitLamb(weight, factor_min=5.0)
+    with pytest.raises(zlaunch.OptimizerError, match=r"give it to zlaunch\.initialize"):
+        OneBitAdam(weight).step()
+    assert run_workers(_refused, 2) == [None, None]
+
+
+def _refused() -> None:
+    join()
+    groups: Any = lambda model: OneBitAdam(  # noqa: E731
+        [{"params": [p], "betas": (0.9, 0.9 + i / 1000)} for i, p in enumerate(model.parameters())]
+    )
+    with pytest.raises(zlaunch.OptimizerError, match="same betas in all groups"):
+        make_engine(groups, section(1))
+    with pytest.raises(zlaunch.OptimizerError, match="mics_shard_size"):
+        make_engine(one_bit_adam_of, section(3, mics_shard_size=1))
+    with pytest.raises(zlaunch.ConfigError, match="local_step_clipper"):
+        make_engine(None, section(1), {"type": "ZeroOneAdam", "params": {"local_step_clipper": 16}})
+
+
+def one_bit_adam_of(model: Any) -> OneBitAdam:
+    return OneBitAdam(model.parameters())
