@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zlaunch.cuda_ops import loader
+from zlaunch.cuda_ops import loader, signs
 from zlaunch.cuda_ops.arguments import AdamArgs
 from zlaunch.cuda_ops.norm import prepare_step, sum_of_squares, sums_of_squares
 from zlaunch.cuda_ops.quantize import dequantize, packed_bytes, quantize, quantize_with_error
@@ -40,6 +40,7 @@ def cases(numel: int) -> dict[str, Case]:
         torch.zeros(packed_bytes(numel, bits=bits), dtype=torch.uint8, device=device) for bits in (8, 4)
     )
     error = torch.zeros_like(grad)
+    bits = torch.zeros(signs.packed_bytes(numel), dtype=torch.uint8, device=device)
 
     def ours() -> None:
         args = AdamArgs(lr=lr, multiplier=multiplier, found_inf=found_inf, decoupled=True, **ADAMW)
@@ -63,6 +64,8 @@ def cases(numel: int) -> dict[str, Case]:
         ),
         "dequantize, 8 bits": (3, lambda: dequantize(eight, out, bits=8)),
         "dequantize, 4 bits": (2.5, lambda: dequantize(four, out, bits=4)),
+        "signs, with error": (8.125, lambda: signs.compress(wide, bits)),
+        "signs back": (4.125, lambda: signs.expand(bits.unsqueeze(0), wide)),
         "prepare": (0, lambda: prepare_step(torch.ones((), device=device), divisor=multiplier, clip=1.0)),
     }
 

@@ -39,6 +39,7 @@ def calls(device: str) -> int:
     """Call each kernel in each of its variants on small tensors; return how many comparisons were made."""
     from tests.unit.cuda_ops import test_kernels_math as math
     from tests.unit.cuda_ops.test_quantize import compare_quantize
+    from tests.unit.cuda_ops.test_signs import compare_signs
     from zlaunch.cuda_ops import loader
 
     loader.set_mode("torch" if device == "cpu" else "cupy")
@@ -54,10 +55,12 @@ def calls(device: str) -> int:
     for dtype, bits, offset in itertools.product(math.FLOATS, (8, 4), (0, 3)):
         compare_quantize(device, dtype, bits, 96, 2051, offset=offset)
         made += 1
+    compare_signs(device, 20 * 256)
+    compare_signs(device, 16 * 256, offset=3)
     math.compare_norms(device, SIZES)
     math.compare_prepare(device)
     math.compare_loss_scale(device, 0)
-    return made + 3
+    return made + 5
 
 
 def under(program: str, tool: str) -> dict[str, object]:

@@ -125,6 +125,21 @@ def zero(stage: int, micro_batch: int, **more: object) -> Callable[[Size, torch.
     return build
 
 
+def one_bit(stage: int, micro_batch: int) -> Callable[[Size, torch.device], Step]:
+    """This project's engine with 1-bit Adam, whose variance is frozen from the second step on."""
+
+    def build(size: Size, device: torch.device) -> Step:
+        import zlaunch
+
+        config = _config(stage, micro_batch)
+        optimizer: Any = config["optimizer"]
+        frozen = {"type": "OneBitAdam", "params": {**optimizer["params"], "freeze_step": 1}}
+        engine, *_ = zlaunch.initialize(model=_model(size, device), config={**config, "optimizer": frozen})
+        return _engine_step(engine)
+
+    return build
+
+
 def deepspeed(stage: int, micro_batch: int, **more: object) -> Callable[[Size, torch.device], Step]:
     """The real DeepSpeed, with torch's fused AdamW so that only the runtime differs."""
 
@@ -145,6 +160,7 @@ def available(micro_batch: int, peers: bool) -> dict[str, Callable[[Size, torch.
     systems: dict[str, Callable[[Size, torch.device], Step]] = {
         f"stage {stage}": zero(stage, micro_batch) for stage in range(4)
     }
+    systems |= {f"1-bit {stage}": one_bit(stage, micro_batch) for stage in range(4)}
     node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if node > 1:
         systems |= {

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..comm.collectives import Comm
+from ..optim.sharded_optimizer import to_device
 from ..optim.update_rule import State, UpdateRule
 from ..zero.store import TileView, squares_of
 from ..zero.unit import Unit
@@ -191,8 +192,8 @@ class Norms:
         squares = squares_of([*values, *changes])
         found = torch.stack(squares).view(2, -1).T.to(self._sums.device)
         # each of the ranks that keep a part adds it
-        copies = torch.tensor([part.unit.copies for part in parts], device=found.device)
-        rows = torch.tensor([self._row(part) for part in parts], device=found.device)
+        numbers = torch.tensor([(self._row(part), part.unit.copies) for part in parts])
+        rows, copies = to_device(numbers, found.device).unbind(1)
         self._sums.index_add_(0, rows, found / copies.unsqueeze(1))
 
     def _row(self, part: ParameterPart) -> int:

@@ -183,7 +183,8 @@ class MuonStep(CollectiveStep):
                 buffers = [part.states(view, state, _BUFFER)["momentum_buffer"] for part in own]
                 grads = gradients(own, view, float(rule.divisor))
                 found += zip(own, directions(buffers, grads, groups[index]), strict=True)
-            sent |= {part: change.to(self.comm.device, torch.bfloat16) for part, change in found}
+            for part, change in found:
+                sent[part] = change.to(self.comm.device, torch.bfloat16)
             if not found:
                 self.publish(tile, view)
 

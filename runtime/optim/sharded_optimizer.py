@@ -249,7 +249,7 @@ class ShardedOptimizer:
             if squares := self._squares(copies):
                 total = total + torch.stack(squares).sum() / copies
         flags = [float(preemption.requested()), *map(float, used), *self._comm.order.marks()]
-        mine = _to_device(torch.tensor(flags, dtype=torch.float64), device)
+        mine = to_device(torch.tensor(flags, dtype=torch.float64), device)
         return self._comm.all_reduce_scalars(torch.cat([total.reshape(1), mine]))
 
     def _squares(self, copies: int) -> list[Tensor]:
@@ -308,10 +308,10 @@ def _all_on(numbers: list[Tensor], device: torch.device) -> list[Tensor]:
     away = [number for number in numbers if number.device.type != device.type]
     if not away:
         return numbers
-    moved = iter(_to_device(torch.stack(away), device).unbind())
+    moved = iter(to_device(torch.stack(away), device).unbind())
     return [number if number.device.type == device.type else next(moved) for number in numbers]
 
 
-def _to_device(tensor: Tensor, device: torch.device) -> Tensor:
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Return a small tensor's copy that the host does not wait for."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

@@ -25,6 +25,7 @@ from tests.unit.cuda_ops.test_kernels_math import (
     sgd,
 )
 from tests.unit.cuda_ops.test_quantize import BITS, BLOCKS, buffer, compare_quantize
+from tests.unit.cuda_ops.test_signs import compare_signs
 from zlaunch.cuda_ops import loader
 from zlaunch.cuda_ops.loss_scale import LossScaleState, update_loss_scale
 from zlaunch.cuda_ops.norm import prepare_step, sum_of_squares, sums_of_squares
@@ -83,6 +84,12 @@ def test_quantize(dtype: torch.dtype, bits: int, block: int) -> None:
     compare_quantize("cuda", dtype, bits, block, 7000)
     compare_quantize("cuda", dtype, bits, block, 2048, offset=3)
     compare_quantize("cuda", dtype, bits, block, LARGE)
+
+
+def test_signs() -> None:
+    compare_signs("cuda", 20 * 256)
+    compare_signs("cuda", 16 * 256, offset=3)
+    compare_signs("cuda", 256 * 20_000)
 
 
 def test_quantize_float64_by_torch() -> None:

@@ -44,6 +44,7 @@ BEFORE = "Event.synchronize in step_result._read < step_result.differs"
 NORM = "tolist in sharded_optimizer._step_by_host < sharded_optimizer.step"
 ORDER = "aten::_local_scalar_dense in sharded_optimizer._step_by_host < sharded_optimizer.step"
 """Stands for NORM with several ranks: whether they agree is read first."""
+NORMS = "tolist in lamb.totals < lamb.run"
 METRICS = "Event.synchronize in host_copy.read < monitor.read"
 """At a step's end, for the numbers of the step before."""
 REPORT = "Event.synchronize in host_copy.read < step_reporter.flush"
@@ -60,6 +61,15 @@ ROUTING = (
 )
 """Where the host has to know how many tokens go where."""
 SUM_ON_DISK = "Event.synchronize in transfer.wait < disk_store._add_to_tile"
+
+
+def _up(where: str) -> str:
+    """Steps that ranks make together move little between host and device, and wait for it."""
+    return f"blocking copy up in {where}"
+
+
+def _down(where: str) -> str:
+    return f"blocking copy down in {where}"
 
 
 @dataclass(frozen=True)
@@ -86,7 +96,8 @@ class Case:
     @property
     def waits(self) -> set[str]:
         """Return how the training thread waits for the device in a step, once things have settled."""
-        if self.zero.keys() & {"offload_optimizer", "offload_param"}:  # the CPU's step needs the norm
+        # the CPU's step needs the norm, and so does one that ranks make together
+        if self.zero.keys() & {"offload_optimizer", "offload_param"} or "optimizer" in self.options:
             return {ORDER if self.world > 1 else NORM, *self.more_waits}
         return {*([BEFORE] if self.options.keys() & {"bf16", "fp16"} else []), *self.more_waits}
 
@@ -193,6 +204,39 @@ CASES = {
             world=4,
         ),
         Case("stage 2 packed groups on four", 2, {**GROUPS, **PACKED_WITH_ERRORS}, BF16, world=4),
+        *(
+            Case(
+                f"stage {stage} {kind} {place} on two",
+                stage,
+                zero,
+                {**BF16, "optimizer": {"type": kind, "params": params}},
+                world=2,
+                more_waits=waits,
+                looks=True,
+            )
+            for kind, stage, place, zero, params, waits in (
+                ("Lamb", 2, "alone", {}, {}, (NORMS,)),
+                ("Lamb", 3, "host both", HOST_BOTH, {}, (NORMS, ARRIVAL, _up("lamb.add < lamb.run"))),
+                ("Muon", 1, "alone", {}, {}, ()),
+                (
+                    *("Muon", 3, "host both", HOST_BOTH, {}),
+                    (
+                        ARRIVAL,
+                        _up("muon.<dictcomp> < muon._run_batch"),
+                        _down("muon.apply_change < muon._run_batch"),
+                    ),
+                ),
+                ("OneBitAdam", 0, "alone", {}, {"freeze_step": 2}, ()),
+                (
+                    *("OneBitAdam", 3, "host both", HOST_BOTH, {"freeze_step": 2}),
+                    (ARRIVAL, _down("one_bit_step.momentum_of < one_bit_step.step_unit")),
+                ),
+                (
+                    *("OneBitLamb", 1, "alone", {}, {"freeze_step": 2}),
+                    ("tolist in lamb.totals < one_bit_lamb_step.step_unit",),
+                ),
+            )
+        ),
         Case("stage 3 groups logged on four", 3, GROUPS, {**BF16, **LOGGED}, world=4, looks=True),
     )
 }
