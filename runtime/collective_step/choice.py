@@ -43,6 +43,15 @@ def keeps_whole_gradients(optimizer: torch.optim.Optimizer | None) -> bool:
     return isinstance(optimizer, OneBitOptimizer)
 
 
+def error_bytes(optimizer: torch.optim.Optimizer | None, numel: int, stage: int, world_size: int) -> int:
+    """Return the bytes that a 1-bit optimizer keeps on a rank besides its state, for so many trained
+    elements: errors with the momentum's part, those of the rank's share, and from stage 2 on whole gradients.
+    """
+    if not keeps_whole_gradients(optimizer):
+        return 0
+    return 4 * (numel + numel // world_size + (numel if stage >= 2 else 0))
+
+
 def prepare(optimizer: torch.optim.Optimizer, comm: Comm, *, divides_layers: bool) -> None:
     """Let units be laid out as an optimizer needs them. Raises OptimizerError where ranks cannot step it
     together.

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from ..collective_step.choice import error_bytes
 from ..comm.collectives import Comm
 from ..environment import read_environment
 from ..errors import MemoryPlanError
@@ -50,7 +51,8 @@ def preflight(
         stage=stage,
         world_size=comm.link.shards,
         copy_shards=comm.link.size if comm.link.size < comm.link.shards else 0,
-        kept_for_links=kept_bytes(comm.link, sum(trainable), dtype_bytes),
+        kept_for_links=kept_bytes(comm.link, sum(trainable), dtype_bytes)
+        + error_bytes(optimizer, sum(trainable), stage, comm.world_size),
         blocks=trainable,
         experts=sum(
             placeholder.shape_of(p).numel()

@@ -226,3 +226,27 @@ def _sleep_mode(stage: int, sleeps: bool) -> list[float]:
 @pytest.mark.parametrize("stage", [2, 3])
 def test_sleep_mode(stage: int) -> None:
     assert run_workers(_sleep_mode, 2, stage, True) == run_workers(_sleep_mode, 2, stage, False)
+
+
+def test_optimizers_that_ranks_step_together(deepspeed: Any) -> None:
+    from deepspeed.ops.lamb import FusedLamb
+    from deepspeed.runtime.fp16.onebit import OnebitAdam, OnebitLamb, ZeroOneAdam
+    from deepspeed.runtime.fp16.onebit.zoadam import ZeroOneAdam as Again
+
+    weight = [nn.Parameter(torch.zeros(2, 2))]
+    lamb = FusedLamb(weight, lr=0.5, max_coeff=0.3, bias_correction=False)
+    assert isinstance(lamb, FusedLamb) and type(lamb).__name__ == "Lamb"
+    wanted = {"lr": 0.5, "max_coeff": 0.3, "bias_correction": False}
+    assert {key: lamb.param_groups[0][key] for key in wanted} == wanted
+    first = OnebitAdam(weight, None, 0.5, freeze_step=7, comm_backend_name="mpi")
+    assert (first.param_groups[0]["lr"], first.param_groups[0]["freeze_step"]) == (0.5, 7)
+    assert OnebitLamb(weight, factor_max=2.0).param_groups[0]["factor_max"] == 2.0
+    assert Again is ZeroOneAdam and ZeroOneAdam(weight, local_step_clipper=1).param_groups
+    for make, options in (
+        (ZeroOneAdam, {}),
+        (OnebitAdam, {"max_grad_norm": 1.0}),
+        (OnebitLamb, {"eps_inside_sqrt": True}),
+        (FusedLamb, {"amsgrad": True}),
+    ):
+        with pytest.raises(ValueError, match="not supported"):
+            make(weight, **options)

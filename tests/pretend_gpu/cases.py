@@ -222,7 +222,7 @@ CASES = {
                     *("Muon", 3, "host both", HOST_BOTH, {}),
                     (
                         ARRIVAL,
-                        _up("muon.<dictcomp> < muon._run_batch"),
+                        _up("muon._run_batch < muon.run"),
                         _down("muon.apply_change < muon._run_batch"),
                     ),
                 ),

@@ -23,7 +23,7 @@ SEQUENCES = (
 )
 FLOPS = "use flops_profiler of the config, or torch.utils.flop_counter.FlopCounterMode and torch.profiler"
 ELASTICITY = "checkpoints load at any number of ranks: write the batch keys for the ranks there are"
-OPTIMIZERS = "use AdamW, SGD, Lion, or any optimizer that treats every element by itself"
+OPTIMIZERS = "the optimizers OneBitAdam, OneBitLamb and ZeroOneAdam exchange signs by themselves"
 
 MODULES = {
     "autotuning": "write the batch sizes into the config; zlaunch --dry_run shows what they mean",
@@ -47,7 +47,6 @@ MODULES = {
     "runtime.comm": OPTIMIZERS,
     "runtime.data_pipeline": "choose the data in the script",
     "runtime.domino": TENSOR_PARALLEL,
-    "runtime.fp16.onebit": OPTIMIZERS,
     "runtime.hybrid_engine": INFERENCE,
     "runtime.pipe": PIPELINE,
     "runtime.sequence_parallel": SEQUENCES,

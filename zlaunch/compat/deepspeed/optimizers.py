@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from zlaunch import optim
 from zlaunch.optim import Lamb, Lion
 
 
@@ -112,6 +113,124 @@ class FusedLamb(metaclass=_Maker):
             max_coeff=max_coeff,
             eps_inside_sqrt=eps_inside_sqrt,
         )
+
+
+def _one_bit(
+    kind: type[torch.optim.Optimizer], params: Any, refused: dict[str, Any], **options: Any
+) -> torch.optim.Optimizer:
+    """Make a 1-bit optimizer; what would be another rule is refused by its name."""
+    for name, value in refused.items():
+        if value:
+            raise ValueError(f"{name} is not supported by {kind.__name__}")
+    return kind(params, **options)
+
+
+class OnebitAdam(metaclass=_Maker):
+    """1-bit Adam."""
+
+    kinds = (optim.OneBitAdam,)
+
+    @staticmethod
+    def make(
+        params: Any,
+        deepspeed: Any = None,
+        lr: float = 1e-3,
+        freeze_step: int = 100_000,
+        bias_correction: bool = True,
+        betas: Sequence[float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        eps_inside_sqrt: bool = False,
+        weight_decay: float = 0.0,
+        max_grad_norm: float = 0.0,
+        amsgrad: bool = False,
+        cuda_aware: bool = False,
+        comm_backend_name: str = "nccl",
+    ) -> torch.optim.Optimizer:
+        """Make the runtime's optimizer. Raises ValueError for what would be another rule."""
+        refused = {
+            "eps_inside_sqrt": eps_inside_sqrt,
+            "max_grad_norm": max_grad_norm,
+            "amsgrad": amsgrad,
+        }
+        rates = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        return _one_bit(optim.OneBitAdam, params, refused, freeze_step=freeze_step, **rates)
+
+
+class OnebitLamb(metaclass=_Maker):
+    """1-bit LAMB."""
+
+    kinds = (optim.OneBitLamb,)
+
+    @staticmethod
+    def make(
+        params: Any,
+        deepspeed: Any = None,
+        lr: float = 1e-3,
+        freeze_step: int = 100_000,
+        bias_correction: bool = True,
+        betas: Sequence[float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        eps_inside_sqrt: bool = False,
+        weight_decay: float = 0.0,
+        max_grad_norm: float = 0.0,
+        max_coeff: float = 10.0,
+        min_coeff: float = 0.01,
+        amsgrad: bool = False,
+        cuda_aware: bool = False,
+        comm_backend_name: str = "nccl",
+        coeff_beta: float = 0.9,
+        factor_max: float = 4.0,
+        factor_min: float = 0.5,
+        factor_threshold: float = 0.1,
+    ) -> torch.optim.Optimizer:
+        """Make the runtime's optimizer. Raises ValueError for what would be another rule."""
+        refused = {
+            "eps_inside_sqrt": eps_inside_sqrt,
+            "max_grad_norm": max_grad_norm,
+            "amsgrad": amsgrad,
+        }
+        options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        options |= {"max_coeff": max_coeff, "min_coeff": min_coeff, "coeff_beta": coeff_beta}
+        options |= {"factor_max": factor_max, "factor_min": factor_min, "factor_threshold": factor_threshold}
+        return _one_bit(optim.OneBitLamb, params, refused, freeze_step=freeze_step, **options)
+
+
+class ZeroOneAdam(metaclass=_Maker):
+    """0/1 Adam, without local steps."""
+
+    kinds = (optim.ZeroOneAdam,)
+
+    @staticmethod
+    def make(
+        params: Any,
+        deepspeed: Any = None,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: Sequence[float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        eps_inside_sqrt: bool = False,
+        weight_decay: float = 0.0,
+        max_grad_norm: float = 0.0,
+        var_freeze_step: int = 100_000,
+        var_update_scaler: int = 16,
+        local_step_scaler: int = 32678,
+        local_step_clipper: int = 16,
+        amsgrad: bool = False,
+        cuda_aware: bool = False,
+        comm_backend_name: str = "nccl",
+    ) -> torch.optim.Optimizer:
+        """Make the runtime's optimizer. Raises ValueError for what would be another rule: give
+        ``local_step_clipper=1``.
+        """
+        refused = {
+            "eps_inside_sqrt": eps_inside_sqrt,
+            "max_grad_norm": max_grad_norm,
+            "amsgrad": amsgrad,
+            "local_step_clipper above 1": local_step_clipper > 1,
+        }
+        rates = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        counts = {"var_freeze_step": var_freeze_step, "var_update_scaler": var_update_scaler}
+        return _one_bit(optim.ZeroOneAdam, params, refused, **counts, **rates)
 
 
 class FusedLion(metaclass=_Maker):

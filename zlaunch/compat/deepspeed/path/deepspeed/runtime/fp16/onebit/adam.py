@@ -1,0 +1,3 @@
+"""OnebitAdam under DeepSpeed's name."""
+
+from zlaunch.compat.deepspeed.optimizers import OnebitAdam

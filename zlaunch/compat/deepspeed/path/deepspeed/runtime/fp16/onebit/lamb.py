@@ -1,0 +1,3 @@
+"""OnebitLamb under DeepSpeed's name."""
+
+from zlaunch.compat.deepspeed.optimizers import OnebitLamb

@@ -1,0 +1,3 @@
+"""ZeroOneAdam under DeepSpeed's name."""
+
+from zlaunch.compat.deepspeed.optimizers import ZeroOneAdam
