@@ -60,6 +60,13 @@ def offloads(folder: str) -> dict[str, dict[str, Any]]:
     return {"": {}, "host": {"offload_optimizer": {"device": "cpu"}}, "nvme": {"offload_optimizer": on_disk}}
 
 
+def cases_of(world: int) -> set[tuple[int, str]]:
+    """Stages and offloads that a test tries in a world: all on two ranks, some on others."""
+    if world == 2:
+        return {(0, ""), (1, ""), (1, "host"), (2, ""), (2, "nvme"), (3, ""), (3, "host"), (3, "nvme")}
+    return {(0, ""), (3, ""), (2, "host") if world == 1 else (1, "nvme")}
+
+
 def train_reference(
     step: Callable[[nn.Module], Any], steps: Iterable[Tensor], clip: float = 0.0
 ) -> nn.Module:
