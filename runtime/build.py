@@ -26,7 +26,8 @@ from .deadlock import watch as deadlock
 from .engine import Engine
 from .environment import read_environment
 from .errors import OptimizerError, ParameterError
-from .handles.accepted_optimizers import needs_whole_tensors
+from .gradient_options import choose_gradient_options
+from .handles.accepted_optimizers import check_narrow, needs_whole_tensors
 from .handles.accepted_parameters import find_refused
 from .handles.consistency import check_consistency
 from .handles.handles import Handles
@@ -56,7 +57,7 @@ from .optim.sharded_optimizer import ShardedOptimizer
 from .pipeline_parallel.apply import divide_layers
 from .pipeline_parallel.engine import choose_kind
 from .precision.loss_scaler import DeviceLossScaler, LossScaler
-from .precision.policy import Precision, choose_precision, dtype_named
+from .precision.policy import Precision, choose_precision
 from .registry.optimizers import build_optimizer, build_scheduler
 from .replicated import place_rest
 from .report import announce, describe
@@ -66,7 +67,8 @@ from .tensor_parallel.apply import share_layers
 from .zero import placeholder
 from .zero.hooks import ShardedModel
 from .zero.layout import TILE_NUMEL
-from .zero.reduce import GradientOptions, GradientReducer
+from .zero.reduce import GradientReducer
+from .zero.store import DeviceStores
 from .zero.unit import Unit
 from .zero.unit_policy import UNIT_NUMEL, UNIT_NUMEL_CPU, Block, ShardingOptions, UnitFactory, plan_blocks
 
@@ -121,6 +123,8 @@ def build_engine(
     checkpointing.apply(model, loaded.config.activation_checkpointing, parts)
     kind = choose_kind(kind, pipeline, has_section="pipeline" in loaded.raw)
 
+    if client is not None:
+        check_narrow(client, effective.config, precision.dtype)
     whole = client is not None and _needs_whole(client, effective, comm)
     blocks, options = _plan(model, effective, comm)
     offload, setting = _make_offload(effective, client, blocks, options, precision, comm, model)
@@ -133,7 +137,8 @@ def build_engine(
     with ExitStack() as undo:  # what exists so far is closed if a later part fails
         if offload is not None:
             undo.callback(offload.close)
-        factory = UnitFactory(precision.dtype, comm, options, offload)
+        stores = offload or DeviceStores(precision.narrow_masters)
+        factory = UnitFactory(precision.dtype, comm, options, stores)
         sharded, reducer = _shard(model, blocks, factory, groups, effective, offload)
         undo.callback(sharded.close)
         if client is not None:
@@ -347,19 +352,10 @@ def _shard(
         trainable = (p for block in blocks for _, p in block.parameters if p.requires_grad)
         offload.expect(sum(placeholder.shape_of(p).numel() for p in trainable))
     factory.build(blocks, groups_by_parameter(groups))
-    predivide = 1.0
-    if config.prescale_gradients:
-        predivide = (
-            config.gradient_predivide_factor if config.gradient_predivide_factor != 1.0 else comm.data.size
-        )
     reducer = GradientReducer(
         [unit for block in blocks for unit in block.units if unit.trainable],
         comm,
-        GradientOptions(
-            transient=options.shard_grads,
-            dtype=dtype_named(config.communication_data_type),
-            predivide=predivide,
-        ),
+        choose_gradient_options(config, transient=options.shard_grads, ranks=comm.data.size),
     )
     sharded = ShardedModel(
         model,

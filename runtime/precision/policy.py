@@ -40,6 +40,8 @@ class Precision:
     cast_inputs: bool
     check_finite: bool
     """Tells whether to skip a step whose gradients are not finite."""
+    narrow_masters: bool = False
+    """Tells that master values have ``dtype``, and are rounded at random."""
 
 
 def choose_precision(config: Config) -> Precision:
@@ -57,7 +59,8 @@ def choose_precision(config: Config) -> Precision:
         )
         return Precision(torch.float16, scaler, fp16.auto_cast, True)
     if config.bf16.enabled:
-        return Precision(torch.bfloat16, LossScaler(), False, config.bf16.check_grad_overflow)
+        narrow = config.bf16.master_weights == "stochastic"
+        return Precision(torch.bfloat16, LossScaler(), False, config.bf16.check_grad_overflow, narrow)
     return Precision(None, LossScaler(), False, False)
 
 

@@ -23,7 +23,6 @@ SETTLED_INSIDE = {
     "strict": "read before the models are",
     "zero_optimization.cpu_offload": "rewritten as offload_optimizer",
     "zero_optimization.cpu_offload_param": "rewritten as offload_param",
-    "data_types.grad_accum_dtype": "only fp32 passes the check",
     "data_types.param_dtype": "only the training type passes the check",
     "parallel.data": "read through mesh_shape",
     "parallel.tensor": "read through tensor_size",
