@@ -23,6 +23,8 @@ from torch import Tensor
 
 STATE_DTYPES = ("fp32", "bf16", "int8")
 BLOCK = 256
+STATE_BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 1 + 4 / BLOCK}
+"""Bytes of a state's element, its part of a block's scale included."""
 SMALLEST = 2.0**-96
 """Blocks without a larger magnitude become zeros: products of a smaller scale would not be exact in fp32."""
 SCALE = "_scale"

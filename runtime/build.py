@@ -299,6 +299,7 @@ def _make_offload(
         accumulation,
         snapshots=snapshots,
         model=model,
+        grad_bytes=(choose_gradient_options(config).single or torch.float32).itemsize,
     )
     chosen = replace(chosen, pinned_budget_bytes=int(PINNED_SHARE * free.host))
     return Offload(chosen, comm) if chosen.any else None, setting

@@ -9,7 +9,7 @@ from .precision.policy import dtype_named
 from .zero.reduce import GradientOptions
 
 
-def choose_gradient_options(config: Config, *, transient: bool, ranks: int) -> GradientOptions:
+def choose_gradient_options(config: Config, *, transient: bool = False, ranks: int = 1) -> GradientOptions:
     """Return the options of a reducer over so many ``ranks``.
 
     A gradient rests in fp32, or in ``data_types.grad_accum_dtype``; beside stochastic masters, which are

@@ -454,7 +454,7 @@ def test_checkpoints(tmp_path: Path, state: str, masters: str, stage: int, offlo
     if state != "int8":
         assert _differ(there, saved) == [], "bf16 in fp32 is exact"
     for name, value in there.items():
-        # one more rounding to codes: half of the widest gap, of the largest of a block; blocks cross parameters
+        # one more rounding to codes: half of the widest gap, of a block's largest; blocks cross parameters
         key = name.rpartition("/")[2]
         alike = [each for each in saved if each.rpartition("/")[2] == key]
         largest = max(float(saved[each].abs().max()) for each in alike)
