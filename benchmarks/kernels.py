@@ -19,6 +19,9 @@ from torch import Tensor
 
 from zlaunch.cuda_ops import loader, signs
 from zlaunch.cuda_ops.arguments import AdamArgs
+from zlaunch.cuda_ops.narrow_state import BLOCK
+from zlaunch.cuda_ops.narrow_step import narrow_step
+from zlaunch.cuda_ops.narrow_twins import States
 from zlaunch.cuda_ops.norm import prepare_step, sum_of_squares, sums_of_squares
 from zlaunch.cuda_ops.quantize import dequantize, packed_bytes, quantize, quantize_with_error
 from zlaunch.cuda_ops.step import adam_step
@@ -46,9 +49,20 @@ def cases(numel: int) -> dict[str, Case]:
         args = AdamArgs(lr=lr, multiplier=multiplier, found_inf=found_inf, decoupled=True, **ADAMW)
         adam_step(master, exp_avg, exp_avg_sq, grad, out, step, args)
 
+    codes = [
+        (torch.zeros_like(eight[:numel]), torch.zeros(-(-numel // BLOCK), 1, device=device)) for _ in "mv"
+    ]
+    halves: list[tuple[Tensor, None]] = [(torch.zeros_like(grad), None) for _ in "mv"]
+
+    def narrow(states: States) -> None:
+        args = AdamArgs(lr=lr, multiplier=multiplier, found_inf=found_inf, decoupled=True, **ADAMW)
+        narrow_step(out, states, grad, None, step, args)
+
     return {
         "copy, fp32": (8, lambda: wide.copy_(master)),
         "adamw": (28, ours),
+        "adamw, bf16 masters, 8-bit state": (10, lambda: narrow(codes)),
+        "adamw, bf16 masters and state": (14, lambda: narrow(halves)),
         "adamw, torch with its casts": (
             28,
             lambda: torch_adamw(master, exp_avg, exp_avg_sq, grad, wide, out),

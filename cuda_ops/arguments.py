@@ -54,10 +54,19 @@ class AdamArgs(BetaArgs):
         first, second = (math.log(b) if b > 0 else -math.inf for b in (self.beta1, self.beta2))
         return first, second
 
+    def coefficients(self) -> tuple[float, ...]:
+        """Return the CUDA kernels' last arguments."""
+        rates = (*self.log_betas(), 1 - self.beta1, 1 - self.beta2)
+        return (*rates, float(self.eps), float(self.weight_decay), int(self.decoupled))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LionArgs(BetaArgs):
     """Coefficients of Lion."""
+
+    def coefficients(self) -> tuple[float, ...]:
+        """Return the CUDA kernels' last arguments."""
+        return 1.0 - self.beta1, 1.0 - self.beta2, float(self.weight_decay)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +80,10 @@ class SgdArgs(StepArgs):
     def __post_init__(self) -> None:
         if self.nesterov and (self.momentum <= 0 or self.dampening != 0):
             raise ValueError("nesterov needs a momentum above 0 and a dampening of 0")
+
+    def coefficients(self) -> tuple[float, ...]:
+        """Return the CUDA kernels' last arguments."""
+        return float(self.momentum), 1.0 - self.dampening, float(self.weight_decay), int(self.nesterov)
 
 
 def on_host(args: A) -> A | None:

@@ -56,13 +56,20 @@ def adam(
     """Step Adam or AdamW."""
     if (given := on_host(args)) is None:
         return
-    step, lr, multiplier, decay = float(step), float(given.lr), float(given.multiplier), given.weight_decay
+    step, multiplier = float(step), float(given.multiplier)
     if out is None and grad.dtype == torch.float32 and multiplier != 0:
         # what torch.optim does, to the bit
         twins.fused_adam(master, exp_avg, exp_avg_sq, grad, step, given, divisor=1 / multiplier)
         return
-    coefficients = (
-        multiplier,
+    coefficients = adam_numbers(given, step)
+    _run("adam", (master, exp_avg, exp_avg_sq), grad, out, coefficients, twins.adam, step, given)
+
+
+def adam_numbers(given: AdamArgs, step: float) -> tuple[float, ...]:
+    """Return the coefficients of numba's kernel; the arguments are plain numbers."""
+    lr, decay = float(given.lr), given.weight_decay
+    return (
+        float(given.multiplier),
         0.0 if given.decoupled else decay,
         1 - lr * decay if given.decoupled else 1.0,
         1 - given.beta1,
@@ -71,7 +78,6 @@ def adam(
         1 / math.sqrt(1 - given.beta2**step),
         given.eps,
     )
-    _run("adam", (master, exp_avg, exp_avg_sq), grad, out, coefficients, twins.adam, step, given)
 
 
 def sgd(
@@ -86,8 +92,15 @@ def sgd(
     if (given := on_host(args)) is None:
         return
     step = float(step)
+    if step == 1 and momentum_buffer is not None:
+        momentum_buffer.zero_()  # whatever it held, NaN times 0 is NaN
+    _run("sgd", (master, momentum_buffer), grad, out, sgd_numbers(given, step), twins.sgd, step, given)
+
+
+def sgd_numbers(given: SgdArgs, step: float) -> tuple[float, ...]:
+    """Return the coefficients of numba's kernel; the arguments are plain numbers."""
     first = step == 1
-    coefficients = (
+    return (
         float(given.multiplier),
         given.weight_decay,
         float(given.lr),
@@ -96,23 +109,19 @@ def sgd(
         1.0 if given.nesterov else 0.0,
         given.momentum if given.nesterov else 1.0,
     )
-    if first and momentum_buffer is not None:
-        momentum_buffer.zero_()  # whatever it held, NaN times 0 is NaN
-    _run("sgd", (master, momentum_buffer), grad, out, coefficients, twins.sgd, step, given)
 
 
 def lion(master: Tensor, exp_avg: Tensor, grad: Tensor, out: Tensor | None, args: LionArgs) -> None:
     """Step Lion."""
     if (given := on_host(args)) is None:
         return
-    coefficients = (
-        float(given.multiplier),
-        given.weight_decay,
-        float(given.lr),
-        1 - given.beta1,
-        1 - given.beta2,
-    )
-    _run("lion", (master, exp_avg), grad, out, coefficients, twins.lion, given)
+    _run("lion", (master, exp_avg), grad, out, lion_numbers(given), twins.lion, given)
+
+
+def lion_numbers(given: LionArgs) -> tuple[float, ...]:
+    """Return the coefficients of numba's kernel; the arguments are plain numbers."""
+    rates = 1 - given.beta1, 1 - given.beta2
+    return float(given.multiplier), given.weight_decay, float(given.lr), *rates
 
 
 def _run(

@@ -1,9 +1,9 @@
 """Which implementation runs, and how a kernel gets compiled and launched.
 
-A kernel file is the text of ``kernels/common.cu`` followed by its own, compiled by NVRTC through CuPy for
-the device at hand when it is first launched, once for each set of ``-D`` options. CuPy keeps the binaries
-on disk in its own cache (``~/.cupy/kernel_cache``), keyed by source, options, architecture and compiler
-version, so later processes only load them.
+A kernel file is the text of ``kernels/common.cu`` (and of ``rules.cu`` for steps) followed by its own,
+compiled by NVRTC through CuPy for the device at hand when it is first launched, once for each set of ``-D``
+options. CuPy keeps the binaries on disk in its own cache (``~/.cupy/kernel_cache``), keyed by source,
+options, architecture and compiler version, so later processes only load them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,12 @@ OPTIONS = ("--std=c++17", f"-DTHREADS={THREADS}")
 
 _MODES = ("auto", "cupy", "torch")
 _mode = "auto"
-_SUFFIX = {torch.float32: "FLOAT32", torch.bfloat16: "BFLOAT16", torch.float16: "FLOAT16"}
+_SUFFIX = {
+    torch.float32: "FLOAT32",
+    torch.bfloat16: "BFLOAT16",
+    torch.float16: "FLOAT16",
+    torch.uint8: "CODES",
+}
 
 
 def set_mode(mode: str) -> None:
@@ -129,10 +134,14 @@ def cupy() -> Any:
     return cupy
 
 
+_PARTS = {"step": ("rules",), "narrow": ("rules",)}
+"""Lists, for some kernel files, what stands between ``common.cu`` and them."""
+
+
 def source(name: str) -> str:
     """Return the complete CUDA C++ of a kernel file."""
     folder = files("zlaunch.cuda_ops") / "kernels"
-    return (folder / "common.cu").read_text() + (folder / f"{name}.cu").read_text()
+    return "".join((folder / f"{part}.cu").read_text() for part in ("common", *_PARTS.get(name, ()), name))
 
 
 def define(name: str, dtype: torch.dtype | None) -> str:

@@ -53,12 +53,11 @@ def adam_step(
     if not isinstance(step, Tensor):
         check_range("step", step, 1.0, math.inf)
     if loader.use_kernels(master):
-        rates = (*args.log_betas(), 1 - args.beta1, 1 - args.beta2)
         _launch(
             "adam",
             (master, exp_avg, exp_avg_sq, grad, out),
             (step, args.lr, args.multiplier, args.found_inf),
-            (*rates, float(args.eps), float(args.weight_decay), int(args.decoupled)),
+            args.coefficients(),
         )
         return
     run = host.adam if host.wanted(master) else twins.adam
@@ -91,7 +90,7 @@ def sgd_step(
             "sgd",
             (master, momentum_buffer, grad, out),
             (step, args.lr, args.multiplier, args.found_inf),
-            (float(momentum), 1.0 - args.dampening, float(args.weight_decay), int(args.nesterov)),
+            args.coefficients(),
         )
         return
     run = host.sgd if host.wanted(master) else twins.sgd
@@ -111,7 +110,7 @@ def lion_step(master: Tensor, exp_avg: Tensor, grad: Tensor, out: Tensor | None,
             "lion",
             (master, exp_avg, grad, out),
             (args.lr, args.multiplier, args.found_inf),
-            (1.0 - args.beta1, 1.0 - args.beta2, float(args.weight_decay)),
+            args.coefficients(),
         )
         return
     run = host.lion if host.wanted(master) else twins.lion

@@ -27,7 +27,8 @@ from .deadlock import watch as deadlock
 from .engine import Engine
 from .environment import read_environment
 from .errors import OptimizerError, ParameterError
-from .handles.accepted_optimizers import needs_whole_tensors
+from .gradient_options import choose_gradient_options
+from .handles.accepted_optimizers import check_narrow, needs_whole_tensors
 from .handles.accepted_parameters import find_refused
 from .handles.consistency import check_consistency
 from .handles.handles import Handles
@@ -57,7 +58,7 @@ from .optim.sharded_optimizer import ShardedOptimizer
 from .pipeline_parallel.apply import divide_layers
 from .pipeline_parallel.engine import choose_kind
 from .precision.loss_scaler import DeviceLossScaler, LossScaler
-from .precision.policy import Precision, dtype_named
+from .precision.policy import Precision
 from .registry.optimizers import build_optimizer, build_scheduler
 from .replicated import place_rest
 from .report import announce, describe
@@ -67,7 +68,8 @@ from .tensor_parallel.apply import share_layers
 from .zero import placeholder
 from .zero.hooks import ShardedModel
 from .zero.layout import TILE_NUMEL
-from .zero.reduce import GradientOptions, GradientReducer
+from .zero.reduce import GradientReducer
+from .zero.store import DeviceStores
 from .zero.unit_policy import UNIT_NUMEL, UNIT_NUMEL_CPU, Block, ShardingOptions, UnitFactory, plan_blocks
 
 E = TypeVar("E", bound=Engine)
@@ -121,6 +123,8 @@ def build_engine(
     checkpointing.apply(model, loaded.config.activation_checkpointing, parts)
     kind = choose_kind(kind, pipeline, has_section="pipeline" in loaded.raw)
 
+    if client is not None:
+        check_narrow(client, effective.config, precision.dtype)
     whole = client is not None and _needs_whole(client, effective, comm)
     blocks, options = _plan(model, effective, comm)
     offload, setting = _make_offload(effective, client, blocks, options, precision, comm, model)
@@ -130,7 +134,8 @@ def build_engine(
     with ExitStack() as undo:  # what exists so far is closed if a later part fails
         if offload is not None:
             undo.callback(offload.close)
-        factory = UnitFactory(precision.dtype, comm, options, offload)
+        stores = offload or DeviceStores(precision.narrow_masters)
+        factory = UnitFactory(precision.dtype, comm, options, stores)
         keeps = keeps_whole_gradients(client)
         sharded, reducer = _shard(model, blocks, factory, groups, effective, offload, keeps)
         undo.callback(sharded.close)
@@ -295,6 +300,7 @@ def _make_offload(
         accumulation,
         snapshots=snapshots,
         model=model,
+        grad_bytes=(choose_gradient_options(config).single or torch.float32).itemsize,
     )
     chosen = replace(chosen, pinned_budget_bytes=int(PINNED_SHARE * free.host))
     return Offload(chosen, comm) if chosen.any else None, setting
@@ -349,18 +355,11 @@ def _shard(
         trainable = (p for block in blocks for _, p in block.parameters if p.requires_grad)
         offload.expect(sum(placeholder.shape_of(p).numel() for p in trainable))
     factory.build(blocks, groups_by_parameter(groups))
-    predivide = 1.0
-    if config.prescale_gradients:
-        predivide = (
-            config.gradient_predivide_factor if config.gradient_predivide_factor != 1.0 else comm.data.size
-        )
     reducer = GradientReducer(
         [unit for block in blocks for unit in block.units if unit.trainable],
         comm,
-        GradientOptions(
-            transient=options.shard_grads and not keeps_gradients,
-            dtype=dtype_named(config.communication_data_type),
-            predivide=predivide,
+        choose_gradient_options(
+            config, transient=options.shard_grads and not keeps_gradients, ranks=comm.data.size
         ),
     )
     sharded = ShardedModel(

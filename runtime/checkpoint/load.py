@@ -158,8 +158,8 @@ def load_persistent(checkpoint: Checkpoint, sharded: ShardedModel) -> None:
                 target.copy_(flat.view(target.shape))
 
 
-_IMPLEMENTATION = ("params", "fused", "foreach", "capturable", "differentiable")
-"""Entries of a param group that do not change what is computed: each machine keeps its values."""
+_IMPLEMENTATION = ("params", "fused", "foreach", "capturable", "differentiable", "state_dtype")
+"""Entries of a param group that do not change what is computed, but for rounding: each run keeps its own."""
 
 
 def groups_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...cuda_ops.narrow_state import is_narrow, is_scale, keep_or_make, kind_of, put
 from ..optim.slices import ShardSlice
 from ..optim.update_rule import State, is_elementwise
 from ..zero.hooks import ShardedModel
@@ -48,9 +49,13 @@ def describe(part: ShardSlice, state: State, optimizer: str) -> Description:
     """
     tensors = dict.fromkeys(part.on_disk, AS_MASTER)
     scalars: dict[str, tuple[str, Any]] = {}
-    for key, value in part.entries(state).items():
+    entries = part.entries(state)
+    for key, value in entries.items():
+        if is_scale(entries, key):
+            continue
         if part.leaf is not None and is_elementwise(value, part.leaf):
-            tensors[key] = AS_MASTER if value.dtype == part.leaf.dtype else NAMES[value.dtype]
+            wide = is_narrow(entries, key) or value.dtype == _wide(part.leaf.dtype)
+            tensors[key] = AS_MASTER if wide else NAMES[value.dtype]
         elif isinstance(value, Tensor) and (value.numel() == 1 or _is_whole(part)):
             scalars[key] = NAMES[value.dtype], value.tolist()  # nested lists keep its shape
         elif value is None or isinstance(value, (bool, int, float, str)):
@@ -62,6 +67,11 @@ def describe(part: ShardSlice, state: State, optimizer: str) -> Description:
                 "such state cannot be saved in shards"
             )
     return Description(tuple(sorted(tensors.items())), tuple(sorted(scalars.items())))
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which files have the values and the state of master values of ``dtype``."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 def _is_whole(part: ShardSlice) -> bool:
@@ -135,7 +145,7 @@ def blocks_of(
     found = []
     for number, (start, stop) in enumerate(ranges):
         own = [each for each in slices if each[0].start < stop and each[0].stop > start]
-        kinds = _kinds(own, torch.promote_types(unit.dtype, torch.float32))
+        kinds = _kinds(own, _wide(unit.dtype))
         found.append(
             ShardBlock(
                 unit,
@@ -175,7 +185,7 @@ def _read(
         for _, _, view in tiles:
             pieces: dict[str, list[Tensor]] = {kind: [] for kind in kinds}
             ends = dict.fromkeys(kinds, view.start)
-            pieces[VALUE], ends[VALUE] = [view.master], view.stop
+            pieces[VALUE], ends[VALUE] = [view.master.to(kinds[VALUE])], view.stop
             for part in slices:
                 low, high = max(part.start, view.start), min(part.stop, view.stop)
                 for key, value in part.tensors_in(view, state).items():
@@ -224,7 +234,8 @@ def take_state(unit: Unit, slices: Sequence[Described], fill: Fill, optimizer: t
     for part, what in slices:
         group = optimizer.param_groups[part.group]
         on_device = bool(group.get("fused") or group.get("capturable"))
-        _take_entries(part, what, state, store.state_room, on_device)
+        kind = group.get("state_dtype") or "fp32"
+        _take_entries(part, what, state, store.state_room, on_device, kind)
     if not any(what.tensors for _, what in slices):
         return
     with open_all(store, Access.WRITE) as tiles:
@@ -232,16 +243,20 @@ def take_state(unit: Unit, slices: Sequence[Described], fill: Fill, optimizer: t
             for part, what in slices:
                 if view.start <= part.start and part.stop <= view.stop:
                     found = part.tensors_in(view, state)
+                    own = state.get(part.leaf, {}) if part.leaf is not None else {}
                     for key, _ in what.tensors:
                         _fill_on(found[key].view(-1), unit.start + part.start, key, fill)
+                        if is_narrow(own, key):
+                            put(own, key, found[key], kind_of(own, key))
 
 
 def _take_entries(
-    part: ShardSlice, what: Description, state: State, room: int | None, on_device: bool
+    part: ShardSlice, what: Description, state: State, room: int | None, on_device: bool, kind: str
 ) -> None:
     """Give a slice the state entries of its description; their tensors are filled afterwards.
 
-    ``on_device``: the optimizer wants its counters where its parameters are.
+    ``on_device``: the optimizer wants its counters where its parameters are. ``kind``: the param group's
+    ``state_dtype``.
     """
     keys = [key for key, _ in what.tensors]
     if part.leaf is None:
@@ -266,7 +281,10 @@ def _take_entries(
     device = part.leaf.device if on_device else None
     own: dict[str, Any] = {key: _scalar(name, value, device) for key, (name, value) in what.scalars}
     for key, name in what.tensors:
-        dtype = part.leaf.dtype if name == AS_MASTER else DTYPES[name]
+        if kind != "fp32":
+            own |= keep_or_make(former, part.leaf, key, kind)
+            continue
+        dtype = _wide(part.leaf.dtype) if name == AS_MASTER else DTYPES[name]
         present = former.get(key)
         if present is None or not is_elementwise(present, part.leaf) or present.dtype != dtype:
             present = torch.zeros_like(part.leaf, dtype=dtype, requires_grad=False)

@@ -128,7 +128,8 @@ class OneBitStep(CollectiveStep):
         beta1 = float(rule.optimizer.param_groups[0]["betas"][0])
         kept = self._kept.get(id(unit))
         if kept is None:
-            kept = self._kept[id(unit)] = torch.zeros_like(gradient)
+            wide = torch.promote_types(gradient.dtype, torch.float32)
+            kept = self._kept[id(unit)] = torch.zeros_like(gradient, dtype=wide)
             if of_momentum:
                 kept.add_(self._whole_momentum(unit, work, state), alpha=beta1)
         share = self.comm.world_size / float(rule.divisor)

@@ -27,12 +27,10 @@ def cross(config: Config, report: ConfigReport) -> Config:
     _precision(config, report)
     if config.gradient_allreduce_op == "sum" and config.zero_optimization.stage == 3:
         problems.append(("gradient_allreduce_op", '"sum" is not allowed with ZeRO stage 3, expected "mean"'))
-    grad = config.data_types.grad_accum_dtype
-    if grad not in (None, "fp32"):
-        problems.append(("data_types.grad_accum_dtype", f'{show(grad)} {LATER} or set it to "fp32"'))
     mode = "fp16" if config.fp16.enabled else "bf16" if config.bf16.enabled else "fp32"
     param = config.data_types.param_dtype
     unsettled = report.auto & {"fp16.enabled", "bf16.enabled"}
+    _narrow(config, report, mode, bool(unsettled))
     if param not in (None, mode) and not unsettled:
         problems.append(
             ("data_types.param_dtype", f"{show(param)} does not agree with the training type {mode}")
@@ -69,6 +67,22 @@ def _precision(config: Config, report: ConfigReport) -> None:
             'write "fp16": {"enabled": true} instead of amp (master weights are fp32 there, as in O2)'
         )
         report.problems.append(("amp.opt_level", why))
+
+
+def _narrow(config: Config, report: ConfigReport, mode: str, is_open: bool) -> None:
+    """Report contradictions between the keys of what is kept in fewer than 32 bits."""
+    grad, zero = config.data_types.grad_accum_dtype, config.zero_optimization
+    on_disk = zero.offload_optimizer is not None and zero.offload_optimizer.device == "nvme"
+    at = "data_types.grad_accum_dtype"
+    if grad not in (None, "fp32", mode) and not is_open:
+        expected = '"fp32"' if mode == "fp32" else f'"fp32" or "{mode}"'
+        report.problems.append((at, f"{show(grad)} does not go with training in {mode}: expected {expected}"))
+    if grad not in (None, "fp32") and on_disk:
+        why = 'is not supported with offload_optimizer "nvme": gradients on disk are fp32'
+        report.problems.append((at, f"{show(grad)} {why}"))
+    if config.bf16.master_weights == "stochastic" and mode != "bf16" and not is_open:
+        why = f'"stochastic" needs bf16.enabled, and training is in {mode}'
+        report.problems.append(("bf16.master_weights", why))
 
 
 def _axes(config: Config, report: ConfigReport) -> Config:

@@ -41,6 +41,9 @@ class Scheduler(Section):
     """Arguments of the scheduler."""
 
 
+StateDtype = Literal["fp32", "bf16", "int8"]
+
+
 class Params(Section):
     """Arguments of one optimizer or scheduler."""
 
@@ -72,6 +75,9 @@ class AdamParams(Params):
     """Use multi-tensor operations."""
     set_grad_none: Bool = always(True, "a gradient's memory is used again at once")
     """Set gradients to None after a step."""
+    state_dtype: StateDtype = ok("fp32")
+    """Type in which the moments are kept: fp32, bf16 (rounded at random) or int8 (codes in blocks of 256;
+    zlaunch's own key, of SGD and Lion as well)."""
 
 
 class SGDParams(Params):
@@ -95,6 +101,9 @@ class SGDParams(Params):
     """Use multi-tensor operations."""
     differentiable: Bool = ok(False)
     """Let autograd run through the step."""
+    state_dtype: StateDtype = ok("fp32")
+    """Type in which the momentum is kept: fp32, bf16 (rounded at random) or int8 (codes in blocks of 256;
+    zlaunch's own key)."""
 
 
 class LambParams(Params):

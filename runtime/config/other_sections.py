@@ -57,6 +57,9 @@ class BF16(Section):
     """Add gradients to the fp32 buffer as soon as they are produced."""
     check_grad_overflow: Bool = ok(True, "check_overflow")
     """Skip a step whose gradients are not finite."""
+    master_weights: Literal["fp32", "stochastic"] = ok("fp32")
+    """The optimizer's copy of the weights: fp32; or none ("stochastic"): the bf16 weights themselves are
+    stepped, and rounded up or down at random with the right mean (zlaunch's own key)."""
 
 
 class TorchAutocast(Section):
@@ -112,7 +115,8 @@ class DataTypes(Section):
     """Types of the tensors that the engine keeps."""
 
     grad_accum_dtype: Dtype | None = ok(None)
-    """Type in which gradients are summed; only fp32 now, which null means too."""
+    """Type in which gradients rest and are summed over micro-batches: fp32, which null means too, or the
+    training type."""
     param_dtype: Dtype | None = ok(None)
     """Type of the parameters; must agree with fp16 and bf16."""
 

@@ -283,9 +283,9 @@ MISSING: dict[str, dict[str, Key]] = {
     },
     "bf16": {
         "bf16_master_weights_and_grads": _refused(Bool, False, "Keep master weights and gradients in bf16.",
-            feature="bf16 master weights"),
+            feature='bf16 master weights rounded to the nearest (see bf16.master_weights: "stochastic")'),
         "bf16_optimizer_states": _refused(Bool, False, "Keep optimizer state in bf16.",
-            feature="bf16 optimizer state"),
+            feature='bf16 optimizer state rounded to the nearest (see optimizer.params.state_dtype: "bf16")'),
     },
     "amp": {
         "max_loss_scale": _refused(Positive, 2.0**24, "Largest dynamic loss scale; here it has no limit.",

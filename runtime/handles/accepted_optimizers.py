@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from ...cuda_ops.step_rules import needs_kernel
 from ..collective_step.choice import collective_step_of
+from ..config import Config
 from ..errors import OptimizerError
 from ..registry.optimizers import ELEMENTWISE
 
@@ -14,6 +16,26 @@ _NEVER = {
 }
 _BY_SHAPE = {"Adafactor", "Muon", "Shampoo", "SOAP", "Lamb", "LAMB", "LARS", "Lars"}
 """Names optimizers that are known to look at a whole tensor."""
+
+
+def check_narrow(optimizer: torch.optim.Optimizer, config: Config, dtype: torch.dtype | None) -> None:
+    """Raise OptimizerError for state or master values in fewer than 32 bits that no kernel steps, or that are
+    to be kept on NVMe. ``dtype``: what the model computes in; None for its parameters' own.
+    """
+    section = config.zero_optimization.offload_optimizer
+    stochastic = config.bf16.master_weights == "stochastic"
+    try:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                wide = torch.promote_types(dtype or parameter.dtype, torch.float32)
+                narrow = needs_kernel(optimizer, group, torch.bfloat16 if stochastic else wide)
+                if narrow and section is not None and section.device == "nvme":
+                    raise ValueError(
+                        "state_dtype and bf16.master_weights are not supported with offload_optimizer "
+                        '"nvme": records on disk are fp32. Use device "cpu", or remove them'
+                    )
+    except ValueError as error:
+        raise OptimizerError(str(error)) from None
 
 
 def needs_whole_tensors(

@@ -8,9 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...cuda_ops.narrow_state import put, widen_all
+from ...cuda_ops.step_rules import is_narrow_step
 from ..errors import OptimizerError, ParameterError
 from ..optim.param_groups import groups_by_parameter
 from ..optim.sharded_optimizer import ShardedOptimizer
+from ..optim.update_rule import is_elementwise
 from ..zero import placeholder
 from ..zero.hooks import ShardedModel
 from ..zero.ownership import STATES
@@ -132,7 +135,9 @@ class Handles:
         step = self._needed_step()
         step.wait()
         step.take_hyperparameters()
-        return {**step.optimizer.state_dict(), MARK: self._shard_mark()}
+        found = step.optimizer.state_dict()
+        state = {index: widen_all(own) for index, own in found["state"].items()}
+        return {**found, "state": state, MARK: self._shard_mark()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what :meth:`state_dict` gave on this rank."""
@@ -140,9 +145,20 @@ class Handles:
         check_mark(state_dict, self._shard_mark())
         step.wait()
         step.take_hyperparameters()
+        kinds = [group.get("state_dtype") or "fp32" for group in step.optimizer.param_groups]
         torch.optim.Optimizer.load_state_dict(
             step.optimizer, {key: value for key, value in state_dict.items() if key != MARK}
         )
+        index = 0
+        for group, kind in zip(step.optimizer.param_groups, kinds, strict=True):
+            group["state_dtype"] = kind
+            for leaf in group["params"]:
+                if is_narrow_step(group, leaf.dtype):  # torch has cast its state to the leaf's dtype
+                    own = step.optimizer.state[leaf]
+                    for key, value in state_dict["state"].get(index, {}).items():
+                        if is_elementwise(value, leaf):
+                            put(own, key, value.to(leaf.device, copy=True), kind)
+                index += 1
         step.show_hyperparameters()
 
     def release(self) -> None:

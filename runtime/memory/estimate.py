@@ -55,6 +55,12 @@ class Setting:
     states: int
     """Tensors the optimizer keeps for each element."""
     offload: OffloadOptions
+    master_bytes: int = _ACCUMULATE_BYTES
+    """Bytes of a master value; where that is ``dtype_bytes``, masters are the parameters below stage 3."""
+    state_bytes: float = _ACCUMULATE_BYTES
+    """Bytes of a state's element, its part of a block's scale included."""
+    grad_bytes: int = _ACCUMULATE_BYTES
+    """Bytes of a gradient's element at rest."""
     trains: bool = True
     accumulates: bool = False
     """Tells whether a step has several micro-batches."""
@@ -117,8 +123,8 @@ def peak(s: Setting, present: Amounts) -> Amounts:
     found = plan(s)
     own = (s.part if s.stage >= 1 else s.trainable) if s.trains else 0
     away = round(own * s.offload.ratio) if s.offload.optimizer is not Tier.DEVICE else 0
-    alias = s.dtype_bytes == _ACCUMULATE_BYTES and s.stage < 3
-    masters = 0 if alias else (own - away) * _ACCUMULATE_BYTES
+    alias = s.dtype_bytes == s.master_bytes and s.stage < 3
+    masters = 0 if alias else (own - away) * s.master_bytes
     made = found.parameters.device + masters
     largest = max([*s.blocks, s.frozen if not s.trainable else 0], default=0)
     start = max(present.device, made) + largest * (_ACCUMULATE_BYTES + s.dtype_bytes)
@@ -157,7 +163,11 @@ def _parameters(s: Setting) -> Amounts:
     own = s.part
     if s.trains and s.offload.parameters is s.offload.optimizer is Tier.DEVICE:
         own = 0  # the masters serve
-    elif s.trains and s.offload.parameters is s.offload.optimizer is Tier.HOST and s.dtype_bytes == 4:
+    elif (
+        s.trains
+        and s.offload.parameters is s.offload.optimizer is Tier.HOST
+        and s.dtype_bytes == s.master_bytes
+    ):
         own = 0
     at_rest = own + own_frozen
     if s.offload.parameters is not Tier.DISK:
@@ -175,14 +185,14 @@ def _gradients(s: Setting, here: int, away: int) -> Amounts:
     if not s.trains:
         return Amounts()
     if s.stage < 2:
-        sums = Amounts(device=s.trainable * _ACCUMULATE_BYTES)
+        sums = Amounts(device=s.trainable * s.grad_bytes)
     else:
         *others, largest = (numel * s.dtype_bytes for numel in sorted([0, *s.blocks])[-_BUCKETS:])
         buckets = largest + max(0, sum(others) - s.freed_by_backward)
-        sums = Amounts(device=buckets + here * _ACCUMULATE_BYTES)
+        sums = Amounts(device=buckets + here * s.grad_bytes)
     sums += Amounts(device=s.kept_for_links)
     if s.offload.optimizer is Tier.HOST:
-        landing = s.dtype_bytes + (_ACCUMULATE_BYTES if s.accumulates else 0)
+        landing = s.dtype_bytes + (s.grad_bytes if s.accumulates else 0)
         sums += _of_tier(Tier.HOST, away * landing, s.offload.pin)
     elif s.offload.optimizer is Tier.DISK:
         sums += Amounts(disk=away * _ACCUMULATE_BYTES)
@@ -190,12 +200,12 @@ def _gradients(s: Setting, here: int, away: int) -> Amounts:
 
 
 def _optimizer(s: Setting, here: int, away: int) -> Amounts:
-    alias = s.dtype_bytes == _ACCUMULATE_BYTES and s.stage < 3
-    kept = s.states + (0 if alias else 1)
-    result = Amounts(device=here * kept * _ACCUMULATE_BYTES)
-    nbytes = away * (s.states + 1) * _ACCUMULATE_BYTES
+    alias = s.dtype_bytes == s.master_bytes and s.stage < 3
+    states = s.states * s.state_bytes
+    result = Amounts(device=round(here * (states + (0 if alias else s.master_bytes))))
+    nbytes = round(away * (states + s.master_bytes))
     if s.offload.optimizer is Tier.HOST:
-        masters = away * _ACCUMULATE_BYTES
+        masters = away * s.master_bytes
         return result + Amounts(host=nbytes, pinned=masters if s.offload.pin else 0)
     if s.offload.optimizer is Tier.DISK:
         tile = min(s.offload.tile_numel, away) * (s.states + 3) * _ACCUMULATE_BYTES
@@ -244,6 +254,8 @@ def alternatives(s: Setting) -> Iterator[tuple[str, Setting]]:
                 both = replace(host, parameters=Tier.HOST)
                 yield f'{text}, "offload_param": {{"device": "cpu"}}', replace(s, stage=3, offload=both)
         nvme = f'{changed}"offload_optimizer": {{"device": "nvme", "nvme_path": "..."}}'
+        if s.offload.narrow_masters or s.state_bytes < _ACCUMULATE_BYTES:
+            continue  # records on disk are fp32
         if s.offload.optimizer is not Tier.DISK:
             disk = replace(s.offload, optimizer=Tier.DISK)
             yield nvme, replace(s, stage=stage, offload=disk)

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from ...cuda_ops.narrow_state import STATE_BYTES
 from ..collective_step.choice import error_bytes
 from ..comm.collectives import Comm
 from ..environment import read_environment
@@ -35,9 +36,11 @@ def preflight(
     *,
     snapshots: bool,
     model: nn.Module,
+    grad_bytes: int = 4,
 ) -> tuple[Setting, Amounts]:
     """Print the plan on rank 0; return what it has counted and what a rank may take. Raises MemoryPlanError
-    on every rank if the plan does not fit on one of them. Collective.
+    on every rank if the plan does not fit on one of them. Collective. ``grad_bytes``: of a gradient's
+    element at rest.
     """
     parameters = [parameter for block in blocks for _, parameter in block.parameters]
     trainable = [
@@ -63,6 +66,9 @@ def preflight(
         frozen=sum(placeholder.shape_of(p).numel() for p in parameters) - sum(trainable),
         dtype_bytes=dtype_bytes,
         states=offload.state_count,
+        master_bytes=dtype_bytes if offload.narrow_masters else 4,
+        state_bytes=_state_bytes(optimizer),
+        grad_bytes=grad_bytes,
         offload=offload,
         trains=optimizer is not None,
         accumulates=accumulation > 1,
@@ -93,6 +99,15 @@ def preflight(
         if text is not None:
             raise MemoryPlanError(f"rank {rank}: {text}")
     return setting, free
+
+
+def _state_bytes(optimizer: torch.optim.Optimizer | None) -> float:
+    """Return the bytes of a state's element, in the mean over the parameters."""
+    total, numel = 0.0, 0
+    for group in [] if optimizer is None else optimizer.param_groups:
+        count = sum(placeholder.shape_of(p).numel() for p in group["params"])
+        total, numel = total + count * STATE_BYTES[group.get("state_dtype") or "fp32"], numel + count
+    return total / numel if numel else STATE_BYTES["fp32"]
 
 
 def _present(parameters: Sequence[nn.Parameter], comm: Comm) -> tuple[int, int]:

@@ -160,7 +160,7 @@ class DiskStore(ShardStore):
 
     # -- gradient
 
-    def room_for_grad(self, first: bool, dtype: torch.dtype) -> Tensor:
+    def room_for_grad(self, first: bool, dtype: torch.dtype, rest: torch.dtype) -> Tensor:
         """Return memory on the device."""
         return torch.empty(self._numel, dtype=dtype, device=self._link.device)
 

@@ -61,8 +61,8 @@ class HostStore(ShardStore):
     """Keeps master values and gradient of a unit in host memory; the optimizer has the state there, too.
 
     The first micro-batch's gradient stays in the dtype it was reduced in; from the second on, the sum is kept
-    in fp32. Sums are made on the device, to which the former sum is copied: copies run beside the backward
-    pass, and the host waits for none of them.
+    in the dtype that the reducer says, normally fp32. Sums are made on the device, to which the former sum is
+    copied: copies run beside the backward pass, and the host waits for none of them.
     """
 
     def __init__(
@@ -87,6 +87,7 @@ class HostStore(ShardStore):
         self._arrival: Pending = DONE
         self._source: Tensor | None = None
         self._squares: list[Tensor] | None = None
+        self._rest = torch.float32
 
     # -- tiles
 
@@ -115,9 +116,10 @@ class HostStore(ShardStore):
 
     # -- gradient
 
-    def room_for_grad(self, first: bool, dtype: torch.dtype) -> Tensor:
+    def room_for_grad(self, first: bool, dtype: torch.dtype, rest: torch.dtype) -> Tensor:
         """Return memory on the device."""
         assert self.master is not None
+        self._rest = rest
         return torch.empty(self.master.numel(), dtype=dtype, device=self._link.device)
 
     def add_grad(self, shard: Tensor, *, first: bool, stays: bool) -> None:
@@ -142,7 +144,7 @@ class HostStore(ShardStore):
         assert self._home is not None
         there = torch.empty_like(self._home, device=shard.device)
         self._link.upload(self._home, there, self._link.mark(), self._arrival.event).wait()
-        return there.to(torch.promote_types(shard.dtype, torch.float32)).add_(shard)
+        return there.to(self._rest).add_(shard)
 
     def grad(self) -> Tensor:
         """Return the gradient, once it has arrived: fp32, or the dtype it was reduced in."""

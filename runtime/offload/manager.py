@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 
@@ -59,6 +59,8 @@ class OffloadOptions:
     threads: int = 4
     state_count: int = 2
     """Counts the tensors that the optimizer keeps for each element."""
+    narrow_masters: bool = False
+    """Tells that master values have the compute dtype."""
 
     @property
     def any(self) -> bool:
@@ -136,6 +138,7 @@ class Offload:
 
     def make(self, values: Tensor, facts: ShardFacts) -> tuple[ShardStore | None, ValueStore]:
         """Make the stores of a shard."""
+        facts = replace(facts, narrow_masters=self.options.narrow_masters)
         tier = Tier.DEVICE
         if facts.trainable and (facts.is_new or self._leaving > 0):
             tier = self.options.optimizer

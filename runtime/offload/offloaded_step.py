@@ -82,7 +82,9 @@ def _update(rule: UpdateRule, slices: Sequence[ShardSlice], tile: TileView, stat
         if on_disk and (own := {**part.scalars, **part.tensors_in(tile, state)}):
             state[leaf] = own
         updates.append(
-            SliceUpdate(part.group, leaf, tile.grad[span], None if tile.out is None else tile.out[span])
+            SliceUpdate(
+                part.group, leaf, tile.grad[span], None if tile.out is None else tile.out[span], part.place
+            )
         )
     rule.apply(updates, state)
     if on_disk:

@@ -40,6 +40,7 @@ def offload_options(config: Config, state_count: int) -> OffloadOptions:
         block_bytes=int(aio.block_size),
         threads=max(int(aio.queue_depth), int(aio.intra_op_parallelism)),
         state_count=state_count,
+        narrow_masters=config.bf16.master_weights == "stochastic",
     )
 
 

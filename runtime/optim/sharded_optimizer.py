@@ -299,7 +299,7 @@ class ShardedOptimizer:
                 continue
             if isinstance(store, DeviceStore) and part.leaf is not None and part.used and store.has_grad:
                 out = None if store.narrow_copy is None else part.of(store.narrow_copy)
-                updates.append(SliceUpdate(part.group, part.leaf, part.of(store.grad()), out))
+                updates.append(SliceUpdate(part.group, part.leaf, part.of(store.grad()), out, part.place))
         return updates
 
 

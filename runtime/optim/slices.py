@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
+from zlib import crc32
 
 import torch
 from torch import Tensor
 
+from ...cuda_ops.narrow_state import narrow_as, widen_all
 from ..zero.store import DeviceStore, TileView
 from ..zero.unit import Unit
 from .update_rule import State, is_elementwise
@@ -35,6 +37,13 @@ class ShardSlice:
     on_disk: list[str] = field(default_factory=list)
     """On disk: names its state tensors there, in their order."""
 
+    @property
+    def place(self) -> tuple[int, int]:
+        """Tell its elements apart from others, in any layout of the ranks: the unit's first name in numbers,
+        and the slice's first element in the unit.
+        """
+        return crc32(self.unit.names[0].encode()), self.unit.start + self.start
+
     def of(self, shard: Tensor) -> Tensor:
         """Return the slice's part of a flat tensor over the shard, in the leaf's shape."""
         assert self.leaf is not None
@@ -47,12 +56,14 @@ class ShardSlice:
         return slice(self.start - tile.start, self.stop - tile.start)
 
     def tensors_in(self, tile: TileView, state: State) -> dict[str, Tensor]:
-        """Find the optimizer's state of each element, by name: in the open tile or in ``state``."""
+        """Find the optimizer's state of each element, by name: in the open tile or in ``state``. State of
+        fewer than 32 bits is in new fp32 tensors.
+        """
         if self.leaf is None:
             return {
                 name: region[self.span(tile)] for name, region in zip(self.on_disk, tile.state, strict=False)
             }
-        own = state.get(self.leaf, {})
+        own = widen_all(state.get(self.leaf, {}))
         return {name: value for name, value in own.items() if is_elementwise(value, self.leaf)}
 
     def entries(self, state: State) -> dict[str, Any]:
@@ -159,8 +170,9 @@ def _split(
             key: value[inside]
             if part.leaf is not None and is_elementwise(value, part.leaf)
             else (value.clone() if isinstance(value, Tensor) else value)
-            for key, value in own.items()
+            for key, value in widen_all(own).items()
         }
+        narrow_as(own, entries)
         if leaf is not None and own:
             optimizer.state[leaf] = entries
         scalars = entries if leaf is None else {}

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...cuda_ops.arguments import HALVES, Scalar
-from ...cuda_ops.step_rules import rule_of
+from ...cuda_ops.step_rules import needs_kernel, rule_of
 
 State = MutableMapping[Tensor, dict[str, Any]]
 
@@ -27,6 +27,8 @@ class SliceUpdate:
     """Holds the summed gradient, still scaled. It may be overwritten."""
     out: Tensor | None = None
     """Receives the updated values, cast to its dtype."""
+    place: tuple[int, int] = (0, 0)
+    """Tells its elements apart where they are rounded at random: a number of the unit, the first in it."""
 
 
 class UpdateRule:
@@ -78,15 +80,9 @@ class UpdateRule:
         for update in updates:
             (in_one_pass if self._fits(update) else rest).append(update)
         if in_one_pass and self._kernel is not None:
-            advance = 1.0 if self.found_inf is None else 1.0 - self.found_inf
-            self._kernel.count([update.leaf for update in in_one_pass], state, advance)
-            for update in in_one_pass:
-                own, index = state.setdefault(update.leaf, {}), update.group
-                args = self._args.get(index)
-                if args is None:
-                    args = self._kernel.args(self._groups[index], 1.0 / self.divisor, self.found_inf)
-                    self._args[index] = args
-                self._kernel.run(update.leaf.detach(), update.grad, update.out, own, args)
+            self._kernel.step(
+                in_one_pass, self._groups, state, self._args, 1.0 / self.divisor, self.found_inf
+            )
         if rest:
             if live:
                 self._step(self.optimizer, rest)
@@ -99,10 +95,13 @@ class UpdateRule:
 
     def _fits(self, update: SliceUpdate) -> bool:
         """Tell whether one kernel pass does the step and the copy in 16 bits that has to be written."""
+        group = self._groups[update.group]
+        if needs_kernel(self.optimizer, group, update.leaf.dtype):
+            return True
         narrow = update.out is not None and update.out.dtype in HALVES
         if not narrow or update.leaf.dtype != torch.float32 or self._kernel is None:
             return False
-        return self._kernel.fits(self._groups[update.group])
+        return self._kernel.fits(group)
 
     def _step_shadow(self, updates: Sequence[SliceUpdate], state: State) -> None:
         shadow: Any = object.__new__(type(self.optimizer))

@@ -41,6 +41,8 @@ class Precision:
     cast_inputs: bool
     check_finite: bool
     """Tells whether to skip a step whose gradients are not finite."""
+    narrow_masters: bool = False
+    """Tells that master values have ``dtype``, and are rounded at random."""
     autocast: torch.dtype | None = None
     """Names the dtype of torch.autocast in forward passes of the engine; None leaves the script's own."""
 
@@ -68,11 +70,13 @@ def choose_precision(config: Config) -> Precision:
         )
         return Precision(torch.float16, scaler, fp16.auto_cast, True)
     if config.bf16.enabled:
-        return Precision(torch.bfloat16, LossScaler(), False, config.bf16.check_grad_overflow)
+        narrow = config.bf16.master_weights == "stochastic"
+        return Precision(torch.bfloat16, LossScaler(), False, config.bf16.check_grad_overflow, narrow)
     name, scale, floor = config.autocast
     # a dynamic scale has the numbers of torch.amp.GradScaler
     scaler = LossScaler(scale) if scale else LossScaler(max(2.0**16, floor), True, 2000, floor, 1)
-    return Precision(None, scaler, False, scaler.used or name == "fp16", dtype_named(name))
+    check = scaler.used or name == "fp16"
+    return Precision(None, scaler, False, check, autocast=dtype_named(name))
 
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:

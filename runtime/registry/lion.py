@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -15,6 +15,9 @@ from ...cuda_ops.step_rules import StepRule, common_args
 
 class LionRule(StepRule):
     """Steps :class:`Lion`."""
+
+    def states(self, group: Mapping[str, Any]) -> Sequence[str]:
+        return ("exp_avg",)
 
     def args(self, group: Mapping[str, Any], multiplier: Scalar, found_inf: Scalar | None) -> LionArgs:
         beta1, beta2 = map(float, group["betas"])

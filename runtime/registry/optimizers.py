@@ -66,8 +66,9 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """Build a torch optimizer over ``groups`` of the model's parameters; Muon's are split.
 
-    As in DeepSpeed, "Adam" means decoupled weight decay (AdamW) unless ``adam_w_mode`` is false. Raises
-    ValueError for an unknown type or arguments that it does not take.
+    As in DeepSpeed, "Adam" means decoupled weight decay (AdamW) unless ``adam_w_mode`` is false. The argument
+    ``state_dtype`` becomes an entry of the param groups. Raises ValueError for an unknown type or arguments
+    that it does not take.
     """
     name = kind.lower()
     arguments = {key: value for key, value in params.items() if key not in _IGNORED}
@@ -98,10 +99,16 @@ def build_optimizer(
             raise ValueError(
                 f"optimizer.type: {kind!r} is not known; try AdamW, Adam, SGD or a name from torch.optim"
             )
+    state_dtype = arguments.pop("state_dtype", None)
     try:
-        return maker(groups, **arguments)  # type: ignore[no-any-return]
+        optimizer: torch.optim.Optimizer = maker(groups, **arguments)
     except (TypeError, ValueError) as error:
         raise ValueError(f"optimizer.params: {kind} does not accept them: {error}") from None
+    if state_dtype not in (None, "fp32"):
+        optimizer.defaults["state_dtype"] = state_dtype  # of groups that are added later
+        for group in optimizer.param_groups:
+            group.setdefault("state_dtype", state_dtype)
+    return optimizer
 
 
 def build_scheduler(kind: str, params: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> Any:

@@ -30,6 +30,10 @@ class GradientOptions:
     """Stages 2 and 3: a bucket lives only until its reduction; each micro-batch is reduced."""
     dtype: torch.dtype | None
     """Selects the dtype that is sent; None is the parameters' dtype."""
+    single: torch.dtype | None = None
+    """Selects the dtype in which a step's first gradient rests; None is fp32, or float64 for such a model."""
+    sums: torch.dtype | None = None
+    """Selects the dtype in which sums of several backward passes rest; None as above."""
     predivide: float = 1.0
     """Divides gradients before the reduction, to keep fp16 sums in range; the averaging undoes it."""
 
@@ -222,16 +226,28 @@ class GradientReducer:
             for start, stop in unit.layout.gaps():
                 tensor[start:stop].zero_()
             bucket.set_tensor(tensor)
-        elif bucket.tensor is None:
-            accumulate = torch.promote_types(unit.dtype, torch.float32)
-            bucket.set_tensor(self.comm.empty(unit.numel, accumulate).zero_())
-        elif bucket.state is BucketState.REDUCED and not self._keeps:
-            while any(reduction.bucket is bucket for reduction in self._in_flight):
+        else:
+            again = bucket.state is BucketState.REDUCED
+            while again and any(reduction.bucket is bucket for reduction in self._in_flight):
                 self._retire()
-            bucket.carry = bucket.own.clone()
-            bucket.written = [False] * len(bucket.written)
+            self._make_room(bucket, self._rest(unit, self.sync and not again))
+            if again and not self._keeps:
+                bucket.carry = bucket.own.clone()
+                bucket.written = [False] * len(bucket.written)
         is_first = bucket.state is BucketState.EMPTY
         bucket.move(BucketState.COLLECTING if is_first else BucketState.COLLECTING_AGAIN)
+
+    def _rest(self, unit: Unit, single: bool) -> torch.dtype:
+        """Return the dtype in which a single gradient, or a sum, of a unit rests."""
+        chosen = self.options.single if single else self.options.sums
+        return chosen or torch.promote_types(unit.dtype, torch.float32)
+
+    def _make_room(self, bucket: Bucket, dtype: torch.dtype) -> None:
+        """Give a persistent bucket memory that holds ``dtype``; what it has stays in it."""
+        former = bucket.tensor
+        if former is None or torch.promote_types(former.dtype, dtype) != former.dtype:
+            made = self.comm.empty(bucket.unit.numel, dtype)
+            bucket.set_tensor(made.zero_() if former is None else made.copy_(former))
 
     def _complete(self, bucket: Bucket) -> None:
         if bucket.order in self._ready:  # complete a second time: its sums follow at the end of the pass
@@ -265,7 +281,8 @@ class GradientReducer:
     def _reduce_transient(self, bucket: Bucket) -> _Reduction:
         unit, sent, first = bucket.unit, bucket.tensor, bucket.state is BucketState.COLLECTING
         assert sent is not None
-        shard = bucket.store.room_for_grad(first, unit.link.reduced_dtype(sent.dtype))
+        dtype = unit.link.reduced_dtype(sent.dtype)
+        shard = bucket.store.room_for_grad(first, dtype, self._rest(unit, first))
         return _Reduction(self.comm.reduce_scatter(shard, sent, unit.tag), bucket, sent, shard, first)
 
     def _reduce_persistent(self, bucket: Bucket) -> _Reduction:

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import Protocol, TypeVar
 
@@ -160,8 +160,10 @@ class ShardStore(ABC):
         """Wait until all tiles that were closed are written. Raises DiskError."""
 
     @abstractmethod
-    def room_for_grad(self, first: bool, dtype: torch.dtype) -> Tensor:
-        """Return a flat tensor of the shard's size for a reduction, whose result goes to :meth:`add_grad`."""
+    def room_for_grad(self, first: bool, dtype: torch.dtype, rest: torch.dtype) -> Tensor:
+        """Return a flat tensor of the shard's size, of ``dtype`` or ``rest``, for a reduction, whose result
+        goes to :meth:`add_grad`. ``rest``: in which the gradient, or the sum with it, rests.
+        """
 
     @abstractmethod
     def add_grad(self, shard: Tensor, *, first: bool, stays: bool) -> None:
@@ -207,11 +209,13 @@ class ShardFacts:
     """Tells that its parameters were unfrozen in the middle of a run."""
     numel: int
     """Counts the elements of all ranks, without padding."""
+    narrow_masters: bool = False
+    """Tells that the master values have the compute dtype, and are rounded at random."""
 
     @property
     def master_dtype(self) -> torch.dtype:
         """Return the dtype of master values: fp32, or float64 for such a model."""
-        return torch.promote_types(self.dtype, torch.float32)
+        return self.dtype if self.narrow_masters else torch.promote_types(self.dtype, torch.float32)
 
 
 class StoreFactory(Protocol):
@@ -223,11 +227,15 @@ class StoreFactory(Protocol):
         """
 
 
+@dataclass(frozen=True, slots=True)
 class DeviceStores:
     """Keeps every shard on the compute device."""
 
+    narrow_masters: bool = False
+
     def make(self, values: Tensor, facts: ShardFacts) -> tuple[ShardStore | None, ValueStore]:
         """Make stores on the device."""
+        facts = replace(facts, narrow_masters=self.narrow_masters)
         if facts.trainable:
             master = master_on_device(values, facts)
             store = DeviceStore(
@@ -286,7 +294,8 @@ class DeviceStore(ShardStore):
     def __init__(self, master: Tensor, values: ValueStore, cuts: Sequence[Range]) -> None:
         super().__init__(master, values, cuts, [(0, master.numel())])
         self.grad_memory: Tensor | None = None
-        """Holds the gradient in the master's dtype, kept from step to step."""
+        """Holds the gradient, kept from step to step."""
+        self._rest = master.dtype
 
     @property
     def narrow_copy(self) -> Tensor | None:
@@ -301,18 +310,21 @@ class DeviceStore(ShardStore):
         grad = self.grad()[start:stop] if access is Access.STEP else None
         return OpenTile(self.values, TileView(start, stop, self.master[start:stop], grad))
 
-    def room_for_grad(self, first: bool, dtype: torch.dtype) -> Tensor:
+    def room_for_grad(self, first: bool, dtype: torch.dtype, rest: torch.dtype) -> Tensor:
         """Return the gradient itself for the first of a step."""
-        if self.grad_memory is None:
-            self.grad_memory = torch.empty_like(self.master)
-        return self.grad_memory if first else torch.empty_like(self.master, dtype=dtype)
+        self._rest, memory = rest, self.grad_memory
+        if not first:
+            return torch.empty_like(self.master, dtype=dtype)
+        if memory is None or memory.dtype != rest:
+            self.grad_memory = memory = torch.empty_like(self.master, dtype=rest)
+        return memory
 
     def add_grad(self, shard: Tensor, *, first: bool, stays: bool) -> None:
         """Add a gradient; keep one that ``stays``, or is in the gradient's memory, without a copy."""
         if stays or self.grad_memory is None:
             self.grad_memory = shard
         elif not first:
-            self.grad_memory.add_(shard)
+            self.grad_memory = self.grad_memory.to(self._rest).add_(shard)
         elif shard is not self.grad_memory:
             self.grad_memory.copy_(shard)
         self.has_grad = True

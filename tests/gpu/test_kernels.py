@@ -24,6 +24,7 @@ from tests.unit.cuda_ops.test_kernels_math import (
     lion,
     sgd,
 )
+from tests.unit.cuda_ops.test_narrow_step import CASES, RULES, compare_bits, compare_narrow
 from tests.unit.cuda_ops.test_quantize import BITS, BLOCKS, buffer, compare_quantize
 from tests.unit.cuda_ops.test_signs import compare_signs
 from zlaunch.cuda_ops import loader
@@ -119,6 +120,14 @@ def everything(numel: int = 1024) -> list[torch.Tensor]:
     quantize(grad, codes, bits=4)
     dequantize_sum(codes.unsqueeze(0), back, bits=4)
     return [total, norm, multiplier, master, m, v, out, codes, error, back]
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(("master", "kind"), CASES)
+def test_narrow_steps(rule: str, master: torch.dtype, kind: str) -> None:
+    for numel, offset in ((1, 0), (300, 3), (70_001, 0), (LARGE, 0)):
+        compare_narrow(rule, master, kind, torch.bfloat16, numel, "cuda", offset)
+        compare_bits(master, kind, numel, "cuda", offset)
 
 
 @pytest.mark.parametrize("mode", ["cupy", "torch"])

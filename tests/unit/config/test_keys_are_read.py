@@ -23,7 +23,6 @@ SETTLED_INSIDE = {
     "strict": "read before the models are",
     "zero_optimization.cpu_offload": "rewritten as offload_optimizer",
     "zero_optimization.cpu_offload_param": "rewritten as offload_param",
-    "data_types.grad_accum_dtype": "only fp32 passes the check",
     "torch_autocast.enabled": "read through autocast",
     "torch_autocast.lower_precision_safe_modules": "nothing is rounded on the way",
     "amp.loss_scale": "read through autocast",

@@ -272,7 +272,6 @@ def test_warned(source: dict[str, Any], path: str) -> None:
         ),
         ({"fp16": {"fp16_master_weights_and_grads": True}}, "fp16.fp16_master_weights_and_grads"),
         ({"bf16": {"bf16_optimizer_states": True}}, "bf16.bf16_optimizer_states"),
-        ({"data_types": {"grad_accum_dtype": "bf16"}}, "data_types.grad_accum_dtype"),
         ({"elasticity": {"enabled": True}}, "elasticity.enabled"),
         ({"amp": {"enabled": True, "max_loss_scale": 2.0}}, "amp.max_loss_scale"),
         ({"checkpoint": {"load_universal": True}}, "checkpoint.load_universal"),
@@ -376,6 +375,14 @@ def test_bad_optimizer_or_scheduler(key: str, value: Any, expected: str) -> None
 def test_cross_checks() -> None:
     assert "both enabled" in problems({"fp16": {"enabled": True}, "bf16": {"enabled": True}})
     assert "stage 3" in problems({"gradient_allreduce_op": "sum", "zero_optimization": {"stage": 3}})
+    sums = {"data_types": {"grad_accum_dtype": "bf16"}}
+    assert 'grad_accum_dtype: "bf16" does not go with training in fp32: expected "fp32"' in problems(sums)
+    assert 'expected "fp32" or "fp16"' in problems({**sums, "fp16": {"enabled": True}})
+    bf16 = {"enabled": True, "master_weights": "stochastic"}
+    assert "needs bf16.enabled" in problems({"bf16": {**bf16, "enabled": False}})
+    nvme = {"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": "/x"}}
+    assert "gradients on disk are fp32" in problems({**sums, "bf16": bf16, "zero_optimization": nvme})
+    assert "expected one of fp32, stochastic" in problems({"bf16": {**bf16, "master_weights": "nearest"}})
     assert "does not agree" in problems({"data_types": {"param_dtype": "bf16"}, "fp16": {"enabled": True}})
     # A wrong value elsewhere does not hide them.
     both = problems({"fp16": {"enabled": True}, "bf16": {"enabled": True}, "train_batch_size": -1})

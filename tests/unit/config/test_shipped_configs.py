@@ -15,7 +15,6 @@ REFUSED = {
     "examples_elastic": ("elasticity.enabled", "Elastic batch sizes"),
     "examples_random_ltd": ("data_efficiency.enabled", "Data efficiency"),
     "examples_squad": ("optimizer.params.bias_correction", "Adam without bias correction"),
-    "openrlhf_grad_accum_bf16": ("data_types.grad_accum_dtype", '"bf16"'),
 }
 """Name of the file, the key that is refused and what of the message names the feature."""
 WARNED = {

@@ -9,7 +9,7 @@ import pytest
 
 from zlaunch.cuda_ops import loader
 
-from .test_kernels_shim import COMBINATIONS
+from .test_kernels_shim import COMBINATIONS, some_of
 
 
 @pytest.fixture(scope="module")
@@ -38,13 +38,25 @@ def compiled(nvrtc: Any, text: str, defines: tuple[str, ...], arch: str) -> byte
     return result if isinstance(result, bytes) else result.encode()
 
 
-@pytest.mark.parametrize("arch", [70, 75, 80, 86, 89, 90, 100, 120])
+ARCHS = (70, 75, 80, 86, 89, 90, 100, 120)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("name", COMBINATIONS)
 def test_compiles(nvrtc: Any, name: str, arch: int) -> None:
     if arch not in nvrtc.getSupportedArchs():
         pytest.skip(f"this NVRTC has no sm_{arch}")
-    for defines in COMBINATIONS[name]:
+    for defines in some_of(name, ARCHS.index(arch)):
         assert compiled(nvrtc, loader.source(name), defines, f"sm_{arch}").startswith(b"\x7fELF")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("arch", ARCHS)
+def test_narrow_steps_compile(nvrtc: Any, arch: int) -> None:
+    if arch not in nvrtc.getSupportedArchs():
+        pytest.skip(f"this NVRTC has no sm_{arch}")
+    for defines in COMBINATIONS["narrow"]:
+        assert compiled(nvrtc, loader.source("narrow"), defines, f"sm_{arch}").startswith(b"\x7fELF")
 
 
 def test_the_trial_compiles(nvrtc: Any) -> None:

@@ -30,11 +30,32 @@ COMBINATIONS: dict[str, list[tuple[str, ...]]] = {
     "norm": [(f"-DSRC={s}",) for s in TYPES],
     "scalars": [()],
     "signs": [()],
+    "narrow": [
+        *(
+            ("-DMASTER=FLOAT32", f"-DSTATE={s}", f"-DGRAD={g}", f"-DOUT={o}")
+            for s in ("BFLOAT16", "CODES")
+            for o in ("NONE", "BFLOAT16", "FLOAT16")
+            for g in dict.fromkeys(("FLOAT32", o if o != "NONE" else "FLOAT32"))
+        ),
+        *(
+            ("-DMASTER=BFLOAT16", f"-DSTATE={s}", f"-DGRAD={g}", "-DOUT=NONE")
+            for s in ("FLOAT32", "BFLOAT16", "CODES")
+            for g in ("FLOAT32", "BFLOAT16")
+        ),
+    ],
     "quantize": [
         (f"-DVALUES={v}", f"-DERROR={e}") for v in TYPES for e in dict.fromkeys(("NONE", "FLOAT32", v))
     ],
 }
 """Every file with every set of options that the wrappers use."""
+
+
+def some_of(name: str, position: int) -> list[tuple[str, ...]]:
+    """A file's sets of options; where those are many every fourth, others for another ``position``."""
+    found = COMBINATIONS[name]
+    return found[position % 4 :: 4] if len(found) > 12 else found
+
+
 _SIGNATURE = re.compile(r'extern "C" __global__ void (\w+)\(([^)]*)\)')
 
 SHIM = r"""
@@ -209,6 +230,6 @@ def kernels_on_cpu(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> Ite
 
 def test_every_kernel_file_is_covered() -> None:
     folder = Path(loader.__file__).parent / "kernels"
-    assert {path.stem for path in folder.glob("*.cu")} == {*COMBINATIONS, "common"}
+    assert {path.stem for path in folder.glob("*.cu")} == {*COMBINATIONS, "common", "rules"}
     assert all(kernels_of(name) for name in COMBINATIONS)
     assert "#include" not in "".join(path.read_text() for path in folder.glob("*.cu"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import types
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -50,6 +51,26 @@ def test_bf16_adam_is_the_papers_table() -> None:
     three = plan(setting(3, w)).total.device
     gathered, buckets = (10_000_000 + 2 * 30_000_000) * 2, 3 * 30_000_000 * 2
     assert three == (N // w) * 16 + gathered + buckets
+
+
+def test_narrow_state_and_masters() -> None:
+    """2 + 2 + 1 + 1 bytes a parameter with codes of 8 bits, and a scale for 256; 2 + 2 + 2 + 2 of bf16."""
+    codes: dict[str, Any] = {"master_bytes": 2, "grad_bytes": 2, "state_bytes": 1 + 4 / 256}
+    w = 8
+    for stage in range(4):
+        wide = setting(stage, w, narrow_masters=True)
+        bf16 = replace(wide, master_bytes=2, grad_bytes=2, state_bytes=2.0)
+        eight = replace(wide, **codes)
+        own = N if stage == 0 else N // w
+        assert plan(wide).optimizer.device == 12 * own
+        masters = 2 * own if stage == 3 else 0  # below, the parameters themselves are stepped
+        assert plan(bf16).optimizer.device == 4 * own + masters
+        assert plan(eight).optimizer.device == round(own * (2 + 8 / 256)) + masters
+        assert plan(wide).gradients.device - plan(eight).gradients.device == 2 * (N if stage < 2 else own)
+    assert plan(replace(setting(0), **codes)).total.device == N * 2 + N * 2 + round(N * (2 + 8 / 256))
+    host = replace(setting(2, w, optimizer=Tier.HOST, narrow_masters=True), **codes)
+    assert plan(host).total.host == round(N // w * (2 + 2 + 8 / 256)) + 2 * (N // w)
+    assert not any("nvme" in text for text, _ in alternatives(host)), "which is refused"
 
 
 def test_offload_moves_and_does_not_lose() -> None:

@@ -105,7 +105,7 @@ def test_new_values_are_written_beside_the_master() -> None:
 def test_gradients_of_a_step_are_added() -> None:
     store = DeviceStore(torch.zeros(4), DeviceValues(torch.zeros(4)), [(0, 1), (1, 4)])
     for first in (True, False):
-        shard = store.room_for_grad(first, torch.bfloat16)
+        shard = store.room_for_grad(first, torch.bfloat16, torch.float32)
         assert shard.dtype == (torch.float32 if first else torch.bfloat16)
         shard.copy_(torch.arange(4))
         store.add_grad(shard, first=first, stays=False)
@@ -113,7 +113,7 @@ def test_gradients_of_a_step_are_added() -> None:
     assert [float(square) for square in store.grad_squares()] == pytest.approx([0, 56], rel=1e-6)
     memory = store.grad()
     store.drop_grad()
-    assert not store.has_grad and store.room_for_grad(True, torch.float32) is memory
+    assert not store.has_grad and store.room_for_grad(True, torch.float32, torch.float32) is memory
 
 
 def test_only_what_was_changed_loses_digits() -> None:
