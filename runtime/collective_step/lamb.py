@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ..comm.collectives import Comm
-from ..optim.sharded_optimizer import to_device
 from ..optim.update_rule import State, UpdateRule
+from ..small_copies import to_device
 from ..zero.store import TileView, squares_of
 from ..zero.unit import Unit
 from .parts import ParameterPart, by_group, each_tile, gradients, work_on

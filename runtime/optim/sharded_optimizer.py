@@ -19,6 +19,7 @@ from .. import preemption
 from ..comm.collectives import Comm
 from ..precision.step_result import StepResult
 from ..profiler import named
+from ..small_copies import all_on, to_device
 from ..zero.reduce import GradientReducer
 from ..zero.store import DeviceStore, squares_of
 from ..zero.unit import Unit
@@ -263,7 +264,7 @@ class ShardedOptimizer:
             squares += (
                 islice(found, len(store.cuts)) if isinstance(store, DeviceStore) else store.grad_squares()
             )
-        return _all_on(squares, self._comm.device)
+        return all_on(squares, self._comm.device)
 
     def _apply(self, used: list[bool]) -> None:
         run_hooks(self.outer, before=True)
@@ -301,17 +302,3 @@ class ShardedOptimizer:
                 out = None if store.narrow_copy is None else part.of(store.narrow_copy)
                 updates.append(SliceUpdate(part.group, part.leaf, part.of(store.grad()), out, part.place))
         return updates
-
-
-def _all_on(numbers: list[Tensor], device: torch.device) -> list[Tensor]:
-    """Return 0-dim tensors on the device, in their order; copy those of the host there at once."""
-    away = [number for number in numbers if number.device.type != device.type]
-    if not away:
-        return numbers
-    moved = iter(to_device(torch.stack(away), device).unbind())
-    return [number if number.device.type == device.type else next(moved) for number in numbers]
-
-
-def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a small tensor's copy that the host does not wait for."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
