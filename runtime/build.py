@@ -16,6 +16,7 @@ from torch import nn
 from ..cuda_ops.loader import set_mode
 from . import preemption
 from .activation import checkpointing
+from .backward_step.engine import choose_backward_step
 from .checkpoint.checkpointer import Checkpointer
 from .checkpoint.export.consolidate import save_weights
 from .collective_step.choice import choose_step, keeps_whole_gradients, prepare
@@ -122,6 +123,7 @@ def build_engine(
     kind = choose_kind(kind, pipeline, has_section="pipeline" in loaded.raw)
 
     whole = client is not None and _needs_whole(client, effective, comm)
+    kind, reduces = choose_backward_step(kind, client, effective, comm, whole=whole)
     blocks, options = _plan(model, effective, comm)
     offload, setting = _make_offload(effective, client, blocks, options, precision, comm, model)
     on_gpu = comm.device.type == "cuda"
@@ -132,7 +134,7 @@ def build_engine(
             undo.callback(offload.close)
         factory = UnitFactory(precision.dtype, comm, options, offload)
         keeps = keeps_whole_gradients(client)
-        sharded, reducer = _shard(model, blocks, factory, groups, effective, offload, keeps)
+        sharded, reducer = _shard(model, blocks, factory, groups, effective, offload, keeps, reduces)
         undo.callback(sharded.close)
         if client is not None:
             step = ShardedOptimizer(
@@ -141,7 +143,7 @@ def build_engine(
                 reducer,
                 comm,
                 whole=whole,
-                offloaded_step=choose_step(client, comm, offloads=offload is not None),
+                offloaded_step=choose_step(client, reducer, comm, offloads=offload is not None),
                 on_device=on_gpu,
             )
         undo.pop_all()
@@ -286,15 +288,10 @@ def _make_offload(
     accumulation = int(config.gradient_accumulation_steps or 1)
     snapshots = config.checkpoint.is_asynchronous
     setting, free = preflight(
-        blocks,
-        options,
-        chosen,
-        optimizer,
-        precision,
-        comm,
-        accumulation,
+        *(blocks, options, chosen, optimizer, precision, comm, accumulation),
         snapshots=snapshots,
         model=model,
+        steps_in_backward=config.zero_optimization.step_in_backward,
     )
     chosen = replace(chosen, pinned_budget_bytes=int(PINNED_SHARE * free.host))
     return Offload(chosen, comm) if chosen.any else None, setting
@@ -340,6 +337,7 @@ def _shard(
     effective: Effective,
     offload: Offload | None,
     keeps_gradients: bool,
+    reduces: type[GradientReducer],
 ) -> tuple[ShardedModel, GradientReducer]:
     config = effective.config
     zero = config.zero_optimization
@@ -354,7 +352,7 @@ def _shard(
         predivide = (
             config.gradient_predivide_factor if config.gradient_predivide_factor != 1.0 else comm.data.size
         )
-    reducer = GradientReducer(
+    reducer = reduces(
         [unit for block in blocks for unit in block.units if unit.trainable],
         comm,
         GradientOptions(

@@ -34,6 +34,7 @@ def preflight(
     *,
     snapshots: bool,
     model: nn.Module,
+    steps_in_backward: bool = False,
 ) -> tuple[Setting, Amounts]:
     """Print the plan on rank 0; return what it has counted and what a rank may take. Raises MemoryPlanError
     on every rank if the plan does not fit on one of them. Collective.
@@ -66,6 +67,7 @@ def preflight(
         accumulates=accumulation > 1,
         device_is_host=comm.device.type == "cpu",
         snapshots=snapshots,
+        steps_in_backward=steps_in_backward,
     )
     local = read_environment().local_world_size
     free = available(comm.device, offload, local)
