@@ -1,4 +1,4 @@
-"""Test models, loops and layouts with steps inside the backward pass, beside ordinary steps or plain torch."""
+"""Test models, loops and layouts with steps inside the backward pass beside ordinary steps or plain torch."""
 
 from __future__ import annotations
 
