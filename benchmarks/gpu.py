@@ -66,6 +66,7 @@ FIRST = (
 SECOND = (
     _large("stage 2", "--autocast"),
     _large("stage 3", "--checkpoint", "--autocast"),
+    *(_large(f"stage {stage} stepping") for stage in (2, 3)),  # beside stages 2 and 3 of the first part
     Part("bounds", ("benchmarks.large", "--bounds"), 60, ("--model", "15m")),
     _large("offload optimizer", "--cap_gb", "24"),
     _large("offload both", "--cap_gb", "24"),

@@ -30,6 +30,8 @@ SYSTEMS: dict[str, dict[str, Any]] = {
     "stage 1": {"stage": 1},
     "stage 2": {"stage": 2},
     "stage 3": {"stage": 3},
+    "stage 2 stepping": {"stage": 2, "step_in_backward": True},
+    "stage 3 stepping": {"stage": 3, "step_in_backward": True},
     "offload optimizer": {"stage": 2, "offload_optimizer": CPU},
     "offload both": {"stage": 3, "offload_optimizer": CPU, "offload_param": CPU},
 }

@@ -16,6 +16,7 @@ from torch import nn
 from ..cuda_ops.loader import set_mode
 from . import preemption
 from .activation import checkpointing
+from .backward_step.engine import choose_backward_step
 from .checkpoint.checkpointer import Checkpointer
 from .checkpoint.export.consolidate import save_weights
 from .collective_step.choice import choose_step, keeps_whole_gradients, prepare
@@ -126,6 +127,7 @@ def build_engine(
     if client is not None:
         check_narrow(client, effective.config, precision.dtype)
     whole = client is not None and _needs_whole(client, effective, comm)
+    kind, reduces = choose_backward_step(kind, client, effective, comm, whole=whole)
     blocks, options = _plan(model, effective, comm)
     offload, setting = _make_offload(effective, client, blocks, options, precision, comm, model)
     on_gpu = comm.device.type == "cuda"
@@ -137,7 +139,7 @@ def build_engine(
         stores = offload or DeviceStores(precision.narrow_masters)
         factory = UnitFactory(precision.dtype, comm, options, stores)
         keeps = keeps_whole_gradients(client)
-        sharded, reducer = _shard(model, blocks, factory, groups, effective, offload, keeps)
+        sharded, reducer = _shard(model, blocks, factory, groups, effective, offload, keeps, reduces)
         undo.callback(sharded.close)
         if client is not None:
             step = ShardedOptimizer(
@@ -146,7 +148,7 @@ def build_engine(
                 reducer,
                 comm,
                 whole=whole,
-                offloaded_step=choose_step(client, comm, offloads=offload is not None),
+                offloaded_step=choose_step(client, reducer, comm, offloads=offload is not None),
                 on_device=on_gpu,
             )
         undo.pop_all()
@@ -291,16 +293,11 @@ def _make_offload(
     accumulation = int(config.gradient_accumulation_steps or 1)
     snapshots = config.checkpoint.is_asynchronous
     setting, free = preflight(
-        blocks,
-        options,
-        chosen,
-        optimizer,
-        precision,
-        comm,
-        accumulation,
+        *(blocks, options, chosen, optimizer, precision, comm, accumulation),
         snapshots=snapshots,
         model=model,
         grad_bytes=(choose_gradient_options(config).single or torch.float32).itemsize,
+        steps_in_backward=config.zero_optimization.step_in_backward,
     )
     chosen = replace(chosen, pinned_budget_bytes=int(PINNED_SHARE * free.host))
     return Offload(chosen, comm) if chosen.any else None, setting
@@ -346,6 +343,7 @@ def _shard(
     effective: Effective,
     offload: Offload | None,
     keeps_gradients: bool,
+    reduces: type[GradientReducer],
 ) -> tuple[ShardedModel, GradientReducer]:
     config = effective.config
     zero = config.zero_optimization
@@ -355,7 +353,7 @@ def _shard(
         trainable = (p for block in blocks for _, p in block.parameters if p.requires_grad)
         offload.expect(sum(placeholder.shape_of(p).numel() for p in trainable))
     factory.build(blocks, groups_by_parameter(groups))
-    reducer = GradientReducer(
+    reducer = reduces(
         [unit for block in blocks for unit in block.units if unit.trainable],
         comm,
         choose_gradient_options(

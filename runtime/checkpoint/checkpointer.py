@@ -39,7 +39,8 @@ if TYPE_CHECKING:
     from ..offload.transfer import HostLink
 
 _FALLBACK_FOLDER = "checkpoints"
-_COUNTERS = ("global_steps", "micro_steps", "global_samples", "skipped_steps")
+_COUNTERS = ("global_steps", "micro_steps", "global_samples", "skipped_steps", "previous_norm")
+"""Names what an engine counts; not each has the last."""
 
 
 class TrainState(Protocol):
@@ -191,7 +192,7 @@ class Checkpointer:
         return {
             "written_by": {"zlaunch": __version__, "torch": str(torch.__version__)},
             "stage": self._stage,
-            "engine": {name: getattr(run, name) for name in _COUNTERS},
+            "engine": {name: getattr(run, name) for name in _COUNTERS if hasattr(run, name)},
             "loss_scaler": {**self._scaler.state_dict(), "dynamic": True} if self._scaler.dynamic else None,
             "optimizer": optimizer,
             "scheduler": schedule,

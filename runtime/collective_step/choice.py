@@ -7,11 +7,13 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ...cuda_ops.signs import BLOCK
+from ..backward_step.reducer import SteppingReducer
 from ..comm.collectives import Comm
 from ..errors import OptimizerError
 from ..offload.background_step import BackgroundStep
 from ..optim.sharded_optimizer import OffloadedStep
 from ..zero.layout import ALIGN_NUMEL
+from ..zero.reduce import GradientReducer
 from ..zero.unit import Unit
 from .lamb import Lamb, LambStep
 from .muon import Muon, MuonStep
@@ -75,9 +77,11 @@ def prepare(optimizer: torch.optim.Optimizer, comm: Comm, *, divides_layers: boo
 
 
 def choose_step(
-    optimizer: torch.optim.Optimizer | None, comm: Comm, *, offloads: bool
+    optimizer: torch.optim.Optimizer | None, reducer: GradientReducer, comm: Comm, *, offloads: bool
 ) -> Callable[[Sequence[Unit]], OffloadedStep] | None:
     """Return what makes the object that steps units otherwise than all at once on the device, if any."""
+    if isinstance(reducer, SteppingReducer):
+        return reducer.make_step
     kind = collective_step_of(optimizer)
     if kind is not None:
         return lambda units: kind(units, comm)

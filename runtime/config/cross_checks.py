@@ -39,6 +39,7 @@ def cross(config: Config, report: ConfigReport) -> Config:
         problems.append(("aio.block_size", f"{config.aio.block_size} is not a multiple of 4096"))
     config = _axes(config, report)
     _shard_groups(config, report)
+    _backward_step(config, report)
     return _offload(config, report)
 
 
@@ -176,6 +177,36 @@ def _shard_groups(config: Config, report: ConfigReport) -> None:
     if config.fp16.enabled and not config.fp16.loss_scale:
         why = "keeps errors in the scale of the loss: use bf16, or a static fp16.loss_scale"
         report.problems.append((at, why))
+
+
+def _backward_step(config: Config, report: ConfigReport) -> None:
+    """Report what does not go with steps inside the backward pass."""
+    zero, at = config.zero_optimization, "zero_optimization.step_in_backward"
+    if not zero.step_in_backward:
+        if zero.step_in_backward_clipping != "previous_norm":
+            report.warnings.append((f"{at}_clipping", "no effect: step_in_backward is false"))
+        return
+    offloads = [
+        name
+        for name, part in (
+            ("offload_optimizer", zero.offload_optimizer),
+            ("offload_param", zero.offload_param),
+        )
+        if part is not None and part.device != "none"
+    ]
+    steps = config.gradient_accumulation_steps
+    reasons = {
+        f"needs stage 2 or 3, not {zero.stage}: below, gradients stay whole on each rank": zero.stage < 2
+        and "zero_optimization.stage" not in report.auto,
+        f"gradient_accumulation_steps is {steps}, and each backward pass is a step: make it 1": steps
+        not in (None, 1),
+        "fp16 gradients may overflow, and such a step cannot be taken back: use bf16": config.fp16.enabled
+        or config.autocast[0] == "fp16",
+        f"does not go with {' and '.join(offloads)}: a step there needs the norm first": bool(offloads),
+        "does not go with pipeline parallelism: a step has several backward passes": pipeline_size(config)
+        > 1,
+    }
+    report.problems += [(at, why) for why, is_so in reasons.items() if is_so]
 
 
 def _offload(config: Config, report: ConfigReport) -> Config:

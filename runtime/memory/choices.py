@@ -53,6 +53,7 @@ class Choice:
     optimizer: Tier = Tier.DEVICE
     parameters: Tier = Tier.DEVICE
     checkpointed: bool = False
+    steps_in_backward: bool = False
 
     @property
     def name(self) -> str:
@@ -62,6 +63,8 @@ class Choice:
         if self.optimizer is not Tier.DEVICE:
             what = "optimizer and parameters" if self.parameters is not Tier.DEVICE else "optimizer"
             parts.append(f"{what} on {places[self.optimizer]}")
+        if self.steps_in_backward:
+            parts.append("step in backward")
         return ", ".join(parts)
 
 
@@ -77,18 +80,20 @@ _PLACES = (
 """Lists stages and tiers of optimizer and parameters, the fastest first."""
 
 
-def choices(shards: int, stages: int = 1) -> Iterator[Choice]:
+def choices(shards: int, stages: int = 1, *, steps_in_backward: bool = False) -> Iterator[Choice]:
     """Yield every choice, the fastest first. One rank has nothing to shard at stages 1 and 2, and a pipeline
-    of several ``stages`` goes with ZeRO's stages 0 and 1 alone.
+    of several ``stages`` goes with ZeRO's stages 0 and 1 alone. ``steps_in_backward``: where that is
+    possible, at stages 2 and 3 without offload.
     """
     for stage, optimizer, parameters in _PLACES:
-        if shards == 1 and stage in (1, 2) and optimizer is Tier.DEVICE:
-            continue
         is_offloaded = optimizer is not Tier.DEVICE
+        steps = steps_in_backward and stage >= 2 and not is_offloaded
+        if shards == 1 and stage in (1, 2) and not is_offloaded and not steps:
+            continue
         if (stages > 1 and stage > 1) or (stages == 1 and stage == 1 and is_offloaded):
             continue  # at stage 2 as much is offloaded, and less is kept
         for checkpointed in (False, True):
-            yield Choice(stage, optimizer, parameters, checkpointed)
+            yield Choice(stage, optimizer, parameters, checkpointed, steps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,10 +127,11 @@ def compare(
     activations: Activations | None,
     *,
     dtype_bytes: int,
+    steps_in_backward: bool = False,
 ) -> list[Estimated]:
     """Estimate all choices with Adam, the fastest first; ``model`` is what one rank has of the model."""
     found = []
-    for choice in choices(machines.shards, machines.axes.pipeline):
+    for choice in choices(machines.shards, machines.axes.pipeline, steps_in_backward=steps_in_backward):
         if choice.checkpointed and (activations is None or activations.checkpointed is None):
             continue
         blocks, freed = model.blocks_at(choice.stage), 0
@@ -142,6 +148,7 @@ def compare(
             states=_ADAM_STATES,
             offload=OffloadOptions(optimizer=choice.optimizer, parameters=choice.parameters),
             freed_by_backward=freed,
+            steps_in_backward=choice.steps_in_backward,
         )
         nbytes = None
         if activations is not None:
@@ -178,8 +185,12 @@ def config_text(chosen: Estimated, *, dtype: str, micro_batch: int, axes: MeshSh
             zero.append(f'"{key}": {{"device": "cpu"}}')
         elif tier is Tier.DISK:
             zero.append(f'"{key}": {{"device": "nvme", "nvme_path": "/local_nvme"}}')
+    if choice.steps_in_backward:
+        zero.append('"step_in_backward": true')
     ending = "," if choice.checkpointed else ""
     reason = _REASONS[choice.stage, choice.optimizer]
+    if choice.steps_in_backward:
+        reason = "as asked: a unit is stepped when its gradient is there, one micro-batch a step"
     lines.append(f'"zero_optimization": {{{", ".join(zero)}}}{ending}  // {reason}')
     if choice.checkpointed:
         lines.append('"activation_checkpointing": {"enabled": true}  // without it, activations do not fit')
@@ -210,6 +221,7 @@ def as_json(found: Sequence[Estimated], machines: Machines, more: Sequence[Mappi
                 "offload_optimizer": each.choice.optimizer.value,
                 "offload_param": each.choice.parameters.value,
                 "activation_checkpointing": each.choice.checkpointed,
+                "step_in_backward": each.choice.steps_in_backward,
                 "gpu": {
                     **{name: part.device for name, part in parts.items()},
                     "activations": each.activations,

@@ -74,6 +74,8 @@ class Setting:
     experts: int = 0
     """Trainable elements of experts that only some ranks have: they are sharded over ``expert_shards``."""
     expert_shards: int = 1
+    steps_in_backward: bool = False
+    """Tells whether units are stepped, and their gradients freed, inside the backward pass."""
     freed_by_backward: int = 0
     """Bytes of activations that are freed before a third gradient bucket is filled, where they are known."""
 
@@ -189,6 +191,8 @@ def _gradients(s: Setting, here: int, away: int) -> Amounts:
     else:
         *others, largest = (numel * s.dtype_bytes for numel in sorted([0, *s.blocks])[-_BUCKETS:])
         buckets = largest + max(0, sum(others) - s.freed_by_backward)
+        if s.steps_in_backward:  # those that are being reduced
+            here = min(here, sum(-(-numel // s.world_size) for numel in sorted(s.blocks)[1 - _BUCKETS :]))
         sums = Amounts(device=buckets + here * s.grad_bytes)
     sums += Amounts(device=s.kept_for_links)
     if s.offload.optimizer is Tier.HOST:

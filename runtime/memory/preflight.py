@@ -37,6 +37,7 @@ def preflight(
     snapshots: bool,
     model: nn.Module,
     grad_bytes: int = 4,
+    steps_in_backward: bool = False,
 ) -> tuple[Setting, Amounts]:
     """Print the plan on rank 0; return what it has counted and what a rank may take. Raises MemoryPlanError
     on every rank if the plan does not fit on one of them. Collective. ``grad_bytes``: of a gradient's
@@ -74,6 +75,7 @@ def preflight(
         accumulates=accumulation > 1,
         device_is_host=comm.device.type == "cpu",
         snapshots=snapshots,
+        steps_in_backward=steps_in_backward,
     )
     local = read_environment().local_world_size
     free = available(comm.device, offload, local)

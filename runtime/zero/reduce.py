@@ -315,6 +315,10 @@ class GradientReducer:
             done.shard.add_(bucket.carry)
             bucket.carry = None
         bucket.store.add_grad(done.shard, first=done.first, stays=not self.options.transient)
+        self.arrived(bucket)
+
+    def arrived(self, bucket: Bucket) -> None:
+        """Do nothing more with a unit's gradient, which is in its store; a subclass may."""
 
     def finish(self) -> None:
         """End the backward pass: reduce what is incomplete or came twice, and wait for every reduction."""

@@ -37,6 +37,7 @@ SHARED: dict[str, Any] = {"parallel": {"tensor": 2}, "tensor_parallel": {"plan":
 DIVIDED: dict[str, Any] = {"parallel": {"expert": 2}}
 BOTH: dict[str, Any] = {**SHARED, "parallel": {"tensor": 2, "expert": 2}}
 SPLIT: dict[str, Any] = {"parallel": {"sequence": 2}}
+STEPPING: dict[str, Any] = {"step_in_backward": True}
 SPLIT_AND_SHARED: dict[str, Any] = {**SHARED, "parallel": {"sequence": 2, "tensor": 2}}
 
 BEFORE = "Event.synchronize in step_result._read < step_result.differs"
@@ -96,8 +97,10 @@ class Case:
     @property
     def waits(self) -> set[str]:
         """Return how the training thread waits for the device in a step, once things have settled."""
-        # the CPU's step needs the norm, and so does one that ranks make together
-        if self.zero.keys() & {"offload_optimizer", "offload_param"} or "optimizer" in self.options:
+        # the CPU's step needs the norm, and so does one that ranks make together; one inside the backward
+        # pass lets the next pass know it
+        needing = {"offload_optimizer", "offload_param", "step_in_backward"}
+        if self.zero.keys() & needing or "optimizer" in self.options:
             return {ORDER if self.world > 1 else NORM, *self.more_waits}
         return {*([BEFORE] if self.options.keys() & {"bf16", "fp16"} else []), *self.more_waits}
 
@@ -142,6 +145,9 @@ CASES = {
         Case("stage 3 offloaded", 3, HOST_BOTH, {**BF16, **OFFLOADED_INPUTS}),
         Case("stage 3 init", 3, options=BF16, init=True),
         Case("stage 3 init host both", 3, HOST_BOTH, BF16, init=True),
+        *(Case(f"stage {stage} stepping", stage, STEPPING, BF16) for stage in (2, 3)),
+        *(Case(f"stage {stage} stepping on two", stage, STEPPING, BF16, world=2) for stage in (2, 3)),
+        Case("stage 3 stepping fp32 by value", 3, {**STEPPING, "step_in_backward_clipping": "value"}),
         Case("stage 2 watched", 2, options={**BF16, **WATCHED}, more_waits=(METRICS, REPORT)),
         *(Case(f"stage {stage} on two", stage, options=BF16, world=2) for stage in range(4)),
         Case("stage 3 accumulated on two", 3, options=BF16, accumulation=2, world=2),

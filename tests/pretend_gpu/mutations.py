@@ -201,6 +201,20 @@ def _heads_are_computed_before_they_arrive() -> list[Change]:
     return [(SequenceAxis, "_wait", lambda self, work, tensor, what: None)]
 
 
+def _a_unit_is_stepped_before_its_gradient_is_there() -> list[Change]:
+    from zlaunch.runtime.backward_step.reducer import SteppingReducer
+
+    retire = SteppingReducer._retire
+
+    def too_early(self: Any) -> None:
+        pending = self._in_flight[0].pending
+        work = getattr(pending, "before", pending)
+        work.work, work._keep = None, ()
+        retire(self)
+
+    return [(SteppingReducer, "_retire", too_early)]
+
+
 MUTATIONS: dict[str, tuple[str, Callable[[], list[Change]]]] = {
     make.__name__.strip("_").replace("_", " "): (case, make)
     for case, make in (
@@ -220,6 +234,7 @@ MUTATIONS: dict[str, tuple[str, Callable[[], list[Change]]]] = {
         ("stage 2 disk", _a_gradient_is_written_to_disk_before_it_arrives),
         ("stage 1 offloaded", _offloaded_inputs_are_used_before_they_are_back),
         ("stage 3 on two", _collectives_are_not_waited_for),
+        ("stage 3 stepping on two", _a_unit_is_stepped_before_its_gradient_is_there),
         ("stage 3 logged on two", _a_log_is_all_that_waits_for_collectives),
         ("stage 3 groups on four", _hops_do_not_wait_for_what_they_send),
         ("stage 3 groups on four", _the_second_hop_is_not_waited_for),

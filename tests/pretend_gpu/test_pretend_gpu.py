@@ -20,8 +20,10 @@ from zlaunch.plan.checks import pick_port
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 300
 GROUPS = {
-    "on the device": [n for n, c in CASES.items() if c.world == 1 and not c.zero],
-    "host": [n for n, c in CASES.items() if c.world == 1 and c.zero and "disk" not in n],
+    "on the device": [n for n, c in CASES.items() if c.world == 1 and (not c.zero or "stepping" in n)],
+    "host": [
+        n for n, c in CASES.items() if c.world == 1 and c.zero and "disk" not in n and "stepping" not in n
+    ],
     "disk": [n for n, c in CASES.items() if c.world == 1 and "disk" in n],
     "on two": [n for n, c in CASES.items() if c.world == 2],
     "on four": [n for n, c in CASES.items() if c.world == 4],

@@ -58,6 +58,9 @@ def _number(text: str) -> float:
     help="What the model computes in; autocast: fp32 under torch.autocast.",
 )
 @click.option(
+    "--step_in_backward", is_flag=True, help="Count the key of that name at stages 2 and 3 without offload."
+)
+@click.option(
     "--for",
     "goal",
     type=click.Choice(["fits"], case_sensitive=False),
@@ -85,6 +88,7 @@ def estimate(
     micro_batch: int,
     shape: str | None,
     dtype: str,
+    step_in_backward: bool,
     goal: str | None,
     simulate: bool,
     measured: tuple[str, ...],
@@ -118,6 +122,8 @@ def estimate(
         raise click.UsageError("--for fits needs --gpu_mem")
     if goal and (simulate or plot):
         raise click.UsageError("--for fits prints a config alone: leave out --simulate and --plot")
+    if step_in_backward and dtype.startswith("fp16"):
+        raise click.UsageError("--step_in_backward does not go with fp16, whose steps may have to be skipped")
     known = given_speeds(simulate, measured, speeds)
     axes = given_axes(
         nodes * gpus, seq, tensor, sequence, pipeline, expert, simulate=simulate, has_input=shape is not None
@@ -177,7 +183,9 @@ def estimate(
                 raise click.UsageError("--simulate needs the operations of MODEL: give --input")
     except MemoryPlanError as error:
         raise click.UsageError(str(error)) from None
-    found = choices.compare(own, machines, activations, dtype_bytes=kind.itemsize)
+    found = choices.compare(
+        own, machines, activations, dtype_bytes=kind.itemsize, steps_in_backward=step_in_backward
+    )
     times = []
     if work is not None:
         times = [step_time(sizes, machines, each.choice, work, known, kind.itemsize) for each in found]

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from zlaunch.runtime.backward_step.reducer import SteppingReducer
 from zlaunch.runtime.checkpoint.format.manifest import VALUE
 from zlaunch.runtime.checkpoint.shard_io import (
     AS_MASTER,
@@ -201,6 +202,12 @@ class _Parameter:
     def own_grad(self) -> Tensor | None:
         """View this rank's part of the summed gradient, if a backward pass has left one."""
         store = self.unit.store
+        if isinstance(self.unit.gradients, SteppingReducer):
+            raise UnsupportedError(
+                f"the gradient of {self.unit.names[self.index]} cannot be read or set: with "
+                "zero_optimization.step_in_backward it is used, and its memory given back, inside the "
+                "backward pass"
+            )
         if store is None or not store.has_grad:
             return None
         low, high = self.own_range

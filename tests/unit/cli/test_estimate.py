@@ -210,3 +210,18 @@ def test_mistakes(
     assert main(["estimate", *args]) == 2
     said = capsys.readouterr().err
     assert text in said and "Traceback" not in said
+
+
+def test_steps_in_the_backward_pass_need_less_at_stages_2_and_3(capsys: pytest.CaptureFixture[str]) -> None:
+    model = ["--params", "1.5B", "--hidden", "1600", "--layers", "48", "--vocab", "50257"]
+
+    def rows(*more: str) -> dict[tuple[int, str], int]:
+        assert main(["estimate", *model, "--gpus", "2", "--json", *more]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert all(row["step_in_backward"] <= (row["stage"] >= 2 and bool(more)) for row in found)
+        return {(row["stage"], row["offload_optimizer"]): row["gpu"]["gradients"] for row in found}
+
+    before, after = rows(), rows("--step_in_backward")
+    less = {key for key in before if after[key] < before[key] / 4}
+    assert less == {(stage, "none") for stage in (2, 3)}
+    assert all(after[key] == before[key] for key in before.keys() - less)

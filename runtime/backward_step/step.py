@@ -1,0 +1,246 @@
+"""Steps units one by one while the backward pass goes on.
+
+The idea is that of "Full Parameter Fine-tuning for Large Language Models with Limited Resources" (LOMO, Lv et
+al., 2023): a gradient is used as soon as it is there, and its memory is given back.
+
+Note [Why a unit may change]. A unit whose every parameter has had its gradient is used no more in this pass:
+autograd accumulates a gradient when all that the loss has made of the parameter is done. Its sum is there
+when every rank has sent its part, so no rank reads another's values of it any more either, be it through
+shared memory. What a graph reads past its gradients (``parameter.detach()``, a recomputation of a shared
+layer) is an error: the unit's generation and the parameters' versions move before the reduction begins.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ..comm.collectives import Comm
+from ..comm.pending import Pending
+from ..errors import OptimizerError
+from ..optim.sharded_optimizer import ShardedOptimizer
+from ..optim.slices import ShardSlice
+from ..optim.update_rule import SliceUpdate, UpdateRule
+from ..profiler import named
+from ..zero import placeholder
+from ..zero.store import DeviceStore
+from ..zero.unit import Unit
+
+_HALF = (
+    "parameters have been changed by the optimizer's step inside the backward pass "
+    "(zero_optimization.step_in_backward)"
+)
+
+
+class Trainer(Protocol):
+    """Knows what gradients are divided and clipped by."""
+
+    @property
+    def previous_norm(self) -> float | None:
+        """Return the norm of the last step's gradient; None before the first step."""
+
+    def gradient_divisor(self) -> float | Tensor:
+        """Return the divisor of the summed gradients."""
+
+
+class BackwardStep:
+    """Steps units when their gradients arrive; an OffloadedStep that takes every unit.
+
+    Attributes
+        is_changed: a unit is about to be stepped, or has been, and ``engine.step()`` has not ended yet.
+        has_gradients: a backward pass has ended since the last step.
+        clips_units: there is no norm of an earlier step, so each unit is clipped by its own, for which all
+            ranks add up a number.
+    """
+
+    by_parameter = False
+
+    def __init__(self, units: Sequence[Unit], comm: Comm) -> None:
+        """Prepare to step ``units``, which may be replaced."""
+        self.units, self.comm = units, comm
+        self.is_changed = self.has_gradients = self.clips_units = False
+        self._in_step = False
+        self._squares: list[Tensor] = []
+        self._waiting: list[Unit] = []
+        """Lists units whose step is left to the end: this rank lacks a gradient of theirs."""
+        self._slices: dict[int, list[ShardSlice]] = {}
+        """Maps the identity of a unit to its slices."""
+        self._divisor = 1.0
+
+    def connect(self, trainer: Trainer, optimizer: ShardedOptimizer, clip: float, by_value: bool) -> None:
+        """Set whose optimizer steps, and the largest norm, or with ``by_value`` the largest absolute value,
+        of a gradient; 0 for any.
+        """
+        self._trainer, self._optimizer = weakref.ref(trainer), optimizer
+        self._clip, self._by_value = clip, by_value
+        self._rule = UpdateRule(optimizer.optimizer)
+
+    # -- a backward pass
+
+    def begin(self) -> None:
+        """Begin a pass, with the hyper-parameters of now."""
+        for unit in self.units:
+            if not unit.shard_params:
+                unit.wait_unsharded()
+                unit.writes.bring()
+        trainer = self._trainer()
+        assert trainer is not None
+        self._divisor = float(trainer.gradient_divisor())
+        norm, coefficient = trainer.previous_norm, 1.0
+        by_norm = self._clip > 0 and not self._by_value
+        self.clips_units = by_norm and norm is None
+        if by_norm and norm is not None and norm > self._clip:
+            coefficient = self._clip / (norm + 1e-6)
+        self._optimizer.take_hyperparameters()
+        self._rule.begin(self._divisor / coefficient if coefficient else math.inf)
+        self._slices = {}
+        for part in self._optimizer.slices:
+            self._slices.setdefault(id(part.unit), []).append(part)
+
+    def announce(self, unit: Unit) -> None:
+        """Note that a unit will be stepped when its gradient has been reduced, which begins now."""
+        self.is_changed = True
+        unit.stepped()
+        if unit.shard_params:
+            unit.updated = _NotInThisPass(self, unit)
+
+    def take(self, unit: Unit, *, at_once: bool) -> None:
+        """Take a unit's summed gradient; step the unit ``at_once``, or leave it to :meth:`start`."""
+        store = unit.store
+        assert isinstance(store, DeviceStore)
+        with torch.no_grad():
+            squares = store.grad_squares()
+            square = torch.stack(squares).sum() / unit.copies if squares else self._nothing()
+            self._squares.append(square)
+            if self.clips_units:
+                total = self.comm.all_reduce_scalars(square.reshape(1).clone(), f"clips {unit.name}")
+                factor = (self._clip / (total.sqrt() / self._divisor + 1e-6)).clamp_(max=1.0)
+                store.grad().mul_(factor.to(store.grad().dtype))
+            elif self._clip > 0 and self._by_value:
+                limit = self._clip * self._divisor
+                store.grad().clamp_(-limit, limit)
+            if at_once:
+                self._step(unit, self._slices.get(id(unit), []))
+            else:
+                self._waiting.append(unit)
+
+    def _nothing(self) -> Tensor:
+        return torch.zeros((), dtype=torch.float64, device=self.comm.device)
+
+    def _step(self, unit: Unit, slices: Sequence[ShardSlice]) -> None:
+        """Step slices of a unit, and release its gradient."""
+        store = unit.store
+        assert isinstance(store, DeviceStore)
+        narrow, updates = store.narrow_copy, []
+        for part in slices:
+            assert part.leaf is not None
+            out = None if narrow is None else part.of(narrow)
+            updates.append(SliceUpdate(part.group, part.leaf, part.of(store.grad()), out, part.place))
+        with named(f"step {unit.name}"):
+            self._rule.apply(updates, self._optimizer.optimizer.state)
+        if narrow is None:
+            unit.values.write(0, store.master)
+        store.drop_grad()
+        store.grad_memory = None
+
+    def end_pass(self) -> None:
+        """End a pass: all gradients have arrived."""
+        self.has_gradients = True
+
+    # -- what may come between
+
+    def check_unchanged(self) -> None:
+        """Raise OptimizerError if a step is half done, and nothing but its end may follow."""
+        if not self.is_changed:
+            return
+        if not self.has_gradients:
+            raise OptimizerError(
+                f"the last backward pass ended in an exception half-way, and {_HALF}: load the last "
+                "checkpoint"
+            )
+        raise OptimizerError(
+            f"{_HALF}, and engine.step() has not ended since: call it directly after the backward pass; if "
+            "it raised an error, load the last checkpoint"
+        )
+
+    def check_droppable(self) -> None:
+        """Raise OptimizerError if gradients have been used that are to be dropped."""
+        if not self.is_changed:
+            return
+        if self._in_step:
+            raise OptimizerError(
+                f"gradients are not finite, and {_HALF}: load the last checkpoint. To go on in such a case "
+                'set "bf16": {"check_grad_overflow": false}'
+            )
+        raise OptimizerError(
+            f"gradients cannot be dropped: {_HALF}. Call engine.step(), and zero_grad() before the backward "
+            "pass or not at all"
+        )
+
+    def reset(self) -> None:
+        """Begin a new step."""
+        self.is_changed = self.has_gradients = self._in_step = False
+        self._squares.clear()
+        self._waiting.clear()
+
+    # -- the end of a step
+
+    def takes(self, unit: Unit) -> bool:
+        """Tell whether this object steps a unit: it does."""
+        return True
+
+    def brings(self, unit: Unit) -> bool:
+        """Tell whether new values come without a refresh: they do not."""
+        return False
+
+    def forget(self) -> None:
+        """Do nothing: all state is the optimizer's."""
+
+    def own_squares(self) -> list[Tensor]:
+        """Return the sums of squares of this pass's gradients before they were clipped."""
+        self._in_step = True
+        return list(self._squares)
+
+    def start(self, rule: UpdateRule, slices: Sequence[ShardSlice]) -> None:
+        """Step the units that have waited, by the hyper-parameters of this pass."""
+        with torch.no_grad():
+            for unit in self._waiting:
+                self._step(unit, [part for part in slices if part.unit is unit and part.used])
+        self._rule.end()
+        self.is_changed = False
+
+    def check(self) -> None:
+        """Raise what ended a step half-way; inside a backward pass nothing has ended."""
+        if not placeholder.in_backward():
+            self.check_unchanged()
+
+    def finish(self) -> None:
+        """Do nothing: what ended a step has been raised by it."""
+
+    def wait(self) -> None:
+        """Do nothing: what was begun has been ended."""
+
+
+class _NotInThisPass(Pending):
+    """Refuses that a unit is gathered in the backward pass that has stepped it."""
+
+    def __init__(self, step: BackwardStep, unit: Unit) -> None:
+        self._step, self._name = weakref.ref(step), unit.name
+
+    @property
+    def ready(self) -> bool:
+        """Tell whether the unit may be gathered."""
+        step = self._step()
+        return step is None or not step.is_changed or step.has_gradients
+
+    def wait(self) -> None:
+        if not self.ready and placeholder.in_backward():
+            raise OptimizerError(
+                f"{self._name} is used again in the backward pass that has stepped it, and {_HALF}: leave "
+                "step_in_backward out for this model, and load the last checkpoint"
+            )

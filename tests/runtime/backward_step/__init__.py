@@ -1,0 +1,1 @@
+"""Test steps inside the backward pass."""

@@ -1,0 +1,42 @@
+"""Test the smallest memory: 8-bit state, stochastic bf16 masters and steps inside the backward pass together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import zlaunch
+from tests.runtime.models import batches, config, net, train_engine
+from tests.runtime.workers import join, run_workers
+
+
+def _train(stage: int) -> dict[str, Any]:
+    join()
+    found: dict[str, Any] = {}
+    for stepping in (False, True):
+        options = config(
+            stage,
+            4 // torch.distributed.get_world_size(),
+            zero={"stage3_module_granularity_threshold": 0, "step_in_backward": stepping},
+            optimizer={"type": "AdamW", "params": {"lr": 3e-3, "state_dtype": "int8"}},
+            bf16={"enabled": True, "master_weights": "stochastic"},
+        )
+        engine, *_ = zlaunch.initialize(model=net(), config=options)
+        losses = train_engine(engine, batches(6, 4))
+        found[str(stepping)] = {name: each.clone() for name, each in engine.module.state_dict().items()}
+        found[f"losses {stepping}"] = losses
+        gradients = [unit.store.grad_memory for unit in engine._sharded.units if unit.store is not None]
+        found[f"kept {stepping}"] = any(memory is not None for memory in gradients)
+        engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize(("stage", "world"), [(2, 1), (3, 2)])
+def test_when_a_unit_is_stepped_changes_no_bit(stage: int, world: int) -> None:
+    for found in run_workers(_train, world, stage):
+        assert found["losses True"] == found["losses False"]
+        assert found["losses True"][-1] < found["losses True"][0]
+        assert all(torch.equal(value, found["False"][name]) for name, value in found["True"].items())
+        assert found["kept False"] and not found["kept True"]

@@ -1,0 +1,203 @@
+"""Test what steps inside the backward pass refuse, and that it is refused before or told after a change."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import zlaunch
+from tests.runtime.backward_step.test_equality import SAMPLES, engine_of, settings
+from tests.runtime.models import Layer, batches, config, loss_of, net, train_engine, with_forward
+from tests.runtime.workers import join, run_workers
+from zlaunch.errors import ZlaunchError
+from zlaunch.runtime.config import ConfigError, load
+
+(TOKENS,) = batches(1, SAMPLES)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"zero": {"stage": 1}}, "needs stage 2 or 3"),
+        ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps is 2"),
+        ({"fp16": {"enabled": True}}, "use bf16"),
+        ({"torch_autocast": {"enabled": True, "dtype": "float16"}}, "use bf16"),
+        ({"zero": {"offload_optimizer": {"device": "cpu"}}}, "does not go with offload_optimizer"),
+        ({"zero": {"stage": 3, "offload_param": {"device": "cpu"}}}, "does not go with offload_param"),
+        ({"zero": {"stage": 1}, "parallel": {"pipeline": 2}}, "pipeline parallelism"),
+        ({"zero": {"step_in_backward_clipping": "norm"}}, "step_in_backward_clipping"),
+    ],
+)
+def test_configs_that_cannot_be(changes: dict[str, Any], said: str) -> None:
+    zero = {"stage": 2, "step_in_backward": True, **changes.pop("zero", {})}
+    with pytest.raises(ConfigError, match=said):
+        load({**config(2, 1), "zero_optimization": zero, **changes})
+
+
+def test_a_clipping_without_the_step_is_told() -> None:
+    zero = {"stage": 2, "step_in_backward_clipping": "value"}
+    found = load({**config(2, 1), "zero_optimization": zero})
+    assert any("no effect: step_in_backward is false" in each for each in found.warnings)
+
+
+def _refused() -> dict[str, str]:
+    """What is said, by what was done; afterwards the parameters are what an ordinary run has."""
+    join()
+    found: dict[str, str] = {}
+
+    def note(what: str, call: Any) -> None:
+        try:
+            call()
+        except ZlaunchError as error:
+            found[what] = str(error)
+
+    derived = settings(2) | {"train_batch_size": 4 * SAMPLES}
+    del derived["gradient_accumulation_steps"]
+    note("derived", lambda: zlaunch.initialize(model=net(), config=derived))
+    lamb = settings(2) | {"optimizer": {"type": "Lamb", "params": {"lr": 1e-3}}}
+    note("lamb", lambda: zlaunch.initialize(model=net(), config=lamb))
+
+    engine = engine_of(net().double(), 2)
+    note("retain", lambda: engine.backward(loss_of(engine, TOKENS), retain_graph=True))
+    note("batch", lambda: engine.set_batch(24, 12, 2))
+    note("boundary", lambda: engine.set_gradient_accumulation_boundary(False))
+    parameter = engine.module.head.weight
+    engine.backward(loss_of(engine, TOKENS))
+    note("forward", lambda: engine(TOKENS))
+    note("module", lambda: engine.module(TOKENS))
+    note("zero_grad", engine.zero_grad)
+    note("optimizer", engine.optimizer.zero_grad)
+    note("none", lambda: setattr(parameter, "grad", None))
+    note("grad", lambda: parameter.grad)
+    note("get", lambda: zlaunch.safe_get_full_grad(parameter))
+    note("set", lambda: zlaunch.safe_set_full_grad(parameter, torch.zeros_like(parameter)))
+    note("save", lambda: engine.save_checkpoint("/nowhere"))
+    note("weights", lambda: engine.save_16bit_model("/nowhere"))
+    engine.step()
+    engine.zero_grad()
+    plain = engine_of(net().double(), 2, step_in_backward=True)
+    train_engine(plain, [TOKENS])
+    for name, value in plain.module.state_dict().items():
+        assert torch.equal(value, engine.module.state_dict()[name]), name
+
+    losses = [loss_of(engine, TOKENS) for _ in range(2)]
+    losses[0].backward()
+    note("second", losses[1].backward)
+    return found
+
+
+def test_calls_that_cannot_be() -> None:
+    (found,) = run_workers(_refused, 1)
+    said = {
+        "derived": "gradient_accumulation_steps is 4",
+        "lamb": "looks at whole parameters",
+        "retain": "retain_graph=True",
+        **dict.fromkeys(("batch", "boundary"), "micro-batches in a step are not possible"),
+        **dict.fromkeys(("forward", "module", "save", "weights"), "engine.step() has not ended"),
+        **dict.fromkeys(("zero_grad", "optimizer", "none"), "gradients cannot be dropped"),
+        "grad": "zlaunch.safe_get_full_grad",
+        **dict.fromkeys(("get", "set"), "cannot be read or set"),
+        "second": "engine.step() has not ended",
+    }
+    assert found.keys() == said.keys()
+    assert {what for what, text in said.items() if text not in found[what]} == set()
+
+
+class _Stop(Exception):
+    pass
+
+
+def _half_way(folder: str) -> list[str]:
+    """A pass that ends after the first units were stepped, and what follows; then a load."""
+    join()
+    engine = engine_of(net().double(), 3)
+    train_engine(engine, [TOKENS])
+    engine.save_checkpoint(folder)
+    wanted = {name: value.clone() for name, value in engine.module.state_dict().items()}
+    loss = loss_of(engine, TOKENS)
+
+    def stop(gradient: Tensor) -> None:
+        raise _Stop
+
+    said = []
+    engine.module.layers[0].norm.weight.register_hook(stop)
+    with torch.enable_grad():
+        loss = loss_of(engine, TOKENS)
+    with pytest.raises(_Stop):
+        engine.backward(loss)
+    for call in (lambda: engine(TOKENS), engine.zero_grad, lambda: engine.save_checkpoint(folder)):
+        with pytest.raises(ZlaunchError) as caught:
+            call()
+        said.append(str(caught.value))
+    assert engine.load_checkpoint(f"{folder}/none") == (None, {})
+    with pytest.raises(ZlaunchError, match="half-way"):
+        engine(TOKENS)
+    engine.load_checkpoint(folder)
+    for name, value in engine.module.state_dict().items():
+        assert torch.equal(value, wanted[name]), name
+    with torch.no_grad():
+        engine(TOKENS)
+    return said
+
+
+def test_a_pass_that_ends_half_way(tmp_path: Path) -> None:
+    (said,) = run_workers(_half_way, 1, str(tmp_path))
+    assert ["half-way" in each for each in said] == [True, False, True]
+    assert "cannot be dropped" in said[1]
+
+
+def _not_finite(checks: bool) -> str:
+    join()
+    options = settings(2) | {"bf16": {"enabled": True, "check_grad_overflow": checks}}
+    engine, *_ = zlaunch.initialize(model=net(), config=options)
+    engine.backward(loss_of(engine, TOKENS) * float("inf"))
+    try:
+        engine.step()
+    except ZlaunchError as error:
+        with pytest.raises(ZlaunchError, match="load the last checkpoint"):
+            engine(TOKENS)
+        return str(error)
+    return "went on"
+
+
+def test_gradients_that_are_not_finite() -> None:
+    assert all("gradients are not finite" in said for said in run_workers(_not_finite, 2, True))
+    assert run_workers(_not_finite, 1, False) == ["went on"]
+
+
+def _used_again(stage: int, how: str) -> str:
+    join()
+    torch.manual_seed(5)
+    model: Any = nn.Sequential(*(Layer(24) for _ in range(3)))
+
+    def shared(x: Tensor) -> Tensor:  # one layer in two reentrant checkpoints, alone in its unit
+        x = checkpoint(model[1], model[0](x), use_reentrant=True)
+        return checkpoint(model[1], model[2](x), use_reentrant=True)
+
+    def detached(x: Tensor) -> Tensor:  # its values are needed after its gradient has come
+        own = model[1].up.weight.detach()
+        return model[1](model[2](torch.tanh(model[0](x) @ own.T) @ own))
+
+    engine = engine_of(with_forward(model.double(), {"shared": shared, "detached": detached}[how]), stage)
+    try:
+        x = torch.randn(2, 24, dtype=torch.float64, requires_grad=True)
+        engine.backward(engine(x).square().mean())
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("how", ["shared", "detached"])
+def test_a_use_after_the_step_is_an_error(stage: int, how: str) -> None:
+    (said,) = run_workers(_used_again, 1, stage, how)
+    expected = {
+        "shared": ("after it was stepped", "used again in the backward pass"),
+        "detached": ("has been changed by", "modified by an inplace operation", "used again in"),
+    }
+    assert any(text in said for text in expected[how]), said
