@@ -212,12 +212,11 @@ def test_mistakes(
     assert text in said and "Traceback" not in said
 
 
-def test_steps_in_the_backward_pass_need_less_at_stages_2_and_3(capsys: pytest.CaptureFixture[str]) -> None:
+def test_steps_in_the_backward_pass_need_less_at_stages_2_and_3(tmp_path: Path) -> None:
     model = ["--params", "1.5B", "--hidden", "1600", "--layers", "48", "--vocab", "50257"]
 
     def rows(*more: str) -> dict[tuple[int, str], int]:
-        assert main(["estimate", *model, "--gpus", "2", "--json", *more]) == 0
-        found = json.loads(capsys.readouterr().out)
+        found = json.loads(call(tmp_path, *model, "--gpus", "2", "--json", *more).stdout)
         assert all(row["step_in_backward"] <= (row["stage"] >= 2 and bool(more)) for row in found)
         return {(row["stage"], row["offload_optimizer"]): row["gpu"]["gradients"] for row in found}
 
