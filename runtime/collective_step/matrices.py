@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -42,16 +43,15 @@ class Matrix:
 class MatrixExchange:
     """Knows which rank has which part of each matrix, and moves the parts of those that are stepped."""
 
-    def __init__(self, comm: Comm, units: Sequence[Unit], groups: Iterable[int]) -> None:
+    def __init__(self, comm: Comm, units: Sequence[Unit], groups: set[int]) -> None:
         """Deal the matrices of these param groups out to the ranks. Collective."""
-        self._comm, self._units = comm, list(units)
-        chosen = set(groups)
+        self._comm, self._units, self._groups = comm, list(units), groups
         everyone = comm.exchange([(unit.start, unit.stop) for unit in units], "says which parts it keeps")
         load = [0.0] * comm.world_size
         self._matrices: dict[int, list[Matrix]] = {}
         for number, unit in enumerate(units):
             ranges = [kept[number] for kept in everyone]
-            self._matrices[id(unit)] = _deal(unit, ranges, chosen, load)
+            self._matrices[id(unit)] = _deal(unit, ranges, groups, load)
         self.batches: list[list[Unit]] = []
         """Lists the units that are stepped together."""
         room = 0
@@ -62,9 +62,10 @@ class MatrixExchange:
             self.batches[-1].append(unit)
             room -= unit.numel
 
-    def serves(self, units: Sequence[Unit]) -> bool:
-        """Tell whether these are the units that it was made for."""
-        return len(units) == len(self._units) and all(a is b for a, b in zip(units, self._units, strict=True))
+    def serves(self, units: Sequence[Unit], groups: set[int]) -> bool:
+        """Tell whether these are the units and the groups that it was made for."""
+        same = len(units) == len(self._units) and all(map(operator.is_, units, self._units))
+        return same and groups == self._groups
 
     def run(
         self, parts: Mapping[ParameterPart, Tensor], solve: Callable[[Matrix, Tensor], Tensor]

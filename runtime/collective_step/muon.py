@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import OptimizerError
 from ..optim.update_rule import SliceUpdate, State, UpdateRule
+from ..zero import placeholder
 from ..zero.store import TileView
 from .lamb import check_rates
 from .matrices import Matrix, MatrixExchange
@@ -25,9 +27,9 @@ class Muon(torch.optim.Optimizer):
     """Implements "Muon: An optimizer for hidden layers in neural networks" (Jordan et al., 2024), as
     torch.optim.Muon does; further dimensions of a parameter count as columns.
 
-    Groups with ``use_muon`` false are stepped by AdamW with ``adam_lr`` (None: ``lr``), ``betas``,
-    ``adam_eps`` and the group's ``weight_decay``. Muon wants matrices of hidden layers, not embeddings and
-    output heads. Raises ValueError for a group of Muon's with a parameter of fewer than two dimensions.
+    Groups with ``use_muon`` false are stepped by AdamW with their ``lr``, ``betas``, ``adam_eps`` and
+    ``weight_decay``. Muon wants matrices of hidden layers, not embeddings and output heads. Raises ValueError
+    for a group of Muon's with a parameter of fewer than two dimensions.
     """
 
     def __init__(
@@ -43,13 +45,12 @@ class Muon(torch.optim.Optimizer):
         adjust_lr_fn: str | None = None,
         *,
         use_muon: bool = True,
-        adam_lr: float | None = None,
         betas: tuple[float, float] = (0.9, 0.999),
         adam_eps: float = 1e-8,
     ) -> None:
-        check_rates("Muon", lr=adam_lr or lr, betas=betas, eps=adam_eps, weight_decay=weight_decay)
+        check_rates("Muon", lr=lr, betas=betas, eps=adam_eps, weight_decay=weight_decay)
         if not lr >= 0 or not 0 <= momentum < 1 or not 0 < ns_steps < 100 or len(ns_coefficients) != 3:
-            given = f"lr {lr}, momentum {momentum}, ns_steps {ns_steps}, ns_coefficients {ns_coefficients}"
+            given = f"momentum {momentum}, ns_steps {ns_steps}, ns_coefficients {ns_coefficients}"
             raise ValueError(f"Muon: {given}: out of range")
         if adjust_lr_fn not in (None, "original", "match_rms_adamw"):
             raise ValueError(f'Muon: adjust_lr_fn {adjust_lr_fn!r}: expected "original" or "match_rms_adamw"')
@@ -63,18 +64,23 @@ class Muon(torch.optim.Optimizer):
             "ns_steps": ns_steps,
             "adjust_lr_fn": adjust_lr_fn,
             "use_muon": use_muon,
-            "adam_lr": adam_lr,
             "betas": tuple(betas),
             "adam_eps": adam_eps,
         }
         super().__init__(params, defaults)
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if group["use_muon"] and parameter.dim() < 2:
-                    raise ValueError(
-                        f"Muon steps matrices, but got a parameter of shape {list(parameter.shape)}: put it "
-                        'in a group with "use_muon": False, which AdamW steps'
-                    )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, as torch's optimizers do. Raises ValueError for one of Muon's with a vector."""
+        members = param_group["params"]
+        members = [members] if isinstance(members, Tensor) else list(members)
+        for entry in members if param_group.get("use_muon", self.defaults["use_muon"]) else ():
+            shape = placeholder.shape_of(entry[1] if isinstance(entry, tuple) else entry)
+            if len(shape) < 2:
+                raise ValueError(
+                    f"Muon steps matrices, but got a parameter of shape {list(shape)}: put it in a group "
+                    'with "use_muon": False, which AdamW steps'
+                )
+        super().add_param_group({**param_group, "params": members})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -108,8 +114,7 @@ def _adamw_of(optimizer: torch.optim.Optimizer) -> torch.optim.AdamW:
     made = torch.optim.AdamW([torch.zeros(1)])
     made.param_groups = []
     for group in optimizer.param_groups:
-        lr = group.get("adam_lr")
-        rates = {"lr": group["lr"] if lr is None else lr, "weight_decay": group["weight_decay"]}
+        rates = {"lr": group["lr"], "weight_decay": group["weight_decay"]}
         moments = {"betas": group.get("betas", (0.9, 0.999)), "eps": group.get("adam_eps", 1e-8)}
         made.param_groups.append({**_ADAMW, **rates, **moments, "params": []})
     return made
@@ -151,14 +156,21 @@ class MuonStep(CollectiveStep):
 
     @staticmethod
     def state_count(optimizer: torch.optim.Optimizer) -> int:
-        return 1 if all(group.get("use_muon", True) for group in optimizer.param_groups) else 2
+        return 2 if isinstance(optimizer, Muon) else 1  # groups of AdamW's may come later
 
     def run(self, rule: UpdateRule, parts: Sequence[ParameterPart], state: State) -> None:
         groups = rule.optimizer.param_groups
         adamw = UpdateRule(_adamw_of(rule.optimizer))
         adamw.begin(float(rule.divisor))
-        if self._exchange is None or not self._exchange.serves(self.units):
-            in_muon = {index for index, group in enumerate(groups) if group.get("use_muon", True)}
+        in_muon = {index for index, group in enumerate(groups) if group.get("use_muon", True)}
+        for part in parts:
+            shape = part.unit.shapes[part.index]
+            if part.group in in_muon and len(shape) < 2:
+                raise OptimizerError(
+                    f"Muon steps matrices, and {part.unit.names[part.index]} has the shape {list(shape)}: "
+                    '"use_muon" of its group has to be False'
+                )
+        if self._exchange is None or not self._exchange.serves(self.units, in_muon):
             self._exchange = MatrixExchange(self.comm, self.units, in_muon)
         work = work_on(parts)
         for members in self._exchange.batches:

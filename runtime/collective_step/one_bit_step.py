@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from ..comm.collectives import Comm
+from ..errors import OptimizerError
 from ..optim.update_rule import State, UpdateRule
 from ..zero.reduce import GradientReducer
-from ..zero.store import squares_of
+from ..zero.store import Access, open_all, squares_of
 from ..zero.unit import Unit
 from .lamb import update_moments
 from .parts import ParameterPart, TileWork, by_group, each_tile, gradients, work_on
@@ -80,11 +81,14 @@ class OneBitStep(CollectiveStep):
         if frozen and not dense and not self._of_momentum:
             self.forget()
             self._of_momentum = True
+        if not dense:
+            self._refuse_new(parts, state)
         for unit in self.units:
             own = work[id(unit)]
             averaged = None
             if not dense:
-                averaged = self._average(unit, own, rule, state, of_momentum=frozen)
+                inside = [part for part in parts if part.unit is unit]
+                averaged = self._average(unit, inside, rule, state, of_momentum=frozen)
             self.step_unit(unit, own, rule, state, averaged, frozen=frozen)
         self.plan_next(groups)
         for unit in self.units:
@@ -120,8 +124,19 @@ class OneBitStep(CollectiveStep):
             assert unit.store is not None
             unit.store.add_grad(whole[unit.start : unit.stop], first=True, stays=True)
 
+    def _refuse_new(self, parts: Sequence[ParameterPart], state: State) -> None:
+        """Raise OptimizerError for a parameter that is trained for the first time now."""
+        for part in parts:
+            own = part.slice.on_disk if part.slice.leaf is None else state.get(part.slice.leaf, {})
+            if part.slice.used and "exp_avg_sq" not in own:
+                raise OptimizerError(
+                    f"{part.unit.names[part.index]} has its first gradient, but ranks exchange signs "
+                    "already, by a variance that it does not have: train it from the first step on, freeze it "
+                    "(requires_grad_(False)) for the whole run, or use an optimizer without signs (AdamW)"
+                )
+
     def _average(
-        self, unit: Unit, work: Sequence[TileWork], rule: UpdateRule, state: State, *, of_momentum: bool
+        self, unit: Unit, parts: Sequence[ParameterPart], rule: UpdateRule, state: State, *, of_momentum: bool
     ) -> Tensor:
         """Exchange a unit's gradients or momentum; keep what that loses."""
         gradient = reducer_of(unit).whole_gradient(unit)
@@ -131,7 +146,7 @@ class OneBitStep(CollectiveStep):
             wide = torch.promote_types(gradient.dtype, torch.float32)
             kept = self._kept[id(unit)] = torch.zeros_like(gradient, dtype=wide)
             if of_momentum:
-                kept.add_(self._whole_momentum(unit, work, state), alpha=beta1)
+                kept.add_(self._whole_momentum(unit, parts, state), alpha=beta1)
         share = self.comm.world_size / float(rule.divisor)
         kept.add_(gradient, alpha=(1 - beta1) * share if of_momentum else share)
         for start, stop in unit.layout.gaps():
@@ -141,14 +156,18 @@ class OneBitStep(CollectiveStep):
             kept.add_(found, alpha=beta1)
         return found
 
-    def _whole_momentum(self, unit: Unit, work: Sequence[TileWork], state: State) -> Tensor:
-        """Return a unit's momentum of all ranks."""
+    def _whole_momentum(self, unit: Unit, parts: Sequence[ParameterPart], state: State) -> Tensor:
+        """Return a unit's momentum of all ranks, of parameters without a gradient, too."""
         wide = torch.promote_types(unit.dtype, torch.float32)
         own = torch.zeros(unit.stop - unit.start, dtype=wide, device=self.comm.device)
-        for inside, _, view in each_tile(work):
-            for part in inside:
-                start = part.low - unit.start
-                own[start : start + part.high - part.low] = part.states(view, state, self.names)["exp_avg"]
+        assert unit.store is not None
+        with open_all(unit.store, Access.READ) as tiles:
+            for _, _, view in tiles:
+                for part in parts:
+                    found = part.slice.tensors_in(view, state) if part.is_in(view) else {}
+                    if "exp_avg" in found:
+                        start = part.low - unit.start
+                        own[start : start + part.high - part.low] = part.inside(found["exp_avg"])
         return own if own.numel() == unit.numel else self.exchange.gather(own)
 
     def momentum_of(
@@ -164,13 +183,14 @@ class OneBitStep(CollectiveStep):
     ) -> None:
         """Bring the moments of a group's parts up to date."""
         first = [each["exp_avg"] for each in states]
-        if averaged is not None and frozen:
-            for part, moment in zip(parts, first, strict=True):
-                moment.copy_(averaged[part.low : part.high])
-            return
         if averaged is not None:
             found = [averaged[part.low : part.high].to(view.master.device) for part in parts]
-            torch._foreach_lerp_(first, found, 1 - float(betas[0]))
+            if frozen:
+                torch._foreach_copy_(first, found)
+            else:
+                torch._foreach_lerp_(first, found, 1 - float(betas[0]))
+            # what never had a gradient has no variance to divide by, and the sign of nothing is no direction
+            torch._foreach_mul_(first, [each["exp_avg_sq"] != 0 for each in states])
             return
         grads = gradients(parts, view, divisor)
         if frozen:

@@ -62,9 +62,17 @@ class ParameterPart:
             for name in names:
                 if name not in own:
                     own[name] = torch.zeros_like(part.leaf.detach())
-        start = self.low - self.unit.start - part.start
         found = part.tensors_in(tile, state)
-        return {name: found[name][start : start + self.high - self.low] for name in names}
+        return {name: self.inside(found[name]) for name in names}
+
+    def is_in(self, tile: TileView) -> bool:
+        """Tell whether a tile of the unit has the slice."""
+        return tile.start <= self.slice.start and self.slice.stop <= tile.stop
+
+    def inside(self, tensor: Tensor) -> Tensor:
+        """Return the part's elements of a tensor over its slice."""
+        start = self.low - self.unit.start - self.slice.start
+        return tensor[start : start + self.high - self.low]
 
     def entries(self, state: State) -> dict[str, Any]:
         """Return the slice's other state entries, which may be set."""

@@ -132,6 +132,10 @@ class ShardedOptimizer:
     def show_hyperparameters(self) -> None:
         """Copy what a load has set in the inner optimizer's groups to the script's groups."""
         self._inner.give()
+        self.state_changed()
+
+    def state_changed(self) -> None:
+        """Take note that the state has been replaced, or a part of it."""
         if self._background is not None:
             self._background.forget()
 

@@ -15,7 +15,7 @@ from ..collective_step.lamb import Lamb
 from ..collective_step.muon import Muon
 from ..collective_step.muon_groups import split_for_muon
 from ..collective_step.one_bit import OneBitAdam, OneBitLamb, ZeroOneAdam
-from ..log import say
+from ..log import warn
 from .lion import Lion
 from .lr_schedules import SCHEDULES
 
@@ -80,14 +80,11 @@ def build_optimizer(
     elif name != "lamb" and not arguments.pop("bias_correction", True):
         raise ValueError("optimizer.params.bias_correction: false is not supported")
     if name == "muon":
-        groups = split_for_muon(groups, model)
         arguments.pop("ns_method", None)
-        rate, own = arguments.get("lr", 1e-3), arguments.pop("muon_lr", None)
-        arguments["lr"] = rate if own is None else own
-        arguments["adam_lr"] = rate if arguments.get("adam_lr") is None else arguments["adam_lr"]
+        rate, *own = (arguments.pop(key, None) for key in ("lr", "muon_lr", "adam_lr"))
+        rates = [(1e-3 if rate is None else rate) if each is None else each for each in own]
+        groups = split_for_muon(groups, model, muon_lr=rates[0], adam_lr=rates[1])
         arguments["adam_eps"] = arguments.pop("eps", 1e-8)
-        counts = [sum(len(g["params"]) for g in groups if g["use_muon"] is kind) for kind in (True, False)]
-        say(f"Muon steps {counts[0]} matrices, AdamW the other {counts[1]} parameters")
     if name in ("adam", "adamw"):
         decoupled = name == "adamw" or params.get("adam_w_mode", True)
         maker: Any = torch.optim.AdamW if decoupled else torch.optim.Adam
@@ -115,6 +112,9 @@ def build_scheduler(kind: str, params: Mapping[str, Any], optimizer: torch.optim
     """Build a learning-rate scheduler of ours or of torch by name. Raises ValueError as
     :func:`build_optimizer` does.
     """
+    for key in ("warmup_max_lr", "cycle_max_lr", "lr_range_test_min_lr"):
+        if isinstance(params.get(key), (int, float)) and len({g["lr"] for g in optimizer.param_groups}) > 1:
+            warn(f"scheduler.params.{key} is the rate of all param groups, which were to have different ones")
     maker: Any = SCHEDULES.get(kind) or getattr(torch.optim.lr_scheduler, kind, None)
     if maker is None:
         known = ", ".join(SCHEDULES)

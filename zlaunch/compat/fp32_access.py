@@ -293,6 +293,7 @@ class _Parameter:
             has_no_step = touched and what == Description()
             slices.append((part, fresh if has_no_step else what))
         take_state(unit, slices, self._filler(flat, key), self.step.optimizer)
+        self.step.state_changed()
 
     def _filler(self, flat: Tensor, wanted: str) -> Fill:
         slot = self.slot

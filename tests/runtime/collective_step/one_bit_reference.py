@@ -21,7 +21,7 @@ def signs(x: Tensor) -> Tensor:
 
 
 class ReferenceOneBit:
-    """Steps one model by the gradients of several ranks.
+    """Steps one model by the gradients of several ranks. What has no variance has no momentum.
 
     ``dense_next`` makes the next step dense, as the first one after a load is.
     """
@@ -92,11 +92,13 @@ class ReferenceOneBit:
             if not self.of_momentum:
                 self.forget()
                 self.of_momentum = True
-            given = [{n: b1 * self.m[n] + (1 - b1) * g[n] for n in self.named} for g in grads]
-            self.m = self.exchange(given)
+                self.sent = self.m
+            given = [{n: b1 * self.sent[n] + (1 - b1) * g[n] for n in self.named} for g in grads]
+            self.sent = self.exchange(given)
+            self.m = {n: m * (self.v[n] != 0) for n, m in self.sent.items()}
         elif by_sign:
             hat = self.exchange(grads)
-            self.m = {n: b1 * m + (1 - b1) * hat[n] for n, m in self.m.items()}
+            self.m = {n: (b1 * m + (1 - b1) * hat[n]) * (self.v[n] != 0) for n, m in self.m.items()}
         else:
             self.m = {n: b1 * m + (1 - b1) * mean[n] for n, m in self.m.items()}
             if not frozen:

@@ -22,7 +22,7 @@ def _split(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
 
 def muon_of(model: nn.Module) -> Muon:
     hidden, rest = _split(model)
-    groups = [{"params": hidden}, {"params": rest, "use_muon": False, "adam_lr": 3e-3}]
+    groups = [{"params": hidden}, {"params": rest, "use_muon": False, "lr": 3e-3}]
     return Muon(groups, lr=0.02, weight_decay=0.1)
 
 
