@@ -131,8 +131,8 @@ class OneBitStep(CollectiveStep):
             if part.slice.used and "exp_avg_sq" not in own:
                 raise OptimizerError(
                     f"{part.unit.names[part.index]} has its first gradient, but ranks exchange signs "
-                    "already, by a variance that it does not have: train it from the first step on, freeze it "
-                    "(requires_grad_(False)) for the whole run, or use an optimizer without signs (AdamW)"
+                    "already, by a variance that it does not have: train it from the first step on, "
+                    "freeze it (requires_grad_(False)) for the whole run, or use AdamW"
                 )
 
     def _average(
