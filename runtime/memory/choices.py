@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ...cuda_ops.narrow_state import STATE_BYTES
 from ..offload.manager import OffloadOptions, Tier
 from ..rank_mesh import MeshShape
 from .activations import AUTOCAST
@@ -43,6 +44,20 @@ class Machines:
     def shards(self) -> int:
         """Return the number of ranks that have the same parameters, among which ZeRO shards."""
         return self.world_size // (self.axes.tensor * self.axes.pipeline)
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Says in how many bits an optimizer keeps what it has of each element."""
+
+    state_dtype: str = "fp32"
+    stochastic: bool = False
+    """Tells whether bf16 weights are stepped without fp32 masters."""
+
+    @property
+    def is_narrow(self) -> bool:
+        """Tell whether anything has fewer than 32 bits; records on NVMe have not."""
+        return self.stochastic or self.state_dtype != "fp32"
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,11 +143,15 @@ def compare(
     *,
     dtype_bytes: int,
     steps_in_backward: bool = False,
+    kept: Kept = Kept(),
 ) -> list[Estimated]:
     """Estimate all choices with Adam, the fastest first; ``model`` is what one rank has of the model."""
     found = []
+    wide_bytes = dtype_bytes if kept.stochastic else 4
     for choice in choices(machines.shards, machines.axes.pipeline, steps_in_backward=steps_in_backward):
         if choice.checkpointed and (activations is None or activations.checkpointed is None):
+            continue
+        if kept.is_narrow and choice.optimizer is Tier.DISK:
             continue
         blocks, freed = model.blocks_at(choice.stage), 0
         if activations is not None and not choice.checkpointed:
@@ -146,7 +165,12 @@ def compare(
             frozen=model.frozen,
             dtype_bytes=dtype_bytes,
             states=_ADAM_STATES,
-            offload=OffloadOptions(optimizer=choice.optimizer, parameters=choice.parameters),
+            master_bytes=wide_bytes,
+            state_bytes=STATE_BYTES[kept.state_dtype],
+            grad_bytes=wide_bytes,
+            offload=OffloadOptions(
+                optimizer=choice.optimizer, parameters=choice.parameters, narrow_masters=kept.stochastic
+            ),
             freed_by_backward=freed,
             steps_in_backward=choice.steps_in_backward,
         )
@@ -162,7 +186,9 @@ def fastest_that_fits(found: Sequence[Estimated], machines: Machines) -> Estimat
     return next((each for each in found if each.fits(machines)), None)
 
 
-def config_text(chosen: Estimated, *, dtype: str, micro_batch: int, axes: MeshShape) -> str:
+def config_text(
+    chosen: Estimated, *, dtype: str, micro_batch: int, axes: MeshShape, kept: Kept = Kept()
+) -> str:
     """Return the config of a choice: JSON whose comments, which zlaunch reads over, give the reasons."""
     choice = chosen.choice
     need = f"{chosen.device / GIB:.1f} GiB of GPU memory and {CONTEXT_BYTES / GIB:.1f} for CUDA"
@@ -177,8 +203,12 @@ def config_text(chosen: Estimated, *, dtype: str, micro_batch: int, axes: MeshSh
         section = f'"torch_autocast": {{"enabled": true, "dtype": "{AUTOCAST[dtype]}"}}'
         lines.append(f"{section},  // products in 16 bits; parameters stay in fp32")
     elif dtype != "fp32":
-        lines.append(f'"{dtype}": {{"enabled": true}},  // half the memory and traffic of parameters')
-    lines.append('"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},  // the learning rate is yours')
+        own = ', "master_weights": "stochastic"' if kept.stochastic else ""
+        lines.append(f'"{dtype}": {{"enabled": true{own}}},  // half the memory and traffic of parameters')
+    rate = "1e-4" if kept.state_dtype == "fp32" else f'1e-4, "state_dtype": "{kept.state_dtype}"'
+    lines.append(
+        f'"optimizer": {{"type": "AdamW", "params": {{"lr": {rate}}}}},  // the learning rate is yours'
+    )
     zero = [f'"stage": {choice.stage}']
     for key, tier in (("offload_optimizer", choice.optimizer), ("offload_param", choice.parameters)):
         if tier is Tier.HOST:

@@ -58,6 +58,20 @@ def _number(text: str) -> float:
     help="What the model computes in; autocast: fp32 under torch.autocast.",
 )
 @click.option(
+    "--state_dtype",
+    type=click.Choice(["fp32", "bf16", "int8"]),
+    default="fp32",
+    show_default=True,
+    help="The optimizer's key of that name.",
+)
+@click.option(
+    "--master_weights",
+    type=click.Choice(["fp32", "stochastic"]),
+    default="fp32",
+    show_default=True,
+    help="bf16's key of that name, with one micro-batch a step.",
+)
+@click.option(
     "--step_in_backward", is_flag=True, help="Count the key of that name at stages 2 and 3 without offload."
 )
 @click.option(
@@ -88,6 +102,8 @@ def estimate(
     micro_batch: int,
     shape: str | None,
     dtype: str,
+    state_dtype: str,
+    master_weights: str,
     step_in_backward: bool,
     goal: str | None,
     simulate: bool,
@@ -124,6 +140,8 @@ def estimate(
         raise click.UsageError("--for fits prints a config alone: leave out --simulate and --plot")
     if step_in_backward and dtype.startswith("fp16"):
         raise click.UsageError("--step_in_backward does not go with fp16, whose steps may have to be skipped")
+    if master_weights == "stochastic" and dtype != "bf16":
+        raise click.UsageError(f"--master_weights stochastic needs --dtype bf16, and it is {dtype}")
     known = given_speeds(simulate, measured, speeds)
     axes = given_axes(
         nodes * gpus, seq, tensor, sequence, pipeline, expert, simulate=simulate, has_input=shape is not None
@@ -183,8 +201,9 @@ def estimate(
                 raise click.UsageError("--simulate needs the operations of MODEL: give --input")
     except MemoryPlanError as error:
         raise click.UsageError(str(error)) from None
+    kept = choices.Kept(state_dtype, master_weights == "stochastic")
     found = choices.compare(
-        own, machines, activations, dtype_bytes=kind.itemsize, steps_in_backward=step_in_backward
+        own, machines, activations, dtype_bytes=kind.itemsize, steps_in_backward=step_in_backward, kept=kept
     )
     times = []
     if work is not None:
@@ -208,12 +227,16 @@ def estimate(
                 f"{sizes.name} does not fit on {_count(machines.world_size)} with any stage and offload: "
                 "take more GPUs, a smaller --micro_batch or --seq"
             )
-        click.echo(choices.config_text(best, dtype=dtype, micro_batch=micro_batch, axes=axes))
+        click.echo(choices.config_text(best, dtype=dtype, micro_batch=micro_batch, axes=axes, kept=kept))
         return
     batch = f"--input {shape}" if model is not None else f"{micro_batch} x {seq:,} tokens"
     together = tensor * sequence * pipeline
     whose = "a GPU" if together == 1 else f"for {together} GPUs together"
-    assumed = f"{dtype}, Adam" + ("" if model is not None and shape is None else f", {batch} {whose}")
+    states = "" if state_dtype == "fp32" else f" with state in {state_dtype}"
+    masters = ", stochastic masters" if kept.stochastic else ""
+    assumed = f"{dtype}{masters}, Adam{states}" + (
+        "" if model is not None and shape is None else f", {batch} {whose}"
+    )
     _show(sizes, machines, activations, found, times, work, assumed)
     if plot:
         click.echo(f"drawn: {plot}")

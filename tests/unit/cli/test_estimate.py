@@ -225,3 +225,27 @@ def test_steps_in_the_backward_pass_need_less_at_stages_2_and_3(capsys: pytest.C
     less = {key for key in before if after[key] < before[key] / 4}
     assert less == {(stage, "none") for stage in (2, 3)}
     assert all(after[key] == before[key] for key in before.keys() - less)
+
+
+def test_narrow_state_and_masters_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    model = ["--params", "1.5B", "--hidden", "1600", "--layers", "48", "--vocab", "50257", "--gpus", "2"]
+
+    def gpu(*more: str) -> tuple[int, int, int]:
+        assert main(["estimate", *model, "--json", *more]) == 0
+        found = [row for row in json.loads(capsys.readouterr().out) if row["stage"] == 0]
+        amounts = found[0]["gpu"]
+        return amounts["parameters"], amounts["gradients"], amounts["optimizer"]
+
+    numel = gpu()[0] // 2
+    assert gpu() == (2 * numel, 4 * numel, 12 * numel)
+    assert gpu("--state_dtype", "bf16") == (2 * numel, 4 * numel, 8 * numel)
+    narrow = gpu("--state_dtype", "int8", "--master_weights", "stochastic")
+    assert narrow == (2 * numel, 2 * numel, round(numel * (2 + 8 / 256)))
+    assert main(["estimate", *model, "--json", "--state_dtype", "int8"]) == 0
+    assert not any(row["offload_optimizer"] == "nvme" for row in json.loads(capsys.readouterr().out))
+    assert main(["estimate", *model, "--master_weights", "stochastic", "--dtype", "fp16"]) == 2
+    assert "--master_weights stochastic needs --dtype bf16" in capsys.readouterr().err
+    fits = ["--for", "fits", "--gpu_mem", "16", "--state_dtype", "int8", "--master_weights", "stochastic"]
+    assert main(["estimate", *model, *fits]) == 0
+    said = capsys.readouterr().out
+    assert '"state_dtype": "int8"' in said and '"master_weights": "stochastic"' in said
