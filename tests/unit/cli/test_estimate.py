@@ -228,7 +228,7 @@ def test_steps_in_the_backward_pass_need_less_at_stages_2_and_3(capsys: pytest.C
 
 
 def test_narrow_state_and_masters_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
-    model = ["--params", "1.5B", "--hidden", "1600", "--layers", "48", "--vocab", "50257", "--gpus", "2"]
+    model = ["--params", "124M", "--hidden", "768", "--layers", "12", "--vocab", "50257", "--gpus", "2"]
 
     def gpu(*more: str) -> tuple[int, int, int]:
         assert main(["estimate", *model, "--json", *more]) == 0
