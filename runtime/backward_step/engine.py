@@ -66,6 +66,12 @@ class SteppingEngine(Engine):
             raise _accumulates("several")
         super().set_gradient_accumulation_boundary(is_boundary)
 
+    def step(self, lr_kwargs: Any = None) -> None:
+        """End the step. Raises OptimizerError if the backward pass has ended half-way."""
+        if not self._stepping.has_gradients:
+            self._stepping.check_unchanged()
+        super().step(lr_kwargs)
+
     def _prepare_save(self) -> None:
         self._stepping.check()
         super()._prepare_save()

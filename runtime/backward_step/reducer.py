@@ -23,8 +23,9 @@ class SteppingReducer(GradientReducer):
 
     def begin(self) -> None:
         """Begin a backward pass. Raises OptimizerError for a second one in a step."""
-        self.step.check_unchanged()
-        if self.step.has_gradients:
+        if not self.step.has_gradients:
+            self.step.check_unchanged()
+        else:
             if not self.is_empty_pass:
                 raise OptimizerError(
                     "a second backward pass before engine.step(): with zero_optimization.step_in_backward a "

@@ -40,7 +40,48 @@ def cross(config: Config, report: ConfigReport) -> Config:
     config = _axes(config, report)
     _shard_groups(config, report)
     _backward_step(config, report)
+    _optimizer(config, report)
     return _offload(config, report)
+
+
+def _optimizer(config: Config, report: ConfigReport) -> None:
+    """Report keys that the optimizer of the config does not go with; the engine checks a script's own."""
+    section, zero = config.optimizer, config.zero_optimization
+    if section is None or not isinstance(section.params, dict):
+        return
+    kind, params = section.type, section.params
+    wide = params.get("state_dtype") in (None, "fp32")
+    on_disk = zero.offload_optimizer is not None and zero.offload_optimizer.device == "nvme"
+    at = "optimizer.params.state_dtype"
+    if not wide and kind not in _NARROW:
+        report.problems.append(
+            (at, f"{kind} keeps its state in fp32: use {', '.join(_NARROW)}, or remove it")
+        )
+    if not wide and params.get("amsgrad"):
+        report.problems.append((at, "does not go with amsgrad, remove one of them"))
+    if on_disk and (not wide or config.bf16.master_weights == "stochastic"):
+        where = "bf16.master_weights" if wide else at
+        why = 'records on disk are fp32: set offload_optimizer.device to "cpu", or remove the key'
+        report.problems.append((where, why))
+    if kind in _TOGETHER and zero.step_in_backward:
+        why = f"{kind} looks at whole parameters or other ranks: use Adam, AdamW, SGD or Lion, or remove the key"
+        report.problems.append(("zero_optimization.step_in_backward", why))
+    packed = {
+        "zero_quantized_gradients": zero.zero_quantized_gradients,
+        "zero_quantized_weights": zero.zero_quantized_weights,
+    }
+    for name, is_on in packed.items() if kind in _OF_SIGNS else ():
+        if is_on:
+            why = f"{kind} exchanges signs between all ranks, and nothing else: remove the key"
+            report.problems.append((f"zero_optimization.{name}", why))
+    if kind == "ZeroOneAdam" and params.get("local_step_clipper", 1) > 1:
+        why = "local steps would give each rank weights of its own, and are not made: set it to 1"
+        report.problems.append(("optimizer.params.local_step_clipper", why))
+
+
+_NARROW = ("Adam", "AdamW", "SGD", "Lion")
+_OF_SIGNS = ("OneBitAdam", "OneBitLamb", "ZeroOneAdam")
+_TOGETHER = ("Lamb", "Muon", *_OF_SIGNS)
 
 
 def _precision(config: Config, report: ConfigReport) -> None:

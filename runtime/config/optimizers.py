@@ -27,7 +27,8 @@ class Optimizer(Section):
     """The optimizer to build when the script passes none."""
 
     type: str = Field()
-    """Adam, AdamW, SGD or another class of torch.optim; upper and lower case do not matter."""
+    """Adam, AdamW, SGD, Lion, Lamb, Muon, OneBitAdam, OneBitLamb, ZeroOneAdam (docs/optimizers.md) or another
+    class of torch.optim; upper and lower case do not matter."""
     params: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the optimizer."""
 
@@ -162,7 +163,7 @@ class ZeroOneAdamParams(_OneBitParams):
     """Steps of the variance before they are twice as far apart."""
     local_step_scaler: Count = always(32678, "there are no local steps")
     """Steps before local steps are twice as many."""
-    local_step_clipper: Literal[1] = ok(1)
+    local_step_clipper: Count = ok(1)
     """Largest number of local steps; more than 1 would give each rank weights of its own."""
 
 
@@ -322,6 +323,7 @@ SCHEDULER_PARAMS: dict[str, type[Params]] = {
 }
 
 OTHER_NAMES = {"learning_rate": "lr", "learningRate": "lr"}
+OTHER_NAMES |= {"autocast": "torch_autocast", "allow_tf32": "tf32"}
 OTHER_NAMES |= {"tp": "tensor", "ep": "expert", "pp": "pipeline", "sp": "sequence", "dp": "data"}
 """Names that other libraries have for a key, too far from ours for a typo."""
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from .field_types import MAX, Section
 from .known_keys import extra, join, section_of
-from .optimizers import SCHEDULER_PARAMS, AdamParams, SGDParams
+from .optimizers import OPTIMIZER_PARAMS, SCHEDULER_PARAMS, AdamParams
 from .schema import Config
 
 _SUPPORT = {
@@ -35,7 +35,9 @@ def markdown() -> str:
     """Return the reference as Markdown."""
     parts = [_INTRO, *_section(Config, "", "Top level")]
     parts += _section(AdamParams, "optimizer.params", "`optimizer.params` of Adam and AdamW")
-    parts += _section(SGDParams, "optimizer.params", "`optimizer.params` of SGD")
+    for name, model in OPTIMIZER_PARAMS.items():
+        if model is not AdamParams:
+            parts += _section(model, "optimizer.params", f"`optimizer.params` of {name}")
     for name, model in SCHEDULER_PARAMS.items():
         parts += _section(model, "scheduler.params", f"`scheduler.params` of {name}")
     return "\n".join(parts)
