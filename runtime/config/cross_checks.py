@@ -64,7 +64,7 @@ def _optimizer(config: Config, report: ConfigReport) -> None:
         why = 'records on disk are fp32: set offload_optimizer.device to "cpu", or remove the key'
         report.problems.append((where, why))
     if kind in _TOGETHER and zero.step_in_backward:
-        why = f"{kind} looks at whole parameters or other ranks: use Adam, AdamW, SGD or Lion, or remove the key"
+        why = f"{kind} looks at whole parameters or other ranks: use {', '.join(_NARROW)}, or remove the key"
         report.problems.append(("zero_optimization.step_in_backward", why))
     packed = {
         "zero_quantized_gradients": zero.zero_quantized_gradients,

@@ -47,7 +47,7 @@ class Machines:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class Bits:
     """Says in how many bits an optimizer keeps what it has of each element."""
 
     state_dtype: str = "fp32"
@@ -143,7 +143,7 @@ def compare(
     *,
     dtype_bytes: int,
     steps_in_backward: bool = False,
-    kept: Kept = Kept(),
+    kept: Bits = Bits(),
 ) -> list[Estimated]:
     """Estimate all choices with Adam, the fastest first; ``model`` is what one rank has of the model."""
     found = []
@@ -187,7 +187,7 @@ def fastest_that_fits(found: Sequence[Estimated], machines: Machines) -> Estimat
 
 
 def config_text(
-    chosen: Estimated, *, dtype: str, micro_batch: int, axes: MeshShape, kept: Kept = Kept()
+    chosen: Estimated, *, dtype: str, micro_batch: int, axes: MeshShape, kept: Bits = Bits()
 ) -> str:
     """Return the config of a choice: JSON whose comments, which zlaunch reads over, give the reasons."""
     choice = chosen.choice

@@ -201,7 +201,7 @@ def estimate(
                 raise click.UsageError("--simulate needs the operations of MODEL: give --input")
     except MemoryPlanError as error:
         raise click.UsageError(str(error)) from None
-    kept = choices.Kept(state_dtype, master_weights == "stochastic")
+    kept = choices.Bits(state_dtype, master_weights == "stochastic")
     found = choices.compare(
         own, machines, activations, dtype_bytes=kind.itemsize, steps_in_backward=step_in_backward, kept=kept
     )

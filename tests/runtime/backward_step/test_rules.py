@@ -130,7 +130,12 @@ def _half_way(folder: str) -> list[str]:
         loss = loss_of(engine, TOKENS)
     with pytest.raises(_Stop):
         engine.backward(loss)
-    for call in (lambda: engine(TOKENS), engine.zero_grad, lambda: engine.save_checkpoint(folder)):
+    for call in (
+        lambda: engine(TOKENS),
+        engine.zero_grad,
+        lambda: engine.save_checkpoint(folder),
+        engine.step,
+    ):
         with pytest.raises(ZlaunchError) as caught:
             call()
         said.append(str(caught.value))
@@ -147,7 +152,7 @@ def _half_way(folder: str) -> list[str]:
 
 def test_a_pass_that_ends_half_way(tmp_path: Path) -> None:
     (said,) = run_workers(_half_way, 1, str(tmp_path))
-    assert ["half-way" in each for each in said] == [True, False, True]
+    assert ["half-way" in each for each in said] == [True, False, True, True]
     assert "cannot be dropped" in said[1]
 
 
