@@ -276,41 +276,6 @@ def test_warned(source: dict[str, Any], path: str) -> None:
         ({"amp": {"enabled": True, "max_loss_scale": 2.0}}, "amp.max_loss_scale"),
         ({"checkpoint": {"load_universal": True}}, "checkpoint.load_universal"),
         ({"compression_training": {"x": 1}}, "compression_training"),
-        (
-            {
-                "optimizer": {"type": "Lamb"},
-                "zero_optimization": {"stage": 2, "step_in_backward": True},
-            },
-            "zero_optimization.step_in_backward",
-        ),
-        (
-            {"optimizer": {"type": "AdamW", "params": {"state_dtype": "int8", "amsgrad": True}}},
-            "optimizer.params.state_dtype",
-        ),
-        (
-            {"optimizer": {"type": "RMSprop", "params": {"state_dtype": "int8"}}},
-            "optimizer.params.state_dtype",
-        ),
-        (
-            {
-                "optimizer": {"type": "AdamW", "params": {"state_dtype": "bf16"}},
-                "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": "/x"}},
-            },
-            "optimizer.params.state_dtype",
-        ),
-        (
-            {
-                "optimizer": {"type": "OneBitLamb"},
-                "zero_optimization": {"stage": 3, "zero_quantized_gradients": True},
-            },
-            "zero_optimization.zero_quantized_gradients",
-        ),
-        (
-            {"optimizer": {"type": "ZeroOneAdam", "params": {"local_step_clipper": 16}}},
-            "optimizer.params.local_step_clipper",
-        ),
-        ({"autocast": {"enabled": True}}, "autocast"),
-        ({"allow_tf32": True}, "allow_tf32"),
         ({"optimizer": {"type": "MuAdam"}}, "optimizer.type"),
         (
             {"optimizer": {"type": "Adam", "params": {"fp32_optimizer_states": False}}},
@@ -487,3 +452,48 @@ def test_command_line(tmp_path: Path) -> None:
     ]
     assert lines[2].startswith("both.json: fp16: 3 is not allowed")
     assert json.loads(run(cli, ["schema"]).output)["title"] == "Config"
+
+
+@pytest.mark.parametrize(
+    ("source", "path"),
+    [
+        (
+            {
+                "optimizer": {"type": "Lamb"},
+                "zero_optimization": {"stage": 2, "step_in_backward": True},
+            },
+            "zero_optimization.step_in_backward",
+        ),
+        (
+            {"optimizer": {"type": "AdamW", "params": {"state_dtype": "int8", "amsgrad": True}}},
+            "optimizer.params.state_dtype",
+        ),
+        (
+            {"optimizer": {"type": "RMSprop", "params": {"state_dtype": "int8"}}},
+            "optimizer.params.state_dtype",
+        ),
+        (
+            {
+                "optimizer": {"type": "AdamW", "params": {"state_dtype": "bf16"}},
+                "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": "/x"}},
+            },
+            "optimizer.params.state_dtype",
+        ),
+        (
+            {
+                "optimizer": {"type": "OneBitLamb"},
+                "zero_optimization": {"stage": 3, "zero_quantized_gradients": True},
+            },
+            "zero_optimization.zero_quantized_gradients",
+        ),
+        (
+            {"optimizer": {"type": "ZeroOneAdam", "params": {"local_step_clipper": 16}}},
+            "optimizer.params.local_step_clipper",
+        ),
+        ({"autocast": {"enabled": True}}, "autocast"),
+        ({"allow_tf32": True}, "allow_tf32"),
+    ],
+)
+def test_pairs_of_keys_that_an_optimizer_refuses(source: dict[str, Any], path: str) -> None:
+    lines = problems(source).splitlines()
+    assert len(lines) == 1 and lines[0].split(": ")[1] == path
