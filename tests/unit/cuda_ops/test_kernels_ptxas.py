@@ -19,6 +19,8 @@ from .test_kernels_shim import COMBINATIONS, kernels_of, some_of
 __all__ = ["nvrtc"]  # a fixture
 MOST_REGISTERS = 64
 """65536 of a multiprocessor then hold four blocks of 256 threads: half of the threads that it can have."""
+MOST_OF_NARROW = 80
+"""For three blocks: a lane of the narrow step has eight elements of each tensor, and would spill with less."""
 _ENTRY = re.compile(
     r"Compiling entry function '(\w+)'.*?(\d+) bytes stack frame, (\d+) bytes spill stores, "
     r"(\d+) bytes spill loads.*?Used (\d+) registers",
@@ -56,7 +58,8 @@ def test_kernels_live_in_registers(ptxas: Path, nvrtc: Any, tmp_path: Path, name
         text = compiled(nvrtc, loader.source(name), defines, f"compute_{arch}").rstrip(b"\0")
         found = resources(ptxas, text, arch, tmp_path)
         assert found.keys() == kernels_of(name).keys()
-        wrong = {kernel: r for kernel, r in found.items() if r[0] or r[1] > MOST_REGISTERS}
+        most = MOST_OF_NARROW if name == "narrow" else MOST_REGISTERS
+        wrong = {kernel: r for kernel, r in found.items() if r[0] or r[1] > most}
         assert not wrong, f"{defines}: (bytes of local memory, registers) {wrong}"
 
 
