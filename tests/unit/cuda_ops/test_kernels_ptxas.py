@@ -20,7 +20,7 @@ __all__ = ["nvrtc"]  # a fixture
 MOST_REGISTERS = 64
 """65536 of a multiprocessor then hold four blocks of 256 threads: half of the threads that it can have."""
 MOST_OF_NARROW = 80
-"""For three blocks: a lane of the narrow step has eight elements of each tensor, and would spill with less."""
+"""For three blocks: a lane of the narrow step has eight elements of each tensor, and spills with fewer."""
 _ENTRY = re.compile(
     r"Compiling entry function '(\w+)'.*?(\d+) bytes stack frame, (\d+) bytes spill stores, "
     r"(\d+) bytes spill loads.*?Used (\d+) registers",
