@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from ..environment import read_environment
 from ..log import say
 from ..zero import placeholder
 
@@ -35,7 +36,8 @@ def split_for_muon(
         for kind, members in chosen.items():
             if members:
                 found.append({"lr": rates[kind], **group, "params": members, "use_muon": kind})
-    say(_described(found, model))
+    if read_environment().rank == 0:
+        say(_described(found, model))
     return found
 
 

@@ -10,7 +10,10 @@ import torch
 from torch import Tensor
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of the quintic iteration: chosen for the largest slope at zero (Jordan et al., 2024)."""
+"""Sets the quintic iteration, with the largest slope at zero (Jordan et al., 2024)."""
+
+PRODUCTS = torch.bfloat16
+"""Sets the dtype that matrices are multiplied in."""
 
 
 def orthogonalize(
@@ -23,15 +26,15 @@ def orthogonalize(
     in bf16 it gives what torch.optim.Muon computes.
     """
     a, b, c = coefficients
-    x = matrix.to(torch.bfloat16, copy=True)
+    x = matrix.to(torch.bfloat16).to(PRODUCTS)
     tall = x.size(0) > x.size(1)
     if tall:
         x = x.T
-    x.div_(x.norm().clamp(min=eps))
+    x = x / x.norm().clamp(min=eps)
     for _ in range(steps):
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.T if tall else x
+    return (x.T if tall else x).to(torch.bfloat16)
 
 
 def adjusted_rate(group: Mapping[str, Any], rows: int, columns: int) -> float:

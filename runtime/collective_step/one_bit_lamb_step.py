@@ -8,12 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..optim.update_rule import State, UpdateRule
+from ..optim.update_rule import State
 from ..zero.store import TileView
-from ..zero.unit import Unit
 from .lamb import Norms, trust_ratio
-from .one_bit_step import OneBitStep, adam_directions
-from .parts import ParameterPart, TileWork, by_group, each_tile
+from .one_bit_step import OneBitStep, UnitTurn, adam_directions
+from .parts import ParameterPart, by_group, each_tile
 
 
 class OneBitLambStep(OneBitStep):
@@ -29,28 +28,17 @@ class OneBitLambStep(OneBitStep):
     def state_count(optimizer: torch.optim.Optimizer) -> int:
         return 3
 
-    def step_unit(
-        self,
-        unit: Unit,
-        work: Sequence[TileWork],
-        rule: UpdateRule,
-        state: State,
-        averaged: Tensor | None,
-        *,
-        frozen: bool,
-    ) -> None:
-        groups = rule.optimizer.param_groups
+    def step_unit(self, turn: UnitTurn) -> None:
+        unit, groups, state, frozen = turn.unit, turn.groups, turn.state, turn.frozen
         norms = Norms(self.comm, [unit])
         ratios = torch.zeros(len(unit.parameters), dtype=torch.float64, device=self.comm.device)
         """Holds how far the frozen denominators are above fresh ones."""
-        for inside, _, view in each_tile(work):
+        for inside, _, view in each_tile(turn.work):
             for index, own in by_group(inside).items():
                 group = groups[index]
                 states = [part.states(view, state, self.names) for part in own]
                 before = [each["exp_avg"].clone() for each in states] if frozen else []
-                self.momentum_of(
-                    own, view, states, float(rule.divisor), group["betas"], averaged, frozen=frozen
-                )
+                turn.bring_moments(own, view, states)
                 values = [part.of(view, view.master) for part in own]
                 changes = adam_directions(values, states, group)
                 if not frozen:
@@ -65,7 +53,7 @@ class OneBitLambStep(OneBitStep):
         self.exchange.largest(ratios)
         largest = ratios.tolist()
         lengths: dict[ParameterPart, float] = {}
-        for _, _, inside in work:
+        for _, _, inside in turn.work:
             for part in inside:
                 group, own_state = groups[part.group], part.entries(state)
                 if frozen:
@@ -75,7 +63,7 @@ class OneBitLambStep(OneBitStep):
                     beta = float(group["coeff_beta"])
                     mean = beta * float(own_state.get("coefficient", 0.0)) + (1 - beta) * lengths[part]
                     own_state["coefficient"] = mean
-        for inside, tile, view in each_tile(work):
+        for inside, tile, view in each_tile(turn.work):
             for index, own in by_group(inside).items():
                 self._move(own, view, state, groups[index], lengths)
             self.publish(tile, view)

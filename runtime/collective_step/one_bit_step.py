@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from ..comm.collectives import Comm
 from ..errors import OptimizerError
 from ..optim.update_rule import State, UpdateRule
 from ..zero.reduce import GradientReducer
-from ..zero.store import Access, open_all, squares_of
+from ..zero.store import Access, TileView, open_all, squares_of
 from ..zero.unit import Unit
 from .lamb import update_moments
 from .parts import ParameterPart, TileWork, by_group, each_tile, gradients, work_on
@@ -21,17 +22,51 @@ from .sign_exchange import SignExchange
 from .step import CollectiveStep
 
 
-def reducer_of(unit: Unit) -> GradientReducer:
-    """Return what collects a unit's gradients."""
-    assert isinstance(unit.gradients, GradientReducer)
-    return unit.gradients
+@dataclass(frozen=True, slots=True)
+class UnitTurn:
+    """Describes the step of one unit."""
+
+    unit: Unit
+    parts: Sequence[ParameterPart]
+    """Lists this rank's parts of it, those without a gradient, too."""
+    work: Sequence[TileWork]
+    """Lists the tiles of those with one."""
+    groups: Sequence[dict[str, Any]]
+    divisor: float
+    state: State
+    frozen: bool
+    """Tells that the variance stays as it is."""
+    averaged: Tensor | None = None
+    """Holds what signs have brought, of the unit's size: the gradient, or if ``frozen`` the new momentum.
+    None: the tiles have the averaged gradient.
+    """
+
+    def bring_moments(
+        self, parts: Sequence[ParameterPart], view: TileView, states: Sequence[dict[str, Tensor]]
+    ) -> None:
+        """Bring the moments of one group's parts in a tile up to date."""
+        first, betas = [each["exp_avg"] for each in states], self.groups[parts[0].group]["betas"]
+        if self.averaged is not None:
+            found = [self.averaged[part.low : part.high].to(view.master.device) for part in parts]
+            if self.frozen:
+                torch._foreach_copy_(first, found)
+            else:
+                torch._foreach_lerp_(first, found, 1 - float(betas[0]))
+            # what never had a gradient has no variance to divide by, and the sign of nothing is no direction
+            torch._foreach_mul_(first, [each["exp_avg_sq"] != 0 for each in states])
+            return
+        grads = gradients(parts, view, self.divisor)
+        if self.frozen:
+            torch._foreach_lerp_(first, grads, 1 - float(betas[0]))
+        else:
+            update_moments(first, [each["exp_avg_sq"] for each in states], grads, betas)
 
 
 class OneBitStep(CollectiveStep):
     """Steps the optimizers of ``one_bit``, unit by unit.
 
     A rank has whole gradients of its own in a step that exchanges signs: the reducer has left them as they
-    are. Where they are reduced already (the first steps, and the first after a load), the step is dense.
+    are. Where they are reduced already (the first steps, and the first of a new engine), the step is dense.
     ``_kept`` has, for each unit, what goes into the next exchange besides the gradient: errors, and of
     momentum the part that stays.
     """
@@ -55,44 +90,44 @@ class OneBitStep(CollectiveStep):
         """Return the sums of squares of this rank's gradients where they are not reduced, so that the norm is
         the root of the mean of all ranks' squares; it is at least the norm of their average.
         """
-        if not self._is_local:
+        if not self.units or not self._reducer.local:
             return []
         size = self.comm.world_size
-        found = squares_of([reducer_of(unit).whole_gradient(unit) for unit in self.units])
+        found = squares_of([self._reducer.whole_gradient(unit) for unit in self.units])
         return [square * size for square in found]
 
     @property
-    def _is_local(self) -> bool:
-        return bool(self.units) and reducer_of(self.units[0]).local
+    def _reducer(self) -> GradientReducer:
+        """Return what collects the gradients of all units."""
+        reducer = self.units[0].gradients
+        assert isinstance(reducer, GradientReducer)
+        return reducer
 
     def run(self, rule: UpdateRule, parts: Sequence[ParameterPart], state: State) -> None:
         groups = rule.optimizer.param_groups
         for group in groups:
             group["step_count"] += 1
-        first = groups[0]
+        first, reducer = groups[0], self._reducer
         frozen = first["step_count"] > first["freeze_step"]
-        dense = not self._is_local
-        if self._is_local and self.wants_dense(first):
+        if reducer.local and self.wants_dense(first):
             self._reduce()  # a load has brought the state of an earlier step
-            dense = True
-        work: dict[int, list[TileWork]] = {id(unit): [] for unit in self.units}
-        for each in work_on(parts):
-            work[id(each[2][0].unit)].append(each)
-        if frozen and not dense and not self._of_momentum:
-            self.forget()
-            self._of_momentum = True
-        if not dense:
+            reducer.local = False
+        if reducer.local:
             self._refuse_new(parts, state)
+            if frozen and not self._of_momentum:
+                self.forget()
+                self._of_momentum = True
+        by_unit: dict[int, list[ParameterPart]] = {id(unit): [] for unit in self.units}
+        for part in parts:
+            by_unit[id(part.unit)].append(part)
         for unit in self.units:
-            own = work[id(unit)]
-            averaged = None
-            if not dense:
-                inside = [part for part in parts if part.unit is unit]
-                averaged = self._average(unit, inside, rule, state, of_momentum=frozen)
-            self.step_unit(unit, own, rule, state, averaged, frozen=frozen)
+            own = by_unit[id(unit)]
+            turn = UnitTurn(unit, own, work_on(own), groups, float(rule.divisor), state, frozen)
+            if reducer.local:
+                turn = replace(turn, averaged=self._average(turn))
+            self.step_unit(turn)
         self.plan_next(groups)
-        for unit in self.units:
-            reducer_of(unit).local = not self.wants_dense({**first, "step_count": first["step_count"] + 1})
+        reducer.local = not self.wants_dense({**first, "step_count": first["step_count"] + 1})
 
     def wants_dense(self, group: Mapping[str, Any]) -> bool:
         """Tell whether the step with the group's count needs the ranks' gradients averaged."""
@@ -102,24 +137,13 @@ class OneBitStep(CollectiveStep):
         """Change what decides about the next steps."""
 
     @abstractmethod
-    def step_unit(
-        self,
-        unit: Unit,
-        work: Sequence[TileWork],
-        rule: UpdateRule,
-        state: State,
-        averaged: Tensor | None,
-        *,
-        frozen: bool,
-    ) -> None:
-        """Update a unit's parts and publish their tiles. ``averaged``: what signs have brought, of the unit's
-        size: the gradient, or if ``frozen`` the new momentum. None: the tiles have the averaged gradient.
-        """
+    def step_unit(self, turn: UnitTurn) -> None:
+        """Update a unit's parts and publish their tiles."""
 
     def _reduce(self) -> None:
         """Sum up gradients that were left to each rank."""
         for unit in self.units:
-            whole = reducer_of(unit).whole_gradient(unit)
+            whole = self._reducer.whole_gradient(unit)
             self.exchange.add_up(whole)
             assert unit.store is not None
             unit.store.add_grad(whole[unit.start : unit.stop], first=True, stays=True)
@@ -135,90 +159,50 @@ class OneBitStep(CollectiveStep):
                     "freeze it (requires_grad_(False)) for the whole run, or use AdamW"
                 )
 
-    def _average(
-        self, unit: Unit, parts: Sequence[ParameterPart], rule: UpdateRule, state: State, *, of_momentum: bool
-    ) -> Tensor:
-        """Exchange a unit's gradients or momentum; keep what that loses."""
-        gradient = reducer_of(unit).whole_gradient(unit)
-        beta1 = float(rule.optimizer.param_groups[0]["betas"][0])
+    def _average(self, turn: UnitTurn) -> Tensor:
+        """Exchange a unit's gradients, or its momentum once the variance is frozen; keep what that loses."""
+        unit, beta1 = turn.unit, float(turn.groups[0]["betas"][0])
+        gradient = self._reducer.whole_gradient(unit)
         kept = self._kept.get(id(unit))
         if kept is None:
             wide = torch.promote_types(gradient.dtype, torch.float32)
             kept = self._kept[id(unit)] = torch.zeros_like(gradient, dtype=wide)
-            if of_momentum:
-                kept.add_(self._whole_momentum(unit, parts, state), alpha=beta1)
-        share = self.comm.world_size / float(rule.divisor)
-        kept.add_(gradient, alpha=(1 - beta1) * share if of_momentum else share)
+            if turn.frozen:
+                kept.add_(self._whole_momentum(turn), alpha=beta1)
+        share = self.comm.world_size / turn.divisor
+        kept.add_(gradient, alpha=(1 - beta1) * share if turn.frozen else share)
         for start, stop in unit.layout.gaps():
             kept[start:stop].zero_()
         found = self.exchange.average(unit, kept)
-        if of_momentum:
+        if turn.frozen:
             kept.add_(found, alpha=beta1)
         return found
 
-    def _whole_momentum(self, unit: Unit, parts: Sequence[ParameterPart], state: State) -> Tensor:
+    def _whole_momentum(self, turn: UnitTurn) -> Tensor:
         """Return a unit's momentum of all ranks, of parameters without a gradient, too."""
+        unit, state = turn.unit, turn.state
         wide = torch.promote_types(unit.dtype, torch.float32)
         own = torch.zeros(unit.stop - unit.start, dtype=wide, device=self.comm.device)
         assert unit.store is not None
         with open_all(unit.store, Access.READ) as tiles:
             for _, _, view in tiles:
-                for part in parts:
+                for part in turn.parts:
                     found = part.slice.tensors_in(view, state) if part.is_in(view) else {}
                     if "exp_avg" in found:
                         start = part.low - unit.start
                         own[start : start + part.high - part.low] = part.inside(found["exp_avg"])
         return own if own.numel() == unit.numel else self.exchange.gather(own)
 
-    def momentum_of(
-        self,
-        parts: Sequence[ParameterPart],
-        view: Any,
-        states: Sequence[dict[str, Tensor]],
-        divisor: float,
-        betas: tuple[float, float],
-        averaged: Tensor | None,
-        *,
-        frozen: bool,
-    ) -> None:
-        """Bring the moments of a group's parts up to date."""
-        first = [each["exp_avg"] for each in states]
-        if averaged is not None:
-            found = [averaged[part.low : part.high].to(view.master.device) for part in parts]
-            if frozen:
-                torch._foreach_copy_(first, found)
-            else:
-                torch._foreach_lerp_(first, found, 1 - float(betas[0]))
-            # what never had a gradient has no variance to divide by, and the sign of nothing is no direction
-            torch._foreach_mul_(first, [each["exp_avg_sq"] != 0 for each in states])
-            return
-        grads = gradients(parts, view, divisor)
-        if frozen:
-            torch._foreach_lerp_(first, grads, 1 - float(betas[0]))
-        else:
-            update_moments(first, [each["exp_avg_sq"] for each in states], grads, betas)
-
 
 class OneBitAdamStep(OneBitStep):
     """Steps OneBitAdam."""
 
-    def step_unit(
-        self,
-        unit: Unit,
-        work: Sequence[TileWork],
-        rule: UpdateRule,
-        state: State,
-        averaged: Tensor | None,
-        *,
-        frozen: bool,
-    ) -> None:
-        for inside, tile, view in each_tile(work):
+    def step_unit(self, turn: UnitTurn) -> None:
+        for inside, tile, view in each_tile(turn.work):
             for index, own in by_group(inside).items():
-                group = rule.optimizer.param_groups[index]
-                states = [part.states(view, state, self.names) for part in own]
-                self.momentum_of(
-                    own, view, states, float(rule.divisor), group["betas"], averaged, frozen=frozen
-                )
+                group = turn.groups[index]
+                states = [part.states(view, turn.state, self.names) for part in own]
+                turn.bring_moments(own, view, states)
                 values = [part.of(view, view.master) for part in own]
                 changes = adam_directions(values, states, group)
                 torch._foreach_add_(values, changes, alpha=-float(group["lr"]))

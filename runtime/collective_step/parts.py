@@ -22,7 +22,7 @@ class ParameterPart:
 
     slice: ShardSlice
     index: int
-    """Of the parameter in its unit."""
+    """Numbers the parameter in its unit."""
     low: int
     high: int
     """Bound the elements in the unit's flat buffer."""

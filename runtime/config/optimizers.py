@@ -144,7 +144,7 @@ class _OneBitParams(Params):
     cuda_aware: Bool = always(False, "torch.distributed sends what is on the device")
     """Use an MPI that knows CUDA."""
     comm_backend_name: str = always("nccl", "torch.distributed sends the bits")
-    """What sends the bits."""
+    """Library that sends the bits."""
 
 
 class OneBitAdamParams(_OneBitParams):
@@ -181,7 +181,7 @@ class OneBitLambParams(OneBitAdamParams):
     factor_max: Positive = ok(4.0)
     """Largest factor."""
     factor_threshold: NonNegative = ok(0.1)
-    """How far the factor may change in a step, as a part of it."""
+    """Largest change of the factor in a step, as a part of it."""
 
 
 class MuonParams(Params):
@@ -202,8 +202,8 @@ class MuonParams(Params):
     ns_steps: Count = ok(5)
     """Steps of the Newton-Schulz iteration."""
     adjust_lr_fn: Literal["original", "match_rms_adamw"] | None = ok(None)
-    """How the matrices' rate follows their shape: "original" is sqrt(max(1, rows / columns)), as null is;
-    "match_rms_adamw" 0.2 sqrt(max(rows, columns))."""
+    """Rule by which the matrices' rate follows their shape: "original", as null, is sqrt(max(1, rows /
+    columns)), "match_rms_adamw" 0.2 sqrt(max(rows, columns))."""
     betas: Betas = ok([0.9, 0.999])
     """AdamW's decay rates of the two moments."""
     eps: NonNegative = ok(1e-8)

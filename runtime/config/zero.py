@@ -204,7 +204,7 @@ class Zero(Section):
     """Stages 2 and 3, one micro-batch a step: step each unit as soon as its gradient is reduced, and give its
     memory back, so that a rank never has the gradients of the whole model. Not a key of DeepSpeed."""
     step_in_backward_clipping: Literal["previous_norm", "value"] = ok("previous_norm")
-    """What gradient_clipping means then, since the norm of a step is known at its end: "previous_norm" clips
+    """Meaning of gradient_clipping then, since a step's norm is known at its end: "previous_norm" clips
     by the norm of the step before (in the first step each unit by its own), "value" each element."""
     round_robin_gradients: Bool = always(False, "every rank has an equal slice of every bucket")
     """Spread gradients over the ranks in turn (stages 1 and 2)."""

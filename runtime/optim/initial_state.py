@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..zero.store import Access, open_all
+from ..zero.store import Access, open_tiles
 from .slices import ShardSlice
 
 Entries = dict[str, Tensor | float]
@@ -65,9 +65,11 @@ def give_initial_state(
 def _fill_on_disk(part: ShardSlice, entries: Entries) -> None:
     part.scalars = {key: value.clone() for key, value in entries.items() if isinstance(value, Tensor)}
     part.on_disk = sorted(entries.keys() - part.scalars.keys())
-    assert part.unit.store is not None
-    with open_all(part.unit.store, Access.WRITE) as tiles:
-        for _, _, view in tiles:
-            for key, region in zip(part.on_disk, view.state, strict=False):
-                if view.start <= part.start and part.stop <= view.stop:
+    store = part.unit.store
+    assert store is not None
+    if any(entries[key] for key in part.on_disk):  # a new file has zeros
+        own = next(tile for tile in store.tiles if tile[0] <= part.start and part.stop <= tile[1])
+        with open_tiles([(store, own, None)], Access.WRITE) as tiles:
+            for _, _, view in tiles:
+                for key, region in zip(part.on_disk, view.state, strict=False):
                     region[part.span(view)].fill_(float(entries[key]))

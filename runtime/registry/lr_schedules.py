@@ -124,7 +124,7 @@ class OneCycle(Schedule):
             cycle_first_stair_count if cycle_second_stair_count is None else cycle_second_stair_count
         )
         self._total, self._ratio = self._first + self._second, self._first / (self._first + self._second)
-        self._momentum = cycle_momentum and any("betas" in group for group in optimizer.param_groups)
+        self._momentum = cycle_momentum and "betas" in optimizer.param_groups[0]
         self._min_mom, self._max_mom, self._decay_mom_rate = cycle_min_mom, cycle_max_mom, decay_mom_rate
         self._begin()
 

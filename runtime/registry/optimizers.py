@@ -15,6 +15,7 @@ from ..collective_step.lamb import Lamb
 from ..collective_step.muon import Muon
 from ..collective_step.muon_groups import split_for_muon
 from ..collective_step.one_bit import OneBitAdam, OneBitLamb, ZeroOneAdam
+from ..environment import read_environment
 from ..log import warn
 from .lion import Lion
 from .lr_schedules import SCHEDULES
@@ -112,8 +113,9 @@ def build_scheduler(kind: str, params: Mapping[str, Any], optimizer: torch.optim
     """Build a learning-rate scheduler of ours or of torch by name. Raises ValueError as
     :func:`build_optimizer` does.
     """
+    differ = len({group["lr"] for group in optimizer.param_groups}) > 1
     for key in ("warmup_max_lr", "cycle_max_lr", "lr_range_test_min_lr"):
-        if isinstance(params.get(key), (int, float)) and len({g["lr"] for g in optimizer.param_groups}) > 1:
+        if isinstance(params.get(key), (int, float)) and differ and read_environment().rank == 0:
             warn(f"scheduler.params.{key} is the rate of all param groups, which were to have different ones")
     maker: Any = SCHEDULES.get(kind) or getattr(torch.optim.lr_scheduler, kind, None)
     if maker is None:

@@ -18,7 +18,7 @@ RECORDED = HERE.parent / "data" / "side_by_side"
 
 
 def rounding(world: int) -> float:
-    """Measure how far fp32 trainings drift from double precision in the steps of the script. They start within a
+    """Measure how far fp32 trainings drift from double precision in the script's steps. They start within a
     rounding of each other: one of them alone may be near by luck, on some processors.
     """
     exact = _losses(net().double(), world)

@@ -30,6 +30,7 @@ from zlaunch.runtime.mesh.choice import divides_layers, has_groups
 from zlaunch.runtime.optim.sharded_optimizer import ShardedOptimizer
 from zlaunch.runtime.zero.layout import Slot
 from zlaunch.runtime.zero.ownership import STATES
+from zlaunch.runtime.zero.reduce import GradientReducer
 from zlaunch.runtime.zero.unit import Unit, owner_of
 
 _ADAM = ("exp_avg", "exp_avg_sq")
@@ -210,6 +211,11 @@ class _Parameter:
             )
         if store is None or not store.has_grad:
             return None
+        if isinstance(self.unit.gradients, GradientReducer) and self.unit.gradients.local:
+            raise UnsupportedError(
+                f"the gradient of {self.unit.names[self.index]} cannot be read or set: ranks exchange "
+                "signs now, and each has its own gradients, whose average exists nowhere"
+            )
         low, high = self.own_range
         start = self.slot.offset + low - self.unit.start
         return store.grad()[start : start + high - low]

@@ -19,7 +19,7 @@ DEPTH = 8
 
 
 def _gradient_bytes(engine: Any) -> int:
-    """What gradients and the buffers that they are sent from take now."""
+    """Counts the bytes of gradients and of the buffers that they are sent from, now."""
     reducer = engine._reducer
     shards = [unit.store.grad_memory for unit in engine._sharded.units]
     lent = [bucket.tensor for bucket in reducer._buckets.values()]

@@ -46,7 +46,7 @@ def test_a_clipping_without_the_step_is_told() -> None:
 
 
 def _refused() -> dict[str, str]:
-    """What is said, by what was done; afterwards the parameters are what an ordinary run has."""
+    """Returns what each wrong call says; afterwards the parameters are those of an ordinary run."""
     join()
     found: dict[str, str] = {}
 

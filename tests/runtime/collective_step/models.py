@@ -13,7 +13,7 @@ from tests.runtime.models import relative_error
 
 STEPS = 20
 SAMPLES = 6
-"""Of a global batch: it divides into 1, 2 and 3."""
+"""Counts those of a global batch: they divide into 1, 2 and 3."""
 
 
 class Odd(nn.Module):

@@ -14,7 +14,7 @@ Layout = tuple[int, list[tuple[str, int, int]]]
 
 
 def signs(x: Tensor) -> Tensor:
-    """What comes back of the signs of a flat tensor."""
+    """Returns what comes back of the signs of a flat tensor."""
     blocks = x.view(-1, BLOCK)
     scale = blocks.square().mean(dim=1, keepdim=True).sqrt().float().double()
     return torch.where(blocks >= 0, scale, -scale).view(-1)

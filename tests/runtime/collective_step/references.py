@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zlaunch.runtime.collective_step import newton_schulz
+
 
 class ReferenceLamb:
     """Algorithm 2 of You et al., 2019, with bounds of the ratio."""
@@ -42,16 +44,21 @@ class ReferenceLamb:
             p.sub_(self.lr * ratio * r)
 
 
+def multiply_exactly() -> None:
+    """Let Muon multiply in double precision: in bf16 another processor's order of sums is another number."""
+    newton_schulz.PRODUCTS = torch.float64
+
+
 def reference_orthogonal(x: Tensor) -> Tensor:
-    """Five steps of the quintic iteration in bf16."""
+    """Five steps of the quintic iteration, of a matrix in bf16."""
     a, b, c = 3.4445, -4.7750, 2.0315
-    y = x.bfloat16()
+    y = x.bfloat16().to(newton_schulz.PRODUCTS)
     y = y if x.size(0) <= x.size(1) else y.T
     y = y / y.norm().clamp(min=1e-7)
     for _ in range(5):
         g = y @ y.T
         y = torch.addmm(y, torch.addmm(g, g, g, beta=b, alpha=c), y, beta=a)
-    return y if x.size(0) <= x.size(1) else y.T
+    return (y if x.size(0) <= x.size(1) else y.T).bfloat16()
 
 
 class ReferenceMuon:

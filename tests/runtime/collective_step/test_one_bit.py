@@ -247,3 +247,20 @@ def _refused() -> None:
 
 def one_bit_adam_of(model: Any) -> OneBitAdam:
     return OneBitAdam(model.parameters())
+
+
+def _gradients_apart() -> None:
+    """Among signs the average of the ranks' gradients exists nowhere."""
+    join()
+    engine = make_engine(None, section(1), {"type": "OneBitAdam", "params": KINDS["OneBitAdam"]})
+    train(engine, data()[:6])
+    engine.backward(loss_of(engine, data()[6].chunk(2)[engine.global_rank]))
+    weight = engine.module.head.weight
+    with pytest.raises(zlaunch.UnsupportedError, match="each has its own gradients"):
+        zlaunch.safe_get_full_grad(weight)
+    engine.step()
+    engine.destroy()
+
+
+def test_gradients_of_single_ranks_are_not_handed_out() -> None:
+    run_workers(_gradients_apart, 2)

@@ -10,7 +10,12 @@ from torch import Tensor, nn
 
 import zlaunch
 from tests.runtime.collective_step.models import Odd, data, error, loss_of, make_engine, odd, section, train
-from tests.runtime.collective_step.references import ReferenceLamb, ReferenceMuon, is_hidden
+from tests.runtime.collective_step.references import (
+    ReferenceLamb,
+    ReferenceMuon,
+    is_hidden,
+    multiply_exactly,
+)
 from tests.runtime.workers import join, run_workers
 from zlaunch.optim import Lamb, Muon
 
@@ -35,6 +40,7 @@ def lamb_of(model: nn.Module) -> Lamb:
 def _objects() -> dict[str, float]:
     """Objects of the script, which also work outside of an engine."""
     join()
+    multiply_exactly()
     found = {}
     for make in (muon_of, lamb_of):
         model = odd()
@@ -53,7 +59,7 @@ def _objects() -> dict[str, float]:
 
 def test_objects_with_groups_equal_themselves_outside_of_an_engine() -> None:
     for found in run_workers(_objects, 3):
-        assert {name: each for name, each in found.items() if not each <= 2e-3} == {}
+        assert {name: each for name, each in found.items() if not each <= 1e-9} == {}
 
 
 class Branches(Odd):
@@ -71,6 +77,7 @@ class Branches(Odd):
 
 def _branches() -> dict[str, float]:
     join()
+    multiply_exactly()
     found = {}
     for kind, reference in (("Lamb", ReferenceLamb), ("Muon", ReferenceMuon)):
         torch.manual_seed(3)
@@ -87,6 +94,7 @@ def _branches() -> dict[str, float]:
             given = {
                 "train_micro_batch_size_per_gpu": 3,
                 "zero_optimization": section(stage),
+                "gradient_clipping": 0.0,
                 "optimizer": {"type": kind, "params": {**options, "weight_decay": 0.1}},
             }
             engine, *_ = zlaunch.initialize(model=model, config=given)
@@ -98,11 +106,12 @@ def _branches() -> dict[str, float]:
 
 def test_parameters_without_a_gradient_stay_as_they_are() -> None:
     for found in run_workers(_branches, 2):
-        assert {name: each for name, each in found.items() if not each <= 2e-3} == {}
+        assert {name: each for name, each in found.items() if not each <= 1e-9} == {}
 
 
 def _unfrozen() -> dict[str, float]:
     join()
+    multiply_exactly()
     found = {}
     for kind, reference in (("Lamb", ReferenceLamb), ("Muon", ReferenceMuon)):
         models: list[Any] = [odd(), odd()]
@@ -113,6 +122,7 @@ def _unfrozen() -> dict[str, float]:
         given = {
             "train_micro_batch_size_per_gpu": 3,
             "zero_optimization": section(3),
+            "gradient_clipping": 0.0,
             "optimizer": {"type": kind, "params": {**options, "weight_decay": 0.1}},
         }
         engine, *_ = zlaunch.initialize(model=models[1], config=given)
@@ -131,7 +141,7 @@ def _unfrozen() -> dict[str, float]:
 
 def test_parameters_that_come_to_be_trained_later() -> None:
     for found in run_workers(_unfrozen, 2):
-        assert {name: each for name, each in found.items() if not each <= 2e-3} == {}
+        assert {name: each for name, each in found.items() if not each <= 1e-9} == {}
 
 
 def _torch_muon() -> dict[str, float]:
@@ -160,8 +170,9 @@ def _torch_muon() -> dict[str, float]:
 
 
 def test_the_muon_of_torch_is_stepped_on_shards() -> None:
+    # torch multiplies in bf16 always, in an order of its own
     for found in run_workers(_torch_muon, 2):
-        assert {name: each for name, each in found.items() if not each <= 2e-3} == {}
+        assert {name: each for name, each in found.items() if not each <= 2e-2} == {}
 
 
 def _narrow() -> dict[str, tuple[float, float]]:

@@ -68,7 +68,7 @@ _CODES = {
 
 
 def quantised(values: Tensor, signed: bool) -> Tensor:
-    """What 8 bits a number in blocks of 256, and a scale a block, keep of float64 values."""
+    """Returns what codes of 8 bits in blocks of 256, with a scale each, keep of float64 values."""
     result = []
     for block in torch.split(values, 256):
         scale = max(block.tolist(), key=lambda x: (abs(x), x))
@@ -495,7 +495,7 @@ def _refused(folder: str) -> list[str]:
 def test_refusals(tmp_path: Path) -> None:
     said = run_workers(_refused, 1, str(tmp_path))[0]
     words = [
-        "not supported with Adagrad",
+        "Adagrad keeps its state in fp32",
         'offload_optimizer "nvme"',
         "torch.float64",
         "int4",

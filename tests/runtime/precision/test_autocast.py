@@ -246,8 +246,8 @@ def test_a_checkpoint_has_the_loss_scale(tmp_path: Path) -> None:
 
 
 def _outside() -> dict[str, torch.dtype]:
-    """What the engine does not run is not under autocast; an inner autocast goes before it, and a pass that
-    ends in an exception leaves none behind.
+    """Calls the model around the engine, which is not under autocast. An inner autocast goes before the
+    engine's, and a pass that ends in an exception leaves none behind.
     """
     join()
     model = _built("plain")

@@ -100,8 +100,7 @@ class FusedLamb(metaclass=_Maker):
         amsgrad: bool = False,
     ) -> torch.optim.Optimizer:
         """Make the runtime's optimizer. Raises ValueError for what would be another rule."""
-        if max_grad_norm or amsgrad:
-            raise ValueError("max_grad_norm and amsgrad are not supported: clip by gradient_clipping")
+        _refuse("Lamb", max_grad_norm=max_grad_norm, amsgrad=amsgrad)
         return Lamb(
             params,
             lr,
@@ -115,14 +114,11 @@ class FusedLamb(metaclass=_Maker):
         )
 
 
-def _one_bit(
-    kind: type[torch.optim.Optimizer], params: Any, refused: dict[str, Any], **options: Any
-) -> torch.optim.Optimizer:
-    """Make a 1-bit optimizer; what would be another rule is refused by its name."""
-    for name, value in refused.items():
+def _refuse(kind: str, **given: Any) -> None:
+    """Raise ValueError for arguments that would be another rule."""
+    for name, value in given.items():
         if value:
-            raise ValueError(f"{name} is not supported by {kind.__name__}")
-    return kind(params, **options)
+            raise ValueError(f"{name}={value} is not supported by {kind}")
 
 
 class OnebitAdam(metaclass=_Maker):
@@ -147,13 +143,9 @@ class OnebitAdam(metaclass=_Maker):
         comm_backend_name: str = "nccl",
     ) -> torch.optim.Optimizer:
         """Make the runtime's optimizer. Raises ValueError for what would be another rule."""
-        refused = {
-            "eps_inside_sqrt": eps_inside_sqrt,
-            "max_grad_norm": max_grad_norm,
-            "amsgrad": amsgrad,
-        }
-        rates = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        return _one_bit(optim.OneBitAdam, params, refused, freeze_step=freeze_step, **rates)
+        _refuse("OneBitAdam", eps_inside_sqrt=eps_inside_sqrt, max_grad_norm=max_grad_norm, amsgrad=amsgrad)
+        rates: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        return optim.OneBitAdam(params, freeze_step=freeze_step, **rates)
 
 
 class OnebitLamb(metaclass=_Maker):
@@ -184,15 +176,11 @@ class OnebitLamb(metaclass=_Maker):
         factor_threshold: float = 0.1,
     ) -> torch.optim.Optimizer:
         """Make the runtime's optimizer. Raises ValueError for what would be another rule."""
-        refused = {
-            "eps_inside_sqrt": eps_inside_sqrt,
-            "max_grad_norm": max_grad_norm,
-            "amsgrad": amsgrad,
-        }
-        options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        _refuse("OneBitLamb", eps_inside_sqrt=eps_inside_sqrt, max_grad_norm=max_grad_norm, amsgrad=amsgrad)
+        options: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         options |= {"max_coeff": max_coeff, "min_coeff": min_coeff, "coeff_beta": coeff_beta}
         options |= {"factor_max": factor_max, "factor_min": factor_min, "factor_threshold": factor_threshold}
-        return _one_bit(optim.OneBitLamb, params, refused, freeze_step=freeze_step, **options)
+        return optim.OneBitLamb(params, freeze_step=freeze_step, **options)
 
 
 class ZeroOneAdam(metaclass=_Maker):
@@ -222,15 +210,13 @@ class ZeroOneAdam(metaclass=_Maker):
         """Make the runtime's optimizer. Raises ValueError for what would be another rule: give
         ``local_step_clipper=1``.
         """
-        refused = {
-            "eps_inside_sqrt": eps_inside_sqrt,
-            "max_grad_norm": max_grad_norm,
-            "amsgrad": amsgrad,
-            "local_step_clipper above 1": local_step_clipper > 1,
-        }
-        rates = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        counts = {"var_freeze_step": var_freeze_step, "var_update_scaler": var_update_scaler}
-        return _one_bit(optim.ZeroOneAdam, params, refused, **counts, **rates)
+        _refuse("ZeroOneAdam", eps_inside_sqrt=eps_inside_sqrt, max_grad_norm=max_grad_norm, amsgrad=amsgrad)
+        if local_step_clipper > 1:
+            raise ValueError("local steps are not supported by ZeroOneAdam: give local_step_clipper=1")
+        rates: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        return optim.ZeroOneAdam(
+            params, var_freeze_step=var_freeze_step, var_update_scaler=var_update_scaler, **rates
+        )
 
 
 class FusedLion(metaclass=_Maker):
