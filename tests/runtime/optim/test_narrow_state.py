@@ -496,7 +496,7 @@ def test_refusals(tmp_path: Path) -> None:
     said = run_workers(_refused, 1, str(tmp_path))[0]
     words = [
         "Adagrad keeps its state in fp32",
-        'offload_optimizer "nvme"',
+        "records on disk are fp32",
         "torch.float64",
         "int4",
         "maximize of SGD",
