@@ -68,6 +68,7 @@ SECOND = (
     _large("stage 3", "--checkpoint", "--autocast"),
     *(_large(f"stage {stage} stepping") for stage in (2, 3)),  # beside stages 2 and 3 of the first part
     Part("bounds", ("benchmarks.large", "--bounds"), 60, ("--model", "15m")),
+    _large("narrow", "--model", "3000m", "--checkpoint", "--cap_gb", "24"),  # a full fine-tune of 3 billion
     _large("offload optimizer", "--cap_gb", "24"),
     _large("offload both", "--cap_gb", "24"),
     Part("waits of offload", ("benchmarks.host_waits", "--stage", "2", "--offload"), 60, ("--model", "15m")),
@@ -196,6 +197,8 @@ def goals(results: Mapping[str, Any]) -> list[dict[str, Any]]:
     if bounds and step:
         longest = max(value for value in (*bounds.values(), compute) if value)
         rows.append(("offloaded step: over its bound", step / longest, "<=", 1.15))
+    if rests := _get(results, "narrow 24", "bytes_of_a_parameter"):
+        rows.append(("narrow state and masters: bytes of a parameter", rests, "<=", 4.2))
     for part in ("waits", "waits at stage 3"):
         waits = _get(results, part, "waits_of_a_step")
         if waits is not None:

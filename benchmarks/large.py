@@ -5,7 +5,8 @@
 
 Parts of ``benchmarks.gpu``, which runs one system after the other; on a CPU it runs with a small model, to
 try it out. ``--cap_gb`` bounds the GPU's memory. The bounds of an offloaded step: gradients down and
-parameters up over PCIe, and the optimizer's step on the CPU.
+parameters up over PCIe, and the optimizer's step on the CPU. The system ``narrow`` is the smallest without
+offload: moments in 8 bits, stochastic masters in bf16, no gradients of the whole model.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ SYSTEMS: dict[str, dict[str, Any]] = {
     "stage 3": {"stage": 3},
     "stage 2 stepping": {"stage": 2, "step_in_backward": True},
     "stage 3 stepping": {"stage": 3, "step_in_backward": True},
+    "narrow": {"stage": 2, "step_in_backward": True},
     "offload optimizer": {"stage": 2, "offload_optimizer": CPU},
     "offload both": {"stage": 3, "offload_optimizer": CPU, "offload_param": CPU},
 }
@@ -73,13 +75,15 @@ def build(args: argparse.Namespace) -> tuple[Any, Any]:
     if args.nvme:
         place = {"device": "nvme", "nvme_path": args.nvme}
         zero = {"stage": 3, "offload_optimizer": place, "offload_param": {**place, "max_in_cpu": 0}}
+    narrow = args.system == "narrow"
+    bf16 = {"enabled": not args.autocast, **({"master_weights": "stochastic"} if narrow else {})}
     config = {
         "train_micro_batch_size_per_gpu": args.micro_batch,
-        "bf16": {"enabled": not args.autocast},
+        "bf16": bf16,
         "torch_autocast": {"enabled": args.autocast},
         "gradient_clipping": 1.0,
         "steps_per_print": 1_000_000,
-        "optimizer": {"type": "AdamW", "params": ADAMW},
+        "optimizer": {"type": "AdamW", "params": {**ADAMW, **({"state_dtype": "int8"} if narrow else {})}},
         "zero_optimization": zero,
         "activation_checkpointing": {"enabled": args.checkpoint},
     }

@@ -17,7 +17,7 @@ from ..zero.reduce import GradientReducer
 from ..zero.store import Access, TileView, open_all, squares_of
 from ..zero.unit import Unit
 from .lamb import update_moments
-from .parts import ParameterPart, TileWork, by_group, each_tile, gradients, work_on
+from .parts import ParameterPart, TileWork, by_group, cache_sized, each_tile, gradients, work_on
 from .sign_exchange import SignExchange
 from .step import CollectiveStep
 
@@ -53,7 +53,7 @@ class UnitTurn:
             else:
                 torch._foreach_lerp_(first, found, 1 - float(betas[0]))
             # what never had a gradient has no variance to divide by, and the sign of nothing is no direction
-            torch._foreach_mul_(first, [each["exp_avg_sq"] != 0 for each in states])
+            torch._foreach_mul_(first, torch._foreach_sign([each["exp_avg_sq"] for each in states]))
             return
         grads = gradients(parts, view, self.divisor)
         if self.frozen:
@@ -199,13 +199,14 @@ class OneBitAdamStep(OneBitStep):
 
     def step_unit(self, turn: UnitTurn) -> None:
         for inside, tile, view in each_tile(turn.work):
-            for index, own in by_group(inside).items():
+            for index, every in by_group(inside).items():
                 group = turn.groups[index]
-                states = [part.states(view, turn.state, self.names) for part in own]
-                turn.bring_moments(own, view, states)
-                values = [part.of(view, view.master) for part in own]
-                changes = adam_directions(values, states, group)
-                torch._foreach_add_(values, changes, alpha=-float(group["lr"]))
+                for own in cache_sized(every, view.master.device):
+                    states = [part.states(view, turn.state, self.names) for part in own]
+                    turn.bring_moments(own, view, states)
+                    values = [part.of(view, view.master) for part in own]
+                    changes = adam_directions(values, states, group)
+                    torch._foreach_add_(values, changes, alpha=-float(group["lr"]))
             self.publish(tile, view)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -130,6 +130,33 @@ def by_group(parts: Sequence[ParameterPart]) -> Mapping[int, list[ParameterPart]
     for part in parts:
         found.setdefault(part.group, []).append(part)
     return found
+
+
+_CACHED = 1 << 16
+"""Elements whose temporaries stay in the cache of a core."""
+
+
+def cache_sized(parts: Sequence[ParameterPart], device: torch.device) -> Iterator[Sequence[ParameterPart]]:
+    """Yield the same elements in lists of parts that one element after the other is computed from: few at a
+    time on the CPU, where each operation would read and write memory otherwise, and all of them elsewhere.
+    """
+    if device.type != "cpu":
+        yield parts
+        return
+    found: list[ParameterPart] = []
+    room = _CACHED
+    for part in parts:
+        low = part.low
+        while low < part.high:
+            high = min(part.high, low + room)
+            found.append(replace(part, low=low, high=high))
+            room -= high - low
+            low = high
+            if not room:
+                yield found
+                found, room = [], _CACHED
+    if found:
+        yield found
 
 
 def gradients(parts: Sequence[ParameterPart], tile: TileView, divisor: float) -> list[Tensor]:
