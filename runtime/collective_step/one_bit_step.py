@@ -14,7 +14,7 @@ from ..comm.collectives import Comm
 from ..errors import OptimizerError
 from ..optim.update_rule import State, UpdateRule
 from ..zero.reduce import GradientReducer
-from ..zero.store import Access, TileView, open_all, squares_of
+from ..zero.store import Access, DeviceStore, TileView, open_all, squares_of
 from ..zero.unit import Unit
 from .lamb import update_moments
 from .parts import ParameterPart, TileWork, by_group, cache_sized, each_tile, gradients, work_on
@@ -37,8 +37,8 @@ class UnitTurn:
     frozen: bool
     """Tells that the variance stays as it is."""
     averaged: Tensor | None = None
-    """Holds what signs have brought, of the unit's size: the gradient, or if ``frozen`` the new momentum.
-    None: the tiles have the averaged gradient.
+    """Holds what signs have brought for this rank's shard, where the shard is: the gradient, or if ``frozen``
+    the new momentum. None: the tiles have the averaged gradient.
     """
 
     def bring_moments(
@@ -47,7 +47,8 @@ class UnitTurn:
         """Bring the moments of one group's parts in a tile up to date."""
         first, betas = [each["exp_avg"] for each in states], self.groups[parts[0].group]["betas"]
         if self.averaged is not None:
-            found = [self.averaged[part.low : part.high].to(view.master.device) for part in parts]
+            at = self.unit.start
+            found = [self.averaged[part.low - at : part.high - at] for part in parts]
             if self.frozen:
                 torch._foreach_copy_(first, found)
             else:
@@ -124,7 +125,8 @@ class OneBitStep(CollectiveStep):
             own = by_unit[id(unit)]
             turn = UnitTurn(unit, own, work_on(own), groups, float(rule.divisor), state, frozen)
             if reducer.local:
-                turn = replace(turn, averaged=self._average(turn))
+                place = self.comm.device if isinstance(unit.store, DeviceStore) else torch.device("cpu")
+                turn = replace(turn, averaged=self._average(turn)[unit.start : unit.stop].to(place))
             self.step_unit(turn)
         self.plan_next(groups)
         reducer.local = not self.wants_dense({**first, "step_count": first["step_count"] + 1})

@@ -66,11 +66,14 @@ def _optimizer(config: Config, report: ConfigReport) -> None:
     if kind in _TOGETHER and zero.step_in_backward:
         why = f"{kind} looks at whole parameters or other ranks: use {', '.join(_NARROW)}, or remove the key"
         report.problems.append(("zero_optimization.step_in_backward", why))
-    packed = {
+    otherwise = {
         "zero_quantized_gradients": zero.zero_quantized_gradients,
         "zero_quantized_weights": zero.zero_quantized_weights,
+        "zero_hpz_partition_size": zero.zero_hpz_partition_size > 1,
+        "mics_shard_size": zero.mics_shard_size > 0,
+        "shard_group": zero.shard_group != "world",
     }
-    for name, is_on in packed.items() if kind in _OF_SIGNS else ():
+    for name, is_on in otherwise.items() if kind in _OF_SIGNS else ():
         if is_on:
             why = f"{kind} exchanges signs between all ranks, and nothing else: remove the key"
             report.problems.append((f"zero_optimization.{name}", why))

@@ -40,6 +40,8 @@ def main() -> None:
     waiting: Any = DiskTransfer
     waiting.wait = meeting(waiting.wait)
     for name in options.cases:
+        for each in launched:
+            each.launched.clear()
         try:
             with applied(options.mutation):
                 found = train(CASES[name])

@@ -38,6 +38,10 @@ DIVIDED: dict[str, Any] = {"parallel": {"expert": 2}}
 BOTH: dict[str, Any] = {**SHARED, "parallel": {"tensor": 2, "expert": 2}}
 SPLIT: dict[str, Any] = {"parallel": {"sequence": 2}}
 STEPPING: dict[str, Any] = {"step_in_backward": True}
+NARROW: dict[str, Any] = {
+    "bf16": {"enabled": True, "master_weights": "stochastic"},
+    "optimizer": {"type": "AdamW", "params": {"lr": 0.05, "state_dtype": "int8"}},
+}
 SPLIT_AND_SHARED: dict[str, Any] = {**SHARED, "parallel": {"sequence": 2, "tensor": 2}}
 
 BEFORE = "Event.synchronize in step_result._read < step_result.differs"
@@ -52,6 +56,8 @@ REPORT = "Event.synchronize in host_copy.read < step_reporter.flush"
 """At a step's end, for a report of the step before."""
 ARRIVAL = "Event.synchronize in transfer.wait < host_store.grad"
 UPLOAD = "Event.synchronize in transfer.synchronize < buffers._retire"
+SENT = "Event.synchronize in transfer.synchronize < background_step.synchronize"
+"""At a step's beginning, for masters that the step before has sent: that was a whole pass ago."""
 WRITTEN = "save: cuda.synchronize in transfer.release < writer.abandon"
 BATCHES = "aten::_local_scalar_dense in same_batch._compare < same_batch.check"
 """In the first passes, and in some of the later ones: whether ranks that share layers have one batch."""
@@ -100,7 +106,8 @@ class Case:
         # the CPU's step needs the norm, and so does one that ranks make together; one inside the backward
         # pass lets the next pass know it
         needing = {"offload_optimizer", "offload_param", "step_in_backward"}
-        if self.zero.keys() & needing or "optimizer" in self.options:
+        together = self.options.get("optimizer", {"type": "AdamW"})["type"] != "AdamW"
+        if self.zero.keys() & needing or together:
             return {ORDER if self.world > 1 else NORM, *self.more_waits}
         return {*([BEFORE] if self.options.keys() & {"bf16", "fp16"} else []), *self.more_waits}
 
@@ -148,6 +155,9 @@ CASES = {
         *(Case(f"stage {stage} stepping", stage, STEPPING, BF16) for stage in (2, 3)),
         *(Case(f"stage {stage} stepping on two", stage, STEPPING, BF16, world=2) for stage in (2, 3)),
         Case("stage 3 stepping fp32 by value", 3, {**STEPPING, "step_in_backward_clipping": "value"}),
+        *(Case(f"stage {stage} narrow", stage, options=NARROW) for stage in (1, 3)),
+        Case("stage 3 narrow host", 3, HOST, NARROW, more_waits=(SENT,)),
+        Case("stage 3 narrow stepping", 3, STEPPING, NARROW),
         Case("stage 2 watched", 2, options={**BF16, **WATCHED}, more_waits=(METRICS, REPORT)),
         *(Case(f"stage {stage} on two", stage, options=BF16, world=2) for stage in range(4)),
         Case("stage 3 accumulated on two", 3, options=BF16, accumulation=2, world=2),
@@ -235,7 +245,7 @@ CASES = {
                 ("OneBitAdam", 0, "alone", {}, {"freeze_step": 2}, ()),
                 (
                     *("OneBitAdam", 3, "host both", HOST_BOTH, {"freeze_step": 2}),
-                    (ARRIVAL, _down("one_bit_step.momentum_of < one_bit_step.step_unit")),
+                    (ARRIVAL, _down("one_bit_step.run < step.start")),
                 ),
                 (
                     *("OneBitLamb", 1, "alone", {}, {"freeze_step": 2}),
@@ -260,6 +270,7 @@ def train(case: Case) -> dict[str, Any]:
     from tests.runtime.models import batches, config, loss_of, net
 
     from .clocks import findings
+    from .layers import attending, loss_of_parts, mixture
     from .modes import running
 
     findings.clear()
@@ -322,56 +333,6 @@ def train(case: Case) -> dict[str, Any]:
         "mixes": dict(findings.mixes),
         "waits": waits,
     }
-
-
-def mixture(width: int) -> Any:
-    """Make a layer of four experts, of which each token goes to two."""
-    from torch import nn
-
-    import zlaunch
-    from tests.runtime.models import Layer
-
-    class Mixture(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.gate = nn.Linear(width, 4)
-            self.experts = zlaunch.Experts([Layer(width) for _ in range(4)])
-
-        def forward(self, hidden: Any) -> Any:
-            tokens = hidden.flatten(0, 1)
-            weights, index = self.gate(tokens).float().softmax(-1).topk(2)
-            return hidden + self.experts(tokens, index, weights).view_as(hidden)
-
-    return Mixture()
-
-
-def attending(width: int) -> Any:
-    """Make a layer of attention on sequences that ranks may have parts of."""
-    from torch import nn
-
-    from zlaunch.sequence import attention
-
-    class Attending(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-
-        def forward(self, hidden: Any) -> Any:
-            parts = self.inner(hidden).chunk(3, -1)
-            query, key, value = (each.unflatten(-1, (4, -1)).transpose(1, 2) for each in parts)
-            return hidden + self.out(attention(query, key, value, is_causal=True).transpose(1, 2).flatten(2))
-
-    return Attending()
-
-
-def loss_of_parts(model: Any, tokens: Any) -> Any:
-    """Return the loss of whole sequences, of which this rank computes its part."""
-    from torch.nn import functional
-
-    from zlaunch.sequence import mean, split
-
-    logits = model(split(tokens[:, :-1])).float().flatten(0, 1)
-    return mean(functional.cross_entropy(logits, split(tokens[:, 1:]).flatten(), reduction="none"))
 
 
 @contextmanager

@@ -97,24 +97,26 @@ WITH_KERNELS = {
     "stage 3 packed on four": {"prepare", "square_sums", "totals", "quantize", "dequantize"},
     "stage 3 packed weights on four": {"prepare", "square_sums", "totals", "quantize", "dequantize"},
     "stage 2 disk": {"square_sums", "totals"},
+    "stage 1 narrow": {"narrow_adam", "prepare", "square_sums", "totals"},
+    "stage 0 OneBitAdam alone on two": {"compress", "expand", "square_sums", "totals"},
 }
 """Case -> which of our kernels it uses; without 16-bit values beside the master the step is torch's own."""
 
 
 def test_our_kernels_are_in_order_and_train_as_their_twins(tmp_path: Path) -> None:
     library = build(tmp_path)
-    plain = {
-        name: found
-        for group in ("on the device", "host", "disk", "on four")
-        for name, found in results(group).items()
-    }
-    for name, kernels in WITH_KERNELS.items():
-        for rank, found in enumerate(run("--kernels", str(library), name, world=CASES[name].world)):
-            assert set(found["kernels"]) == kernels, (name, found)
+    for world in {CASES[name].world for name in WITH_KERNELS}:
+        names = [name for name in WITH_KERNELS if CASES[name].world == world]
+        plain = run(*names, world=world)
+        ours = run("--kernels", str(library), *names, world=world)
+        assert len(plain) == len(ours) == world * len(names)
+        for twin, found in zip(plain, ours, strict=True):
+            name = found["case"]
+            assert set(found["kernels"]) == WITH_KERNELS[name], (name, found)
             assert not found["races"] and not found["mixes"], found
             waits = {how for how in found["waits"] if "aside: " not in how}
             assert waits == CASES[name].waits, found["waits"]
-            assert found["losses"] == pytest.approx(plain[name][rank]["losses"], rel=1e-3), name
+            assert found["losses"] == pytest.approx(twin["losses"], rel=1e-3), name
 
 
 @pytest.mark.parametrize("name", MUTATIONS)

@@ -487,6 +487,13 @@ def test_command_line(tmp_path: Path) -> None:
             "zero_optimization.zero_quantized_gradients",
         ),
         (
+            {
+                "optimizer": {"type": "OneBitAdam"},
+                "zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2},
+            },
+            "zero_optimization.zero_hpz_partition_size",
+        ),
+        (
             {"optimizer": {"type": "ZeroOneAdam", "params": {"local_step_clipper": 16}}},
             "optimizer.params.local_step_clipper",
         ),
