@@ -102,7 +102,7 @@ def test_calls_that_cannot_be() -> None:
         **dict.fromkeys(("zero_grad", "optimizer", "none"), "gradients cannot be dropped"),
         "grad": "zlaunch.safe_get_full_grad",
         **dict.fromkeys(("get", "set"), "cannot be read or set"),
-        "second": "engine.step() has not ended",
+        "second": "a second backward pass before engine.step()",
     }
     assert found.keys() == said.keys()
     assert {what for what, text in said.items() if text not in found[what]} == set()
