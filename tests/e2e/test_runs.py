@@ -175,7 +175,8 @@ def test_names_below_runs_and_names_that_are_wrong(tmp_path: Path) -> None:
     assert zlaunch(tmp_path, "ps").stdout == "no run is running in runs; 1 has ended: --all\n"
     for name, words in (
         ("slurm-7.0/task_00000", "has ended already"),
-        ("slurm-7.0/task_0000", "no run 'slurm-7.0/task_0000', did you mean 'slurm-7.0/task_00000'?"),
+        ("slurm-7.0/task_0000", "has ended already"),
+        ("slurm-7.0/task_0001", "no run 'slurm-7.0/task_0001', did you mean 'slurm-7.0/task_00000'?"),
         ("slurm-7.0", "is a folder of runs: name one of them, such as runs/slurm-7.0/task_00000"),
         (str(step), "has ended already"),
         (str(step / "logs"), "no launcher.json"),

@@ -18,6 +18,7 @@ from tests.pretend_gpu.modes import running  # noqa: E402
 
 NEEDS_A_DEVICE = {
     "tests/gpu/test_kernels.py": "CuPy compiles and launches",
+    "tests/gpu/test_backward_step.py::test_gradients_take_the_memory_of_few_units": "a peak of memory",
     "tests/gpu/test_engine.py::test_tf32": "products in TF32",
     "tests/gpu/test_engine.py::test_nccl_is_aborted_after_an_error": "a process of its own",
 }

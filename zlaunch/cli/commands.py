@@ -12,6 +12,7 @@ import click
 from zlaunch.errors import LaunchError
 
 SUBCOMMANDS = {
+    "attach": "zlaunch.cli.attach:attach",
     "bench": "zlaunch.cli.bench:bench",
     "bundle": "zlaunch.cli.bundle:bundle",
     "checkpoint": "zlaunch.cli.checkpoint:checkpoint",
@@ -25,6 +26,7 @@ SUBCOMMANDS = {
     "stacks": "zlaunch.cli.runs:stacks",
     "stop": "zlaunch.cli.runs:stop",
     "tune": "zlaunch.cli.tune:tune",
+    "wait": "zlaunch.cli.attach:wait",
     "watch": "zlaunch.cli.watch:watch",
 }
 """Subcommand -> `module:attribute` of its click command."""

@@ -106,6 +106,9 @@ LAUNCH = (
         metavar="RANKS",
         help="Ranks shown on the console: 0,2-3 or all; the logs have every rank.  [default: 0]",
     ),
+    count_option(
+        "--log_max_mb", help="Of each rank's log keep the newest N MB, in two files.  [default: all]"
+    ),
     click.option(
         "--profile",
         metavar="STEPS",
@@ -129,6 +132,11 @@ LAUNCH = (
         type=click.Choice(COMPAT_CHOICES),
         help="What `import deepspeed` is: auto, zlaunch where the real one is not installed; deepspeed, "
         "zlaunch in any case; none, the real one.  [default: auto]",
+    ),
+    click.option(
+        "--detach",
+        is_flag=True,
+        help="Print the run's name and return; the run goes on without this terminal: zlaunch attach.",
     ),
     click.option("--dry_run", is_flag=True, help="Print the plan and start nothing."),
     click.option("--json", "as_json", is_flag=True, help="With --dry_run: the plan as JSON."),

@@ -6,19 +6,39 @@ import os
 import re
 import time
 from collections.abc import Collection
+from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 
 import click
 
 from zlaunch.cli.commands import SETTINGS, Command, count_option
-from zlaunch.launch import run_record
-from zlaunch.launch.found_runs import FoundRun, find_run, meant
+from zlaunch.launch.found_runs import find_run, meant
+from zlaunch.launch.rank_logs import OLDER, LogReader, Piece, times_path
 from zlaunch.plan.checks import parse_ranks
 from zlaunch.view.console import Console
 
 _POLL_S = 0.1
 _BLOCK_BYTES = 1 << 16
 _NAME = re.compile(r"rank_(\d+)\.log")
+_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+def _moment(_context: click.Context, _option: click.Parameter, text: str | None) -> float | None:
+    """Read a moment, as seconds since the epoch: so long ago, a time of today, or a date."""
+    if text is None:
+        return None
+    if ago := re.fullmatch(r"(\d{1,9}(?:\.\d+)?)([smhd])", text):
+        return time.time() - float(ago[1]) * _UNITS[ago[2]]
+    try:
+        if re.fullmatch(r"\d{1,2}:\d{2}(:\d{2})?", text):
+            clock = datetime.strptime(text, "%H:%M:%S" if text.count(":") == 2 else "%H:%M").time()
+            return datetime.combine(datetime.now(), clock).timestamp()
+        return datetime.fromisoformat(text).timestamp()
+    except ValueError:
+        raise click.BadParameter(
+            f"{text!r} is no moment: 90s, 10m, 2h or 1d ago, 13:05, or 2026-01-31T13:05"
+        ) from None
 
 
 @click.command(cls=Command, context_settings=SETTINGS, short_help="Print the output of a run's ranks.")
@@ -26,46 +46,119 @@ _NAME = re.compile(r"rank_(\d+)\.log")
 @click.option("-f", "--follow", is_flag=True, help="Go on until the run has ended; Ctrl-C leaves it alone.")
 @click.option("--rank", "chosen", metavar="RANKS", help="Such as 0,3-4.  [default: all]")
 @count_option("-n", "--lines", low=0, help="Only the last ones of each rank, and with -f what follows.")
-def logs(run: str, follow: bool, chosen: str | None, lines: int | None) -> int:
+@click.option("-t", "--timestamps", is_flag=True, help="Put before each line when it came.")
+@click.option(
+    "--since",
+    metavar="WHEN",
+    callback=_moment,
+    help="Only what came since: 90s, 10m, 2h, 1d ago, 13:05, a date.",
+)
+@click.option("--stdout", "only", flag_value="stdout", help="Only standard output.")
+@click.option("--stderr", "only", flag_value="stderr", help="Only standard error.")
+def logs(
+    run: str,
+    follow: bool,
+    chosen: str | None,
+    lines: int | None,
+    timestamps: bool,
+    since: float | None,
+    only: str | None,
+) -> int:
     """Print what the ranks of RUN have printed; by default of the `last` run.
 
     Standard output and error of a rank are one log. Each line has its rank in front where there are several.
     """
+    if lines is not None and (since is not None or only is not None):
+        raise click.UsageError("--lines does not go with --since, --stdout and --stderr")
     found = find_run(meant(run))
     wanted = None if chosen is None else parse_ranks("--rank", chosen)
     known = max([found.record.world_size, *(rank + 1 for rank in _files(found.path / "logs", None))])
     if wanted is not None and wanted[-1] >= known:
         raise click.UsageError(f"--rank {chosen}: there is no rank {wanted[-1]}; the last is {known - 1}")
     count = known if wanted is None else len(wanted)
-    console = Console(None if count > 1 else wanted or [0])
-    offsets: dict[int, int] = {}
+    show = _Show(Console(None if count > 1 else wanted or [0]), timestamps, since or 0.0, only)
     if follow and found.state.startswith("on "):
-        console.message(
+        show.console.message(
             f"the launcher is {found.state}: if it is killed, that is not seen here; Ctrl-C ends this"
         )
+    readers: dict[int, LogReader] = {}
     while True:
-        has_ended = not follow or _has_ended(found)  # asked first: what comes afterwards is still read
+        has_ended = not follow or found.now().has_ended  # asked first: what comes afterwards is still read
         for rank, path in _files(found.path / "logs", wanted).items():
             try:
-                if rank not in offsets:
-                    offsets[rank] = 0 if lines is None else _offset_of_last(path, lines)
-                offsets[rank] = _show(console, rank, path, offsets[rank])
+                if rank not in readers:
+                    if show.needs_times and not times_path(path).exists():
+                        raise click.UsageError(f"{path} has no times beside it: an older zlaunch wrote it")
+                    readers[rank] = _reader(path, lines)
+                for piece in readers[rank].read(_BLOCK_BYTES):
+                    show(rank, piece)
+                    if not show.console.is_read:
+                        break
             except FileNotFoundError:
                 continue  # it has just been removed
             if not follow:
-                console.close()
-        if has_ended or not console.is_read:
+                show.console.close()
+        if has_ended or not show.console.is_read:
             break
         time.sleep(_POLL_S)
-    console.close()
-    if not offsets:
+    show.console.close()
+    if not readers:
         raise click.UsageError(f"{run}: no rank {'' if wanted is None else 'of these '}has a log")
     return 0
 
 
-def _has_ended(run: FoundRun) -> bool:
-    known = run_record.read(run.path)
-    return known is None or FoundRun(run.name, run.path, known).state.startswith(("ended", "gone"))
+@dataclass
+class _Show:
+    """Shows pieces of logs, those that are wanted."""
+
+    console: Console
+    timestamps: bool
+    since_s: float
+    only: str | None
+    _inside_line: set[int] = field(default_factory=set)
+    """Lists the ranks whose last piece has not ended its line."""
+
+    @property
+    def needs_times(self) -> bool:
+        """Tell whether what is noted about pieces decides what is shown."""
+        return self.timestamps or self.since_s > 0 or self.only is not None
+
+    def __call__(self, rank: int, piece: Piece) -> None:
+        time_s = piece.time_s or 0.0
+        if (self.since_s and time_s < self.since_s) or self.only not in (None, piece.stream):
+            return
+        data = piece.data
+        if self.timestamps:
+            data = self._stamped(rank, data, time_s)
+        self.console.output(rank, "stdout", data)
+
+    def _stamped(self, rank: int, data: bytes, time_s: float) -> bytes:
+        """Return data with the time before each line that begins in it."""
+        stamp = f"{datetime.fromtimestamp(time_s).isoformat(' ', 'milliseconds')} ".encode()
+        lines = data.split(b"\n")
+        for index in range(len(lines)):
+            begins = index > 0 or rank not in self._inside_line
+            if begins and (lines[index] or index < len(lines) - 1):
+                lines[index] = stamp + lines[index]
+        if lines[-1]:
+            self._inside_line.add(rank)
+        elif len(lines) > 1:
+            self._inside_line.discard(rank)
+        return b"\n".join(lines)
+
+
+def _reader(path: Path, lines: int | None) -> LogReader:
+    """Return a reader of a log, or of its last lines, which may begin in the older half."""
+    older = path.with_name(path.name + OLDER)
+    if lines is None:
+        return LogReader(path, older_start=0 if older.exists() else None)
+    start = offset_of_last(path, lines)
+    if start or not older.exists():
+        return LogReader(path, start)
+    missing = lines - path.read_bytes().count(b"\n")
+    if not older.read_bytes().endswith(b"\n"):
+        missing += 1  # its last line ends in the log
+    return LogReader(path, older_start=offset_of_last(older, missing) if missing > 0 else None)
 
 
 def _files(folder: Path, wanted: Collection[int] | None) -> dict[int, Path]:
@@ -77,19 +170,7 @@ def _files(folder: Path, wanted: Collection[int] | None) -> dict[int, Path]:
     return {rank: found[rank] for rank in sorted(found) if wanted is None or rank in wanted}
 
 
-def _show(console: Console, rank: int, path: Path, offset: int) -> int:
-    """Show what a log has from an offset on, and return the next one."""
-    with open(path, "rb") as file:
-        if os.fstat(file.fileno()).st_size < offset:
-            offset = 0  # somebody has emptied it
-        file.seek(offset)
-        while console.is_read and (data := file.read(_BLOCK_BYTES)):
-            console.output(rank, "stdout", data)
-            offset += len(data)
-    return offset
-
-
-def _offset_of_last(path: Path, lines: int) -> int:
+def offset_of_last(path: Path, lines: int) -> int:
     """Return the offset at which the last lines of a file begin."""
     with open(path, "rb") as file:
         end = position = file.seek(0, os.SEEK_END)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from zlaunch.runtime.config import MeshShape
 
 _SETTINGS = {**SETTINGS, "allow_interspersed_args": False}
+_ENDS_WITH_JOB = "a job ends with the command that it was started for: leave it out"
 _EPILOG = "A script with the name of a command: zlaunch ./ps"
 
 
@@ -73,6 +74,8 @@ def run(command: tuple[str, ...], **given: Any) -> int:
     for option, reason in kind.refuses.items():
         if given[option]:  # an option that would do nothing is a mistake
             raise click.UsageError(f"--{option} has no effect here: {reason}")
+    if given["detach"] and (allocation is not None or given["pod"]):
+        raise click.UsageError(f"--detach: {_ENDS_WITH_JOB}")
     if given["requeue"] and allocation is None:
         raise click.UsageError("--requeue: this is not inside a SLURM job")
     if given["run_dir"] is None:
@@ -189,11 +192,15 @@ def _print_plan(plan: Plan, mesh: MeshShape | None, *, as_json: bool) -> None:
 
 def _launch(launcher: Launcher, why: str, ranks: list[int] | None, given: dict[str, Any]) -> int:
     from zlaunch.launch.job import Limits, run_job
-    from zlaunch.launch.run_folder import make_run_dir
+    from zlaunch.launch.run_folder import make_run_dir, point_latest
     from zlaunch.view.console import Console
 
     run_dir = launcher.options.run_dir
     make_run_dir(Path(run_dir), shared=launcher.shares_run_dir)
+    if launcher.options.run_id == Path(run_dir).name:
+        point_latest(Path(run_dir))
+    if given["detach"] and not _goes_on_alone(launcher, quiet=given["quiet"]):
+        return 0
     console = Console(ranks, quiet=given["quiet"])
     console.message(f"{launcher.where} (launcher {launcher.name}: {why})")
     console.message(f"logs in {os.path.relpath(run_dir)}")
@@ -201,5 +208,27 @@ def _launch(launcher: Launcher, why: str, ranks: list[int] | None, given: dict[s
         max_restarts=given["max_restarts"],
         min_nodes=given["min_nodes"],
         hang_timeout_s=given["hang_timeout"],
+        log_bytes=None if given["log_max_mb"] is None else given["log_max_mb"] * 1_000_000,
     )
     return launcher.on_end(run_job(launcher, console, limits), console.message)
+
+
+def _goes_on_alone(launcher: Launcher, *, quiet: bool) -> bool:
+    """Say the run's name and go on in a process of its own: True there, False in the one that may end."""
+    from zlaunch.launch import run_record
+    from zlaunch.launch.detach import ended_at_logout, into_background
+
+    options, plan = launcher.options, launcher.known_plan()
+    path = Path(options.run_dir)
+    name = path.name if path.parent == Path("runs").absolute() else os.path.relpath(path)
+    world = plan.world_size if plan is not None else 0
+    if into_background(
+        path, lambda: run_record.begun(options.run_dir, options.run_id, launcher.hosts, world)
+    ):
+        return True
+    print(name)
+    if not quiet:
+        print(f"zlaunch: it goes on by itself: zlaunch attach {name}, logs -f, wait, stop", file=sys.stderr)
+    if advice := ended_at_logout():
+        print(f"zlaunch: warning: {advice}", file=sys.stderr)
+    return False

@@ -10,6 +10,7 @@ import time
 from collections.abc import Collection, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import click
@@ -30,10 +31,13 @@ from zlaunch.launch.found_runs import (
     read_ranks,
 )
 from zlaunch.launch.hang import Stand, note_standing, where
+from zlaunch.launch.rank_logs import log_path
 from zlaunch.plan.checks import parse_ranks
 from zlaunch.system.processes import Process, kill, start_ticks
 
 _POLL_S = 0.05
+_COMMAND = 50
+"""Characters of a command in the table."""
 _QUIET_S = 0.5
 """Seconds without growth after which a log has all of the stacks."""
 _STACKS_TIMEOUT_S = 5.0
@@ -107,7 +111,7 @@ def ps(folder: str, show_all: bool, clean: bool, yes: bool, as_json: bool) -> in
     elif chosen:
         from zlaunch.cli.tables import make_table, stdout_console
 
-        columns = ("run", "state", "hosts", "workers", "started", "elapsed", "attempt")
+        columns = ("run", "state", "hosts", "workers", "started", "elapsed", "attempt", "command")
         stdout_console().print(
             make_table(columns, map(_row, chosen), whole=("run",))
         )  # it is there to be copied
@@ -129,7 +133,7 @@ def _row(run: FoundRun) -> tuple[str, ...]:
     elapsed = "-" if run.state == "gone" else _duration(until - known.started)
     return (
         *(run.name, run.state, shown, str(known.world_size)),
-        *(_moment(known.started), elapsed, str(known.attempt)),
+        *(_moment(known.started), elapsed, str(known.attempt), shorten(" ".join(known.command), _COMMAND)),
     )
 
 
@@ -218,7 +222,7 @@ def stacks(run: str, chosen: str | None) -> int:
     if not ranks:
         raise click.UsageError(f"no worker of {run} has been started yet")
     wanted = _chosen_ranks(chosen, ranks) if chosen is not None else [r.rank for r in alive(ranks.values())]
-    logs = {rank: found.path / "logs" / f"rank_{rank:05d}.log" for rank in wanted}
+    logs = {rank: log_path(found.path, rank) for rank in wanted}
     before = _sizes(logs)
     kill(Process(found.record.pid, found.record.start_ticks), signal.SIGUSR2)
     _await_quiet({rank: log for rank, log in logs.items() if ranks[rank].state == "running"}, before)

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import click
 
 from zlaunch.cli.commands import SETTINGS, Command
-from zlaunch.launch import run_record
 from zlaunch.launch.event_file import EventFile
 from zlaunch.launch.found_runs import FoundRun, find_run, meant
 from zlaunch.view.progress import RunProgress
@@ -43,7 +42,7 @@ def watch(run: str, once: bool) -> int:
         return 0
     with Live(console=console, auto_refresh=False) as live:
         while True:
-            state = _now(found).state  # asked first: what comes afterwards is still read
+            state = found.now().state  # asked first: what comes afterwards is still read
             progress.take_all(events.read())
             live.update(_draw(found, progress, console.height), refresh=True)
             if state.startswith(("ended", "gone")):
@@ -51,13 +50,7 @@ def watch(run: str, once: bool) -> int:
             time.sleep(_POLL_S)
 
 
-def _now(run: FoundRun) -> FoundRun:
-    """Return the run with its record as it is now."""
-    known = run_record.read(run.path)
-    return run if known is None else FoundRun(run.name, run.path, known)
-
-
 def _draw(run: FoundRun, progress: RunProgress, height: int) -> RenderableType:
     from zlaunch.view.live import draw
 
-    return draw(progress, run.name, _now(run).state, time.time(), height)
+    return draw(progress, run.name, run.now().state, time.time(), height)

@@ -20,6 +20,7 @@ from zlaunch.launch import run_record
 from zlaunch.launch.hang import HangWatch
 from zlaunch.launch.heartbeat import Heartbeat
 from zlaunch.launch.nodes import SLOW_S, Link
+from zlaunch.launch.rank_logs import RankLogs, log_path
 from zlaunch.launch.signal_wakeup import SignalWakeup
 from zlaunch.launch.verdict import Outcome, Verdict
 from zlaunch.plan.plan import Plan
@@ -54,9 +55,10 @@ class Controller:
         links: Sequence[Link],
         *,
         hang_timeout_s: float = 0.0,
+        log_bytes: int | None = None,
         attempt: int = 0,
     ) -> None:
-        self.plan = plan
+        self.plan, self.log_bytes = plan, log_bytes
         self.console = console
         self.links = links
         self.attempt = attempt
@@ -81,12 +83,10 @@ class Controller:
 
     def run(self) -> Outcome:
         """Hand out the plan, follow the run to its end, and return its outcome."""
-        logs = self.run_dir / "logs"
-        logs.mkdir(parents=True, exist_ok=True)
+        (self.run_dir / "logs").mkdir(parents=True, exist_ok=True)
         self.plan.write(self.run_dir / "plan.json")
-        mode = "ab" if self.attempt else "wb"
-        self.logs = {rank: self.verdict.log_path(rank).open(mode, buffering=0) for rank in self.hosts}
-        self.event_log = (self.run_dir / "events.jsonl").open(mode, buffering=0)
+        self.logs = RankLogs(self.run_dir, self.hosts, goes_on=self.attempt > 0, limit=self.log_bytes)
+        self.event_log = (self.run_dir / "events.jsonl").open("ab" if self.attempt else "wb", buffering=0)
         wakeup = SignalWakeup(lambda: self.queue.put((-1, _WAKE)))
         taken = (*STOP_SIGNALS, *PASSED_SIGNALS, signal.SIGTSTP)
         handlers = {signum: signal.getsignal(signum) for signum in taken}
@@ -109,8 +109,8 @@ class Controller:
                 signal.signal(signum, handler)
             wakeup.close()
             self._log({"type": "outcome", "errors": self.verdict.errors})
-            for file in (*self.logs.values(), self.event_log):
-                file.close()
+            self.logs.close()
+            self.event_log.close()
             self.console.close()
         self._say_what_bounds()
         return self.verdict.outcome(self.signum, save_asked=self.save_asked)
@@ -295,9 +295,9 @@ class Controller:
         self.hang.output(rank, event["text"])
         data = event["text"].encode("utf-8", "surrogateescape")
         try:
-            self.logs[rank].write(data)
+            self.logs.write(rank, event["stream"], data, time.time())
         except OSError as error:
-            self._not_written(self.verdict.log_path(rank), error)
+            self._not_written(log_path(self.run_dir, rank), error)
         self.verdict.output(rank, data)
         self.console.output(rank, event["stream"], data)
 

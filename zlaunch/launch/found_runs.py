@@ -43,6 +43,16 @@ class FoundRun:
             return f"on {self.record.host}"
         return "running" if self.record.is_running() else "gone"
 
+    @property
+    def has_ended(self) -> bool:
+        """Tell whether nothing of it goes on, as far as can be told here."""
+        return self.state.startswith(("ended", "gone"))
+
+    def now(self) -> FoundRun:
+        """Return the run with its record as it is by now."""
+        known = run_record.read(self.path)
+        return self if known is None else FoundRun(self.name, self.path, known)
+
 
 @dataclass(frozen=True, slots=True)
 class Rank:
@@ -60,7 +70,7 @@ def find_runs(folder: Path) -> list[FoundRun]:
     for pattern in ("*/launcher.json", "*/*/launcher.json"):
         for path in folder.glob(pattern):
             known = run_record.read(path.parent)
-            if known is not None:
+            if known is not None and not path.parent.is_symlink():  # as `latest` is
                 found.append(FoundRun(str(path.parent.relative_to(folder)), path.parent, known))
     return sorted(found, key=lambda run: (run.record.started, run.name))
 
@@ -87,12 +97,23 @@ def find_run(text: str) -> FoundRun:
 
 
 def meant(text: str) -> str:
-    """Return a run's name or folder; `last` is the newest run, unless one has that name.
+    """Return a run's name or folder; `last` is the newest run, unless one has that name. The beginning of a
+    name, or of the part behind its last dash, will do where no other run has it.
 
-    Raises LaunchError where there is no run.
+    Raises LaunchError where there is no run, or more than one.
     """
-    if text != "last" or any(path.exists() for path in (Path(text), Path(DEFAULT_FOLDER, text))):
+    if any(path.exists() for path in (Path(text), Path(DEFAULT_FOLDER, text))):
         return text
+    if text != "last":
+        found = [
+            run
+            for run in find_runs(Path(DEFAULT_FOLDER))
+            if text and (run.name.startswith(text) or run.name.rpartition("-")[2].startswith(text))
+        ]
+        if len(found) > 1:
+            names = ", ".join(run.name for run in found[-3:])
+            raise LaunchError(f"{text!r} is the beginning of {len(found)} runs, such as {names}: give more")
+        return str(found[0].path) if found else text
     if not (known := find_runs(Path(DEFAULT_FOLDER))):
         raise LaunchError(
             f"last: there are no runs in {Path(DEFAULT_FOLDER).absolute()}; or name a run's folder"

@@ -50,6 +50,8 @@ class Limits:
     min_nodes: int | None = None
     """Go on without dead nodes while so many are left; None: all are needed."""
     hang_timeout_s: float = 0.0
+    log_bytes: int | None = None
+    """Keep the newest of each rank's log; None: all of it."""
 
 
 def run_job(job: Job, console: Console, limits: Limits) -> Outcome:
@@ -159,6 +161,7 @@ def _attempt(
         console,
         [node.link for node in nodes],
         hang_timeout_s=limits.hang_timeout_s,
+        log_bytes=limits.log_bytes,
         attempt=attempt,
     )
     outcome = controller.run()

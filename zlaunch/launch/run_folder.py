@@ -36,6 +36,17 @@ def make_run_dir(path: Path, *, shared: bool = False) -> None:
         raise LaunchError(f"--run_dir {path}: another launch has just begun there")
 
 
+def point_latest(path: Path) -> None:
+    """Let `latest`, beside a run's folder, be a link to it. Where that cannot be, it is not."""
+    link, new = path.parent / "latest", path.parent / f".latest-{os.getpid()}"
+    try:
+        if link.is_symlink() or not link.exists():
+            new.symlink_to(path.name, target_is_directory=True)
+            new.replace(link)
+    except OSError:
+        new.unlink(missing_ok=True)
+
+
 def is_locked(path: Path) -> bool:
     """Tell whether a launch holds a run's folder."""
     fd = _lock(path)

@@ -7,7 +7,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -65,18 +65,24 @@ def _write(path: Path, content: Mapping[str, Any]) -> None:
 
 def started(plan: Plan, attempt: int) -> None:
     """Record that an attempt begins."""
+    hosts = tuple(node.host for node in plan.nodes)
+    begun(plan.run_dir, plan.run_id, hosts, plan.world_size, attempt)
+
+
+def begun(run_dir: str, run_id: str, hosts: Sequence[str], world_size: int, attempt: int = 0) -> None:
+    """Record that this process runs a launch, whose nodes may have to be reached yet."""
     record = RunRecord(
-        run_id=plan.run_id,
+        run_id=run_id,
         host=socket.gethostname(),
         pid=os.getpid(),
         start_ticks=start_ticks(os.getpid()) or 0,
-        hosts=tuple(node.host for node in plan.nodes),
-        world_size=plan.world_size,
+        hosts=tuple(hosts),
+        world_size=world_size,
         command=without_secrets(sys.argv[1:]),
         started=time.time(),
         attempt=attempt,
     )
-    _write(_path(plan.run_dir), asdict(record))
+    _write(_path(run_dir), asdict(record))
 
 
 def ended(run_dir: str, exit_code: int) -> None:

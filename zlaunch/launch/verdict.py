@@ -9,11 +9,11 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Literal
 
 from zlaunch.launch import failure as failures
 from zlaunch.launch.failure import Failure
+from zlaunch.launch.rank_logs import log_path
 from zlaunch.plan.plan import Plan
 from zlaunch.system.events import Event
 from zlaunch.system.processes import signal_name
@@ -63,10 +63,6 @@ class Verdict:
         self._tails: dict[int, bytes] = {}
         self._ended_well: list[tuple[int, str]] = []
         """Rank and host of workers that have ended with code 0, in that order."""
-
-    def log_path(self, rank: int) -> Path:
-        """Return the path of a rank's log."""
-        return Path(self._plan.run_dir, "logs", f"rank_{rank:05d}.log")
 
     def output(self, rank: int, data: bytes) -> None:
         """Keep the end of a rank's output for the report."""
@@ -129,7 +125,7 @@ class Verdict:
                 failures.report(
                     first,
                     self._tail(first.rank),
-                    str(self.log_path(first.rank)),
+                    str(log_path(self._plan.run_dir, first.rank)),
                     shown=shown,
                     others=self._others(),
                 )

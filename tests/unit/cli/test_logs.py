@@ -30,6 +30,6 @@ def test_the_last_lines(lines: list[bytes], ends: bool, count: int, block: int) 
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "log")
             path.write_bytes(text)
-            begin = logs._offset_of_last(path, count)
+            begin = logs.offset_of_last(path, count)
     parts = re.findall(rb"[^\n]*\n|[^\n]+", text)
     assert text[begin:] == b"".join(parts[-count:] if count else [])

@@ -1,0 +1,70 @@
+"""Test that what was written to a rank's log is read again, with its times and streams, however it is cut."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zlaunch.launch.rank_logs import OLDER, STREAMS, LogReader, RankLogs, log_path, times_path
+
+PIECES = st.lists(st.tuples(st.sampled_from(STREAMS), st.binary(min_size=1, max_size=40)), max_size=30)
+
+
+def read(reader: LogReader, most: int) -> list[tuple[str, float | None, bytes]]:
+    """All that a reader has, a byte each."""
+    return [
+        (piece.stream, piece.time_s, piece.data[i : i + 1])
+        for piece in reader.read(most)
+        for i in range(len(piece.data))
+    ]
+
+
+@given(PIECES, st.integers(1, 50), st.sampled_from([None, 100, 400]), st.integers(0, 30), st.data())
+def test_a_reader_that_follows_sees_every_byte(
+    pieces: list[tuple[str, bytes]], most: int, limit: int | None, restart: int, data: st.DataObject
+) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        run = Path(folder)
+        (run / "logs").mkdir()
+        logs = RankLogs(run, [3], goes_on=False, limit=limit)
+        reader = LogReader(log_path(run, 3))
+        found, wanted = [], []
+        for index, (stream, text) in enumerate(pieces):
+            if index == restart:
+                logs.close()
+                logs = RankLogs(run, [3], goes_on=True, limit=limit)
+            logs.write(3, stream, text, float(index + 1))
+            wanted += [(stream, float(index + 1), text[i : i + 1]) for i in range(len(text))]
+            if limit is not None or data.draw(st.booleans()):  # it may miss what two rotations have dropped
+                found += read(reader, most)
+        found += read(reader, most)
+        logs.close()
+        assert found == wanted
+        path = log_path(run, 3)
+        older = path.with_name(path.name + OLDER)
+        last = read(LogReader(path, older_start=0 if older.exists() else None), most)
+        assert last == wanted[len(wanted) - len(last) :]
+        if limit is None:
+            assert len(last) == len(wanted)
+            for start in range(len(wanted)):
+                assert read(LogReader(path, start), most) == wanted[start:]
+
+
+def test_a_record_that_was_cut_short_puts_nothing_out_of_step(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    logs = RankLogs(tmp_path, [0], goes_on=False, limit=None)
+    logs.write(0, "stdout", b"one", 1.0)
+    logs.close()
+    path = log_path(tmp_path, 0)
+    with open(times_path(path), "ab") as file:
+        file.write(b"half")
+    logs = RankLogs(tmp_path, [0], goes_on=True, limit=None)
+    logs.write(0, "stderr", b"two", 2.0)
+    logs.close()
+    pieces = [(p.data, p.stream, p.time_s) for p in LogReader(path).read(100)]
+    assert pieces == [(b"one", "stdout", 1.0), (b"two", "stderr", 2.0)]
+    times_path(path).unlink()
+    assert [(p.data, p.time_s) for p in LogReader(path).read(100)] == [(b"onetwo", None)]
