@@ -14,7 +14,7 @@ import click
 
 from zlaunch.cli.commands import SETTINGS, Command, count_option
 from zlaunch.launch.found_runs import find_run, meant
-from zlaunch.launch.rank_logs import OLDER, LogReader, Piece, times_path
+from zlaunch.launch.rank_logs import OLDER, LogPiece, LogReader, times_path
 from zlaunch.plan.checks import parse_ranks
 from zlaunch.view.console import Console
 
@@ -123,7 +123,7 @@ class _Show:
         """Tell whether what is noted about pieces decides what is shown."""
         return self.timestamps or self.since_s > 0 or self.only is not None
 
-    def __call__(self, rank: int, piece: Piece) -> None:
+    def __call__(self, rank: int, piece: LogPiece) -> None:
         time_s = piece.time_s or 0.0
         if (self.since_s and time_s < self.since_s) or self.only not in (None, piece.stream):
             return

@@ -91,7 +91,7 @@ class _OpenLog:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class LogPiece:
     """Holds bytes of a log that arrived together."""
 
     data: bytes
@@ -112,7 +112,7 @@ class LogReader:
         if older_start is not None:
             self._waiting.append((path.with_name(path.name + OLDER), older_start))
 
-    def read(self, most_bytes: int) -> Iterator[Piece]:
+    def read(self, most_bytes: int) -> Iterator[LogPiece]:
         """Yield what has come since the last call, in pieces of at most ``most_bytes``. Raises OSError."""
         while self._waiting:
             older, start = self._waiting.pop(0)
@@ -132,7 +132,7 @@ class LogReader:
             yield piece
 
 
-def _read(log: Path, start: int, most_bytes: int) -> Iterator[Piece]:
+def _read(log: Path, start: int, most_bytes: int) -> Iterator[LogPiece]:
     """Yield the pieces of a file from a byte on."""
     at = start
     with open(log, "rb") as file:
@@ -142,7 +142,7 @@ def _read(log: Path, start: int, most_bytes: int) -> Iterator[Piece]:
         file.seek(at)
         for stream, time_s, until in _noted(log, at):
             while at < min(until, end) and (data := file.read(min(most_bytes, until - at, end - at))):
-                yield Piece(data, stream, time_s)
+                yield LogPiece(data, stream, time_s)
                 at += len(data)
             if at >= end:
                 return

@@ -20,6 +20,7 @@ ENDS = {
         "os.waitpid",
     ): "the agent's end is what the watchdog is there for; the agent has limits itself",
     ("agent.py", "os.waitpid"): "WNOHANG",
+    ("detach.py", "os.waitpid"): "its child only forks",
     ("ssh.py", "self._outgoing.get"): "a writer thread; closing the connection puts None",
     ("ssh.py", "self._channel.recv"): "a reader thread; keepalives and the heartbeat end the connection",
     ("preload.py", "connection.recv"): "the agent's end is the end of the file, and PDEATHSIG",
