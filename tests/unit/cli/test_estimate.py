@@ -43,6 +43,12 @@ def broken():
 BIG = ["--params", "1e12", "--hidden", "12288", "--layers", "96", "--vocab", "50257"]
 
 
+@pytest.fixture(autouse=True)
+def _level_of_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command makes the runtime of its process quiet: other tests have this one."""
+    monkeypatch.setattr(log, "_least", log._least)
+
+
 def call(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "zlaunch", "estimate", *args],
@@ -60,7 +66,6 @@ def test_autocast(
     (tmp_path / "net_under_autocast.py").write_text(MODEL)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(log, "_least", log._least)  # the command makes the runtime quiet
     target = ["estimate", "net_under_autocast.py:Net", "--input", "4096,64", "--gpu_mem", "8"]
     rows = {}
     for dtype in ("fp32", "bf16", "bf16-autocast"):
@@ -206,7 +211,6 @@ def test_mistakes(
     (tmp_path / "script.py").write_text("import sys; assert len(sys.argv) == 1; sys.exit(3)")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(log, "_least", log._least)  # the command makes the runtime quiet
     assert main(["estimate", *args]) == 2
     said = capsys.readouterr().err
     assert text in said and "Traceback" not in said
