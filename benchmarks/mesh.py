@@ -2,10 +2,10 @@
 
     sudo python -m benchmarks.mesh [--rate 1gbit] [--latency 0.5] [--model 15m] [--out FILE.json]
 
-The nodes are two network namespaces of this machine with two CPU workers each. `tc` limits the rate of their
-interfaces; with a latency (ms, each way) a relay joins them, which takes some CPU time from the workers. All
-systems are built in the same four processes and take turns; the ratios are medians over the rounds of the
-pair in one round. Needs root, `ip`, `tc` and, for a latency, `ethtool`.
+The nodes are two network namespaces of this machine with two CPU workers each, or `--ranks`. `tc` limits the
+rate of their interfaces; with a latency (ms, each way) a relay joins them, which takes some CPU time from the
+workers. All systems are built in the same processes and take turns; the ratios are medians over the rounds of
+the pair in one round. Needs root, `ip`, `tc` and, for a latency, `ethtool`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ RELAY = ROOT / "tests" / "cluster" / "relay.py"
 FRAME = "60000"
 """Bytes of a packet on the way to the relay, which takes as long for a large one as for a small one."""
 _PLAIN = ("tx", "off", "tso", "off", "gso", "off", "gro", "off")
-RANKS = 2
+
 LIMIT_S = 3600
 
 
@@ -81,19 +81,19 @@ def measure(systems: str, args: argparse.Namespace) -> dict[str, Any]:
         options = {"systems": systems, "model": args.model, "micro_batch": args.micro_batch}
         options |= {"rounds": args.rounds, "steps": args.steps, "out": out}
         workers = []
-        for rank in range(len(NODES) * RANKS):
+        for rank in range(len(NODES) * args.ranks):
             env = {
                 **os.environ,
                 "RANK": str(rank),
-                "WORLD_SIZE": str(len(NODES) * RANKS),
-                "LOCAL_RANK": str(rank % RANKS),
-                "LOCAL_WORLD_SIZE": str(RANKS),
+                "WORLD_SIZE": str(len(NODES) * args.ranks),
+                "LOCAL_RANK": str(rank % args.ranks),
+                "LOCAL_WORLD_SIZE": str(args.ranks),
                 "MASTER_ADDR": "10.99.0.1",
                 "MASTER_PORT": "29500",
                 "GLOO_SOCKET_IFNAME": "eth0",
                 "OMP_NUM_THREADS": "1",
             }
-            command = ["ip", "netns", "exec", NODES[rank // RANKS], sys.executable, "-m"]
+            command = ["ip", "netns", "exec", NODES[rank // args.ranks], sys.executable, "-m"]
             command += ["benchmarks.train_worker", *(f"--{name}={value}" for name, value in options.items())]
             workers.append(subprocess.Popen(command, cwd=ROOT, env=env))
         try:
@@ -115,6 +115,7 @@ def main() -> None:
     parser.add_argument("--rate", default="1gbit")
     parser.add_argument("--latency", type=float, default=0.0, help="milliseconds each way")
     parser.add_argument("--model", default="15m")
+    parser.add_argument("--ranks", type=int, default=2, help="workers of a node")
     parser.add_argument("--micro_batch", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=3)

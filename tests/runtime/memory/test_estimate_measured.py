@@ -20,7 +20,7 @@ from zlaunch.runtime.memory.model_sizes import ModelSizes, from_function, from_h
 from zlaunch.runtime.offload.manager import Tier
 
 QUICK = [("mlp", False), ("llama", True)]
-IN_BF16 = ("mlp", "mixtral", "gpt2", "conv_net", "encoder")
+IN_BF16 = ("mixtral", "gpt2")  # slow on most CPUs, and llama is among the quick ones
 HALVES = [*((name, True) for name in IN_BF16), ("mlp", "autocast"), ("llama", "autocast")]
 MORE = [(name, False) for name in KINDS if name not in (*IN_BF16, "lstm")]
 CAPS, FITTING = 200, ("llama", "bert", "mlp", "t5")
