@@ -52,7 +52,8 @@ class RankLogs:
         if self._half is not None and log.size and log.size + len(data) > self._half:
             log.close()
             for path in (log.path, times_path(log.path)):
-                path.replace(path.with_name(path.name + OLDER))
+                if path.exists():
+                    path.replace(path.with_name(path.name + OLDER))
             log = self._open[rank] = _OpenLog(log.path)
         log.write(stream, data, time_s)
 
@@ -63,31 +64,30 @@ class RankLogs:
 
 
 class _OpenLog:
-    """Appends to a log and to its times."""
+    """Appends to a log, which stays open, and to its times, which do not: there may be a thousand ranks."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file: BinaryIO = open(path, "ab", buffering=0)  # noqa: SIM115  # closed by close
-        self._times: BinaryIO = open(times_path(path), "ab", buffering=0)  # noqa: SIM115
         self.size = os.fstat(self._file.fileno()).st_size
-        self._cut(os.fstat(self._times.fileno()).st_size)
 
     def write(self, stream: str, data: bytes, time_s: float) -> None:
         try:
-            record = _RECORD.pack(self.size, time_s, STREAMS.index(stream))
-            if self._times.write(record) < len(record):
-                self._cut(os.fstat(self._times.fileno()).st_size)
+            _append(times_path(self.path), _RECORD.pack(self.size, time_s, STREAMS.index(stream)))
         finally:
             self.size += self._file.write(data)
 
-    def _cut(self, size: int) -> None:
-        """Take away a record that a full disk has cut short: those that follow would be out of step."""
-        if rest := size % _RECORD.size:
-            os.ftruncate(self._times.fileno(), size - rest)
-
     def close(self) -> None:
         self._file.close()
-        self._times.close()
+
+
+def _append(path: Path, record: bytes) -> None:
+    """Append a record, in the place of one that a full disk has cut short: else all would be out of step."""
+    with open(path, "ab", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        if rest := size % len(record):
+            os.ftruncate(file.fileno(), size - rest)
+        file.write(record)
 
 
 @dataclass(frozen=True, slots=True)
