@@ -6,6 +6,7 @@ import json
 import os
 import pty
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -113,12 +114,16 @@ def test_its_exit_code_is_told(folder: Path) -> None:
 
 
 def test_it_can_be_stopped_before_its_nodes_answer(folder: Path) -> None:
-    (folder / "hosts").write_text("192.0.2.1 slots=2\n192.0.2.2 slots=2\n")  # addresses that nobody has
-    started = zlaunch(folder, "--hostfile=hosts", "--ssh_accept_new", *OPTIONS, "0")
-    assert started.returncode == 0, started.stderr
-    stopped = zlaunch(folder, "stop", "last", "--timeout=60")
-    assert stopped.returncode == 0, stopped.stderr
-    assert zlaunch(folder, "wait").returncode in (2, 128 + signal.SIGTERM)
+    with socket.create_server(("", 0)) as silent:  # takes connections, and says nothing
+        (folder / "hosts").write_text("127.0.0.2 slots=2\n127.0.0.3 slots=2\n")
+        ssh = ("--hostfile=hosts", f"--ssh_port={silent.getsockname()[1]}", "--ssh_accept_new")
+        started = zlaunch(folder, *ssh, *OPTIONS, "0")
+        assert started.returncode == 0, started.stderr
+        [listed] = json.loads(zlaunch(folder, "ps", "--json").stdout)
+        assert (listed["state"], listed["hosts"]) == ("running", ["127.0.0.2", "127.0.0.3"])
+        stopped = zlaunch(folder, "stop", "last", "--timeout=60")
+        assert stopped.returncode == 0, stopped.stderr
+    assert zlaunch(folder, "wait").returncode == 128 + signal.SIGTERM
 
 
 def test_what_cannot_be_is_said(folder: Path) -> None:
