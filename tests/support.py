@@ -75,7 +75,21 @@ class Combination:
 COMBINATIONS = (
     # a pipeline needs torch 2.11
     Combination("3.10", "2.6.0", ("--ignore=tests/runtime/pipeline_parallel",)),
-    Combination("3.12", "2.11.0"),
+    # between the oldest torch and that of constraints.txt: these call nothing that the two have otherwise
+    Combination(
+        "3.12",
+        "2.11.0",
+        tuple(
+            f"--ignore=tests/runtime/{room}"
+            for room in (
+                "backward_step",
+                "collective_step",
+                "deadlock",
+                "memory",
+                "optim/test_narrow_state.py",
+            )
+        ),
+    ),
 )
 
 
