@@ -30,11 +30,12 @@ def packed_bytes(numel: int) -> int:
 
 
 @torch.no_grad()
-def compress(values: Tensor, packed: Tensor) -> None:
+def compress(values: Tensor, packed: Tensor, *, addend: Tensor | None = None, alpha: float = 1.0) -> None:
     """Pack the signs of ``values``, and leave in them what that loses: their difference to what comes back.
 
     ``values``: flat, n elements of fp32, or of float64, which runs in plain torch. ``packed``: flat uint8 of
-    ``packed_bytes(n)`` elements on the same device, at an address that is a multiple of 4.
+    ``packed_bytes(n)`` elements on the same device, at an address that is a multiple of 4. ``addend``: flat,
+    n elements, of which ``alpha`` times is added to ``values`` first.
 
     A block's scale is the root of its mean square, so that signs have the length of the values (arXiv
     2102.02888, section 4.1): with y = value * (1 / largest), largest * sqrt(sum(y * y) / 256) in fp32
@@ -44,22 +45,30 @@ def compress(values: Tensor, packed: Tensor) -> None:
     Bytes an element: 8 read and written, and 1 / 8. Raises ValueError for wrong dtypes, shapes or devices.
     """
     _check("values", values, packed)
+    _check_sum("addend", addend, values)
     if values.numel() == 0:
         return
+    if _on_host(values):
+        signs_host.compress(values, packed, addend, alpha)
+        return
+    if addend is not None:
+        values.add_(addend, alpha=alpha)
     if values.dtype == torch.float64 or not loader.use_kernels(values):
-        (signs_host if _on_host(values) else signs_twins).compress(values, packed)
+        signs_twins.compress(values, packed)
         return
     blocks = loader.blocks_for(values.numel() // BLOCK * _LANES)
     loader.launch("signs", "compress", values, packed, values.numel(), device=values.device, blocks=blocks)
 
 
 @torch.no_grad()
-def expand(packed_rows: Tensor, out: Tensor, *, factor: float = 1.0) -> None:
+def expand(
+    packed_rows: Tensor, out: Tensor, *, factor: float = 1.0, into: Tensor | None = None, alpha: float = 1.0
+) -> None:
     """Write ``factor`` times the sum of what the rows of ``packed_rows`` stand for into ``out``.
 
     ``packed_rows``: uint8 of shape (rows, ``packed_bytes(n)``), without gaps, each row as :func:`compress`
     fills it. ``out``: flat, n elements of fp32 or float64. Added in the order of the rows, in the dtype of
-    ``out``. Raises ValueError for wrong dtypes, shapes or devices.
+    ``out``. ``into``: flat, n elements, to which ``alpha`` times the result is added. Raises ValueError for wrong dtypes, shapes or devices.
     """
     if packed_rows.dim() != 2 or not packed_rows.is_contiguous() or not packed_rows.shape[0]:
         raise ValueError(
@@ -67,15 +76,45 @@ def expand(packed_rows: Tensor, out: Tensor, *, factor: float = 1.0) -> None:
             "two dimensions without gaps, one row or more"
         )
     _check("out", out, packed_rows[0])
+    _check_sum("into", into, out)
     if out.numel() == 0:
         return
-    if out.dtype == torch.float64 or not loader.use_kernels(out):
-        (signs_host if _on_host(out) else signs_twins).expand(packed_rows, out, float(factor))
+    if _on_host(out):
+        signs_host.expand(packed_rows, out, float(factor), into, alpha)
         return
-    rows, row_bytes = packed_rows.shape
-    blocks = loader.blocks_for(out.numel() // _GROUP)
-    numbers = (out, out.numel(), float(factor))
-    loader.launch("signs", "expand", packed_rows, rows, row_bytes, *numbers, device=out.device, blocks=blocks)
+    if out.dtype == torch.float64 or not loader.use_kernels(out):
+        signs_twins.expand(packed_rows, out, float(factor))
+    else:
+        rows, row_bytes = packed_rows.shape
+        blocks = loader.blocks_for(out.numel() // _GROUP)
+        given = (packed_rows, rows, row_bytes, out, out.numel(), float(factor))
+        loader.launch("signs", "expand", *given, device=out.device, blocks=blocks)
+    if into is not None:
+        into.add_(out, alpha=alpha)
+
+
+@torch.no_grad()
+def frozen_adam(
+    master: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    momentum: Tensor,
+    *,
+    lr: float,
+    weight_decay: float,
+    eps: float,
+) -> bool:
+    """Step Adam with a variance that stays as it is, in one pass over memory where numba can; tell whether it
+    has: nothing has happened otherwise.
+
+    The tensors are flat, of n elements: m = momentum, 0 where v is 0; w -= lr * (m / (sqrt(v) + eps) +
+    weight_decay * w), without bias correction (arXiv 2102.02888, Algorithm 1). fp32 on the CPU only.
+    """
+    tensors = (master, exp_avg, exp_avg_sq, momentum)
+    if not all(_on_host(tensor) and tensor.is_contiguous() for tensor in tensors):
+        return False
+    signs_host.frozen_adam(*tensors, (lr, weight_decay, eps))
+    return True
 
 
 def _check(name: str, values: Tensor, packed: Tensor) -> None:
@@ -89,5 +128,13 @@ def _check(name: str, values: Tensor, packed: Tensor) -> None:
         raise ValueError("packed begins at an address that is no multiple of 4")
 
 
+def _check_sum(name: str, other: Tensor | None, values: Tensor) -> None:
+    if other is not None:
+        check_device(name, other, values)
+        if other.shape != values.shape:
+            raise ValueError(f"{name} has shape {list(other.shape)}, expected {list(values.shape)}")
+
+
 def _on_host(tensor: Tensor) -> bool:
-    return tensor.dtype == torch.float32 and host.wanted(tensor) and signs_host.kernels() is not None
+    fits = tensor.dtype == torch.float32 and host.wanted(tensor) and not loader.use_kernels(tensor)
+    return fits and signs_host.kernels() is not None

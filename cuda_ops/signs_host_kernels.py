@@ -14,24 +14,28 @@ from .host_kernels import Array, Index, compiled
 SMALLEST = np.float32(2.0**-126)
 NAN = np.float32(np.nan)
 BLOCK, LANES, GROUP = 256, 32, 8
+GATHER = np.uint64(0x0102040810204080)
+"""Times eight bytes of 0 or 1: the upmost byte has them as its bits, the first one lowest."""
+COPIES, PLACES = np.uint64(0x0101010101010101), np.uint64(0x8040201008040201)
+"""A byte times the one has eight copies; the other leaves the k-th bit of the k-th."""
 
 
 @compiled
 def compress(values: Array, packed: Array, scales: Array) -> None:
     """Pack the signs of whole blocks."""
     y, sums, one = np.empty(BLOCK, np.float32), np.empty(LANES, np.float32), np.empty(1, np.float32)
-    pattern, bits = one.view(np.uint32), values.view(np.uint32)
+    flags = np.empty(BLOCK, np.uint8)
+    pattern, bits, eights = one.view(np.uint32), values.view(np.uint32), flags.view(np.uint64)
     for b in range(scales.size):
         s = Index(b * BLOCK)
         largest = np.uint32(0)
         for i in range(Index(BLOCK)):
             largest = max(largest, bits[s + i] & np.uint32(0x7FFFFFFF))
+        for i in range(Index(BLOCK)):
+            flags[i] = np.uint8(values[s + i] >= 0)
+        at = s // Index(GROUP)
         for i in range(Index(LANES)):
-            byte = np.uint8(0)
-            for k in range(Index(GROUP)):
-                if values[s + i * Index(GROUP) + k] >= 0:
-                    byte |= np.uint8(1 << k)
-            packed[s // Index(8) + i] = byte
+            packed[at + i] = np.uint8((eights[i] * GATHER) >> np.uint64(56))
         if largest >= np.uint32(0x7F800000):
             scales[b] = NAN
             continue
@@ -63,7 +67,8 @@ def expand(packed: Array, rows: int, out: Array, first: int, last: int, factor: 
     """Write the sums of rows, blocks ``first`` to ``last - 1``. ``packed``: all rows' bytes."""
     stride, start = packed.size // rows, out.size // 8
     words = packed.view(np.float32)
-    total = np.empty(BLOCK, np.float32)
+    total, flags = np.empty(BLOCK, np.float32), np.empty(BLOCK, np.uint8)
+    eights = flags.view(np.uint64)
     for b in range(first, last):
         s = Index(b * BLOCK)
         total[:] = np.float32(0)
@@ -71,12 +76,22 @@ def expand(packed: Array, rows: int, out: Array, first: int, last: int, factor: 
             scale = words[(row * stride + start) // 4 + b]
             at = Index(row * stride + b * LANES)
             for i in range(Index(LANES)):
-                byte = packed[at + i]
-                for k in range(Index(GROUP)):
-                    positive = (byte >> k) & np.uint8(1)
-                    total[i * Index(GROUP) + k] += scale if positive else -scale
+                eights[i] = np.uint64(packed[at + i]) * COPIES & PLACES
+            for i in range(Index(BLOCK)):
+                total[i] += scale if flags[i] else -scale
         for i in range(Index(BLOCK)):
             out[s + i] = total[i] * factor
+
+
+@compiled
+def frozen_adam(
+    w: Array, m: Array, v: Array, momentum: Array, lr: np.float32, decay: np.float32, eps: np.float32
+) -> None:
+    """Step Adam with a variance that stays as it is."""
+    for i in range(Index(w.size)):
+        a = momentum[i] * (np.float32(1) if v[i] > 0 else np.float32(0))
+        m[i] = a
+        w[i] -= lr * (a / (np.sqrt(v[i]) + eps) + decay * w[i])
 
 
 def compile_all() -> None:
@@ -84,3 +99,4 @@ def compile_all() -> None:
     none, raw = np.empty(0, np.float32), np.empty(0, np.uint8)
     compress(none, raw, none)
     expand(raw, 1, none, 0, 0, np.float32(1))
+    frozen_adam(none, none, none, none, *(np.float32(1),) * 3)

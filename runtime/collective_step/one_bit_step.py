@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...cuda_ops.signs import frozen_adam
 from ..comm.collectives import Comm
 from ..errors import OptimizerError
 from ..optim.update_rule import State, UpdateRule
@@ -172,13 +173,11 @@ class OneBitStep(CollectiveStep):
             if turn.frozen:
                 kept.add_(self._whole_momentum(turn), alpha=beta1)
         share = self.comm.world_size / turn.divisor
-        kept.add_(gradient, alpha=(1 - beta1) * share if turn.frozen else share)
         for start, stop in unit.layout.gaps():
             kept[start:stop].zero_()
-        found = self.exchange.average(unit, kept)
-        if turn.frozen:
-            kept.add_(found, alpha=beta1)
-        return found
+            gradient[start:stop].zero_()
+        alpha, stays = ((1 - beta1) * share, beta1) if turn.frozen else (share, 0.0)
+        return self.exchange.average(unit, kept, gradient, alpha=alpha, stays=stays)
 
     def _whole_momentum(self, turn: UnitTurn) -> Tensor:
         """Return a unit's momentum of all ranks, of parameters without a gradient, too."""
@@ -203,6 +202,8 @@ class OneBitAdamStep(OneBitStep):
         for inside, tile, view in each_tile(turn.work):
             for index, every in by_group(inside).items():
                 group = turn.groups[index]
+                if turn.frozen and turn.averaged is not None:
+                    every = [part for part in every if not self._in_one_pass(turn, part, view, group)]
                 for own in cache_sized(every, view.master.device):
                     states = [part.states(view, turn.state, self.names) for part in own]
                     turn.bring_moments(own, view, states)
@@ -210,6 +211,19 @@ class OneBitAdamStep(OneBitStep):
                     changes = adam_directions(values, states, group)
                     torch._foreach_add_(values, changes, alpha=-float(group["lr"]))
             self.publish(tile, view)
+
+
+    def _in_one_pass(
+        self, turn: UnitTurn, part: ParameterPart, view: TileView, group: Mapping[str, Any]
+    ) -> bool:
+        """Update a part by what signs have brought, if there is a kernel; tell whether."""
+        assert turn.averaged is not None
+        own, at = part.states(view, turn.state, self.names), turn.unit.start
+        momentum = turn.averaged[part.low - at : part.high - at]
+        rates = {key: float(group[key]) for key in ("lr", "weight_decay", "eps")}
+        return frozen_adam(
+            part.of(view, view.master), own["exp_avg"], own["exp_avg_sq"], momentum, **rates
+        )
 
 
 def adam_directions(

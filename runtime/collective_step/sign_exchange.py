@@ -31,25 +31,31 @@ class SignExchange:
         """Forget what was lost."""
         self._lost.clear()
 
-    def average(self, unit: Unit, values: Tensor) -> Tensor:
-        """Return the mean of all ranks' ``values``, as signs give it; equal on all ranks. What this rank's
-        signs have lost is left in ``values`` (flat, of the unit's size, fp32 or float64). Collective.
+    def average(
+        self, unit: Unit, values: Tensor, addend: Tensor, *, alpha: float, stays: float = 0.0
+    ) -> Tensor:
+        """Return the mean of all ranks' ``values + alpha * addend``, as signs give it; equal on all ranks.
+        What this rank's signs have lost is left in ``values`` (flat, of the unit's size, fp32 or float64),
+        and ``stays`` times the mean. Collective.
         """
         size = self._comm.world_size
         s = values.numel() // size
         rows = torch.empty(size, packed_bytes(s), dtype=torch.uint8, device=values.device)
-        for row, part in zip(rows, values.split(s), strict=True):  # type: ignore[no-untyped-call]  # torch does not type it
-            compress(part, row)
+        parts = [slice(start, start + s) for start in range(0, values.numel(), s)]
+        for row, part in zip(rows, parts, strict=True):
+            compress(values[part], row, addend=addend[part], alpha=alpha)
         mean = torch.empty(s, dtype=values.dtype, device=values.device)
         expand(self._to_servers(rows), mean, factor=1.0 / size)
         lost = self._lost.get(id(unit))
-        mean = mean if lost is None else lost.add_(mean)
         own = torch.empty_like(rows[0])
-        compress(mean, own)
-        self._lost[id(unit)] = mean
+        if lost is None:
+            compress(mean, own)
+            self._lost[id(unit)] = mean
+        else:
+            compress(lost, own, addend=mean)
         found = torch.empty_like(values)
-        for row, part in zip(self.gather(own).view(size, -1), found.split(s), strict=True):  # type: ignore[no-untyped-call]  # torch does not type it
-            expand(row.unsqueeze(0), part)
+        for row, part in zip(self.gather(own).view(size, -1), parts, strict=True):
+            expand(row.unsqueeze(0), found[part], into=values[part] if stays else None, alpha=stays)
         return found
 
     def _to_servers(self, rows: Tensor) -> Tensor:

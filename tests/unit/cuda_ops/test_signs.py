@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from zlaunch.cuda_ops import host, loader, signs_host
-from zlaunch.cuda_ops.signs import BLOCK, compress, expand, packed_bytes
+from zlaunch.cuda_ops.signs import BLOCK, compress, expand, frozen_adam, packed_bytes
 
 from .test_kernels_shim import CpuKernels, kernels_on_cpu, library
 
@@ -138,6 +138,42 @@ def test_where_bits_and_scales_are() -> None:
     found = packed(values)
     assert found[:3].tolist() == [2, 4, 0] and packed_bytes(BLOCK) == 36
     assert found[32:].clone().view(torch.float32).tolist() == [2.0] and not values.any()
+
+
+@pytest.mark.parametrize("mode", ["auto", "torch"])
+def test_sums_on_the_way_are_those_of_torch(mode: str) -> None:
+    values, other, kept = (some_values(300 * BLOCK) * k for k in (1, 2, 3))
+    whole, before = torch.add(values, other, alpha=0.25), kept.clone()
+    wanted = packed(whole)
+    found, out = torch.zeros_like(wanted), torch.empty_like(values)
+    loader.set_mode(mode)
+    try:
+        compress(values, found, addend=other, alpha=0.25)
+        expand(found.unsqueeze(0), out, into=kept, alpha=0.5)
+    finally:
+        loader.set_mode("auto")
+    assert torch.equal(found[: out.numel() // 8], wanted[: out.numel() // 8]) and same(values, whole)
+    assert same(kept, torch.add(before, out, alpha=0.5)) and bool(out.any())
+
+
+def test_a_step_with_a_frozen_variance_is_the_formula() -> None:
+    master, momentum, squares = (
+        torch.randn(70_000, generator=torch.Generator().manual_seed(k)) for k in (1, 2, 3)
+    )
+    variance = squares.square().mul_(squares > 0)
+    moment = torch.full_like(master, 7.0)
+    wanted_moment = momentum * (variance > 0)
+    change = wanted_moment / (variance.sqrt() + 1e-8) + 0.1 * master
+    wanted = master - 0.01 * change
+    loader.set_mode("torch")
+    try:
+        assert not frozen_adam(master, moment, variance, momentum, lr=0.01, weight_decay=0.1, eps=1e-8)
+    finally:
+        loader.set_mode("auto")
+    assert bool((moment == 7).all()), "nothing has happened"
+    assert frozen_adam(master, moment, variance, momentum, lr=0.01, weight_decay=0.1, eps=1e-8)
+    assert torch.equal(moment, wanted_moment)
+    torch.testing.assert_close(master, wanted, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize(
