@@ -24,6 +24,7 @@ from tests.runtime.collective_step.models import (
 )
 from tests.runtime.collective_step.one_bit_reference import ReferenceOneBit
 from tests.runtime.workers import join, run_workers
+from zlaunch.cuda_ops import loader
 from zlaunch.optim import OneBitAdam, OneBitLamb
 from zlaunch.runtime.collective_step.sign_exchange import BYTES
 
@@ -141,6 +142,30 @@ def test_runs_resume_in_another_world(kind: str, before: int, after: int, tmp_pa
     run_workers(_save, before, str(tmp_path), kind)
     for found in run_workers(_resume, after, str(tmp_path), kind, before):
         assert {name: each for name, each in found.items() if not each <= TOLERANCE} == {}
+
+
+def _in_one_pass() -> list[dict[str, Tensor]]:
+    """Values after the first step among signs, in fp32: by numba's kernels, and by torch's operations."""
+    join()
+    found = []
+    for mode in ("auto", "torch"):
+        loader.set_mode(mode)
+        given = {
+            "train_micro_batch_size_per_gpu": 3,
+            "zero_optimization": section(1),
+            "optimizer": {"type": "OneBitAdam", "params": KINDS["OneBitAdam"]},
+        }
+        engine, *_ = zlaunch.initialize(model=odd().float(), config=given)
+        train(engine, data()[:7])
+        found.append({name: value.clone() for name, value in engine.module.state_dict().items()})
+        engine.destroy()
+    return found
+
+
+def test_one_pass_over_memory_steps_as_torch_does() -> None:
+    for by_numba, by_torch in run_workers(_in_one_pass, 2):
+        for name, value in by_torch.items():
+            torch.testing.assert_close(by_numba[name], value, rtol=1e-5, atol=1e-6, msg=name)
 
 
 def _bytes() -> dict[int, tuple[int, int, int]]:
