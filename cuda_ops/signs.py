@@ -68,7 +68,8 @@ def expand(
 
     ``packed_rows``: uint8 of shape (rows, ``packed_bytes(n)``), without gaps, each row as :func:`compress`
     fills it. ``out``: flat, n elements of fp32 or float64. Added in the order of the rows, in the dtype of
-    ``out``. ``into``: flat, n elements, to which ``alpha`` times the result is added. Raises ValueError for wrong dtypes, shapes or devices.
+    ``out``. ``into``: flat, n elements, to which ``alpha`` times the result is added. Raises ValueError for
+    wrong dtypes, shapes or devices.
     """
     if packed_rows.dim() != 2 or not packed_rows.is_contiguous() or not packed_rows.shape[0]:
         raise ValueError(

@@ -48,9 +48,7 @@ def expand(packed_rows: Tensor, out: Tensor, factor: float, into: Tensor | None,
 
     def with_numba(start: int, stop: int) -> None:
         for a, z in _pieces(start, stop):
-            kernels().expand(
-                packed, len(packed_rows), flat, a // _BLOCK, z // _BLOCK, np.float32(factor)
-            )
+            kernels().expand(packed, len(packed_rows), flat, a // _BLOCK, z // _BLOCK, np.float32(factor))
             if into is not None:
                 into[a:z].add_(out[a:z], alpha=alpha)
 

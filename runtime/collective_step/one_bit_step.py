@@ -212,7 +212,6 @@ class OneBitAdamStep(OneBitStep):
                     torch._foreach_add_(values, changes, alpha=-float(group["lr"]))
             self.publish(tile, view)
 
-
     def _in_one_pass(
         self, turn: UnitTurn, part: ParameterPart, view: TileView, group: Mapping[str, Any]
     ) -> bool:
@@ -221,9 +220,7 @@ class OneBitAdamStep(OneBitStep):
         own, at = part.states(view, turn.state, self.names), turn.unit.start
         momentum = turn.averaged[part.low - at : part.high - at]
         rates = {key: float(group[key]) for key in ("lr", "weight_decay", "eps")}
-        return frozen_adam(
-            part.of(view, view.master), own["exp_avg"], own["exp_avg_sq"], momentum, **rates
-        )
+        return frozen_adam(part.of(view, view.master), own["exp_avg"], own["exp_avg_sq"], momentum, **rates)
 
 
 def adam_directions(

@@ -53,6 +53,7 @@ def test_workers_get_their_place(tmp_path: Path) -> None:
     assert port == dumps[1]["env"]["MASTER_PORT"] and f"localhost:{port}" in launch.err
     assert json.loads(launch.out) == dumps[0], "the console shows rank 0"
     assert sorted(path.name for path in (launch.run_dir / "logs").iterdir()) == [
+        ".times",
         "rank_00000.log",
         "rank_00001.log",
     ]

@@ -12,11 +12,12 @@ import click
 from zlaunch.launch import run_record
 from zlaunch.launch.detach import CONSOLE_LOG
 from zlaunch.launch.found_runs import FoundRun, own_pids
+from zlaunch.launch.rank_logs import TIMES
 from zlaunch.launch.run_folder import is_locked
 
 _OURS = (
     *("launcher.json", "plan.json", "events.jsonl", "config.effective.json", "checkpoint.json"),
-    *("logs/rank_*.log", "logs/rank_*.times", "logs/rank_*.log.1", "logs/rank_*.times.1"),
+    *("logs/rank_*.log", "logs/.times/rank_*.log", "logs/rank_*.log.1", "logs/.times/rank_*.log.1"),
     *("logs/agent_*.log", CONSOLE_LOG),
 )
 """What zlaunch writes into a run's folder; all else there is the user's. launcher.json goes last, so that a
@@ -89,7 +90,7 @@ def _remove(run: FoundRun) -> None:
         above = run.path.absolute().parent
         ours = (above,) if above.name == "runs" or above.name.startswith("slurm-") else ()
         latest = above / "latest"
-        for folder in (run.path / "logs", run.path, *ours):
+        for folder in (run.path / "logs" / TIMES, run.path / "logs", run.path, *ours):
             if folder == above and latest.is_symlink() and not latest.exists():
                 latest.unlink()
             if folder.is_dir() and not folder.is_symlink() and not os.listdir(folder):

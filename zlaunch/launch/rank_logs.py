@@ -1,7 +1,8 @@
 """Write the log of each rank, with the times and streams of its lines, and read both again.
 
-A log, `rank_00000.log`, has the bytes that the rank has printed. Beside it `rank_00000.times` has a record
-for each piece that arrived. Where logs are bounded, the older half is in files whose names end in `.1`.
+A log, `rank_00000.log`, has the bytes that the rank has printed. `.times/rank_00000.log` beside it has a
+record for each piece that arrived, in a folder that `cat logs/*` passes over. Where logs are bounded, the
+older half is in files whose names end in `.1`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import BinaryIO
 
 STREAMS = ("stdout", "stderr")
 OLDER = ".1"
+TIMES = ".times"
 _RECORD = struct.Struct("<QdB")
 """Offset in the log, seconds since the epoch, number of the stream."""
 
@@ -27,8 +29,7 @@ def log_path(run_dir: str | Path, rank: int) -> Path:
 
 def times_path(log: Path) -> Path:
     """Return the path of what is noted about a log's pieces; that of the older half ends in OLDER, too."""
-    name = log.name
-    return log.with_name(name.replace(".log", ".times"))
+    return log.parent / TIMES / log.name
 
 
 class RankLogs:
@@ -39,6 +40,7 @@ class RankLogs:
         its older half together have at most ``limit`` bytes, give or take a piece. Raises OSError.
         """
         self._run_dir, self._half = run_dir, None if limit is None else limit // 2
+        (run_dir / "logs" / TIMES).mkdir(exist_ok=True)
         if not goes_on:
             for log in (log_path(run_dir, rank) for rank in ranks):
                 for path in (log, times_path(log)):
