@@ -12,7 +12,7 @@ from torch import Tensor
 from . import host, signs_twins
 
 _BLOCK = 256
-_PIECE = 1 << 15
+_PIECE = 1 << 17
 """Elements that are added up and compressed while they are in the cache; a multiple of a block."""
 
 

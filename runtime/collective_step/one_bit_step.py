@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from ..zero.store import Access, DeviceStore, TileView, open_all, squares_of
 from ..zero.unit import Unit
 from .lamb import update_moments
 from .parts import ParameterPart, TileWork, by_group, cache_sized, each_tile, gradients, work_on
-from .sign_exchange import SignExchange
+from .sign_exchange import Average, SignExchange
 from .step import CollectiveStep
 
 
@@ -122,12 +123,11 @@ class OneBitStep(CollectiveStep):
         by_unit: dict[int, list[ParameterPart]] = {id(unit): [] for unit in self.units}
         for part in parts:
             by_unit[id(part.unit)].append(part)
-        for unit in self.units:
-            own = by_unit[id(unit)]
-            turn = UnitTurn(unit, own, work_on(own), groups, float(rule.divisor), state, frozen)
-            if reducer.local:
-                place = self.comm.device if isinstance(unit.store, DeviceStore) else torch.device("cpu")
-                turn = replace(turn, averaged=self._average(turn)[unit.start : unit.stop].to(place))
+        turns = [
+            UnitTurn(unit, own, work_on(own), groups, float(rule.divisor), state, frozen)
+            for unit, own in ((unit, by_unit[id(unit)]) for unit in self.units)
+        ]
+        for turn in self._averaged(turns) if reducer.local else turns:
             self.step_unit(turn)
         self.plan_next(groups)
         reducer.local = not self.wants_dense({**first, "step_count": first["step_count"] + 1})
@@ -162,8 +162,20 @@ class OneBitStep(CollectiveStep):
                     "freeze it (requires_grad_(False)) for the whole run, or use AdamW"
                 )
 
-    def _average(self, turn: UnitTurn) -> Tensor:
-        """Exchange a unit's gradients, or its momentum once the variance is frozen; keep what that loses."""
+    def _averaged(self, turns: Sequence[UnitTurn]) -> Iterator[UnitTurn]:
+        """Yield turns with what signs bring. A hop of one unit is on its way while another is computed."""
+        coming = self._begin(turns[0])
+        for turn, following in zip_longest(turns, turns[1:]):
+            average = coming
+            self.exchange.serve(average)
+            if following is not None:
+                coming = self._begin(following)
+            unit = turn.unit
+            place = self.comm.device if isinstance(unit.store, DeviceStore) else torch.device("cpu")
+            yield replace(turn, averaged=self.exchange.end(average)[unit.start : unit.stop].to(place))
+
+    def _begin(self, turn: UnitTurn) -> Average:
+        """Send a unit's gradients, or once the variance is frozen its momentum, as signs; keep the loss."""
         unit, beta1 = turn.unit, float(turn.groups[0]["betas"][0])
         gradient = self._reducer.whole_gradient(unit)
         kept = self._kept.get(id(unit))
@@ -174,10 +186,9 @@ class OneBitStep(CollectiveStep):
                 kept.add_(self._whole_momentum(turn), alpha=beta1)
         share = self.comm.world_size / turn.divisor
         for start, stop in unit.layout.gaps():
-            kept[start:stop].zero_()
-            gradient[start:stop].zero_()
+            kept[start:stop].zero_()  # those of the gradient are zeros from the beginning
         alpha, stays = ((1 - beta1) * share, beta1) if turn.frozen else (share, 0.0)
-        return self.exchange.average(unit, kept, gradient, alpha=alpha, stays=stays)
+        return self.exchange.begin(unit, kept, gradient, alpha=alpha, stays=stays)
 
     def _whole_momentum(self, turn: UnitTurn) -> Tensor:
         """Return a unit's momentum of all ranks, of parameters without a gradient, too."""

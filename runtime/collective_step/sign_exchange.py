@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -9,12 +11,35 @@ from torch import Tensor
 from ...cuda_ops.signs import compress, expand, packed_bytes
 from ..comm.collectives import Comm
 from ..comm.link import all_gather_flat
-from ..comm.pending import Work
+from ..comm.pending import DONE, Pending, Work
 from ..comm.waits import waits
 from ..zero.unit import Unit
 
 BYTES = "bytes of signs"
 """Counts, in ``comm.moved``, what this rank's collectives move, by the rules of ``Comm.moved``."""
+
+
+@dataclass(slots=True)
+class Sent:
+    """Holds what ranks send to each other."""
+
+    _got: Tensor
+    _pending: Pending = DONE
+
+    def result(self) -> Tensor:
+        """Wait, and return what has come."""
+        self._pending.wait()
+        return self._got
+
+
+@dataclass(slots=True)
+class Average:
+    """Describes an average that is being made."""
+
+    values: Tensor
+    stays: float
+    unit: int
+    sent: Sent
 
 
 class SignExchange:
@@ -31,66 +56,79 @@ class SignExchange:
         """Forget what was lost."""
         self._lost.clear()
 
-    def average(
+    def begin(
         self, unit: Unit, values: Tensor, addend: Tensor, *, alpha: float, stays: float = 0.0
-    ) -> Tensor:
-        """Return the mean of all ranks' ``values + alpha * addend``, as signs give it; equal on all ranks.
+    ) -> Average:
+        """Begin to average all ranks' ``values + alpha * addend``: send signs to those that serve the parts.
         What this rank's signs have lost is left in ``values`` (flat, of the unit's size, fp32 or float64),
-        and ``stays`` times the mean. Collective.
+        and at the end ``stays`` times the mean. Collective.
         """
         size = self._comm.world_size
         s = values.numel() // size
         rows = torch.empty(size, packed_bytes(s), dtype=torch.uint8, device=values.device)
-        parts = [slice(start, start + s) for start in range(0, values.numel(), s)]
-        for row, part in zip(rows, parts, strict=True):
-            compress(values[part], row, addend=addend[part], alpha=alpha)
-        mean = torch.empty(s, dtype=values.dtype, device=values.device)
-        expand(self._to_servers(rows), mean, factor=1.0 / size)
-        lost = self._lost.get(id(unit))
+        for row, start in zip(rows, range(0, values.numel(), s), strict=True):
+            compress(values[start : start + s], row, addend=addend[start : start + s], alpha=alpha)
+        return Average(values, stays, id(unit), self._to_servers(rows))
+
+    def serve(self, average: Average) -> None:
+        """Average this rank's part, and send the signs of the mean to all. Collective."""
+        rows = average.sent.result()
+        s = average.values.numel() // len(rows)
+        mean = torch.empty(s, dtype=average.values.dtype, device=rows.device)
+        expand(rows, mean, factor=1.0 / len(rows))
+        lost = self._lost.get(average.unit)
         own = torch.empty_like(rows[0])
         if lost is None:
             compress(mean, own)
-            self._lost[id(unit)] = mean
+            self._lost[average.unit] = mean
         else:
             compress(lost, own, addend=mean)
-        found = torch.empty_like(values)
-        for row, part in zip(self.gather(own).view(size, -1), parts, strict=True):
+        average.sent = self._to_all(own)
+
+    def end(self, average: Average) -> Tensor:
+        """Return the mean as signs give it, which is equal on all ranks."""
+        values, stays, size = average.values, average.stays, self._comm.world_size
+        found, s = torch.empty_like(values), values.numel() // size
+        for rank, row in enumerate(average.sent.result().view(size, -1)):
+            part = slice(rank * s, rank * s + s)
             expand(row.unsqueeze(0), found[part], into=values[part] if stays else None, alpha=stays)
         return found
 
-    def _to_servers(self, rows: Tensor) -> Tensor:
-        """Send a row to each rank; return the rows of all ranks for this one."""
+    def _to_servers(self, rows: Tensor) -> Sent:
+        """Send a row to each rank; the result are the rows of all ranks for this one."""
         if self._comm.world_size == 1:
-            return rows
+            return Sent(rows)
         got = torch.empty_like(rows)
         self._comm.moved[BYTES] += rows.numel()
         work = dist.all_to_all_single(got, rows, group=self._comm.data.reduce_group, async_op=True)
-        self._wait(work, got, rows)
-        return got
+        return Sent(got, self._work(work, got, rows))
 
-    def gather(self, own: Tensor) -> Tensor:
-        """Return the flat tensors of all ranks, one after the other. Collective."""
+    def _to_all(self, own: Tensor) -> Sent:
+        """Send a flat tensor to all ranks; the result are those of all, one after the other."""
         if self._comm.world_size == 1:
-            return own
+            return Sent(own)
         found = torch.empty(self._comm.world_size * own.numel(), dtype=own.dtype, device=own.device)
         self._comm.moved[BYTES] += found.nbytes
         work = all_gather_flat(found, own, group=self._comm.data.reduce_group, async_op=True)
-        self._wait(work, found, own)
-        return found
+        return Sent(found, self._work(work, found, own))
+
+    def gather(self, own: Tensor) -> Tensor:
+        """Return the flat tensors of all ranks, one after the other. Collective."""
+        return self._to_all(own).result()
 
     def add_up(self, tensor: Tensor) -> None:
         """Sum a tensor over all ranks, in place. Collective."""
         if self._comm.world_size > 1:
             work = dist.all_reduce(tensor, group=self._comm.data.reduce_group, async_op=True)
-            self._wait(work, tensor)
+            self._work(work, tensor).wait()
 
     def largest(self, tensor: Tensor) -> None:
         """Replace elements by the largest of all ranks, in place. Collective."""
         if self._comm.world_size > 1:
             group = self._comm.data.reduce_group
             work = dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group, async_op=True)
-            self._wait(work, tensor)
+            self._work(work, tensor).wait()
 
-    def _wait(self, work: object, *tensors: Tensor) -> None:
+    def _work(self, work: object, *tensors: Tensor) -> Work:
         key = waits.next_key(self._comm.number, "signs")
-        Work(work, key, "exchanges the signs of momentum", *tensors).wait()
+        return Work(work, key, "exchanges the signs of momentum", *tensors)

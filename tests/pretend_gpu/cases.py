@@ -245,7 +245,7 @@ CASES = {
                 ("OneBitAdam", 0, "alone", {}, {"freeze_step": 2}, ()),
                 (
                     *("OneBitAdam", 3, "host both", HOST_BOTH, {"freeze_step": 2}),
-                    (ARRIVAL, _down("one_bit_step.run < step.start")),
+                    (ARRIVAL, _down("one_bit_step._averaged < one_bit_step.run")),
                 ),
                 (
                     *("OneBitLamb", 1, "alone", {}, {"freeze_step": 2}),
