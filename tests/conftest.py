@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Generator, Iterator
 from typing import Any
 
@@ -49,8 +51,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
     parser.addoption(
+        "--every-stage", action="store_true", help="Train each feature of tests/matrix under all stages."
+    )
+    parser.addoption(
         "--spread", action="store_true", help="Run files of tests/runtime beside each other: no core idles."
     )
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Name a failed test at once: a run that is ended before its end has then said what it found."""
+    if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
+        print(f"\nFAILED {report.nodeid} ({report.when})", file=sys.__stderr__, flush=True)
 
 
 def _refuse_skip(report: Any, config: pytest.Config) -> None:

@@ -66,9 +66,9 @@ def _example(folder: Path, *options: str, config: str | None = None) -> list[flo
     "configs",
     [
         ("ds_stage3.json",),
-        pytest.param(("ds_stage2.json", "ds_stage3.json", "ds_offload.json"), marks=pytest.mark.exhaustive),
+        pytest.param(("ds_offload.json",), marks=pytest.mark.exhaustive),
     ],
-    ids=["one", "all"],
+    ids=["stage 3", "offload"],
 )
 def test_the_example_trains_as_without_deepspeed(tmp_path: Path, configs: tuple[str, ...]) -> None:
     start = tmp_path / "start"
@@ -89,11 +89,11 @@ def test_the_example_trains_as_without_deepspeed(tmp_path: Path, configs: tuple[
     assert len(plain) == 6
     for name, curve in curves.items():
         assert max(abs(a - b) for a, b in zip(curve, plain, strict=True)) < 1e-3, (name, curve, plain)
-    if len(configs) == 1:
+    if configs != ("ds_offload.json",):
         return
-    checkpoint = tmp_path / "ds_stage3.json" / "trained" / "checkpoint-3"
+    checkpoint = tmp_path / "ds_offload.json" / "trained" / "checkpoint-3"
     resumed = _example(
-        tmp_path / "ds_stage3.json",
+        tmp_path / "ds_offload.json",
         "--max_steps",
         "6",
         "--save_steps",
@@ -102,9 +102,9 @@ def test_the_example_trains_as_without_deepspeed(tmp_path: Path, configs: tuple[
         str(start),
         "--resume_from_checkpoint",
         str(checkpoint),
-        config="ds_stage3.json",
+        config="ds_offload.json",
     )
-    assert resumed == curves["ds_stage3.json"]
+    assert resumed == curves["ds_offload.json"]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Train cases on the pretended GPU, in this process, and print what was found as JSON, a line each.
 
-    python -m tests.pretend_gpu [--mutation NAME] [--kernels LIBRARY] CASE...
+    python -m tests.pretend_gpu [--kernels LIBRARY] CASE...
+    python -m tests.pretend_gpu --mutations NAME...
 
 Run by several ranks (RANK, WORLD_SIZE), each prints its own.
 """
@@ -23,9 +24,9 @@ _LIMIT_S = 240
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--mutation", default="")
+    parser.add_argument("--mutations", nargs="+", default=[], help="waits, each left out of its own case")
     parser.add_argument("--kernels", default="", help="a library of our kernels; without it their twins run")
-    parser.add_argument("cases", nargs="+")
+    parser.add_argument("cases", nargs="*")
     options = parser.parse_args()
     faulthandler.dump_traceback_later(_LIMIT_S, exit=True)
     device.install()
@@ -33,24 +34,25 @@ def main() -> None:
 
     from .cases import CASES, train
     from .kernels import install, launched
-    from .mutations import applied
+    from .mutations import MUTATIONS, applied
 
     if options.kernels:
         install(options.kernels)
     waiting: Any = DiskTransfer
     waiting.wait = meeting(waiting.wait)
-    for name in options.cases:
+    runs = [(MUTATIONS[each][0], each) for each in options.mutations]
+    for name, mutation in runs + [(name, "") for name in options.cases]:
         for each in launched:
             each.launched.clear()
         try:
-            with applied(options.mutation):
+            with applied(mutation):
                 found = train(CASES[name])
         except Exception as error:
             from .clocks import findings
 
             found = {"error": f"{type(error).__name__}: {error}", "races": dict(findings.races)}
         used = sorted({kernel for each in launched for kernel in each.launched})
-        print(json.dumps({"case": name, "kernels": used, **found}), flush=True)
+        print(json.dumps({"case": name, "mutation": mutation, "kernels": used, **found}), flush=True)
     sys.stdout.flush()
     os._exit(0)  # threads of an engine that failed
 
