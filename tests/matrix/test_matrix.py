@@ -1,7 +1,6 @@
-"""Trains every feature of the matrix under stage 3 and one other stage, or under all with `--every-stage`, and
-compares it with plain torch.
+"""Trains every feature of the matrix under stage 3 and one other stage, and compares it with plain torch.
 
-One set of processes runs a group of features; each feature is a test of its own here.
+With `--every-stage` under all. One set of processes runs a group of features; each is a test of its own here.
 """
 
 from __future__ import annotations
