@@ -14,6 +14,8 @@ PIP := $(PY) -m pip install --no-input --disable-pip-version-check --progress-ba
 # torch's CPU build has a tenth of the size of the one for CUDA. TORCH_INDEX= takes what your index has.
 TORCH_INDEX ?= $(if $(wildcard /proc/driver/nvidia/gpus/*),,https://download.pytorch.org/whl/cpu)
 export PYTHONUNBUFFERED := 1
+# Tests beside each other: one a core, from 2 to 4.
+WORKERS := $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 2 ? 2 : n > 4 ? 4 : n)))
 
 .PHONY: demo test test-fast test-all test-support lint docs bench clean
 
@@ -49,17 +51,17 @@ demo: $(INSTALLED)
 
 # FLAGS: more options for pytest.
 test: $(WITH_TOOLS)
-	$(PY) -m pytest -n 2 -m "not exhaustive" $(FLAGS)
+	$(PY) -m pytest -n $(WORKERS) -m "not exhaustive" $(FLAGS)
 
 # tests/unit, without kernels and their twins, wheels and the rehearsal of the benchmark: these compile or start
 # processes, and take as long again.
 SLOW := $(addprefix --ignore=tests/unit/,project/test_packaging.py project/test_core_alone.py \
   cli/test_estimate.py benchmarks) --ignore-glob=*/test_kernels_*
 test-fast: $(WITH_TOOLS)
-	$(PY) -m pytest -n 2 -m "not exhaustive" $(SLOW) tests/unit $(FLAGS)
+	$(PY) -m pytest -n $(WORKERS) -m "not exhaustive" $(SLOW) tests/unit $(FLAGS)
 
 test-all: $(WITH_TOOLS)
-	$(PY) -m pytest -n 2 $(FLAGS)
+	$(PY) -m pytest -n $(WORKERS) $(FLAGS)
 	$(MAKE) test-support
 
 # Needs Python 3.10 and 3.12, on PATH or in pyenv's folder; keeps its installations in .venv-support.

@@ -26,7 +26,9 @@ SCRIPT = """
 """
 
 
-def zlaunch(folder: Path, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+def zlaunch(
+    folder: Path, *arguments: str | Path, limit_s: float = LIMIT_S
+) -> subprocess.CompletedProcess[str]:
     """The command in a folder, to its end."""
     return subprocess.run(
         [sys.executable, "-m", "zlaunch", *map(str, arguments)],
@@ -35,7 +37,7 @@ def zlaunch(folder: Path, *arguments: str | Path) -> subprocess.CompletedProcess
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=LIMIT_S,
+        timeout=limit_s,
     )
 
 

@@ -83,7 +83,7 @@ def nothing_is_left(folder: Path) -> None:
 
 @pytest.mark.exhaustive
 def test_the_fastest_that_fits_is_written(folder: Path) -> None:
-    done = zlaunch(folder, *TUNE, "--fails=memory")
+    done = zlaunch(folder, *TUNE, "--fails=memory", limit_s=3 * LIMIT_S)
     assert done.returncode == 0, done.stdout + done.stderr
     trials = {row["variant"]: row["verdict"] for row in rows_of(folder)}
     assert trials["as it is"] == "ok" and trials["stage 2"] == "ok"

@@ -21,7 +21,7 @@ from zlaunch.runtime.offload.manager import Tier
 
 QUICK = [("mlp", False), ("llama", True)]
 IN_BF16 = ("mixtral", "gpt2")  # slow on most CPUs, and llama is among the quick ones
-HALVES = [*((name, True) for name in IN_BF16), ("mlp", "autocast"), ("llama", "autocast")]
+HALVES = [*((name, True) for name in IN_BF16), ("llama", "autocast")]
 MORE = [(name, False) for name in KINDS if name not in (*IN_BF16, "lstm")]
 CAPS, FITTING = 200, ("llama", "bert", "mlp", "t5")
 
