@@ -79,14 +79,13 @@ def settings(name: str, world: int, scratch: str) -> dict[str, Any]:
 GRID: dict[int, list[str]] = {
     1: ["stage0", "stage3 nvme", "stage1 bf16"],
     2: [
-        *("stage0", "stage1", "stage2 cpu", "stage2 bf16"),
-        *("stage3", "stage3 all on disk", "stage3 all in host", "stage3 fp16"),
+        *("stage0", "stage1", "stage2 cpu"),
+        *("stage3", "stage3 all on disk", "stage3 fp16"),
     ],
-    3: ["stage1 large units", "stage3", "stage2 nvme"],
+    3: ["stage3", "stage2 nvme"],
     4: [
-        *("stage1 groups with bf16", "stage2 groups with cpu", "stage3 groups with all in host"),
+        *("stage1 groups with bf16", "stage3 groups with all in host"),
         *("stage2 copies with large units", "stage3 copies with fp16", "stage3 copies with all on disk"),
-        *("stage0 groups with bf16", "stage3 groups with nvme"),
     ],
 }
 
