@@ -33,7 +33,6 @@ ADAMW = {"lr": 1e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
 MODELS = {
     "15m short": Size(layers=8, width=384, heads=6, context=32),
     "15m": Size(layers=8, width=384, heads=6, context=128),
-    "40m short": Size(layers=12, width=512, heads=8, context=32),
     "40m": Size(layers=12, width=512, heads=8, context=128),
     "100m": Size(layers=12, width=768, heads=12, context=256),
 }

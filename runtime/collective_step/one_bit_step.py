@@ -175,7 +175,7 @@ class OneBitStep(CollectiveStep):
             yield replace(turn, averaged=self.exchange.end(average)[unit.start : unit.stop].to(place))
 
     def _begin(self, turn: UnitTurn) -> Average:
-        """Send a unit's gradients, or once the variance is frozen its momentum, as signs; keep the loss."""
+        """Begin to average a unit's gradients, or its momentum once the variance is frozen; keep errors."""
         unit, beta1 = turn.unit, float(turn.groups[0]["betas"][0])
         gradient = self._reducer.whole_gradient(unit)
         kept = self._kept.get(id(unit))

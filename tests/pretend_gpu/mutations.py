@@ -215,6 +215,12 @@ def _a_unit_is_stepped_before_its_gradient_is_there() -> list[Change]:
     return [(SteppingReducer, "_retire", too_early)]
 
 
+def _signs_are_read_before_they_arrive() -> list[Change]:
+    from zlaunch.runtime.collective_step.sign_exchange import Sent
+
+    return [(Sent, "result", lambda self: self._got)]
+
+
 MUTATIONS: dict[str, tuple[str, Callable[[], list[Change]]]] = {
     make.__name__.strip("_").replace("_", " "): (case, make)
     for case, make in (
@@ -235,6 +241,7 @@ MUTATIONS: dict[str, tuple[str, Callable[[], list[Change]]]] = {
         ("stage 1 offloaded", _offloaded_inputs_are_used_before_they_are_back),
         ("stage 3 on two", _collectives_are_not_waited_for),
         ("stage 3 stepping on two", _a_unit_is_stepped_before_its_gradient_is_there),
+        ("stage 0 OneBitAdam alone on two", _signs_are_read_before_they_arrive),
         ("stage 3 logged on two", _a_log_is_all_that_waits_for_collectives),
         ("stage 3 groups on four", _hops_do_not_wait_for_what_they_send),
         ("stage 3 groups on four", _the_second_hop_is_not_waited_for),

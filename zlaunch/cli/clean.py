@@ -12,12 +12,12 @@ import click
 from zlaunch.launch import run_record
 from zlaunch.launch.detach import CONSOLE_LOG
 from zlaunch.launch.found_runs import FoundRun, own_pids
-from zlaunch.launch.rank_logs import TIMES
+from zlaunch.launch.rank_logs import OLDER, TIMES
 from zlaunch.launch.run_folder import is_locked
 
 _OURS = (
     *("launcher.json", "plan.json", "events.jsonl", "config.effective.json", "checkpoint.json"),
-    *("logs/rank_*.log", "logs/.times/rank_*.log", "logs/rank_*.log.1", "logs/.times/rank_*.log.1"),
+    *(f"logs/{folder}rank_*.log{older}" for folder in ("", f"{TIMES}/") for older in ("", OLDER)),
     *("logs/agent_*.log", CONSOLE_LOG),
 )
 """What zlaunch writes into a run's folder; all else there is the user's. launcher.json goes last, so that a

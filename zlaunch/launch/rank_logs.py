@@ -18,6 +18,7 @@ from typing import BinaryIO
 STREAMS = ("stdout", "stderr")
 OLDER = ".1"
 TIMES = ".times"
+"""Names the folder of what is noted about the logs beside it."""
 _RECORD = struct.Struct("<QdB")
 """Offset in the log, seconds since the epoch, number of the stream."""
 
