@@ -225,6 +225,31 @@ def _seconds(text: str) -> int | None:
     return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
+def has_gpus() -> bool:
+    """Tell whether the cluster has GPUs that a job can ask for. Raises SlurmError."""
+    return re.search(r"\bgpu\b", _run(["sinfo", "-h", "-o", "%G"], _QUERY_TIMEOUT_S).stdout) is not None
+
+
+def own_jobs() -> list[dict[str, str]]:
+    """Return this user's jobs in SLURM's queue, as SLURM shows them. Raises SlurmError."""
+    names = ("id", "name", "state", "nodes", "limit", "elapsed", "why")
+    result = _run(["squeue", "-h", "--me", "-o", "%i|%j|%T|%D|%l|%M|%R"], _QUERY_TIMEOUT_S)
+    if result.returncode:
+        raise SlurmError(f"squeue: {_complaint(result)}")
+    rows = (line.strip().split("|") for line in result.stdout.splitlines())
+    return [dict(zip(names, row, strict=True)) for row in rows if len(row) == len(names)]
+
+
+def cancel(job_id: str) -> None:
+    """End a job, or take it out of the queue. Raises SlurmError, also where there is no such job any more."""
+    if (found := state(job_id)) in FINISHED:
+        gone = "SLURM does not know it" if found == UNKNOWN else f"it has ended: {found}"
+        raise SlurmError(f"job {job_id}: {gone}")
+    result = _run(["scancel", job_id], _QUERY_TIMEOUT_S)
+    if result.returncode or result.stderr.strip():
+        raise SlurmError(f"scancel {job_id}: {_complaint(result)}")
+
+
 def cancel_step(environ: Mapping[str, str]) -> None:
     """Tell all tasks of this process's step that the run has failed.
 

@@ -113,6 +113,27 @@ class BatchScript:
                 yield option, word
 
 
+def time_limit_s(text: str) -> float:
+    """Return a time limit in seconds, as sbatch reads it: `MINUTES`, `M:S`, `H:M:S`, `D-H`, `D-H:M:S`.
+
+    Raises SlurmError.
+    """
+    if not _TIME.fullmatch(text) or not text[0].isdecimal():
+        raise SlurmError(f"--time {text!r}: write it as 90, 24:00:00 or 2-12:00:00")
+    days, dash, rest = text.rpartition("-")
+    parts = [int(part) for part in rest.split(":")]
+    if dash:
+        hours, minutes, seconds = (*parts, 0, 0)[:3]
+    elif len(parts) == 3:
+        hours, minutes, seconds = parts
+    else:
+        hours, (minutes, seconds) = 0, (*parts, 0)[:2]
+    found = ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
+    if not found:
+        raise SlurmError(f"--time {text!r}: no time at all")
+    return float(found)
+
+
 def render(batch: BatchScript) -> str:
     """Return the text of the sbatch file."""
     sbatch = "".join(f"#SBATCH {line}\n" for line in _sbatch_lines(batch))

@@ -14,11 +14,12 @@ from zlaunch.launch.detach import CONSOLE_LOG
 from zlaunch.launch.found_runs import FoundRun, own_pids
 from zlaunch.launch.rank_logs import OLDER, TIMES
 from zlaunch.launch.run_folder import is_locked
+from zlaunch.launch.run_record import QUEUE_FOLDER
 
 _OURS = (
     *("launcher.json", "plan.json", "events.jsonl", "config.effective.json", "checkpoint.json"),
     *(f"logs/{folder}rank_*.log{older}" for folder in ("", f"{TIMES}/") for older in ("", OLDER)),
-    *("logs/agent_*.log", CONSOLE_LOG),
+    *("logs/agent_*.log", CONSOLE_LOG, f"{QUEUE_FOLDER}/[0-9]*.*"),
 )
 """What zlaunch writes into a run's folder; all else there is the user's. launcher.json goes last, so that a
 folder that could not be emptied stays a run.
@@ -33,7 +34,7 @@ def clean_up(runs: Sequence[FoundRun], *, yes: bool) -> int:
         if why is None:
             chosen.append(run)
             print(f"{run.path}: {run.state}, {_size(run.path)}, logs and all")
-        elif run.state != "running":
+        elif run.state not in ("running", "queued"):
             print(f"{run.path}: {run.state}, stays: {why}")
     if not chosen:
         print("nothing to remove")
@@ -52,6 +53,8 @@ def clean_up(runs: Sequence[FoundRun], *, yes: bool) -> int:
 
 def _kept_because(run: FoundRun) -> str | None:
     """Return why a run must stay, or None."""
+    if run.state == "queued":
+        return "it is in the queue"
     if run.record.ended is None:
         if run.is_elsewhere:
             return f"only {run.record.host} can tell whether it has ended: run zlaunch ps --clean there"
@@ -90,7 +93,13 @@ def _remove(run: FoundRun) -> None:
         above = run.path.absolute().parent
         ours = (above,) if above.name == "runs" or above.name.startswith("slurm-") else ()
         latest = above / "latest"
-        for folder in (run.path / "logs" / TIMES, run.path / "logs", run.path, *ours):
+        for folder in (
+            run.path / "logs" / TIMES,
+            run.path / "logs",
+            run.path / QUEUE_FOLDER,
+            run.path,
+            *ours,
+        ):
             if folder == above and latest.is_symlink() and not latest.exists():
                 latest.unlink()
             if folder.is_dir() and not folder.is_symlink() and not os.listdir(folder):

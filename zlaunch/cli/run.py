@@ -7,9 +7,10 @@ import math
 import os
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import click
 
@@ -41,12 +42,61 @@ def run(command: tuple[str, ...], **given: Any) -> int:
     """
     if given["as_json"] and not given["dry_run"]:
         raise click.UsageError("--json goes with --dry_run")
+    chosen = prepare(command, given)
+    launcher, plan, world = chosen.launcher, chosen.plan, chosen.world_size
+    if given["dry_run"]:
+        if plan is None:
+            raise click.UsageError(
+                "--dry_run: the hostfile has hosts without slots=N, so only a launch can tell"
+            )
+        from zlaunch.plan import checks
+
+        mesh = checks.find_mesh(
+            (command[0], *given.get("configs", ()), *command[1:]),
+            module=given["module"],
+            folder=given["workdir"],
+            world_size=plan.world_size,
+        )
+        _print_plan(plan, mesh, as_json=given["as_json"])
+        if launcher.spans_nodes:
+            note = "addresses, interfaces, cores and GPUs are filled in when the nodes have answered"
+            print(f"zlaunch: {note}", file=sys.stderr)
+        for warning in chosen.warnings:  # in a run rank 0 says them
+            print(f"zlaunch: warning: {warning}", file=sys.stderr)
+        return 0
+    from zlaunch.plan.checks import parse_shown_ranks
+
+    return _launch(launcher, chosen.why, parse_shown_ranks(given["log_ranks"], world), given)
+
+
+class Chosen(NamedTuple):
+    """Holds what a command line has come to, before anything is started."""
+
+    launcher: Launcher
+    why: str
+    """Why it is this launcher."""
+    plan: Plan | None
+    """The plan as far as it is known."""
+    warnings: Sequence[str]
+    """About the config."""
+
+    @property
+    def world_size(self) -> int | None:
+        """Return the number of ranks, if it is known."""
+        return self.plan.world_size if self.plan is not None else None
+
+
+def prepare(command: tuple[str, ...], given: dict[str, Any]) -> Chosen:
+    """Check a command line and choose its launcher. Fills in `given` what was left to zlaunch.
+
+    Raises click.UsageError and LaunchError.
+    """
     for name in ("hostfile", "run_dir"):  # what accelerate and DeepSpeed's own wrappers pass for nothing
         given[name] = None if given[name] == "None" else given[name]
     if OTHER_FLAGS in given:
         from zlaunch.cli.torchrun_flags import take_flags
 
-        given = {**take_flags(given), "num_processes": given["num_processes"]}
+        given |= {**take_flags(given), "num_processes": given["num_processes"]}
     for note in given.get("notes", ()) if not given["quiet"] else ():
         print(f"zlaunch: {note}", file=sys.stderr)
     given["log_ranks"] = given["log_ranks"] or "0"
@@ -63,7 +113,7 @@ def run(command: tuple[str, ...], **given: Any) -> int:
     from zlaunch.plan import checks
     from zlaunch.slurm.commands import own_allocation
 
-    mode = _check_command(
+    mode = check_command(
         command, module=given["module"], no_python=given["no_python"], folder=given["workdir"]
     )
     allocation = own_allocation(os.environ)
@@ -85,33 +135,13 @@ def run(command: tuple[str, ...], **given: Any) -> int:
     plan = launcher.known_plan()
     if given["min_nodes"] is not None and given["min_nodes"] > len(launcher.hosts):
         raise click.UsageError(f"--min_nodes {given['min_nodes']}: there are {len(launcher.hosts)} hosts")
-    world = plan.world_size if plan is not None else None
     warnings = checks.check_configs(
         (command[0], *given.get("configs", ()), *command[1:]),
         module=mode == "module",
         folder=given["workdir"],
-        world_size=world,
+        world_size=plan.world_size if plan is not None else None,
     )
-    if given["dry_run"]:
-        if plan is None:
-            raise click.UsageError(
-                "--dry_run: the hostfile has hosts without slots=N, so only a launch can tell"
-            )
-        mesh = checks.find_mesh(
-            (command[0], *given.get("configs", ()), *command[1:]),
-            module=mode == "module",
-            folder=given["workdir"],
-            world_size=plan.world_size,
-        )
-        _print_plan(plan, mesh, as_json=given["as_json"])
-        if launcher.spans_nodes:
-            note = "addresses, interfaces, cores and GPUs are filled in when the nodes have answered"
-            print(f"zlaunch: {note}", file=sys.stderr)
-        for warning in warnings:  # in a run rank 0 says them
-            print(f"zlaunch: warning: {warning}", file=sys.stderr)
-        return 0
-    ranks = checks.parse_shown_ranks(given["log_ranks"], world)
-    return _launch(launcher, why, ranks, given)
+    return Chosen(launcher, why, plan, warnings)
 
 
 def _options(
@@ -130,7 +160,7 @@ def _options(
             raise click.UsageError(f"--{name}: not a number of seconds")
     check_port(given["master_port"])
     cores = parse_cores(given["bind_core_list"]) if given["bind_core_list"] is not None else None
-    run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(3).hex()}"
+    run_id = given["run_id"] or f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(3).hex()}"
     is_python = mode != "exec" and not given["no_preload"]
     shared = shared_imports(command[0], module=mode == "module") if is_python else ()
     local_rank = not (given["no_local_rank"] or given["no_python"])
@@ -158,9 +188,10 @@ def _options(
     )
 
 
-def _check_command(
+def check_command(
     command: tuple[str, ...], *, module: bool, no_python: bool, folder: str | None
 ) -> Literal["script", "module", "exec"]:
+    """Return what the command is. Raises click.UsageError where there is no such script."""
     from zlaunch.plan import checks
 
     if not command or not command[0]:
@@ -196,6 +227,7 @@ def _launch(launcher: Launcher, why: str, ranks: list[int] | None, given: dict[s
     from zlaunch.view.console import Console
 
     run_dir = launcher.options.run_dir
+    # The lock is kept for as long as this process lives.
     make_run_dir(Path(run_dir), shared=launcher.shares_run_dir)
     if launcher.options.run_id == Path(run_dir).name:
         point_latest(Path(run_dir))
@@ -208,6 +240,7 @@ def _launch(launcher: Launcher, why: str, ranks: list[int] | None, given: dict[s
         max_restarts=given["max_restarts"],
         min_nodes=given["min_nodes"],
         hang_timeout_s=given["hang_timeout"],
+        first_attempt=given["first_attempt"],
         log_bytes=None if given["log_max_mb"] is None else given["log_max_mb"] * 1_000_000,
     )
     return launcher.on_end(run_job(launcher, console, limits), console.message)
@@ -217,10 +250,11 @@ def _goes_on_alone(launcher: Launcher, *, quiet: bool) -> bool:
     """Say the run's name and go on in a process of its own: True there, False in the one that may end."""
     from zlaunch.launch import run_record
     from zlaunch.launch.detach import ended_at_logout, into_background
+    from zlaunch.launch.run_folder import name_of
 
     options, plan = launcher.options, launcher.known_plan()
     path = Path(options.run_dir)
-    name = path.name if path.parent == Path("runs").absolute() else os.path.relpath(path)
+    name = name_of(path)
     world = plan.world_size if plan is not None else 0
     if into_background(
         path, lambda: run_record.begun(options.run_dir, options.run_id, launcher.hosts, world)

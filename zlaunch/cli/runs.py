@@ -49,6 +49,8 @@ def _living(text: str, command: str) -> FoundRun:
     """Return a run whose launcher is alive and ours to signal. Raises click.UsageError."""
     run = find_run(text)
     known = run.record
+    if run.state == "queued":
+        raise click.UsageError(f"{text} waits in the queue: zlaunch cancel {text} takes it out")
     if known.ended is not None:
         raise click.UsageError(f"{text} has ended already, at {_moment(known.ended)}, code {known.exit_code}")
     if run.is_elsewhere:
@@ -105,7 +107,7 @@ def ps(folder: str, show_all: bool, clean: bool, yes: bool, as_json: bool) -> in
     everything = find_runs(path)
     if clean:
         return clean_up(everything, yes=yes)
-    chosen = [run for run in everything if show_all or run.state == "running" or run.state.startswith("on ")]
+    chosen = [run for run in everything if show_all or run.state.startswith(("running", "queued", "on "))]
     if as_json:
         print(json.dumps([_as_data(run) for run in chosen], indent=2))
     elif chosen:

@@ -36,11 +36,14 @@ class FoundRun:
 
     @property
     def state(self) -> str:
-        """Return `running`, `ended CODE`, `gone` (the launcher is, and wrote no end), or `on HOST`."""
-        if self.record.ended is not None:
+        """Return `running`, `queued`, `ended CODE`, `on HOST`, or `gone`: killed, without an end."""
+        waits = run_record.is_queued(self.path)
+        if self.record.ended is not None and not waits:
             return f"ended {self.record.exit_code}"
         if self.is_elsewhere:
             return f"on {self.record.host}"
+        if waits and not self.record.is_running():
+            return "queued"
         return "running" if self.record.is_running() else "gone"
 
     @property

@@ -50,6 +50,8 @@ class Limits:
     min_nodes: int | None = None
     """Go on without dead nodes while so many are left; None: all are needed."""
     hang_timeout_s: float = 0.0
+    first_attempt: int = 0
+    """The number of the first attempt: earlier ones were a queue's."""
     log_bytes: int | None = None
     """Keep the newest of each rank's log; None: all of it."""
 
@@ -110,7 +112,7 @@ def _signals_between_attempts() -> Iterator[Callable[[], None]]:
 
 
 def _run(job: Job, console: Console, limits: Limits) -> Outcome:
-    hosts, attempt, restarts, port_retried = job.hosts, 0, 0, False
+    hosts, attempt, restarts, port_retried = job.hosts, limits.first_attempt, 0, False
     needed = len(job.hosts) if limits.min_nodes is None else limits.min_nodes
     while True:
         outcome = _attempt(job, hosts, needed, console, limits, attempt)

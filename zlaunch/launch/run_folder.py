@@ -13,11 +13,12 @@ from zlaunch.launch import run_record
 _PROBE_BYTES = 1 << 16
 
 
-def make_run_dir(path: Path, *, shared: bool = False) -> None:
-    """Create the folder for logs and prove that it takes files.
+def make_run_dir(path: Path, *, shared: bool = False) -> int | None:
+    """Create the folder for logs and prove that it takes files. The returned descriptor keeps other launches
+    out while it is open.
 
     `shared`: launchers of other nodes, which are parts of this run, may use it too (and two pods may have one
-    host's name). Raises LaunchError.
+    host's name), and nobody is kept out. Raises LaunchError.
     """
     known = None if shared else run_record.read(path)
     if known is not None and known.host == socket.gethostname() and known.is_running():
@@ -31,9 +32,17 @@ def make_run_dir(path: Path, *, shared: bool = False) -> None:
             probe.unlink(missing_ok=True)
     except OSError as error:
         raise LaunchError(f"--run_dir {path}: cannot write there: {error.strerror}") from None
-    # The descriptor stays open: other launchers are kept out for as long as this process lives.
-    if not shared and _lock(path) is None:
+    if shared:
+        return None
+    lock = _lock(path)
+    if lock is None:
         raise LaunchError(f"--run_dir {path}: another launch has just begun there")
+    return lock
+
+
+def name_of(path: Path) -> str:
+    """Return what a run is called here: its folder's name, or the way to it where it is not under `runs`."""
+    return path.name if path.parent == Path("runs").absolute() else os.path.relpath(path)
 
 
 def point_latest(path: Path) -> None:

@@ -92,6 +92,46 @@ def ended(run_dir: str, exit_code: int) -> None:
         _write(_path(run_dir), asdict(replace(record, ended=time.time(), exit_code=exit_code)))
 
 
+# -- runs that wait in a queue
+
+QUEUE_FOLDER = ".queue"
+"""In a run's folder: what its queue keeps there."""
+
+
+def queued(run_dir: str, run_id: str, hosts: Sequence[str], world_size: int, command: Sequence[str]) -> None:
+    """Record a run that waits until its queue starts it. Raises OSError."""
+    (Path(run_dir) / QUEUE_FOLDER).mkdir(exist_ok=True)
+    _queued_mark(run_dir).touch()
+    record = RunRecord(
+        run_id=run_id,
+        host=socket.gethostname(),
+        pid=0,
+        start_ticks=0,
+        hosts=tuple(hosts),
+        world_size=world_size,
+        command=without_secrets(command),
+        started=time.time(),
+    )
+    _write(_path(run_dir), asdict(record))
+
+
+def is_queued(run_dir: str | Path) -> bool:
+    """Tell whether a queue will start, or may start again, a run."""
+    return _queued_mark(run_dir).exists()
+
+
+def left_queue(run_dir: str | Path, exit_code: int) -> None:
+    """Record that the queue has done with a run, and its exit code."""
+    if (record := read(run_dir)) is not None:
+        ended = time.time() if record.ended is None else record.ended
+        _write(_path(run_dir), asdict(replace(record, ended=ended, exit_code=exit_code)))
+    _queued_mark(run_dir).unlink(missing_ok=True)
+
+
+def _queued_mark(run_dir: str | Path) -> Path:
+    return Path(run_dir, QUEUE_FOLDER, "queued")
+
+
 # -- what a later attempt goes on from
 
 

@@ -12,6 +12,7 @@ from zlaunch.launchers.this_node import ThisNodeLauncher
 from zlaunch.plan.facts import NodeSpec
 from zlaunch.plan.options import own_names
 from zlaunch.plan.plan import Plan
+from zlaunch.system.devices import Devices, discover
 
 
 class LocalLauncher(ThisNodeLauncher):
@@ -30,28 +31,32 @@ class LocalLauncher(ThisNodeLauncher):
         return self.make_plan([node], o.master_addr or "127.0.0.1", pick_port(o.master_port), attempt)
 
     @cached_property
-    def _node(self) -> NodeSpec:
-        from zlaunch.system.devices import discover
-
+    def slots(self) -> tuple[int, ...]:
+        """Return the slots that were chosen. Raises LaunchError."""
         o = self.options
         if o.num_nodes not in (None, 1):
             raise LaunchError(f"--num_nodes {o.num_nodes}: there is this machine alone; give a --hostfile")
         if o.num_gpus is not None and (o.include is not None or o.exclude is not None):
             raise LaunchError("--num_gpus does not go with --include or --exclude")
-        devices = discover(os.environ)
-        count = len(devices.tokens)
+        devices, count = self._devices, len(self._devices.tokens)
         option, text = ("--include", o.include) if o.include is not None else ("--exclude", o.exclude)
         if text is not None:
             hidden = f"; CUDA_VISIBLE_DEVICES={devices.visible}" if devices.visible is not None else ""
             try:
-                slots = _chosen_slots(filters.parse(text), count, keep=option == "--include")
+                return _chosen_slots(filters.parse(text), count, keep=option == "--include")
             except filters.FilterError as error:
                 raise LaunchError(f"{option} {text!r}: {error}{hidden}") from None
-        elif o.num_gpus is not None and count and o.num_gpus > count:
+        if o.num_gpus is not None and count and o.num_gpus > count:
             raise LaunchError(f"--num_gpus {o.num_gpus}: this machine has {devices.describe()}")
-        else:
-            slots = tuple(range(o.num_gpus or count or 1))
-        return self.spec("localhost", slots, devices.tokens, o.worker_env)
+        return tuple(range(o.num_gpus or count or 1))
+
+    @cached_property
+    def _devices(self) -> Devices:
+        return discover(os.environ)
+
+    @cached_property
+    def _node(self) -> NodeSpec:
+        return self.spec("localhost", self.slots, self._devices.tokens, self.options.worker_env)
 
 
 def _chosen_slots(selection: filters.Selection, gpus: int, *, keep: bool) -> tuple[int, ...]:

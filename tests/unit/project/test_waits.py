@@ -29,6 +29,8 @@ ENDS = {
     ("descriptors.py", "self._selector.select"): "given in seconds",
     ("console.py", "select.select"): "as a terminal that is halted: the signal handler stops the run",
     ("uplink.py", "select.select"): "given in seconds",
+    ("daemon.py", "select.select"): "given in seconds",
+    ("wake.py", "select.select"): "given in seconds",
 }
 
 
@@ -56,7 +58,7 @@ def _may_wait_for_ever(name: str, call: ast.Call) -> bool:
 
 def test_every_wait_has_an_end() -> None:
     used = set()
-    for folder in ("launch", "launchers", "node", "plan", "system", "transports", "view"):
+    for folder in ("launch", "launchers", "node", "plan", "queue", "system", "transports", "view"):
         for path in sorted((ROOT / folder).glob("*.py")):
             for name, call in _calls(path):
                 if _may_wait_for_ever(name, call):

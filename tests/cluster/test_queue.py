@@ -1,0 +1,105 @@
+"""Test the queue on the testbed: over the hosts of a hostfile, and SLURM's behind the same words."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cluster.testbed import Testbed
+from tests.e2e.helpers import ROOT
+from tests.limits import LIMIT_S, wait_until
+
+SCRIPT = """
+import os, socket, time
+with open("log", "a") as file:
+    file.write(f"{os.environ['ZLAUNCH_RUN_ID']} {socket.gethostname()} {os.environ['WORLD_SIZE']}\\n")
+while not os.path.exists("go"):
+    time.sleep(0.05)
+"""
+
+
+class Shell:
+    """Runs zlaunch in a folder that has a script."""
+
+    def __init__(self, folder: Path, env: dict[str, str]) -> None:
+        self.folder, self.env = folder, env
+        (folder / "train.py").write_text(SCRIPT)
+
+    def call(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "zlaunch", *arguments],
+            cwd=self.folder,
+            env=self.env,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+        )
+
+    def say(self, *arguments: str) -> str:
+        """What the command prints, where it ends well."""
+        done = self.call(*arguments)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    def log(self) -> list[list[str]]:
+        """What the scripts have noted: run, host, world size."""
+        path = self.folder / "log"
+        return [line.split() for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def test_hosts_are_given_to_runs_that_wait(
+    cluster: Testbed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_STATE_HOME": str(tmp_path / "state")}
+    shell = Shell(tmp_path, env)
+    where = (f"--hostfile={cluster.hostfile}", f"--ssh_config={cluster.ssh_config}", "--no_local_rank")
+    runs = [shell.say("submit", *where, "--num_nodes=1", "train.py") for _ in range(4)]
+    both = shell.say("submit", *where, "--num_gpus=1", "train.py")
+    wait_until(lambda: len(shell.log()) == 6, "three runs")
+    hosts = {run: host for run, host, _ in shell.log()}
+    assert list(hosts) and set(hosts) == set(runs[:3]) and sorted(hosts.values()) == sorted(cluster.hosts)
+    assert {world for _, _, world in shell.log()} == {"2"}
+    (tmp_path / "go").touch()
+    assert [shell.call("wait", run).returncode for run in (*runs, both)] == [0] * 5
+    assert sorted(host for run, host, _ in shell.log() if run == both) == sorted(cluster.hosts)
+
+
+def test_slurm_has_the_same_words(cluster: Testbed, tmp_path: Path) -> None:
+    shell = Shell(tmp_path, {**cluster.env(), "PYTHONPATH": str(ROOT)})
+
+    def jobs() -> dict[str, Any]:
+        return {job["id"]: job for job in json.loads(shell.say("queue", "--json"))}
+
+    first = shell.say("submit", "--no_local_rank", "--num_nodes=2", "--num_gpus=2", "--time=10", "train.py")
+    later = shell.say("submit", "--no_local_rank", f"--after={first}", "--num_gpus=1", "train.py")
+    wait_until(lambda: len(shell.log()) == 4, lambda: f"the first job: {jobs()}")
+    assert {world for _, _, world in shell.log()} == {"4"} and len({host for _, host, _ in shell.log()}) == 2
+    assert jobs()[first]["state"] == "RUNNING" and jobs()[first]["limit"] == "10:00"
+    assert jobs()[later]["state"] == "PENDING" and "Dependency" in jobs()[later]["why"]
+    assert first in shell.say("queue")
+    (tmp_path / "go").touch()
+    wait_until(lambda: len(shell.log()) == 5, "the second job")
+    wait_until(lambda: not jobs(), "both have ended")
+    (tmp_path / "go").unlink()
+    last = shell.say("submit", "--no_local_rank", "train.py")
+    wait_until(lambda: len(shell.log()) == 6, "the last job")
+    assert shell.say("cancel", last) == f"{last}: cancelled"
+    wait_until(lambda: not jobs(), "it is cancelled")
+    for arguments, text in (
+        (("submit", "--priority=1", "train.py"), "--priority goes with --queue local"),
+        (("submit", "--retries=1", "train.py"), "--max_restarts"),
+        (("submit", "--after=x", "train.py"), "the id of a job"),
+        (("submit", "--time=soon", "train.py"), "--time 'soon'"),
+        (("submit", "missing.py"), "missing.py"),
+        (("cancel", "x"), "no job's id of SLURM"),
+        (("cancel", "999999"), "999999"),
+    ):
+        done = shell.call(*arguments)
+        assert done.returncode == 2 and text in done.stderr, (arguments, done)
+        assert len(done.stderr.splitlines()) == 1, done.stderr

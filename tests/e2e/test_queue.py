@@ -1,0 +1,282 @@
+"""Test the queue with real runs: `submit`, `queue`, `cancel`, and a daemon that is killed."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.helpers import ROOT, alive
+from tests.e2e.test_runs import zlaunch
+from tests.limits import LIMIT_S, MATRIX_LIMIT_S, wait_until
+from zlaunch.queue.wake import LOG, queue_folder
+
+SCRIPT = """
+    import os, sys, time
+    run = os.environ["ZLAUNCH_RUN_ID"]
+    def note(what):
+        with open("log", "a") as file:
+            file.write(f"{run} {what} {os.environ['RANK']} {time.time()}\\n")
+    note("begun")
+    seconds, code = float(sys.argv[1]), int(sys.argv[2])
+    end = time.time() + seconds
+    while time.time() < end and not os.path.exists("go"):
+        time.sleep(0.02)
+    note("done")
+    sys.exit(code)
+"""
+FOR_EVER = "3600"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a script, six slots, and a queue of its own."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    (tmp_path / "train.py").write_text(textwrap.dedent(SCRIPT))
+    (tmp_path / "hosts").write_text("localhost slots=6\n")
+    return tmp_path
+
+
+OPTIONS = ("submit", "--queue=local", "--hostfile=hosts", "--no_local_rank")
+
+
+def submit(folder: Path, *arguments: str) -> str:
+    """Submit; give the run's name."""
+    done = zlaunch(folder, *OPTIONS, *arguments)
+    assert done.returncode == 0, done.stderr
+    assert "of the queue" in done.stderr
+    return done.stdout.strip()
+
+
+def queue(folder: Path) -> dict[str, dict[str, Any]]:
+    """The jobs of the queue, by run."""
+    done = zlaunch(folder, "queue", "--queue=local", "--all", "--json")
+    assert done.returncode == 0, done.stderr
+    return {job["run"]: job for job in json.loads(done.stdout)}
+
+
+def has_begun(folder: Path, run: str) -> bool:
+    return (folder / "log").exists() and f"{run} begun" in (folder / "log").read_text()
+
+
+def daemons() -> list[int]:
+    """The living daemons of the queue whose folder the environment names."""
+    found = []
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            command = Path("/proc", name, "cmdline").read_bytes()
+            environ = Path("/proc", name, "environ").read_bytes()
+        except OSError:
+            continue
+        state = f"XDG_STATE_HOME={os.environ['XDG_STATE_HOME']}".encode()
+        if b"zlaunch.queue.daemon" in command and state in environ.split(b"\0"):
+            found.append(int(name))
+    return found
+
+
+def test_runs_wait_for_slots_and_for_each_other(folder: Path) -> None:
+    first = submit(folder, "--num_gpus=4", "train.py", FOR_EVER, "0")
+    second = submit(folder, "--num_gpus=4", "train.py", FOR_EVER, "7")
+    third = submit(folder, "--num_gpus=2", f"--after={second}", "train.py", FOR_EVER, "0")
+    small = submit(folder, "--num_gpus=2", "train.py", FOR_EVER, "0")
+    wait_until(lambda: has_begun(folder, first), "the first run")
+    # the second one waits for slots of the first: two are free, which are no use to it but spoken for
+    jobs = queue(folder)
+    assert [jobs[run]["state"] for run in (first, second, third, small)] == ["running", *["waiting"] * 3]
+    listed = json.loads(zlaunch(folder, "ps", "--json").stdout)
+    assert {run["run"]: run["state"] for run in listed} == {
+        first: "running",
+        **dict.fromkeys((second, third, small), "queued"),
+    }
+    early = zlaunch(folder, "wait", small, "--timeout=0.1")
+    assert early.returncode == 124
+    stopped = zlaunch(folder, "stop", small)
+    assert stopped.returncode == 2 and f"zlaunch cancel {small}" in stopped.stderr
+    (folder / "go").touch()
+    assert zlaunch(folder, "wait", second).returncode == 7
+    assert zlaunch(folder, "wait", first).returncode == 0
+    assert zlaunch(folder, "wait", third).returncode == 1
+    assert zlaunch(folder, "wait", small).returncode == 0
+    jobs = queue(folder)
+    assert jobs[third]["why"] == f"not started: {second} has not ended well"
+    assert not has_begun(folder, third)
+    text = zlaunch(folder, "queue", "--queue=local", "--all").stdout
+    assert "ended 7" in text and "localhost:0,1,2,3" in text
+    wait_until(lambda: not daemons(), "the daemon has ended by itself")
+    assert zlaunch(folder, "queue", "--queue=local").stdout.startswith("nothing waits or runs in the queue")
+
+
+def test_cancelled_stopped_late_and_tried_again(folder: Path) -> None:
+    running = submit(folder, "--num_gpus=6", "train.py", FOR_EVER, "0")
+    waiting = submit(folder, "--num_gpus=1", "train.py", "0", "0")
+    wait_until(lambda: has_begun(folder, running), "the run")
+    job = str(queue(folder)[waiting]["id"])
+    done = zlaunch(folder, "cancel", "--queue=local", job)
+    assert done.returncode == 0 and done.stdout == f"job {job}: cancelled\n"
+    assert zlaunch(folder, "wait", waiting).returncode == 128 + signal.SIGTERM
+    assert zlaunch(folder, "cancel", "--queue=local", running).returncode == 0
+    assert zlaunch(folder, "wait", running).returncode == 128 + signal.SIGTERM
+    again = zlaunch(folder, "cancel", "--queue=local", job)
+    assert again.returncode == 2 and f"job {job} has ended already" in again.stderr
+    assert not has_begun(folder, waiting)
+    # a time limit; a failure that is tried again, in the same folder
+    late = submit(folder, "--num_gpus=1", "--time=0:0:1", "train.py", FOR_EVER, "0")
+    failing = submit(folder, "--num_gpus=1", "--retries=2", "train.py", "0", "9")
+    assert zlaunch(folder, "wait", failing).returncode == 9
+    assert (folder / "log").read_text().count(f"{failing} begun") == 3
+    assert zlaunch(folder, "wait", late).returncode == 128 + signal.SIGTERM
+    jobs = queue(folder)
+    assert jobs[late]["why"] == "time limit of 1 s" and jobs[failing]["why"] == "exit code 9"
+    assert zlaunch(folder, "ps", "--clean", "--yes").returncode == 0
+    assert not (folder / "runs").exists()
+
+
+def test_a_higher_priority_makes_room(folder: Path) -> None:
+    (folder / "saves.py").write_text(
+        textwrap.dedent("""
+            import os, signal, sys, time
+            def save(*_):
+                open("saved", "w").close()
+                sys.exit(75)
+            signal.signal(signal.SIGUSR1, save)
+            with open("attempts", "a") as file:
+                file.write(os.environ["ZLAUNCH_RESTART_COUNT"])
+            while not os.path.exists("saved"):
+                time.sleep(0.02)
+        """)
+    )
+    low = submit(folder, "--num_gpus=6", "--preemptible", "saves.py")
+    wait_until((folder / "attempts").exists, "the run of a low priority")
+    high = submit(folder, "--num_gpus=2", "--priority=5", "train.py", "0", "0")
+    assert zlaunch(folder, "wait", high).returncode == 0
+    assert zlaunch(folder, "wait", low).returncode == 0
+    assert (folder / "saved").exists()
+    assert (folder / "attempts").read_text() == "0" * 6 + "1" * 6
+    jobs = queue(folder)
+    assert jobs[high]["ended"] < jobs[low]["started"]
+
+
+def test_a_launcher_that_is_killed_gives_its_slots_back_when_its_workers_are_gone(folder: Path) -> None:
+    run = submit(folder, "--num_gpus=6", "--retries=1", "train.py", FOR_EVER, "0")
+    after = submit(folder, "--num_gpus=1", "--priority=9", "train.py", "0", "0")
+    wait_until(lambda: has_begun(folder, run), "the run")
+    record = folder / "runs" / run / "launcher.json"
+    os.kill(json.loads(record.read_text())["pid"], signal.SIGKILL)
+    wait_until(lambda: has_begun(folder, after), "the next run")
+    assert not alive(run), "its slots were given while it still had them"
+    wait_until(lambda: (folder / "log").read_text().count(f"{run} begun 0") == 2, "tried again")
+    (folder / "go").touch()
+    assert zlaunch(folder, "wait", run).returncode == 0
+
+
+def test_what_cannot_be_queued_is_refused(folder: Path) -> None:
+    (folder / "unknown").write_text("localhost\n")
+    for arguments, text in (
+        (("--num_gpus=7", "train.py"), "localhost has 6 slot(s)"),
+        (("missing.py",), "missing.py"),
+        (("--hostfile=unknown", "train.py"), "write slots=N behind localhost"),
+        (("--after=never", "train.py"), "no run 'never'"),
+        (("--time=soon", "train.py"), "--time 'soon': write it as"),
+        (("--detach", "train.py"), "No such option"),
+        (("--sbatch=-p x", "train.py"), "--sbatch goes with --queue slurm"),
+        (("--requeue", "train.py"), "--preemptible and --retries"),
+        (("--config=ds.json", "train.py"), "--config"),
+    ):
+        done = zlaunch(folder, *OPTIONS, *arguments)
+        assert done.returncode == 2 and text in done.stderr, (arguments, done)
+        assert len(done.stderr.splitlines()) == 1, done.stderr
+    assert not queue(folder) and not (folder / "runs").exists()
+    for job in ("5", "nothing"):
+        done = zlaunch(folder, "cancel", "--queue=local", job)
+        assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
+
+
+def test_a_folder_that_is_gone_ends_the_job_with_the_reason(folder: Path) -> None:
+    blocker = submit(folder, "--num_gpus=6", "train.py", FOR_EVER, "0")
+    other = folder / "other"
+    other.mkdir()
+    (other / "x.py").write_text("")
+    (other / "hosts").write_text("localhost slots=6\n")
+    done = zlaunch(other, *OPTIONS, f"--run_dir={folder}/run", "x.py")
+    assert done.returncode == 0, done.stderr
+    for path in (*other.iterdir(), other):
+        path.rmdir() if path.is_dir() else path.unlink()
+    (folder / "go").touch()
+    assert zlaunch(folder, "wait", blocker).returncode == 0
+    assert zlaunch(folder, "wait", folder / "run").returncode == 1
+    assert "not started: " in next(job["why"] for job in queue(folder).values() if "x.py" in job["command"])
+
+
+def submit_many(folder: Path, count: int, seconds: str) -> None:
+    """Submit equal runs from one process: what is tested is the queue."""
+    arguments = [*OPTIONS, "--quiet", "--no_preload", "--num_gpus=1", "train.py", seconds, "0"]
+    text = f"from zlaunch.cli.main import main\nfor i in range({count}): assert main({arguments}) == 0"
+    subprocess.run(
+        [sys.executable, "-c", text],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.DEVNULL,
+        timeout=MATRIX_LIMIT_S,
+        check=True,
+    )
+
+
+def await_all(folder: Path, limit_s: float = MATRIX_LIMIT_S) -> list[dict[str, Any]]:
+    """Wait for the end of all jobs."""
+    deadline = time.monotonic() + limit_s
+    while time.monotonic() < deadline:
+        jobs = list(queue(folder).values())
+        if all(job["state"] == "ended" for job in jobs):
+            return jobs
+        time.sleep(1)
+    raise AssertionError((Path(queue_folder(), LOG)).read_text()[-2000:])
+
+
+def check_once(folder: Path, jobs: list[dict[str, Any]], count: int) -> None:
+    """Check by what the scripts have written that each ran once, and no two at a time on one slot."""
+    assert len(jobs) == count and {job["exit_code"] for job in jobs} == {0}
+    lines = [line.split() for line in (folder / "log").read_text().splitlines()]
+    noted = Counter((run, what) for run, what, _, _ in lines)
+    assert noted == Counter({(job["run"], what): 1 for job in jobs for what in ("begun", "done")})
+    times = {(run, what): float(when) for run, what, _, when in lines}
+    uses: dict[str, list[tuple[float, float]]] = {}
+    for run in {run for run, *_ in lines}:
+        words = json.loads((folder / "runs" / run / "launcher.json").read_text())["command"]
+        slot = words[words.index("--include") + 1]
+        uses.setdefault(slot, []).append((times[run, "begun"], times[run, "done"]))
+    assert len(uses) == 6
+    for spans in uses.values():
+        spans.sort()
+        assert all(before[1] <= after[0] for before, after in itertools.pairwise(spans))
+
+
+@pytest.mark.exhaustive
+def test_a_daemon_that_is_killed_loses_and_doubles_nothing(folder: Path) -> None:
+    count, kills = 120, 50
+    chance = random.Random(0)
+    submit_many(folder, count, "1.0")
+    killed = 0
+    deadline = time.monotonic() + LIMIT_S
+    while killed < kills and time.monotonic() < deadline:
+        time.sleep(chance.uniform(0, 0.6))
+        for pid in daemons():
+            try:
+                os.kill(pid, signal.SIGKILL)
+                killed += 1
+            except ProcessLookupError:
+                pass
+        if chance.random() < 0.5:  # else the next run that ends starts one
+            zlaunch(folder, "queue", "--queue=local")
+    assert killed >= kills
+    check_once(folder, await_all(folder), count)

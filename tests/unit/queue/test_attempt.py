@@ -1,0 +1,33 @@
+"""Test what the files of an attempt say."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from zlaunch.launch.run_record import QUEUE_FOLDER
+from zlaunch.queue.attempt import Attempt
+from zlaunch.system.processes import start_ticks
+
+
+def test_what_has_become_of_an_attempt_is_known(tmp_path: Path) -> None:
+    (tmp_path / QUEUE_FOLDER).mkdir()
+    attempt = Attempt(tmp_path, 2)
+    assert attempt.standing() == ("not begun", None) and attempt.process() is None
+    lock = attempt.lock()
+    assert lock is not None and attempt.lock() is None
+    assert attempt.standing() == ("alive", None)
+    attempt.begin()
+    assert attempt.standing() == ("alive", None)
+    assert attempt.process() == (os.getpid(), start_ticks(os.getpid()))
+    copy = os.dup(lock)  # as a process that was forked has it
+    os.close(lock)
+    assert attempt.standing() == ("alive", None)
+    os.close(copy)
+    assert attempt.standing() == ("killed", None)
+    attempt.end(7)
+    assert attempt.standing() == ("ended", 7)
+    assert Attempt(tmp_path, 3).standing() == ("not begun", None)
+    shutil.rmtree(tmp_path)
+    assert attempt.standing() == ("killed", None)

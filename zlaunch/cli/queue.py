@@ -1,0 +1,191 @@
+"""`zlaunch queue` and `cancel`: see what waits and runs, and take it out."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from textwrap import shorten
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from zlaunch.cli.commands import SETTINGS, Command
+from zlaunch.cli.submit import QUEUE_OPTION, QueueName, choose_queue
+from zlaunch.errors import LaunchError
+
+if TYPE_CHECKING:
+    from zlaunch.queue.store import QueuedJob, Store
+
+_COMMAND = 50
+"""Characters of a command in the table."""
+_WAIT_S = 60.0
+_POLL_S = 0.05
+
+
+@click.command(cls=Command, context_settings=SETTINGS, short_help="Show the queue's jobs.")
+@QUEUE_OPTION
+@click.option("-a", "--all", "show_all", is_flag=True, help="Also those that have ended.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON; times are seconds since the epoch.")
+def queue(chosen_queue: QueueName | None, show_all: bool, as_json: bool) -> int:
+    """Show the jobs of this user that wait and run: of zlaunch's queue on this machine, or of SLURM's."""
+    if choose_queue(chosen_queue) == "slurm":
+        return _show_slurm(as_json=as_json, show_all=show_all)
+    from zlaunch.queue.daemon import text_of
+    from zlaunch.queue.wake import ensure_daemon
+
+    store, folder = _open()
+    jobs = store.jobs("waiting", "running", *(("ended",) if show_all else ()))
+    if any(job.state != "ended" for job in jobs):
+        ensure_daemon(folder)
+    if as_json:
+        print(json.dumps([_as_data(job) for job in jobs], indent=2))
+        return 0
+    if not jobs:
+        print(
+            "the queue is empty" if show_all else "nothing waits or runs in the queue; what has ended: --all"
+        )
+        return 0
+    from zlaunch.cli.tables import make_table, stdout_console
+
+    columns = ("job", "run", "state", "priority", "slots", "since", "why", "command")
+    rows = [
+        (
+            *(str(job.id), _name(job), _state(job), str(job.submission.priority), text_of(job.slots)),
+            *(_elapsed(job), job.why, shorten(" ".join(job.submission.command), _COMMAND)),
+        )
+        for job in jobs
+    ]
+    stdout_console().print(make_table(columns, rows, whole=("run",)))
+    return 0
+
+
+def _open() -> tuple[Store, Path]:
+    from zlaunch.queue.store import Store
+    from zlaunch.queue.wake import queue_folder
+
+    folder = queue_folder()
+    return Store(folder), folder
+
+
+def _name(job: QueuedJob) -> str:
+    from zlaunch.launch.run_folder import name_of
+
+    return name_of(Path(job.submission.run_dir))
+
+
+def _state(job: QueuedJob) -> str:
+    if job.state == "ended":
+        return f"ended {job.exit_code}"
+    return {"": job.state, "preempt": "making room"}.get(job.wish, "stopping")
+
+
+def _elapsed(job: QueuedJob) -> str:
+    since = {"waiting": job.submitted, "running": job.started, "ended": job.ended}[job.state]
+    minutes, seconds = divmod(max(0, int(time.time() - (since or job.submitted))), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d}"
+
+
+def _as_data(job: QueuedJob) -> dict[str, Any]:
+    given = job.submission
+    names = ("id", "state", "slots", "attempt", "submitted", "started", "ended", "exit_code", "why")
+    return {
+        **{name: getattr(job, name) for name in names},
+        "run": given.run_id,
+        "dir": given.run_dir,
+        "priority": given.priority,
+        "command": list(given.command),
+    }
+
+
+def _show_slurm(*, as_json: bool, show_all: bool) -> int:
+    from zlaunch.slurm.commands import own_jobs
+
+    if show_all:
+        raise click.UsageError("--all: what has ended is in SLURM's accounting: sacct")
+    jobs = own_jobs()
+    if as_json:
+        print(json.dumps(jobs, indent=2))
+    elif not jobs:
+        print("nothing of yours waits or runs in SLURM")
+    else:
+        from zlaunch.cli.tables import make_table, stdout_console
+
+        stdout_console().print(
+            make_table(tuple(jobs[0]), [tuple(job.values()) for job in jobs], whole=("id",))
+        )
+    return 0
+
+
+# -- cancel
+
+
+@click.command(cls=Command, context_settings=SETTINGS, short_help="Take jobs out of the queue, or end them.")
+@QUEUE_OPTION
+@click.argument("runs", metavar="JOB|RUN...", nargs=-1, required=True)
+def cancel(chosen_queue: QueueName | None, runs: tuple[str, ...]) -> int:
+    """Take jobs out of the queue; those that run are stopped, and waited for.
+
+    Exit code 1: one of them has not ended within a minute.
+    """
+    if choose_queue(chosen_queue) == "slurm":
+        from zlaunch.slurm import commands
+
+        for run in runs:
+            if not run.partition("_")[0].isdecimal():
+                raise click.UsageError(f"{run!r} is no job's id of SLURM; for zlaunch's own: --queue local")
+            commands.cancel(run)
+            print(f"{run}: cancelled")
+        return 0
+    from zlaunch.queue.daemon import CANCELLED, end_job
+    from zlaunch.queue.wake import ensure_daemon
+
+    store, folder = _open()
+    asked = []
+    for job in _find(store, runs):
+        if job.state == "ended":
+            raise click.UsageError(f"job {job.id} has ended already, with code {job.exit_code}")
+        # It may begin to run, or have to wait again, in the meantime.
+        while not store.ask(job.id, "cancel"):
+            if end_job(store, replace(job, state="waiting"), CANCELLED, "cancelled"):
+                break
+            if (now := store.find(job.id)) is None or now.state == "ended":
+                break
+        asked.append(job.id)
+    ensure_daemon(folder)
+    return _await_end(store, asked)
+
+
+def _find(store: Store, texts: Sequence[str]) -> list[QueuedJob]:
+    """Return the jobs that were named, by number or as runs. Raises LaunchError."""
+    from zlaunch.launch.found_runs import find_run, meant
+
+    found = []
+    for text in texts:
+        if text.isdecimal() and (job := store.find(int(text))) is not None:
+            found.append(job)
+            continue
+        if text.isdecimal() and len(text) < 6:
+            raise LaunchError(f"there is no job {text}: zlaunch queue --all")
+        path = str(find_run(meant(text)).path.absolute())
+        known = [job for job in store.jobs("waiting", "running", "ended") if job.submission.run_dir == path]
+        if not known:
+            raise LaunchError(f"{text} is no run of the queue: zlaunch stop {text}")
+        found.append(known[-1])
+    return found
+
+
+def _await_end(store: Store, asked: Sequence[int]) -> int:
+    deadline = time.monotonic() + _WAIT_S
+    for job_id in asked:
+        while (job := store.find(job_id)) is not None and job.state != "ended":
+            if time.monotonic() > deadline:
+                text = f"job {job_id} has not ended within {_WAIT_S:g} s: zlaunch stacks {_name(job)}"
+                print(f"zlaunch cancel: error: {text}", file=sys.stderr)
+                return 1
+            time.sleep(_POLL_S)
+        print(f"job {job_id}: cancelled")
+    return 0

@@ -1,0 +1,229 @@
+"""`zlaunch submit`: have a run started when there are slots for it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, Literal
+
+import click
+
+from zlaunch.cli.commands import SETTINGS, Command, count_option, with_options
+from zlaunch.cli.launch_options import LAUNCH
+
+QueueName = Literal["local", "slurm"]
+_SLOTS = ("num_gpus", "num_nodes", "include", "exclude")
+_NOT_HERE = {"detach": False, "dry_run": False, "as_json": False, "no_ssh": False, "node_rank": None}
+"""Options of a run that say nothing about one that a queue starts -> what they are then."""
+_HIDDEN = {"run_id": None, "first_attempt": 0}
+QUEUE_OPTION = click.option(
+    "--queue",
+    "chosen_queue",
+    type=click.Choice(("local", "slurm")),
+    help="zlaunch's own, or SLURM.  [default: slurm where it is installed, and said]",
+)
+
+
+@click.command(
+    cls=Command,
+    context_settings={**SETTINGS, "allow_interspersed_args": False},
+    short_help="Queue a run: it starts when there are slots for it.",
+)
+@QUEUE_OPTION
+@click.option("--priority", type=int, default=0, metavar="N", help="Higher ones go first.  [default: 0]")
+@click.option("--after", multiple=True, metavar="RUN", help="Start when RUN has ended well; repeatable.")
+@click.option("--time", "limit", metavar="TIME", help="Stop it after 90 (minutes), 24:00:00, 2-12:00:00.")
+@count_option("--retries", low=0, default=0, help="After a failure queue it again, so many times.")
+@click.option(
+    "--preemptible",
+    is_flag=True,
+    help="A higher priority may have it save, by SIGUSR1, and wait again: for scripts that do.",
+)
+@click.option("--sbatch", multiple=True, metavar="OPTION", help='SLURM: more for sbatch, such as "-p gpu".')
+@with_options(LAUNCH)
+@click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT [ARGS]...")
+@click.pass_context
+def submit(
+    context: click.Context, /, command: tuple[str, ...], chosen_queue: QueueName | None, **given: Any
+) -> int:
+    """Queue SCRIPT, with the options of a run, and print the run's name; in SLURM the job's id.
+
+    Its slots are any that are free, of this machine or the hostfile: --num_gpus on each of --num_nodes hosts.
+    First come, first served; no slot is given twice. Then: zlaunch queue, wait, logs -f, cancel.
+    """
+    if "SLURM_JOB_ID" in os.environ:
+        raise click.UsageError("submit: this is inside a SLURM job: its nodes are given already")
+    about = {
+        name: given.pop(name) for name in ("priority", "after", "limit", "retries", "preemptible", "sbatch")
+    }
+    options = _given_options(context)
+    queue = choose_queue(
+        chosen_queue, uses_hosts=any(given[name] for name in ("hostfile", "include", "exclude"))
+    )
+    for name in _NOT_HERE:
+        given[name] = _NOT_HERE[name]
+    if queue == "slurm":
+        return _submit_to_slurm(command, options, given, about)
+    if about["sbatch"]:
+        raise click.UsageError("--sbatch goes with --queue slurm")
+    return _submit_here(command, options, given, about)
+
+
+submit.params = [parameter for parameter in submit.params if parameter.name not in _NOT_HERE]
+
+
+def choose_queue(asked: QueueName | None, *, uses_hosts: bool = False) -> QueueName:
+    """Return the queue that was asked for, or SLURM's where this machine can submit to it."""
+    if asked is not None:
+        return asked
+    configured = "SLURM_CONF" in os.environ or os.path.exists("/etc/slurm/slurm.conf")
+    return "slurm" if configured and not uses_hosts and shutil.which("sbatch") else "local"
+
+
+def _given_options(context: click.Context) -> list[tuple[str, str]]:
+    """Return the options of a run that were given: name and word of the command line."""
+    found = []
+    own = {"chosen_queue", "priority", "after", "limit", "retries", "preemptible", "sbatch"}
+    for option in context.command.params:
+        name = option.name or ""
+        given = context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
+        if not isinstance(option, click.Option) or not given or name in own or not option.expose_value:
+            continue
+        flag = next(word for word in option.opts if word.startswith("--"))
+        value = context.params[name]
+        if option.is_flag:
+            found.append((name, flag))
+        else:
+            found += [(name, f"{flag}={each}") for each in (value if option.multiple else (value,))]
+    return found
+
+
+# -- the embedded queue
+
+
+def _submit_here(
+    command: tuple[str, ...], options: list[tuple[str, str]], given: dict[str, Any], about: dict[str, Any]
+) -> int:
+    from zlaunch.cli.run import prepare
+    from zlaunch.launch import run_record
+    from zlaunch.launch.detach import CONSOLE_LOG, ended_at_logout
+    from zlaunch.launch.found_runs import find_run, meant
+    from zlaunch.launch.run_folder import make_run_dir, name_of
+    from zlaunch.plan.plan import without_secrets
+    from zlaunch.queue.demand import find_demand
+    from zlaunch.queue.store import Store, Submission
+    from zlaunch.queue.wake import ensure_daemon, queue_folder
+    from zlaunch.slurm.script import time_limit_s
+
+    if given["requeue"]:
+        raise click.UsageError("--requeue: SLURM's; here --preemptible and --retries queue a run again")
+    after = tuple(str(find_run(meant(run)).path.absolute()) for run in about["after"])
+    limit = None if about["limit"] is None else time_limit_s(about["limit"])
+    launcher = prepare(command, given).launcher
+    o = launcher.options
+    demand, names = find_demand(launcher)
+    path = Path(o.run_dir)
+    folder = queue_folder()
+    store = Store(folder)
+    submission = Submission(
+        run_id=o.run_id,
+        run_dir=o.run_dir,
+        options=tuple(word for name, word in options if name not in (*_SLOTS, "run_dir")),
+        command=command,
+        cwd=os.getcwd(),
+        umask=_umask(),
+        demand=demand,
+        names=names,
+        priority=about["priority"],
+        after=after,
+        time_s=limit,
+        retries=about["retries"],
+        preemptible=about["preemptible"],
+        grace_s=o.grace_s,
+    )
+    lock = make_run_dir(path)
+    assert lock is not None
+    if (path / "launcher.json").exists():
+        raise click.UsageError(f"--run_dir {given['run_dir']}: there has been a run in it: take another")
+    per_node = demand.per_node or max(map(len, demand.pool.values()))
+    shown = without_secrets([*(word for _, word in options), *command])
+    run_record.queued(o.run_dir, o.run_id, tuple(demand.pool)[: demand.nodes], demand.nodes * per_node, shown)
+    (path / CONSOLE_LOG).touch()
+    os.close(lock)  # the next to hold it is the run's launcher
+    environ = {name: value for name, value in os.environ.items() if name != "ZLAUNCH_RUN_ID"}
+    try:
+        job = store.add(submission, environ)
+    except BaseException:
+        run_record.left_queue(path, 2)
+        raise
+    name = name_of(path)
+    print(name, flush=True)
+    if not given["quiet"]:
+        print(f"zlaunch: job {job} of the queue: zlaunch queue, wait {name}, cancel {name}", file=sys.stderr)
+    ensure_daemon(folder)
+    if advice := ended_at_logout():
+        print(f"zlaunch: warning: {advice}", file=sys.stderr)
+    return 0
+
+
+def _umask() -> int:
+    known = os.umask(0o077)
+    os.umask(known)
+    return known
+
+
+# -- SLURM
+
+
+def _submit_to_slurm(
+    command: tuple[str, ...], options: list[tuple[str, str]], given: dict[str, Any], about: dict[str, Any]
+) -> int:
+    from zlaunch.cli.run import check_command
+    from zlaunch.slurm.commands import has_gpus
+    from zlaunch.slurm.commands import submit as hand_over
+    from zlaunch.slurm.script import BatchScript, render
+
+    for name, instead in (
+        ("priority", 'SLURM has its own: --sbatch "--nice=N" or --sbatch "--qos=NAME"'),
+        ("retries", "--max_restarts N tries again within the job"),
+    ):
+        if about[name]:
+            raise click.UsageError(f"--{name} goes with --queue local: {instead}")
+    for name in ("include", "exclude", "hostfile"):
+        if given[name]:
+            raise click.UsageError(f"--{name} goes with --queue local: SLURM chooses the nodes")
+    for run in about["after"]:
+        if not run.isdecimal():
+            raise click.UsageError(f"--after {run}: with --queue slurm it takes the id of a job")
+    check_command(command, module=given["module"], no_python=given["no_python"], folder=given["workdir"])
+    count = given["num_gpus"]
+    gpus = count if count is not None and has_gpus() else None
+    words = [
+        word for name, word in options if name not in ("num_nodes", "requeue", "num_gpus" if gpus else "")
+    ]
+    extra = [*about["sbatch"]]
+    if about["after"]:
+        extra.append(f"--dependency=afterok:{':'.join(about['after'])}")
+    batch = BatchScript(
+        script=command[0],
+        script_args=command[1:],
+        zlaunch_args=tuple(words),
+        nodes=given["num_nodes"] or 1,
+        gpus_per_node=gpus,
+        time=about["limit"],
+        job_name=Path(command[0]).stem or None,
+        python=sys.executable,
+        requeue=given["requeue"] or about["preemptible"],
+        sbatch=tuple(extra),
+    )
+    with tempfile.TemporaryDirectory(prefix="zlaunch-") as folder:  # sbatch keeps a copy
+        path = Path(folder, f"{Path(command[0]).stem or 'job'}.sbatch")
+        path.write_bytes(os.fsencode(render(batch)))
+        job = hand_over(path)
+    print(job)
+    if not given["quiet"]:
+        print(f"zlaunch: job {job} of SLURM: zlaunch queue, cancel {job}; slurm-{job}.out", file=sys.stderr)
+    return 0

@@ -1,0 +1,126 @@
+"""Decide which waiting jobs get which slots, and which running ones have to make room. Pure functions.
+
+Jobs are served by priority, then in the order in which they came. One that has to wait reserves the slots
+that it will get soonest, so that no later one holds it up; what no earlier one needs a later one gets at
+once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+
+Slots = dict[str, tuple[int, ...]]
+"""Host -> slots, in rank order."""
+_Slot = tuple[str, int]
+_Cost = tuple[int, int, int]
+"""Slots that are in the way for an unknown time, only if nobody is preempted, only for a short time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """Says what a job needs: so many slots on each of so many hosts, out of a pool."""
+
+    pool: Slots
+    nodes: int
+    per_node: int | None
+    """None: on each host all that the pool has of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """Describes a job that may start."""
+
+    id: int
+    priority: int
+    demand: Demand
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """Describes a job that has slots."""
+
+    id: int
+    priority: int
+    slots: Slots
+    preemptible: bool
+    """Tells whether it may be asked to save and make room for a higher priority."""
+    ends: bool
+    """Tells whether it has been asked to end: its slots will soon be free."""
+
+
+@dataclass(slots=True)
+class Assignments:
+    """Says what is to be done now."""
+
+    starts: dict[int, Slots] = field(default_factory=dict)
+    preempted: list[int] = field(default_factory=list)
+
+
+def decide(waiting: Iterable[Waiting], running: Iterable[Running]) -> Assignments:
+    """Give free slots to waiting jobs: none is given twice, or to a job while an earlier one waits for it."""
+    found, board = Assignments(), _Board(running)
+    for job in sorted(waiting, key=lambda job: (-job.priority, job.id)):
+        cost = partial(board.cost, job.priority)
+        chosen = _cheapest(job.demand, cost)
+        if chosen is None:
+            continue
+        unknown, by_force, soon = _total(map(cost, _each(chosen)))
+        if not (unknown or by_force or soon):
+            found.starts[job.id] = chosen
+        elif by_force and not unknown:
+            found.preempted += board.preempt(chosen)
+        board.blocked |= set(_each(chosen))
+    return found
+
+
+class _Board:
+    """Holds who has which slots, and which are spoken for."""
+
+    def __init__(self, running: Iterable[Running]) -> None:
+        jobs = list(running)
+        self._holders = {slot: job for job in jobs for slot in _each(job.slots)}
+        self._leaving = {job.id for job in jobs if job.ends}
+        self.blocked: set[_Slot] = set()
+
+    def cost(self, priority: int, slot: _Slot) -> _Cost:
+        """Return what is in the way of a slot for a job of this priority."""
+        holder = self._holders.get(slot)
+        if slot in self.blocked:
+            return 1, 0, 0
+        if holder is None:
+            return 0, 0, 0
+        if holder.id in self._leaving:
+            return 0, 0, 1
+        can_go = holder.preemptible and holder.priority < priority
+        return (0, 1, 0) if can_go else (1, 0, 0)
+
+    def preempt(self, slots: Slots) -> list[int]:
+        """Have the jobs that hold these slots leave; return those that have to be asked."""
+        victims = {self._holders[slot].id for slot in _each(slots) if slot in self._holders} - self._leaving
+        self._leaving |= victims
+        return sorted(victims)
+
+
+def _each(slots: Mapping[str, Iterable[int]]) -> list[_Slot]:
+    return [(host, slot) for host, numbers in slots.items() for slot in numbers]
+
+
+def _total(costs: Iterable[_Cost]) -> _Cost:
+    unknown, by_force, soon = zip(*costs, strict=True)
+    return sum(unknown), sum(by_force), sum(soon)
+
+
+def _cheapest(demand: Demand, cost: Callable[[_Slot], _Cost]) -> Slots | None:
+    """Return the slots with the least in their way; None where the pool is too small for the demand."""
+    offers: dict[str, tuple[_Cost, tuple[int, ...]]] = {}
+    for host, numbers in demand.pool.items():
+        count = len(numbers) if demand.per_node is None else demand.per_node
+        best = sorted((cost((host, number)), number) for number in numbers)[:count]
+        if 0 < count == len(best):
+            offers[host] = _total(each for each, _ in best), tuple(sorted(number for _, number in best))
+    if len(offers) < demand.nodes:
+        return None
+    hosts = sorted(offers, key=lambda host: offers[host][0])[: demand.nodes]
+    return {host: offers[host][1] for host in demand.pool if host in hosts}

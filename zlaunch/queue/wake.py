@@ -1,0 +1,101 @@
+"""Find the queue's folder, start its daemon where there is none, and wake it."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import select
+import socket
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+from zlaunch.errors import LaunchError
+from zlaunch.system.processes import python_module_argv
+
+_LOCK, _WAKE = "daemon.lock", "wake"
+LOG = "daemon.log"
+_START_S = 60.0
+
+
+def queue_folder(environ: Mapping[str, str] = os.environ) -> Path:
+    """Return the folder of this user's queue on this machine, which nobody else can read; create it.
+
+    It is zlaunch/queue-HOST in $XDG_STATE_HOME or ~/.local/state. Raises LaunchError.
+    """
+    base = environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
+    path = Path(base, "zlaunch", f"queue-{socket.gethostname()}")
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        os.chmod(path, 0o700)
+        try:
+            os.mkfifo(path / _WAKE, 0o600)
+        except FileExistsError:
+            pass
+    except OSError as error:
+        raise LaunchError(
+            f"the queue's folder {path}: {error.strerror}; XDG_STATE_HOME=DIR moves it"
+        ) from None
+    return path
+
+
+def take_lock(folder: Path) -> int | None:
+    """Become the queue's one daemon while the returned descriptor is open; None where there is another."""
+    fd = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(fd)
+        if error.errno in (errno.EAGAIN, errno.EACCES):
+            return None
+        raise
+    return fd
+
+
+def open_wake(folder: Path) -> int:
+    """Open the daemon's end of what wakes it; it never blocks."""
+    return os.open(folder / _WAKE, os.O_RDWR | os.O_NONBLOCK)
+
+
+def wake(folder: Path) -> None:
+    """Wake the daemon, if there is one."""
+    try:
+        fd = os.open(folder / _WAKE, os.O_WRONLY | os.O_NONBLOCK)
+    except OSError:
+        return  # nobody reads: there is no daemon
+    try:
+        os.write(fd, b"!")
+    except OSError:
+        pass  # it is full: the daemon will read it
+    finally:
+        os.close(fd)
+
+
+def ensure_daemon(folder: Path) -> None:
+    """Wake the daemon; start one where there is none. Raises LaunchError."""
+    fd = take_lock(folder)
+    if fd is None:
+        wake(folder)
+        return
+    os.close(fd)
+    if "ZLAUNCH_RUN_ID" in os.environ:
+        raise LaunchError(
+            "the queue's daemon cannot be started inside a run, which would end it at its own end: "
+            "run `zlaunch queue` outside"
+        )
+    has_begun, says_so = os.pipe()
+    with open(folder / LOG, "ab") as log, open(has_begun, "rb", 0) as ready:
+        daemon = subprocess.Popen(
+            [*python_module_argv("zlaunch.queue.daemon"), str(says_so)],
+            cwd="/",
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            pass_fds=(says_so,),
+        )
+        os.close(says_so)
+        begun = bool(select.select([ready], [], [], _START_S)[0] and ready.read(1))
+    if not begun:
+        raise LaunchError(f"the queue's daemon (process {daemon.pid}) has not begun: see {folder / LOG}")
