@@ -81,7 +81,7 @@ def write_run(folder: Path, name: str, started: int, *, lives: bool) -> None:
         ("zlaunch slurm script --gp", ["plain,--gpus-per-node", "plain,--gpus"]),
         ("zlaunch slurm script train.py --gp", ["file,--gp"]),
         ("zlaunch slurm script -h", ["plain,-h"]),
-        ("zlaunch help s", ["plain,slurm", "plain,stacks", "plain,stop", "plain,submit"]),
+        ("zlaunch help s", ["plain,slurm", "plain,stacks", "plain,stop", "plain,submit", "plain,sweep"]),
         ("zlaunch help slurm ", ["plain,script", "plain,submit"]),
         ("zlaunch logs ", []),
     ],

@@ -28,6 +28,7 @@ SUBCOMMANDS = {
     "stacks": "zlaunch.cli.runs:stacks",
     "stop": "zlaunch.cli.runs:stop",
     "submit": "zlaunch.cli.submit:submit",
+    "sweep": "zlaunch.cli.sweep:sweep",
     "tune": "zlaunch.cli.tune:tune",
     "wait": "zlaunch.cli.attach:wait",
     "watch": "zlaunch.cli.watch:watch",

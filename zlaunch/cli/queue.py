@@ -6,7 +6,6 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any
@@ -140,7 +139,7 @@ def cancel(chosen_queue: QueueName | None, runs: tuple[str, ...]) -> int:
             commands.cancel(run)
             print(f"{run}: cancelled")
         return 0
-    from zlaunch.queue.daemon import CANCELLED, end_job
+    from zlaunch.queue.ending import cancel_job
     from zlaunch.queue.wake import ensure_daemon
 
     store, folder = _open()
@@ -148,12 +147,7 @@ def cancel(chosen_queue: QueueName | None, runs: tuple[str, ...]) -> int:
     for job in _find(store, runs):
         if job.state == "ended":
             raise click.UsageError(f"job {job.id} has ended already, with code {job.exit_code}")
-        # It may begin to run, or have to wait again, in the meantime.
-        while not store.ask(job.id, "cancel"):
-            if end_job(store, replace(job, state="waiting"), CANCELLED, "cancelled"):
-                break
-            if (now := store.find(job.id)) is None or now.state == "ended":
-                break
+        cancel_job(store, job)
         asked.append(job.id)
     ensure_daemon(folder)
     return _await_end(store, asked)
@@ -170,11 +164,10 @@ def _find(store: Store, texts: Sequence[str]) -> list[QueuedJob]:
             continue
         if text.isdecimal() and len(text) < 6:
             raise LaunchError(f"there is no job {text}: zlaunch queue --all")
-        path = str(find_run(meant(text)).path.absolute())
-        known = [job for job in store.jobs("waiting", "running", "ended") if job.submission.run_dir == path]
-        if not known:
+        known = store.of_run(str(find_run(meant(text)).path.absolute()))
+        if known is None:
             raise LaunchError(f"{text} is no run of the queue: zlaunch stop {text}")
-        found.append(known[-1])
+        found.append(known)
     return found
 
 

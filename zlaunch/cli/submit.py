@@ -6,8 +6,9 @@ import os
 import shutil
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import click
 
@@ -18,7 +19,7 @@ QueueName = Literal["local", "slurm"]
 _SLOTS = ("num_gpus", "num_nodes", "include", "exclude")
 _NOT_HERE = {"detach": False, "dry_run": False, "as_json": False, "no_ssh": False, "node_rank": None}
 """Options of a run that say nothing about one that a queue starts -> what they are then."""
-_HIDDEN = {"run_id": None, "first_attempt": 0}
+_ABOUT = ("priority", "after", "limit", "retries", "preemptible", "sbatch")
 QUEUE_OPTION = click.option(
     "--queue",
     "chosen_queue",
@@ -54,25 +55,41 @@ def submit(
     Its slots are any that are free, of this machine or the hostfile: --num_gpus on each of --num_nodes hosts.
     First come, first served; no slot is given twice. Then: zlaunch queue, wait, logs -f, cancel.
     """
-    if "SLURM_JOB_ID" in os.environ:
-        raise click.UsageError("submit: this is inside a SLURM job: its nodes are given already")
-    about = {
-        name: given.pop(name) for name in ("priority", "after", "limit", "retries", "preemptible", "sbatch")
-    }
-    options = _given_options(context)
-    queue = choose_queue(
-        chosen_queue, uses_hosts=any(given[name] for name in ("hostfile", "include", "exclude"))
-    )
-    for name in _NOT_HERE:
-        given[name] = _NOT_HERE[name]
-    if queue == "slurm":
-        return _submit_to_slurm(command, options, given, about)
-    if about["sbatch"]:
-        raise click.UsageError("--sbatch goes with --queue slurm")
-    return _submit_here(command, options, given, about)
+    asked = read_line(context, command, chosen_queue, given)
+    if asked.queue == "slurm":
+        return _submit_to_slurm(asked)
+    job, path = enqueue(asked)
+    return _told(job, path, quiet=asked.given["quiet"])
 
 
 submit.params = [parameter for parameter in submit.params if parameter.name not in _NOT_HERE]
+
+
+class Asked(NamedTuple):
+    """Holds what a command line of `submit` asks for."""
+
+    queue: QueueName
+    command: tuple[str, ...]
+    options: tuple[tuple[str, str], ...]
+    """Options of a run that were given: name and word of the command line."""
+    given: dict[str, Any]
+    """All options of a run."""
+    about: dict[str, Any]
+    """The options of the queue."""
+
+
+def read_line(
+    context: click.Context, command: tuple[str, ...], queue: QueueName | None, given: Mapping[str, Any]
+) -> Asked:
+    """Take a parsed command line of `submit`. Raises click.UsageError."""
+    if "SLURM_JOB_ID" in os.environ:
+        raise click.UsageError("this is inside a SLURM job: its nodes are given already")
+    chosen = choose_queue(queue, uses_hosts=any(given[name] for name in ("hostfile", "include", "exclude")))
+    about = {name: given[name] for name in _ABOUT}
+    if chosen == "local" and about["sbatch"]:
+        raise click.UsageError("--sbatch goes with --queue slurm")
+    others = {name: value for name, value in given.items() if name not in _ABOUT}
+    return Asked(chosen, command, _given_options(context), {**others, **_NOT_HERE}, about)
 
 
 def choose_queue(asked: QueueName | None, *, uses_hosts: bool = False) -> QueueName:
@@ -83,14 +100,17 @@ def choose_queue(asked: QueueName | None, *, uses_hosts: bool = False) -> QueueN
     return "slurm" if configured and not uses_hosts and shutil.which("sbatch") else "local"
 
 
-def _given_options(context: click.Context) -> list[tuple[str, str]]:
-    """Return the options of a run that were given: name and word of the command line."""
+def _given_options(context: click.Context) -> tuple[tuple[str, str], ...]:
     found = []
-    own = {"chosen_queue", "priority", "after", "limit", "retries", "preemptible", "sbatch"}
     for option in context.command.params:
         name = option.name or ""
         given = context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
-        if not isinstance(option, click.Option) or not given or name in own or not option.expose_value:
+        if (
+            not isinstance(option, click.Option)
+            or not given
+            or name in ("chosen_queue", *_ABOUT)
+            or not option.expose_value
+        ):
             continue
         flag = next(word for word in option.opts if word.startswith("--"))
         value = context.params[name]
@@ -98,36 +118,38 @@ def _given_options(context: click.Context) -> list[tuple[str, str]]:
             found.append((name, flag))
         else:
             found += [(name, f"{flag}={each}") for each in (value if option.multiple else (value,))]
-    return found
+    return tuple(found)
 
 
 # -- the embedded queue
 
 
-def _submit_here(
-    command: tuple[str, ...], options: list[tuple[str, str]], given: dict[str, Any], about: dict[str, Any]
-) -> int:
+def enqueue(asked: Asked) -> tuple[int, Path]:
+    """Add a run to the embedded queue; return the job's number and the run's folder.
+
+    Raises click.UsageError and LaunchError.
+    """
     from zlaunch.cli.run import prepare
     from zlaunch.launch import run_record
-    from zlaunch.launch.detach import CONSOLE_LOG, ended_at_logout
+    from zlaunch.launch.detach import CONSOLE_LOG
     from zlaunch.launch.found_runs import find_run, meant
-    from zlaunch.launch.run_folder import make_run_dir, name_of
+    from zlaunch.launch.run_folder import make_run_dir
     from zlaunch.plan.plan import without_secrets
     from zlaunch.queue.demand import find_demand
     from zlaunch.queue.store import Store, Submission
-    from zlaunch.queue.wake import ensure_daemon, queue_folder
+    from zlaunch.queue.wake import queue_folder
     from zlaunch.slurm.script import time_limit_s
 
+    _, command, options, given, about = asked
     if given["requeue"]:
         raise click.UsageError("--requeue: SLURM's; here --preemptible and --retries queue a run again")
     after = tuple(str(find_run(meant(run)).path.absolute()) for run in about["after"])
     limit = None if about["limit"] is None else time_limit_s(about["limit"])
-    launcher = prepare(command, given).launcher
+    launcher = prepare(command, dict(given)).launcher
     o = launcher.options
     demand, names = find_demand(launcher)
     path = Path(o.run_dir)
-    folder = queue_folder()
-    store = Store(folder)
+    store = Store(queue_folder())
     submission = Submission(
         run_id=o.run_id,
         run_dir=o.run_dir,
@@ -159,11 +181,20 @@ def _submit_here(
     except BaseException:
         run_record.left_queue(path, 2)
         raise
+    return job, path
+
+
+def _told(job: int, path: Path, *, quiet: bool) -> int:
+    """Say what the run is called, and have it started."""
+    from zlaunch.launch.detach import ended_at_logout
+    from zlaunch.launch.run_folder import name_of
+    from zlaunch.queue.wake import ensure_daemon, queue_folder
+
     name = name_of(path)
     print(name, flush=True)
-    if not given["quiet"]:
+    if not quiet:
         print(f"zlaunch: job {job} of the queue: zlaunch queue, wait {name}, cancel {name}", file=sys.stderr)
-    ensure_daemon(folder)
+    ensure_daemon(queue_folder())
     if advice := ended_at_logout():
         print(f"zlaunch: warning: {advice}", file=sys.stderr)
     return 0
@@ -178,14 +209,13 @@ def _umask() -> int:
 # -- SLURM
 
 
-def _submit_to_slurm(
-    command: tuple[str, ...], options: list[tuple[str, str]], given: dict[str, Any], about: dict[str, Any]
-) -> int:
+def _submit_to_slurm(asked: Asked) -> int:
     from zlaunch.cli.run import check_command
     from zlaunch.slurm.commands import has_gpus
     from zlaunch.slurm.commands import submit as hand_over
     from zlaunch.slurm.script import BatchScript, render
 
+    _, command, options, given, about = asked
     for name, instead in (
         ("priority", 'SLURM has its own: --sbatch "--nice=N" or --sbatch "--qos=NAME"'),
         ("retries", "--max_restarts N tries again within the job"),

@@ -21,12 +21,11 @@ from zlaunch.launch.failure import SAVED_CODE
 from zlaunch.launch.found_runs import FoundRun
 from zlaunch.queue import schedule
 from zlaunch.queue.attempt import Attempt
+from zlaunch.queue.ending import CANCELLED, end_job
 from zlaunch.queue.store import QueuedJob, Store
 from zlaunch.queue.wake import LOG, open_wake, queue_folder, take_lock
 from zlaunch.system.processes import kill, python_module_argv, signal_name, sweep
 
-CANCELLED = 128 + signal.SIGTERM
-"""Exit code of a run that was cancelled, as of one that `zlaunch stop` ends."""
 _NEVER_BEGUN = 1
 _NO_RETRY = (2, 128 + signal.SIGINT, 128 + signal.SIGTERM, 128 + signal.SIGHUP)
 """Codes after which it is not tried again: refused at the start, or stopped by the user."""
@@ -188,15 +187,6 @@ class Daemon:
         finally:
             os.close(lock)
         say(f"job {job.id} starts on {text_of(slots)}")
-
-
-def end_job(store: Store, job: QueuedJob, code: int, why: str) -> bool:
-    """End a job of the queue, also in its run's folder; False where it was in another state by now."""
-    path = Path(job.submission.run_dir)
-    if job.state == "waiting" and not store.end(job.id, "waiting", code, why):
-        return False
-    run_record.left_queue(path, code)
-    return job.state == "waiting" or store.end(job.id, "running", code, why)
 
 
 def text_of(slots: schedule.Slots) -> str:

@@ -116,6 +116,15 @@ class Store:
             row = base.execute("SELECT * FROM jobs WHERE id = ?", (job_id,)).fetchone()
         return None if row is None else _job(row)
 
+    def of_run(self, run_dir: str) -> QueuedJob | None:
+        """Return the newest job with this folder; None where there is none."""
+        with self._open() as base:
+            row = base.execute(
+                "SELECT * FROM jobs WHERE json_extract(submission, '$.run_dir') = ? ORDER BY id DESC",
+                (run_dir,),
+            ).fetchone()
+        return None if row is None else _job(row)
+
     def environ(self, job_id: int) -> dict[str, str]:
         """Return the environment that a job was submitted in."""
         with self._open() as base:

@@ -1,0 +1,148 @@
+"""Test sweeps with real runs of the queue."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.helpers import ROOT
+from tests.e2e.test_runs import zlaunch
+from tests.limits import LIMIT_S, MATRIX_LIMIT_S, wait_until
+
+SCRIPT = """
+    import argparse, json, os, time
+    import zlaunch
+    parser = argparse.ArgumentParser()
+    for name in ("--config", "--x", "--steps", "--pause"):
+        parser.add_argument(name)
+    parser.add_argument("--fails", action="store_true")
+    options = parser.parse_args()
+    lr = json.load(open(options.config))["optimizer"]["params"]["lr"]
+    for step in range(1, int(options.steps) + 1):
+        while options.pause and not os.path.exists(options.pause):
+            time.sleep(0.05)
+        zlaunch.report(step=step, loss=abs(float(options.x) - 3) + lr + 1 / step)
+        time.sleep(float(os.environ["STEP_S"]))
+    raise SystemExit(9 if options.fails else 0)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a script, its config, six slots, and a queue of its own."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("STEP_S", "0.01")
+    (tmp_path / "train.py").write_text(textwrap.dedent(SCRIPT))
+    (tmp_path / "hosts").write_text("localhost slots=6\n")
+    config = {"train_batch_size": 1, "optimizer": {"type": "AdamW", "params": {"lr": 0.5}}}
+    (tmp_path / "ds.json").write_text(json.dumps(config))
+    return tmp_path
+
+
+COMMAND = (
+    *("--queue=local", "--hostfile=hosts", "--num_gpus=1", "--no_local_rank", "--no_preload"),
+    *("train.py", "--config=ds.json"),
+)
+
+
+def results(folder: Path) -> list[dict[str, str]]:
+    with open(folder / "sweeps" / "grid" / "results.csv", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_a_grid_is_run_and_the_best_is_shown(folder: Path) -> None:
+    (folder / "grid.yaml").write_text(
+        "parameters:\n  --x: [1, 3]\n  optimizer.params.lr: [1e-3, 0.25]\n  --fails: [false, true]\n"
+    )
+    done = zlaunch(folder, "sweep", "grid.yaml", *COMMAND, "--steps=4")
+    assert done.returncode == 0, done.stderr
+    assert "best: trial 5, --x=3 optimizer.params.lr=0.001 --fails=False: loss 0.251" in done.stdout
+    rows = results(folder)
+    assert [row["state"] for row in rows] == ["done", "failed 9"] * 4
+    assert {row["step"] for row in rows} == {"4"}
+    assert float(rows[4]["loss"]) == pytest.approx(0.251)
+    other = zlaunch(folder, "sweep", "grid.yaml", *COMMAND, "--steps=5")
+    assert other.returncode == 2 and "another sweep or command" in other.stderr
+    again = zlaunch(folder, "sweep", "grid.yaml", *COMMAND, "--steps=4")
+    assert again.returncode == 0 and "8 trials in sweeps/grid, 8 known" in again.stdout
+    assert "best: trial 5" in again.stdout
+
+
+def test_a_sweep_that_is_ended_goes_on(folder: Path) -> None:
+    (folder / "grid.yaml").write_text("parameters:\n  --x: [1, 2, 3, 4, 5, 6, 7, 8]\n")
+    arguments = ("sweep", "grid.yaml", *COMMAND, "--steps=2", "--pause=go")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "zlaunch", *arguments],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    wait_until((folder / "sweeps" / "grid" / "008" / "launcher.json").exists, "all trials queued")
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 130 and "the same command goes on" in err
+    (folder / "go").touch()
+    again = zlaunch(folder, *arguments)
+    assert again.returncode == 0 and "8 trials in sweeps/grid, 8 known" in again.stdout
+    assert "best: trial 3, --x=3: loss 1" in again.stdout
+    assert [row["state"] for row in results(folder)] == ["done"] * 8
+
+
+def test_what_is_behind_is_stopped(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STEP_S", "0.1")
+    (folder / "grid.yaml").write_text(
+        "parameters:\n  --x: [3, 50, 60, 70]\nearly_stopping: {min_steps: 5, factor: 4}\n"
+    )
+    (folder / "hosts").write_text("localhost slots=1\n")
+    done = zlaunch(folder, "sweep", "grid.yaml", *COMMAND, "--steps=60")
+    assert done.returncode == 0, done.stderr
+    rows = results(folder)
+    assert [row["state"] for row in rows] == ["done", *["stopped early"] * 3]
+    assert rows[0]["step"] == "60" and all(5 <= float(row["step"]) < 60 for row in rows[1:])
+    assert "best: trial 1" in done.stdout
+
+
+def test_what_cannot_be_tried_is_refused_before_anything_is_queued(folder: Path) -> None:
+    (folder / "grid.yaml").write_text("parameters:\n  optimizer.params.lr: [0.1, fast]\n")
+    (folder / "keys.yaml").write_text("parameters:\n  optimizer.params.lr: [0.1]\n")
+    (folder / "deep.yaml").write_text("parameters:\n  train_batch_size.x: [0.1]\n")
+    for arguments, text in (
+        (("grid.yaml", *COMMAND), "lr"),
+        (("none.yaml", *COMMAND), "none.yaml: No such file"),
+        (("keys.yaml", *COMMAND[:-1]), "is a key of a config"),
+        (("deep.yaml", *COMMAND), "train_batch_size is 1 in the config"),
+        (("keys.yaml", "--run_dir=x", *COMMAND), "--run_dir does not go with sweep"),
+        (("keys.yaml", "--queue=slurm", "train.py"), "--queue slurm"),
+        (("keys.yaml",), "no script given"),
+    ):
+        done = zlaunch(folder, "sweep", *arguments)
+        assert done.returncode == 2 and text in done.stderr, (arguments, done)
+        assert "Traceback" not in done.stderr
+    assert not list(folder.glob("sweeps/*/*/launcher.json"))
+
+
+@pytest.mark.exhaustive
+def test_thirty_trials_find_the_best_with_half_of_the_steps(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STEP_S", "0.05")
+    values = [float((7 * number) % 30) / 3 for number in range(30)]  # 3.0 is among them
+    (folder / "grid.yaml").write_text(
+        f"parameters:\n  --x: {values}\nearly_stopping: {{min_steps: 10, factor: 3}}\n"
+    )
+    done = zlaunch(folder, "sweep", "grid.yaml", *COMMAND, "--steps=180", limit_s=MATRIX_LIMIT_S)
+    assert done.returncode == 0, done.stderr
+    assert "best: trial 28, --x=3:" in done.stdout, done.stdout
+    steps = sum(float(row["step"]) for row in results(folder))
+    print(steps / (30 * 180))
+    assert steps <= 30 * 180 / 2

@@ -1,0 +1,113 @@
+"""Test which trials a sweep's file means, and what it is told where it means none."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from zlaunch.errors import LaunchError
+from zlaunch.sweep.space import EarlyStopping, read_space
+
+
+def write(folder: Path, text: str, name: str = "grid.yaml") -> Path:
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+def test_a_grid_is_every_combination(tmp_path: Path) -> None:
+    path = write(
+        tmp_path,
+        "parameters:\n  a.b: [1e-4, 2]\n  --flag: [true, no one]\n  --one: x\nmetric: acc\ngoal: max\n"
+        "early_stopping: {min_steps: 5}\n",
+    )
+    space = read_space(path)
+    assert [tuple(trial.values()) for trial in space.trials] == [
+        (1e-4, True, "x"),
+        (1e-4, "no one", "x"),
+        (2, True, "x"),
+        (2, "no one", "x"),
+    ]
+    assert (space.metric, space.goal, space.early_stopping) == ("acc", "max", EarlyStopping(5, 3))
+
+
+def test_random_samples_are_the_same_for_a_seed(tmp_path: Path) -> None:
+    text = (
+        "method: random\nsamples: 50\nseed: {}\nparameters:\n  a: {{log_uniform: [1e-5, 1e-1]}}\n"
+        "  b: {{uniform: [-1, 1.5]}}\n  c: {{int_uniform: [1, 3]}}\n  d: [x, 2]\n"
+    )
+    first = read_space(write(tmp_path, text.format(1)))
+    assert first == read_space(write(tmp_path, text.format(1)))
+    assert first != read_space(write(tmp_path, text.format(2)))
+    columns = {name: [trial[name] for trial in first.trials] for name in "abcd"}
+    exponents = [math.log10(float(value or 0)) for value in columns["a"]]
+    assert len(first.trials) == 50 and -5 <= min(exponents) < -4 and -2 < max(exponents) <= -1
+    assert all(isinstance(value, float) and -1 <= value <= 1.5 for value in columns["b"])
+    assert set(columns["c"]) == {1, 2, 3} and set(columns["d"]) == {"x", 2}
+
+
+def test_rows_of_a_csv(tmp_path: Path) -> None:
+    path = write(tmp_path, "optimizer.params.lr,--name\n1e-4,a b\n3,true\n", "trials.csv")
+    assert read_space(path).trials == (
+        {"optimizer.params.lr": 1e-4, "--name": "a b"},
+        {"optimizer.params.lr": 3, "--name": True},
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "key `parameters`"),
+        ("parameters: {}", "parameters: names and values are missing"),
+        ("parameters: {a: [1]}\nmethods: grid", "methods: unknown key"),
+        ("parameters: {a: [1]}\nmethod: best", "method: 'best'"),
+        ("parameters: {a: []}", "parameters.a: the list is empty"),
+        ("parameters: {a: [[1]]}", "parameters.a: [1] is neither text nor a number"),
+        ("parameters: {a: {uniform: [0, 1]}}", "goes with `method: random`"),
+        ("parameters: {a: {normal: [0, 1]}}", "parameters.a: takes a list, or one of"),
+        ("parameters: {a b: [1]}", "parameter 'a b': write --name"),
+        ("parameters: {7: [1]}", "parameter 7: write --name"),
+        ("parameters: {a: [1]}\nsamples: 3", "samples: goes with `method: random`"),
+        ("parameters: {a: [1]}\nmethod: random", "samples: a whole number of at least 1"),
+        ("parameters: {a: [1]}\nmethod: random\nsamples: 0", "samples: a whole number"),
+        (
+            "parameters: {a: {uniform: [2, 1]}}\nmethod: random\nsamples: 1",
+            "parameters.a.uniform: takes [LOW",
+        ),
+        ("parameters: {a: {log_uniform: [0, 1]}}\nmethod: random\nsamples: 1", "numbers above 0"),
+        ("parameters: {a: {int_uniform: [0, .5]}}\nmethod: random\nsamples: 1", "takes whole numbers"),
+        ("parameters: {a: [1]}\ngoal: less", "goal: 'less'"),
+        ("parameters: {a: [1]}\nearly_stopping: true", "takes min_steps and factor"),
+        ("parameters: {a: [1]}\nearly_stopping: {factor: 2}", "early_stopping.min_steps"),
+        ("parameters: {a: [1]}\nearly_stopping: {min_steps: 2, factor: 1}", "early_stopping.factor"),
+        ("parameters: [", "cannot be read"),
+        ("\x00", "cannot be read"),
+    ],
+)
+def test_what_is_wrong_is_named(tmp_path: Path, text: str, said: str) -> None:
+    path = write(tmp_path, text)
+    with pytest.raises(LaunchError) as error:
+        read_space(path)
+    assert said in str(error.value) and str(path) in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("a\n", "no rows"),
+        ("a,b\n1\n", "line 2 does not have 2"),
+        ("a\n1,2\n", "line 2"),
+        ("a b\n1\n", "'a b'"),
+    ],
+)
+def test_what_is_wrong_with_a_csv(tmp_path: Path, text: str, said: str) -> None:
+    with pytest.raises(LaunchError, match="trials") as error:
+        read_space(write(tmp_path, text, "trials.csv"))
+    assert said in str(error.value)
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match="No such file"):
+        read_space(tmp_path / "grid.yaml")

@@ -1,0 +1,206 @@
+"""`zlaunch sweep`: try many values of a script's parameters, by runs of the queue."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from zlaunch.cli.commands import SETTINGS, Command
+from zlaunch.cli.run import prepare
+from zlaunch.cli.submit import Asked, enqueue, read_line, submit
+from zlaunch.errors import LaunchError
+
+if TYPE_CHECKING:
+    from zlaunch.queue.store import Store
+    from zlaunch.sweep.space import Space
+    from zlaunch.sweep.trials import SweepTrial
+
+_SETTINGS = {**SETTINGS, "ignore_unknown_options": True, "allow_interspersed_args": False}
+_POLL_S = 0.5
+
+
+@click.command(
+    cls=Command, context_settings=_SETTINGS, short_help="Try many values of a script's parameters."
+)
+@click.option("--dir", "folder", metavar="DIR", help="For all results.  [default: sweeps/NAME of FILE]")
+@click.argument("file", metavar="FILE")
+@click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="[SUBMIT OPTIONS] SCRIPT [ARGS]...")
+def sweep(folder: str | None, file: str, command: tuple[str, ...]) -> int:
+    """Run SCRIPT with many values of its parameters, each as `zlaunch submit` does, and show the best.
+
+    FILE lists them: a grid or random samples in YAML, or rows of a CSV. A name like --hidden is an argument
+    of the script, one like optimizer.params.lr a key of its config. With early_stopping runs that are behind
+    others are stopped. The same command goes on where it was ended; Ctrl-C leaves the queued runs alone.
+    """
+    from zlaunch.sweep.space import read_space
+    from zlaunch.sweep.trials import open_trials
+
+    asked = _asked(command)
+    space = read_space(Path(file))
+    where = Path(folder if folder is not None else f"sweeps/{Path(file).stem}")
+    config = _config_of(asked, space)
+    trials = open_trials(where, space, command)
+    running = _Sweep(where, space, trials)
+    try:
+        running.begin(asked, config)
+        running.follow()
+    except KeyboardInterrupt:
+        click.echo("\nzlaunch sweep: its runs stay in the queue; the same command goes on", err=True)
+        running.show()
+        return 130
+    running.show()
+    return 0 if any(trial.state == "done" for trial in trials) else 1
+
+
+def _asked(words: Sequence[str]) -> Asked:
+    """Read the command line behind FILE. Raises click.UsageError."""
+    context = submit.make_context("zlaunch sweep", list(words))
+    given = dict(context.params)
+    asked = read_line(context, given.pop("command"), given.pop("chosen_queue") or "local", given)
+    if not asked.command:
+        raise click.UsageError("no script given; see zlaunch sweep --help")
+    if asked.queue == "slurm":
+        raise click.UsageError("--queue slurm: a sweep goes to zlaunch's own queue alone")
+    if asked.given["run_dir"] is not None:
+        raise click.UsageError("--run_dir does not go with sweep: --dir DIR, before FILE")
+    return asked
+
+
+def _config_of(asked: Asked, space: Space) -> str | None:
+    """Return the config whose keys the sweep changes, as it is named; None if it changes none."""
+    from zlaunch.plan.checks import config_arguments
+
+    keys = [name for name in space.trials[0] if not name.startswith("--")]
+    if not keys:
+        return None
+    configs = {value for _, value, _ in config_arguments(asked.command[1:])}
+    if len(configs) != 1:
+        raise click.UsageError(
+            f"parameter {keys[0]} is a key of a config, and {asked.command[0]} has to be given one: "
+            "--config, --deepspeed_config or --deepspeed FILE, a name that ends in .json, .yaml or .yml"
+        )
+    return configs.pop()
+
+
+class _Sweep:
+    """Puts trials into the queue, follows them, and says what they show."""
+
+    def __init__(self, folder: Path, space: Space, trials: Sequence[SweepTrial]) -> None:
+        from zlaunch.queue.store import Store
+        from zlaunch.queue.wake import queue_folder
+        from zlaunch.sweep.stopping import SuccessiveHalving
+
+        self.folder, self.space, self.trials = folder, space, trials
+        self.queue = queue_folder()
+        self.store: Store = Store(self.queue)
+        rules = space.early_stopping
+        self.halving = None if rules is None else SuccessiveHalving(rules, space.goal)
+
+    def begin(self, asked: Asked, config: str | None) -> None:
+        """Put every trial that is not there yet into the queue."""
+        from zlaunch.queue.wake import ensure_daemon
+
+        raw = None if config is None else _load(os.path.join(asked.given["workdir"] or "", config))
+        begun = [trial for trial in self.trials if trial.is_begun]
+        new = [_of_trial(asked, trial, config, raw) for trial in self.trials if not trial.is_begun]
+        for each in new:  # before anything is queued
+            prepare(each.command, dict(each.given))
+        for each in new:
+            enqueue(each)
+            ensure_daemon(self.queue)
+        click.echo(f"{len(self.trials)} trials in {self.folder}" + f", {len(begun)} known" * bool(begun))
+
+    def follow(self) -> None:
+        """Wait for all trials; stop those that are behind."""
+        from zlaunch.queue.ending import cancel_job
+        from zlaunch.queue.wake import wake
+        from zlaunch.sweep.trials import write_results
+
+        left = list(self.trials)
+        while True:
+            for trial in list(left):
+                has_ended = trial.has_ended  # asked first: what comes afterwards is still read
+                new = trial.read()
+                is_behind = self.halving is not None and not self.halving.goes_on(trial.number, new)
+                if has_ended:
+                    left.remove(trial)
+                    click.echo(f"{trial.number:3d}  {_shown(trial.values)}: {_outcome(trial)}")
+                    write_results(self.folder, self.trials)
+                elif is_behind and (job := self.store.of_run(str(trial.folder))) is not None:
+                    trial.stop()
+                    cancel_job(self.store, job)
+                    wake(self.queue)
+            if not left:
+                return
+            time.sleep(_POLL_S)
+
+    def show(self) -> None:
+        """Print the trials, the best first."""
+        from zlaunch.cli.tables import make_table, stdout_console
+        from zlaunch.sweep.trials import ranked, write_results
+
+        write_results(self.folder, self.trials)
+        order = ranked(self.trials, self.space.goal)
+        rows = [
+            (
+                *(str(trial.number), _shown(trial.values), "" if trial.last is None else f"{trial.last:.6g}"),
+                *(f"{trial.step:g}", trial.state),
+            )
+            for trial in order
+        ]
+        columns = ("trial", "values", self.space.metric, "step", "state")
+        stdout_console().print(make_table(columns, rows, right=(self.space.metric, "step")))
+        best = order[0]
+        click.echo(f"{self.folder / 'results.csv'}: all results")
+        if best.last is not None:
+            click.echo(
+                f"best: trial {best.number}, {_shown(best.values)}: {self.space.metric} {best.last:.6g}"
+            )
+        else:
+            click.echo(
+                f"no trial has reported {self.space.metric!r}: zlaunch.report({self.space.metric}=...) does"
+            )
+
+
+def _of_trial(asked: Asked, trial: SweepTrial, config: str | None, raw: Mapping[str, Any] | None) -> Asked:
+    """Return the command line of a trial; write its config."""
+    from zlaunch.sweep.trials import CONFIG, as_arguments, with_values
+    from zlaunch.tuning.trial import replace_config
+
+    command = list(asked.command)
+    keys = {name: value for name, value in trial.values.items() if not name.startswith("--")}
+    if config is not None and raw is not None:
+        path = trial.folder / CONFIG
+        path.write_text(json.dumps(with_values(raw, keys), indent=1) + "\n")
+        command = replace_config(command, config, str(path))
+    command += as_arguments({name: value for name, value in trial.values.items() if name not in keys})
+    return asked._replace(command=tuple(command), given={**asked.given, "run_dir": str(trial.folder)})
+
+
+def _load(path: str) -> dict[str, Any]:
+    from zlaunch.runtime.config import ConfigError, load
+
+    try:
+        return load(path).raw
+    except ConfigError as error:
+        raise LaunchError(str(error)) from None
+
+
+def _shown(values: Mapping[str, object]) -> str:
+    return " ".join(f"{name}={_short(value)}" for name, value in values.items())
+
+
+def _short(value: object) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def _outcome(trial: SweepTrial) -> str:
+    if trial.last is None:
+        return f"{trial.state}, no {trial.metric}"
+    return f"{trial.metric} {trial.last:.6g} at step {trial.step:g}, {trial.state}"

@@ -1,0 +1,229 @@
+"""Read what a sweep tries, from YAML or CSV, and list its trials. Pure, but for reading the file."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import json
+import math
+import random
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from zlaunch.errors import LaunchError
+
+Value = str | int | float | bool | None
+Values = dict[str, Value]
+"""Parameter -> value: `--name` is an argument of the script, any other name a key of its config."""
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
+_NAME = re.compile(r"--[A-Za-z][\w-]*|[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", re.ASCII)
+_KEYS = ("method", "parameters", "samples", "seed", "metric", "goal", "early_stopping")
+_RANGES = ("uniform", "log_uniform", "int_uniform")
+_MOST = 100_000
+"""Trials of a grid; more are a mistake."""
+
+
+@dataclass(frozen=True, slots=True)
+class EarlyStopping:
+    """Says when trials are compared: after `min_steps`, and each time at `factor` times as many."""
+
+    min_steps: int
+    factor: int
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """Holds what a sweep tries, and by what it judges."""
+
+    trials: tuple[Values, ...]
+    metric: str = "loss"
+    goal: str = "min"
+    early_stopping: EarlyStopping | None = None
+
+
+def read_space(path: Path) -> Space:
+    """Read a sweep's file: trials as rows of a CSV, or a grid or random samples described in YAML.
+
+    Raises LaunchError, which names the file and the key.
+    """
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+        if path.suffix == ".csv":
+            return Space(_rows(text.splitlines()))
+        content = yaml.safe_load(text)
+    except OSError as error:
+        raise LaunchError(f"{path}: {error.strerror}") from None
+    except (UnicodeDecodeError, yaml.YAMLError, csv.Error) as error:
+        raise LaunchError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
+    except _SpaceError as error:
+        raise LaunchError(f"{path}: {error}") from None
+    try:
+        return _space(content)
+    except _SpaceError as error:
+        raise LaunchError(f"{path}: {error}") from None
+
+
+class _SpaceError(ValueError):
+    """Says what is wrong with a key."""
+
+
+def _rows(lines: list[str]) -> tuple[Values, ...]:
+    reader = csv.DictReader(lines)
+    rows = list(reader)
+    for name in reader.fieldnames or ():
+        _check_name(name)
+    if not rows:
+        raise _SpaceError("there are no rows below the names of the parameters")
+    for number, row in enumerate(rows, start=2):
+        if None in row or None in row.values():
+            raise _SpaceError(f"line {number} does not have {len(reader.fieldnames or ())} values")
+    return tuple({name: _plain(text) for name, text in row.items()} for row in rows)
+
+
+def _plain(text: str) -> Value:
+    """Return a number, true, false or null as such; anything else is text."""
+    if text in ("true", "false", "null"):
+        known: Value = json.loads(text)
+        return known
+    if _NUMBER.fullmatch(text):
+        return int(text) if text.lstrip("+-").isdecimal() else float(text)
+    return text
+
+
+def _space(content: object) -> Space:
+    if not isinstance(content, dict):
+        raise _SpaceError("it has to have the key `parameters`, with names and values below it")
+    unknown = [str(key) for key in content if key not in _KEYS]
+    if unknown:
+        raise _SpaceError(f"{unknown[0]}: unknown key; there is {', '.join(_KEYS)}")
+    parameters = content.get("parameters")
+    if not isinstance(parameters, dict) or not parameters:
+        raise _SpaceError("parameters: names and values are missing")
+    for name in parameters:
+        _check_name(name)
+    method = content.get("method", "grid")
+    if method not in ("grid", "random"):
+        raise _SpaceError(f"method: {method!r} is neither grid nor random")
+    if method == "grid":
+        for key in ("samples", "seed"):
+            if key in content:
+                raise _SpaceError(f"{key}: goes with `method: random`")
+        trials = _grid(parameters)
+    else:
+        samples, seed = _count(content, "samples"), content.get("seed", 0)
+        if isinstance(seed, bool) or not isinstance(seed, int):
+            raise _SpaceError(f"seed: {seed!r} is no whole number")
+        trials = _random(parameters, samples, random.Random(seed))
+    metric, goal = content.get("metric", "loss"), content.get("goal", "min")
+    if not isinstance(metric, str) or not metric:
+        raise _SpaceError(f"metric: {metric!r} is no name")
+    if goal not in ("min", "max"):
+        raise _SpaceError(f"goal: {goal!r} is neither min nor max")
+    return Space(trials, metric, goal, _early_stopping(content.get("early_stopping")))
+
+
+def _check_name(name: object) -> None:
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise _SpaceError(
+            f"parameter {name!r}: write --name for an argument of the script, or a.key of its config"
+        )
+
+
+def _count(content: Mapping[str, Any], key: str, low: int = 1) -> int:
+    number = content.get(key)
+    if isinstance(number, bool) or not isinstance(number, int) or number < low:
+        raise _SpaceError(f"{key}: a whole number of at least {low} is needed, not {number!r}")
+    return number
+
+
+def _early_stopping(given: object) -> EarlyStopping | None:
+    if given is None:
+        return None
+    if not isinstance(given, dict) or set(given) - {"min_steps", "factor"}:
+        raise _SpaceError("early_stopping: takes min_steps and factor")
+    given = {"factor": 3, **given}
+    try:
+        return EarlyStopping(_count(given, "min_steps"), _count(given, "factor", 2))
+    except _SpaceError as error:
+        raise _SpaceError(f"early_stopping.{error}") from None
+
+
+def _listed(name: str, given: object) -> list[Value] | None:
+    """Return the values of a parameter that lists them; None for a range."""
+    if isinstance(given, dict):
+        if set(given) == {"values"}:
+            given = given["values"]
+        elif len(given) == 1 and set(given) <= set(_RANGES):
+            return None
+        else:
+            raise _SpaceError(f"parameters.{name}: takes a list, or one of {', '.join(('values', *_RANGES))}")
+    values = given if isinstance(given, list) else [given]
+    if not values:
+        raise _SpaceError(f"parameters.{name}: the list is empty")
+    for value in values:
+        if not isinstance(value, (str, int, float, bool, type(None))):
+            raise _SpaceError(
+                f"parameters.{name}: {value!r} is neither text nor a number, true, false or null"
+            )
+    # YAML takes 1e-4, without a point, for text
+    return list(map(_read, values))
+
+
+def _read(value: Any) -> Any:
+    return _plain(value) if isinstance(value, str) else value
+
+
+def _grid(parameters: Mapping[str, object]) -> tuple[Values, ...]:
+    columns = {name: _listed(name, given) for name, given in parameters.items()}
+    for name, values in columns.items():
+        if values is None:
+            raise _SpaceError(f"parameters.{name}: a range goes with `method: random`; a grid needs a list")
+    lists = [values or [] for values in columns.values()]
+    if (count := math.prod(map(len, lists))) > _MOST:
+        raise _SpaceError(f"parameters: these are {count} trials, more than {_MOST}")
+    return tuple(dict(zip(columns, row, strict=True)) for row in itertools.product(*lists))
+
+
+def _random(parameters: Mapping[str, object], samples: int, chance: random.Random) -> tuple[Values, ...]:
+    listed = {name: _listed(name, given) for name, given in parameters.items()}
+    trials = []
+    for _ in range(samples):
+        trial: Values = {}
+        for name, values in listed.items():
+            given = parameters[name]
+            if values is not None:
+                trial[name] = chance.choice(values)
+            else:
+                assert isinstance(given, dict)
+                [(kind, ends)] = given.items()
+                trial[name] = _drawn(name, kind, ends, chance)
+        trials.append(trial)
+    return tuple(trials)
+
+
+def _drawn(name: str, kind: str, ends: object, chance: random.Random) -> Value:
+    found: list[Any] = ends if isinstance(ends, list) else []
+    found = list(map(_read, found))
+    numbers = [end for end in found if isinstance(end, (int, float)) and not isinstance(end, bool)]
+    if (
+        len(numbers) != 2
+        or len(found) != 2
+        or not all(map(math.isfinite, numbers))
+        or numbers[0] > numbers[1]
+    ):
+        raise _SpaceError(f"parameters.{name}.{kind}: takes [LOW, HIGH], not {ends!r}")
+    low, high = numbers
+    if kind == "int_uniform":
+        if not (isinstance(low, int) and isinstance(high, int)):
+            raise _SpaceError(f"parameters.{name}.{kind}: takes whole numbers, not {ends!r}")
+        return chance.randint(low, high)
+    if kind == "log_uniform":
+        if low <= 0:
+            raise _SpaceError(f"parameters.{name}.{kind}: takes numbers above 0, not {ends!r}")
+        return math.exp(chance.uniform(math.log(low), math.log(high)))
+    return chance.uniform(low, high)

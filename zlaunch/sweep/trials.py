@@ -1,0 +1,180 @@
+"""Hold the trials of a sweep: their files, what they have reported, and the table of results."""
+
+from __future__ import annotations
+
+import copy
+import csv
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from zlaunch.errors import LaunchError
+from zlaunch.launch import run_record
+from zlaunch.launch.event_file import EventFile
+from zlaunch.launch.found_runs import FoundRun
+from zlaunch.sweep.space import Space, Values
+
+CONFIG = "config.json"
+"""File in a trial's folder: the script's config with the trial's values."""
+_STOPPED = "stopped_early"
+"""File in a trial's folder that says that the sweep, and nobody else, has stopped it."""
+
+
+@dataclass(slots=True)
+class SweepTrial:
+    """Holds one trial: a run with its values."""
+
+    number: int
+    values: Values
+    folder: Path
+    metric: str
+    step: float = 0.0
+    """The last step that rank 0 has reported."""
+    last: float | None = None
+    """The last metric that it has reported."""
+    _events: EventFile | None = None
+
+    def read(self) -> list[tuple[float, float]]:
+        """Read what rank 0 has reported since the last call: step and metric, in that order."""
+        found = []
+        if self._events is None:
+            self._events = EventFile(self.folder / "events.jsonl")
+        for event in self._events.read():
+            values = event.get("values")
+            if event.get("type") != "metrics" or event.get("rank") != 0 or not isinstance(values, dict):
+                continue
+            step = values.get("step", values.get("engine_step"))
+            self.step = float(step) if isinstance(step, (int, float)) else self.step
+            value = values.get(self.metric)
+            if value is not None:
+                self.last = _number(value)
+                found.append((self.step, self.last))
+        return found
+
+    def stop(self) -> None:
+        """Note that it is stopped early."""
+        (self.folder / _STOPPED).touch()
+
+    @property
+    def is_begun(self) -> bool:
+        """Tell whether it has been put into the queue."""
+        return (self.folder / "launcher.json").exists()
+
+    @property
+    def state(self) -> str:
+        """Return `new`, `queued`, `running`, `done`, `stopped early`, or `failed` with its exit code."""
+        known = run_record.read(self.folder)
+        if known is None:
+            return "new"
+        state = FoundRun(self.folder.name, self.folder, known).state
+        if not state.startswith(("ended", "gone")):
+            return state
+        if known.exit_code == 0:
+            return "done"
+        return "stopped early" if (self.folder / _STOPPED).exists() else f"failed {known.exit_code}"
+
+    @property
+    def has_ended(self) -> bool:
+        """Tell whether nothing more will come of it."""
+        return self.state.startswith(("done", "failed", "stopped"))
+
+
+def _number(value: object) -> float:
+    try:
+        return float(value)  # type: ignore[arg-type]  # a script may report "nan" as text, or anything
+    except (TypeError, ValueError):
+        return float("nan")
+
+
+def open_trials(folder: Path, space: Space, command: Sequence[str]) -> list[SweepTrial]:
+    """Make a sweep's folder, or go on with it. Raises LaunchError where it has another sweep."""
+    about = json.loads(json.dumps({"command": list(command), "space": asdict(space)}))
+    path = folder / "sweep.json"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not path.exists():
+            path.write_text(json.dumps(about, indent=1) + "\n")
+        known = run_record.read_json(path)
+        if known != about:
+            raise LaunchError(f"{folder} has the runs of another sweep or command: give another --dir")
+        digits = max(3, len(str(len(space.trials))))
+        trials = []
+        for number, values in enumerate(space.trials, start=1):
+            own = (folder / f"{number:0{digits}d}").absolute()
+            own.mkdir(exist_ok=True)
+            trials.append(SweepTrial(number, dict(values), own, space.metric))
+    except OSError as error:
+        raise LaunchError(f"{error.filename or folder}: {error.strerror}") from None
+    return trials
+
+
+def with_values(config: Mapping[str, Any], values: Mapping[str, object]) -> dict[str, Any]:
+    """Return a config with the values of dotted keys. Raises LaunchError where one leads through a value."""
+    changed = copy.deepcopy(dict(config))
+    for name, value in values.items():
+        *above, last = name.split(".")
+        section = changed
+        for key in above:
+            inner = section.setdefault(key, {})
+            if not isinstance(inner, dict):
+                raise LaunchError(f"parameter {name}: {key} is {inner!r} in the config, no section")
+            section = inner
+        section[last] = value
+    return changed
+
+
+def as_arguments(values: Mapping[str, object]) -> list[str]:
+    """Return values as a script's arguments: `--name=value`; `--name` for true, none for false and null."""
+    words = []
+    for name, value in values.items():
+        if value is True:
+            words.append(name)
+        elif value is not False and value is not None:
+            words.append(f"{name}={value}")
+    return words
+
+
+def ranked(trials: Sequence[SweepTrial], goal: str) -> list[SweepTrial]:
+    """Return the trials, the best first: those that came to their end, then the others, then those without
+    a metric.
+    """
+    sign = 1.0 if goal == "min" else -1.0
+
+    def key(trial: SweepTrial) -> tuple[bool, bool, float]:
+        last = trial.last
+        usable = last is not None and last == last
+        return not usable, trial.state != "done", sign * last if last is not None and usable else 0.0
+
+    return sorted(trials, key=key)
+
+
+def write_results(folder: Path, trials: Sequence[SweepTrial]) -> None:
+    """Write `results.csv`, one row a trial. Raises LaunchError."""
+    names = list(dict.fromkeys(name for trial in trials for name in trial.values))
+    path = folder / "results.csv"
+    temporary = path.with_suffix(f".{os.getpid()}")
+    try:
+        with temporary.open("w", newline="") as file:
+            rows = csv.writer(file)
+            metric = trials[0].metric if trials else "metric"
+            rows.writerow(["trial", "state", *names, metric, "step", "folder"])
+            for trial in trials:
+                values = [trial.values.get(name) for name in names]
+                shown = "" if trial.last is None else repr(trial.last)
+                rows.writerow(
+                    [
+                        trial.number,
+                        trial.state,
+                        *values,
+                        shown,
+                        f"{trial.step:g}",
+                        os.path.relpath(trial.folder),
+                    ]
+                )
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise LaunchError(f"{path}: {error.strerror}") from None
