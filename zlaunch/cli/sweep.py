@@ -18,7 +18,7 @@ from zlaunch.errors import LaunchError
 
 if TYPE_CHECKING:
     from zlaunch.queue.store import Store
-    from zlaunch.sweep.space import Space
+    from zlaunch.sweep.space import SweepSpace
     from zlaunch.sweep.trials import SweepTrial
 
 _SETTINGS = {**SETTINGS, "ignore_unknown_options": True, "allow_interspersed_args": False}
@@ -72,7 +72,7 @@ def _asked(words: Sequence[str]) -> Asked:
     return asked
 
 
-def _config_of(asked: Asked, space: Space) -> str | None:
+def _config_of(asked: Asked, space: SweepSpace) -> str | None:
     """Return the config whose keys the sweep changes, as it is named; None if it changes none."""
     from zlaunch.plan.checks import config_arguments
 
@@ -91,7 +91,7 @@ def _config_of(asked: Asked, space: Space) -> str | None:
 class _Sweep:
     """Puts trials into the queue, follows them, and says what they show."""
 
-    def __init__(self, folder: Path, space: Space, trials: Sequence[SweepTrial]) -> None:
+    def __init__(self, folder: Path, space: SweepSpace, trials: Sequence[SweepTrial]) -> None:
         from zlaunch.queue.store import Store
         from zlaunch.queue.wake import queue_folder
         from zlaunch.sweep.stopping import SuccessiveHalving

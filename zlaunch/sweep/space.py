@@ -37,7 +37,7 @@ class EarlyStopping:
 
 
 @dataclass(frozen=True, slots=True)
-class Space:
+class SweepSpace:
     """Holds what a sweep tries, and by what it judges."""
 
     trials: tuple[Values, ...]
@@ -46,7 +46,7 @@ class Space:
     early_stopping: EarlyStopping | None = None
 
 
-def read_space(path: Path) -> Space:
+def read_space(path: Path) -> SweepSpace:
     """Read a sweep's file: trials as rows of a CSV, or a grid or random samples described in YAML.
 
     Raises LaunchError, which names the file and the key.
@@ -54,7 +54,7 @@ def read_space(path: Path) -> Space:
     try:
         text = path.read_text(encoding="utf-8-sig")
         if path.suffix == ".csv":
-            return Space(_rows(text.splitlines()))
+            return SweepSpace(_rows(text.splitlines()))
         content = yaml.safe_load(text)
     except OSError as error:
         raise LaunchError(f"{path}: {error.strerror}") from None
@@ -95,7 +95,7 @@ def _plain(text: str) -> Value:
     return text
 
 
-def _space(content: object) -> Space:
+def _space(content: object) -> SweepSpace:
     if not isinstance(content, dict):
         raise _SpaceError("it has to have the key `parameters`, with names and values below it")
     unknown = [str(key) for key in content if key not in _KEYS]
@@ -124,7 +124,7 @@ def _space(content: object) -> Space:
         raise _SpaceError(f"metric: {metric!r} is no name")
     if goal not in ("min", "max"):
         raise _SpaceError(f"goal: {goal!r} is neither min nor max")
-    return Space(trials, metric, goal, _early_stopping(content.get("early_stopping")))
+    return SweepSpace(trials, metric, goal, _early_stopping(content.get("early_stopping")))
 
 
 def _check_name(name: object) -> None:

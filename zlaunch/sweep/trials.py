@@ -15,7 +15,7 @@ from zlaunch.errors import LaunchError
 from zlaunch.launch import run_record
 from zlaunch.launch.event_file import EventFile
 from zlaunch.launch.found_runs import FoundRun
-from zlaunch.sweep.space import Space, Values
+from zlaunch.sweep.space import SweepSpace, Values
 
 CONFIG = "config.json"
 """File in a trial's folder: the script's config with the trial's values."""
@@ -89,7 +89,7 @@ def _number(value: object) -> float:
         return float("nan")
 
 
-def open_trials(folder: Path, space: Space, command: Sequence[str]) -> list[SweepTrial]:
+def open_trials(folder: Path, space: SweepSpace, command: Sequence[str]) -> list[SweepTrial]:
     """Make a sweep's folder, or go on with it. Raises LaunchError where it has another sweep."""
     about = json.loads(json.dumps({"command": list(command), "space": asdict(space)}))
     path = folder / "sweep.json"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from zlaunch.errors import LaunchError
-from zlaunch.sweep.space import Space
+from zlaunch.sweep.space import SweepSpace
 from zlaunch.sweep.trials import as_arguments, open_trials, ranked, with_values, write_results
 
 
@@ -37,7 +37,7 @@ def report(folder: Path, *values: dict[str, object], rank: int = 0) -> None:
 
 
 def test_reports_are_read_and_the_best_comes_first(tmp_path: Path) -> None:
-    space = Space(tuple({"--a": number} for number in range(4)), "acc", "max")
+    space = SweepSpace(tuple({"--a": number} for number in range(4)), "acc", "max")
     trials = open_trials(tmp_path / "sweep", space, ("train.py",))
     report(trials[1].folder, {"step": 1, "acc": 0.5}, {"engine_step": 2, "loss": 1}, {"acc": 0.25})
     report(trials[1].folder, {"step": 9, "acc": 9.0}, rank=1)
@@ -57,7 +57,7 @@ def test_reports_are_read_and_the_best_comes_first(tmp_path: Path) -> None:
 
 
 def test_a_folder_of_another_sweep_is_refused(tmp_path: Path) -> None:
-    space = Space(({"--a": 1},))
+    space = SweepSpace(({"--a": 1},))
     open_trials(tmp_path, space, ("train.py",))
     open_trials(tmp_path, space, ("train.py",))
     with pytest.raises(LaunchError, match="another sweep or command"):
