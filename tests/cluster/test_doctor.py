@@ -14,7 +14,7 @@ import pytest
 from tests.e2e.helpers import ROOT
 from tests.limits import LIMIT_S
 from zlaunch.cli.doctor import _meet
-from zlaunch.launch.nodes import close_all, connect
+from zlaunch.supervisor.nodes import close_all, connect
 from zlaunch.system.processes import python_module_argv
 from zlaunch.transports.local import LocalTransport
 

@@ -15,7 +15,7 @@ import pytest
 
 from tests.e2e.helpers import ROOT, Launch, alive, run
 from tests.limits import LIMIT_S, wait_until
-from zlaunch.launch import run_record
+from zlaunch.supervisor import run_record
 
 PATH = {**os.environ, "PYTHONPATH": str(ROOT)}
 

@@ -16,8 +16,8 @@ import torch
 from tests.e2e.helpers import Launch
 from tests.limits import wait_until
 from zlaunch.cli.main import main
-from zlaunch.launch.failure import SAVED_CODE
 from zlaunch.runtime.preemption import REQUEUE_EXIT_CODE
+from zlaunch.supervisor.failure import SAVED_CODE
 
 TRAIN = """
     import os, signal, sys, time, torch, zlaunch

@@ -10,8 +10,8 @@ import click
 
 from zlaunch.cli.commands import SETTINGS, Command, count_option, seconds_option
 from zlaunch.cli.logs import offset_of_last
-from zlaunch.launch.detach import CONSOLE_LOG
-from zlaunch.launch.found_runs import FoundRun, find_run, meant
+from zlaunch.supervisor.detach import CONSOLE_LOG
+from zlaunch.supervisor.found_runs import FoundRun, find_run, meant
 
 _POLL_S = 0.1
 _BLOCK_BYTES = 1 << 16

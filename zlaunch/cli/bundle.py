@@ -12,10 +12,10 @@ import click
 
 from zlaunch.cli.commands import SETTINGS, Command
 from zlaunch.errors import LaunchError
-from zlaunch.launch.archive import check_target, pack, write
-from zlaunch.launch.bundle import BundledText, data_text, known_secrets, run_texts
-from zlaunch.launch.found_runs import FoundRun, find_run, meant
-from zlaunch.launch.redact import redact
+from zlaunch.supervisor.archive import check_target, pack, write
+from zlaunch.supervisor.bundle import BundledText, data_text, known_secrets, run_texts
+from zlaunch.supervisor.found_runs import FoundRun, find_run, meant
+from zlaunch.supervisor.redact import redact
 from zlaunch.system.checkup import size
 from zlaunch.system.environment import describe_environment
 

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import click
 
-from zlaunch.launch import run_record
-from zlaunch.launch.detach import CONSOLE_LOG
-from zlaunch.launch.found_runs import FoundRun, own_pids
-from zlaunch.launch.rank_logs import OLDER, TIMES
-from zlaunch.launch.run_folder import is_locked
-from zlaunch.launch.run_record import QUEUE_FOLDER
+from zlaunch.supervisor import run_record
+from zlaunch.supervisor.detach import CONSOLE_LOG
+from zlaunch.supervisor.found_runs import FoundRun, own_pids
+from zlaunch.supervisor.rank_logs import OLDER, TIMES
+from zlaunch.supervisor.run_folder import is_locked
+from zlaunch.supervisor.run_record import QUEUE_FOLDER
 
 _OURS = (
     *("launcher.json", "plan.json", "events.jsonl", "config.effective.json", "checkpoint.json"),

@@ -16,7 +16,7 @@ from click.shell_completion import CompletionItem, ShellComplete, get_completion
 from zlaunch.cli.commands import SUBCOMMANDS, load
 from zlaunch.cli.run import run
 from zlaunch.cli.torchrun_flags import torchrun_flags
-from zlaunch.launch.found_runs import DEFAULT_FOLDER, find_runs
+from zlaunch.supervisor.found_runs import DEFAULT_FOLDER, find_runs
 
 _SHELLS = ("bash", "zsh", "fish")
 _FILES = {"FILE", "PATH", "SCRIPT", "MODEL", "SOURCE"}

@@ -24,8 +24,8 @@ from zlaunch.system.checkup import Checkup, HostReport, Problem, describe_gpus, 
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from zlaunch.launch.nodes import Node
     from zlaunch.launchers.ssh import SshLauncher
+    from zlaunch.supervisor.nodes import Node
 
 _CONNECT_TIMEOUT_S = 30.0
 _ANSWER_TIMEOUT_S = 20.0
@@ -115,7 +115,7 @@ def _options(folder: str, hostfile: str, iface: str | None, given: dict[str, Any
 
 def _examine(launcher: SshLauncher) -> list[HostReport]:
     """Return a report for every host, in order."""
-    from zlaunch.launch.nodes import PARALLEL, close_all, connect
+    from zlaunch.supervisor.nodes import PARALLEL, close_all, connect
 
     options, hosts = launcher.options, launcher.hosts
     nodes, errors = connect(hosts, launcher.open_transport, _CONNECT_TIMEOUT_S)
@@ -187,7 +187,7 @@ def _meet(nodes: Sequence[Node], iface: str | None) -> tuple[dict[str, str], dic
     Maps hosts to the interface by which they and node 0 reach each other, and the others to why they cannot.
     """
     from zlaunch.errors import NodeError
-    from zlaunch.launch.nodes import find_rendezvous
+    from zlaunch.supervisor.nodes import find_rendezvous
 
     left, errors = list(nodes), dict[str, str]()
     if len(left) < 2 or (iface is not None and iface not in left[0].facts.addresses):

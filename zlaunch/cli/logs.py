@@ -13,9 +13,9 @@ from pathlib import Path
 import click
 
 from zlaunch.cli.commands import SETTINGS, Command, count_option
-from zlaunch.launch.found_runs import find_run, meant
-from zlaunch.launch.rank_logs import OLDER, LogPiece, LogReader, times_path
 from zlaunch.plan.checks import parse_ranks
+from zlaunch.supervisor.found_runs import find_run, meant
+from zlaunch.supervisor.rank_logs import OLDER, LogPiece, LogReader, times_path
 from zlaunch.view.console import Console
 
 _POLL_S = 0.1

@@ -71,7 +71,7 @@ def _open() -> tuple[Store, Path]:
 
 
 def _name(job: QueuedJob) -> str:
-    from zlaunch.launch.run_folder import name_of
+    from zlaunch.supervisor.run_folder import name_of
 
     return name_of(Path(job.submission.run_dir))
 
@@ -155,7 +155,7 @@ def cancel(chosen_queue: QueueName | None, runs: tuple[str, ...]) -> int:
 
 def _find(store: Store, texts: Sequence[str]) -> list[QueuedJob]:
     """Return the jobs that were named, by number or as runs. Raises LaunchError."""
-    from zlaunch.launch.found_runs import find_run, meant
+    from zlaunch.supervisor.found_runs import find_run, meant
 
     found = []
     for text in texts:

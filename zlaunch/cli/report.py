@@ -12,10 +12,10 @@ import click
 
 from zlaunch.cli.commands import SETTINGS, Command
 from zlaunch.errors import LaunchError
-from zlaunch.launch import run_record
-from zlaunch.launch.event_file import EventFile
-from zlaunch.launch.found_runs import FoundRun, find_run, meant
-from zlaunch.launch.redact import redact
+from zlaunch.supervisor import run_record
+from zlaunch.supervisor.event_file import EventFile
+from zlaunch.supervisor.found_runs import FoundRun, find_run, meant
+from zlaunch.supervisor.redact import redact
 from zlaunch.system.events import Event
 from zlaunch.view.bottleneck import find_bottleneck
 from zlaunch.view.page import RunPage, write_page

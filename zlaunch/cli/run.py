@@ -222,8 +222,8 @@ def _print_plan(plan: Plan, mesh: MeshShape | None, *, as_json: bool) -> None:
 
 
 def _launch(launcher: Launcher, why: str, ranks: list[int] | None, given: dict[str, Any]) -> int:
-    from zlaunch.launch.job import Limits, run_job
-    from zlaunch.launch.run_folder import make_run_dir, point_latest
+    from zlaunch.supervisor.job import Limits, run_job
+    from zlaunch.supervisor.run_folder import make_run_dir, point_latest
     from zlaunch.view.console import Console
 
     run_dir = launcher.options.run_dir
@@ -248,9 +248,9 @@ def _launch(launcher: Launcher, why: str, ranks: list[int] | None, given: dict[s
 
 def _goes_on_alone(launcher: Launcher, *, quiet: bool) -> bool:
     """Say the run's name and go on in a process of its own: True there, False in the one that may end."""
-    from zlaunch.launch import run_record
-    from zlaunch.launch.detach import ended_at_logout, into_background
-    from zlaunch.launch.run_folder import name_of
+    from zlaunch.supervisor import run_record
+    from zlaunch.supervisor.detach import ended_at_logout, into_background
+    from zlaunch.supervisor.run_folder import name_of
 
     options, plan = launcher.options, launcher.known_plan()
     path = Path(options.run_dir)

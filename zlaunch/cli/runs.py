@@ -18,9 +18,10 @@ import click
 from zlaunch.cli.clean import clean_up
 from zlaunch.cli.commands import SETTINGS, Command, seconds_option
 from zlaunch.errors import LaunchError
-from zlaunch.launch import run_record
-from zlaunch.launch.event_file import EventFile
-from zlaunch.launch.found_runs import (
+from zlaunch.plan.checks import parse_ranks
+from zlaunch.supervisor import run_record
+from zlaunch.supervisor.event_file import EventFile
+from zlaunch.supervisor.found_runs import (
     DEFAULT_FOLDER,
     FoundRun,
     Rank,
@@ -30,9 +31,8 @@ from zlaunch.launch.found_runs import (
     meant,
     read_ranks,
 )
-from zlaunch.launch.hang import Stand, note_standing, where
-from zlaunch.launch.rank_logs import log_path
-from zlaunch.plan.checks import parse_ranks
+from zlaunch.supervisor.hang import Stand, note_standing, where
+from zlaunch.supervisor.rank_logs import log_path
 from zlaunch.system.processes import Process, kill, start_ticks
 
 _POLL_S = 0.05

@@ -130,15 +130,15 @@ def enqueue(asked: Asked) -> tuple[int, Path]:
     Raises click.UsageError and LaunchError.
     """
     from zlaunch.cli.run import prepare
-    from zlaunch.launch import run_record
-    from zlaunch.launch.detach import CONSOLE_LOG
-    from zlaunch.launch.found_runs import find_run, meant
-    from zlaunch.launch.run_folder import make_run_dir
     from zlaunch.plan.plan import without_secrets
     from zlaunch.queue.demand import find_demand
     from zlaunch.queue.store import Store, Submission
     from zlaunch.queue.wake import queue_folder
     from zlaunch.slurm.script import time_limit_s
+    from zlaunch.supervisor import run_record
+    from zlaunch.supervisor.detach import CONSOLE_LOG
+    from zlaunch.supervisor.found_runs import find_run, meant
+    from zlaunch.supervisor.run_folder import make_run_dir
 
     _, command, options, given, about = asked
     if given["requeue"]:
@@ -186,9 +186,9 @@ def enqueue(asked: Asked) -> tuple[int, Path]:
 
 def _told(job: int, path: Path, *, quiet: bool) -> int:
     """Say what the run is called, and have it started."""
-    from zlaunch.launch.detach import ended_at_logout
-    from zlaunch.launch.run_folder import name_of
     from zlaunch.queue.wake import ensure_daemon, queue_folder
+    from zlaunch.supervisor.detach import ended_at_logout
+    from zlaunch.supervisor.run_folder import name_of
 
     name = name_of(path)
     print(name, flush=True)

@@ -127,7 +127,7 @@ class _Tuning:
             click.echo("offload was not tried: what was tried fits without it")
 
     def _space(self) -> Space:
-        from zlaunch.launch import run_record
+        from zlaunch.supervisor import run_record
         from zlaunch.tuning.search import Space
         from zlaunch.tuning.trial import read_batch, read_rows
         from zlaunch.tuning.variants import given_placement

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import click
 
 from zlaunch.cli.commands import SETTINGS, Command
-from zlaunch.launch.event_file import EventFile
-from zlaunch.launch.found_runs import FoundRun, find_run, meant
+from zlaunch.supervisor.event_file import EventFile
+from zlaunch.supervisor.found_runs import FoundRun, find_run, meant
 from zlaunch.view.progress import RunProgress
 
 if TYPE_CHECKING:

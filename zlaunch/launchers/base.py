@@ -12,17 +12,17 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from zlaunch.launch.job import Job
-from zlaunch.launch.run_record import resume_folder
 from zlaunch.plan.build import make_plan
 from zlaunch.plan.facts import NodeSpec, Part, RunFacts
 from zlaunch.plan.options import Options
 from zlaunch.plan.plan import Plan
+from zlaunch.supervisor.job import Job
+from zlaunch.supervisor.run_record import resume_folder
 from zlaunch.system.processes import python_module_argv
 
 if TYPE_CHECKING:
-    from zlaunch.launch.verdict import Outcome
     from zlaunch.slurm.environment import Allocation
+    from zlaunch.supervisor.verdict import Outcome
 
 FOR_SSH = ("ssh_port", "ssh_config", "ssh_accept_new")
 FOR_SEVERAL_NODES = (*FOR_SSH, "iface", "remote_python", "venv", "min_nodes")
@@ -30,7 +30,7 @@ NEEDS_NODES = "it needs a --hostfile or a SLURM job of several nodes"
 
 
 class Launcher(Job):
-    """Starts the agents of one run and makes its plans; `zlaunch.launch.job` does the rest."""
+    """Starts the agents of one run and makes its plans; `zlaunch.supervisor.job` does the rest."""
 
     name: ClassVar[str]
     """The name that the user gives or reads."""

@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING
 
 from zlaunch.errors import LaunchError, NodeError
 from zlaunch.hostfiles.grammar import HostEntry, read
-from zlaunch.launch.nodes import close_all, connect, sweep_hosts
 from zlaunch.launchers.base import Launcher
 from zlaunch.launchers.selection import HostSelection
 from zlaunch.plan.facts import NodeSpec
 from zlaunch.plan.forwarded_env import forwarded_env
 from zlaunch.plan.options import DEFAULT_HOSTFILE, Options, agreed_port
 from zlaunch.plan.plan import Plan
+from zlaunch.supervisor.nodes import close_all, connect, sweep_hosts
 
 if TYPE_CHECKING:
-    from zlaunch.launch.nodes import Node, Rendezvous, Say
     from zlaunch.slurm.environment import Allocation
+    from zlaunch.supervisor.nodes import Node, Rendezvous, Say
     from zlaunch.transports import Transport
 
 

@@ -16,8 +16,8 @@ from zlaunch.plan.options import agreed_port
 from zlaunch.plan.plan import Plan
 
 if TYPE_CHECKING:
-    from zlaunch.launch.verdict import Outcome
     from zlaunch.slurm.environment import Allocation
+    from zlaunch.supervisor.verdict import Outcome
 
 _SRUN_DECIDES = "srun has started this task and decides; start zlaunch by sbatch or salloc for it"
 

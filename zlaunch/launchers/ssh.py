@@ -12,7 +12,7 @@ from zlaunch.launchers.cluster import ClusterLauncher
 from zlaunch.plan.options import own_names
 
 if TYPE_CHECKING:
-    from zlaunch.launch.nodes import Node, Say
+    from zlaunch.supervisor.nodes import Node, Say
     from zlaunch.transports import Transport
 
 

@@ -9,16 +9,16 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from zlaunch.errors import NodeError
-from zlaunch.launch.nodes import SLOW_S, Link, Node
 from zlaunch.launchers.base import Launcher
 from zlaunch.plan.facts import NodeSpec
 from zlaunch.plan.options import Options
 from zlaunch.plan.plan import Plan
+from zlaunch.supervisor.nodes import SLOW_S, Link, Node
 from zlaunch.transports.local import open_local
 
 if TYPE_CHECKING:
-    from zlaunch.launch.nodes import Rendezvous, Say
     from zlaunch.slurm.environment import Allocation
+    from zlaunch.supervisor.nodes import Rendezvous, Say
 
 
 class ThisNodeLauncher(Launcher):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from zlaunch.launch.run_record import QUEUE_FOLDER
+from zlaunch.supervisor.run_record import QUEUE_FOLDER
 from zlaunch.system.processes import Process, start_ticks
 
 Standing = Literal["not begun", "alive", "ended", "killed"]

@@ -15,15 +15,15 @@ import time
 from pathlib import Path
 
 from zlaunch.errors import LaunchError
-from zlaunch.launch import run_record
-from zlaunch.launch.detach import CONSOLE_LOG
-from zlaunch.launch.failure import SAVED_CODE
-from zlaunch.launch.found_runs import FoundRun
 from zlaunch.queue import schedule
 from zlaunch.queue.attempt import Attempt
 from zlaunch.queue.ending import CANCELLED, end_job
 from zlaunch.queue.store import QueuedJob, Store
 from zlaunch.queue.wake import LOG, open_wake, queue_folder, take_lock
+from zlaunch.supervisor import run_record
+from zlaunch.supervisor.detach import CONSOLE_LOG
+from zlaunch.supervisor.failure import SAVED_CODE
+from zlaunch.supervisor.found_runs import FoundRun
 from zlaunch.system.processes import kill, python_module_argv, signal_name, sweep
 
 _NEVER_BEGUN = 1

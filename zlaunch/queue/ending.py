@@ -6,8 +6,8 @@ import signal
 from dataclasses import replace
 from pathlib import Path
 
-from zlaunch.launch import run_record
 from zlaunch.queue.store import QueuedJob, Store
+from zlaunch.supervisor import run_record
 
 CANCELLED = 128 + signal.SIGTERM
 """Exit code of a run that was cancelled, as of one that `zlaunch stop` ends."""

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from zlaunch.errors import LaunchError
-from zlaunch.launch import run_record
-from zlaunch.launch.event_file import EventFile
-from zlaunch.launch.found_runs import FoundRun
+from zlaunch.supervisor import run_record
+from zlaunch.supervisor.event_file import EventFile
+from zlaunch.supervisor.found_runs import FoundRun
 from zlaunch.sweep.space import SweepSpace, Values
 
 CONFIG = "config.json"

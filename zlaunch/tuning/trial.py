@@ -17,8 +17,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from zlaunch.launch import run_record
-from zlaunch.launch.event_file import EventFile
+from zlaunch.supervisor import run_record
+from zlaunch.supervisor.event_file import EventFile
 from zlaunch.system.events import Event
 from zlaunch.system.processes import die_with_parent
 from zlaunch.tuning.search import NO_STEP, OK, OUT_OF_MEMORY, Trial

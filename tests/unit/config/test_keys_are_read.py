@@ -150,7 +150,7 @@ class Reads(ast.NodeVisitor):
 
 def keys_read() -> set[tuple[type[Section], str]]:
     found = set()
-    for place in ("runtime", "zlaunch/compat", "zlaunch/launch", "zlaunch/cli"):
+    for place in ("runtime", "zlaunch/compat", "zlaunch/supervisor", "zlaunch/cli"):
         for path in (ROOT / place).rglob("*.py"):
             if not path.is_relative_to(ROOT / "runtime" / "config"):
                 reads = Reads()

@@ -25,7 +25,7 @@ def rooms() -> set[str]:
 def test_every_test_is_in_the_folder_of_a_room(kind: str) -> None:
     """Files directly in tests/runtime test the modules directly in runtime/."""
     paths = list((TESTS / kind).rglob("test_*.py"))
-    assert len(paths) > 20 and {"zero", "launch", "runtime", "slurm"} <= rooms()
+    assert len(paths) > 20 and {"zero", "supervisor", "runtime", "slurm"} <= rooms()
     known = {*rooms(), *OTHER_FOLDERS}
     assert not [str(path) for path in paths if path.parent.name not in known]
     assert not [str(path) for path in paths if len(path.relative_to(TESTS / kind).parts) > 2]

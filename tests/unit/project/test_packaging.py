@@ -19,8 +19,8 @@ ROOT = Path(__file__).resolve().parents[3]
 LINKED = ("runtime", "cuda_ops", "hostfiles", "slurm")
 """Top-level folders that are packages inside zlaunch, by links."""
 LAUNCHER = (
-    *("errors", "hostfiles", "slurm", "system", "plan", "node", "transports", "view", "launch"),
-    *("launchers", "cli"),
+    *("errors", "hostfiles", "slurm", "system", "plan", "node", "transports", "view", "supervisor"),
+    *("launchers", "queue", "sweep", "cli"),
 )
 """The launcher's rooms: each imports only those before it."""
 
@@ -190,7 +190,7 @@ def test_launcher_imports_no_torch(tmp_path: Path) -> None:
             for found in pkgutil.walk_packages(getattr(package, "__path__", ()), package.__name__ + "."):
                 importlib.import_module(found.name)
         import zlaunch.runtime.config
-        print(sum(n.startswith("zlaunch.launch.") for n in sys.modules), "torch" in sys.modules)
+        print(sum(n.startswith("zlaunch.supervisor.") for n in sys.modules), "torch" in sys.modules)
     """
     count, torch_loaded = python(code.replace("ROOMS", repr(LAUNCHER)), tmp_path, ROOT).split()
     assert int(count) > 5

@@ -58,7 +58,7 @@ def _may_wait_for_ever(name: str, call: ast.Call) -> bool:
 
 def test_every_wait_has_an_end() -> None:
     used = set()
-    for folder in ("launch", "launchers", "node", "plan", "queue", "system", "transports", "view"):
+    for folder in ("launchers", "node", "plan", "queue", "supervisor", "system", "transports", "view"):
         for path in sorted((ROOT / folder).glob("*.py")):
             for name, call in _calls(path):
                 if _may_wait_for_ever(name, call):

@@ -6,8 +6,8 @@ import os
 import shutil
 from pathlib import Path
 
-from zlaunch.launch.run_record import QUEUE_FOLDER
 from zlaunch.queue.attempt import Attempt
+from zlaunch.supervisor.run_record import QUEUE_FOLDER
 from zlaunch.system.processes import start_ticks
 
 

@@ -9,12 +9,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from zlaunch.errors import NodeError
-from zlaunch.launch import run_record
-from zlaunch.launch.controller import STOP_SIGNALS, Controller
-from zlaunch.launch.nodes import Node, Rendezvous, Say, close_all, find_rendezvous
-from zlaunch.launch.verdict import Outcome
 from zlaunch.plan.options import Options
 from zlaunch.plan.plan import Plan
+from zlaunch.supervisor import run_record
+from zlaunch.supervisor.controller import STOP_SIGNALS, Controller
+from zlaunch.supervisor.nodes import Node, Rendezvous, Say, close_all, find_rendezvous
+from zlaunch.supervisor.verdict import Outcome
 from zlaunch.system.processes import PASSED_SIGNALS, signal_name
 from zlaunch.view.console import Console
 

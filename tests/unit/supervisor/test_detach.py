@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from zlaunch.launch.detach import advice
+from zlaunch.supervisor.detach import advice
 
 SESSION = "0::/user.slice/user-1000.slice/session-3.scope\n"
 MANAGER = "0::/user.slice/user-1000.slice/user@1000.service/app.slice/run-1.scope\n"

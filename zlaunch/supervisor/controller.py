@@ -16,14 +16,14 @@ from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
 
-from zlaunch.launch import run_record
-from zlaunch.launch.hang import HangWatch
-from zlaunch.launch.heartbeat import Heartbeat
-from zlaunch.launch.nodes import SLOW_S, Link
-from zlaunch.launch.rank_logs import RankLogs, log_path
-from zlaunch.launch.signal_wakeup import SignalWakeup
-from zlaunch.launch.verdict import Outcome, Verdict
 from zlaunch.plan.plan import Plan
+from zlaunch.supervisor import run_record
+from zlaunch.supervisor.hang import HangWatch
+from zlaunch.supervisor.heartbeat import Heartbeat
+from zlaunch.supervisor.nodes import SLOW_S, Link
+from zlaunch.supervisor.rank_logs import RankLogs, log_path
+from zlaunch.supervisor.signal_wakeup import SignalWakeup
+from zlaunch.supervisor.verdict import Outcome, Verdict
 from zlaunch.system.events import Event, encode
 from zlaunch.system.processes import PASSED_SIGNALS, Process, adopt_orphans, signal_name, sweep
 from zlaunch.view.bottleneck import find_bottleneck

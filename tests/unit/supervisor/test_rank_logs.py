@@ -8,7 +8,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zlaunch.launch.rank_logs import OLDER, STREAMS, LogReader, RankLogs, log_path, times_path
+from zlaunch.supervisor.rank_logs import OLDER, STREAMS, LogReader, RankLogs, log_path, times_path
 
 PIECES = st.lists(st.tuples(st.sampled_from(STREAMS), st.binary(min_size=1, max_size=40)), max_size=30)
 

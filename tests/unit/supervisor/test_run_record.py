@@ -7,8 +7,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from zlaunch.launch.run_record import resume_folder, saved
 from zlaunch.plan.plan import Program
+from zlaunch.supervisor.run_record import resume_folder, saved
 
 
 def note(

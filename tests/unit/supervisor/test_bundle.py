@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from zlaunch.errors import LaunchError
-from zlaunch.launch.archive import check_target, pack, write
-from zlaunch.launch.bundle import choose_logs, failure_report
-from zlaunch.launch.excerpts import (
+from zlaunch.supervisor.archive import check_target, pack, write
+from zlaunch.supervisor.bundle import choose_logs, failure_report
+from zlaunch.supervisor.excerpts import (
     FIRST_METRICS,
     HEAD_BYTES,
     LAST_METRICS,

@@ -8,7 +8,7 @@ import socket
 from pathlib import Path
 
 from zlaunch.errors import LaunchError
-from zlaunch.launch import run_record
+from zlaunch.supervisor import run_record
 
 _PROBE_BYTES = 1 << 16
 

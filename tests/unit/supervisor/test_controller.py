@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from zlaunch.launch import run_record
-from zlaunch.launch.controller import Controller
-from zlaunch.launch.nodes import Link
-from zlaunch.launch.verdict import Outcome
 from zlaunch.plan.plan import NodePlan, Plan, WorkerPlan
+from zlaunch.supervisor import run_record
+from zlaunch.supervisor.controller import Controller
+from zlaunch.supervisor.nodes import Link
+from zlaunch.supervisor.verdict import Outcome
 from zlaunch.system.events import Event
 from zlaunch.view.console import Console
 
@@ -90,7 +90,7 @@ class Scene:
 
 @pytest.fixture
 def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Scene:
-    monkeypatch.setattr("zlaunch.launch.controller.adopt_orphans", lambda: None)
+    monkeypatch.setattr("zlaunch.supervisor.controller.adopt_orphans", lambda: None)
     return Scene(tmp_path)
 
 
@@ -126,7 +126,7 @@ def test_an_agent_that_dies_without_a_word_is_a_lost_node(scene: Scene) -> None:
 def test_an_agent_that_does_not_stop_in_time_is_given_up(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("zlaunch.launch.controller._MARGIN_S", 0.0)
+    monkeypatch.setattr("zlaunch.supervisor.controller._MARGIN_S", 0.0)
     monkeypatch.setattr(scene.agents[1], "send", scene.agents[1].told.append)  # it is deaf
     scene.end(0, code=1)
     outcome = scene.run()

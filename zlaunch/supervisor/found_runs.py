@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zlaunch.errors import LaunchError
-from zlaunch.launch import run_record
+from zlaunch.supervisor import run_record
 from zlaunch.system.events import decode
 from zlaunch.system.processes import signal_name
 
 if TYPE_CHECKING:
-    from zlaunch.launch.run_record import RunRecord
+    from zlaunch.supervisor.run_record import RunRecord
 
 DEFAULT_FOLDER = "runs"
 _RANK_EVENTS = tuple(f'"type":"{kind}"'.encode() for kind in ("start", "spawn", "exit", "lost"))

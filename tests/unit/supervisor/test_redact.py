@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zlaunch.launch.redact import redact, redact_json, secret_values
 from zlaunch.plan.plan import NOT_SHOWN
+from zlaunch.supervisor.redact import redact, redact_json, secret_values
 
 WORDS = st.text(st.characters(codec="utf-8", exclude_characters="()"), max_size=60)
 SECRETS = st.text(

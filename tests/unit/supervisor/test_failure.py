@@ -5,9 +5,9 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
-from zlaunch.launch.failure import Failure, choose, report
 from zlaunch.node.death import likely_reason
 from zlaunch.node.oom import oom_counters, oom_rose
+from zlaunch.supervisor.failure import Failure, choose, report
 
 LOST_PEER = "RuntimeError: [gloo/transport/tcp/pair.cc] Connection closed by peer"
 

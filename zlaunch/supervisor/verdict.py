@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from zlaunch.launch import failure as failures
-from zlaunch.launch.failure import Failure
-from zlaunch.launch.rank_logs import log_path
 from zlaunch.plan.plan import Plan
+from zlaunch.supervisor import failure as failures
+from zlaunch.supervisor.failure import Failure
+from zlaunch.supervisor.rank_logs import log_path
 from zlaunch.system.events import Event
 from zlaunch.system.processes import signal_name
 from zlaunch.view.console import Console

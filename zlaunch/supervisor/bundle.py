@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from zlaunch.launch.excerpts import (
+from zlaunch.supervisor.excerpts import (
     HEAD_BYTES,
     TAIL_BYTES,
     Excerpt,
@@ -20,8 +20,8 @@ from zlaunch.launch.excerpts import (
     read_events,
     read_whole,
 )
-from zlaunch.launch.found_runs import FoundRun, own_pids
-from zlaunch.launch.redact import redact, redact_json, secret_values
+from zlaunch.supervisor.found_runs import FoundRun, own_pids
+from zlaunch.supervisor.redact import redact, redact_json, secret_values
 from zlaunch.system.events import Event
 from zlaunch.system.processes import signal_name
 

@@ -7,7 +7,7 @@ import signal
 import threading
 
 from tests.limits import LIMIT_S
-from zlaunch.launch.signal_wakeup import SignalWakeup
+from zlaunch.supervisor.signal_wakeup import SignalWakeup
 
 
 def test_a_signal_that_another_thread_gets_ends_the_wait() -> None:

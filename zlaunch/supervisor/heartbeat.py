@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from zlaunch.launch.nodes import Link
+from zlaunch.supervisor.nodes import Link
 from zlaunch.system.events import Event
 
 _PINGS_PER_PERIOD = 4

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from zlaunch.launch.positions import Position, explain, find_position, named
+from zlaunch.supervisor.positions import Position, explain, find_position, named
 from zlaunch.system.events import Event
 
 _STACKS_S = 2.0

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
-from zlaunch.launch.redact import redact, redact_json
+from zlaunch.supervisor.redact import redact, redact_json
 from zlaunch.system.events import Event, decode
 
 HEAD_BYTES, TAIL_BYTES = 16 << 10, 64 << 10
