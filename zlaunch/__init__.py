@@ -57,6 +57,9 @@ _LAZY = {
     "ConfigError": ("zlaunch.runtime.config", "ConfigError"),
     "resume_dir": ("zlaunch.runtime.preemption", "resume_dir"),
     "optim": ("zlaunch.optim", ""),
+    "launch": ("zlaunch.jobs", "launch"),
+    "FunctionJob": ("zlaunch.jobs", "FunctionJob"),
+    "JobFailedError": ("zlaunch.jobs", "JobFailedError"),
     "notebook": ("zlaunch.notebook", "notebook"),
     "report": ("zlaunch.runtime.report", "report"),
     "sequence": ("zlaunch.sequence", ""),
@@ -70,6 +73,8 @@ __all__ = [
     "DiskError",
     "Engine",
     "Experts",
+    "FunctionJob",
+    "JobFailedError",
     "LaunchError",
     "LossScaleFloorError",
     "MemoryPlanError",
@@ -88,6 +93,7 @@ __all__ = [
     "get_fp32_state_dict_from_zero_checkpoint",
     "init_distributed",
     "initialize",
+    "launch",
     "load_state_dict_from_zero_checkpoint",
     "notebook",
     "optim",
@@ -117,6 +123,9 @@ if TYPE_CHECKING:
     from zlaunch.errors import LaunchError as LaunchError
     from zlaunch.errors import NodeError as NodeError
     from zlaunch.errors import ZlaunchError as ZlaunchError
+    from zlaunch.jobs import FunctionJob as FunctionJob
+    from zlaunch.jobs import JobFailedError as JobFailedError
+    from zlaunch.jobs import launch as launch
     from zlaunch.notebook import notebook as notebook
     from zlaunch.runtime.activation import checkpointing as checkpointing
     from zlaunch.runtime.api import add_config_arguments as add_config_arguments

@@ -103,3 +103,22 @@ def test_slurm_has_the_same_words(cluster: Testbed, tmp_path: Path) -> None:
         done = shell.call(*arguments)
         assert done.returncode == 2 and text in done.stderr, (arguments, done)
         assert len(done.stderr.splitlines()) == 1, done.stderr
+
+
+def test_a_function_runs_as_a_job_of_slurm(cluster: Testbed, tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(
+        "import os, zlaunch\n"
+        "def work(x):\n    return x, int(os.environ['RANK'])\n"
+        "job = zlaunch.launch(work, 7, num_nodes=2, num_gpus=2, slurm={'time': 5})\n"
+        "print(job.result())\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "program.py"],
+        cwd=tmp_path,
+        env={**cluster.env(), "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{[(7, rank) for rank in range(4)]}\n"

@@ -41,8 +41,8 @@ assert found == [(0, 5, [6.0, 6.0]), (1, 5, [6.0, 6.0])], found
 assert os.getpid() not in [pid for *_, pid in results]
 try:
     zlaunch.notebook(train, Own(4), fail=True, num_gpus=2)
-except RuntimeError as error:
-    assert "bad luck" in str(error) and "rank 1 on localhost failed first" in str(error), str(error)
+except ValueError as error:
+    assert str(error) == "bad luck" and "rank 1 of " in str(error.__cause__), error.__cause__
     print("raised")
 try:
     zlaunch.notebook(train, threading.Lock())

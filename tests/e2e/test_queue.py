@@ -157,7 +157,8 @@ def test_a_higher_priority_makes_room(folder: Path) -> None:
         """)
     )
     low = submit(folder, "--num_gpus=6", "--preemptible", "saves.py")
-    wait_until((folder / "attempts").exists, "the run of a low priority")
+    attempts = folder / "attempts"
+    wait_until(lambda: attempts.exists() and attempts.read_text() == "0" * 6, "the run of a low priority")
     high = submit(folder, "--num_gpus=2", "--priority=5", "train.py", "0", "0")
     assert zlaunch(folder, "wait", high).returncode == 0
     assert zlaunch(folder, "wait", low).returncode == 0
@@ -165,6 +166,21 @@ def test_a_higher_priority_makes_room(folder: Path) -> None:
     assert (folder / "attempts").read_text() == "0" * 6 + "1" * 6
     jobs = queue(folder)
     assert jobs[high]["ended"] < jobs[low]["started"]
+
+
+def test_what_cannot_take_the_signal_yet_makes_room_too(folder: Path) -> None:
+    (folder / "slow.py").write_text(
+        "import os, signal, sys, time\nsignal.signal(signal.SIGUSR1, lambda *_: sys.exit(75))\n"
+        "while not os.path.exists('go'):\n    time.sleep(0.02)\n"
+    )
+    low = submit(folder, "--num_gpus=6", "--preemptible", "slow.py")
+    record = folder / "runs" / low / "launcher.json"
+    wait_until(lambda: json.loads(record.read_text())["pid"], "the run of a low priority")
+    high = submit(folder, "--num_gpus=2", "--priority=5", "train.py", "0", "0")
+    assert zlaunch(folder, "wait", high).returncode == 0
+    (folder / "go").touch()
+    assert zlaunch(folder, "wait", low).returncode == 0
+    assert queue(folder)[low]["attempt"] == 1
 
 
 def test_a_launcher_that_is_killed_gives_its_slots_back_when_its_workers_are_gone(folder: Path) -> None:

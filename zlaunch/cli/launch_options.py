@@ -141,6 +141,7 @@ LAUNCH = (
     click.option("--dry_run", is_flag=True, help="Print the plan and start nothing."),
     click.option("--json", "as_json", is_flag=True, help="With --dry_run: the plan as JSON."),
     click.option("--run_id", hidden=True),
+    click.option("--parent", type=int, hidden=True),
     click.option("--first_attempt", type=int, default=0, hidden=True),
     click.option("-q", "--quiet", is_flag=True, help="Show only the workers' output and failures."),
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 import os
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -224,8 +225,11 @@ def _print_plan(plan: Plan, mesh: MeshShape | None, *, as_json: bool) -> None:
 def _launch(launcher: Launcher, why: str, ranks: list[int] | None, given: dict[str, Any]) -> int:
     from zlaunch.supervisor.job import Limits, run_job
     from zlaunch.supervisor.run_folder import make_run_dir, point_latest
+    from zlaunch.system.processes import die_with_parent
     from zlaunch.view.console import Console
 
+    if given["parent"] is not None:
+        die_with_parent(given["parent"], signal.SIGTERM)
     run_dir = launcher.options.run_dir
     # The lock is kept for as long as this process lives.
     make_run_dir(Path(run_dir), shared=launcher.shares_run_dir)

@@ -153,7 +153,7 @@ def enqueue(asked: Asked) -> tuple[int, Path]:
     submission = Submission(
         run_id=o.run_id,
         run_dir=o.run_dir,
-        options=tuple(word for name, word in options if name not in (*_SLOTS, "run_dir")),
+        options=tuple(word for name, word in options if name not in (*_SLOTS, "run_dir", "run_id")),
         command=command,
         cwd=os.getcwd(),
         umask=_umask(),

@@ -6,6 +6,7 @@ in the folders of the runs, so that one that is killed can be followed by anothe
 
 from __future__ import annotations
 
+import math
 import os
 import select
 import signal
@@ -27,10 +28,14 @@ from zlaunch.supervisor.found_runs import FoundRun
 from zlaunch.system.processes import kill, python_module_argv, signal_name, sweep
 
 _NEVER_BEGUN = 1
+_UNREADY = 128 + signal.SIGUSR1
+"""Exit code of a run that was asked to make room before it could take the signal."""
 _NO_RETRY = (2, 128 + signal.SIGINT, 128 + signal.SIGTERM, 128 + signal.SIGHUP)
 """Codes after which it is not tried again: refused at the start, or stopped by the user."""
 _LOOK_S = 0.5
 """Seconds between looks at what tells nothing by itself: time limits, launchers that were killed."""
+_REMIND_S = 10.0
+"""Seconds between signals to a run that is to make room."""
 _IDLE_S = 5.0
 """Seconds without a job after which the daemon ends."""
 _AGENTS_S = 5.0
@@ -46,6 +51,8 @@ class Daemon:
         self._children: list[subprocess.Popen[bytes]] = []
         self._killed_at: dict[int, float] = {}
         """Job -> when its launcher was seen to be gone (monotonic seconds)."""
+        self._asked_at: dict[tuple[int, int], float] = {}
+        """Job and attempt -> when it was last asked to make room."""
 
     def run(self) -> None:
         """Work until there has been no job for a while."""
@@ -89,10 +96,13 @@ class Daemon:
                 assert code is not None
                 self._ended(job, code, _told(code))
             elif self._is_over(job):
-                self._ended(job, 128 + signal.SIGKILL, "its launcher was killed")
+                code = _UNREADY if job.wish == "preempt" else 128 + signal.SIGKILL
+                self._ended(job, code, "its launcher was killed")
 
     def _remind(self, job: QueuedJob, attempt: Attempt) -> None:
         """Signal a launcher whose job is to end; once, as a second SIGTERM kills."""
+        if job.wish == "preempt":
+            self._ask_for_room(job)
         process = attempt.process()
         limit = job.submission.time_s
         late = limit is not None and job.started is not None and time.time() - job.started > limit
@@ -100,6 +110,13 @@ class Daemon:
             return
         kill(process, signal.SIGTERM)
         self._store.ask(job.id, "cancelling" if job.wish == "cancel" else "timeout")
+
+    def _ask_for_room(self, job: QueuedJob) -> None:
+        """Have a run save and end. It is asked again and again: at its beginning it cannot hear yet."""
+        process, now = Attempt(Path(job.submission.run_dir), job.attempt).process(), time.monotonic()
+        if process is not None and now - self._asked_at.get((job.id, job.attempt), -math.inf) >= _REMIND_S:
+            self._asked_at[job.id, job.attempt] = now
+            kill(process, signal.SIGUSR1)
 
     def _is_over(self, job: QueuedJob) -> bool:
         """Tell whether a job whose launcher was killed has left its slots: its agents end their workers."""
@@ -116,7 +133,7 @@ class Daemon:
             self._end(job, code, "cancelled")
         elif job.wish == "timeout":
             self._end(job, code, f"time limit of {job.submission.time_s:g} s")
-        elif code == SAVED_CODE and job.wish == "preempt":
+        elif code in (SAVED_CODE, _UNREADY) and job.wish == "preempt":
             say(f"job {job.id} has made room")
             self._store.wait_again(job.id, "preempted", attempt=job.attempt + 1, failures=job.failures)
         elif code and code not in _NO_RETRY and job.failures < job.submission.retries:
@@ -146,11 +163,10 @@ class Daemon:
             ],
         )
         for job in running:
-            process = Attempt(Path(job.submission.run_dir), job.attempt).process()
-            if job.id in chosen.preempted and process is not None:
+            if job.id in chosen.preempted:
                 say(f"job {job.id} is asked to make room")
-                kill(process, signal.SIGUSR1)
                 self._store.ask(job.id, "preempt")
+                self._ask_for_room(job)
         for job in waiting:
             if job.id in chosen.starts:
                 self._start(job, chosen.starts[job.id])

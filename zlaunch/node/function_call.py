@@ -1,0 +1,54 @@
+"""Run a worker of ``zlaunch.launch``: `python -m zlaunch.node.function_call FOLDER`."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+CALL, PATH = "call.pkl", "path.json"
+RESULT, ERROR = "result_*.pkl", "error_*.pkl"
+"""Patterns of the files that hold what each rank gave back, or raised: the star is its number."""
+
+
+def main() -> None:
+    """Call the function that the folder holds and leave its result, or its exception, there."""
+    import cloudpickle  # type: ignore[import-untyped, unused-ignore]
+
+    folder, rank = Path(sys.argv[1]), f"{int(os.environ['RANK']):06d}"
+    known = json.loads((folder / PATH).read_text())
+    sys.path += [entry for entry in known if entry not in sys.path]
+    try:
+        function, args, kwargs = cloudpickle.loads((folder / CALL).read_bytes())
+        result = function(*args, **kwargs)
+        _write(folder / RESULT.replace("*", rank), cloudpickle.dumps(result))
+    except Exception as error:
+        about = {"time": time.time(), "rank": int(rank), "traceback": traceback.format_exc()}
+        _write(folder / ERROR.replace("*", rank), cloudpickle.dumps({**about, "error": _sent(error)}))
+        raise
+
+
+def _sent(error: Exception) -> bytes | None:
+    """Return an exception as bytes; None for one that would not arrive as it is."""
+    import cloudpickle
+
+    try:
+        data: bytes = cloudpickle.dumps(error)
+        cloudpickle.loads(data)
+    except Exception:
+        return None
+    return data
+
+
+def _write(path: Path, data: Any) -> None:
+    temporary = path.with_suffix(".new")
+    temporary.write_bytes(data)
+    temporary.replace(path)  # whole, or not there
+
+
+if __name__ == "__main__":
+    main()
