@@ -51,7 +51,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
     parser.addoption(
-        "--every-stage", action="store_true", help="Train each feature of tests/matrix under all stages."
+        "--every-case",
+        action="store_true",
+        help="Train each feature of tests/matrix under all stages; measure the memory of every model.",
     )
     parser.addoption(
         "--spread", action="store_true", help="Run files of tests/runtime beside each other: no core idles."

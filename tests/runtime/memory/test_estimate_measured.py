@@ -22,8 +22,9 @@ from zlaunch.runtime.offload.manager import Tier
 QUICK = [("mlp", False), ("llama", True)]
 IN_BF16 = ("mixtral", "gpt2")  # slow on most CPUs, and llama is among the quick ones
 HALVES = [*((name, True) for name in IN_BF16), ("llama", "autocast")]
-MORE = [(name, False) for name in KINDS if name not in (*IN_BF16, "lstm")]
+EVERY = [*((name, False) for name in KINDS if name not in (*IN_BF16, "lstm")), *HALVES]
 CAPS, FITTING = 200, ("llama", "bert", "mlp", "t5")
+MORE = [*((name, False) for name in FITTING if name != "mlp"), ("mixtral", True), ("llama", "autocast")]
 
 
 def sizes(name: str, folder: Path) -> ModelSizes:
@@ -58,10 +59,14 @@ def key(each: Estimated) -> Setting:
     return each.choice.stage, each.choice.checkpointed
 
 
-@pytest.mark.parametrize(
-    ("name", "half"),
-    [*QUICK, *(pytest.param(*each, marks=pytest.mark.exhaustive) for each in [*MORE, *HALVES])],
-)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Take more models where all tests are run, and every one with `--every-case`."""
+    if "half" in metafunc.fixturenames:
+        more = EVERY if metafunc.config.getoption("--every-case") else MORE
+        marked = [pytest.param(*each, marks=pytest.mark.exhaustive) for each in more if each not in QUICK]
+        metafunc.parametrize(("name", "half"), [*QUICK, *marked])
+
+
 def test_the_estimate_is_what_a_step_takes(name: str, half: bool | str, tmp_path: Path) -> None:
     found = {key(each): each.device for each in estimates(name, half, tmp_path)}
     assert set(found) == set(SETTINGS) and len(measured(name, half)) >= len(HALF)
