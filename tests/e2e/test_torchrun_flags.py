@@ -101,3 +101,37 @@ def test_a_script_without_accelerate_reads_its_config_file_too(tmp_path: Path) -
     flags = ("--num_processes=1", "--use_deepspeed", "--deepspeed_config_file=ds.json")
     launch = run(tmp_path, *flags, script=script, env={"CUDA_VISIBLE_DEVICES": ""})
     assert launch.process.returncode == 0 and "stage 2" in launch.out, launch.err
+
+
+def test_a_script_finds_itself_under_torchrun(tmp_path: Path) -> None:
+    launch = run(
+        tmp_path,
+        "--num_gpus=2",
+        "--max_restarts=1",
+        script="""
+            import os, sys
+            import torch.distributed as dist
+            from torch.distributed.elastic.multiprocessing.errors import record
+
+            @record
+            def main():
+                assert dist.is_torchelastic_launched()
+                names = ("GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME")
+                names += ("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS")
+                print(*(os.environ[name] for name in names), flush=True)
+                dist.init_process_group("gloo")
+                dist.barrier()
+                if os.environ["RANK"] == "1":
+                    raise ValueError("as it is recorded")
+                dist.barrier()
+
+            main()
+        """,
+    )
+    assert launch.process.returncode == 1
+    for rank in (0, 1):
+        places = [line for line in launch.log(rank).splitlines() if line.endswith(" 1")]
+        assert places == [f"0 1 {rank} 2 default {attempt} 1" for attempt in (0, 1)]
+    recorded = json.loads((launch.run_dir / "logs" / "error_00001.json").read_text())
+    assert recorded["message"]["message"] == "ValueError: as it is recorded"
+    assert "ValueError: as it is recorded" in launch.err

@@ -19,7 +19,7 @@ from zlaunch.supervisor.run_record import QUEUE_FOLDER
 _OURS = (
     *("launcher.json", "plan.json", "events.jsonl", "config.effective.json", "checkpoint.json"),
     *(f"logs/{folder}rank_*.log{older}" for folder in ("", f"{TIMES}/") for older in ("", OLDER)),
-    *("logs/agent_*.log", CONSOLE_LOG, f"{QUEUE_FOLDER}/[0-9]*.*"),
+    *("logs/agent_*.log", "logs/error_*.json", CONSOLE_LOG, f"{QUEUE_FOLDER}/[0-9]*.*"),
 )
 """What zlaunch writes into a run's folder; all else there is the user's. launcher.json goes last, so that a
 folder that could not be emptied stays a run.

@@ -177,6 +177,7 @@ def _options(
         core_list=cores,
         connect_timeout_s=given["connect_timeout"],
         requeue=given["requeue"],
+        max_restarts=given["max_restarts"],
         quiet=given["quiet"],
         **{
             name: given[name]

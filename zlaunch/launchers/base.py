@@ -60,6 +60,7 @@ class Launcher(Job):
             environ=environ,
             heartbeat_s=options.heartbeat_s if self.spans_nodes else 0.0,
             in_step=self.in_step,
+            max_restarts=options.max_restarts,
         )
 
     @staticmethod

@@ -23,6 +23,7 @@ class RunFacts:
     """Only asked which variables the user has set already, which are then left alone."""
     heartbeat_s: float = 0.0
     in_step: bool = False
+    max_restarts: int = 0
 
 
 @dataclass(frozen=True, slots=True)

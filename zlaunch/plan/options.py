@@ -44,6 +44,7 @@ class Options:
     core_list: tuple[int, ...] | None = None
     connect_timeout_s: float = 60.0
     requeue: bool = False
+    max_restarts: int = 0
     quiet: bool = False
     node_rank: int | None = None
     """With --no_ssh: which of the nodes this is."""

@@ -30,6 +30,15 @@ def common_env(
         "ZLAUNCH_RUN_ID": run.run_id,
         "ZLAUNCH_RUN_DIR": run.run_dir,
         "ZLAUNCH_RESTART_COUNT": str(attempt),
+        # torchrun's, for scripts and libraries that ask for them
+        "GROUP_RANK": str(node_rank),
+        "GROUP_WORLD_SIZE": str(part.node_count),
+        "ROLE_NAME": "default",
+        "ROLE_WORLD_SIZE": str(part.world_size),
+        "TORCHELASTIC_RUN_ID": run.run_id,
+        "TORCHELASTIC_RESTART_COUNT": str(attempt),
+        "TORCHELASTIC_MAX_RESTARTS": str(run.max_restarts),
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
     }
     if resume_dir is not None:
         env["ZLAUNCH_RESUME_DIR"] = resume_dir
@@ -42,7 +51,11 @@ def common_env(
 
 def worker_env(run: RunFacts, node: NodeSpec, rank: int, index: int) -> dict[str, str]:
     """Return what the node's worker number `index` has of its own."""
-    env = {"RANK": str(rank), "LOCAL_RANK": str(node.first_local + index)}
+    env = {"RANK": str(rank), "LOCAL_RANK": str(node.first_local + index), "ROLE_RANK": str(rank)}
+    if (
+        node.host == "localhost"
+    ):  # elsewhere the folder may not be there, and torch would fail in its `record`
+        env["TORCHELASTIC_ERROR_FILE"] = f"{run.run_dir}/logs/error_{rank:05d}.json"
     if node.bound:
         cpus = node.bound[index]
         env["ZLAUNCH_CPUS"] = ",".join(map(str, cpus))

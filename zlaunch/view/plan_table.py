@@ -25,6 +25,9 @@ _CROSSING = {
 }
 """Says what a group of ranks that crosses nodes means, by its axis."""
 
+_REPEATED = ("GROUP_", "ROLE_", "TORCHELASTIC_")
+"""Begin the names of torchrun's variables, which say the same once more."""
+
 
 def plan_table(plan: Plan, mesh: MeshShape | None = None) -> RenderableType:
     """Show who runs where with what, and its place in the mesh of ranks; what all share is said once."""
@@ -36,7 +39,11 @@ def plan_table(plan: Plan, mesh: MeshShape | None = None) -> RenderableType:
         table.add_column(name, overflow="fold")
     for node in plan.nodes:
         for worker in node.workers:
-            own = (f"{key}={value}" for key, value in worker.env.items() if (key, value) not in shared)
+            own = (
+                f"{key}={value}"
+                for key, value in worker.env.items()
+                if (key, value) not in shared and not key.startswith(_REPEATED)
+            )
             place = [_place(mesh, worker.rank)] if mesh else []
             rest = Text("\n".join(own)), Text(shlex.join(worker.argv))
             table.add_row(str(worker.rank), node.host, *place, *rest)
@@ -83,4 +90,5 @@ def _facts(plan: Plan, shared: dict[str, str]) -> Iterator[str]:
     yield f"run_dir     {plan.run_dir}"
     yield f"cwd         {plan.cwd}"
     yield "environment of all workers"
-    yield from (f"  {key}={value}" for key, value in sorted(shared.items()))
+    yield from (f"  {key}={value}" for key, value in sorted(shared.items()) if not key.startswith(_REPEATED))
+    yield f"  and torchrun's {', '.join(f'{name}*' for name in _REPEATED)}"

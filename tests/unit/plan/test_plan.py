@@ -52,6 +52,16 @@ def test_two_cpu_workers() -> None:
         "ZLAUNCH_RUN_ID": "id",
         "ZLAUNCH_RUN_DIR": "/runs/id",
         "ZLAUNCH_RESTART_COUNT": "0",
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "ROLE_NAME": "default",
+        "ROLE_RANK": "1",
+        "ROLE_WORLD_SIZE": "2",
+        "TORCHELASTIC_RUN_ID": "id",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+        "TORCHELASTIC_ERROR_FILE": "/runs/id/logs/error_00001.json",
     }
 
 
