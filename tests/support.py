@@ -77,16 +77,19 @@ COMBINATIONS = (
     Combination(
         "3.10",
         "2.6.0",
-        tuple(
-            f"--ignore=tests/runtime/{room}"
-            for room in (
-                "deadlock",
-                "expert_parallel",
-                "memory",
-                "mesh",
-                "offload_states",
-                "pipeline_parallel",
-            )
+        (
+            "--deselect=tests/runtime/precision/test_autocast.py::test_stages_of_a_pipeline",
+            *(
+                f"--ignore=tests/runtime/{room}"
+                for room in (
+                    "deadlock",
+                    "expert_parallel",
+                    "memory",
+                    "mesh",
+                    "offload_states",
+                    "pipeline_parallel",
+                )
+            ),
         ),
     ),
     # between the oldest torch and that of constraints.txt: these call nothing that the two have otherwise

@@ -23,10 +23,16 @@ _ABOUT = "job.json"
 _POLL_S = 0.05
 _ASK_SLURM_S = 5.0
 _TAIL_BYTES = 4000
-_STARTER = ThreadPoolExecutor(max_workers=1, thread_name_prefix="zlaunch")
-"""Starts processes that end with this one: the kernel ends them with the thread that has started them, and
-this one lives as long as the process.
-"""
+_NOT_HERE = ("__detach", "__dry_run")
+_starters: dict[int, ThreadPoolExecutor] = {}
+"""By process, for a forked child has no thread of its parent's."""
+
+
+def _starter() -> ThreadPoolExecutor:
+    """Return what starts processes that end with this one: the kernel ends them with the thread that has
+    started them, and this one lives as long as the process.
+    """
+    return _starters.setdefault(os.getpid(), ThreadPoolExecutor(max_workers=1, thread_name_prefix="zlaunch"))
 
 
 class JobFailedError(ZlaunchError, RuntimeError):
@@ -60,6 +66,9 @@ def launch(
 
     if slurm is not None and queue == "local":
         raise LaunchError('zlaunch.launch: queue="local" and slurm=... exclude each other')
+    for option in options:
+        if option.partition("=")[0].replace("-", "_") in _NOT_HERE:
+            raise LaunchError(f"zlaunch.launch: {option} does not go in options; there is detach=True")
     queue = "slurm" if slurm is not None else queue
     try:
         call = cloudpickle.dumps((function, args, kwargs))
@@ -86,7 +95,7 @@ def launch(
         job._note(said.strip() if queue == "slurm" else None)
     elif detach:
         _call(["--detach", *words])
-        job._note(None)
+        job._note()
     else:
         job._start(words)
     return job
@@ -112,20 +121,21 @@ def _call(words: Sequence[str]) -> str:
     return done.stdout
 
 
+def _attempt_of(path: Path) -> int:
+    return int(path.stem.split("_")[1])
+
+
 class FunctionJob:
     """Stands for a function that runs, as a future does. ``FunctionJob("runs/NAME")`` finds one again."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         """Take the folder of a run that ``launch`` has started."""
-        self.folder = Path(folder).absolute()
+        self.folder = Path(folder).resolve()
         self._process: subprocess.Popen[bytes] | None = None
-        self._slurm: str | None = None
+        self._slurm: str | None = self._about().get("slurm") if (self.folder / "call").is_dir() else None
         self._asked_at, self._slurm_ended = 0.0, False
-        about = _call_folder(self.folder) / _ABOUT
         if not (_call_folder(self.folder) / CALL).exists():
             raise LaunchError(f"{self.folder}: zlaunch.launch has started no function there")
-        if about.exists():
-            self._slurm = json.loads(about.read_text())["slurm"]
 
     def __repr__(self) -> str:
         return f"<zlaunch job {self.name}>"
@@ -135,27 +145,42 @@ class FunctionJob:
         """Return the run's name, for `zlaunch ps`, `logs` and `stop`."""
         return self.folder.name
 
-    def _note(self, slurm: str | None) -> None:
+    def _note(self, slurm: str | None = None, pid: int | None = None) -> None:
+        from zlaunch.system.processes import start_ticks
+
         self._slurm = slurm
-        (_call_folder(self.folder) / _ABOUT).write_text(json.dumps({"slurm": slurm}))
+        about = {"slurm": slurm, "pid": pid, "start_ticks": None if pid is None else start_ticks(pid)}
+        (_call_folder(self.folder) / _ABOUT).write_text(json.dumps(about))
 
     def _start(self, words: Sequence[str]) -> None:
         from zlaunch.supervisor.detach import CONSOLE_LOG
 
         command = [sys.executable, "-m", "zlaunch", "--parent", str(os.getpid()), *words]
         with open(self.folder / CONSOLE_LOG, "ab") as console:
-            self._process = _STARTER.submit(_popen, command, console).result()
+            self._process = _starter().submit(_popen, command, console).result()
+        self._note(pid=self._process.pid)
 
     # -- how it stands
 
     def done(self) -> bool:
         """Tell whether it has ended."""
+        from zlaunch.system.processes import start_ticks
+
         if self._process is not None:
             return self._process.poll() is not None
         found = self._found()
         if found is not None:
             return found.has_ended
-        return self._slurm is None or self._has_left_slurm()
+        known = self._about()
+        if known.get("slurm"):
+            self._slurm = known["slurm"]
+            return self._has_left_slurm()
+        return known.get("pid") is None or start_ticks(known["pid"]) != known["start_ticks"]
+
+    def _about(self) -> dict[str, Any]:
+        """Return what is known of how it was started; nothing while it is being started."""
+        path = _call_folder(self.folder) / _ABOUT
+        return json.loads(path.read_text()) if path.exists() else {}
 
     def running(self) -> bool:
         """Tell whether it runs now: it does not wait in a queue, and has not ended."""
@@ -163,11 +188,12 @@ class FunctionJob:
         return found is not None and found.state == "running" and not self.done()
 
     def _found(self) -> FoundRun | None:
+        from zlaunch.queue.ending import settle
         from zlaunch.supervisor import run_record
         from zlaunch.supervisor.found_runs import FoundRun
 
         known = run_record.read(self.folder)
-        return None if known is None else FoundRun(self.name, self.folder, known)
+        return None if known is None else settle(FoundRun(self.name, self.folder, known))
 
     def _has_left_slurm(self) -> bool:
         """Ask SLURM, from time to time, about a job whose launcher has written nothing yet, or elsewhere."""
@@ -227,15 +253,17 @@ class FunctionJob:
             time.sleep(_POLL_S)
 
     def _files(self, pattern: str) -> list[Path]:
+        """Return the files of the last attempt, by rank."""
+        last = max((_attempt_of(path) for kind in (RESULT, ERROR) for path in self._all(kind)), default=0)
+        return [path for path in self._all(pattern) if _attempt_of(path) == last]
+
+    def _all(self, pattern: str) -> list[Path]:
         return sorted(_call_folder(self.folder).glob(pattern))
 
     def _errors(self) -> list[dict[str, Any]]:
         import cloudpickle
 
-        done = {path.name.replace("result", "error") for path in self._files(RESULT)}
-        return [
-            cloudpickle.loads(path.read_bytes()) for path in self._files(ERROR) if path.name not in done
-        ]  # a rank that failed in one attempt may have gone well in the next
+        return [cloudpickle.loads(path.read_bytes()) for path in self._files(ERROR)]
 
     def _exit_code(self) -> int:
         if self._process is not None:
@@ -247,7 +275,7 @@ class FunctionJob:
     def _missing(self) -> list[int]:
         found = self._found()
         world = 0 if found is None else found.record.world_size
-        there = {int(path.stem.rpartition("_")[2]) for path in self._files(RESULT)}
+        there = {int(path.stem.split("_")[2]) for path in self._files(RESULT)}
         return [rank for rank in range(world) if rank not in there]
 
     def _console_tail(self) -> str:
@@ -291,7 +319,7 @@ class FunctionJob:
 
         folder = queue_folder()
         store = Store(folder)
-        job = store.of_run(str(self.folder))
+        job = store.of_run(self.folder)
         if job is None or job.state == "ended":
             return False
         cancel_job(store, job)

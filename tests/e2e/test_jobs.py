@@ -84,9 +84,33 @@ def test_results_and_failures_arrive_here(tmp_path: Path) -> None:
         job = zlaunch.launch(work, "fine", options=["--include=no:0"])
         error = raises(zlaunch.JobFailedError, job.result)
         assert "unknown host" in str(error), error
+        for option in ("--detach", "--dry-run"):
+            raises(zlaunch.LaunchError, lambda: zlaunch.launch(work, "fine", options=[option]))
         raises(TypeError, lambda: zlaunch.launch(work, threading.Lock()))
         raises(zlaunch.LaunchError, lambda: zlaunch.launch(work, "fine", options=["--nothing"], detach=True))
         raises(zlaunch.LaunchError, lambda: zlaunch.FunctionJob("."))
+        """,
+    )
+
+
+def test_the_last_attempt_counts_and_forked_children_launch_too(tmp_path: Path) -> None:
+    python(
+        tmp_path,
+        """
+        def changing():
+            first = os.environ["ZLAUNCH_RESTART_COUNT"] == "0"
+            if (os.environ["RANK"] == "1") == first:
+                time.sleep(0.5)  # so that the other one has left its result
+                raise ValueError("the first") if first else KeyError("the second")
+
+        raises(KeyError, zlaunch.launch(changing, num_gpus=2, options=["--max_restarts=1"]).result)
+        if not (child := os.fork()):
+            job = zlaunch.launch(work, "fine")
+            again = zlaunch.FunctionJob(job.folder)
+            assert not again.done()
+            assert job.result() == again.result() == [(0, "fine")]
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
         """,
     )
 

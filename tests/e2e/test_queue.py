@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -194,6 +195,57 @@ def test_a_launcher_that_is_killed_gives_its_slots_back_when_its_workers_are_gon
     wait_until(lambda: (folder / "log").read_text().count(f"{run} begun 0") == 2, "tried again")
     (folder / "go").touch()
     assert zlaunch(folder, "wait", run).returncode == 0
+
+
+def test_a_folder_that_is_removed_holds_up_nobody_and_gives_no_slot_twice(folder: Path) -> None:
+    (folder / "often.py").write_text(
+        "import os, time\nwith open('often', 'a') as file:\n    file.write('x')\n"
+        "while not os.path.exists('go'):\n    time.sleep(0.02)\nraise SystemExit(1)\n"
+    )
+    first = submit(folder, "--num_gpus=6", "--max_restarts=1", "often.py")
+    wait_until(lambda: (folder / "often").exists() and len((folder / "often").read_text()) == 6, "the run")
+    second = submit(folder, "--num_gpus=6", "train.py", "0", "0")
+    shutil.rmtree(folder / "runs" / first)
+    time.sleep(1)  # the daemon has looked at it
+    assert not has_begun(folder, second) and queue(folder)[first]["state"] == "running"
+    (folder / "go").touch()
+    assert zlaunch(folder, "wait", second).returncode == 0
+    assert queue(folder)[first]["state"] == "ended"
+
+
+def test_a_run_is_named_in_any_way(folder: Path) -> None:
+    (folder / "elsewhere").symlink_to(folder)
+    runs = [submit(folder, "--num_gpus=6", "train.py", FOR_EVER, "0")]
+    wait_until(lambda: has_begun(folder, runs[0]), "the first run")
+    later = submit(folder, "--num_gpus=1", "--after=latest", "train.py", "0", "0")
+    for path in (folder / "elsewhere" / "runs", Path("runs", "..", "runs")):
+        runs.append(submit(folder, "--num_gpus=6", "train.py", FOR_EVER, "0"))
+        done = zlaunch(folder, "cancel", "--queue=local", path / runs[-1])
+        assert done.returncode == 0, done.stderr
+    (folder / "go").touch()
+    assert zlaunch(folder, "wait", later).returncode == 0
+    done = zlaunch(folder, "cancel", "--queue=local", "9" * 20)
+    assert done.returncode == 2 and "there is no job" in done.stderr
+
+
+def test_a_daemon_whose_folder_is_removed_ends(folder: Path) -> None:
+    run = submit(folder, "--num_gpus=1", "train.py", "0", "0")
+    assert zlaunch(folder, "wait", run).returncode == 0
+    assert daemons()
+    (folder / "state").rename(folder / "away")
+    wait_until(lambda: not daemons(), "the daemon has ended")
+
+
+def test_a_run_that_never_came_into_the_queue_is_no_queued_one(folder: Path) -> None:
+    lost = folder / "runs" / "lost"
+    (lost / ".queue").mkdir(parents=True)
+    (lost / ".queue" / "queued").touch()
+    record = {"run_id": "lost", "host": os.uname().nodename, "pid": 0, "start_ticks": 0, "hosts": []}
+    record |= {"world_size": 1, "command": ["x.py"], "started": 1.0}
+    (lost / "launcher.json").write_text(json.dumps(record))
+    assert zlaunch(folder, "wait", "lost").returncode == 1
+    [listed] = json.loads(zlaunch(folder, "ps", "--all", "--json").stdout)
+    assert listed["state"] == "ended 1"
 
 
 def test_what_cannot_be_queued_is_refused(folder: Path) -> None:

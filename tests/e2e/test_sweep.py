@@ -112,6 +112,32 @@ def test_what_is_behind_is_stopped(folder: Path, monkeypatch: pytest.MonkeyPatch
     assert "best: trial 1" in done.stdout
 
 
+def test_what_is_stopped_has_its_time_to_save(folder: Path) -> None:
+    (folder / "saves.py").write_text(
+        textwrap.dedent("""
+            import os, signal, sys, time
+            import zlaunch
+            def save(*_):
+                time.sleep(2)
+                open("saved" + os.environ["ZLAUNCH_RUN_ID"], "w").close()
+                sys.exit(0)
+            signal.signal(signal.SIGTERM, save)
+            for step in range(1, 10**9):
+                zlaunch.report(loss=float(sys.argv[1].partition("=")[2]))
+                time.sleep(0.1)
+                if step == 40 and sys.argv[1] == "--x=1":
+                    break
+        """)
+    )
+    (folder / "grid.yaml").write_text(
+        "parameters:\n  --x: [1, 2]\nearly_stopping: {min_steps: 3, factor: 2}\n"
+    )
+    done = zlaunch(folder, "sweep", "grid.yaml", *COMMAND[:-2], "--grace=100", "saves.py")
+    assert done.returncode == 0, done.stderr
+    assert [row["state"] for row in results(folder)] == ["done", "stopped early"]
+    assert len(list(folder.glob("saved*"))) == 1
+
+
 def test_what_cannot_be_tried_is_refused_before_anything_is_queued(folder: Path) -> None:
     (folder / "grid.yaml").write_text("parameters:\n  optimizer.params.lr: [0.1, fast]\n")
     (folder / "keys.yaml").write_text("parameters:\n  optimizer.params.lr: [0.1]\n")

@@ -10,6 +10,7 @@ import click
 
 from zlaunch.cli.commands import SETTINGS, Command, count_option, seconds_option
 from zlaunch.cli.logs import offset_of_last
+from zlaunch.queue.ending import settle
 from zlaunch.supervisor.detach import CONSOLE_LOG
 from zlaunch.supervisor.found_runs import FoundRun, find_run, meant
 
@@ -64,7 +65,7 @@ def wait(run: str, timeout: float | None) -> int:
 
 def _here(text: str, command: str) -> FoundRun:
     """Return a run whose end can be seen on this host. Raises click.UsageError."""
-    found = find_run(text)
+    found = settle(find_run(text))
     if found.record.ended is None and found.is_elsewhere:
         there = f"ssh -t {found.record.host} {sys.executable} -m zlaunch {command} {found.path.absolute()}"
         raise click.UsageError(f"the launcher of {text} is on {found.record.host}: {there}")

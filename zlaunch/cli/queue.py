@@ -155,6 +155,7 @@ def cancel(chosen_queue: QueueName | None, runs: tuple[str, ...]) -> int:
 
 def _find(store: Store, texts: Sequence[str]) -> list[QueuedJob]:
     """Return the jobs that were named, by number or as runs. Raises LaunchError."""
+    from zlaunch.queue.ending import settle
     from zlaunch.supervisor.found_runs import find_run, meant
 
     found = []
@@ -162,9 +163,9 @@ def _find(store: Store, texts: Sequence[str]) -> list[QueuedJob]:
         if text.isdecimal() and (job := store.find(int(text))) is not None:
             found.append(job)
             continue
-        if text.isdecimal() and len(text) < 6:
+        if text.isdecimal() and not text.startswith("20"):
             raise LaunchError(f"there is no job {text}: zlaunch queue --all")
-        known = store.of_run(str(find_run(meant(text)).path.absolute()))
+        known = store.of_run(settle(find_run(meant(text))).path)
         if known is None:
             raise LaunchError(f"{text} is no run of the queue: zlaunch stop {text}")
         found.append(known)

@@ -19,6 +19,7 @@ from zlaunch.cli.clean import clean_up
 from zlaunch.cli.commands import SETTINGS, Command, seconds_option
 from zlaunch.errors import LaunchError
 from zlaunch.plan.checks import parse_ranks
+from zlaunch.queue.ending import settle
 from zlaunch.supervisor import run_record
 from zlaunch.supervisor.event_file import EventFile
 from zlaunch.supervisor.found_runs import (
@@ -47,7 +48,7 @@ _SIGNALS = {"TERM": signal.SIGTERM, "INT": signal.SIGINT, "USR1": signal.SIGUSR1
 
 def _living(text: str, command: str) -> FoundRun:
     """Return a run whose launcher is alive and ours to signal. Raises click.UsageError."""
-    run = find_run(text)
+    run = settle(find_run(text))
     known = run.record
     if run.state == "queued":
         raise click.UsageError(f"{text} waits in the queue: zlaunch cancel {text} takes it out")
@@ -104,7 +105,7 @@ def ps(folder: str, show_all: bool, clean: bool, yes: bool, as_json: bool) -> in
         return 0
     if not path.is_dir() and folder != DEFAULT_FOLDER:
         raise click.UsageError(f"there is no folder {folder!r}")
-    everything = find_runs(path)
+    everything = [settle(run) for run in find_runs(path)]
     if clean:
         return clean_up(everything, yes=yes)
     chosen = [run for run in everything if show_all or run.state.startswith(("running", "queued", "on "))]

@@ -133,7 +133,7 @@ def enqueue(asked: Asked) -> tuple[int, Path]:
     from zlaunch.plan.plan import without_secrets
     from zlaunch.queue.demand import find_demand
     from zlaunch.queue.store import Store, Submission
-    from zlaunch.queue.wake import queue_folder
+    from zlaunch.queue.wake import check_daemon, queue_folder
     from zlaunch.slurm.script import time_limit_s
     from zlaunch.supervisor import run_record
     from zlaunch.supervisor.detach import CONSOLE_LOG
@@ -143,16 +143,17 @@ def enqueue(asked: Asked) -> tuple[int, Path]:
     _, command, options, given, about = asked
     if given["requeue"]:
         raise click.UsageError("--requeue: SLURM's; here --preemptible and --retries queue a run again")
-    after = tuple(str(find_run(meant(run)).path.absolute()) for run in about["after"])
+    after = tuple(str(find_run(meant(run)).path.resolve()) for run in about["after"])
     limit = None if about["limit"] is None else time_limit_s(about["limit"])
     launcher = prepare(command, dict(given)).launcher
     o = launcher.options
     demand, names = find_demand(launcher)
-    path = Path(o.run_dir)
+    path = Path(o.run_dir).resolve()
+    check_daemon(queue_folder())  # before anything is there that could be started later
     store = Store(queue_folder())
     submission = Submission(
         run_id=o.run_id,
-        run_dir=o.run_dir,
+        run_dir=str(path),
         options=tuple(word for name, word in options if name not in (*_SLOTS, "run_dir", "run_id")),
         command=command,
         cwd=os.getcwd(),
@@ -172,7 +173,7 @@ def enqueue(asked: Asked) -> tuple[int, Path]:
         raise click.UsageError(f"--run_dir {given['run_dir']}: there has been a run in it: take another")
     per_node = demand.per_node or max(map(len, demand.pool.values()))
     shown = without_secrets([*(word for _, word in options), *command])
-    run_record.queued(o.run_dir, o.run_id, tuple(demand.pool)[: demand.nodes], demand.nodes * per_node, shown)
+    run_record.queued(str(path), o.run_id, tuple(demand.pool)[: demand.nodes], demand.nodes * per_node, shown)
     (path / CONSOLE_LOG).touch()
     os.close(lock)  # the next to hold it is the run's launcher
     environ = {name: value for name, value in os.environ.items() if name != "ZLAUNCH_RUN_ID"}

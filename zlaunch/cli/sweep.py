@@ -132,10 +132,11 @@ class _Sweep:
                     left.remove(trial)
                     click.echo(f"{trial.number:3d}  {_shown(trial.values)}: {_outcome(trial)}")
                     write_results(self.folder, self.trials)
-                elif is_behind and (job := self.store.of_run(str(trial.folder))) is not None:
+                elif is_behind and not trial.is_stopped:
                     trial.stop()
-                    cancel_job(self.store, job)
-                    wake(self.queue)
+                    if (job := self.store.of_run(trial.folder)) is not None:
+                        cancel_job(self.store, job)
+                        wake(self.queue)
             if not left:
                 return
             time.sleep(_POLL_S)

@@ -12,14 +12,15 @@ from typing import Any
 
 CALL, PATH = "call.pkl", "path.json"
 RESULT, ERROR = "result_*.pkl", "error_*.pkl"
-"""Patterns of the files that hold what each rank gave back, or raised: the star is its number."""
+"""Patterns of the files that hold what ranks gave back, or raised: the star is ATTEMPT_RANK."""
 
 
 def main() -> None:
     """Call the function that the folder holds and leave its result, or its exception, there."""
     import cloudpickle  # type: ignore[import-untyped, unused-ignore]
 
-    folder, rank = Path(sys.argv[1]), f"{int(os.environ['RANK']):06d}"
+    folder, number = Path(sys.argv[1]), int(os.environ["RANK"])
+    rank = f"{int(os.environ['ZLAUNCH_RESTART_COUNT']):04d}_{number:06d}"
     known = json.loads((folder / PATH).read_text())
     sys.path += [entry for entry in known if entry not in sys.path]
     try:
@@ -27,7 +28,7 @@ def main() -> None:
         result = function(*args, **kwargs)
         _write(folder / RESULT.replace("*", rank), cloudpickle.dumps(result))
     except Exception as error:
-        about = {"time": time.time(), "rank": int(rank), "traceback": traceback.format_exc()}
+        about = {"time": time.time(), "rank": number, "traceback": traceback.format_exc()}
         _write(folder / ERROR.replace("*", rank), cloudpickle.dumps({**about, "error": _sent(error)}))
         raise
 

@@ -12,17 +12,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from zlaunch.supervisor.run_record import QUEUE_FOLDER
 from zlaunch.system.processes import Process, start_ticks
 
+_FOLDER = "attempts"
 Standing = Literal["not begun", "alive", "ended", "killed"]
 
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """Names an attempt."""
+    """Names an attempt. Its files lie in the queue's folder: a user may remove a run's at any time."""
 
-    run_dir: Path
+    queue: Path
+    job_id: int
     number: int
 
     def lock(self) -> int | None:
@@ -30,7 +31,9 @@ class Attempt:
 
         Raises OSError.
         """
-        fd = os.open(self._file("lock"), os.O_RDWR | os.O_CREAT, 0o600)
+        path = self._file("lock")
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -48,8 +51,6 @@ class Attempt:
 
     def standing(self) -> tuple[Standing, int | None]:
         """Return what has become of it, and its exit code where it has ended. Raises OSError."""
-        if not self.run_dir.is_dir():
-            return "killed", None  # the user has removed its folder
         fd = self.lock()
         if fd is None:
             return "alive", None
@@ -65,7 +66,7 @@ class Attempt:
         return Process(known["pid"], known["start_ticks"]) if known else None
 
     def _file(self, kind: str) -> Path:
-        return self.run_dir / QUEUE_FOLDER / f"{self.number}.{kind}"
+        return self.queue / _FOLDER / f"{self.job_id}.{self.number}.{kind}"
 
     def _write(self, kind: str, content: dict[str, int | None]) -> None:
         path = self._file(kind)
@@ -79,3 +80,9 @@ class Attempt:
         except (OSError, ValueError):
             return {}
         return content if isinstance(content, dict) else {}
+
+
+def forget(queue: Path, job_id: int) -> None:
+    """Remove the files of a job's attempts."""
+    for path in (queue / _FOLDER).glob(f"{job_id}.*"):
+        path.unlink(missing_ok=True)

@@ -17,10 +17,10 @@ from pathlib import Path
 
 from zlaunch.errors import LaunchError
 from zlaunch.queue import schedule
-from zlaunch.queue.attempt import Attempt
+from zlaunch.queue.attempt import Attempt, forget
 from zlaunch.queue.ending import CANCELLED, end_job
 from zlaunch.queue.store import QueuedJob, Store
-from zlaunch.queue.wake import LOG, open_wake, queue_folder, take_lock
+from zlaunch.queue.wake import LOG, is_mine, open_wake, queue_folder, take_lock
 from zlaunch.supervisor import run_record
 from zlaunch.supervisor.detach import CONSOLE_LOG
 from zlaunch.supervisor.failure import SAVED_CODE
@@ -46,20 +46,22 @@ _LOG_BYTES = 1_000_000
 class Daemon:
     """Gives slots to jobs, and takes them back."""
 
-    def __init__(self, folder: Path, store: Store) -> None:
-        self._store, self._wake = store, open_wake(folder)
-        self._children: list[subprocess.Popen[bytes]] = []
+    def __init__(self, folder: Path, store: Store, lock: int) -> None:
+        self._folder, self._store, self._lock, self._wake = folder, store, lock, open_wake(folder)
+        self._children: dict[tuple[int, int], subprocess.Popen[bytes]] = {}
+        """Job and attempt -> its launcher, if this daemon has started it."""
         self._killed_at: dict[int, float] = {}
         """Job -> when its launcher was seen to be gone (monotonic seconds)."""
         self._asked_at: dict[tuple[int, int], float] = {}
         """Job and attempt -> when it was last asked to make room."""
 
     def run(self) -> None:
-        """Work until there has been no job for a while."""
+        """Work until there has been no job for a while, or the queue's folder is gone."""
         idle_since: float | None = None
-        while True:
+        while is_mine(self._folder, self._lock):
             try:
-                self._look_after()
+                for job in self._store.jobs("running"):
+                    self._look_after(job)
                 self._start_jobs()
                 busy = bool(self._store.jobs("waiting", "running"))
             except (LaunchError, OSError) as error:  # such as a full disk: nothing is lost by trying again
@@ -77,43 +79,52 @@ class Daemon:
             os.read(self._wake, 1 << 16)
         except BlockingIOError:
             pass
-        self._children = [child for child in self._children if child.poll() is None]
+        for child in self._children.values():
+            child.poll()
 
     # -- jobs that run
 
-    def _look_after(self) -> None:
-        for job in self._store.jobs("running"):
-            attempt = Attempt(Path(job.submission.run_dir), job.attempt)
-            standing, code = attempt.standing()
-            if standing == "alive":
-                self._remind(job, attempt)
-            elif standing == "not begun":
-                if job.wish == "cancel":
-                    self._end(job, CANCELLED, "cancelled")
-                else:  # a daemon was killed between its note and the start
-                    self._store.wait_again(job.id, "", attempt=job.attempt, failures=job.failures)
-            elif standing == "ended":
-                assert code is not None
-                self._ended(job, code, _told(code))
-            elif self._is_over(job):
+    def _look_after(self, job: QueuedJob) -> None:
+        attempt = self._attempt(job)
+        child = self._children.get((job.id, job.attempt))
+        standing, code = attempt.standing()
+        if standing == "alive":
+            self._remind(job, attempt)
+            return
+        if code is None and child is not None:
+            # It could not write its end, such as on a full disk, or not even begin.
+            known = child.poll()
+            if known is None:
+                return
+            code = known if known >= 0 else None
+            code = _NEVER_BEGUN if code == 0 and standing == "not begun" else code
+        if code is not None:
+            self._ended(job, code, _told(code))
+        elif standing == "killed":
+            if self._is_over(job):
                 code = _UNREADY if job.wish == "preempt" else 128 + signal.SIGKILL
                 self._ended(job, code, "its launcher was killed")
+        elif job.wish in ("cancel", "cancelling"):
+            self._end(job, CANCELLED, "cancelled")
+        else:  # a daemon was killed between its note and the start
+            self._store.wait_again(job, "", attempt=job.attempt, failures=job.failures)
+
+    def _attempt(self, job: QueuedJob) -> Attempt:
+        return Attempt(self._folder, job.id, job.attempt)
 
     def _remind(self, job: QueuedJob, attempt: Attempt) -> None:
         """Signal a launcher whose job is to end; once, as a second SIGTERM kills."""
-        if job.wish == "preempt":
-            self._ask_for_room(job)
         process = attempt.process()
         limit = job.submission.time_s
         late = limit is not None and job.started is not None and time.time() - job.started > limit
         if process is None or job.wish in ("cancelling", "timeout") or not (late or job.wish == "cancel"):
             return
         kill(process, signal.SIGTERM)
-        self._store.ask(job.id, "cancelling" if job.wish == "cancel" else "timeout")
+        self._store.ask(job, "cancelling" if job.wish == "cancel" else "timeout")
 
     def _ask_for_room(self, job: QueuedJob) -> None:
         """Have a run save and end. It is asked again and again: at its beginning it cannot hear yet."""
-        process, now = Attempt(Path(job.submission.run_dir), job.attempt).process(), time.monotonic()
+        process, now = self._attempt(job).process(), time.monotonic()
         if process is not None and now - self._asked_at.get((job.id, job.attempt), -math.inf) >= _REMIND_S:
             self._asked_at[job.id, job.attempt] = now
             kill(process, signal.SIGUSR1)
@@ -135,15 +146,17 @@ class Daemon:
             self._end(job, code, f"time limit of {job.submission.time_s:g} s")
         elif code in (SAVED_CODE, _UNREADY) and job.wish == "preempt":
             say(f"job {job.id} has made room")
-            self._store.wait_again(job.id, "preempted", attempt=job.attempt + 1, failures=job.failures)
+            self._store.wait_again(job, "preempted", attempt=job.attempt + 1, failures=job.failures)
         elif code and code not in _NO_RETRY and job.failures < job.submission.retries:
             say(f"job {job.id}: {why}; it will be tried again")
-            self._store.wait_again(job.id, why, attempt=job.attempt + 1, failures=job.failures + 1)
+            self._store.wait_again(job, why, attempt=job.attempt + 1, failures=job.failures + 1)
         else:
             self._end(job, code, why)
 
     def _end(self, job: QueuedJob, code: int, why: str) -> None:
         end_job(self._store, job, code, why)
+        forget(self._folder, job.id)
+        self._children = {key: child for key, child in self._children.items() if key[0] != job.id}
         say(f"job {job.id}: {why}")
 
     # -- jobs that wait
@@ -162,10 +175,10 @@ class Daemon:
                 for job in running
             ],
         )
+        highest = max(job.submission.priority for job in waiting)
         for job in running:
-            if job.id in chosen.preempted:
-                say(f"job {job.id} is asked to make room")
-                self._store.ask(job.id, "preempt")
+            asked = job.wish == "preempt" or (job.id in chosen.preempted and self._store.ask(job, "preempt"))
+            if asked and job.submission.priority < highest:
                 self._ask_for_room(job)
         for job in waiting:
             if job.id in chosen.starts:
@@ -184,25 +197,19 @@ class Daemon:
         return True
 
     def _start(self, job: QueuedJob, slots: schedule.Slots) -> None:
-        submission = job.submission
-        attempt = Attempt(Path(submission.run_dir), job.attempt)
-        try:
-            lock = attempt.lock()
-        except OSError as error:
-            self._end(job, _NEVER_BEGUN, f"not started: {error}")
-            return
+        lock = self._attempt(job).lock()
         if lock is None:
             return  # it is there already, which the next look will show
         try:
             environ = self._store.environ(job.id)
             if not self._store.start(job.id, slots):
                 return  # cancelled in the meantime
-            self._children.append(_spawn(job, slots, lock, environ))
+            self._children[job.id, job.attempt] = _spawn(self._folder, job, slots, lock, environ)
+            say(f"job {job.id} starts on {text_of(slots)}")
         except OSError as error:  # its working folder may be gone
             self._end(self._store.find(job.id) or job, _NEVER_BEGUN, f"not started: {error}")
         finally:
             os.close(lock)
-        say(f"job {job.id} starts on {text_of(slots)}")
 
 
 def text_of(slots: schedule.Slots) -> str:
@@ -211,13 +218,13 @@ def text_of(slots: schedule.Slots) -> str:
 
 
 def _spawn(
-    job: QueuedJob, slots: schedule.Slots, lock: int, environ: dict[str, str]
+    folder: Path, job: QueuedJob, slots: schedule.Slots, lock: int, environ: dict[str, str]
 ) -> subprocess.Popen[bytes]:
     """Start the launcher of an attempt, which holds the attempt's lock from then on. Raises OSError."""
     submission = job.submission
     named = {submission.names.get(host, host): numbers for host, numbers in slots.items()}
     options = (*submission.options, "--include", text_of(named), "--run_dir", submission.run_dir)
-    about = (submission.run_dir, submission.run_id, str(job.attempt), str(lock))
+    about = (str(folder), str(job.id), str(job.attempt), submission.run_id, str(lock))
     with open(Path(submission.run_dir, CONSOLE_LOG), "ab") as log:
         return subprocess.Popen(
             [*python_module_argv("zlaunch.cli.queued"), *about, *options, *submission.command],
@@ -261,9 +268,11 @@ def main() -> int:
             says_so = None
         if lock is None:  # whoever holds it sees to the jobs
             break
-        Daemon(folder, store).run()
+        Daemon(folder, store, lock).run()
         os.close(lock)
-        if not store.jobs("waiting", "running"):  # else it came while we were about to end
+        if not (folder / LOG).exists() or not store.jobs(
+            "waiting", "running"
+        ):  # else it came while we were about to end
             break
     return 0
 

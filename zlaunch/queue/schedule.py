@@ -14,8 +14,10 @@ from functools import partial
 Slots = dict[str, tuple[int, ...]]
 """Host -> slots, in rank order."""
 _Slot = tuple[str, int]
-_Cost = tuple[int, int, int]
-"""Slots that are in the way for an unknown time, only if nobody is preempted, only for a short time."""
+_Cost = tuple[int, int, int, int]
+"""Slots that are in the way for an unknown time; only if nobody is preempted; the priorities of who would be;
+slots that are in the way for a short time.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +68,7 @@ def decide(waiting: Iterable[Waiting], running: Iterable[Running]) -> Assignment
         chosen = _cheapest(job.demand, cost)
         if chosen is None:
             continue
-        unknown, by_force, soon = _total(map(cost, _each(chosen)))
+        unknown, by_force, _, soon = _total(map(cost, _each(chosen)))
         if not (unknown or by_force or soon):
             found.starts[job.id] = chosen
         elif by_force and not unknown:
@@ -88,13 +90,13 @@ class _Board:
         """Return what is in the way of a slot for a job of this priority."""
         holder = self._holders.get(slot)
         if slot in self.blocked:
-            return 1, 0, 0
+            return 1, 0, 0, 0
         if holder is None:
-            return 0, 0, 0
+            return 0, 0, 0, 0
         if holder.id in self._leaving:
-            return 0, 0, 1
+            return 0, 0, 0, 1
         can_go = holder.preemptible and holder.priority < priority
-        return (0, 1, 0) if can_go else (1, 0, 0)
+        return (0, 1, holder.priority, 0) if can_go else (1, 0, 0, 0)
 
     def preempt(self, slots: Slots) -> list[int]:
         """Have the jobs that hold these slots leave; return those that have to be asked."""
@@ -108,8 +110,8 @@ def _each(slots: Mapping[str, Iterable[int]]) -> list[_Slot]:
 
 
 def _total(costs: Iterable[_Cost]) -> _Cost:
-    unknown, by_force, soon = zip(*costs, strict=True)
-    return sum(unknown), sum(by_force), sum(soon)
+    unknown, by_force, priorities, soon = map(sum, zip(*costs, strict=True))
+    return unknown, by_force, priorities, soon
 
 
 def _cheapest(demand: Demand, cost: Callable[[_Slot], _Cost]) -> Slots | None:

@@ -18,6 +18,8 @@ from zlaunch.queue.schedule import Demand, Slots
 State = Literal["waiting", "running", "ended"]
 Wish = Literal["", "cancel", "cancelling", "timeout", "preempt"]
 _BUSY_S = 30.0
+_LARGEST = 2**63 - 1
+"""The largest number that SQLite holds."""
 _KEPT = 1000
 """Ended jobs that are remembered."""
 _TABLE = """
@@ -112,18 +114,17 @@ class Store:
 
     def find(self, job_id: int) -> QueuedJob | None:
         """Return a job; None where there is none."""
+        if job_id > _LARGEST:
+            return None
         with self._open() as base:
             row = base.execute("SELECT * FROM jobs WHERE id = ?", (job_id,)).fetchone()
         return None if row is None else _job(row)
 
-    def of_run(self, run_dir: str) -> QueuedJob | None:
+    def of_run(self, run_dir: Path) -> QueuedJob | None:
         """Return the newest job with this folder; None where there is none."""
-        with self._open() as base:
-            row = base.execute(
-                "SELECT * FROM jobs WHERE json_extract(submission, '$.run_dir') = ? ORDER BY id DESC",
-                (run_dir,),
-            ).fetchone()
-        return None if row is None else _job(row)
+        path = os.path.realpath(run_dir)
+        found = [job for job in self.jobs("waiting", "running", "ended") if job.submission.run_dir == path]
+        return found[-1] if found else None
 
     def environ(self, job_id: int) -> dict[str, str]:
         """Return the environment that a job was submitted in."""
@@ -140,18 +141,20 @@ class Store:
             "waiting",
         )
 
-    def ask(self, job_id: int, wish: Wish) -> bool:
-        """Note what a running job is asked for; False where it does not run."""
-        return self._change("wish = ?", (wish,), job_id, "running")
+    def ask(self, job: QueuedJob, wish: Wish) -> bool:
+        """Note what a running job is asked for; False where it does not run, or was asked for another thing
+        since it was read.
+        """
+        return self._change("wish = ?", (wish,), job.id, "running", job.wish)
 
-    def wait_again(self, job_id: int, why: str, *, attempt: int, failures: int) -> None:
-        """Take a running job's slots; it waits at its old place."""
-        values = (why, attempt, failures)
-        self._change(
+    def wait_again(self, job: QueuedJob, why: str, *, attempt: int, failures: int) -> bool:
+        """Take a running job's slots; it waits at its old place. False as for ``ask``."""
+        return self._change(
             "state = 'waiting', wish = '', slots = '{}', why = ?, attempt = ?, failures = ?",
-            values,
-            job_id,
+            (why, attempt, failures),
+            job.id,
             "running",
+            job.wish,
         )
 
     def end(self, job_id: int, state: State, exit_code: int, why: str) -> bool:
@@ -167,12 +170,16 @@ class Store:
             base.execute("DELETE FROM jobs WHERE state = 'ended' AND id <= ?", (job_id - _KEPT,))
         return done
 
-    def _change(self, what: str, values: Sequence[Any], job_id: int, state: State) -> bool:
+    def _change(
+        self, what: str, values: Sequence[Any], job_id: int, state: State, wish: Wish | None = None
+    ) -> bool:
+        """Change a job that is in a state and, unless it is None, has a wish; False where it is not so."""
+        where: str = "id = ? AND state = ?"
+        known: list[int | str] = [job_id, state]
+        if wish is not None:
+            where, known = f"{where} AND wish = ?", [*known, wish]
         with self._open() as base:
-            found = base.execute(
-                f"UPDATE jobs SET {what} WHERE id = ? AND state = ?", (*values, job_id, state)
-            )
-            return found.rowcount == 1
+            return base.execute(f"UPDATE jobs SET {what} WHERE {where}", (*values, *known)).rowcount == 1
 
 
 def _job(row: sqlite3.Row) -> QueuedJob:

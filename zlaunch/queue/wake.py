@@ -24,7 +24,9 @@ def queue_folder(environ: Mapping[str, str] = os.environ) -> Path:
 
     It is zlaunch/queue-HOST in $XDG_STATE_HOME or ~/.local/state. Raises LaunchError.
     """
-    base = environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
+    base = environ.get("XDG_STATE_HOME", "")
+    if not os.path.isabs(base):  # the specification has such a one ignored
+        base = os.path.expanduser("~/.local/state")
     path = Path(base, "zlaunch", f"queue-{socket.gethostname()}")
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -53,6 +55,15 @@ def take_lock(folder: Path) -> int | None:
     return fd
 
 
+def is_mine(folder: Path, fd: int) -> bool:
+    """Tell whether a descriptor is that of the folder's lock: the folder may have been removed."""
+    try:
+        there, here = os.stat(folder / _LOCK), os.fstat(fd)
+    except OSError:
+        return False
+    return (there.st_dev, there.st_ino) == (here.st_dev, here.st_ino)
+
+
 def open_wake(folder: Path) -> int:
     """Open the daemon's end of what wakes it; it never blocks."""
     return os.open(folder / _WAKE, os.O_RDWR | os.O_NONBLOCK)
@@ -72,18 +83,25 @@ def wake(folder: Path) -> None:
         os.close(fd)
 
 
-def ensure_daemon(folder: Path) -> None:
-    """Wake the daemon; start one where there is none. Raises LaunchError."""
+def check_daemon(folder: Path) -> bool:
+    """Tell whether there is a daemon. Raises LaunchError where none can be started."""
     fd = take_lock(folder)
     if fd is None:
-        wake(folder)
-        return
+        return True
     os.close(fd)
     if "ZLAUNCH_RUN_ID" in os.environ:
         raise LaunchError(
             "the queue's daemon cannot be started inside a run, which would end it at its own end: "
-            "run `zlaunch queue` outside"
+            "first run `zlaunch queue` outside, with something in the queue"
         )
+    return False
+
+
+def ensure_daemon(folder: Path) -> None:
+    """Wake the daemon; start one where there is none. Raises LaunchError."""
+    if check_daemon(folder):
+        wake(folder)
+        return
     has_begun, says_so = os.pipe()
     with open(folder / LOG, "ab") as log, open(has_begun, "rb", 0) as ready:
         daemon = subprocess.Popen(

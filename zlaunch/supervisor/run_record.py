@@ -125,7 +125,10 @@ def left_queue(run_dir: str | Path, exit_code: int) -> None:
     if (record := read(run_dir)) is not None:
         ended = time.time() if record.ended is None else record.ended
         _write(_path(run_dir), asdict(replace(record, ended=ended, exit_code=exit_code)))
-    _queued_mark(run_dir).unlink(missing_ok=True)
+    try:
+        _queued_mark(run_dir).unlink(missing_ok=True)
+    except OSError:  # a folder that nobody can write any more
+        pass
 
 
 def _queued_mark(run_dir: str | Path) -> Path:

@@ -55,6 +55,7 @@ def read_space(path: Path) -> SweepSpace:
         text = path.read_text(encoding="utf-8-sig")
         if path.suffix == ".csv":
             return SweepSpace(_rows(text.splitlines()))
+        _check_twice(yaml.compose(text, Loader=yaml.SafeLoader))
         content = yaml.safe_load(text)
     except OSError as error:
         raise LaunchError(f"{path}: {error.strerror}") from None
@@ -72,27 +73,55 @@ class _SpaceError(ValueError):
     """Says what is wrong with a key."""
 
 
+def _check_twice(node: yaml.Node | None) -> None:
+    """Refuse a key that is there twice, of which YAML takes the last. Raises _SpaceError."""
+    if isinstance(node, yaml.MappingNode):
+        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise _SpaceError(f"{key} is there twice")
+        for _, value in node.value:
+            _check_twice(value)
+
+
 def _rows(lines: list[str]) -> tuple[Values, ...]:
     reader = csv.DictReader(lines)
     rows = list(reader)
-    for name in reader.fieldnames or ():
+    names = list(reader.fieldnames or ())
+    for name in names:
         _check_name(name)
+        if names.count(name) > 1:
+            raise _SpaceError(f"parameter {name} has two columns")
     if not rows:
         raise _SpaceError("there are no rows below the names of the parameters")
     for number, row in enumerate(rows, start=2):
         if None in row or None in row.values():
             raise _SpaceError(f"line {number} does not have {len(reader.fieldnames or ())} values")
-    return tuple({name: _plain(text) for name, text in row.items()} for row in rows)
+    return tuple({name: _cell(name, text) for name, text in row.items()} for row in rows)
 
 
-def _plain(text: str) -> Value:
-    """Return a number, true, false or null as such; anything else is text."""
+def _cell(name: str, text: str) -> Value:
+    """Return true, false and null of a CSV as such."""
     if text in ("true", "false", "null"):
         known: Value = json.loads(text)
         return known
-    if _NUMBER.fullmatch(text):
-        return int(text) if text.lstrip("+-").isdecimal() else float(text)
-    return text
+    found: Value = _read(name, text)
+    return found
+
+
+def _read(name: str, value: Any) -> Any:
+    """Return the number that a text is, for a key of the config: YAML takes 1e-4, without a point, for text.
+
+    A script gets its arguments as they are written.
+    """
+    return _number(value) if isinstance(value, str) and not name.startswith("--") else value
+
+
+def _number(text: str) -> Value:
+    if not _NUMBER.fullmatch(text):
+        return text
+    number = int(text) if text.lstrip("+-").isdecimal() else float(text)
+    return number if math.isfinite(number) else text
 
 
 def _space(content: object) -> SweepSpace:
@@ -170,12 +199,7 @@ def _listed(name: str, given: object) -> list[Value] | None:
             raise _SpaceError(
                 f"parameters.{name}: {value!r} is neither text nor a number, true, false or null"
             )
-    # YAML takes 1e-4, without a point, for text
-    return list(map(_read, values))
-
-
-def _read(value: Any) -> Any:
-    return _plain(value) if isinstance(value, str) else value
+    return [_read(name, value) for value in values]
 
 
 def _grid(parameters: Mapping[str, object]) -> tuple[Values, ...]:
@@ -208,7 +232,7 @@ def _random(parameters: Mapping[str, object], samples: int, chance: random.Rando
 
 def _drawn(name: str, kind: str, ends: object, chance: random.Random) -> Value:
     found: list[Any] = ends if isinstance(ends, list) else []
-    found = list(map(_read, found))
+    found = [_number(end) if isinstance(end, str) else end for end in found]
     numbers = [end for end in found if isinstance(end, (int, float)) and not isinstance(end, bool)]
     if (
         len(numbers) != 2

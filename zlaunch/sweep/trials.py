@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from zlaunch.errors import LaunchError
+from zlaunch.queue.ending import settle
 from zlaunch.supervisor import run_record
 from zlaunch.supervisor.event_file import EventFile
 from zlaunch.supervisor.found_runs import FoundRun
@@ -32,10 +33,11 @@ class SweepTrial:
     folder: Path
     metric: str
     step: float = 0.0
-    """The last step that rank 0 has reported."""
+    """The last step that rank 0 has reported; where it reports none, how often it has reported the metric."""
     last: float | None = None
     """The last metric that it has reported."""
     _events: EventFile | None = None
+    _tells_steps: bool = False
 
     def read(self) -> list[tuple[float, float]]:
         """Read what rank 0 has reported since the last call: step and metric, in that order."""
@@ -46,10 +48,11 @@ class SweepTrial:
             values = event.get("values")
             if event.get("type") != "metrics" or event.get("rank") != 0 or not isinstance(values, dict):
                 continue
-            step = values.get("step", values.get("engine_step"))
-            self.step = float(step) if isinstance(step, (int, float)) else self.step
-            value = values.get(self.metric)
+            step, value = values.get("step", values.get("engine_step")), values.get(self.metric)
+            if isinstance(step, (int, float)):
+                self.step, self._tells_steps = float(step), True
             if value is not None:
+                self.step += 0 if self._tells_steps else 1
                 self.last = _number(value)
                 found.append((self.step, self.last))
         return found
@@ -57,6 +60,11 @@ class SweepTrial:
     def stop(self) -> None:
         """Note that it is stopped early."""
         (self.folder / _STOPPED).touch()
+
+    @property
+    def is_stopped(self) -> bool:
+        """Tell whether the sweep has stopped it."""
+        return (self.folder / _STOPPED).exists()
 
     @property
     def is_begun(self) -> bool:
@@ -69,12 +77,13 @@ class SweepTrial:
         known = run_record.read(self.folder)
         if known is None:
             return "new"
-        state = FoundRun(self.folder.name, self.folder, known).state
+        state = settle(FoundRun(self.folder.name, self.folder, known)).state
         if not state.startswith(("ended", "gone")):
             return state
+        known = run_record.read(self.folder) or known  # as it has been settled
         if known.exit_code == 0:
             return "done"
-        return "stopped early" if (self.folder / _STOPPED).exists() else f"failed {known.exit_code}"
+        return "stopped early" if self.is_stopped else f"failed {known.exit_code}"
 
     @property
     def has_ended(self) -> bool:
@@ -95,15 +104,14 @@ def open_trials(folder: Path, space: SweepSpace, command: Sequence[str]) -> list
     path = folder / "sweep.json"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if not path.exists():
+        if run_record.read_json(path) != about:
+            if any(folder.glob("*/launcher.json")):
+                raise LaunchError(f"{folder} has the runs of another sweep or command: give another --dir")
             path.write_text(json.dumps(about, indent=1) + "\n")
-        known = run_record.read_json(path)
-        if known != about:
-            raise LaunchError(f"{folder} has the runs of another sweep or command: give another --dir")
         digits = max(3, len(str(len(space.trials))))
         trials = []
         for number, values in enumerate(space.trials, start=1):
-            own = (folder / f"{number:0{digits}d}").absolute()
+            own = (folder / f"{number:0{digits}d}").resolve()
             own.mkdir(exist_ok=True)
             trials.append(SweepTrial(number, dict(values), own, space.metric))
     except OSError as error:

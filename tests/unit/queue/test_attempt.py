@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import os
-import shutil
 from pathlib import Path
 
-from zlaunch.queue.attempt import Attempt
-from zlaunch.supervisor.run_record import QUEUE_FOLDER
+from zlaunch.queue.attempt import Attempt, forget
 from zlaunch.system.processes import start_ticks
 
 
 def test_what_has_become_of_an_attempt_is_known(tmp_path: Path) -> None:
-    (tmp_path / QUEUE_FOLDER).mkdir()
-    attempt = Attempt(tmp_path, 2)
+    attempt = Attempt(tmp_path, 7, 2)
     assert attempt.standing() == ("not begun", None) and attempt.process() is None
     lock = attempt.lock()
     assert lock is not None and attempt.lock() is None
@@ -28,6 +25,7 @@ def test_what_has_become_of_an_attempt_is_known(tmp_path: Path) -> None:
     assert attempt.standing() == ("killed", None)
     attempt.end(7)
     assert attempt.standing() == ("ended", 7)
-    assert Attempt(tmp_path, 3).standing() == ("not begun", None)
-    shutil.rmtree(tmp_path)
-    assert attempt.standing() == ("killed", None)
+    assert Attempt(tmp_path, 7, 3).standing() == ("not begun", None)
+    assert Attempt(tmp_path, 77, 2).standing() == ("not begun", None)
+    forget(tmp_path, 7)
+    assert [path.name for path in (tmp_path / "attempts").iterdir()] == ["77.2.lock"]

@@ -64,6 +64,11 @@ def test_what_may_be_preempted_makes_room_once() -> None:
     assert decide([high], [running[1]]).starts == {3: {"a": (0, 1)}}
 
 
+def test_the_lowest_priority_makes_room() -> None:
+    running = [holding(1, {"a": (0,)}, 5, preemptible=True), holding(2, {"a": (1,)}, 0, preemptible=True)]
+    assert decide([Waiting(3, 6, demand(1, 1, {"a": (0, 1)}))], running).preempted == [2]
+
+
 def test_nobody_is_preempted_where_that_does_not_help() -> None:
     running = [holding(1, {"a": (0,)}, preemptible=True), holding(2, {"a": (1,)})]
     assert decide([Waiting(3, 9, demand(1, None, {"a": (0, 1)}))], running) == Assignments()

@@ -44,19 +44,25 @@ def test_a_job_is_kept_as_it_was_submitted(tmp_path: Path) -> None:
 def test_a_job_changes_its_state_once(tmp_path: Path) -> None:
     store = Store(tmp_path)
     job_id = store.add(submission(), {"TOKEN": "secret"})
-    assert not store.ask(job_id, "cancel")
+    [waiting] = store.jobs("waiting")
+    assert not store.ask(waiting, "cancel")
     assert store.start(job_id, {"localhost": (0, 1)})
     assert not store.start(job_id, {"localhost": (0, 1)}), "it has been started already"
     assert not store.end(job_id, "waiting", 1, "cancelled")
-    assert store.ask(job_id, "preempt")
+    [before] = store.jobs("running")
+    assert store.ask(before, "preempt")
+    assert not store.ask(before, "timeout"), "it has been asked for another thing since"
     [job] = store.jobs("running")
     assert (job.slots, job.wish) == ({"localhost": (0, 1)}, "preempt")
-    store.wait_again(job_id, "preempted", attempt=1, failures=0)
+    assert not store.wait_again(before, "", attempt=1, failures=0)
+    assert store.wait_again(job, "preempted", attempt=1, failures=0)
     [job] = store.jobs("waiting")
     assert (job.slots, job.wish, job.attempt, job.why) == ({}, "", 1, "preempted")
     assert store.end(job_id, "waiting", 7, "why") and not store.end(job_id, "waiting", 8, "again")
     [job] = store.jobs("ended")
     assert (job.exit_code, job.why) == (7, "why")
+    assert store.find(10**30) is None
+    assert store.of_run(Path("/runs/0")) == store.find(job_id) and store.of_run(Path("/runs/\udcff")) is None
     assert b"secret" not in (tmp_path / "jobs.sqlite").read_bytes()
 
 

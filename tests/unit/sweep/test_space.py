@@ -56,6 +56,13 @@ def test_rows_of_a_csv(tmp_path: Path) -> None:
     )
 
 
+def test_a_script_gets_its_arguments_as_they_are_written(tmp_path: Path) -> None:
+    text = 'parameters:\n  --a: ["007", "1.10", 12e4567, 1e-4]\n  a: ["007", 12e4567]\n'
+    trials = read_space(write(tmp_path, text)).trials
+    assert [trial["--a"] for trial in trials[::2]] == ["007", "1.10", "12e4567", "1e-4"]
+    assert [trial["a"] for trial in trials[:2]] == [7, "12e4567"]
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -82,6 +89,7 @@ def test_rows_of_a_csv(tmp_path: Path) -> None:
         ("parameters: {a: [1]}\nearly_stopping: true", "takes min_steps and factor"),
         ("parameters: {a: [1]}\nearly_stopping: {factor: 2}", "early_stopping.min_steps"),
         ("parameters: {a: [1]}\nearly_stopping: {min_steps: 2, factor: 1}", "early_stopping.factor"),
+        ("parameters: {a: [1], a: [2]}", "a is there twice"),
         ("parameters: [", "cannot be read"),
         ("\x00", "cannot be read"),
     ],
@@ -100,6 +108,7 @@ def test_what_is_wrong_is_named(tmp_path: Path, text: str, said: str) -> None:
         ("a,b\n1\n", "line 2 does not have 2"),
         ("a\n1,2\n", "line 2"),
         ("a b\n1\n", "'a b'"),
+        ("a,a\n1,2\n", "two columns"),
     ],
 )
 def test_what_is_wrong_with_a_csv(tmp_path: Path, text: str, said: str) -> None:

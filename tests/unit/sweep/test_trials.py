@@ -56,9 +56,19 @@ def test_reports_are_read_and_the_best_comes_first(tmp_path: Path) -> None:
     assert rows[0] == "trial,state,--a,acc,step,folder" and rows[4].startswith("4,new,3,0.75,1,")
 
 
+def test_reports_without_steps_are_counted(tmp_path: Path) -> None:
+    [trial] = open_trials(tmp_path, SweepSpace(({"--a": 1},)), ("train.py",))
+    report(trial.folder, {"loss": 3}, {"loss": 2})
+    assert trial.read() == [(1.0, 3.0), (2.0, 2.0)]
+    report(trial.folder, {"step": 0, "loss": 1}, {"loss": 0})
+    assert trial.read() == [(0.0, 1.0), (0.0, 0.0)]
+
+
 def test_a_folder_of_another_sweep_is_refused(tmp_path: Path) -> None:
     space = SweepSpace(({"--a": 1},))
-    open_trials(tmp_path, space, ("train.py",))
+    open_trials(tmp_path, space, ("tarin.py",))  # nothing has begun: it may be corrected
+    [trial] = open_trials(tmp_path, space, ("train.py",))
+    (trial.folder / "launcher.json").write_text("{}")
     open_trials(tmp_path, space, ("train.py",))
     with pytest.raises(LaunchError, match="another sweep or command"):
         open_trials(tmp_path, space, ("other.py",))
