@@ -11,6 +11,8 @@ from zlaunch.system.processes import signal_name
 
 ONE_EVENT_S = 1.0
 """Seconds within which failures are one event: the cause may be seen after its consequences."""
+LOST_PEER_S = 3.0
+"""The same after a rank has lost another: that one is ending, which on a busy machine takes a while."""
 
 TAIL_LINES = 20
 
@@ -45,6 +47,11 @@ class Failure:
         return self.returncode or 1
 
 
+def one_event_s(talk: str) -> float:
+    """Return the seconds within which the cause of a failure may be seen; `talk` as a failure has it."""
+    return LOST_PEER_S if talk == "lost" else ONE_EVENT_S
+
+
 def is_port_taken(text: str) -> bool:
     """Tell whether an exception says that another process has the rendezvous port."""
     return any(word in text for word in ("EADDRINUSE", "address already in use", "Address already in use"))
@@ -58,7 +65,8 @@ def choose(failures: Iterable[Failure]) -> Failure:
     in ranks that have lost another.
     """
     ordered = sorted(failures, key=lambda failure: failure.time)
-    first = [failure for failure in ordered if failure.time <= ordered[0].time + ONE_EVENT_S]
+    until = ordered[0].time + one_event_s(ordered[0].talk)
+    first = [failure for failure in ordered if failure.time <= until]
 
     def order(failure: Failure) -> int:
         if failure.kind == "signal" and failure.returncode != -signal.SIGABRT:

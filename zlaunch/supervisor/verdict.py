@@ -81,7 +81,7 @@ class Verdict:
             talk=str(event.get("talk", "")),
         )
         self.failures.setdefault(rank, found)
-        self._stop_by(now + failures.ONE_EVENT_S)
+        self._stop_by(now + failures.one_event_s(found.talk))
 
     def exit(self, event: Event) -> None:
         """Record a worker's end."""

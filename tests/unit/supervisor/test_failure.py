@@ -32,7 +32,9 @@ def test_the_cause_is_chosen_over_an_earlier_consequence() -> None:
 
 def test_the_earliest_of_equals_and_of_what_is_far_apart() -> None:
     assert choose([exception(1, 1.1, "ValueError: x"), exception(0, 1.0, "KeyError: y")]).rank == 0
-    assert choose([died(1, 3.0), exception(0, 1.0, LOST_PEER)]).rank == 0
+    assert choose([died(1, 4.1), exception(0, 1.0, LOST_PEER)]).rank == 0
+    assert choose([died(1, 3.9), exception(0, 1.0, LOST_PEER)]).rank == 1, "it took its time to end"
+    assert choose([died(1, 2.1), exception(0, 1.0, "ValueError: x")]).rank == 0
     assert choose([Failure(2, "h", 1.0, "exit", 3), exception(0, 0.9, LOST_PEER)]).rank == 2
 
 
