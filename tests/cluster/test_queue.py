@@ -42,13 +42,13 @@ class Shell:
         )
 
     def say(self, *arguments: str) -> str:
-        """What the command prints, where it ends well."""
+        """Give what the command prints, where it ends well."""
         done = self.call(*arguments)
         assert done.returncode == 0, done.stderr
         return done.stdout.strip()
 
     def log(self) -> list[list[str]]:
-        """What the scripts have noted: run, host, world size."""
+        """Give what the scripts have noted: run, host, world size."""
         path = self.folder / "log"
         return [line.split() for line in path.read_text().splitlines()] if path.exists() else []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import time
 from dataclasses import replace
@@ -16,6 +17,9 @@ CANCELLED = 128 + signal.SIGTERM
 """Exit code of a run that was cancelled, as of one that `zlaunch stop` ends."""
 _ORPHAN_S = 60.0
 """Seconds in which a run that is marked as queued has come into the queue, or never will."""
+_LOOK_S = 30.0
+"""Seconds between questions about one run: who waits for it asks many times a second."""
+_looked_at: dict[Path, float] = {}
 
 
 def end_job(store: Store, job: QueuedJob, code: int, why: str) -> bool:
@@ -42,8 +46,10 @@ def settle(found: FoundRun) -> FoundRun:
     """Return a run as it stands, also where it is marked as queued and its queue does not know it, or has
     done with it: a `submit` was killed, or the folder could not be written.
     """
-    if found.state != "queued":
+    now = time.monotonic()
+    if found.state != "queued" or now - _looked_at.get(found.path, -math.inf) < _LOOK_S:
         return found
+    _looked_at[found.path] = now
     job = Store(queue_folder()).of_run(found.path)
     if job is not None and job.state == "ended":
         run_record.left_queue(found.path, job.exit_code or 0)

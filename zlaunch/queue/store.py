@@ -63,7 +63,7 @@ class QueuedJob:
     submission: Submission
     state: State
     wish: Wish
-    """What a running job has been asked for, or is to be."""
+    """Says what a running job has been asked for, or is to be."""
     slots: Slots
     attempt: int
     """Number of the attempt that runs, or of the one that comes next; from 0."""

@@ -12,7 +12,7 @@ from zlaunch.system.processes import signal_name
 ONE_EVENT_S = 1.0
 """Seconds within which failures are one event: the cause may be seen after its consequences."""
 LOST_PEER_S = 3.0
-"""The same after a rank has lost another: that one is ending, which on a busy machine takes a while."""
+"""Seconds of one event where a rank has lost another: that one is ending, slowly where all is busy."""
 
 TAIL_LINES = 20
 
