@@ -70,6 +70,10 @@ class SteppingReducer(GradientReducer):
         self.step.check_droppable()
         super().forget(unit, index)
 
+    def check_step(self) -> None:
+        """Raise OptimizerError after a backward pass that ``engine.step()`` has not ended."""
+        self.step.check()
+
     def clear(self) -> None:
         """Begin a new optimizer step. Raises OptimizerError if the present one is half done."""
         self.step.check_droppable()

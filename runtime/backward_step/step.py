@@ -106,6 +106,7 @@ class BackwardStep:
         """Note that a unit will be stepped when its gradient has been reduced, which begins now."""
         self.is_changed = True
         unit.stepped()
+        unit.writes.step_ahead()
         if unit.shard_params:
             unit.updated = _NotInThisPass(self, unit)
 

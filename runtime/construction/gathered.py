@@ -32,6 +32,7 @@ def GatheredParameters(
     units = list({id(unit): unit for unit in owners if unit is not None}.values())
     with ExitStack() as stack:
         for unit in units:
+            unit.check_step()
             stack.enter_context(unit.hold())
         yield
         if modifier_rank is not None:

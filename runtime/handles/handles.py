@@ -133,6 +133,7 @@ class Handles:
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's part of the optimizer's state, as ``optimizer.state_dict()`` does."""
         step = self._needed_step()
+        step.check()
         step.wait()
         step.take_hyperparameters()
         found = step.optimizer.state_dict()
@@ -143,6 +144,7 @@ class Handles:
         """Load what :meth:`state_dict` gave on this rank."""
         step = self._needed_step()
         check_mark(state_dict, self._shard_mark())
+        step.check()
         step.wait()
         step.take_hyperparameters()
         kinds = [group.get("state_dtype") or "fp32" for group in step.optimizer.param_groups]

@@ -49,9 +49,15 @@ def intercept_module(root: nn.Module, gathered: Gathered) -> Callable[[], None]:
                 state[prefix + name] = state[prefix + name].detach().clone()
         let_go(module)
 
+    def before_state(module: nn.Module, *args: Any) -> None:
+        for unit in _units(module):
+            unit.check_step()
+        hold(module)
+
     def before_load(module: nn.Module, *args: Any) -> None:
         for unit in _units(module):
             unit.check_here(MASTERS, VALUES)
+            unit.check_step()
         hold(module)
 
     def after_load(module: nn.Module, incompatible: Any) -> None:
@@ -61,7 +67,7 @@ def intercept_module(root: nn.Module, gathered: Gathered) -> Callable[[], None]:
 
     for module in root.modules():
         if any(placeholder.owner(p) is not None for p in module._parameters.values() if p is not None):
-            handles.append(module.register_state_dict_pre_hook(Hook(hold)))  # type: ignore[no-untyped-call]
+            handles.append(module.register_state_dict_pre_hook(Hook(before_state)))  # type: ignore[no-untyped-call]
             handles.append(module.register_state_dict_post_hook(Hook(after_state)))  # type: ignore[no-untyped-call]
             handles.append(module.register_load_state_dict_pre_hook(Hook(before_load)))  # type: ignore[no-untyped-call]
             handles.append(module.register_load_state_dict_post_hook(Hook(after_load)))  # type: ignore[no-untyped-call]

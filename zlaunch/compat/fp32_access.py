@@ -333,6 +333,7 @@ def _find(param: Tensor) -> _Parameter | None:
             "parallelism yet: use engine.module.state_dict(), load_state_dict(), or checkpoints"
         )
     unit.check_here(*STATES)
+    unit.check_step()
     engine._shard_step.wait()
     if not unit.shard_params:
         unit.wait_unsharded()

@@ -74,12 +74,16 @@ def _refused() -> dict[str, str]:
     note("optimizer", engine.optimizer.zero_grad)
     note("none", lambda: setattr(parameter, "grad", None))
     note("grad", lambda: parameter.grad)
-    note("get", lambda: zlaunch.safe_get_full_grad(parameter))
-    note("set", lambda: zlaunch.safe_set_full_grad(parameter, torch.zeros_like(parameter)))
+    note("state", engine.module.state_dict)
+    note("load", lambda: engine.module.load_state_dict({}, strict=False))
+    note("optimizer's state", engine.optimizer.state_dict)
+    note("master", lambda: zlaunch.safe_get_full_fp32_param(parameter))
     note("save", lambda: engine.save_checkpoint("/nowhere"))
     note("weights", lambda: engine.save_16bit_model("/nowhere"))
     engine.step()
     engine.zero_grad()
+    note("get", lambda: zlaunch.safe_get_full_grad(parameter))
+    note("set", lambda: zlaunch.safe_set_full_grad(parameter, torch.zeros_like(parameter)))
     plain = engine_of(net().double(), 2, step_in_backward=True)
     train_engine(plain, [TOKENS])
     for name, value in plain.module.state_dict().items():
@@ -98,7 +102,10 @@ def test_calls_that_cannot_be() -> None:
         "lamb": "looks at whole parameters",
         "retain": "retain_graph=True",
         **dict.fromkeys(("batch", "boundary"), "micro-batches in a step are not possible"),
-        **dict.fromkeys(("forward", "module", "save", "weights"), "engine.step() has not ended"),
+        **dict.fromkeys(
+            ("forward", "module", "save", "weights", "state", "load", "optimizer's state", "master"),
+            "engine.step() has not ended",
+        ),
         **dict.fromkeys(("zero_grad", "optimizer", "none"), "gradients cannot be dropped"),
         "grad": "zlaunch.safe_get_full_grad",
         **dict.fromkeys(("get", "set"), "cannot be read or set"),
@@ -106,6 +113,41 @@ def test_calls_that_cannot_be() -> None:
     }
     assert found.keys() == said.keys()
     assert {what for what, text in said.items() if text not in found[what]} == set()
+
+
+def _written(between: str) -> tuple[str, list[Tensor]]:
+    """Returns what the step says after a look at a parameter or a change of it, and the parameters."""
+    join()
+    engine, *_ = zlaunch.initialize(model=net().bfloat16(), config={**settings(2), "bf16": {"enabled": True}})
+    parameter = engine.module.head.weight
+    held = parameter.data if between == "change what was held" else None
+    engine.backward(loss_of(engine, TOKENS.chunk(engine.world_size)[engine.global_rank]))
+    said = ""
+    with torch.no_grad():
+        if between == "change":
+            parameter.mul_(2.0)
+        elif between == "change data":
+            parameter.data.mul_(2.0)
+        elif held is not None:
+            held.mul_(2.0)
+        elif between == "look":
+            assert parameter.data.norm() > 0
+    try:
+        engine.step()
+    except ZlaunchError as error:
+        said = str(error)
+    return said, [] if said else [value.clone() for value in engine.module.state_dict().values()]
+
+
+@pytest.mark.parametrize("between", ["change", "change data", "change what was held"])
+def test_parameters_that_are_changed_between_pass_and_step(between: str) -> None:
+    for said, _ in run_workers(_written, 2, between):
+        assert "was changed between the backward pass and engine.step()" in said
+
+
+def test_parameters_may_be_looked_at_between_pass_and_step() -> None:
+    (said, looked), (_, plain) = run_workers(_written, 1, "look") + run_workers(_written, 1, "nothing")
+    assert not said and all(torch.equal(*pair) for pair in zip(looked, plain, strict=True))
 
 
 class _Stop(Exception):
