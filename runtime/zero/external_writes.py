@@ -134,8 +134,8 @@ class Writes:
             if self._count() != self._versions or not same:
                 raise OptimizerError(
                     f"a parameter of {unit.name} was changed between the backward pass and engine.step(): "
-                    "with zero_optimization.step_in_backward the optimizer has stepped it in the pass. Change "
-                    "parameters after engine.step(), and load the last checkpoint"
+                    "with zero_optimization.step_in_backward the optimizer has stepped it in the pass. "
+                    "Change parameters after engine.step(), and load the last checkpoint"
                 )
             self._end_step()
             return

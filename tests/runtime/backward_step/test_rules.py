@@ -119,7 +119,7 @@ def _written(between: str) -> tuple[str, list[Tensor]]:
     """Returns what the step says after a look at a parameter or a change of it, and the parameters."""
     join()
     engine, *_ = zlaunch.initialize(model=net().bfloat16(), config={**settings(2), "bf16": {"enabled": True}})
-    parameter = engine.module.head.weight
+    parameter = engine.module.get_parameter("head.weight")
     held = parameter.data if between == "change what was held" else None
     engine.backward(loss_of(engine, TOKENS.chunk(engine.world_size)[engine.global_rank]))
     said = ""
