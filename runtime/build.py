@@ -35,6 +35,7 @@ from .handles.consistency import check_consistency
 from .handles.handles import Handles
 from .handles.module_methods import intercept_module
 from .handles.optimizer import ZeroOptimizer, guard
+from .in_memory.snapshots import make_snapshots
 from .leaf_modules import mark_leaves, mark_lists_of_experts
 from .log import say, set_level, show, warn
 from .memory.advice import MemoryAdviser
@@ -174,6 +175,15 @@ def build_engine(
         save_weights=partial(save_weights, sharded),
     )
 
+    snapshots = make_snapshots(
+        engine,
+        sharded,
+        step,
+        scaler=scaler,
+        effective=effective,
+        link=HostLink(comm.device, pin=on_gpu),
+        save_weights=partial(save_weights, sharded),
+    )
     disk_waits = {} if offload is None else {DISK: lambda: disk.waited.seconds}
 
     adviser = MemoryAdviser(
@@ -193,6 +203,7 @@ def build_engine(
     costs = measure_costs(model, comm, setting, precision, offload)
     engine.attach(
         checkpoints=checkpoints,
+        snapshots=snapshots,
         states=StateMover(sharded, step, effective.config),
         offload=offload,
         monitor=monitor,

@@ -15,6 +15,7 @@ import torch
 
 from ..config import Effective
 from ..config.monitors import without_secrets
+from ..config.other_sections import CheckpointSection
 from ..data import EngineLoader
 from ..environment import read_environment
 from ..log import say, warn
@@ -71,13 +72,16 @@ class Checkpointer:
         effective: Effective,
         link: HostLink,
         save_weights: Callable[..., Any],
+        options: CheckpointSection | None = None,
     ) -> None:
-        """Keep what is saved. ``link`` copies snapshots to the host, ``save_weights`` writes all weights."""
+        """Keep what is saved. ``link`` copies snapshots to the host, ``save_weights`` writes all weights.
+        ``options`` are those of the config if they are not given.
+        """
         self._run, self._sharded, self._shard_step = run, sharded, shard_step
         self._comm, self._scaler, self._link = sharded.comm, scaler, link
         self._raw_config = without_secrets(effective.loaded.raw)
         self._stage = int(effective.config.zero_optimization.stage)
-        self._options = effective.config.checkpoint
+        self._options = options or effective.config.checkpoint
         self._background = BackgroundSave(sharded.comm, link)
         self._half_loaded = ""
         """Why the last load has ended half-way; empty if it has not."""
@@ -142,14 +146,18 @@ class Checkpointer:
         self._folder = folder
 
         def tell(path: Path) -> None:
-            if save_latest and comm.rank == 0:
-                announce("checkpoint", folder=str(path.parent), tag=path.name, step=steps)
+            self._tell(path, steps, save_latest)
 
         if options.is_asynchronous and not at_once:
             self._background.start(save, tell)
         else:
             save.begin(None)
             tell(save.finish(comm.exchange))
+
+    def _tell(self, path: Path, steps: int, is_latest: bool) -> None:
+        """Tell the launcher of a checkpoint that is there now."""
+        if is_latest and self._comm.rank == 0:
+            announce("checkpoint", folder=str(path.parent), tag=path.name, step=steps)
 
     def save_and_exit(self, client_state: Callable[[], Mapping[str, Any]] | None) -> NoReturn:
         """Save because the run was asked to stop, and end the process with REQUEUE_EXIT_CODE.
@@ -248,6 +256,10 @@ class Checkpointer:
             return source
         rest = {name: tensor for name, tensor in source.rank_tensors.items() if name not in own}
         return replace(source, rank_facts={"random": source.rank_facts["random"]}, rank_tensors=rest)
+
+    def goes_on_in(self, folder: Path) -> None:
+        """Take note of the folder in which the run has saved before."""
+        self._folder = folder
 
     # -- loading
 

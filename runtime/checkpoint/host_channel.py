@@ -5,8 +5,11 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
+import torch.distributed as dist
+from torch import Tensor
+
 from ..comm.collectives import Comm
-from ..comm.pending import exchange_objects
+from ..comm.pending import Pending, Work, exchange_objects
 from ..comm.waits import waits
 
 _TIMEOUT = timedelta(hours=12)
@@ -29,6 +32,16 @@ class HostChannel:
         return exchange_objects(
             value, self._world_size, self._group, key, "agrees in the background", over_gloo=True
         )
+
+    def send(self, piece: Tensor, rank: int) -> Pending:
+        """Begin to send a tensor of the host to another rank, which begins to receive it."""
+        work = dist.isend(piece, dist.get_global_rank(self._group, rank), group=self._group)
+        return Work(work, waits.next_key(self._number, "host"), "sends in the background", piece)
+
+    def receive(self, piece: Tensor, rank: int) -> Pending:
+        """Begin to fill a tensor of the host with what another rank sends."""
+        work = dist.irecv(piece, dist.get_global_rank(self._group, rank), group=self._group)
+        return Work(work, waits.next_key(self._number, "host"), "receives in the background", piece)
 
     def any(self, *flags: bool) -> list[bool]:
         """Tell for each flag whether it is set on any rank."""

@@ -174,6 +174,15 @@ def _capital(value: Any) -> Any:
 Validation = Annotated[Literal["Warn", "Ignore", "Fail"], BeforeValidator(_capital)]
 
 
+class InMemorySection(Section):
+    """Snapshots in the nodes' memory, from which a restart goes on."""
+
+    every: Count = ok(10)
+    """Optimizer steps between two snapshots (zlaunch's own key, as the next)."""
+    copies: Count = ok(2)
+    """Nodes that keep each rank's part: its own, and with 2 the next one, too."""
+
+
 @with_missing("checkpoint")
 class CheckpointSection(Section):
     """Saving and loading."""
@@ -184,6 +193,8 @@ class CheckpointSection(Section):
     """Keep only this many, the newest, of a folder's tags that are numbered alike (zlaunch's own key)."""
     on_signal: Bool = ok(False)
     """Save and end when the run is asked to stop by SIGUSR1 or a preemption (zlaunch's own key)."""
+    in_memory: InMemorySection | None = ok(None)
+    """Keep the newest state in memory, too, so that restarts need no disk; null: no (zlaunch's own key)."""
     save_dir: str | None = ok(None)
     """Where on_signal saves; null: where was last saved or loaded, or ./checkpoints (zlaunch's own key)."""
     use_node_local_storage: Bool = ok(False)

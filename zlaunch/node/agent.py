@@ -3,7 +3,8 @@
 The first line on stdin is the plan (with this node alone), later ones are commands; events leave as JSON
 lines on stdout. One thread, one loop, no blocking call: whatever a worker or the launcher does, the agent can
 still stop the run. It reports what happens to its workers, and the launcher alone decides what that means. By
-itself it ends the run only on SIGTERM and when the launcher is gone.
+itself it ends the run only on SIGTERM and when the launcher is gone. After the workers of a plan it waits for
+the plan of the next attempt, until the launcher hangs up.
 
 How long it stays in a state: without a plan, as long as the launcher said (`hello`); with workers, as long as
 the launcher lives and, where it is on another machine, is heard; stopping, the grace period; handing over the
@@ -57,20 +58,27 @@ class Agent:
         self.uplink = Uplink(stdin, stdout)
         self.outbox = self.uplink.outbox
         self.send = self.outbox.put
-        self.reading_output = True
         self.descriptors = Descriptors()
+        self.user_input = take_user_input()
+        self.poll_s = 1.0
+        self.asked_by_signal = ""
+        self.ended = False
+        self.leaving = False
+        """Tells that no other plan is waited for: the launcher is gone, or a signal has asked for the end."""
+        self._await_plan()
+
+    def _await_plan(self) -> None:
+        """Begin anew, without a plan."""
+        self.reading_output = True
         self.plan: Plan | None = None
+        self.uplink.heartbeat_s = None
         self.handshake = Handshake(self.send, self.descriptors.watch)
         self.workers: dict[int, Worker] = {}
         self.batch: Batch | None = None
         """Workers that are being forked."""
         self.oom_before = oom_counters()
         self.ending = Ending()
-        self.user_input = take_user_input()
-        self.poll_s = 1.0
-        self.asked_by_signal = ""
         self.leftovers_asked = False
-        self.ended = False
 
     def run(self) -> int:
         """Serve until the run is over and the launcher has been told."""
@@ -125,13 +133,20 @@ class Agent:
         in_step = self.plan is not None and self.plan.in_step
         others = in_step and not self.ending.stopping and not self._all_exited()
         # sshd hangs up when the process that it has started, the watchdog, is gone.
-        self.stop("the agent's watchdog was killed" if self._is_alone() else "the launcher is gone")
+        self._leave("the agent's watchdog was killed" if self._is_alone() else "the launcher is gone")
         if others:
             from zlaunch.slurm.commands import cancel_step
             from zlaunch.slurm.environment import SlurmError
 
             with suppress(SlurmError):  # no launcher is left to be told
                 cancel_step(os.environ)
+
+    def _leave(self, why: str, grace_s: float | None = None) -> None:
+        """Stop the workers, and then end."""
+        self.leaving = True
+        if self.plan is None:
+            self.ended = True
+        self.stop(why, grace_s)
 
     def _is_alone(self) -> bool:
         return os.getppid() != self.watchdog
@@ -146,7 +161,7 @@ class Agent:
         elif command == "stop":
             self.stop("the launcher asked for it", message.get("grace_s"))
         elif command == "kill":
-            self.stop("the launcher asked for it", 0.0)
+            self._leave("the launcher asked for it", 0.0)
             self.ending.kill(time.monotonic())
         elif command == "signal":
             for pid in self._living():
@@ -256,7 +271,7 @@ class Agent:
             self.poll_s = 0.05
         else:
             # Readable is all it says; the loop reaps after every round.
-            self.descriptors.watch(pidfd, partial(self.descriptors.unwatch, pidfd))
+            self.descriptors.watch(pidfd, partial(self.descriptors.close, pidfd))
 
     def _reap(self) -> None:
         """Take the status of all children that ended: workers, and orphans that were adopted."""
@@ -295,8 +310,6 @@ class Agent:
 
     def stop(self, why: str, grace_s: float | None = None) -> None:
         """Send SIGTERM to every worker's process group; what is left after the grace period is killed."""
-        if self.plan is None:
-            self.ended = True
         if self.ending.stopping or self.plan is None:
             return
         self._reap()  # what has failed by now was not our doing
@@ -321,9 +334,9 @@ class Agent:
             self._on_orphaned()
         if self.asked_by_signal:
             got = f"the agent got {self.asked_by_signal}"
-            self.stop("the agent's watchdog was killed" if self._is_alone() else got)
+            self._leave("the agent's watchdog was killed" if self._is_alone() else got)
         if silence := self.uplink.too_silent():
-            self.stop(silence)
+            self._leave(silence)
         if self.plan is None or self.ended:
             return
         due = self.ending.due(time.monotonic(), all_exited=self._all_exited())
@@ -343,14 +356,17 @@ class Agent:
                 kill(process, signal.SIGTERM)
 
     def _end(self) -> None:
-        """Kill all that is left, take the last output, and report the end."""
+        """Kill all that is left, take the last output, and report the end of the attempt."""
         assert self.plan is not None
         signal_groups(self._living(), signal.SIGKILL)
         swept = sweep(self.plan.run_id, ancestor=os.getpid(), reap=self._reap)
         for worker in self.workers.values():
             self._drain(worker)
-        self._report("done", swept=swept)
-        self.ended = True
+            for fd in (*worker.streams, worker.event_fd):
+                self.descriptors.close(fd)
+        self._report("done", swept=swept, stays=not self.leaving)
+        self.ended = self.leaving
+        self._await_plan()
 
 
 def main() -> NoReturn:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import selectors
 from collections.abc import Callable
 
@@ -22,6 +23,11 @@ class Descriptors:
         """Forget a descriptor, if it is watched."""
         if fd in self._selector.get_map():
             self._selector.unregister(fd)
+
+    def close(self, fd: int) -> None:
+        """Forget a descriptor, and close it."""
+        self.unwatch(fd)
+        os.close(fd)
 
     def watch_outbox(self, outbox: Outbox) -> None:
         """Wait for room to write only when there is something to write."""

@@ -13,6 +13,7 @@ import signal
 from types import FrameType
 from typing import NoReturn
 
+from zlaunch.system import memory
 from zlaunch.system.processes import (
     Process,
     adopt_orphans,
@@ -42,6 +43,7 @@ def fork_under_watchdog() -> int:
     # Signals to the watchdog's process group are not meant for the agent too: the watchdog passes them on.
     os.setsid()
     die_with_parent(watchdog, signal.SIGTERM)
+    os.environ["ZLAUNCH_MEMORY_DIR"] = memory.folder_of(watchdog)
     return watchdog
 
 
@@ -71,6 +73,7 @@ def _watch_over(child: int) -> NoReturn:
         if not _reap():
             sweep(ancestor=os.getpid(), reap=_reap)
     finally:
+        memory.remove(memory.folder_of(os.getpid()))
         code = os.waitstatus_to_exitcode(status)
         if code < 0:
             signal.pthread_sigmask(signal.SIG_SETMASK, ())

@@ -68,6 +68,8 @@ class Controller:
         self.hosts = {worker.rank: node.host for node in plan.nodes for worker in node.workers}
         self.hang = HangWatch(hang_timeout_s, self.hosts)
         self.open_nodes = set(range(len(links)))
+        self.waiting: set[int] = set()
+        """Nodes whose agents have ended this attempt, and wait for the next one."""
         self.verdict = Verdict(plan, console)
         self.sessions: dict[int, Process] = {}
         """The workers of this machine that have not ended, by rank."""
@@ -135,7 +137,7 @@ class Controller:
         self.heartbeat.start()
 
     def _read(self, index: int, link: Link) -> None:
-        """Put one agent's events into the queue until it sends no more. Each reader thread runs this."""
+        """Put one agent's events of this attempt into the queue. Each reader thread runs this."""
         try:
             for event in link.events:
                 self.heartbeat.heard(index)
@@ -144,8 +146,12 @@ class Controller:
                     with self.heartbeat.excused(index):
                         self.room.acquire()
                 self.queue.put((index, event))
-        finally:
+                if event.get("type") == "done" and event["stays"]:
+                    return
             self.queue.put((index, {"type": "eof"}))
+        except BaseException:
+            self.queue.put((index, {"type": "eof"}))
+            raise
 
     def _follow(self) -> None:
         while self.open_nodes:
@@ -274,6 +280,8 @@ class Controller:
         elif kind == "done":
             self.starting -= {worker.rank for worker in self.plan.nodes[index].workers}
             self.open_nodes.discard(index)
+            if event["stays"]:
+                self.waiting.add(index)
             if event.get("swept") and not self.signum and not self.verdict.failures:
                 host, count = self.links[index].transport.host, event["swept"]
                 plural = "processes" if count > 1 else "process"
@@ -370,13 +378,16 @@ class Controller:
                 link.transport.send({"cmd": "signal", "signum": int(signum)})
 
     def _sweep(self) -> None:
-        """Leave no process of the run on this machine, if there were any."""
-        if any(link.transport.local for link in self.links):
+        """Leave no process of the run on this machine, where its agent is gone."""
+        if any(link.transport.local for index, link in enumerate(self.links) if index not in self.waiting):
             sweep(self.plan.run_id, tuple(self.sessions.values()), ancestor=os.getpid())
 
     def _finish(self) -> None:
-        """Leave no agent and no process of the run on this machine, whatever happened before."""
-        threads = [threading.Thread(target=self._part, args=(link,)) for link in self.links]
+        """Leave no process of the run on this machine and no agent, but those that wait for another attempt,
+        whatever happened before.
+        """
+        parted = [link for index, link in enumerate(self.links) if index not in self.waiting]
+        threads = [threading.Thread(target=self._part, args=(link,)) for link in parted]
         for thread in threads:
             thread.start()
         for thread in threads:  # an error in one of them keeps nothing else from being ended
@@ -385,9 +396,9 @@ class Controller:
         self._take_rest()
 
     def _part(self, link: Link) -> None:
-        if self.open_nodes or link.transport.close(timeout_s=2.0) is None:
+        if self.open_nodes:
             link.transport.kill()
-            link.transport.close(timeout_s=2.0)
+        link.end()
 
     def _take_rest(self) -> None:
         """Handle the events that the readers still had when the run was cut short."""

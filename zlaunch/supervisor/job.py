@@ -13,7 +13,7 @@ from zlaunch.plan.options import Options
 from zlaunch.plan.plan import Plan
 from zlaunch.supervisor import run_record
 from zlaunch.supervisor.controller import STOP_SIGNALS, Controller
-from zlaunch.supervisor.nodes import Node, Rendezvous, Say, close_all, find_rendezvous
+from zlaunch.supervisor.nodes import Link, Node, Rendezvous, Say, close_all, find_rendezvous
 from zlaunch.supervisor.verdict import Outcome
 from zlaunch.system.processes import PASSED_SIGNALS, signal_name
 from zlaunch.view.console import Console
@@ -112,10 +112,42 @@ def _signals_between_attempts() -> Iterator[Callable[[], None]]:
 
 
 def _run(job: Job, console: Console, limits: Limits) -> Outcome:
+    agents = _Agents(job, console)
+    try:
+        return _attempts(job, agents, console, limits)
+    finally:
+        agents.end()
+
+
+class _Agents:
+    """Keeps the agents of a run from one attempt to the next."""
+
+    def __init__(self, job: Job, console: Console) -> None:
+        self._job, self._console = job, console
+        self._nodes: dict[str, Node] = {}
+
+    def connect(self, hosts: Sequence[str]) -> tuple[list[Node], list[NodeError]]:
+        """Start agents where there are none; return the nodes in the order of the hosts, and errors."""
+        missing = [host for host in hosts if host not in self._nodes]
+        found, errors = self._job.connect(missing, self._console.message) if missing else ([], [])
+        self._nodes |= {node.host: node for node in found}
+        return [self._nodes[host] for host in hosts if host in self._nodes], errors
+
+    def keep(self, links: Sequence[Link]) -> None:
+        """Take note that only these are left."""
+        self._nodes = {node.host: node for node in self._nodes.values() if node.link in links}
+
+    def end(self) -> None:
+        """End all that are left."""
+        close_all(list(self._nodes.values()))
+        self._nodes.clear()
+
+
+def _attempts(job: Job, agents: _Agents, console: Console, limits: Limits) -> Outcome:
     hosts, attempt, restarts, port_retried = job.hosts, limits.first_attempt, 0, False
     needed = len(job.hosts) if limits.min_nodes is None else limits.min_nodes
     while True:
-        outcome = _attempt(job, hosts, needed, console, limits, attempt)
+        outcome = _attempt(job, agents, hosts, needed, console, limits, attempt)
         attempt += 1
         left = tuple(host for host in hosts if host not in outcome.lost)
         if outcome.code == 0 or outcome.signum or outcome.save_asked or outcome.refused:
@@ -135,16 +167,22 @@ def _run(job: Job, console: Console, limits: Limits) -> Outcome:
 
 
 def _attempt(
-    job: Job, hosts: Sequence[str], needed: int, console: Console, limits: Limits, attempt: int
+    job: Job,
+    agents: _Agents,
+    hosts: Sequence[str],
+    needed: int,
+    console: Console,
+    limits: Limits,
+    attempt: int,
 ) -> Outcome:
-    nodes, errors = job.connect(hosts, console.message)
+    nodes, errors = agents.connect(hosts)
+    for error in errors:
+        console.error(f"{error.host}: {error.text}")
+    if len(nodes) < needed:
+        if len(hosts) > 1:
+            console.error(f"{len(errors)} of {len(hosts)} nodes cannot take part; nothing was started")
+        return _GIVEN_UP
     try:
-        for error in errors:
-            console.error(f"{error.host}: {error.text}")
-        if len(nodes) < needed:
-            if len(hosts) > 1:
-                console.error(f"{len(errors)} of {len(hosts)} nodes cannot take part; nothing was started")
-            return _given_up(nodes)
         rendezvous = None
         if len(nodes) > 1:
             o = job.options
@@ -154,10 +192,7 @@ def _attempt(
         plan = job.plan(nodes, rendezvous, attempt)
     except NodeError as error:
         console.error(f"{error.host}: {error.text}")
-        return _given_up(nodes)
-    except BaseException:
-        close_all(nodes)
-        raise
+        return _GIVEN_UP
     controller = Controller(
         plan,
         console,
@@ -167,11 +202,10 @@ def _attempt(
         attempt=attempt,
     )
     outcome = controller.run()
+    agents.keep([controller.links[index] for index in controller.waiting])
     if outcome.died:
         job.sweep(sorted(outcome.died), plan.run_id)
     return replace(outcome, lost=outcome.lost | {error.host for error in errors})
 
 
-def _given_up(nodes: Sequence[Node]) -> Outcome:
-    close_all(nodes)
-    return Outcome(2, refused=True)
+_GIVEN_UP = Outcome(2, refused=True)

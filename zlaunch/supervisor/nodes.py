@@ -49,6 +49,12 @@ class Link:
         code = self.transport.close(timeout_s=2.0)
         raise NodeError(self.host, _why_no_agent(code, self.transport.diagnostics()))
 
+    def end(self) -> None:
+        """Let the agent end, and kill it if it does not."""
+        if self.transport.close(timeout_s=2.0) is None:
+            self.transport.kill()
+            self.transport.close(timeout_s=2.0)
+
 
 def _why_no_agent(code: int | None, said: str) -> str:
     if code == 127 or "execve()" in said:
@@ -259,6 +265,7 @@ def sweep_hosts(hosts: Sequence[str], open_transport: Callable[[str], Transport]
 
 
 def close_all(nodes: Sequence[Node]) -> None:
-    """Close the connections to agents, which then end if they have no plan."""
-    with ThreadPoolExecutor(PARALLEL) as pool:
-        list(pool.map(lambda node: node.link.transport.close(timeout_s=2.0), nodes))
+    """End agents that have no plan."""
+    if nodes:
+        with ThreadPoolExecutor(PARALLEL) as pool:
+            list(pool.map(lambda node: node.link.end(), nodes))

@@ -154,6 +154,24 @@ def test_leftovers_get_one_sigterm_in_a_stop_and_none_otherwise(scene: Scene) ->
     assert scene.killed == [(Process(5, 6), signal.SIGTERM)]
     scene.leftovers = []
     scene.agent._await_leftovers("id")
+    assert scene.agent.plan is None and not scene.agent.ended
+
+
+def test_after_its_workers_it_takes_another_plan_until_the_launcher_hangs_up(scene: Scene) -> None:
+    for _ in range(2):
+        scene.start()
+        scene.exit(0)
+        scene.exit(1, status=signal.SIGKILL)
+        scene.agent._end()
+        *_, end = scene.said()
+        assert (end["type"], end["stays"], scene.agent.workers) == ("done", True, {})
+        for writers in scene.pipes.values():
+            for fd in writers:
+                os.close(fd)
+        scene.pipes.clear()
+    os.close(scene.commands)
+    scene.commands = os.open(os.devnull, os.O_RDONLY)
+    scene.agent._on_stdin()
     assert scene.agent.ended
 
 

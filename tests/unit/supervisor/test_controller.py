@@ -35,7 +35,7 @@ class FakeTransport:
     def send(self, message: Event) -> None:
         self.told.append(message)
         if message.get("cmd") == "stop":
-            self.words.put({"type": "done", "host": self.host})
+            self.words.put({"type": "done", "host": self.host, "stays": False})
             self.words.put(None)
 
     def events(self) -> Iterator[Event]:
@@ -79,7 +79,7 @@ class Scene:
         """Have a worker end, and its agent stay for the launcher's word where it failed."""
         self.say(rank, {"type": "exit", "returncode": code, "after_stop": False, "reason": "", **more})
         if not code:
-            self.say(rank, {"type": "done"})
+            self.say(rank, {"type": "done", "stays": False})
 
     def run(self) -> Outcome:
         return self.controller.run()
@@ -146,7 +146,7 @@ def test_asking_to_save_goes_to_every_node_and_is_remembered(scene: Scene) -> No
     assert all(agent.told == [{"cmd": "signal", "signum": 10}] for agent in scene.agents)
     for rank in (0, 1):
         scene.end(rank, code=75)
-        scene.say(rank, {"type": "done"})
+        scene.say(rank, {"type": "done", "stays": False})
     outcome = scene.run()
     assert outcome.code == 75 and outcome.save_asked
 

@@ -1,0 +1,203 @@
+"""Takes snapshots of an engine's state while it trains, and goes on from the newest after a restart."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..checkpoint.all_or_none import all_or_none
+from ..checkpoint.checkpointer import Checkpointer
+from ..checkpoint.format.manifest import MANIFEST, candidates, find, read_manifest
+from ..checkpoint.format.tensor_file import CheckpointError
+from ..checkpoint.host_channel import HostChannel
+from ..checkpoint.save import rank_file
+from ..config import Effective
+from ..config.other_sections import CheckpointSection, InMemorySection
+from ..environment import read_environment
+from ..log import say, warn
+from .transfers import Places, send_files
+
+_numbers = itertools.count()
+
+
+class _Seen(NamedTuple):
+    """Describes a snapshot as a node has it."""
+
+    tag: str
+    save_id: str
+    moment: float
+    world_size: int
+    needed: tuple[str, ...]
+    present: frozenset[str]
+
+
+class Snapshots(Checkpointer):
+    """Keeps the newest state in the nodes' memory: a checkpoint in a folder that is no disk's, which
+    zlaunch's agent on each node removes when the run ends.
+    """
+
+    def __init__(self, *parts: Any, section: InMemorySection, folder: Path, **named: Any) -> None:
+        """Prepare to keep snapshots below ``folder``. Takes a Checkpointer's arguments, too."""
+        options = CheckpointSection(asynchronous=True, use_node_local_storage=True)
+        super().__init__(*parts, options=options, **named)
+        self._every, self._copies = int(section.every), int(section.copies)
+        self._memory = folder / f"engine_{next(_numbers)}"
+        self._channel: HostChannel | None = None
+        self._may_go_on = True
+        """Tells whether the next load is that of a run that begins."""
+        self._taken = 0
+        """The step of the last snapshot."""
+
+    # -- while it trains
+
+    def is_due(self) -> bool:
+        """Tell, after a step, whether it is time for a snapshot."""
+        self._may_go_on = False
+        steps = self._run.global_steps
+        return steps % self._every == 0 and steps != self._taken
+
+    def take(self, client_state: Callable[[], Mapping[str, Any]] | None) -> None:
+        """Begin to take a snapshot. Collective. Raises CheckpointError."""
+        self._taken = self._run.global_steps
+        if client_state is None:
+            raise CheckpointError(
+                "checkpoint.in_memory: a restart goes on from a step at which the script has not saved, so "
+                "set engine.client_state to a function that returns its state, {} if it has none, before the "
+                "first step; or leave the key out"
+            )
+        comm = self._comm
+        state = all_or_none(comm.exchange, comm.rank, client_state, own=True)
+        self._places()
+        self.save(self._memory, None, state)
+
+    def _tell(self, path: Path, steps: int, is_latest: bool) -> None:
+        """Give copies to other nodes, and drop the snapshots before this one. Collective, in a thread."""
+        channel, places = self._places()
+        rank = self._comm.rank
+        keepers = [(source, to, rank_file(source)) for source, to in places.keepers(self._copies)]
+        if keepers:
+            send_files(channel, rank, keepers, lambda name: path / name)
+        if rank == places.leader(str(self._memory)):
+            for other in path.parent.iterdir():
+                if other.is_dir() and other != path:
+                    shutil.rmtree(other, ignore_errors=True)
+
+    def _places(self) -> tuple[HostChannel, Places]:
+        """Return who keeps snapshots where, and the way between. Collective the first time."""
+        if self._channel is None:
+            self._channel = HostChannel(self._comm)
+            self._found = Places.of(self._channel.exchange(str(self._memory)))
+            if self._copies > len(self._found.ranks) > 1 and self._comm.rank == 0:
+                warn(f"checkpoint.in_memory.copies is {self._copies}, on {len(self._found.ranks)} nodes")
+        return self._channel, self._found
+
+    # -- after a restart
+
+    def go_on(self, folder: Path | None, *, strict: bool) -> tuple[str | None, dict[str, Any]] | None:
+        """Load the newest snapshot, if this is the first load of a run that was restarted and nothing newer
+        is in ``folder``; else return None. Collective. Raises CheckpointError.
+        """
+        if not self._may_go_on:
+            return None
+        self._may_go_on = False
+        comm = self._comm
+        seen = comm.exchange((str(self._memory), self._look()))
+        if not any(found for _, found in seen):
+            return None
+        leads = comm.rank == 0
+        on_disk = all_or_none(comm.exchange, comm.rank, lambda: _moment(folder) if leads else 0.0)[0]
+        places = Places.of([place for place, _ in seen])
+        by_place = dict(seen)
+        chosen = _choose(list(by_place.values()))
+        if chosen is None or chosen.moment < on_disk:
+            if leads:
+                why = "parts of it are lost" if chosen is None else "the disk has a newer checkpoint"
+                say(f"the snapshot in memory is left: {why}")
+            return None
+        channel, _ = self._places()
+        transfers = _fetches(chosen, places, by_place, comm.world_size)
+        target = self._memory / chosen.tag
+        stale = any(seen.tag == chosen.tag and seen.save_id != chosen.save_id for seen in self._look())
+        if stale and comm.rank == places.leader(str(self._memory)):
+            shutil.rmtree(target, ignore_errors=True)
+        channel.exchange(None)
+        send_files(channel, comm.rank, transfers, lambda name: target / name)
+        return self.load(
+            self._memory, chosen.tag, strict=strict, with_optimizer=True, with_schedule=True, with_run=True
+        )
+
+    def _look(self) -> list[_Seen]:
+        """List this node's snapshots, whole or not."""
+        found = []
+        for path in candidates(self._memory):
+            with suppress(CheckpointError, OSError, KeyError):
+                manifest = read_manifest(path)
+                found.append(
+                    _Seen(
+                        path.name,
+                        manifest["save_id"],
+                        manifest["time"],
+                        manifest["world_size"],
+                        (MANIFEST, *manifest["files"]),
+                        frozenset(entry.name for entry in path.iterdir()),
+                    )
+                )
+        return found
+
+
+def _moment(folder: Path | None) -> float:
+    """Return when the checkpoint that a folder's ``latest`` names was written; 0 if there is none."""
+    with suppress(CheckpointError):
+        path = find(folder) if folder is not None else None
+        return float(read_manifest(path)["time"]) if path is not None else 0.0
+    return 0.0
+
+
+def _choose(places: list[list[_Seen]]) -> _Seen | None:
+    """Return the newest snapshot all of whose files are somewhere."""
+    everywhere = sorted((seen for place in places for seen in place), key=lambda seen: seen.moment)
+    for seen in reversed(everywhere):
+        same = [other for other in everywhere if other.save_id == seen.save_id]
+        if set().union(*(other.present for other in same)).issuperset(seen.needed):
+            return seen
+    return None
+
+
+def _fetches(
+    chosen: _Seen, places: Places, by_place: Mapping[str, list[_Seen]], world_size: int
+) -> list[tuple[int, int, str]]:
+    """List what has to be sent: from leader to leader of a place, a file's name. A place needs the files of
+    its own ranks, or all where the number of ranks has changed.
+    """
+    present = {
+        place: next((seen.present for seen in found if seen.save_id == chosen.save_id), frozenset())
+        for place, found in by_place.items()
+    }
+    everyones = {name for name in chosen.needed if not name.startswith("rank_")}
+    found = []
+    for place, ranks in places.ranks.items():
+        same = chosen.world_size == world_size
+        needed = everyones | {rank_file(rank) for rank in ranks} if same else set(chosen.needed)
+        for name in sorted(needed - present[place]):
+            source = next(other for other, files in present.items() if name in files)
+            found.append((places.leader(source), places.leader(place), name))
+    return found
+
+
+def make_snapshots(*parts: Any, effective: Effective, **named: Any) -> Snapshots | None:
+    """Make an engine's snapshots, if the config asks for them and something outlives the workers."""
+    section, folder = effective.config.checkpoint.in_memory, read_environment().memory_dir
+    if section is None:
+        return None
+    if folder is None:
+        if read_environment().rank == 0:
+            warn(
+                "checkpoint.in_memory has no effect: the memory belongs to zlaunch's agents, and this run "
+                "was started without zlaunch"
+            )
+        return None
+    return Snapshots(*parts, section=section, folder=Path(folder), effective=effective, **named)
