@@ -28,6 +28,7 @@ from zlaunch.node.death import likely_reason
 from zlaunch.node.descriptors import Descriptors
 from zlaunch.node.ending import Due, Ending
 from zlaunch.node.oom import oom_counters, oom_rose
+from zlaunch.node.preload import Preloader
 from zlaunch.node.rendezvous import Handshake
 from zlaunch.node.uplink import Uplink, take_user_input
 from zlaunch.node.watchdog import fork_under_watchdog
@@ -63,6 +64,8 @@ class Agent:
         self.poll_s = 1.0
         self.asked_by_signal = ""
         self.ended = False
+        self.standby: Preloader | None = None
+        """Has the modules of all workers imported, for the next attempt."""
         self.leaving = False
         """Tells that no other plan is waited for: the launcher is gone, or a signal has asked for the end."""
         self._await_plan()
@@ -211,7 +214,9 @@ class Agent:
         self._report("agent", pid=os.getpid())
         if plan.preload:
             try:
-                self.batch = Batch(plan.nodes[0].workers, plan.preload, plan.cwd, self.user_input)
+                standby, self.standby = self.standby, None
+                given = (plan.nodes[0].workers, plan.preload, plan.cwd, self.user_input)
+                self.batch = Batch(*given, standby=standby, stays=plan.restarts)
             except OSError:
                 pass  # one by one then, which says what is wrong
             else:
@@ -234,6 +239,7 @@ class Agent:
             text = f"{self._host()}: the process that imports {what} for all workers has failed: "
             self._report("notice", message=text + "each starts by itself")
             self._spawn_each()
+        self.standby = batch.preloader.standby
         for worker in workers or ():
             self._watch_worker(worker)
 
@@ -287,6 +293,9 @@ class Agent:
                 self._on_exit(worker, os.waitstatus_to_exitcode(status))
             elif self.batch is not None and pid == self.batch.preloader.pid:
                 self._on_batch()  # what it forked keeps the connection open
+            elif self.standby is not None and pid == self.standby.pid:
+                self.standby.close()
+                self.standby = None
 
     def _on_exit(self, worker: Worker, code: int) -> None:
         self._drain(worker)
@@ -347,7 +356,7 @@ class Agent:
 
     def _await_leftovers(self, run_id: str) -> None:
         """Wait for processes that the workers have started; in a stop, send them one SIGTERM."""
-        found = run_processes(run_id, ancestor=os.getpid())
+        found = run_processes(run_id, ancestor=os.getpid(), spared=self._spared())
         if not found:
             self._end()
         elif self.ending.stopping and not self.leftovers_asked:
@@ -355,11 +364,15 @@ class Agent:
             for process in found:
                 kill(process, signal.SIGTERM)
 
+    def _spared(self) -> tuple[int, ...]:
+        """Return the process that stays for the next attempt."""
+        return () if self.standby is None else (self.standby.pid,)
+
     def _end(self) -> None:
         """Kill all that is left, take the last output, and report the end of the attempt."""
         assert self.plan is not None
         signal_groups(self._living(), signal.SIGKILL)
-        swept = sweep(self.plan.run_id, ancestor=os.getpid(), reap=self._reap)
+        swept = sweep(self.plan.run_id, ancestor=os.getpid(), spared=self._spared(), reap=self._reap)
         for worker in self.workers.values():
             self._drain(worker)
             for fd in (*worker.streams, worker.event_fd):

@@ -5,6 +5,9 @@ most of a start. The process is started by the agent, forks every worker before 
 user's, says their process ids, and ends, so that the workers become children of the agent (which adopts
 orphans). No worker begins before the agent knows all of them: when a fork fails, those that were forked end,
 so that nothing runs twice. Its arguments are the workers' own: they are what `ps` shows.
+
+Where the run may be restarted, one more fork stays behind as a standby: it has everything imported and has
+run nothing, and forks the workers of the next attempt as the first process has.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from zlaunch.plan.plan import WorkerPlan
@@ -27,45 +30,86 @@ from zlaunch.system.processes import die_with_parent
 _GO = b"go"
 _MAX_FDS = 4
 """The most descriptors of a worker: stdout, stderr, events, and rank 0's stdin."""
+Jobs = list[tuple[dict[str, Any], list[int]]]
 _POLL_S = 0.001
 
 
 class Preloader:
     """Holds the agent's side of a preloading process."""
 
-    def __init__(self, process: subprocess.Popen[bytes], connection: socket.socket) -> None:
-        self.pid = process.pid
+    def __init__(self, pid: int, connection: socket.socket, env: Mapping[str, str]) -> None:
+        self.pid = pid
         self.connection = connection
-        process.returncode = 0  # the agent waits for all its children itself; Popen must not
+        self.env = env
+        """What has been added to its environment."""
+        self.standby: Preloader | None = None
+        """The process that stays behind, once the workers have begun."""
+        self._next: socket.socket | None = None
+
+    def order(
+        self,
+        modules: Sequence[str],
+        plans: Sequence[WorkerPlan],
+        pipes: Sequence[Sequence[int]],
+        user_input: int | None,
+        *,
+        standby: bool,
+    ) -> None:
+        """Ask for workers, whose (stdout, stderr, events) write ends are `pipes`; rank 0 reads from
+        `user_input`. Raises OSError where the process is gone.
+        """
+        order = {"modules": list(modules), "workers": len(plans)}
+        self._next, theirs = _pair() if standby else (None, None)
+        try:
+            self._send(order, [theirs.fileno()] if theirs is not None else [])
+        finally:
+            if theirs is not None:
+                theirs.close()
+        for plan, fds in zip(plans, pipes, strict=True):
+            unset = [key for key in self.env if key not in plan.env]
+            own = {key: value for key, value in plan.env.items() if self.env.get(key) != value}
+            position = plan.argv.index("zlaunch.node.bootstrap")
+            fds = [*fds, *([user_input] if user_input is not None and plan.rank == 0 else [])]
+            self._send({"argv": plan.argv[position + 1 :], "env": own, "unset": unset}, fds)
+
+    def _send(self, message: Mapping[str, Any], fds: Sequence[int]) -> None:
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+        self.connection.sendmsg([json.dumps(message).encode()], rights)
 
     def release(self) -> list[int] | None:
         """Take the workers' process ids, in the order they were asked for, and let them begin.
 
         None when it failed: what it has forked ends then.
         """
+        pids = None
         try:
             data = self.connection.recv(1 << 20, socket.MSG_DONTWAIT)
-            pids = [int(pid) for pid in json.loads(data)] if data else None
-            for _ in pids or ():
-                self.connection.send(_GO)
-            return pids
+            if data:
+                answer = json.loads(data)
+                pids = [int(pid) for pid in answer["workers"]]
+                for _ in pids:
+                    self.connection.send(_GO)
+                if self._next is not None:
+                    self.standby = Preloader(int(answer["standby"]), self._next, self.env)
         except (OSError, ValueError):
-            return None
-        finally:
-            self.connection.close()
+            pids = None
+        self.close()
+        return pids
+
+    def close(self) -> None:
+        """Close the connection: the process ends, and what it has forked and was not let go."""
+        self.connection.close()
+        if self._next is not None and self.standby is None:
+            self._next.close()
 
 
-def start(
-    modules: Sequence[str],
-    plans: Sequence[WorkerPlan],
-    pipes: Sequence[Sequence[int]],
-    cwd: str,
-    user_input: int | None = None,
-) -> Preloader:
-    """Start the process for these workers, whose (stdout, stderr, events) write ends are `pipes`; rank 0
-    reads from `user_input`. Raises OSError.
-    """
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+def _pair() -> tuple[socket.socket, socket.socket]:
+    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
+def start(plans: Sequence[WorkerPlan], pipes: Sequence[Sequence[int]], cwd: str) -> Preloader:
+    """Start the process for these workers; it writes to the first one's pipes. Raises OSError."""
+    ours, theirs = _pair()
     common = {
         key: value for key, value in plans[0].env.items() if all(plan.env.get(key) == value for plan in plans)
     }
@@ -84,43 +128,72 @@ def start(
             pass_fds=(theirs.fileno(),),
             start_new_session=True,
         )
-    preloader = Preloader(process, ours)
-    ours.sendall(json.dumps({"modules": list(modules), "workers": len(plans)}).encode())
-    for plan, fds in zip(plans, pipes, strict=True):
-        own = {key: value for key, value in plan.env.items() if key not in common}
-        message = json.dumps({"argv": plan.argv[position + 1 :], "env": own}).encode()
-        own_fds = [*fds, *([user_input] if user_input is not None and plan.rank == 0 else [])]
-        ours.sendmsg([message], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", own_fds))])
-    return preloader
+    process.returncode = 0  # the agent waits for all its children itself; Popen must not
+    return Preloader(process.pid, ours, common)
 
 
 def main() -> None:
-    """Import the modules, fork the workers, report their ids, and end."""
+    """Import the modules, fork the workers, report their ids, and end; a standby waits for the next order."""
     agent = int(os.environ.pop("ZLAUNCH_AGENT_PID"))
     die_with_parent(agent)
-    connection = socket.socket(fileno=int(os.environ.pop("ZLAUNCH_PRELOAD_FD")))
-    order = json.loads(connection.recv(1 << 16))
+    connection: socket.socket | None = socket.socket(fileno=int(os.environ.pop("ZLAUNCH_PRELOAD_FD")))
+    while connection is not None:
+        connection = _serve(connection, agent)
+    sys.exit(0)
+
+
+def _serve(connection: socket.socket, agent: int) -> socket.socket | None:
+    """Carry out an order. Returns in the standby alone, with what the next order comes by; None in a worker
+    that has ended.
+    """
+    order, of_standby = _receive(connection)
     jobs = [_receive(connection) for _ in range(order["workers"])]
     for module in order["modules"]:
         importlib.import_module(module)
     gc.freeze()  # the workers share these pages until one of them writes
-    pids = []
     own = os.getpid()  # a child that asks for its parent may be told of the next one already
+    standby = 0
+    if of_standby:
+        standby = os.fork()
+        if standby == 0:
+            return _stand_by(connection, of_standby[0], jobs, own, agent)
+        os.close(of_standby[0])
+    pids = []
     for job, fds in jobs:
         pid = os.fork()
         if pid == 0:
             others = [fd for _, theirs in jobs for fd in theirs if fd not in fds]
             _become(connection, job, fds, others, own, agent)
         pids.append(pid)
-    connection.sendall(json.dumps(pids).encode())
+    connection.sendall(json.dumps({"workers": pids, "standby": standby}).encode())
     os._exit(0)
 
 
 def _receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
     data, extra, _, _ = connection.recvmsg(1 << 20, socket.CMSG_SPACE(_MAX_FDS * array.array("i").itemsize))
+    if not data:
+        os._exit(0)  # the agent needs no other attempt
     fds = array.array("i")
-    fds.frombytes(extra[0][2])
+    for _, _, content in extra:
+        fds.frombytes(content)
     return json.loads(data), list(fds)
+
+
+def _stand_by(connection: socket.socket, own: int, jobs: Jobs, preloader: int, agent: int) -> socket.socket:
+    """Turn this forked process into one that waits for the next order, with nothing of this one."""
+    os.setsid()
+    connection.close()
+    for _, fds in jobs:
+        for fd in fds:
+            os.close(fd)
+    null = os.open(os.devnull, os.O_RDWR)
+    for stdio in (1, 2):
+        os.dup2(null, stdio)
+    os.close(null)
+    while os.getppid() == preloader:
+        time.sleep(_POLL_S)
+    die_with_parent(agent)
+    return socket.socket(fileno=own)
 
 
 def _become(
@@ -153,6 +226,8 @@ def _become(
         sys.modules["numpy"].random.seed()  # like `random`, which reseeds by itself
     if "torch" in sys.modules:
         sys.modules["torch"].default_generator.seed()
+    for key in job["unset"]:
+        os.environ.pop(key, None)
     os.environ.update(job["env"])
     os.environ.update(ZLAUNCH_EVENT_FD=str(events), ZLAUNCH_AGENT_PID=str(agent))
     sys.argv = [sys.argv[0], *job["argv"]]

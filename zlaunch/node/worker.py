@@ -6,8 +6,10 @@ import os
 import signal
 import subprocess
 from collections.abc import Sequence
+from contextlib import suppress
 
 from zlaunch.node import preload
+from zlaunch.node.preload import Preloader
 from zlaunch.plan.plan import WorkerPlan
 from zlaunch.system.events import LineBuffer
 from zlaunch.system.processes import PASSED_SIGNALS
@@ -42,15 +44,32 @@ class Batch:
     """Holds the workers of a node that one preloader forks."""
 
     def __init__(
-        self, plans: Sequence[WorkerPlan], modules: Sequence[str], cwd: str, user_input: int | None
+        self,
+        plans: Sequence[WorkerPlan],
+        modules: Sequence[str],
+        cwd: str,
+        user_input: int | None,
+        *,
+        standby: Preloader | None,
+        stays: bool,
     ) -> None:
-        """Start the preloader; rank 0 is to read from `user_input`. Raises OSError."""
+        """Ask the `standby` of the last attempt for the workers, or a new preloader; rank 0 is to read from
+        `user_input`. `stays`: there is to be a standby afterwards. Raises OSError.
+        """
         self.plans = plans
         ends = [_pipes() for _ in plans]
         self._readers = [readers for readers, _ in ends]
         before = signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_SIGNALS)
+        pipes = [writers for _, writers in ends]
         try:
-            self.preloader = preload.start(modules, plans, [writers for _, writers in ends], cwd, user_input)
+            if standby is not None:
+                self.preloader = standby
+                with suppress(OSError):  # it has been killed
+                    standby.order(modules, plans, pipes, user_input, standby=stays)
+                    return
+                standby.close()
+            self.preloader = preload.start(plans, pipes, cwd)
+            self.preloader.order(modules, plans, pipes, user_input, standby=stays)
         except OSError:
             self._close()
             raise
@@ -62,7 +81,7 @@ class Batch:
 
     def close(self) -> None:
         """Close the connection and the pipes; workers that were forked end."""
-        self.preloader.connection.close()
+        self.preloader.close()
         self._close()
 
     def _close(self) -> None:

@@ -92,6 +92,8 @@ class Plan:
     """
     preload: tuple[str, ...] = ()
     """Modules that one process on each node imports before it forks the workers; none: each by itself."""
+    restarts: bool = False
+    """There may be another attempt: the nodes keep what makes its start short."""
     in_step: bool = False
     """Other launchers of the SLURM step run the other nodes, and are told when this one is gone."""
     python: bool = True

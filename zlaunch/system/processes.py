@@ -94,11 +94,13 @@ def run_processes(
     sessions: Collection[Process] = (),
     *,
     ancestor: int | None = None,
+    spared: Collection[int] = (),
 ) -> list[Process]:
     """List every living process of the run, except this one.
 
     `run_id` is looked for in environments, `sessions` are leaders of sessions, `ancestor` is a process whose
-    descendants count. A session whose leader's id belongs to a later process is not the run's any more.
+    descendants count, but for those `spared`. A session whose leader's id belongs to a later process is not
+    the run's any more.
     """
     marker = b"\0ZLAUNCH_RUN_ID=" + os.fsencode(run_id) + b"\0" if run_id is not None else None
     own = os.getpid()
@@ -134,7 +136,7 @@ def run_processes(
         if pid != own:
             found.add(pid)
             todo += children.get(pid, ())
-    return [Process(pid, start[pid]) for pid in found - {own}]
+    return [Process(pid, start[pid]) for pid in found - {own, *spared}]
 
 
 def kill(process: Process, signum: int = signal.SIGKILL) -> None:
@@ -175,6 +177,7 @@ def sweep(
     sessions: Collection[Process] = (),
     *,
     ancestor: int | None = None,
+    spared: Collection[int] = (),
     reap: Callable[[], object] = lambda: None,
     timeout_s: float = 5.0,
 ) -> int:
@@ -187,7 +190,7 @@ def sweep(
     deadline = time.monotonic() + timeout_s
     empty_scans = 0
     while empty_scans < 2 and time.monotonic() < deadline:
-        found = run_processes(run_id, sessions, ancestor=ancestor)
+        found = run_processes(run_id, sessions, ancestor=ancestor, spared=spared)
         for process in found:
             kill(process)
         reap()
