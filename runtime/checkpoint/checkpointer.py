@@ -241,13 +241,22 @@ class Checkpointer:
             tag=tag,
             keep_last=options.keep_last,
             owner=owner,
-            leader=read_environment().local_rank == 0 if node_local else rank == 0,
+            leader=self._leads_node() if node_local else rank == 0,
             host=socket.gethostname() if node_local else None,
         )
         return source, target
 
+    def _leads_node(self) -> bool:
+        """Tell whether this rank writes what its node has once."""
+        return read_environment().local_rank == 0
+
     def _without_repetition(self, source: Source) -> Source:
-        """Leave out this rank's client_state where it equals rank 0's, which is kept anyway. Collective."""
+        """Leave out this rank's client_state where it equals rank 0's, which is kept anyway. Collective.
+
+        Nodes with folders of their own do not see what rank 0 has kept.
+        """
+        if self._options.use_node_local_storage:
+            return source
         own = {name: t for name, t in source.rank_tensors.items() if name.startswith("client_state.")}
         digest = hashlib.sha256(json.dumps(source.rank_facts["client_state"]).encode())
         for tensor in own.values():

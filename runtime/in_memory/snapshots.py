@@ -86,6 +86,9 @@ class Snapshots(Checkpointer):
                 if other.is_dir() and other != path:
                     shutil.rmtree(other, ignore_errors=True)
 
+    def _leads_node(self) -> bool:
+        return self._comm.rank == self._places()[1].leader(str(self._memory))
+
     def _places(self) -> tuple[HostChannel, Places]:
         """Return who keeps snapshots where, and the way between. Collective the first time."""
         if self._channel is None:
