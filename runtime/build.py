@@ -17,7 +17,6 @@ from ..cuda_ops.loader import set_mode
 from . import preemption
 from .activation import checkpointing
 from .backward_step.engine import choose_backward_step
-from .checkpoint.checkpointer import Checkpointer
 from .checkpoint.export.consolidate import save_weights
 from .collective_step.choice import choose_step, keeps_whole_gradients, prepare
 from .comm.collectives import Comm
@@ -35,7 +34,7 @@ from .handles.consistency import check_consistency
 from .handles.handles import Handles
 from .handles.module_methods import intercept_module
 from .handles.optimizer import ZeroOptimizer, guard
-from .in_memory.snapshots import make_snapshots
+from .in_memory.snapshots import make_checkpointer
 from .leaf_modules import mark_leaves, mark_lists_of_experts
 from .log import say, set_level, show, warn
 from .memory.advice import MemoryAdviser
@@ -165,25 +164,14 @@ def build_engine(
         effective=effective,
         handles=Handles(sharded, reducer, step, factory),
     )
-    checkpoints = Checkpointer(
-        engine,
-        sharded,
-        step,
+    checkpoints = make_checkpointer(
+        *(engine, sharded, step),
         scaler=scaler,
         effective=effective,
-        link=HostLink(comm.device, pin=on_gpu),
+        make_link=partial(HostLink, comm.device, pin=on_gpu),
         save_weights=partial(save_weights, sharded),
     )
 
-    snapshots = make_snapshots(
-        engine,
-        sharded,
-        step,
-        scaler=scaler,
-        effective=effective,
-        link=HostLink(comm.device, pin=on_gpu),
-        save_weights=partial(save_weights, sharded),
-    )
     disk_waits = {} if offload is None else {DISK: lambda: disk.waited.seconds}
 
     adviser = MemoryAdviser(
@@ -203,7 +191,6 @@ def build_engine(
     costs = measure_costs(model, comm, setting, precision, offload)
     engine.attach(
         checkpoints=checkpoints,
-        snapshots=snapshots,
         states=StateMover(sharded, step, effective.config),
         offload=offload,
         monitor=monitor,

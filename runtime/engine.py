@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Container, Mapping
 from contextlib import AbstractContextManager, ExitStack
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakSet
 
@@ -43,17 +42,6 @@ class MovableStates(Protocol):
     def close(self) -> None: ...
 
 
-class MemorySnapshots(Protocol):
-    """Keeps the newest state in the nodes' memory."""
-
-    def prepare(self) -> None: ...
-    def poll(self) -> None: ...
-    def is_due(self) -> bool: ...
-    def take(self, client_state: Callable[[], Mapping[str, Any]] | None) -> None: ...
-    def go_on(self, folder: Path | None, *, strict: bool) -> tuple[str | None, dict[str, Any]] | None: ...
-    def close(self) -> None: ...
-
-
 class Engine(TrainingLoop):
     """Trains a model; built by :func:`zlaunch.initialize`. Unknown attributes are looked up on the model.
 
@@ -80,14 +68,12 @@ class Engine(TrainingLoop):
     """Names the base class for the optimizer, a subclass of ZeroOptimizer; None for ZeroOptimizer."""
     client_state: Callable[[], Mapping[str, Any]] | None = None
     checkpoints: Checkpointer
-    _snapshots: MemorySnapshots | None = None
     _destroyed = False
 
     def attach(
         self,
         *,
         checkpoints: Checkpointer,
-        snapshots: MemorySnapshots | None,
         states: MovableStates,
         offload: Any,
         monitor: Any,
@@ -95,12 +81,11 @@ class Engine(TrainingLoop):
     ) -> None:
         """Take the parts that the assembly has built for this engine; called once, before anything else.
 
-        ``snapshots`` keep the newest state in memory, None where there are none; ``offload`` keeps states off
-        the device, None where all stay there; ``monitor`` has ``write_events``; ``around`` gives a context
-        for each ``"forward"`` (with the model's arguments, a tuple and a dict), ``"backward"`` and
-        ``"step"``.
+        ``offload`` keeps states off the device, None where all stay there; ``monitor`` has ``write_events``;
+        ``around`` gives a context for each ``"forward"`` (with the model's arguments, a tuple and a dict),
+        ``"backward"`` and ``"step"``.
         """
-        self.checkpoints, self._snapshots, self._states = checkpoints, snapshots, states
+        self.checkpoints, self._states = checkpoints, states
         self._offload, self.monitor, self._around = offload, monitor, around
         self._sharded.before_forward = self._before_forward
         self._sharded.engine = self
@@ -169,18 +154,11 @@ class Engine(TrainingLoop):
         before, is_boundary = self._result, self.is_gradient_accumulation_boundary()
         if is_boundary and self.global_steps:
             self.checkpoints.prepare()
-            if self._snapshots is not None:
-                self._snapshots.prepare()
         with self._around("step"):
             super().step(lr_kwargs)
         if is_boundary:
             self._stop_if_asked(before)
-            self.checkpoints.poll()
-            if self._snapshots is not None:
-                self._snapshots.poll()
-                if self._snapshots.is_due():
-                    self._prepare_save()
-                    self._snapshots.take(self.client_state)
+            self.checkpoints.after_step(self._prepare_save, self.client_state)
 
     def _stop_if_asked(self, before: StepResult | None) -> None:
         """Save and end the process if a signal has asked for that and ``checkpoint.on_signal`` is set. Where
@@ -252,22 +230,10 @@ class Engine(TrainingLoop):
         size was another); ``(None, {})`` when ``load_dir`` has none, or is None. Collective. Raises
         CheckpointError on every rank if the checkpoint is damaged, incomplete or of another model.
         """
-        if load_dir is None and self._snapshots is None:
-            return None, {}
         self._check_alive()
         self._states.check("engine.load_checkpoint()")
         self.handles.take_unfrozen()
         self._resolve_last_step()
-        whole = load_optimizer_states and load_lr_scheduler_states and not load_module_only
-        if self._snapshots is not None and tag is None and whole:
-            folder = None if load_dir is None else Path(os.path.abspath(os.path.expanduser(load_dir)))
-            found = self._snapshots.go_on(folder, strict=load_module_strict)
-            if found is not None:
-                if folder is not None:
-                    self.checkpoints.goes_on_in(folder)
-                return found
-        if load_dir is None:
-            return None, {}
         return self.checkpoints.load(
             load_dir,
             tag,
@@ -352,8 +318,6 @@ class Engine(TrainingLoop):
             if self._shard_step is not None:
                 stack.callback(self._shard_step.finish)
             stack.callback(self.checkpoints.close)
-            if self._snapshots is not None:
-                stack.callback(self._snapshots.close)
             stack.callback(self.monitor.close)
             stack.callback(self._states.close)
             stack.callback(self._states.reload, non_blocking=False)

@@ -70,15 +70,19 @@ class SteppingReducer(GradientReducer):
         self.step.check_droppable()
         super().forget(unit, index)
 
-    def check_step(self) -> None:
-        """Raise OptimizerError after a backward pass that ``engine.step()`` has not ended."""
-        self.step.check()
-
     def clear(self) -> None:
         """Begin a new optimizer step. Raises OptimizerError if the present one is half done."""
         self.step.check_droppable()
         super().clear()
         self.step.reset()
+
+
+def check_step(unit: Unit) -> None:
+    """Raise OptimizerError where a unit has been stepped in a backward pass that ``engine.step()`` has not
+    ended: some values of the model are new then, and others not.
+    """
+    if isinstance(unit.gradients, SteppingReducer):
+        unit.gradients.step.check()
 
 
 def _is_complete(bucket: Bucket) -> bool:

@@ -30,6 +30,7 @@ from ..profiler import named
 from ..zero import placeholder
 from ..zero.store import DeviceStore
 from ..zero.unit import Unit
+from .writes import WritesBesideStep
 
 _HALF = (
     "parameters have been changed by the optimizer's step inside the backward pass "
@@ -106,7 +107,7 @@ class BackwardStep:
         """Note that a unit will be stepped when its gradient has been reduced, which begins now."""
         self.is_changed = True
         unit.stepped()
-        unit.writes.step_ahead()
+        WritesBesideStep.of(unit).step_ahead()
         if unit.shard_params:
             unit.updated = _NotInThisPass(self, unit)
 

@@ -105,6 +105,12 @@ class Checkpointer:
 
     # -- saving
 
+    def after_step(
+        self, prepare_save: Callable[[], None], client_state: Callable[[], Mapping[str, Any]] | None
+    ) -> None:
+        """Raise what a save in the background has failed with. Collective."""
+        self.poll()
+
     def prepare(self) -> None:
         """Take the memory for snapshots beside training, once all state is there: after the first step."""
         if self._options.is_asynchronous:
@@ -266,15 +272,11 @@ class Checkpointer:
         rest = {name: tensor for name, tensor in source.rank_tensors.items() if name not in own}
         return replace(source, rank_facts={"random": source.rank_facts["random"]}, rank_tensors=rest)
 
-    def goes_on_in(self, folder: Path) -> None:
-        """Take note of the folder in which the run has saved before."""
-        self._folder = folder
-
     # -- loading
 
     def load(
         self,
-        folder: str | os.PathLike[str],
+        folder: str | os.PathLike[str] | None,
         tag: str | None,
         *,
         strict: bool,
@@ -283,9 +285,11 @@ class Checkpointer:
         with_run: bool,
     ) -> tuple[str | None, dict[str, Any]]:
         """Load the checkpoint that ``tag`` names; return its path and this rank's client_state,
-        ``(None, {})`` where there is none. ``with_run``: counters, data position and random generators, too.
-        Collective. Raises CheckpointError on every rank.
+        ``(None, {})`` where there is none, or ``folder`` is None. ``with_run``: counters, data position and
+        random generators, too. Collective. Raises CheckpointError on every rank.
         """
+        if folder is None:
+            return None, {}
         self.wait()
         folder, node_local = absolute(folder), self._options.use_node_local_storage
         tag = str(tag) if tag is not None else None

@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 
 from torch import Tensor, nn
 
+from ..backward_step.reducer import check_step
 from ..errors import UnsupportedError
 from ..mesh.choice import divides_layers
 from ..zero.unit import owner_of
@@ -32,7 +33,7 @@ def GatheredParameters(
     units = list({id(unit): unit for unit in owners if unit is not None}.values())
     with ExitStack() as stack:
         for unit in units:
-            unit.check_step()
+            check_step(unit)
             stack.enter_context(unit.hold())
         yield
         if modifier_rank is not None:

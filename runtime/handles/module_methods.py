@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..backward_step.reducer import check_step
 from ..zero import placeholder
 from ..zero.hooks import Gathered
 from ..zero.inert_hook import Hook
@@ -51,13 +52,13 @@ def intercept_module(root: nn.Module, gathered: Gathered) -> Callable[[], None]:
 
     def before_state(module: nn.Module, *args: Any) -> None:
         for unit in _units(module):
-            unit.check_step()
+            check_step(unit)
         hold(module)
 
     def before_load(module: nn.Module, *args: Any) -> None:
         for unit in _units(module):
             unit.check_here(MASTERS, VALUES)
-            unit.check_step()
+            check_step(unit)
         hold(module)
 
     def after_load(module: nn.Module, incompatible: Any) -> None:

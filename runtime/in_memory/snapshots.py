@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import shutil
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple
 
 from ..checkpoint.all_or_none import all_or_none
 from ..checkpoint.checkpointer import Checkpointer
+from ..checkpoint.format.commit import absolute
 from ..checkpoint.format.manifest import MANIFEST, candidates, find, read_manifest
 from ..checkpoint.format.tensor_file import CheckpointError
 from ..checkpoint.host_channel import HostChannel
@@ -19,6 +21,7 @@ from ..config import Effective
 from ..config.other_sections import CheckpointSection, InMemorySection
 from ..environment import read_environment
 from ..log import say, warn
+from ..offload.transfer import HostLink
 from .transfers import Places, send_files
 
 _numbers = itertools.count()
@@ -54,21 +57,23 @@ class Snapshots(Checkpointer):
 
     # -- while it trains
 
-    def is_due(self) -> bool:
-        """Tell, after a step, whether it is time for a snapshot."""
+    def after_step(
+        self, prepare_save: Callable[[], None], client_state: Callable[[], Mapping[str, Any]] | None
+    ) -> None:
+        """Begin to take a snapshot if one is due. Collective. Raises CheckpointError."""
         self._may_go_on = False
+        self.poll()
         steps = self._run.global_steps
-        return steps % self._every == 0 and steps != self._taken
-
-    def take(self, client_state: Callable[[], Mapping[str, Any]] | None) -> None:
-        """Begin to take a snapshot. Collective. Raises CheckpointError."""
-        self._taken = self._run.global_steps
+        if steps % self._every or steps == self._taken:
+            return
+        self._taken = steps
         if client_state is None:
             raise CheckpointError(
                 "checkpoint.in_memory: a restart goes on from a step at which the script has not saved, so "
                 "set engine.client_state to a function that returns its state, {} if it has none, before the "
                 "first step; or leave the key out"
             )
+        prepare_save()
         comm = self._comm
         state = all_or_none(comm.exchange, comm.rank, client_state, own=True)
         self._places()
@@ -191,16 +196,63 @@ def _fetches(
     return found
 
 
-def make_snapshots(*parts: Any, effective: Effective, **named: Any) -> Snapshots | None:
-    """Make an engine's snapshots, if the config asks for them and something outlives the workers."""
+class CheckpointerWithSnapshots(Checkpointer):
+    """Saves and loads as a Checkpointer, and keeps snapshots, too."""
+
+    def __init__(self, *parts: Any, snapshots: Snapshots, **named: Any) -> None:
+        """Take a Checkpointer's arguments, and the snapshots."""
+        super().__init__(*parts, **named)
+        self._snapshots = snapshots
+        close = self.close
+
+        def close_both() -> None:
+            try:
+                snapshots.close()
+            finally:
+                close()
+
+        self.close = close_both
+
+    def prepare(self) -> None:
+        super().prepare()
+        self._snapshots.prepare()
+
+    def after_step(
+        self, prepare_save: Callable[[], None], client_state: Callable[[], Mapping[str, Any]] | None
+    ) -> None:
+        """Take a snapshot if one is due. Collective. Raises CheckpointError."""
+        super().after_step(prepare_save, client_state)
+        self._snapshots.after_step(prepare_save, client_state)
+
+    def load(
+        self, folder: str | os.PathLike[str] | None, tag: str | None, *, strict: bool, **parts: bool
+    ) -> tuple[str | None, dict[str, Any]]:
+        """Load a checkpoint, or in a run that was restarted a newer snapshot. Collective. Raises
+        CheckpointError on every rank.
+        """
+        if tag is None and all(parts.values()):
+            path = absolute(folder) if folder is not None else None
+            found = self._snapshots.go_on(path, strict=strict)
+            if found is not None:
+                self._folder = path
+                return found
+        return super().load(folder, tag, strict=strict, **parts)
+
+
+def make_checkpointer(
+    *parts: Any, effective: Effective, make_link: Callable[[], HostLink], **named: Any
+) -> Checkpointer:
+    """Make an engine's Checkpointer, with snapshots if the config asks for them and something outlives the
+    workers.
+    """
     section, folder = effective.config.checkpoint.in_memory, read_environment().memory_dir
-    if section is None:
-        return None
-    if folder is None:
-        if read_environment().rank == 0:
-            warn(
-                "checkpoint.in_memory has no effect: the memory belongs to zlaunch's agents, and this run "
-                "was started without zlaunch"
-            )
-        return None
-    return Snapshots(*parts, section=section, folder=Path(folder), effective=effective, **named)
+    named["effective"] = effective
+    if section is not None and folder is not None:
+        snapshots = Snapshots(*parts, section=section, folder=Path(folder), link=make_link(), **named)
+        return CheckpointerWithSnapshots(*parts, snapshots=snapshots, link=make_link(), **named)
+    if section is not None and read_environment().rank == 0:
+        warn(
+            "checkpoint.in_memory has no effect: the memory belongs to zlaunch's agents, and this run "
+            "was started without zlaunch"
+        )
+    return Checkpointer(*parts, link=make_link(), **named)

@@ -13,7 +13,6 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from ..errors import OptimizerError
 from .ownership import Owner
 from .store import Access, ShardStore, ValueStore, open_all, take_changed
 
@@ -47,10 +46,6 @@ class Writes:
         self._versions = self._references = 0
         self._rounded: Tensor | None = None
         """Keeps this rank's slice of a unit that was rounded on its way, as it has arrived."""
-        self._ahead = False
-        """Tells that the masters have been stepped, and the parameters not yet."""
-        self._before: Tensor | None = None
-        """Keeps the values of an exposed unit whose masters are ahead."""
         self._each: list[int] = []
         """Keeps each parameter's version when a sharded unit was gathered."""
 
@@ -69,19 +64,6 @@ class Writes:
         if self._unit.is_rounded and not self._exposed:
             self._rounded = self._unit.own_part().clone()
         self._exposed = True
-        if self._ahead and self._before is None:
-            self._before = self._unit.full.clone()
-
-    def step_ahead(self) -> None:
-        """Note that the masters are stepped now, before the parameters: until the next :meth:`bring` nothing
-        can be copied to them.
-        """
-        self._ahead = self.matter
-        if self._ahead and self._exposed:
-            self._before = self._unit.full.clone()
-
-    def _end_step(self) -> None:
-        self._ahead, self._before = False, None
 
     def forget(self) -> None:
         """Note that the masters agree with the parameters."""
@@ -93,7 +75,6 @@ class Writes:
             self._references = self._references or references
             # a script that still holds such a tensor may write to it once more
             self._exposed = self._exposed and references > self._references
-        self._end_step()
 
     def arrive(self) -> None:
         """Note that the unit has been gathered: what is written from now on is lost when it is resharded."""
@@ -125,20 +106,8 @@ class Writes:
         return sum(parameter._version for parameter in self._unit.parameters)
 
     def bring(self) -> None:
-        """Copy every element that is not its master's rounding to the masters. Raises DiskError, and
-        OptimizerError for what was written after :meth:`step_ahead`.
-        """
+        """Copy every element that is not its master's rounding to the masters. Raises DiskError."""
         unit = self._unit
-        if self._ahead:
-            same = self._before is None or torch.equal(self._before, unit.full)
-            if self._count() != self._versions or not same:
-                raise OptimizerError(
-                    f"a parameter of {unit.name} was changed between the backward pass and engine.step(): "
-                    "with zero_optimization.step_in_backward the optimizer has stepped it in the pass. "
-                    "Change parameters after engine.step(), and load the last checkpoint"
-                )
-            self._end_step()
-            return
         if not self.matter or not (self._exposed or self._count() != self._versions):
             return
         assert unit.store is not None

@@ -71,9 +71,6 @@ class GradientBook(Protocol):
     def clear(self) -> None:
         """Drop all gradients."""
 
-    def check_step(self) -> None:
-        """Raise OptimizerError while a step is half done."""
-
 
 def check_here(away: Collection[str], needed: Sequence[str], what: str) -> None:
     """Raise OffloadedError if a state that ``what`` needs is off the device."""

@@ -131,9 +131,6 @@ class GradientReducer:
             bucket.store.grad_changed()
         bucket.written[index] = bucket.used[index] = False
 
-    def check_step(self) -> None:
-        """Do nothing: no step is half done between two calls."""
-
     def clear(self) -> None:
         """Begin a new optimizer step, with nothing accumulated.
 

@@ -160,11 +160,6 @@ class Unit:
         if self.away:
             check_here(self.away, states, f"using {self.names[0]}")
 
-    def check_step(self) -> None:
-        """Raise OptimizerError where values are partly old and partly new: a step is half done."""
-        if self.gradients is not None:
-            self.gradients.check_step()
-
     def _move(self, expected: tuple[UnitState, ...], to: UnitState) -> None:
         assert self.state in expected, f"unit {self.name}: {self.state.name} -> {to.name}"
         self.state = to
@@ -270,7 +265,6 @@ class Unit:
         DiskError.
         """
         self.check_here(MASTERS, VALUES)
-        self.check_step()
         assert self.state is UnitState.UNSHARDED
         self.comm.drain()
         own = self.full[self.start : self.stop]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zlaunch.runtime.backward_step.reducer import SteppingReducer
+from zlaunch.runtime.backward_step.reducer import SteppingReducer, check_step
 from zlaunch.runtime.checkpoint.format.manifest import VALUE
 from zlaunch.runtime.checkpoint.shard_io import (
     AS_MASTER,
@@ -333,7 +333,7 @@ def _find(param: Tensor) -> _Parameter | None:
             "parallelism yet: use engine.module.state_dict(), load_state_dict(), or checkpoints"
         )
     unit.check_here(*STATES)
-    unit.check_step()
+    check_step(unit)
     engine._shard_step.wait()
     if not unit.shard_params:
         unit.wait_unsharded()

@@ -26,7 +26,7 @@ from zlaunch.supervisor.signal_wakeup import SignalWakeup
 from zlaunch.supervisor.verdict import Outcome, Verdict
 from zlaunch.system.events import Event, encode
 from zlaunch.system.processes import PASSED_SIGNALS, Process, adopt_orphans, signal_name, sweep
-from zlaunch.view.bottleneck import find_bottleneck
+from zlaunch.view.bottleneck import what_bounds
 from zlaunch.view.console import Console
 from zlaunch.view.progress import RunProgress
 
@@ -40,8 +40,6 @@ _MARGIN_S = 6.0
 _LONGEST_WAIT_S = 60.0
 _PAUSE_SENT_S = 0.5
 """Seconds in which the threads of ssh connections send the word before the process stands still."""
-_ENOUGH_STEPS = 10
-"""Steps after which it can be said what bounds them: the first ones do much for the first time."""
 _WAKE: Event = {"type": "wake"}
 
 
@@ -114,14 +112,9 @@ class Controller:
             self.logs.close()
             self.event_log.close()
             self.console.close()
-        self._say_what_bounds()
+        if bound := what_bounds(self.progress, self.hosts):
+            self.console.message(bound)
         return self.verdict.outcome(self.signum, save_asked=self.save_asked)
-
-    def _say_what_bounds(self) -> None:
-        """Say what bounded the steps of this attempt, if there were enough."""
-        found = find_bottleneck(self.progress.times(), self.hosts, self.progress.facts())
-        if found is not None and (self.progress.step or 0) >= _ENOUGH_STEPS:
-            self.console.message(found.sentence)
 
     # -- the run -------------------------------------------------------------------------------
 
@@ -146,12 +139,10 @@ class Controller:
                     with self.heartbeat.excused(index):
                         self.room.acquire()
                 self.queue.put((index, event))
-                if event.get("type") == "done" and event["stays"]:
-                    return
-            self.queue.put((index, {"type": "eof"}))
-        except BaseException:
-            self.queue.put((index, {"type": "eof"}))
-            raise
+                if event.get("stays"):
+                    break
+        finally:
+            self.queue.put((index, {"type": "eof"}))  # after the end of the attempt it means nothing
 
     def _follow(self) -> None:
         while self.open_nodes:

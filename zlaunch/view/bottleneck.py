@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import median
 
-from zlaunch.view.progress import TIMES
+from zlaunch.view.progress import TIMES, RunProgress
 
 _SLOW_RANK = 0.15
 """A rank is slow when it works longer than the others by this part of a step."""
@@ -147,3 +147,13 @@ def _find_slow_rank(times: Mapping[int, Mapping[str, float]], whole: float) -> t
             return slowest, extra, max(more, key=lambda name: more[name])
         waits = ("communication_ms", "script_ms")
     return None
+
+
+_ENOUGH_STEPS = 10
+"""Steps after which it can be said what bounds them: the first ones do much for the first time."""
+
+
+def what_bounds(progress: RunProgress, hosts: Mapping[int, str]) -> str:
+    """Say what bounded the steps of an attempt; "" where there were too few."""
+    found = find_bottleneck(progress.times(), hosts, progress.facts())
+    return found.sentence if found is not None and (progress.step or 0) >= _ENOUGH_STEPS else ""

@@ -120,7 +120,7 @@ def _disk(folder: str, last: int) -> tuple[int, str | None]:
     engine.destroy()
     os.environ["ZLAUNCH_MEMORY_DIR"] = f"{folder}/node0"
     again = engine_of(folder, [0, 0], 2)
-    again._snapshots._memory = Path(f"{folder}/node0/engine_0")
+    again.checkpoints._snapshots._memory = Path(f"{folder}/node0/engine_0")
     path, _ = again.load_checkpoint(f"{folder}/disk")
     found = again.global_steps, path
     again.load_checkpoint(f"{folder}/disk")  # a later load is what it says
