@@ -57,9 +57,7 @@ class Controller:
         attempt: int = 0,
     ) -> None:
         self.plan, self.log_bytes = plan, log_bytes
-        self.console = console
-        self.links = links
-        self.attempt = attempt
+        self.console, self.links, self.attempt = console, links, attempt
         self.queue: queue.SimpleQueue[tuple[int, Event]] = queue.SimpleQueue()
         self.room = threading.BoundedSemaphore(_OUTPUT_IN_FLIGHT)
         self.heartbeat = Heartbeat(links, plan.heartbeat_s, self.queue)
