@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ..errors import OptimizerError
 from ..zero.external_writes import Writes
+from ..zero.store import Access, open_all
 from ..zero.unit import Unit
 
 
@@ -52,11 +53,25 @@ class WritesBesideStep(Writes):
         if not self._ahead:
             super().bring()
             return
-        same = self._before is None or torch.equal(self._before, self._unit.full)
-        if self._count() != self._versions or not same:
+        if self._count() != self._versions or (self._before is not None and not self._is_untouched()):
             raise OptimizerError(
                 f"a parameter of {self._unit.name} was changed between the backward pass and engine.step(): "
                 "with zero_optimization.step_in_backward the optimizer has stepped it in the pass. "
                 "Change parameters after engine.step(), and load the last checkpoint"
             )
         self._ahead, self._before = False, None
+
+    def _is_untouched(self) -> bool:
+        """Tell whether an exposed unit has what the step leaves: this rank's part is its masters' rounding,
+        stepped or not, and the others' parts are as they were.
+        """
+        unit, before = self._unit, self._before
+        assert before is not None and unit.store is not None
+        others = (slice(0, unit.start), slice(unit.stop, None))
+        if not all(torch.equal(before[part], unit.full[part]) for part in others):
+            return False
+        own = unit.full[unit.start : unit.stop]
+        with torch.no_grad(), open_all(unit.store, Access.MASTER) as tiles:
+            return all(
+                bool((tile.master.to(own.dtype) == own[tile.start : tile.stop]).all()) for _, _, tile in tiles
+            )

@@ -94,6 +94,8 @@ class Muon(torch.optim.Optimizer):
         updates = []
         for index, group in enumerate(self.param_groups):
             for parameter in group["params"]:
+                if not parameter.numel():
+                    continue
                 if parameter.grad is not None and group["use_muon"]:
                     own = self.state[parameter]
                     if not own:

@@ -27,7 +27,8 @@ def take_initial_state(optimizer: torch.optim.Optimizer) -> list[Entries]:
             for key, value in optimizer.state.get(parameter, {}).items():
                 if not isinstance(value, Tensor) or (key == "step" and value.any()):
                     raise _used(optimizer)
-                is_elementwise = value.shape == parameter.shape and value.numel() > 0
+                # a parameter without dimensions does not tell them apart
+                is_elementwise = value.shape == parameter.shape and value.numel() > 0 and key != "step"
                 alike = float(value.reshape(-1)[0]) if is_elementwise else value
                 if is_elementwise and not bool((value == alike).all()):
                     raise _used(optimizer)

@@ -98,6 +98,9 @@ def build_optimizer(
                 f"optimizer.type: {kind!r} is not known; try AdamW, Adam, SGD or a name from torch.optim"
             )
     state_dtype = arguments.pop("state_dtype", None)
+    rate = arguments.get("lr")
+    if isinstance(rate, (bool, str)):
+        raise ValueError(f"optimizer.params.lr: {rate!r} is not a number")
     try:
         optimizer: torch.optim.Optimizer = maker(groups, **arguments)
     except (TypeError, ValueError) as error:

@@ -115,39 +115,55 @@ def test_calls_that_cannot_be() -> None:
     assert {what for what, text in said.items() if text not in found[what]} == set()
 
 
-def _written(between: str) -> tuple[str, list[Tensor]]:
-    """Returns what the step says after a look at a parameter or a change of it, and the parameters."""
+def _written(when: str) -> tuple[list[str], list[Tensor]]:
+    """Returns what three steps say, with looks at a parameter, or a change of it in the last, and the
+    parameters.
+    """
     join()
     engine, *_ = zlaunch.initialize(model=net().bfloat16(), config={**settings(2), "bf16": {"enabled": True}})
     parameter = engine.module.get_parameter("head.weight")
-    held = parameter.data if between == "change what was held" else None
-    engine.backward(loss_of(engine, TOKENS.chunk(engine.world_size)[engine.global_rank]))
-    said = ""
-    with torch.no_grad():
-        if between == "change":
-            parameter.mul_(2.0)
-        elif between == "change data":
-            parameter.data.mul_(2.0)
-        elif held is not None:
-            held.mul_(2.0)
-        elif between == "look":
+    held = parameter.data if "held" in when else None
+    said = []
+    for step in range(3):
+        if when == "look before":
             assert parameter.data.norm() > 0
-    try:
-        engine.step()
-    except ZlaunchError as error:
-        said = str(error)
-    return said, [] if said else [value.clone() for value in engine.module.state_dict().values()]
+        engine.backward(loss_of(engine, TOKENS.chunk(engine.world_size)[engine.global_rank]))
+        with torch.no_grad():
+            if step < 2 or when in ("nothing", "look before", "held"):
+                pass
+            elif when == "look between":
+                assert parameter.data.norm() > 0
+            elif when == "change":
+                parameter.mul_(2.0)
+            elif when == "change data":
+                parameter.data[-1, -1] += 1.0
+            else:
+                assert held is not None and when == "change what is held"
+                held[0, 0] += 1.0
+        try:
+            engine.step()
+        except ZlaunchError as error:
+            said.append(str(error))
+        else:
+            said.append("")
+    values = [] if said[-1] else [value.clone() for value in engine.module.state_dict().values()]
+    return said, values
 
 
-@pytest.mark.parametrize("between", ["change", "change data", "change what was held"])
-def test_parameters_that_are_changed_between_pass_and_step(between: str) -> None:
-    for said, _ in run_workers(_written, 2, between):
-        assert "was changed between the backward pass and engine.step()" in said
+@pytest.mark.parametrize("change", ["change", "change data", "change what is held"])
+def test_parameters_that_are_changed_between_pass_and_step(change: str) -> None:
+    found = [said for said, _ in run_workers(_written, 2, change)]
+    assert [said[:2] for said in found] == [["", ""]] * 2
+    assert any("was changed between the backward pass and engine.step()" in said[2] for said in found)
 
 
-def test_parameters_may_be_looked_at_between_pass_and_step() -> None:
-    (said, looked), (_, plain) = run_workers(_written, 1, "look") + run_workers(_written, 1, "nothing")
-    assert not said and all(torch.equal(*pair) for pair in zip(looked, plain, strict=True))
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("look", ["look before", "look between", "held"])
+def test_parameters_may_be_looked_at_at_any_time(look: str, world: int) -> None:
+    plain = run_workers(_written, world, "nothing")
+    for (said, looked), (_, values) in zip(run_workers(_written, world, look), plain, strict=True):
+        assert said == ["", "", ""]
+        assert all(torch.equal(*pair) for pair in zip(looked, values, strict=True))
 
 
 class _Stop(Exception):

@@ -77,6 +77,8 @@ def test_settings_of_a_group_win_over_those_of_the_config() -> None:
         ("Adam", {"bias_correction": False}, "bias_correction"),
         ("Adam", {"learning_rate": 1.0}, "learning_rate"),
         ("AdamW", {"lr": -1.0}, "does not accept"),
+        ("Adagrad", {"lr": True}, "optimizer.params.lr: True is not a number"),
+        ("Adagrad", {"lr": "fast"}, "optimizer.params.lr: 'fast' is not a number"),
         ("SGD", {"lr": 0.1, "betas": [0.9, 0.99]}, "betas"),
     ],
 )
