@@ -22,6 +22,7 @@ from ..config.other_sections import CheckpointSection, InMemorySection
 from ..environment import read_environment
 from ..log import say, warn
 from ..offload.transfer import HostLink
+from ..report import announce
 from .transfers import Places, send_files
 
 _numbers = itertools.count()
@@ -90,6 +91,8 @@ class Snapshots(Checkpointer):
             for other in path.parent.iterdir():
                 if other.is_dir() and other != path:
                     shutil.rmtree(other, ignore_errors=True)
+        if rank == 0:
+            announce("snapshot", step=steps)
 
     def _leads_node(self) -> bool:
         return self._comm.rank == self._places()[1].leader(str(self._memory))

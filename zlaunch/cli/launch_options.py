@@ -81,6 +81,7 @@ LAUNCH = (
         help="Start all workers anew after a failure, so many times.",
     ),
     count_option("--min_nodes", help="Go on without dead nodes while N are left."),
+    count_option("--spares", help="Keep the last N hosts for the place of dead ones."),
     seconds_option(
         "--hang_timeout",
         "Stop, with the stacks of all ranks, when no rank has written anything for so long.",

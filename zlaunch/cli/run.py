@@ -134,8 +134,12 @@ def prepare(command: tuple[str, ...], given: dict[str, Any]) -> Chosen:
         options = replace(options, run_dir=str(folder.absolute()))
     launcher = kind(options, allocation)
     plan = launcher.known_plan()
-    if given["min_nodes"] is not None and given["min_nodes"] > len(launcher.hosts):
-        raise click.UsageError(f"--min_nodes {given['min_nodes']}: there are {len(launcher.hosts)} hosts")
+    count, spares = len(launcher.hosts), options.spares
+    if spares >= count:
+        raise click.UsageError(f"--spares {spares}: there are {count} hosts")
+    if given["min_nodes"] is not None and given["min_nodes"] > count - spares:
+        besides = f" besides {spares} spare ones" if spares else ""
+        raise click.UsageError(f"--min_nodes {given['min_nodes']}: there are {count - spares} hosts{besides}")
     warnings = checks.check_configs(
         (command[0], *given.get("configs", ()), *command[1:]),
         module=mode == "module",
@@ -178,6 +182,7 @@ def _options(
         connect_timeout_s=given["connect_timeout"],
         requeue=given["requeue"],
         max_restarts=given["max_restarts"],
+        spares=given["spares"] or 0,
         quiet=given["quiet"],
         **{
             name: given[name]
@@ -244,6 +249,7 @@ def _launch(launcher: Launcher, why: str, ranks: list[int] | None, given: dict[s
     limits = Limits(
         max_restarts=given["max_restarts"],
         min_nodes=given["min_nodes"],
+        spares=launcher.options.spares,
         hang_timeout_s=given["hang_timeout"],
         first_attempt=given["first_attempt"],
         log_bytes=None if given["log_max_mb"] is None else given["log_max_mb"] * 1_000_000,

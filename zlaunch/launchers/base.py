@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from zlaunch.supervisor.verdict import Outcome
 
 FOR_SSH = ("ssh_port", "ssh_config", "ssh_accept_new")
-FOR_SEVERAL_NODES = (*FOR_SSH, "iface", "remote_python", "venv", "min_nodes")
+FOR_SEVERAL_NODES = (*FOR_SSH, "iface", "remote_python", "venv", "min_nodes", "spares")
 NEEDS_NODES = "it needs a --hostfile or a SLURM job of several nodes"
 
 

@@ -54,7 +54,9 @@ class ClusterLauncher(Launcher):
     @property
     def where(self) -> str:
         """Return the hosts."""
-        return ", ".join(self.hosts)
+        first = len(self.hosts) - self.options.spares
+        spare = f" (spare: {', '.join(self.hosts[first:])})" if self.options.spares else ""
+        return ", ".join(self.hosts[:first]) + spare
 
     def connect(self, hosts: Sequence[str], say: Say) -> tuple[list[Node], list[NodeError]]:
         """Start agents, ask for slots that are not known yet, release nodes that the filters leave out."""
@@ -91,7 +93,7 @@ class ClusterLauncher(Launcher):
         specs = [
             NodeSpec(host, workers=len(slots), cores=len(slots), env=env, python=python)
             for host, slots in self.selection.chosen.items()
-        ]
+        ][: len(self.selection.chosen) - self.options.spares]
         alone = "127.0.0.1" if len(specs) == 1 else specs[0].host
         return self._make(specs, self.options.master_addr or alone, self.options.master_port, 0)
 

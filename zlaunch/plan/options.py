@@ -45,6 +45,8 @@ class Options:
     connect_timeout_s: float = 60.0
     requeue: bool = False
     max_restarts: int = 0
+    spares: int = 0
+    """The last so many hosts take part only when others are gone."""
     quiet: bool = False
     node_rank: int | None = None
     """With --no_ssh: which of the nodes this is."""

@@ -11,7 +11,7 @@ import queue
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
@@ -21,10 +21,10 @@ from zlaunch.supervisor import run_record
 from zlaunch.supervisor.hang import HangWatch
 from zlaunch.supervisor.heartbeat import Heartbeat
 from zlaunch.supervisor.nodes import SLOW_S, Link
-from zlaunch.supervisor.rank_logs import RankLogs, log_path
+from zlaunch.supervisor.run_files import RunFiles
 from zlaunch.supervisor.signal_wakeup import SignalWakeup
 from zlaunch.supervisor.verdict import Outcome, Verdict
-from zlaunch.system.events import Event, encode
+from zlaunch.system.events import Event
 from zlaunch.system.processes import PASSED_SIGNALS, Process, adopt_orphans, signal_name, sweep
 from zlaunch.view.bottleneck import what_bounds
 from zlaunch.view.console import Console
@@ -55,7 +55,12 @@ class Controller:
         hang_timeout_s: float = 0.0,
         log_bytes: int | None = None,
         attempt: int = 0,
+        regroups: Callable[[], bool] = lambda: False,
     ) -> None:
+        """Take the plan and started agents. `regroups` tells whether another attempt with more nodes may
+        begin as soon as the run has saved.
+        """
+        self.regroups, self.regrouping = regroups, False
         self.plan, self.log_bytes = plan, log_bytes
         self.console, self.links, self.attempt = console, links, attempt
         self.queue: queue.SimpleQueue[tuple[int, Event]] = queue.SimpleQueue()
@@ -71,7 +76,6 @@ class Controller:
         """The workers of this machine that have not ended, by rank."""
         self.starting = set(self.hosts)
         self.started_at = self.said_at = time.monotonic()
-        self.unwritten: set[Path] = set()
         self.signum = 0
         self.signalled_at = 0.0
         self.save_asked = False
@@ -81,10 +85,10 @@ class Controller:
 
     def run(self) -> Outcome:
         """Hand out the plan, follow the run to its end, and return its outcome."""
-        (self.run_dir / "logs").mkdir(parents=True, exist_ok=True)
+        self.files = RunFiles(
+            self.run_dir, self.hosts, self.console.error, goes_on=self.attempt > 0, log_bytes=self.log_bytes
+        )
         self.plan.write(self.run_dir / "plan.json")
-        self.logs = RankLogs(self.run_dir, self.hosts, goes_on=self.attempt > 0, limit=self.log_bytes)
-        self.event_log = (self.run_dir / "events.jsonl").open("ab" if self.attempt else "wb", buffering=0)
         wakeup = SignalWakeup(lambda: self.queue.put((-1, _WAKE)))
         taken = (*STOP_SIGNALS, *PASSED_SIGNALS, signal.SIGTSTP)
         handlers = {signum: signal.getsignal(signum) for signum in taken}
@@ -106,18 +110,17 @@ class Controller:
             for signum, handler in handlers.items():
                 signal.signal(signum, handler)
             wakeup.close()
-            self._log({"type": "outcome", "errors": self.verdict.errors})
-            self.logs.close()
-            self.event_log.close()
+            self.files.event({"type": "outcome", "errors": self.verdict.errors})
+            self.files.close()
             self.console.close()
         if bound := what_bounds(self.progress, self.hosts):
             self.console.message(bound)
-        return self.verdict.outcome(self.signum, save_asked=self.save_asked)
+        return self.verdict.outcome(self.signum, save_asked=self.save_asked, regroups=self.regrouping)
 
     # -- the run -------------------------------------------------------------------------------
 
     def _hand_out(self) -> None:
-        self._log(
+        self.files.event(
             {"type": "start", "attempt": self.attempt, "hosts": [node.host for node in self.plan.nodes]}
         )
         for index, link in enumerate(self.links):
@@ -199,20 +202,8 @@ class Controller:
         link = self.links[index]
         self.verdict.errors.append(f"{link.host} {how}")
         self.verdict.lost.add(link.host)
-        self._log({"type": "lost", "host": link.host, "why": how})
+        self.files.event({"type": "lost", "host": link.host, "why": how})
         link.transport.kill()
-
-    def _log(self, event: Event) -> None:
-        try:
-            self.event_log.write(encode({**event, "time": event.get("time", time.time())}))
-        except OSError as error:
-            self._not_written(self.run_dir / "events.jsonl", error)
-
-    def _not_written(self, path: Path, error: OSError) -> None:
-        """Say once for each file that it is incomplete: a full disk must not end the training."""
-        if path not in self.unwritten:
-            self.unwritten.add(path)
-            self.console.error(f"cannot write {path}: {error.strerror}; the run goes on, the file has gaps")
 
     def _on_event(self, index: int, event: Event) -> None:
         kind = event.get("type")
@@ -235,7 +226,7 @@ class Controller:
             return
         if kind == "wake" or (kind == "pong" and not self.heartbeat.worth_noting(index)):
             return
-        self._log(event)
+        self.files.event(event)
         if kind == "spawn":
             self.starting.discard(event["rank"])
             if self.links[index].transport.local:
@@ -254,6 +245,9 @@ class Controller:
             self.verdict.may_have_saved = True
             run_record.saved(self.plan, event)
             self.console.message(f"checkpoint {event.get('tag')} is in {event.get('folder')}")
+            self._regroup()
+        elif kind == "snapshot":
+            self._regroup()
         elif kind == "exception":
             self.verdict.exception(event)
         elif kind == "exit":
@@ -279,6 +273,12 @@ class Controller:
                     f"{host}: ended {count} {plural} that the script had left running: {why}"
                 )
 
+    def _regroup(self) -> None:
+        """End the attempt if a node that was gone is back: what it has done is saved."""
+        if not self.regrouping and self.deadline == float("inf") and self.regroups():
+            self.regrouping = True
+            self._stop()
+
     def _on_stop_by_agent(self, event: Event) -> None:
         """Stop the other nodes when an agent ends the run without having been told to."""
         if not self.verdict.failures and not self.verdict.errors:
@@ -291,10 +291,7 @@ class Controller:
         rank = event["rank"]
         self.hang.output(rank, event["text"])
         data = event["text"].encode("utf-8", "surrogateescape")
-        try:
-            self.logs.write(rank, event["stream"], data, time.time())
-        except OSError as error:
-            self._not_written(log_path(self.run_dir, rank), error)
+        self.files.output(rank, event["stream"], data)
         self.verdict.output(rank, data)
         self.console.output(rank, event["stream"], data)
 

@@ -6,14 +6,15 @@ import signal
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from zlaunch.errors import NodeError
 from zlaunch.plan.options import Options
 from zlaunch.plan.plan import Plan
 from zlaunch.supervisor import run_record
 from zlaunch.supervisor.controller import STOP_SIGNALS, Controller
-from zlaunch.supervisor.nodes import Link, Node, Rendezvous, Say, close_all, find_rendezvous
+from zlaunch.supervisor.hosts import Agents, Hosts, Returns
+from zlaunch.supervisor.nodes import Node, Rendezvous, Say, find_rendezvous
 from zlaunch.supervisor.verdict import Outcome
 from zlaunch.system.processes import PASSED_SIGNALS, signal_name
 from zlaunch.view.console import Console
@@ -49,6 +50,8 @@ class Limits:
     max_restarts: int = 0
     min_nodes: int | None = None
     """Go on without dead nodes while so many are left; None: all are needed."""
+    spares: int = 0
+    """Hosts, the last ones, that take the place of dead ones."""
     hang_timeout_s: float = 0.0
     first_attempt: int = 0
     """The number of the first attempt: earlier ones were a queue's."""
@@ -112,53 +115,29 @@ def _signals_between_attempts() -> Iterator[Callable[[], None]]:
 
 
 def _run(job: Job, console: Console, limits: Limits) -> Outcome:
-    agents = _Agents(job, console)
+    agents = Agents(job.connect, console.message)
     try:
         return _attempts(job, agents, console, limits)
     finally:
         agents.end()
 
 
-class _Agents:
-    """Keeps the agents of a run from one attempt to the next."""
-
-    def __init__(self, job: Job, console: Console) -> None:
-        self._job, self._console = job, console
-        self._nodes: dict[str, Node] = {}
-
-    def connect(self, hosts: Sequence[str]) -> tuple[list[Node], list[NodeError]]:
-        """Start agents where there are none; return the nodes in the order of the hosts, and errors."""
-        missing = [host for host in hosts if host not in self._nodes]
-        found, errors = self._job.connect(missing, self._console.message) if missing else ([], [])
-        self._nodes |= {node.host: node for node in found}
-        return [self._nodes[host] for host in hosts if host in self._nodes], errors
-
-    def keep(self, links: Sequence[Link]) -> None:
-        """Take note that only these are left."""
-        self._nodes = {node.host: node for node in self._nodes.values() if node.link in links}
-
-    def end(self) -> None:
-        """End all that are left."""
-        close_all(list(self._nodes.values()))
-        self._nodes.clear()
-
-
-def _attempts(job: Job, agents: _Agents, console: Console, limits: Limits) -> Outcome:
-    hosts, attempt, restarts, port_retried = job.hosts, limits.first_attempt, 0, False
-    needed = len(job.hosts) if limits.min_nodes is None else limits.min_nodes
+def _attempts(job: Job, agents: Agents, console: Console, limits: Limits) -> Outcome:
+    hosts = Hosts(job.hosts, limits.spares, limits.min_nodes)
+    attempt, restarts, port_retried = limits.first_attempt, 0, False
     while True:
-        outcome = _attempt(job, agents, hosts, needed, console, limits, attempt)
+        outcome = _attempt(job, agents, hosts, console, limits, attempt)
         attempt += 1
-        left = tuple(host for host in hosts if host not in outcome.lost)
+        if outcome.regroups:
+            console.message(f"going on with {len(hosts.used)} of {hosts.wanted} nodes")
+            continue
         if outcome.code == 0 or outcome.signum or outcome.save_asked or outcome.refused:
             return outcome
         if outcome.port_taken and not port_retried and not job.options.master_port:
             port_retried = True
             console.message("the rendezvous port was taken in the meantime: once more with another one")
-        elif outcome.lost and limits.min_nodes is not None and len(left) >= needed:
-            hosts = left
-            gone = ", ".join(sorted(outcome.lost))
-            console.message(f"going on with {len(left)} of {len(job.hosts)} nodes, without {gone}")
+        elif said := hosts.lose(outcome.lost):
+            console.message(said)
         elif restarts < limits.max_restarts:
             restarts += 1
             console.message(f"restart {restarts} of {limits.max_restarts}")
@@ -168,20 +147,24 @@ def _attempts(job: Job, agents: _Agents, console: Console, limits: Limits) -> Ou
 
 def _attempt(
     job: Job,
-    agents: _Agents,
-    hosts: Sequence[str],
-    needed: int,
+    agents: Agents,
+    hosts: Hosts,
     console: Console,
     limits: Limits,
     attempt: int,
 ) -> Outcome:
-    nodes, errors = agents.connect(hosts)
-    for error in errors:
-        console.error(f"{error.host}: {error.text}")
-    if len(nodes) < needed:
-        if len(hosts) > 1:
-            console.error(f"{len(errors)} of {len(hosts)} nodes cannot take part; nothing was started")
-        return _GIVEN_UP
+    nodes, errors = agents.connect(hosts.used)
+    while errors:
+        for error in errors:
+            console.error(f"{error.host}: {error.text}")
+        said = hosts.lose([error.host for error in errors])
+        if not said:
+            if len(hosts.used) > 1:
+                text = f"{len(errors)} of {len(hosts.used)} nodes cannot take part; nothing was started"
+                console.error(text)
+            return _GIVEN_UP
+        console.message(said)
+        nodes, errors = agents.connect(hosts.used)
     try:
         rendezvous = None
         if len(nodes) > 1:
@@ -193,6 +176,7 @@ def _attempt(
     except NodeError as error:
         console.error(f"{error.host}: {error.text}")
         return _GIVEN_UP
+    returns = Returns(job.connect, hosts.absent)
     controller = Controller(
         plan,
         console,
@@ -200,12 +184,18 @@ def _attempt(
         hang_timeout_s=limits.hang_timeout_s,
         log_bytes=limits.log_bytes,
         attempt=attempt,
+        regroups=lambda: len(hosts.used) < hosts.wanted and bool(returns.found()),
     )
-    outcome = controller.run()
+    try:
+        outcome = controller.run()
+    finally:
+        returns.end()
+    for host in returns.found():
+        hosts.take_back(host)
     agents.keep([controller.links[index] for index in controller.waiting])
     if outcome.died:
         job.sweep(sorted(outcome.died), plan.run_id)
-    return replace(outcome, lost=outcome.lost | {error.host for error in errors})
+    return outcome
 
 
 _GIVEN_UP = Outcome(2, refused=True)

@@ -38,6 +38,8 @@ class Outcome:
     """Tells whether nothing was wrong but the rendezvous port."""
     save_asked: bool = False
     """Tells whether the workers were asked to save and stop."""
+    regroups: bool = False
+    """Tells whether the attempt was ended for one with nodes that are back."""
     refused: bool = False
     """Tells whether nothing was started: the nodes cannot run this, and trying again would not help."""
 
@@ -108,12 +110,14 @@ class Verdict:
     def _stop_by(self, moment: float) -> None:
         self.stop_at = moment if self.stop_at is None else min(self.stop_at, moment)
 
-    def outcome(self, signum: int, *, save_asked: bool) -> Outcome:
+    def outcome(self, signum: int, *, save_asked: bool, regroups: bool = False) -> Outcome:
         """Say what went wrong, if anything, and return how the attempt ended."""
         found = Outcome(0, lost=frozenset(self.lost), died=frozenset(self.died), save_asked=save_asked)
         if signum:
             self._console.message(f"stopped by {signal_name(signum)}")
             return replace(found, code=128 + signum, signum=signum)
+        if regroups and not self.failures and not self.errors:
+            return replace(found, code=1, regroups=True)
         for error in self.errors:
             self._console.error(error)
         code = self.agent_code or (1 if self.errors else 0)

@@ -13,7 +13,7 @@ from typing import Any
 
 Event = dict[str, Any]
 
-WORKER_EVENTS = ("exception", "metrics", "checkpoint", "environment", "standing", "result")
+WORKER_EVENTS = ("exception", "metrics", "checkpoint", "snapshot", "environment", "standing", "result")
 """Events that a worker may send; only the agent sends other types."""
 
 _LINE_LIMIT_BYTES = 16 << 20

@@ -1,0 +1,106 @@
+"""Keep what a run knows of its hosts from attempt to attempt: agents, spare hosts, hosts that are gone."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Sequence
+
+from zlaunch.errors import NodeError
+from zlaunch.supervisor.nodes import Link, Node, Say, close_all
+
+_LOOK_S = 5.0
+"""Seconds between two looks whether a host is back."""
+Connect = Callable[[Sequence[str], Say], tuple[list[Node], list[NodeError]]]
+"""Starts an agent on each host."""
+
+
+class Agents:
+    """Keeps the agents of a run from one attempt to the next."""
+
+    def __init__(self, connect: Connect, say: Say) -> None:
+        self._connect, self._say = connect, say
+        self._nodes: dict[str, Node] = {}
+
+    def connect(self, hosts: Sequence[str]) -> tuple[list[Node], list[NodeError]]:
+        """Start agents where there are none; return the nodes in the order of the hosts, and errors."""
+        missing = [host for host in hosts if host not in self._nodes]
+        found, errors = self._connect(missing, self._say) if missing else ([], [])
+        self._nodes |= {node.host: node for node in found}
+        return [self._nodes[host] for host in hosts if host in self._nodes], errors
+
+    def keep(self, links: Sequence[Link]) -> None:
+        """Take note that only these are left."""
+        self._nodes = {node.host: node for node in self._nodes.values() if node.link in links}
+
+    def end(self) -> None:
+        """End all that are left."""
+        close_all(list(self._nodes.values()))
+        self._nodes.clear()
+
+
+class Hosts:
+    """Says which hosts the next attempt runs on."""
+
+    def __init__(self, hosts: Sequence[str], spares: int, min_nodes: int | None) -> None:
+        """Take all hosts; the last ones are `spares`. `min_nodes`: go on with so many; None: all."""
+        self._all = tuple(hosts)
+        self.wanted = len(hosts) - spares
+        self.used = self._all[: self.wanted]
+        self.needed = self.wanted if min_nodes is None else min_nodes
+        self._spares = list(self._all[self.wanted :])
+        self._may_shrink = min_nodes is not None
+
+    @property
+    def absent(self) -> list[str]:
+        """List the hosts that are gone."""
+        return [host for host in self._all if host not in self.used and host not in self._spares]
+
+    def lose(self, lost: Collection[str]) -> str:
+        """Go on without lost hosts, if that is possible; return what to tell the user, "" if it is not."""
+        gone = [host for host in self.used if host in lost]
+        taken = dict(zip(gone, self._spares, strict=False))
+        left = tuple(taken.get(host, host) for host in self.used if host in taken or host not in gone)
+        whole = len(left) == len(self.used)
+        if not gone or not (whole or (self._may_shrink and len(left) >= self.needed)):
+            return ""
+        self._spares = self._spares[len(taken) :]
+        self.used = left
+        said = [f"{spare} takes the place of {host}" for host, spare in taken.items()]
+        if not whole:
+            names = ", ".join(sorted(host for host in gone if host not in taken))
+            said.append(f"going on with {len(left)} of {self.wanted} nodes, without {names}")
+        return "; ".join(said)
+
+    def take_back(self, host: str) -> None:
+        """Use a host again that was gone, or keep it as a spare."""
+        if len(self.used) < self.wanted:
+            self.used = tuple(each for each in self._all if each in (*self.used, host))
+        elif host not in self._spares:
+            self._spares.append(host)
+
+
+class Returns:
+    """Looks, in a thread, whether hosts that are gone are back."""
+
+    def __init__(self, connect: Connect, hosts: Sequence[str]) -> None:
+        self._connect, self._hosts = connect, list(hosts)
+        self._found: list[str] = []
+        self._end = threading.Event()
+        if hosts:
+            threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        while self._hosts and not self._end.wait(_LOOK_S):
+            nodes, _ = self._connect(self._hosts, lambda text: None)
+            close_all(nodes)
+            for node in nodes:
+                self._hosts.remove(node.host)
+                self._found.append(node.host)
+
+    def found(self) -> list[str]:
+        """List the hosts that are back."""
+        return list(self._found)
+
+    def end(self) -> None:
+        """Look no more."""
+        self._end.set()

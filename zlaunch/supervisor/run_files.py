@@ -1,0 +1,58 @@
+"""Write down what happens in a run: its events and its ranks' output."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from zlaunch.supervisor.rank_logs import RankLogs, log_path
+from zlaunch.system.events import Event, encode
+
+
+class RunFiles:
+    """Writes the events and the logs of an attempt. A full disk does not end the training: it is said once
+    for each file that it is incomplete.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        hosts: Mapping[int, str],
+        say: Callable[[str], None],
+        *,
+        goes_on: bool,
+        log_bytes: int | None,
+    ) -> None:
+        """Open the files; `goes_on`: behind what an earlier attempt has written. `hosts` are those of the
+        ranks, `log_bytes` the size of a rank's log. Raises OSError.
+        """
+        self._run_dir, self._say = run_dir, say
+        (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+        self._logs = RankLogs(run_dir, hosts, goes_on=goes_on, limit=log_bytes)
+        self._events = (run_dir / "events.jsonl").open("ab" if goes_on else "wb", buffering=0)
+        self._unwritten: set[Path] = set()
+
+    def event(self, event: Event) -> None:
+        """Write an event with its time."""
+        try:
+            self._events.write(encode({**event, "time": event.get("time", time.time())}))
+        except OSError as error:
+            self._not_written(self._run_dir / "events.jsonl", error)
+
+    def output(self, rank: int, stream: str, data: bytes) -> None:
+        """Write what a rank has written."""
+        try:
+            self._logs.write(rank, stream, data, time.time())
+        except OSError as error:
+            self._not_written(log_path(self._run_dir, rank), error)
+
+    def _not_written(self, path: Path, error: OSError) -> None:
+        if path not in self._unwritten:
+            self._unwritten.add(path)
+            self._say(f"cannot write {path}: {error.strerror}; the run goes on, the file has gaps")
+
+    def close(self) -> None:
+        """Close the files."""
+        self._logs.close()
+        self._events.close()
