@@ -289,10 +289,12 @@ def _make_offload(
     config = effective.config
     chosen = choose_offload(effective, optimizer)
     accumulation = int(config.gradient_accumulation_steps or 1)
-    snapshots = config.checkpoint.is_asynchronous
+    in_memory = config.checkpoint.in_memory
     setting, free = preflight(
         *(blocks, options, chosen, optimizer, precision, comm, accumulation),
-        snapshots=snapshots,
+        snapshots=int(config.checkpoint.is_asynchronous) + int(in_memory is not None),
+        # the new ones are whole before the old ones go
+        kept_snapshots=0 if in_memory is None else 2 * int(in_memory.copies),
         model=model,
         grad_bytes=(choose_gradient_options(config).single or torch.float32).itemsize,
         steps_in_backward=config.zero_optimization.step_in_backward,

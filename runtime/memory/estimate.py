@@ -65,8 +65,10 @@ class Setting:
     accumulates: bool = False
     """Tells whether a step has several micro-batches."""
     device_is_host: bool = False
-    snapshots: bool = False
-    """Tells whether checkpoints are written from a copy in host memory."""
+    snapshots: int = 0
+    """Counts the copies in host memory that checkpoints are written from."""
+    kept_snapshots: int = 0
+    """Counts the copies that ``checkpoint.in_memory`` keeps, and takes for the next ones."""
     copy_shards: int = 0
     """Counts the parts of a second copy of stage 3's parameters, of which a rank keeps one; 0 without one."""
     kept_for_links: int = 0
@@ -136,14 +138,15 @@ def peak(s: Setting, present: Amounts) -> Amounts:
 
 def _snapshot(s: Setting, away: int) -> Amounts:
     """Estimate a snapshot's bytes: this rank's part of masters and state, without what is on disk."""
-    if not s.snapshots:
+    if not s.snapshots + s.kept_snapshots:
         return Amounts()
     written = s.part
     if s.offload.optimizer is Tier.DISK:
         written = max(0, written - away)
     frozen = -(-s.frozen // s.world_size) if s.offload.parameters is not Tier.DISK else 0
     nbytes = written * (1 + s.states) * _ACCUMULATE_BYTES + frozen * s.dtype_bytes
-    return _of_tier(Tier.HOST, nbytes, not s.device_is_host)
+    here = _of_tier(Tier.HOST, nbytes * s.snapshots, not s.device_is_host)
+    return here + _of_tier(Tier.HOST, nbytes * s.kept_snapshots, pin=False)
 
 
 def _of_tier(tier: Tier, nbytes: int, pin: bool) -> Amounts:
@@ -275,9 +278,10 @@ def check(s: Setting, free: Amounts, parameters_disk: int | None = None) -> None
     if not missing:
         return
     advice = f"Nothing in zero_optimization would make it fit. {_HINT}"
-    lean = replace(s, snapshots=False)
+    lean = replace(s, snapshots=0, kept_snapshots=0)
     if s.snapshots and not shortages(lean, free, parameters_disk):
-        advice = 'This would fit: "checkpoint": {"asynchronous": false}.'
+        off = '"in_memory": null' if s.kept_snapshots else '"asynchronous": false'
+        advice = f'This would fit: "checkpoint": {{{off}}}.'
     for change, setting in alternatives(s) if shortages(lean, free, parameters_disk) else ():
         left = shortages(setting, replace(free, disk=free.disk or 1 << 62))
         if not left:
@@ -309,7 +313,8 @@ def describe(s: Setting, free: Amounts, present: Amounts, of_token: Activations 
         places = [f"{host} {unit} in host memory" + (f" ({', '.join(notes)})" if notes else "")]
         lines.append(f"offloaded: {', '.join(places + [f'{disk} {unit} on disk'] * (total.disk > 0))}")
     if found.snapshot.host:
-        lines.append(f"asynchronous checkpoints: {shown_bytes(found.snapshot.host)} of host memory")
+        what = "snapshots" if s.kept_snapshots else "asynchronous checkpoints"
+        lines.append(f"{what}: {shown_bytes(found.snapshot.host)} of host memory")
     left = free.host - total.device - total.host if s.device_is_host else free.device - total.device
     return [*lines, f"left for activations: {shown_bytes(max(0, left))}{_tokens(of_token, max(0, left))}"]
 

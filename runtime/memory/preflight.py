@@ -34,7 +34,8 @@ def preflight(
     comm: Comm,
     accumulation: int,
     *,
-    snapshots: bool,
+    snapshots: int,
+    kept_snapshots: int,
     model: nn.Module,
     grad_bytes: int = 4,
     steps_in_backward: bool = False,
@@ -75,6 +76,7 @@ def preflight(
         accumulates=accumulation > 1,
         device_is_host=comm.device.type == "cpu",
         snapshots=snapshots,
+        kept_snapshots=kept_snapshots,
         steps_in_backward=steps_in_backward,
     )
     local = read_environment().local_world_size

@@ -234,11 +234,11 @@ def test_a_run_that_cannot_fit_ends_at_once(tmp_path: Path) -> None:
 def test_asynchronous_checkpoints_take_a_copy_of_what_a_rank_writes() -> None:
     for stage in (0, 1, 3):
         without = setting(stage, world=4)
-        more = plan(replace(without, snapshots=True)).total.host - plan(without).total.host
+        more = plan(replace(without, snapshots=1)).total.host - plan(without).total.host
         assert more == -(-N // 4) * 12
-    on_disk = replace(setting(2, world=4, optimizer=Tier.DISK, optimizer_path="/x"), snapshots=True)
+    on_disk = replace(setting(2, world=4, optimizer=Tier.DISK, optimizer_path="/x"), snapshots=1)
     assert plan(on_disk).snapshot.host == 0
-    whole = replace(setting(1), snapshots=True)
+    whole = replace(setting(1), snapshots=1)
     assert "asynchronous checkpoints: 11.2 GiB of host memory" in describe(whole, PLENTY, Amounts())
     with pytest.raises(MemoryPlanError, match=r'This would fit: "checkpoint": {"asynchronous": false}'):
         check(whole, replace(PLENTY, host=10 * GIB))

@@ -1,0 +1,232 @@
+"""Time from the kill of a worker to the next finished step, beside torchrun.
+
+    python -m benchmarks.recovery [--kills 20] [--systems zlaunch,torchrun] [--out FILE.json]
+
+Two CPU workers train a small model. One of them, chosen at random, gets SIGKILL at a random moment, again
+and again. Under zlaunch the run goes on from snapshots in memory (`checkpoint.in_memory`), every 10 steps;
+under torchrun `--max-restarts` starts a script of plain torch (DDP) anew, which then loads what its rank 0
+has saved to the disk every 10 steps. The systems run one after the other. At the end the losses of every step
+are compared, to the bit, with those of a run that nothing happened to. A run that does not go on within a
+minute is given up, which is said.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+EVERY = 10
+LIMIT_S = 60.0
+
+SCRIPT = """
+    import os, sys, time, torch, zlaunch
+
+    last = int(sys.argv[1])
+    torch.manual_seed(0)
+    config = {
+        "train_micro_batch_size_per_gpu": 8,
+        "zero_optimization": {"stage": 2},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "checkpoint": {"in_memory": {"every": EVERY}},
+    }
+    model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(8)))
+    engine, *_ = zlaunch.initialize(model=model, config=config)
+    engine.client_state = dict
+    engine.load_checkpoint(None)
+    log = open(f"rank{engine.global_rank}.log", "a")
+    print("begins", engine.global_steps, os.getpid(), file=log, flush=True)
+    while engine.global_steps < last:
+        generator = torch.Generator().manual_seed(engine.global_steps * 2 + engine.global_rank)
+        x = torch.randn(8, 256, generator=generator)
+        loss = (engine(x) - x).square().mean()
+        engine.backward(loss)
+        engine.step()
+        print("step", engine.global_steps, time.time(), loss.item(), file=log, flush=True)
+"""
+DDP = """
+    import os, sys, time, torch, torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    last, rank, step = int(sys.argv[1]), dist.get_rank(), 0
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(8)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
+    if os.path.exists("saved.pt"):
+        saved = torch.load("saved.pt")
+        step = saved["step"]
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+    engine = torch.nn.parallel.DistributedDataParallel(model)
+    log = open(f"rank{rank}.log", "a")
+    print("begins", step, os.getpid(), file=log, flush=True)
+    while step < last:
+        generator = torch.Generator().manual_seed(step * 2 + rank)
+        x = torch.randn(8, 256, generator=generator)
+        loss = (engine(x) - x).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        step += 1
+        print("step", step, time.time(), loss.item(), file=log, flush=True)
+        if step % EVERY == 0 and rank == 0:
+            state = {"step": step, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            torch.save(state, "new.pt")
+            os.replace("new.pt", "saved.pt")
+"""
+
+
+class _Hangs(Exception):
+    """Says what has not happened in time."""
+
+
+def _wait(look: Callable[[], T], what: str) -> T:
+    deadline = time.monotonic() + LIMIT_S
+    while time.monotonic() < deadline:
+        if found := look():
+            return found
+        time.sleep(0.005)
+    raise _Hangs(f"waited {LIMIT_S:.0f} s for {what}")
+
+
+class Run:
+    """Holds a run under one of the systems."""
+
+    def __init__(self, system: str, folder: Path, last: int, kills: int) -> None:
+        """Start it: `last` steps, and room for so many kills."""
+        self.folder = folder
+        script = SCRIPT if system == "zlaunch" else DDP
+        (folder / "train.py").write_text(textwrap.dedent(script).replace("EVERY", str(EVERY)))
+        if system == "zlaunch":
+            command = [sys.executable, "-m", "zlaunch", "--num_gpus=2", f"--max_restarts={kills}"]
+            command += ["--no_local_rank", "-q", "train.py", str(last)]
+        else:
+            command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
+            command += [f"--max-restarts={kills}", "--monitor-interval=0.1", "--standalone"]
+            command += ["train.py", str(last)]
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        with open(folder / "output", "wb") as output:
+            self.process = subprocess.Popen(command, cwd=folder, env=env, stdout=output, stderr=output)
+
+    def _read(self, rank: int) -> str:
+        try:
+            return (self.folder / f"rank{rank}.log").read_text()
+        except OSError:
+            return ""
+
+    def begins(self, rank: int) -> list[tuple[int, int]]:
+        """List each attempt's first step and process."""
+        return [(int(a), int(b)) for a, b in re.findall(r"begins (\d+) (\d+)\n", self._read(rank))]
+
+    def steps(self) -> list[tuple[int, float]]:
+        """List the steps that rank 0 has finished, with the time."""
+        found = re.findall(r"step (\d+) (\S+) \S+\n", self._read(0))
+        return [(int(step), float(moment)) for step, moment in found]
+
+    def losses(self) -> list[dict[int, str]]:
+        """Return each rank's loss of every step, of the last time that it was made."""
+        logs = [re.findall(r"step (\d+) \S+ (\S+)\n", self._read(rank)) for rank in (0, 1)]
+        return [{int(step): loss for step, loss in log} for log in logs]
+
+    def kill(self, number: int, dice: random.Random) -> dict[str, Any]:
+        """Kill a worker of an attempt, and wait until a step is finished in the next one."""
+        rank = dice.randrange(2)
+        _wait(lambda: len(self.begins(rank)) > number, f"attempt {number}")
+        first, pid = self.begins(rank)[number]
+        _wait(lambda: any(step > first for step, _ in self.steps()[-200:]), "a step")
+        time.sleep(dice.random() * 0.4)
+        done = self.steps()[-1][0]
+        moment = time.time()
+        os.kill(pid, signal.SIGKILL)
+        _wait(lambda: len(self.begins(0)) > number + 1, f"attempt {number + 1}")
+        again = self.begins(0)[number + 1][0]
+        after = _wait(
+            lambda: [at for step, at in self.steps()[-400:] if at > moment + 0.05 and step == again + 1],
+            "the next step",
+        )
+        return {"rank": rank, "seconds": after[-1] - moment, "lost": max(0, done - again)}
+
+
+def measure(system: str, kills: int, seed: int) -> dict[str, Any]:
+    """Kill the workers of one run; return what was measured."""
+    dice, last = random.Random(seed), 1 << 30
+    with tempfile.TemporaryDirectory() as name:
+        run = Run(system, Path(name), last, kills + 1)
+        try:
+            found, hung = [], ""
+            for number in range(kills):
+                try:
+                    found.append(run.kill(number, dice))
+                except _Hangs as error:
+                    hung = str(error)
+                    break
+                if number % 50 == 49:
+                    print(f"{system}: {number + 1} kills", flush=True)
+            losses = run.losses()
+            end = run.steps()[-1][0]
+        finally:
+            run.process.terminate()
+            run.process.wait(30)
+    with tempfile.TemporaryDirectory() as name:
+        straight = Run(system, Path(name), end, 0)
+        if straight.process.wait(LIMIT_S + end):
+            raise SystemExit((Path(name) / "output").read_text())
+        wanted = straight.losses()
+    same = all(
+        loss == plain[step]
+        for found_, plain in zip(losses, wanted, strict=True)
+        for step, loss in found_.items()
+        if step <= end
+    )
+    seconds = [each["seconds"] for each in found]
+    lost = [each["lost"] for each in found]
+    return {
+        "kills": found,
+        "hung": hung,
+        "steps": end,
+        "equal_losses": same,
+        "seconds": {"median": statistics.median(seconds), "max": max(seconds)},
+        "lost_steps": {"median": statistics.median(lost), "max": max(lost)},
+    }
+
+
+def main() -> None:
+    """Measure and print a table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--systems", default="zlaunch,torchrun")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    results: dict[str, Any] = {"arguments": {**vars(args), "out": str(args.out)}}
+    for system in args.systems.split(","):
+        results[system] = found = measure(system, args.kills, args.seed)
+        seconds, lost = found["seconds"], found["lost_steps"]
+        print(
+            f"{system:10} {len(found['kills'])} kills: to the next step {seconds['median']:.2f} s (median), "
+            f"{seconds['max']:.2f} s at most; steps lost {lost['median']:g}, {lost['max']} at most; losses "
+            f"equal to the bit: {found['equal_losses']}"
+            + (f"; given up: {found['hung']}" if found["hung"] else ""),
+            flush=True,
+        )
+    if args.out is not None:
+        args.out.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
