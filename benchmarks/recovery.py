@@ -148,7 +148,6 @@ class Run:
         first, pid = self.begins(rank)[number]
         _wait(lambda: any(step > first for step, _ in self.steps()[-200:]), "a step")
         time.sleep(dice.random() * 0.4)
-        done = self.steps()[-1][0]
         moment = time.time()
         os.kill(pid, signal.SIGKILL)
         _wait(lambda: len(self.begins(0)) > number + 1, f"attempt {number + 1}")
@@ -157,6 +156,7 @@ class Run:
             lambda: [at for step, at in self.steps()[-400:] if at > moment + 0.05 and step == again + 1],
             "the next step",
         )
+        done = [step for step, at in self.steps() if at <= moment][-1]
         return {"rank": rank, "seconds": after[-1] - moment, "lost": max(0, done - again)}
 
 
@@ -176,7 +176,7 @@ def measure(system: str, kills: int, seed: int) -> dict[str, Any]:
                 if number % 50 == 49:
                     print(f"{system}: {number + 1} kills", flush=True)
             losses = run.losses()
-            end = run.steps()[-1][0]
+            end = max((step for step, _ in run.steps()), default=0)
         finally:
             run.process.terminate()
             run.process.wait(30)
@@ -198,8 +198,8 @@ def measure(system: str, kills: int, seed: int) -> dict[str, Any]:
         "hung": hung,
         "steps": end,
         "equal_losses": same,
-        "seconds": {"median": statistics.median(seconds), "max": max(seconds)},
-        "lost_steps": {"median": statistics.median(lost), "max": max(lost)},
+        "seconds": {"median": statistics.median(seconds), "max": max(seconds)} if found else {},
+        "lost_steps": {"median": statistics.median(lost), "max": max(lost)} if found else {},
     }
 
 
@@ -217,13 +217,12 @@ def main() -> None:
     for system in args.systems.split(","):
         results[system] = found = measure(system, args.kills, args.seed)
         seconds, lost = found["seconds"], found["lost_steps"]
-        print(
-            f"{system:10} {len(found['kills'])} kills: to the next step {seconds['median']:.2f} s (median), "
-            f"{seconds['max']:.2f} s at most; steps lost {lost['median']:g}, {lost['max']} at most; losses "
-            f"equal to the bit: {found['equal_losses']}"
-            + (f"; given up: {found['hung']}" if found["hung"] else ""),
-            flush=True,
-        )
+        said = f"{system:10} {len(found['kills'])} kills"
+        if seconds:
+            said += f": to the next step {seconds['median']:.2f} s (median), {seconds['max']:.2f} s at most; "
+            said += f"steps lost {lost['median']:g}, {lost['max']} at most; "
+            said += f"losses equal to the bit: {found['equal_losses']}"
+        print(said + (f"; given up: {found['hung']}" if found["hung"] else ""), flush=True)
     if args.out is not None:
         args.out.write_text(json.dumps(results, indent=1) + "\n")
 

@@ -4,6 +4,7 @@ is time; finds the folder to resume from.
 
 from __future__ import annotations
 
+import glob
 import os
 import signal
 import threading
@@ -48,7 +49,8 @@ def resume_dir(default: str | None = None) -> str | None:
     if told is not None or default is None:
         return told
     folder = os.path.expanduser(default)
-    return folder if os.path.exists(os.path.join(folder, "latest")) else None
+    tagged = os.path.join(glob.escape(folder), "*", "manifest.json")
+    return folder if os.path.exists(os.path.join(folder, "latest")) or glob.glob(tagged) else None
 
 
 def requested() -> bool:

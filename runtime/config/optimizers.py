@@ -239,8 +239,8 @@ class WarmupDecayLRParams(WarmupLRParams):
 
     total_num_steps: Count | None = ok(None)
     """Steps of the whole training."""
-    warmup_max_lr: NonNegative | None = ok(0.001)
-    """Learning rate after the warm-up."""
+    warmup_max_lr: NonNegative | None = ok(None)
+    """Learning rate after the warm-up; null is the optimizer's."""
 
 
 class WarmupCosineLRParams(_Schedule):

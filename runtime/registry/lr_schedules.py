@@ -207,7 +207,7 @@ class WarmupDecayLR(WarmupLR):
         optimizer: torch.optim.Optimizer,
         total_num_steps: int,
         warmup_min_lr: float | Sequence[float] = 0.0,
-        warmup_max_lr: float | Sequence[float] | None = 0.001,
+        warmup_max_lr: float | Sequence[float] | None = None,
         warmup_num_steps: int = 1000,
         warmup_type: str = "log",
         last_batch_iteration: int = -1,

@@ -19,12 +19,14 @@ import traceback
 from types import CodeType, ModuleType, TracebackType
 from typing import NoReturn
 
+from zlaunch.errors import ZlaunchError
 from zlaunch.node.lost_peers import talk_of
 from zlaunch.system.processes import PASSED_SIGNALS, die_with_parent
 
 _SAVED_CODE = 75
 """failure.SAVED_CODE, without an import before the script's own."""
 _OUR_FILES = {__file__, runpy.__file__, "<frozen runpy>"}
+_OUR_FOLDER = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _EVENT_FD_FLOOR = 200
 _TRACEBACK_LIMIT_CHARS = 1 << 18
 
@@ -162,6 +164,8 @@ def _print(error: BaseException) -> str:
     stripped: TracebackType | None = error.__traceback__
     while stripped is not None and stripped.tb_frame.f_code.co_filename in _OUR_FILES:
         stripped = stripped.tb_next
+    if isinstance(error, ZlaunchError):
+        _end_in_user_code(stripped)
     error.__traceback__ = stripped
     text = "".join(traceback.format_exception(type(error), error, stripped))
     sys.last_type, sys.last_value, sys.last_traceback = type(error), error, stripped
@@ -173,6 +177,17 @@ def _print(error: BaseException) -> str:
         return text
     sys.excepthook(type(error), error, stripped)
     return text
+
+
+def _end_in_user_code(frames: TracebackType | None) -> None:
+    """Leave out the frames behind the last one that is not ours: how we have found a mistake helps nobody."""
+    last = None
+    while frames is not None:
+        if not frames.tb_frame.f_code.co_filename.startswith(_OUR_FOLDER):
+            last = frames
+        frames = frames.tb_next
+    if last is not None:
+        last.tb_next = None
 
 
 def _send_exception(event_fd: int, error: BaseException, text: str) -> None:

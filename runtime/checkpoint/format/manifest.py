@@ -304,6 +304,11 @@ def find(folder: str | os.PathLike[str], tag: str | None = None) -> Path | None:
         except FileNotFoundError:
             if (folder / MANIFEST).exists():
                 return folder
+            if names := [path.name for path in candidates(folder)]:
+                raise CheckpointError(
+                    f"{folder}: has checkpoints ({', '.join(names[:3])}) and no file {LATEST} that names "
+                    f'one: give tag="{names[0]}", or tag="auto" for the newest whole one'
+                ) from None
             return None
         except (OSError, UnicodeDecodeError) as error:
             raise CheckpointError(f"{folder / LATEST}: cannot be read: {error}") from None
