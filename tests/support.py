@@ -97,7 +97,9 @@ COMBINATIONS = (
         tuple(
             f"--ignore=tests/runtime/{room}"
             for room in (
+                "activation",
                 "backward_step",
+                "checkpoint",
                 "collective_step",
                 "deadlock",
                 "expert_parallel",
@@ -108,7 +110,8 @@ COMBINATIONS = (
                 "sequence_parallel",
                 "tensor_parallel",
             )
-        ),
+        )
+        + ("--ignore=tests/unit/cli/test_estimate.py",),  # long
     ),
 )
 

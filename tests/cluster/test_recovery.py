@@ -113,6 +113,7 @@ def _plain(last: int) -> dict[int, float]:
     return found
 
 
+@pytest.mark.exhaustive
 def test_a_node_goes_and_comes_back(cluster: Testbed, tmp_path: Path) -> None:
     launch = train(cluster, tmp_path / "rebooted", "--min_nodes=2", last=150)
     wait_until(lambda: 18 in losses(launch), "step 18")
