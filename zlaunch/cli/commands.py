@@ -20,6 +20,7 @@ SUBCOMMANDS = {
     "config": "zlaunch.cli.config:config",
     "doctor": "zlaunch.cli.doctor:doctor",
     "estimate": "zlaunch.cli.estimate:estimate",
+    "k8s": "zlaunch.cli.k8s:k8s",
     "logs": "zlaunch.cli.logs:logs",
     "ps": "zlaunch.cli.runs:ps",
     "queue": "zlaunch.cli.queue:queue",

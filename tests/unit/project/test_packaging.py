@@ -20,7 +20,7 @@ LINKED = ("runtime", "cuda_ops", "hostfiles", "slurm")
 """Top-level folders that are packages inside zlaunch, by links."""
 LAUNCHER = (
     *("errors", "hostfiles", "slurm", "system", "plan", "node", "transports", "view", "supervisor"),
-    *("launchers", "queue", "sweep", "cli"),
+    *("kubernetes", "launchers", "queue", "sweep", "cli"),
 )
 """The launcher's rooms: each imports only those before it."""
 

@@ -1,0 +1,1 @@
+"""Makes manifests for Kubernetes from typed values."""
