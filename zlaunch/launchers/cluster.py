@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from zlaunch.errors import LaunchError, NodeError
 from zlaunch.hostfiles.grammar import HostEntry, read
 from zlaunch.launchers.base import Launcher
+from zlaunch.launchers.batch_systems import read_job
 from zlaunch.launchers.selection import HostSelection
 from zlaunch.plan.facts import NodeSpec
 from zlaunch.plan.forwarded_env import forwarded_env
@@ -36,10 +37,17 @@ class ClusterLauncher(Launcher):
         self.selection = HostSelection(options, self.entries())
 
     def entries(self) -> list[HostEntry]:
-        """Return the hosts of the hostfile that was given, or of the usual one. Raises LaunchError."""
+        """Return the hosts of the hostfile that was given, of the batch job that this is, or of the usual
+        hostfile. Raises LaunchError.
+        """
+        job = read_job(os.environ) if self.options.hostfile is None else None
+        if job is not None:
+            return [HostEntry(host) for host in job.hosts]
         path = self.options.hostfile or DEFAULT_HOSTFILE
         if self.options.hostfile is None and not os.path.isfile(path):
-            raise LaunchError(f"--launcher {self.name} needs a --hostfile")
+            raise LaunchError(
+                f"--launcher {self.name} needs a --hostfile, or a job of PBS, LSF or Grid Engine"
+            )
         return read(path)
 
     @abstractmethod

@@ -10,6 +10,7 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
 from zlaunch.errors import LaunchError
+from zlaunch.launchers.batch_systems import read_job
 from zlaunch.plan.options import DEFAULT_HOSTFILE, Options, own_names
 
 if TYPE_CHECKING:
@@ -66,6 +67,9 @@ def choose(options: Options, allocation: Allocation | None) -> tuple[str, str]:
         if alone and allocation.nodes[0].host in own_names():
             return LOCAL, f"SLURM job {allocation.job_id} has this node alone"
         return SLURM, f"SLURM job {allocation.job_id}"
+    job = read_job(os.environ)
+    if job is not None:
+        return (LOCAL, f"{job.name} has this node alone") if job.is_here else (SSH, job.name)
     if os.path.isfile(DEFAULT_HOSTFILE):
         return SSH, f"there is a {DEFAULT_HOSTFILE}"
     return LOCAL, "no hostfile and no SLURM job"

@@ -1,0 +1,57 @@
+"""Read the hosts of a job from the variables of PBS, LSF and Grid Engine. Their launcher is ssh's."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from zlaunch.errors import LaunchError
+from zlaunch.plan.options import own_names
+
+_INSIDE = ("ZLAUNCH_RUN_ID", "LOCAL_RANK")
+"""A worker has them: the rest is about its own run."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchJob:
+    """Holds a job of a batch system."""
+
+    name: str
+    """Its system and number, for the user."""
+    hosts: tuple[str, ...]
+
+    @property
+    def is_here(self) -> bool:
+        """Tell whether it has this machine alone."""
+        own = {name.partition(".")[0] for name in own_names()}
+        return len(self.hosts) == 1 and self.hosts[0].partition(".")[0] in own
+
+
+def read_job(environ: Mapping[str, str]) -> BatchJob | None:
+    """Return the job that this process is in; None outside of any. Raises LaunchError."""
+    if any(name in environ for name in _INSIDE):
+        return None
+    if path := environ.get("PBS_NODEFILE"):  # a line for each slot
+        return _job("PBS", environ.get("PBS_JOBID"), _first_words(path, "PBS_NODEFILE"))
+    if path := environ.get("PE_HOSTFILE"):  # host, slots, queue, processors
+        return _job("Grid Engine", environ.get("JOB_ID"), _first_words(path, "PE_HOSTFILE"))
+    if text := environ.get("LSB_MCPU_HOSTS"):  # host, slots, host, slots
+        return _job("LSF", environ.get("LSB_JOBID"), text.split()[::2])
+    return None
+
+
+def _job(system: str, number: str | None, hosts: Iterable[str]) -> BatchJob | None:
+    found = tuple(dict.fromkeys(hosts))
+    return BatchJob(f"{system} job{f' {number}' if number else ''}", found) if found else None
+
+
+def _first_words(path: str, variable: str) -> list[str]:
+    try:
+        with open(path, encoding="utf-8") as file:
+            return [line.split()[0] for line in file if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        why = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
+        raise LaunchError(
+            f"{variable} is {path}, which cannot be read: {why}; give a --hostfile, or --launcher local"
+        ) from None
