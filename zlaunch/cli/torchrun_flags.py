@@ -14,6 +14,7 @@ from typing import Any
 import click
 
 from zlaunch.cli.deepspeed_flags import answered
+from zlaunch.launchers.batch_systems import read_job
 from zlaunch.launchers.registry import LOCAL
 from zlaunch.plan.options import DEFAULT_HOSTFILE
 
@@ -138,7 +139,9 @@ def surroundings() -> Surroundings:
     return Surroundings(
         gpus=len(discover(os.environ).tokens),
         cores=len(os.sched_getaffinity(0)),
-        knows_hosts=allocation is not None or os.path.isfile(DEFAULT_HOSTFILE),
+        knows_hosts=allocation is not None
+        or os.path.isfile(DEFAULT_HOSTFILE)
+        or read_job(os.environ) is not None,
         step_nodes=len(allocation.nodes) if allocation is not None and allocation.inside_step else None,
     )
 
