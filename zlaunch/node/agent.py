@@ -378,8 +378,10 @@ class Agent:
             for fd in (*worker.streams, worker.event_fd):
                 self.descriptors.close(fd)
         self._report("done", swept=swept, stays=not self.leaving)
+        self.workers.clear()
         self.ended = self.leaving
-        self._await_plan()
+        if not self.ended:
+            self._await_plan()
 
 
 def main() -> NoReturn:
