@@ -20,6 +20,7 @@ SUBCOMMANDS = {
     "config": "zlaunch.cli.config:config",
     "doctor": "zlaunch.cli.doctor:doctor",
     "estimate": "zlaunch.cli.estimate:estimate",
+    "init": "zlaunch.cli.init:init",
     "k8s": "zlaunch.cli.k8s:k8s",
     "logs": "zlaunch.cli.logs:logs",
     "ps": "zlaunch.cli.runs:ps",

@@ -1,0 +1,77 @@
+"""Test what `zlaunch init` asks for and writes."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from zlaunch.cli.init import init
+from zlaunch.cli.main import main
+from zlaunch.runtime.config import load
+
+GIVEN = {"--script": "train.py", "--gpus": "2x8", "--gpu_mem": "80", "--params": "7B", "--batch": "256"}
+
+
+def words(**changes: str) -> list[str]:
+    return [
+        word for option in ({**GIVEN, **{f"--{k}": v for k, v in changes.items()}}).items() for word in option
+    ]
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+
+
+def test_it_asks_five_questions(tmp_path: Path) -> None:
+    result = CliRunner().invoke(init, [], input="train.py\n2x8\n80\n7B\n256\n")
+    assert result.exit_code == 0, result.output
+    assert result.output.count("[") == 5
+    config = load("ds.json").config
+    assert (config.train_batch_size, config.train_micro_batch_size_per_gpu) == (256, 1)
+    assert config.zero_optimization.stage == 1 and config.bf16.enabled
+    assert "hosts: write a line for each of the 2 nodes: NAME slots=8" in result.output
+    assert "then: zlaunch --hostfile hosts --num_gpus 8 train.py --config ds.json" in result.output
+
+
+def test_answers_are_options_and_slurm_gets_a_batch_file(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["init", *words(), "--partition", "gpu", "--time", "10", "--config", "a.json"]) == 0
+    out = capsys.readouterr().out
+    assert "[" not in out and "then: sbatch a.sbatch" in out
+    lines = Path("a.sbatch").read_text().splitlines()
+    for line in ("--nodes=2", "--gpus-per-node=8", "--partition=gpu", "--time=10"):
+        assert f"#SBATCH {line}" in lines
+    assert lines[-1] == "exec zlaunch train.py --config a.json"
+
+
+@pytest.mark.parametrize("params", ["0", "100K", "50M", "350M", "13B"])
+def test_models_of_any_size(params: str) -> None:
+    assert main(["init", *words(params=params, gpus="8", batch="8")]) == 0
+    assert load("ds.json").config.train_batch_size == 8
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"gpus": "many"}, "'many' GPUs: write a number, or 2x8"),
+        ({"gpus": "0"}, "'0' GPUs: write a number"),
+        ({"params": "seven"}, "'seven' parameters: write a number such as 7B"),
+        ({"batch": "100"}, "100 samples are no multiple of 16 GPUs: take 96 or 112"),
+        ({"params": "900T"}, "does not fit on 16 GPUs of 80 GiB"),
+        ({"config": "none/ds.json"}, "none/ds.json: cannot be written: No such file"),
+    ],
+)
+def test_mistakes(changes: dict[str, str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["init", *words(**changes)]) == 2
+    assert said in capsys.readouterr().err and not list(Path().iterdir())
+
+
+def test_nothing_is_overwritten_unasked(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("ds.json").write_text("mine")
+    assert main(["init", *words()]) == 2
+    assert "ds.json is there already" in capsys.readouterr().err and Path("ds.json").read_text() == "mine"
+    assert main(["init", *words(), "--force"]) == 0 and load("ds.json").config.bf16.enabled
