@@ -60,6 +60,25 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave `count` cases of a function marked ``sampled(count)`` to ``make test``, spread over all; mark the
+    others as exhaustive.
+    """
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("sampled") and not item.get_closest_marker("exhaustive"):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for found in cases.values():
+        mark = found[0].get_closest_marker("sampled")
+        assert mark is not None
+        count = min(mark.args[0], len(found))
+        kept = {int((number + 0.5) * len(found) / count) for number in range(count)}
+        for number, item in enumerate(found):
+            if number not in kept:
+                item.add_marker(pytest.mark.exhaustive)
+
+
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Name a failed test at once: a run that is ended before its end has then said what it found."""
     if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:

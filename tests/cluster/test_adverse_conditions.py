@@ -42,6 +42,7 @@ def test_a_noisy_node_that_is_cut_off_keeps_nothing(cluster: Testbed, tmp_path: 
         cluster.heal("n3")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("first", ["ssh", "agent"])
 def test_a_host_that_hangs_is_named_in_time(cluster: Testbed, tmp_path: Path, first: str) -> None:
     """An sshd that stops answering right after the login; an agent that never says who it is."""
@@ -279,6 +280,7 @@ def test_agents_say_what_only_they_know(cluster: Testbed, tmp_path: Path) -> Non
     _gone(cluster)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("by", ["ssh", "openssh"])
 def test_a_frozen_agent_on_another_node_goes_when_its_launcher_has_gone(
     cluster: Testbed, tmp_path: Path, by: str

@@ -125,6 +125,7 @@ def _plain(groups: int, size: int) -> tuple[list[list[float]], dict[str, torch.T
     return losses, model.state_dict()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("world", "size", "stage", "is_named"),
     [(2, 2, 3, False), (4, 2, 2, True), (4, 4, 1, False)],

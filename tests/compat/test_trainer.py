@@ -25,6 +25,7 @@ SCENES = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("world", [1, 2])
 def test_scenes(tmp_path: Path, world: int) -> None:
     script = str(HERE / "trainer_script.py")
@@ -107,6 +108,7 @@ def test_the_example_trains_as_without_deepspeed(tmp_path: Path, configs: tuple[
     assert resumed == curves["ds_offload.json"]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "command",
     [

@@ -85,6 +85,7 @@ def trained(folder: Path, ranks: int, **planted: Any) -> Launch:
 ALL, ONE = [0, 1], [1]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("planted", "sentence"),
     [

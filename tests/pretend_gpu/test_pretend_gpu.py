@@ -64,6 +64,7 @@ def results(group: str) -> dict[str, list[dict[str, Any]]]:
     return found
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("group", GROUPS)
 def test_every_access_is_ordered_and_every_wait_is_meant(group: str) -> None:
     wrong = []
@@ -132,6 +133,7 @@ def without_waits() -> dict[str, list[dict[str, Any]]]:
     return found
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_wait_that_is_left_out_is_missed(name: str) -> None:
     world = CASES[MUTATIONS[name][0]].world

@@ -45,6 +45,7 @@ def _all_stages() -> dict[str, float]:
     return worst
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("world_size", "env"),
     [

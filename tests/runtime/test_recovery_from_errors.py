@@ -228,6 +228,7 @@ except ValueError as error:
 """
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("starter", "more"),
     [

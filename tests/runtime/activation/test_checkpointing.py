@@ -134,6 +134,7 @@ def _compare(world: int) -> dict[str, tuple[bool, int, int]]:
     return found
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("world", [1, 2])
 def test_every_option_trains_like_none(world: int) -> None:
     """Losses and weights are the same, to the last bit if not compiled; each such block runs twice a pass."""

@@ -77,6 +77,7 @@ def _train(folder: str, kind: str) -> dict[str, float]:
     return found
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_stage_and_offload_equals_the_paper(kind: str, world: int, tmp_path: Path) -> None:
@@ -135,6 +136,7 @@ def _write_layouts(folder: str, kind: str) -> None:
         engine.destroy()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (3, 2)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_runs_resume_in_another_world(kind: str, before: int, after: int, tmp_path: Path) -> None:

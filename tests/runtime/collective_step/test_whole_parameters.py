@@ -46,6 +46,7 @@ def _train(folder: str, kind: str, clip: float) -> dict[str, float]:
     return found
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_stage_and_offload_equals_plain_torch(kind: str, world: int, tmp_path: Path) -> None:
@@ -78,6 +79,7 @@ def _resume(folder: str, kind: str) -> dict[str, float]:
     return found
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 2)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_runs_resume_in_another_world(kind: str, before: int, after: int, tmp_path: Path) -> None:

@@ -82,6 +82,7 @@ def _alone(what: str) -> None:
         engine.step()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "what",
     [
@@ -170,6 +171,7 @@ def _by_itself(axis: str, call: str) -> None:
                 engine(torch.ones(2, 8))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("axis", "call", "said"),
     [

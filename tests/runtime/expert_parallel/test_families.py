@@ -42,6 +42,7 @@ def _train(
     return worst
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("families", "world", "tensor", "expert", "stages", "changes"),
     [
@@ -80,6 +81,7 @@ LAYOUTS = [
 """World size, tensor ranks, expert ranks and stage."""
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("saved", "others"), [((4, 2, 2, 3), LAYOUTS), ((4, 1, 2, 0), LAYOUTS[-2:])], ids=["sharded", "stage 0"]
 )
@@ -136,6 +138,7 @@ def _variant(kind: str, expert: int, folder: str) -> list[float]:
     return train(engine, 1)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["offload", "disk", "recomputation", "frozen", "adapters"])
 def test_what_else_the_runtime_does_goes_with_it(kind: str, tmp_path: Any) -> None:
     wanted = run_workers(_variant, 1, kind if kind in ("frozen", "adapters") else "plain", 1, str(tmp_path))[

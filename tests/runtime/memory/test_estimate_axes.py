@@ -38,6 +38,7 @@ def _sizes(folder: Path, family: str) -> ModelSizes:
     return from_hugging_face(str(folder))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("family", "axes"),
     [

@@ -67,6 +67,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize(("name", "half"), [*QUICK, *marked])
 
 
+@pytest.mark.sampled(1)
 def test_the_estimate_is_what_a_step_takes(name: str, half: bool | str, tmp_path: Path) -> None:
     found = {key(each): each.device for each in estimates(name, half, tmp_path)}
     assert set(found) == set(SETTINGS) and len(measured(name, half)) >= len(HALF)

@@ -54,6 +54,7 @@ def test_what_travels_with_the_group_s_shards(env: dict[str, str]) -> None:
         assert found[3][BETWEEN] == 1.0 and 2.5 < found[3][INSIDE] <= 3.0
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_what_travels_with_copies(accumulation: int) -> None:
     """Between nodes goes half of what stage 3 gathers once a step, and half of each reduction."""

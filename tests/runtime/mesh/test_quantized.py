@@ -45,6 +45,7 @@ def _bytes(mesh: str, zero: dict[str, Any]) -> dict[str, float]:
     return found
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("mesh", "zero", "wanted"),
     [
@@ -94,6 +95,7 @@ def _losses(mesh: str, zero: dict[str, Any], steps: int) -> list[float]:
     return found
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("mesh", MESHES)
 def test_training_on_packed_weights_and_gradients(mesh: str) -> None:
     for plain, packed in run_workers(_losses, 4, mesh, {**WEIGHTS, **GRADIENTS}, 60, env=GLOO):

@@ -86,6 +86,7 @@ def _equal(folder: str) -> dict[str, bool]:
     return results
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("world", "env"),
     [
@@ -223,6 +224,7 @@ def _background(folder: str) -> list[str]:
     return wrong
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_step_in_the_background(tmp_path: Path, world: int) -> None:
     env = {"ZLAUNCH_SHARED_MEMORY": "0"}

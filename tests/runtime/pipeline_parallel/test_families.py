@@ -71,6 +71,7 @@ def _train_families(
 WINDOWS = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("families", "world", "parallel", "stages", "section", "changes"),
     [
@@ -122,6 +123,7 @@ LAYOUTS: list[tuple[int, dict[str, int], int]] = [
 ]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "saved",
     [pytest.param(3, marks=pytest.mark.exhaustive), 5, 2],

@@ -69,6 +69,7 @@ def _train_families(
     return worst
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("families", "world", "parallel", "stages", "changes"),
     [
@@ -128,6 +129,7 @@ def _train_with(kind: str, sequence: int, changes: dict[str, Any], recomputes: b
     return train(engine, **inputs)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("kind", "has_cache"), [("packed", False), ("packed", True), ("padded", False)])
 def test_masks_positions_and_ignored_labels_are_those_of_whole_sequences(kind: str, has_cache: bool) -> None:
     window = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
@@ -199,6 +201,7 @@ def _refused(family: str, changes: dict[str, Any], inputs: dict[str, Any]) -> st
     return ""
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("family", "changes", "inputs", "text"),
     [

@@ -56,6 +56,7 @@ def _mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
     return mean(losses)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("world", "tensor", "stage", "sequence", "pipeline"),
     [

@@ -35,6 +35,7 @@ def _train_families(families: list[str], tensor: int, stages: list[int], changes
     return worst
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("families", "world", "tensor", "stages", "changes"),
     [
@@ -101,6 +102,7 @@ LAYOUTS = [(1, 1, 0), (2, 1, 3), (2, 2, 1), (2, 2, 3), (4, 2, 2), (4, 4, 3), (4,
 """World size, tensor ranks and stage."""
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("saved", "others"),
     [((4, 2, 3), LAYOUTS), ((4, 4, 1), LAYOUTS[2:4]), ((1, 1, 0), LAYOUTS[2:4])],
@@ -155,6 +157,7 @@ def _variant(kind: str, tensor: int, folder: str) -> list[float]:
     return losses
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["offload", "disk", "recomputation"])
 def test_what_else_the_runtime_does_goes_with_it(kind: str, tmp_path: Any) -> None:
     wanted = run_workers(_variant, 1, "plain", 1, str(tmp_path))[0]
@@ -315,6 +318,7 @@ def _refused(family: str, tensor: int, changes: dict[str, Any], config: dict[str
     return ""
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("family", "changes", "config", "text"),
     [

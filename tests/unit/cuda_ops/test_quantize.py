@@ -134,6 +134,7 @@ def compare_quantize(
 # -- here, on the CPU
 
 
+@pytest.mark.sampled(6)
 @BITS
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("block", BLOCKS)
@@ -228,6 +229,7 @@ def test_what_can_be_represented_comes_back_as_it_was(bits: int, data: st.DataOb
     assert torch.equal(unpacked(packed(given, bits, 32), bits, given, 32), given)
 
 
+@pytest.mark.sampled(2)
 @BITS
 @pytest.mark.parametrize("dtype", WIDE)
 @given(numbers=st.lists(st.floats(-1, 1, width=32), min_size=64, max_size=64), power=st.integers(-149, 127))
