@@ -185,6 +185,7 @@ def _refuse_with_axes(config: Config, report: ConfigReport, feature: str) -> Non
         f"{shards}.zero_quantized_nontrainable_weights": zero.zero_quantized_nontrainable_weights,
         f"{shards}.zero_quantized_gradients": zero.zero_quantized_gradients,
         "checkpoint.use_node_local_storage": config.checkpoint.use_node_local_storage,
+        "checkpoint.in_memory": config.checkpoint.in_memory is not None,
     }
     for name, is_given in refused.items():
         if is_given:

@@ -99,8 +99,12 @@ def test_sizes_that_do_not_fit_are_refused(section: dict[str, Any], ranks: int, 
             {"parallel": {"tensor": 2}, "zero_optimization": {"stage": 3, "shard_group": "node"}},
             "not supported together with tensor parallelism",
         ),
+        (
+            {"parallel": {"tensor": 2}, "checkpoint": {"in_memory": {"every": 5}}},
+            "checkpoint.in_memory.*not supported together with tensor parallelism",
+        ),
     ],
-    ids=["tensor", "expert", "groups", "node"],
+    ids=["tensor", "expert", "groups", "node", "memory"],
 )
 def test_contradictions_are_refused(config: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
