@@ -74,7 +74,7 @@ class Agent:
         """Begin anew, without a plan."""
         self.reading_output = True
         self.plan: Plan | None = None
-        self.uplink.heartbeat_s = None
+        self.uplink.await_plan()
         self.handshake = Handshake(self.send, self.descriptors.watch)
         self.workers: dict[int, Worker] = {}
         self.batch: Batch | None = None

@@ -45,6 +45,10 @@ class Uplink:
             self.idle_s = float(command.get("idle_s", self.idle_s))
         return commands
 
+    def await_plan(self) -> None:
+        """Allow the launcher to be silent for as long as it has said, from now on."""
+        self.heartbeat_s, self._heard_at = None, time.monotonic()
+
     def too_silent(self) -> str:
         """Return how long the launcher has been silent, if the present state does not allow it; else ""."""
         silent_s = time.monotonic() - self._heard_at

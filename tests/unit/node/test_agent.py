@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -155,6 +156,23 @@ def test_leftovers_get_one_sigterm_in_a_stop_and_none_otherwise(scene: Scene) ->
     scene.leftovers = []
     scene.agent._await_leftovers("id")
     assert scene.agent.plan is None and not scene.agent.ended
+
+
+def test_a_run_may_take_longer_than_an_agent_waits_for_a_plan(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene.start(heartbeat_s=0.0)
+    scene.exit(0)
+    scene.exit(1)
+    now = time.monotonic() + 100_000.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    scene.agent._tick()
+    scene.agent._end()
+    scene.agent._tick()
+    assert scene.agent.plan is None and not scene.agent.ended
+    monkeypatch.setattr(time, "monotonic", lambda: now + 1000.0)
+    scene.agent._tick()
+    assert scene.agent.ended
 
 
 def test_after_its_workers_it_takes_another_plan_until_the_launcher_hangs_up(scene: Scene) -> None:
