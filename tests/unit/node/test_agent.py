@@ -167,7 +167,7 @@ def test_a_run_may_take_longer_than_an_agent_waits_for_a_plan(
     now = time.monotonic() + 100_000.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
     scene.agent._tick()
-    scene.agent._end()
+    assert scene.said()[-1]["type"] == "done"
     scene.agent._tick()
     assert scene.agent.plan is None and not scene.agent.ended
     monkeypatch.setattr(time, "monotonic", lambda: now + 1000.0)
