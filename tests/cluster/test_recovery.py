@@ -16,7 +16,7 @@ from tests.limits import wait_until
 TRAIN = """
     import os, sys, time, torch, zlaunch
 
-    last, wait_s = int(sys.argv[1]), float(sys.argv[2])
+    last, wait_s, attempt = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3]
     torch.manual_seed(0)
     config = {
         "train_batch_size": 12,
@@ -29,6 +29,8 @@ TRAIN = """
     engine.client_state = dict
     engine.load_checkpoint(zlaunch.resume_dir())
     print("begins at", engine.global_steps, engine.world_size, flush=True)
+    if os.environ["ZLAUNCH_RESTART_COUNT"] == attempt:
+        last = engine.global_steps + 20
     while engine.global_steps < last:
         batch = torch.randn(12, 8, generator=torch.Generator().manual_seed(engine.global_steps))
         x = batch.chunk(engine.world_size)[engine.global_rank]
@@ -54,10 +56,18 @@ def begins(launch: Launch) -> list[tuple[int, int]]:
     return [(int(a), int(b)) for a, b in re.findall(r"begins at (\d+) (\d+)\n", launch.log(0))]
 
 
-def train(cluster: Testbed, folder: Path, *options: str, last: int = 30, wait_s: float = 0.1) -> Launch:
+def train(
+    cluster: Testbed,
+    folder: Path,
+    *options: str,
+    last: int = 30,
+    wait_s: float = 0.1,
+    last_attempt: str = "",
+) -> Launch:
+    """Start a run of `last` steps, or one that ends 20 steps after an attempt has begun."""
     folder.mkdir()
     given = ("--num_gpus=1", "--heartbeat=5", "--connect_timeout=10", *options)
-    return start(cluster, folder, *given, script=TRAIN, args=(str(last), str(wait_s)))
+    return start(cluster, folder, *given, script=TRAIN, args=(str(last), str(wait_s), last_attempt))
 
 
 def straight(cluster: Testbed, folder: Path, *options: str, last: int = 30) -> dict[int, float]:
@@ -115,7 +125,7 @@ def _plain(last: int) -> dict[int, float]:
 
 @pytest.mark.exhaustive
 def test_a_node_goes_and_comes_back(cluster: Testbed, tmp_path: Path) -> None:
-    launch = train(cluster, tmp_path / "rebooted", "--min_nodes=2", last=150)
+    launch = train(cluster, tmp_path / "rebooted", "--min_nodes=2", last=1 << 30, last_attempt="2")
     wait_until(lambda: 18 in losses(launch), "step 18")
     cluster.reboot("n2")
     assert launch.wait() == 0, launch.err
@@ -123,4 +133,5 @@ def test_a_node_goes_and_comes_back(cluster: Testbed, tmp_path: Path) -> None:
     assert "going on with 3 of 3 nodes" in launch.err
     assert [world for _, world in begins(launch)] == [3, 2, 3]
     assert all(step >= 10 for step, _ in begins(launch)[1:])
-    assert losses(launch) == pytest.approx(_plain(150), rel=1e-4, abs=1e-5)
+    found = losses(launch)
+    assert found == pytest.approx(_plain(max(found)), rel=1e-3, abs=1e-4)
