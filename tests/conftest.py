@@ -8,10 +8,14 @@ from collections.abc import Generator, Iterator
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadScopeScheduling
 
 from tests.leftovers import ended_afterwards
 
+# Without limits of time: a first example may pay for an import, a machine be busy.
+settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("tests")
 _GROUPS = {"tests/cluster/": "cluster", "tests/runtime/": "ranks", "tests/matrix/": "ranks"}
 """Folders whose tests run one after the other: there is one cluster; and ranks that wait for each other in
 shared memory should have a core each.

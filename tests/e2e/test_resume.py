@@ -62,9 +62,10 @@ TRAIN = """
                     time.sleep(0.01)
             if engine.global_steps % 5 == 0:
                 engine.save_checkpoint(folder)
-            if engine.global_steps == die_at and os.environ["ZLAUNCH_RESTART_COUNT"] == "0":
+            if engine.global_steps == die_at and not os.path.exists("died"):
                 engine.wait_for_checkpoint()
                 if engine.global_rank == 1:
+                    open("died", "w").close()
                     os.kill(os.getpid(), signal.SIGKILL)
                 time.sleep(600)
             if engine.global_steps == last:
