@@ -38,6 +38,7 @@ LEFT_OUT = (
     "--ignore=tests/unit/monitor/test_monitor.py",  # needs the trackers' libraries
     "--ignore=tests/unit/config/test_fuzz.py",  # long, and no torch in it, as the next
     "--ignore=tests/unit/benchmarks",
+    "--ignore=tests/unit/kubernetes",  # needs Kubeflow's models
     "--ignore=tests/runtime/deadlock/test_rank_mismatch.py",  # long
     # need transformers
     "--ignore=tests/runtime/tensor_parallel/test_families.py",

@@ -305,10 +305,12 @@ def find(folder: str | os.PathLike[str], tag: str | None = None) -> Path | None:
             if (folder / MANIFEST).exists():
                 return folder
             if names := [path.name for path in candidates(folder)]:
-                raise CheckpointError(
-                    f"{folder}: has checkpoints ({', '.join(names[:3])}) and no file {LATEST} that names "
-                    f'one: give tag="{names[0]}", or tag="auto" for the newest whole one'
-                ) from None
+                print(
+                    f"zlaunch: warning: {folder} has checkpoints ({', '.join(names[:3])}), but no file {LATEST} "
+                    f'that names one, so none is taken: give tag="{names[0]}", or tag="auto"',
+                    file=sys.stderr,
+                    flush=True,
+                )
             return None
         except (OSError, UnicodeDecodeError) as error:
             raise CheckpointError(f"{folder / LATEST}: cannot be read: {error}") from None
