@@ -306,8 +306,8 @@ def find(folder: str | os.PathLike[str], tag: str | None = None) -> Path | None:
                 return folder
             if names := [path.name for path in candidates(folder)]:
                 print(
-                    f"zlaunch: warning: {folder} has checkpoints ({', '.join(names[:3])}), but no file {LATEST} "
-                    f'that names one, so none is taken: give tag="{names[0]}", or tag="auto"',
+                    f"zlaunch: warning: {folder} has checkpoints ({', '.join(names[:3])}), but no file "
+                    f'{LATEST} that names one, so none is taken: give tag="{names[0]}", or tag="auto"',
                     file=sys.stderr,
                     flush=True,
                 )
