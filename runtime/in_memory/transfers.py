@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ..checkpoint.all_or_none import all_or_none
 from ..checkpoint.host_channel import HostChannel
 
 _PIECE_BYTES = 64 << 20
@@ -53,29 +54,32 @@ def send_files(
     path_of: Callable[[str], Path],
 ) -> None:
     """Send files between ranks: ``transfers`` are equal on all of them, ``(from, to, name)``. A file is there
-    under its name once it is whole. Collective. Raises OSError.
+    under its name once it is whole. Collective. Raises CheckpointError on every rank where one has no room.
     """
     own = {name: path_of(name).stat().st_size for source, _, name in transfers if source == rank}
     sizes: dict[tuple[int, str], int] = {}
     for source, found in enumerate(channel.exchange(own)):
         sizes |= {(source, name): size for name, size in found.items()}
-    begun: list[tuple[Path, Path]] = []
+    coming = {name: path_of(name).with_name(f".{name}.coming") for _, to, name in transfers if to == rank}
+
+    def make_room() -> None:
+        for source, target, name in transfers:
+            if target == rank:
+                coming[name].parent.mkdir(parents=True, exist_ok=True)
+                _make_room(coming[name], sizes[source, name])
+
+    all_or_none(channel.exchange, rank, make_room)  # nobody sends to a rank that has no room
     works = []
     for source, target, name in transfers:
         size = sizes[source, name]
         if rank == source:
             works += [channel.send(piece, target) for piece in _pieces(path_of(name), size, writes=False)]
         elif rank == target:
-            path = path_of(name)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            temporary = path.with_name(f".{path.name}.coming")
-            _make_room(temporary, size)
-            works += [channel.receive(piece, source) for piece in _pieces(temporary, size, writes=True)]
-            begun.append((temporary, path))
+            works += [channel.receive(piece, source) for piece in _pieces(coming[name], size, writes=True)]
     for work in works:
         work.wait()
-    for temporary, path in begun:
-        os.replace(temporary, path)
+    for name, temporary in coming.items():
+        os.replace(temporary, path_of(name))
     channel.exchange(None)
 
 

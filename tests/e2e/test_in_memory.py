@@ -55,7 +55,7 @@ def _log(launch: Launch, rank: int) -> str:
 
 
 def losses(launch: Launch, rank: int) -> dict[int, float]:
-    """Of every step, the last time it was made."""
+    """Returns the loss of every step, of the last time that it was made."""
     return {int(step): float(loss) for step, loss in re.findall(r"step (\d+) (\S+)\n", _log(launch, rank))}
 
 

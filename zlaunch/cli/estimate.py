@@ -23,7 +23,7 @@ _LEAST_COLUMNS = 130
 _SUFFIXES = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
 
-def _number(text: str) -> float:
+def number(text: str) -> float:
     """Read a number of 1 or more, also with K, M, B or T behind it."""
     factor = _SUFFIXES.get(text[-1:].upper(), 1.0)
     try:
@@ -38,7 +38,7 @@ def _number(text: str) -> float:
 @click.command(context_settings=SETTINGS)
 @click.argument("model", required=False)
 @click.option("--hf_config", metavar="PATH", help="A Hugging Face config.json, or the folder with it.")
-@click.option("--params", type=_number, metavar="N", help="Parameters, such as 13e9 or 13B.")
+@click.option("--params", type=number, metavar="N", help="Parameters, such as 13e9 or 13B.")
 @count_option("--hidden", help="Width of the transformer's layers, for --params.")
 @count_option("--layers", help="Number of its layers, for --params.")
 @count_option("--vocab", help="Size of its vocabulary, for --params.")

@@ -10,12 +10,11 @@ from pathlib import Path
 import click
 
 from zlaunch.cli.commands import SETTINGS, Command, count_option
+from zlaunch.cli.estimate import number
 from zlaunch.errors import LaunchError
 
 _VOCAB = 32_000
 _SHAPE = re.compile(r"(?:(\d{1,5})x)?(\d{1,5})")
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)([KMBT]?)")
-_FACTORS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
 
 @click.command(cls=Command, context_settings=SETTINGS, short_help="Write a config and a batch file.")
@@ -60,7 +59,8 @@ def init(
     gpu_mem = gpu_mem or click.prompt(
         "How much memory has a GPU, in GiB", default=24.0, type=click.FloatRange(min=1)
     )
-    numel = _size(params or click.prompt("How many parameters has the model (7B; 0: not known)", default="0"))
+    size = params or click.prompt("How many parameters has the model (7B; 0: not known)", default="0")
+    numel = 0.0 if size.strip() == "0" else number(size.strip())
     world = nodes * count
     batch = batch or click.prompt(
         "How many samples has a step, over all GPUs", default=world, type=click.IntRange(min=1)
@@ -69,24 +69,28 @@ def init(
         below = max(world, batch // world * world)
         raise LaunchError(f"{batch} samples are no multiple of {world} GPUs: take {below} or {below + world}")
     text, said = _config(numel, nodes, count, gpu_mem, seq, batch)
+    job = None
+    if batch_file is not None:
+        from zlaunch.slurm.script import BatchScript, render
+
+        job = render(
+            BatchScript(
+                script=script,
+                script_args=("--config", config),
+                nodes=nodes,
+                gpus_per_node=count,
+                partition=partition,
+                time=time,
+                job_name=Path(script).stem or None,
+            )
+        )
     _write(config, text)
     click.echo(f"{config}: {said}")
     if not os.path.isfile(script):
         click.echo(f"{script}: is not there yet; the README has one of 20 lines")
-    command = f"zlaunch{f' --num_gpus {count}'} {script} --config {config}"
-    if batch_file is not None:
-        from zlaunch.slurm.script import BatchScript, render
-
-        job = BatchScript(
-            script=script,
-            script_args=("--config", config),
-            nodes=nodes,
-            gpus_per_node=count,
-            partition=partition,
-            time=time,
-            job_name=Path(script).stem or None,
-        )
-        _write(batch_file, render(job))
+    command = f"zlaunch --num_gpus {count} {script} --config {config}"
+    if batch_file is not None and job is not None:
+        _write(batch_file, job)
         click.echo(f"{batch_file}: {nodes} node{'s' * (nodes > 1)} with {count} GPU{'s' * (count > 1)} each")
         command = f"sbatch {batch_file}"
     elif nodes > 1:
@@ -106,14 +110,6 @@ def _shape(text: str) -> tuple[int, int]:
     if not nodes or not count:
         raise LaunchError(f"{text!r} GPUs: write a number, or 2x8 for two nodes of eight")
     return nodes, count
-
-
-def _size(text: str) -> float:
-    """Read a number of parameters."""
-    found = _SIZE.fullmatch(text.strip().upper())
-    if not found:
-        raise LaunchError(f"{text!r} parameters: write a number such as 7B, 350M or 0")
-    return float(found[1]) * _FACTORS[found[2]]
 
 
 def _config(numel: float, nodes: int, count: int, gpu_mem: float, seq: int, batch: int) -> tuple[str, str]:

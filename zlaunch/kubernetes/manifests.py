@@ -31,7 +31,7 @@ class KubernetesJob:
     name: str
     image: str
     command: tuple[str, ...]
-    """What each pod runs: zlaunch, its options, the script and its arguments."""
+    """Lists what each pod runs: zlaunch, its options, the script and its arguments."""
     namespace: str | None = None
     nodes: int = 1
     gpus: int = 0

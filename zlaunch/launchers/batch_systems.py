@@ -18,7 +18,7 @@ class BatchJob:
     """Holds a job of a batch system."""
 
     name: str
-    """Its system and number, for the user."""
+    """Names its system and number, for the user."""
     hosts: tuple[str, ...]
 
     @property

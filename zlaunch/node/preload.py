@@ -41,7 +41,7 @@ class Preloader:
         self.pid = pid
         self.connection = connection
         self.env = env
-        """What has been added to its environment."""
+        """Holds what has been added to its environment."""
         self.standby: Preloader | None = None
         """The process that stays behind, once the workers have begun."""
         self._next: socket.socket | None = None

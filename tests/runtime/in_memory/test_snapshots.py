@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import shutil
@@ -17,6 +18,7 @@ import zlaunch
 from tests.runtime.models import batches, config, loss_of, net
 from tests.runtime.workers import join, run_workers
 from zlaunch.runtime.checkpoint.format.tensor_file import CheckpointError
+from zlaunch.runtime.in_memory import transfers
 
 EVERY = 4
 STEPS = 10
@@ -132,6 +134,27 @@ def _disk(folder: str, last: int) -> tuple[int, str | None]:
 def test_the_newer_one_of_disk_and_memory_is_loaded(tmp_path: Path) -> None:
     for steps, path in run_workers(_disk, 2, str(tmp_path), 6):
         assert steps == 6 and path == f"{tmp_path}/disk/global_step6"
+
+
+def _without_room(folder: str) -> str:
+    rank = join()
+    engine = engine_of(folder, [0, 1], 3)
+    engine.client_state = dict
+
+    def full(path: Path, size: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    if rank == 1:
+        transfers._make_room = full
+    with pytest.raises(CheckpointError) as caught:
+        train(engine, 0, STEPS)
+        engine.checkpoints._snapshots.wait()
+    return str(caught.value)
+
+
+def test_a_node_without_room_for_a_copy_ends_all_ranks_with_its_name(tmp_path: Path) -> None:
+    for said in run_workers(_without_room, 2, str(tmp_path)):
+        assert "rank 1: " in said and "node1/engine_0" in said and "no space left" in said
 
 
 def _without_state(folder: str) -> str:

@@ -59,9 +59,10 @@ def test_models_of_any_size(params: str) -> None:
     [
         ({"gpus": "many"}, "'many' GPUs: write a number, or 2x8"),
         ({"gpus": "0"}, "'0' GPUs: write a number"),
-        ({"params": "seven"}, "'seven' parameters: write a number such as 7B"),
+        ({"params": "seven"}, "'seven' is no number of 1 or more, such as 13e9 or 13B"),
         ({"batch": "100"}, "100 samples are no multiple of 16 GPUs: take 96 or 112"),
         ({"params": "900T"}, "does not fit on 16 GPUs of 80 GiB"),
+        ({"time": "soon"}, "--time 'soon': write it as 90"),
         ({"config": "none/ds.json"}, "none/ds.json: cannot be written: No such file"),
     ],
 )

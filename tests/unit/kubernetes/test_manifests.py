@@ -16,7 +16,7 @@ from zlaunch.launchers.pods import read_pod
 
 
 def manifest(*words: str) -> dict[str, Any]:
-    """What `zlaunch k8s script` prints."""
+    """Returns what `zlaunch k8s script` prints."""
     result = CliRunner().invoke(k8s, ["script", *words])
     assert result.exit_code == 0, result.output
     found: dict[str, Any] = yaml.safe_load(result.output)
