@@ -54,7 +54,7 @@ def read_environment() -> Environment:
     return Environment(
         rank=_integer("RANK", 0),
         local_rank=_integer("LOCAL_RANK", 0),
-        world_size=_integer("WORLD_SIZE", 1),
+        world_size=_integer("WORLD_SIZE", _integer("OMPI_COMM_WORLD_SIZE", _integer("PMI_SIZE", 1))),
         local_world_size=_integer("LOCAL_WORLD_SIZE", _integer("LOCAL_SIZE", 1)),
         has_rendezvous=all(os.environ.get(k) for k in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")),
         run_dir=os.environ.get("ZLAUNCH_RUN_DIR") or None,

@@ -25,7 +25,8 @@ FINISHED = frozenset(
 _KEPT = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS")
 _SUBMIT_TIMEOUT_S = 300.0
 _QUERY_TIMEOUT_S = 60.0
-_PATIENCE_S = 600.0
+PATIENCE_S = 600.0
+"""Seconds in which SLURM may be silent, as on a busy cluster."""
 _CHUNK_BYTES = 1 << 20
 _CHUNKS_A_POLL = 64
 
@@ -109,7 +110,7 @@ def follow(
             try:
                 found = state(job_id)
             except SlurmError:
-                if now - answered > _PATIENCE_S:
+                if now - answered > PATIENCE_S:
                     raise
             else:
                 # Between a preemption and the requeue a job looks finished: the second such answer counts.
@@ -238,6 +239,18 @@ def own_jobs() -> list[dict[str, str]]:
         raise SlurmError(f"squeue: {_complaint(result)}")
     rows = (line.strip().split("|") for line in result.stdout.splitlines())
     return [dict(zip(names, row, strict=True)) for row in rows if len(row) == len(names)]
+
+
+def own_tasks(comment: str) -> list[tuple[str, str]]:
+    """Return this user's array tasks in SLURM's queue that have a comment: id, such as 12_3, and state.
+
+    Raises SlurmError.
+    """
+    result = _run(["squeue", "-h", "-r", "--me", "-o", "%i|%T|%k"], _QUERY_TIMEOUT_S)
+    if result.returncode:
+        raise SlurmError(f"squeue: {_complaint(result)}")
+    rows = [line.strip().split("|", 2) for line in result.stdout.splitlines()]
+    return [(row[0], row[1]) for row in rows if len(row) == 3 and row[2].strip() == comment and "_" in row[0]]
 
 
 def cancel(job_id: str) -> None:

@@ -69,6 +69,8 @@ class BatchScript:
     """Let SLURM start the job again after a preemption or a failed node."""
     sbatch: tuple[str, ...] = ()
     """More options of sbatch, as they are: `--nice=5`."""
+    line: str | None = None
+    """A line of shell that takes this shell's place, instead of the one that runs zlaunch."""
 
     def __post_init__(self) -> None:
         for option, number in (("nodes", self.nodes), ("cpus-per-task", self.cpus_per_task)):
@@ -142,7 +144,7 @@ def render(batch: BatchScript) -> str:
         f"set -euo pipefail\n\n{_LEFT_OVER}{_environment(batch)}",
         _activation(batch),
         "".join(f"{line}\n" for line in batch.setup),
-        (_SIGNAL_COMMENT if batch.signal else _EXEC_COMMENT) + f"exec {shlex.join(_command(batch))}\n",
+        (_SIGNAL_COMMENT if batch.signal else _EXEC_COMMENT) + f"exec {batch.line or command_line(batch)}\n",
     ]
     return "\n".join(filter(None, blocks))
 
@@ -201,7 +203,8 @@ def _activation(batch: BatchScript) -> str:
     return "\n".join([comment, "set +u", *lines, "set -u", ""])
 
 
-def _command(batch: BatchScript) -> list[str]:
+def command_line(batch: BatchScript) -> str:
+    """Return the line of shell that runs zlaunch."""
     program = [batch.python, "-m", "zlaunch"] if batch.python else ["zlaunch"]
     requeue = ["--requeue"] * batch.requeue
-    return [*program, *requeue, *batch.zlaunch_args, batch.script, *batch.script_args]
+    return shlex.join([*program, *requeue, *batch.zlaunch_args, batch.script, *batch.script_args])

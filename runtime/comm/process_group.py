@@ -63,8 +63,8 @@ def init_distributed(
             dist.init_process_group(backend, **options)
         elif environment.world_size > 1:
             raise RuntimeError(
-                "WORLD_SIZE is set but not all of RANK, MASTER_ADDR, MASTER_PORT: "
-                "start with zlaunch or torchrun"
+                f"this is one of {environment.world_size} ranks, but not all of RANK, WORLD_SIZE, "
+                "MASTER_ADDR and MASTER_PORT are set: start with zlaunch or torchrun"
             )
         else:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

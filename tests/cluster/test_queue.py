@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import subprocess
@@ -103,6 +104,68 @@ def test_slurm_has_the_same_words(cluster: Testbed, tmp_path: Path) -> None:
         done = shell.call(*arguments)
         assert done.returncode == 2 and text in done.stderr, (arguments, done)
         assert len(done.stderr.splitlines()) == 1, done.stderr
+
+
+TRIAL = """
+import os, sys, time
+import zlaunch
+x = float(sys.argv[1].partition("=")[2])
+for step in range(1, 4 if x < 3 else 6):
+    zlaunch.report(step=step, loss=x)
+    while not os.path.exists("go"):
+        time.sleep(0.05)
+while x == 4:
+    time.sleep(1)
+raise SystemExit(9 if x == 2 else 0)
+"""
+
+
+def test_a_sweep_is_an_array_of_slurm(cluster: Testbed, tmp_path: Path) -> None:
+    shell = Shell(tmp_path, {**cluster.env(), "PYTHONPATH": str(ROOT)})
+    (tmp_path / "trial.py").write_text(TRIAL)
+    (tmp_path / "grid.yaml").write_text(
+        "parameters:\n  --x: [0, 1, 2, 3, 4]\nearly_stopping: {min_steps: 5, factor: 2}\n"
+    )
+    where = tmp_path / "a folder"
+    arguments = (
+        "--dir",
+        str(where),
+        "--at_once=4",
+        "grid.yaml",
+        "--no_local_rank",
+        "--num_gpus=1",
+        "trial.py",
+    )
+
+    def tasks() -> dict[str, str]:
+        return {job["id"]: job["state"] for job in json.loads(shell.say("queue", "--json"))}
+
+    first = subprocess.Popen(
+        [sys.executable, "-m", "zlaunch", "sweep", *arguments], cwd=tmp_path, env=shell.env
+    )
+    wait_until(lambda: len(tasks()) >= 5, lambda: f"five tasks: {tasks()}")
+    wait_until(lambda: list(tasks().values()).count("RUNNING") == 4, lambda: f"four run: {tasks()}")
+    first.kill()
+    first.wait()
+    for path in where.glob("*/slurm_task"):
+        path.unlink()  # as if it had been killed before it noted them
+    process = subprocess.Popen(
+        [sys.executable, "-m", "zlaunch", "sweep", *arguments],
+        cwd=tmp_path,
+        env=shell.env,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    (tmp_path / "go").touch()
+    out, _ = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 0 and "5 trials in" in out and "5 known" in out, out
+    with open(where / "results.csv", newline="") as file:
+        states = [row["state"] for row in csv.DictReader(file)]
+    assert states == ["done", "done", "failed 9", "done", "stopped early"], states
+    again = shell.call("sweep", *arguments)
+    assert again.returncode == 0 and "5 known" in again.stdout and not tasks()
+    refused = shell.call("sweep", "grid.yaml", "--sbatch=--array=3", "trial.py")
+    assert refused.returncode == 2 and "job array has its own" in refused.stderr
 
 
 def test_a_function_runs_as_a_job_of_slurm(cluster: Testbed, tmp_path: Path) -> None:

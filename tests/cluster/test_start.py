@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import socket
 import subprocess
 import sys
@@ -15,6 +17,7 @@ from tests.cluster.testbed import Testbed
 from tests.e2e.helpers import Launch
 from tests.limits import LIMIT_S, wait_until
 
+SUBNET = "10.79.0.0/24"
 ARGS = ("a b", "$HOME", "quote'\"", "line\nbreak", "é\u4e2d", "*", "")
 
 SHOW = """
@@ -25,8 +28,6 @@ SHOW = """
 
 
 def test_arguments_and_environment_survive(cluster: Testbed, tmp_path: Path) -> None:
-    import json
-
     env = {"HF_SECRET": "t$k'e\"n \n é", "NOT_LISTED": "x"}
     launch = start(cluster, tmp_path, "--env=MINE=a=b c", script=SHOW, args=ARGS, env=env)
     assert launch.wait() == 0, launch.err
@@ -324,3 +325,59 @@ def test_a_batch_file_is_written_submitted_and_followed(cluster: Testbed, tmp_pa
     sent = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_S)
     assert sent.returncode == 0, sent.stderr + sent.stdout
     assert "world 6 0" in sent.stdout
+
+
+def mpirun(cluster: Testbed) -> tuple[str, ...]:
+    """What starts one task on each node."""
+    agent = ("--mca", "plm_rsh_agent", f"ssh -F {cluster.ssh_config}", "--mca", "oob_tcp_if_include", SUBNET)
+    hosts = ("--host", ",".join(cluster.hosts), "--map-by", "ppr:1:node")
+    return ("mpirun.openmpi", "--allow-run-as-root", *agent, *hosts, "-x", "PYTHONPATH")
+
+
+def test_mpirun_starts_one_launcher_a_node(cluster: Testbed, tmp_path: Path) -> None:
+    script = """
+        import os, torch, torch.distributed as dist
+        dist.init_process_group("gloo")
+        x = torch.tensor(int(os.environ["RANK"]))
+        dist.all_reduce(x)
+        print("sum", x.item(), os.environ["RANK"], os.environ["LOCAL_RANK"], flush=True)
+    """
+    options = ("--num_gpus=2", "--no_local_rank", "--log_ranks=all")
+    prefix = (*mpirun(cluster), "-x", "MASTER_ADDR=n1")
+    launch = Launch(tmp_path, *options, prefix=prefix, script=script)
+    assert launch.wait() == 0, launch.err
+    assert sorted(re.findall(r"sum (\d+) (\d) (\d)", launch.out)) == [
+        ("15", str(rank), str(rank % 2)) for rank in range(6)
+    ]
+    (tmp_path / "x").mkdir()
+    lost = Launch(tmp_path / "x", *options, prefix=mpirun(cluster), script=script)
+    assert lost.wait() == 2 and "not where node 0 is" in lost.err, lost.err
+
+
+def test_mpirun_reaches_the_hosts_of_a_hostfile(cluster: Testbed, tmp_path: Path) -> None:
+    agent = {"OMPI_MCA_plm_rsh_agent": f"ssh -F {cluster.ssh_config}", "OMPI_MCA_oob_tcp_if_include": SUBNET}
+    script = "import os, socket; print(socket.gethostname(), os.environ['RANK'])"
+    options = (f"--hostfile={cluster.hostfile}", "--launcher=openmpi", "--no_local_rank")
+    launch = Launch(tmp_path, *options, script=script, env=agent)
+    assert launch.wait() == 0, launch.err
+    assert [launch.log(rank).split() for rank in range(6)] == [[f"n{1 + r // 2}", str(r)] for r in range(6)]
+
+
+def test_what_record_writes_on_another_node_is_in_the_run(cluster: Testbed, tmp_path: Path) -> None:
+    script = """
+        import os
+        from torch.distributed.elastic.multiprocessing.errors import record
+
+        @record
+        def main():
+            if os.environ["RANK"] == "3":
+                raise ValueError("as it is recorded")
+
+        main()
+    """
+    launch = start(cluster, tmp_path, script=script)
+    assert launch.wait() == 1 and "ValueError: as it is recorded" in launch.err
+    recorded = json.loads((launch.run_dir / "logs" / "error_00003.json").read_text())
+    assert recorded["message"]["message"] == "ValueError: as it is recorded"
+    assert not launch.events("error_file") and not list((launch.run_dir / "logs").glob("error_00001.json"))
+    assert not any("zlaunch-memory" in cluster.enter(host, "ls", "/dev/shm").stdout for host in cluster.hosts)

@@ -29,6 +29,7 @@ PROGRAMS = {
     "slurmctld": "slurm-wlm",
     "slurmd": "slurm-wlm",
     "munged": "munge",
+    "mpirun.openmpi": "openmpi-bin",
     "nsenter": "util-linux",
     "unshare": "util-linux",
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pytest
 from tests.e2e.helpers import ROOT
 from tests.e2e.test_runs import zlaunch
 from tests.limits import LIMIT_S, MATRIX_LIMIT_S, wait_until
+from zlaunch.supervisor.run_record import queued
 
 SCRIPT = """
     import argparse, json, os, time
@@ -98,6 +100,19 @@ def test_a_sweep_that_is_ended_goes_on(folder: Path) -> None:
     assert [row["state"] for row in results(folder)] == ["done"] * 8
 
 
+def test_a_trial_that_never_came_into_the_queue_is_tried(folder: Path) -> None:
+    (folder / "grid.yaml").write_text("parameters:\n  --x: [1, 2]\n")
+    arguments = ("sweep", "grid.yaml", *COMMAND, "--steps=2")
+    own = folder / "sweeps" / "grid" / "002"
+    assert zlaunch(folder, *arguments).returncode == 0
+    shutil.rmtree(own)
+    own.mkdir()
+    queued(str(own), "x", ["localhost"], 1, ["train.py"])  # and the sweep was killed
+    again = zlaunch(folder, *arguments)
+    assert again.returncode == 0 and "2 trials in sweeps/grid, 1 known" in again.stdout
+    assert [row["state"] for row in results(folder)] == ["done"] * 2
+
+
 def test_what_is_behind_is_stopped(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STEP_S", "0.1")
     (folder / "grid.yaml").write_text(
@@ -148,7 +163,7 @@ def test_what_cannot_be_tried_is_refused_before_anything_is_queued(folder: Path)
         (("keys.yaml", *COMMAND[:-1]), "is a key of a config"),
         (("deep.yaml", *COMMAND), "train_batch_size is 1 in the config"),
         (("keys.yaml", "--run_dir=x", *COMMAND), "--run_dir does not go with sweep"),
-        (("keys.yaml", "--queue=slurm", "train.py"), "--queue slurm"),
+        (("--at_once=2", "keys.yaml", *COMMAND), "--at_once: SLURM's"),
         (("keys.yaml",), "no script given"),
     ):
         done = zlaunch(folder, "sweep", *arguments)

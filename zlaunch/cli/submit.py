@@ -8,12 +8,15 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import click
 
 from zlaunch.cli.commands import SETTINGS, Command, count_option, with_options
 from zlaunch.cli.launch_options import LAUNCH
+
+if TYPE_CHECKING:
+    from zlaunch.slurm.script import BatchScript
 
 QueueName = Literal["local", "slurm"]
 _SLOTS = ("num_gpus", "num_nodes", "include", "exclude")
@@ -139,6 +142,7 @@ def enqueue(asked: Asked) -> tuple[int, Path]:
     from zlaunch.supervisor.detach import CONSOLE_LOG
     from zlaunch.supervisor.found_runs import find_run, meant
     from zlaunch.supervisor.run_folder import make_run_dir
+    from zlaunch.system.processes import uninterrupted
 
     _, command, options, given, about = asked
     if given["requeue"]:
@@ -167,21 +171,23 @@ def enqueue(asked: Asked) -> tuple[int, Path]:
         preemptible=about["preemptible"],
         grace_s=o.grace_s,
     )
-    lock = make_run_dir(path)
-    assert lock is not None
-    if (path / "launcher.json").exists():
-        raise click.UsageError(f"--run_dir {given['run_dir']}: there has been a run in it: take another")
     per_node = demand.per_node or max(map(len, demand.pool.values()))
     shown = without_secrets([*(word for _, word in options), *command])
-    run_record.queued(str(path), o.run_id, tuple(demand.pool)[: demand.nodes], demand.nodes * per_node, shown)
-    (path / CONSOLE_LOG).touch()
-    os.close(lock)  # the next to hold it is the run's launcher
     environ = {name: value for name, value in os.environ.items() if name != "ZLAUNCH_RUN_ID"}
-    try:
-        job = store.add(submission, environ)
-    except BaseException:
-        run_record.left_queue(path, 2)
-        raise
+    with uninterrupted():  # what is marked as queued is in the queue
+        lock = make_run_dir(path)
+        assert lock is not None
+        if (path / "launcher.json").exists():
+            raise click.UsageError(f"--run_dir {given['run_dir']}: there has been a run in it: take another")
+        nodes, workers = tuple(demand.pool)[: demand.nodes], demand.nodes * per_node
+        run_record.queued(str(path), o.run_id, nodes, workers, shown)
+        (path / CONSOLE_LOG).touch()
+        os.close(lock)  # the next to hold it is the run's launcher
+        try:
+            job = store.add(submission, environ)
+        except BaseException:
+            run_record.left_queue(path, 2)
+            raise
     return job, path
 
 
@@ -211,10 +217,26 @@ def _umask() -> int:
 
 
 def _submit_to_slurm(asked: Asked) -> int:
-    from zlaunch.cli.run import check_command
-    from zlaunch.slurm.commands import has_gpus
     from zlaunch.slurm.commands import submit as hand_over
-    from zlaunch.slurm.script import BatchScript, render
+    from zlaunch.slurm.script import render
+
+    batch = batch_of(asked)
+    with tempfile.TemporaryDirectory(prefix="zlaunch-") as folder:  # sbatch keeps a copy
+        path = Path(folder, f"{Path(batch.script).stem or 'job'}.sbatch")
+        path.write_bytes(os.fsencode(render(batch)))
+        job = hand_over(path)
+    print(job)
+    if not asked.given["quiet"]:
+        print(f"zlaunch: job {job} of SLURM: zlaunch queue, cancel {job}; slurm-{job}.out", file=sys.stderr)
+    return 0
+
+
+def batch_of(asked: Asked) -> BatchScript:
+    """Return the sbatch file of a run. Raises click.UsageError and LaunchError."""
+    from zlaunch.cli.run import check_command
+    from zlaunch.plan.checks import check_configs
+    from zlaunch.slurm.commands import has_gpus
+    from zlaunch.slurm.script import BatchScript
 
     _, command, options, given, about = asked
     for name, instead in (
@@ -230,7 +252,11 @@ def _submit_to_slurm(asked: Asked) -> int:
         if not run.isdecimal():
             raise click.UsageError(f"--after {run}: with --queue slurm it takes the id of a job")
     check_command(command, module=given["module"], no_python=given["no_python"], folder=given["workdir"])
-    count = given["num_gpus"]
+    count, nodes = given["num_gpus"], given["num_nodes"] or 1
+    # Warnings are rank 0's to say.
+    check_configs(
+        command, module=given["module"], folder=given["workdir"], world_size=count and count * nodes
+    )
     gpus = count if count is not None and has_gpus() else None
     words = [
         word for name, word in options if name not in ("num_nodes", "requeue", "num_gpus" if gpus else "")
@@ -238,11 +264,11 @@ def _submit_to_slurm(asked: Asked) -> int:
     extra = [*about["sbatch"]]
     if about["after"]:
         extra.append(f"--dependency=afterok:{':'.join(about['after'])}")
-    batch = BatchScript(
+    return BatchScript(
         script=command[0],
         script_args=command[1:],
         zlaunch_args=tuple(words),
-        nodes=given["num_nodes"] or 1,
+        nodes=nodes,
         gpus_per_node=gpus,
         time=about["limit"],
         job_name=Path(command[0]).stem or None,
@@ -250,11 +276,3 @@ def _submit_to_slurm(asked: Asked) -> int:
         requeue=given["requeue"] or about["preemptible"],
         sbatch=tuple(extra),
     )
-    with tempfile.TemporaryDirectory(prefix="zlaunch-") as folder:  # sbatch keeps a copy
-        path = Path(folder, f"{Path(command[0]).stem or 'job'}.sbatch")
-        path.write_bytes(os.fsencode(render(batch)))
-        job = hand_over(path)
-    print(job)
-    if not given["quiet"]:
-        print(f"zlaunch: job {job} of SLURM: zlaunch queue, cancel {job}; slurm-{job}.out", file=sys.stderr)
-    return 0

@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from zlaunch.cli.commands import SETTINGS, Command
-from zlaunch.cli.run import prepare
-from zlaunch.cli.submit import Asked, enqueue, read_line, submit
+from zlaunch.cli.submit import Asked, read_line, submit
+from zlaunch.cli.sweep_queues import LocalQueue, SlurmQueue, TrialQueue
 from zlaunch.errors import LaunchError
 
 if TYPE_CHECKING:
-    from zlaunch.queue.store import Store
     from zlaunch.sweep.space import SweepSpace
     from zlaunch.sweep.trials import SweepTrial
 
@@ -29,24 +28,33 @@ _POLL_S = 0.5
     cls=Command, context_settings=_SETTINGS, short_help="Try many values of a script's parameters."
 )
 @click.option("--dir", "folder", metavar="DIR", help="For all results.  [default: sweeps/NAME of FILE]")
+@click.option("--at_once", type=click.IntRange(1), metavar="N", help="SLURM: so many runs at a time.")
 @click.argument("file", metavar="FILE")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="[SUBMIT OPTIONS] SCRIPT [ARGS]...")
-def sweep(folder: str | None, file: str, command: tuple[str, ...]) -> int:
-    """Run SCRIPT with many values of its parameters, each as `zlaunch submit` does, and show the best.
+def sweep(folder: str | None, at_once: int | None, file: str, command: tuple[str, ...]) -> int:
+    """Run SCRIPT with many values of its parameters, each as `zlaunch submit` does, and show the best; in
+    SLURM as a job array.
 
     FILE lists them: a grid or random samples in YAML, or rows of a CSV. A name like --hidden is an argument
     of the script, one like optimizer.params.lr a key of its config. With early_stopping runs that are behind
     others are stopped. The same command goes on where it was ended; Ctrl-C leaves the queued runs alone.
     """
     from zlaunch.sweep.space import read_space
-    from zlaunch.sweep.trials import open_trials
+    from zlaunch.sweep.trials import digits_of, open_trials
 
     asked = _asked(command)
     space = read_space(Path(file))
     where = Path(folder if folder is not None else f"sweeps/{Path(file).stem}")
     config = _config_of(asked, space)
-    trials = open_trials(where, space, command)
-    running = _Sweep(where, space, trials)
+    if at_once is not None and asked.queue != "slurm":
+        raise click.UsageError("--at_once: SLURM's; here a hostfile with `localhost slots=N` is the limit")
+    queue: TrialQueue
+    if asked.queue == "slurm":
+        queue = SlurmQueue(where, digits_of(space), at_once)
+    else:
+        queue = LocalQueue(where)
+    trials = open_trials(where, space, command, queue.standing, asked.queue)
+    running = _Sweep(where, space, trials, queue)
     try:
         running.begin(asked, config)
         running.follow()
@@ -62,11 +70,9 @@ def _asked(words: Sequence[str]) -> Asked:
     """Read the command line behind FILE. Raises click.UsageError."""
     context = submit.make_context("zlaunch sweep", list(words))
     given = dict(context.params)
-    asked = read_line(context, given.pop("command"), given.pop("chosen_queue") or "local", given)
+    asked = read_line(context, given.pop("command"), given.pop("chosen_queue"), given)
     if not asked.command:
         raise click.UsageError("no script given; see zlaunch sweep --help")
-    if asked.queue == "slurm":
-        raise click.UsageError("--queue slurm: a sweep goes to zlaunch's own queue alone")
     if asked.given["run_dir"] is not None:
         raise click.UsageError("--run_dir does not go with sweep: --dir DIR, before FILE")
     return asked
@@ -91,39 +97,35 @@ def _config_of(asked: Asked, space: SweepSpace) -> str | None:
 class _Sweep:
     """Puts trials into the queue, follows them, and says what they show."""
 
-    def __init__(self, folder: Path, space: SweepSpace, trials: Sequence[SweepTrial]) -> None:
-        from zlaunch.queue.store import Store
-        from zlaunch.queue.wake import queue_folder
+    def __init__(
+        self, folder: Path, space: SweepSpace, trials: Sequence[SweepTrial], queue: TrialQueue
+    ) -> None:
         from zlaunch.sweep.stopping import SuccessiveHalving
 
-        self.folder, self.space, self.trials = folder, space, trials
-        self.queue = queue_folder()
-        self.store: Store = Store(self.queue)
+        self.folder, self.space, self.trials, self.queue = folder, space, trials, queue
         rules = space.early_stopping
         self.halving = None if rules is None else SuccessiveHalving(rules, space.goal)
 
     def begin(self, asked: Asked, config: str | None) -> None:
         """Put every trial that is not there yet into the queue."""
-        from zlaunch.queue.wake import ensure_daemon
-
+        self.queue.look()
         raw = None if config is None else _load(os.path.join(asked.given["workdir"] or "", config))
-        begun = [trial for trial in self.trials if trial.is_begun]
-        new = [_of_trial(asked, trial, config, raw) for trial in self.trials if not trial.is_begun]
-        for each in new:  # before anything is queued
-            prepare(each.command, dict(each.given))
-        for each in new:
-            enqueue(each)
-            ensure_daemon(self.queue)
-        click.echo(f"{len(self.trials)} trials in {self.folder}" + f", {len(begun)} known" * bool(begun))
+        new = {
+            trial.number: _of_trial(asked, trial, config, raw) for trial in self.trials if not trial.is_begun
+        }
+        for each in new.values():  # before anything is queued
+            self.queue.check(each)
+        self.queue.submit(asked, new)
+        known = len(self.trials) - len(new)
+        click.echo(f"{len(self.trials)} trials in {self.folder}" + f", {known} known" * bool(known))
 
     def follow(self) -> None:
         """Wait for all trials; stop those that are behind."""
-        from zlaunch.queue.ending import cancel_job
-        from zlaunch.queue.wake import wake
         from zlaunch.sweep.trials import write_results
 
         left = list(self.trials)
         while True:
+            self.queue.look()
             for trial in list(left):
                 has_ended = trial.has_ended  # asked first: what comes afterwards is still read
                 new = trial.read()
@@ -133,10 +135,8 @@ class _Sweep:
                     click.echo(f"{trial.number:3d}  {_shown(trial.values)}: {_outcome(trial)}")
                     write_results(self.folder, self.trials)
                 elif is_behind and not trial.is_stopped:
+                    self.queue.cancel(trial.folder)
                     trial.stop()
-                    if (job := self.store.of_run(trial.folder)) is not None:
-                        cancel_job(self.store, job)
-                        wake(self.queue)
             if not left:
                 return
             time.sleep(_POLL_S)

@@ -1,16 +1,22 @@
-"""Read the hosts of a job from the variables of PBS, LSF and Grid Engine. Their launcher is ssh's."""
+"""Read the hosts of a job from the variables of PBS, LSF and Grid Engine, or from Flux. Their launcher is
+ssh's.
+"""
 
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from zlaunch.errors import LaunchError
+from zlaunch.hostfiles.hostlist import HostListError, expand
 from zlaunch.plan.options import own_names
 
 _INSIDE = ("ZLAUNCH_RUN_ID", "LOCAL_RANK")
 """A worker has them: the rest is about its own run."""
+_FLUX_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +44,26 @@ def read_job(environ: Mapping[str, str]) -> BatchJob | None:
         return _job("Grid Engine", environ.get("JOB_ID"), _first_words(path, "PE_HOSTFILE"))
     if text := environ.get("LSB_MCPU_HOSTS"):  # host, slots, host, slots
         return _job("LSF", environ.get("LSB_JOBID"), text.split()[::2])
+    if "FLUX_URI" in environ and shutil.which("flux"):  # inside of an instance, as of `flux batch`
+        return _job("Flux", environ.get("FLUX_JOB_ID"), _flux_hosts())
     return None
+
+
+def _flux_hosts() -> list[str]:
+    """Ask Flux for the hosts of this job, or of the instance. Raises LaunchError."""
+    command = ["flux", "hostlist", "local"]
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_FLUX_TIMEOUT_S
+        )
+        if done.returncode == 0:
+            return list(expand(done.stdout.strip()))
+        why = done.stderr.strip() or f"exit code {done.returncode}"
+    except subprocess.TimeoutExpired:
+        why = f"no answer for {_FLUX_TIMEOUT_S:.0f} s"
+    except (OSError, HostListError) as error:
+        why = str(error)
+    raise LaunchError(f"`{' '.join(command)}`: {why}; give a --hostfile, or --launcher local") from None
 
 
 def _job(system: str, number: str | None, hosts: Iterable[str]) -> BatchJob | None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from zlaunch.errors import LaunchError
+from zlaunch.launchers.mpi_tasks import check_alone, read_task
 
 if TYPE_CHECKING:
     from zlaunch.slurm.environment import Allocation
@@ -69,7 +70,7 @@ def take_pod(given: dict[str, Any], allocation: Allocation | None) -> None:
         return
     for warning in half_said(os.environ):
         print(f"zlaunch: warning: {warning}", file=sys.stderr)
-    pod = read_pod(os.environ)
+    pod = read_pod(os.environ) or _of_mpi(os.environ, given["master_addr"])
     if pod is None:
         alone = not any(name in os.environ for name in _INSIDE)
         if alone and given["include"] is None and given["exclude"] is None:
@@ -87,6 +88,21 @@ def take_pod(given: dict[str, Any], allocation: Allocation | None) -> None:
     given["num_gpus"] = given["num_gpus"] or pod.workers
     given["master_addr"] = given["master_addr"] or pod.master_addr
     given["master_port"] = given["master_port"] or pod.master_port
+
+
+def _of_mpi(environ: Mapping[str, str], master_addr: str | None) -> Pod | None:
+    """Return this node's place among those that mpirun and its like have started zlaunch on."""
+    task = None if any(name in environ for name in _INSIDE) else read_task(environ)
+    if task is None:
+        return None
+    check_alone(task)
+    address = master_addr or environ.get("MASTER_ADDR")
+    if not address:
+        raise LaunchError(
+            f"{task.starter} says that this is node {task.rank} of {task.size}, but not where node 0 is: "
+            "set MASTER_ADDR to its name or address, for all nodes, or give --master_addr"
+        )
+    return Pod(task.rank, task.size, None, address, _number(environ, "MASTER_PORT", 0))
 
 
 def half_said(environ: Mapping[str, str]) -> Iterator[str]:

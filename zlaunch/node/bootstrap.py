@@ -20,6 +20,7 @@ from types import CodeType, ModuleType, TracebackType
 from typing import NoReturn
 
 from zlaunch.errors import ZlaunchError
+from zlaunch.node import error_file
 from zlaunch.node.lost_peers import talk_of
 from zlaunch.system.processes import PASSED_SIGNALS, die_with_parent
 
@@ -53,7 +54,7 @@ def main() -> None:
     signal.signal(signal.SIGUSR1, _note_stop)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_SIGNALS)
     event_fd = _own_event_fd()
-    pid = os.getpid()
+    pid, recorded = os.getpid(), error_file.offer()
     try:
         if mode == "--module":
             _run_module(args)
@@ -71,6 +72,9 @@ def main() -> None:
         if event_fd >= 0 and os.getpid() == pid:  # not from a child that the script forked
             _send_exception(event_fd, error, text)
         sys.exit(1)
+    finally:
+        if os.getpid() == pid:
+            error_file.hand_over(recorded, event_fd)
 
 
 def _bind(cpus: str) -> None:

@@ -52,9 +52,7 @@ def common_env(
 def worker_env(run: RunFacts, node: NodeSpec, rank: int, index: int) -> dict[str, str]:
     """Return what the node's worker number `index` has of its own."""
     env = {"RANK": str(rank), "LOCAL_RANK": str(node.first_local + index), "ROLE_RANK": str(rank)}
-    if (
-        node.host == "localhost"
-    ):  # elsewhere the folder may not be there, and torch would fail in its `record`
+    if node.host == "localhost":  # elsewhere the folder may not be there: the bootstrap offers another
         env["TORCHELASTIC_ERROR_FILE"] = f"{run.run_dir}/logs/error_{rank:05d}.json"
     if node.bound:
         cpus = node.bound[index]

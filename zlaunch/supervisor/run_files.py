@@ -34,11 +34,21 @@ class RunFiles:
         self._unwritten: set[Path] = set()
 
     def event(self, event: Event) -> None:
-        """Write an event with its time."""
+        """Write an event with its time; what torch's `@record` has written elsewhere is a file of its own."""
+        if event["type"] == "error_file":
+            self._error_file(event)
+            return
         try:
             self._events.write(encode({**event, "time": event.get("time", time.time())}))
         except OSError as error:
             self._not_written(self._run_dir / "events.jsonl", error)
+
+    def _error_file(self, event: Event) -> None:
+        path = self._run_dir / "logs" / f"error_{event['rank']:05d}.json"
+        try:
+            path.write_text(str(event.get("text")))
+        except OSError as error:
+            self._not_written(path, error)
 
     def output(self, rank: int, stream: str, data: bytes) -> None:
         """Write what a rank has written."""

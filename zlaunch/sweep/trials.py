@@ -6,16 +6,14 @@ import copy
 import csv
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from zlaunch.errors import LaunchError
-from zlaunch.queue.ending import settle
 from zlaunch.supervisor import run_record
 from zlaunch.supervisor.event_file import EventFile
-from zlaunch.supervisor.found_runs import FoundRun
 from zlaunch.sweep.space import SweepSpace, Values
 
 CONFIG = "config.json"
@@ -32,6 +30,10 @@ class SweepTrial:
     values: Values
     folder: Path
     metric: str
+    standing: Callable[[Path], str]
+    """Tells how the run with a folder stands: `new`, `queued`, `running`, or `ended` and its exit code, or a
+    word where there is none.
+    """
     step: float = 0.0
     """The last step that rank 0 has reported; where it reports none, how often it has reported the metric."""
     last: float | None = None
@@ -69,21 +71,17 @@ class SweepTrial:
     @property
     def is_begun(self) -> bool:
         """Tell whether it has been put into the queue."""
-        return (self.folder / "launcher.json").exists()
+        return self.standing(self.folder) != "new"
 
     @property
     def state(self) -> str:
         """Return `new`, `queued`, `running`, `done`, `stopped early`, or `failed` with its exit code."""
-        known = run_record.read(self.folder)
-        if known is None:
-            return "new"
-        state = settle(FoundRun(self.folder.name, self.folder, known)).state
-        if not state.startswith(("ended", "gone")):
+        state, _, code = self.standing(self.folder).partition(" ")
+        if state != "ended":
             return state
-        known = run_record.read(self.folder) or known  # as it has been settled
-        if known.exit_code == 0:
+        if code == "0":
             return "done"
-        return "stopped early" if self.is_stopped else f"failed {known.exit_code}"
+        return "stopped early" if self.is_stopped else f"failed {code}"
 
     @property
     def has_ended(self) -> bool:
@@ -98,22 +96,33 @@ def _number(value: object) -> float:
         return float("nan")
 
 
-def open_trials(folder: Path, space: SweepSpace, command: Sequence[str]) -> list[SweepTrial]:
+def digits_of(space: SweepSpace) -> int:
+    """Return how many digits the folders of a sweep's trials have."""
+    return max(3, len(str(len(space.trials))))
+
+
+def open_trials(
+    folder: Path,
+    space: SweepSpace,
+    command: Sequence[str],
+    standing: Callable[[Path], str],
+    queue: str = "local",
+) -> list[SweepTrial]:
     """Make a sweep's folder, or go on with it. Raises LaunchError where it has another sweep."""
-    about = json.loads(json.dumps({"command": list(command), "space": asdict(space)}))
+    about = json.loads(json.dumps({"queue": queue, "command": list(command), "space": asdict(space)}))
     path = folder / "sweep.json"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if run_record.read_json(path) != about:
-            if any(folder.glob("*/launcher.json")):
+            if any(folder.glob("*/launcher.json")) or any(standing(p) != "new" for p in folder.glob("*/")):
                 raise LaunchError(f"{folder} has the runs of another sweep or command: give another --dir")
             path.write_text(json.dumps(about, indent=1) + "\n")
-        digits = max(3, len(str(len(space.trials))))
+        digits = digits_of(space)
         trials = []
         for number, values in enumerate(space.trials, start=1):
             own = (folder / f"{number:0{digits}d}").resolve()
             own.mkdir(exist_ok=True)
-            trials.append(SweepTrial(number, dict(values), own, space.metric))
+            trials.append(SweepTrial(number, dict(values), own, space.metric, standing))
     except OSError as error:
         raise LaunchError(f"{error.filename or folder}: {error.strerror}") from None
     return trials

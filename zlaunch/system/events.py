@@ -1,8 +1,9 @@
 """Encode and decode events between worker, agent and controller: JSON lines, each a dict with a "type".
 
-From a worker: exception, metrics, checkpoint, environment, standing (where it has waited for long) and result
-(what a program of ours hands to its command). From an agent also: agent, spawn, output, exit, stopping, error
-and done. To an agent: {"cmd": "kill"} and {"cmd": "stop", "grace_s": 3.0}.
+From a worker: exception, error_file (what torch's `@record` has written), metrics, checkpoint, snapshot,
+environment, standing (where it has waited for long) and result (what a program of ours hands to its command).
+From an agent also: agent, spawn, output, exit, stopping, error and done. To an agent: {"cmd": "kill"} and
+{"cmd": "stop", "grace_s": 3.0}.
 """
 
 from __future__ import annotations
@@ -13,7 +14,16 @@ from typing import Any
 
 Event = dict[str, Any]
 
-WORKER_EVENTS = ("exception", "metrics", "checkpoint", "snapshot", "environment", "standing", "result")
+WORKER_EVENTS = (
+    "exception",
+    "error_file",
+    "metrics",
+    "checkpoint",
+    "snapshot",
+    "environment",
+    "standing",
+    "result",
+)
 """Events that a worker may send; only the agent sends other types."""
 
 _LINE_LIMIT_BYTES = 16 << 20

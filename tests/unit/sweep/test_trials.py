@@ -30,6 +30,11 @@ def test_values_go_into_the_config_or_the_command_line() -> None:
     ]
 
 
+def standing(folder: Path) -> str:
+    """A trial is new until it has a record."""
+    return "ended 3" if (folder / "launcher.json").exists() else "new"
+
+
 def report(folder: Path, *values: dict[str, object], rank: int = 0) -> None:
     with open(folder / "events.jsonl", "a") as file:
         for each in values:
@@ -38,7 +43,7 @@ def report(folder: Path, *values: dict[str, object], rank: int = 0) -> None:
 
 def test_reports_are_read_and_the_best_comes_first(tmp_path: Path) -> None:
     space = SweepSpace(tuple({"--a": number} for number in range(4)), "acc", "max")
-    trials = open_trials(tmp_path / "sweep", space, ("train.py",))
+    trials = open_trials(tmp_path / "sweep", space, ("train.py",), standing)
     report(trials[1].folder, {"step": 1, "acc": 0.5}, {"engine_step": 2, "loss": 1}, {"acc": 0.25})
     report(trials[1].folder, {"step": 9, "acc": 9.0}, rank=1)
     assert trials[1].read() == [(1.0, 0.5), (2.0, 0.25)] and trials[1].read() == []
@@ -57,7 +62,7 @@ def test_reports_are_read_and_the_best_comes_first(tmp_path: Path) -> None:
 
 
 def test_reports_without_steps_are_counted(tmp_path: Path) -> None:
-    [trial] = open_trials(tmp_path, SweepSpace(({"--a": 1},)), ("train.py",))
+    [trial] = open_trials(tmp_path, SweepSpace(({"--a": 1},)), ("train.py",), standing)
     report(trial.folder, {"loss": 3}, {"loss": 2})
     assert trial.read() == [(1.0, 3.0), (2.0, 2.0)]
     report(trial.folder, {"step": 0, "loss": 1}, {"loss": 0})
@@ -66,9 +71,9 @@ def test_reports_without_steps_are_counted(tmp_path: Path) -> None:
 
 def test_a_folder_of_another_sweep_is_refused(tmp_path: Path) -> None:
     space = SweepSpace(({"--a": 1},))
-    open_trials(tmp_path, space, ("tarin.py",))  # nothing has begun: it may be corrected
-    [trial] = open_trials(tmp_path, space, ("train.py",))
+    open_trials(tmp_path, space, ("tarin.py",), standing)  # nothing has begun: it may be corrected
+    [trial] = open_trials(tmp_path, space, ("train.py",), standing)
     (trial.folder / "launcher.json").write_text("{}")
-    open_trials(tmp_path, space, ("train.py",))
+    open_trials(tmp_path, space, ("train.py",), standing)
     with pytest.raises(LaunchError, match="another sweep or command"):
-        open_trials(tmp_path, space, ("other.py",))
+        open_trials(tmp_path, space, ("other.py",), standing)

@@ -23,6 +23,7 @@ from torch.distributed import (
     new_group,
 )
 
+from zlaunch.compat.deepspeed import mpi
 from zlaunch.compat.deepspeed.logged_calls import logged
 from zlaunch.compat.deepspeed.missing import missing_function
 from zlaunch.runtime.comm.process_group import close_all
@@ -64,9 +65,11 @@ def init_distributed(
     world_size: int = -1,
     **ignored: Any,
 ) -> None:
-    """Set up torch.distributed from the environment, or from these arguments, once; a lone process without an
-    environment is a world of one.
+    """Set up torch.distributed from the environment, that of MPI included, or from these arguments, once; a
+    lone process without an environment is a world of one.
     """
+    if auto_mpi_discovery:
+        mpi.discover(distributed_port)
     if not dist.is_initialized() and (init_method is not None or (rank >= 0 and world_size > 0)):
         device = torch.cuda.is_available() and dist_backend != "gloo"
         environment = read_environment()

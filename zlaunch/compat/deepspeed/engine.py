@@ -13,7 +13,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
-from zlaunch.compat.deepspeed import sequence_groups
+from zlaunch.compat.deepspeed import mpi, sequence_groups
 from zlaunch.compat.deepspeed.axes import count_samples_once, take_over_sizes
 from zlaunch.compat.deepspeed.experts import refuse_foreign_experts
 from zlaunch.compat.deepspeed.getters import ConfigGetters
@@ -351,6 +351,7 @@ def initialize(
     """Call ``zlaunch.initialize`` with DeepSpeed's engine. A model that another engine has is taken from
     it.
     """
+    mpi.discover(distributed_port)
     chosen = choose_config(args, config, config_params)
     if model is not None:
         refuse_foreign_experts(model)

@@ -1,0 +1,138 @@
+"""Run many command lines as one job array of SLURM's: the run in folder N is the array's task N."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shlex
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from zlaunch.errors import LaunchError
+from zlaunch.slurm.commands import FINISHED, PATIENCE_S, cancel, own_tasks, state, submit
+from zlaunch.slurm.environment import SlurmError
+from zlaunch.slurm.script import BatchScript, command_line, render
+from zlaunch.supervisor import run_record
+from zlaunch.system.processes import uninterrupted
+
+_TASK = "slurm_task"
+"""File in a run's folder with its task's id, such as 1234_7."""
+_WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD")
+_ASK_S = 5.0
+"""Seconds between questions to SLURM."""
+
+
+class JobArray:
+    """Holds the runs of a folder whose subfolders have numbers of so many digits, such as 007."""
+
+    def __init__(self, folder: Path, digits: int) -> None:
+        self._folder, self._digits = folder.resolve(), digits
+        self._mark = f"zlaunch-array-{hashlib.sha256(os.fsencode(self._folder)).hexdigest()[:16]}"
+        """Comment of its jobs in SLURM, by which they are found again also after a kill of who submitted."""
+        self._tasks: dict[int, tuple[str, str]] = {}
+        """Task in SLURM's queue -> its id, its state."""
+        self._gone: dict[int, int] = {}
+        """Task -> how often in a row it was not in the queue: not between a preemption and the requeue."""
+        self._endings: dict[int, str] = {}
+        """Task -> its last state in SLURM's words, where its launcher has left no end."""
+        self._asked = self._answered = -PATIENCE_S
+
+    def submit(self, batch: BatchScript, commands: Mapping[int, BatchScript], at_once: int | None) -> None:
+        """Have each command run in its folder, as task of one array with the options of `batch`.
+
+        Raises SlurmError with sbatch's words, and LaunchError where a file cannot be written.
+        """
+        numbers = _ranges(sorted(commands)) + (f"%{at_once}" if at_once is not None else "")
+        number = f'"$(printf %0{self._digits}d "$SLURM_ARRAY_TASK_ID")"'
+        array = replace(
+            batch,
+            array=numbers,
+            job_name=self._folder.name,
+            output=f"{str(self._folder).replace('%', '%%')}/%{self._digits}a/slurm.out",
+            line=f"bash {shlex.quote(str(self._folder))}/{number}/command.sh",
+            sbatch=(*batch.sbatch, f"--comment={self._mark}"),
+        )
+        path = self._folder / "array.sbatch"
+        try:
+            for each, command in commands.items():
+                text = f"exec {command_line(command)}\n"
+                (self._of(each) / "command.sh").write_bytes(os.fsencode(text))
+            path.write_bytes(os.fsencode(render(array)))
+            with uninterrupted():
+                job = submit(path)
+                for each in commands:
+                    self._note(each, f"{job}_{each}")
+        except OSError as error:
+            raise LaunchError(f"{error.filename}: {error.strerror}") from None
+        self._asked = -PATIENCE_S
+
+    def look(self) -> None:
+        """Ask SLURM how the runs stand, unless it has just been asked. Raises SlurmError when it has not
+        answered for ten minutes.
+        """
+        now = time.monotonic()
+        if now - self._asked < _ASK_S:
+            return
+        self._asked = now
+        try:
+            found = own_tasks(self._mark)
+        except SlurmError:
+            if now - self._answered > PATIENCE_S:
+                raise
+            return
+        self._answered = now
+        self._tasks = {}
+        for task, word in found:
+            number = int(task.rpartition("_")[2])
+            self._tasks[number] = task, word
+            self._gone.pop(number, None)
+            if not (self._of(number) / _TASK).exists():
+                self._note(number, task)
+        for path in self._folder.glob(f"*/{_TASK}"):
+            if (number := int(path.parent.name)) not in self._tasks:
+                self._gone[number] = self._gone.get(number, 0) + 1
+
+    def standing(self, folder: Path) -> str:
+        """Return `new`, `queued`, `running`, or `ended` and the exit code, or SLURM's word for the end."""
+        if not folder.name.isdecimal() or not (folder / _TASK).exists():
+            return "new"
+        number = int(folder.name)
+        if number in self._tasks:
+            return "queued" if self._tasks[number][1] in _WAITING else "running"
+        known = run_record.read(folder)
+        if known is not None and known.ended is not None:
+            return f"ended {known.exit_code}"
+        if self._gone.get(number, 0) < 2:
+            return "running"
+        if number not in self._endings:
+            try:
+                found = state((folder / _TASK).read_text().strip())
+            except SlurmError:
+                return "running"
+            self._endings[number] = "0" if found == "COMPLETED" else found
+        return f"ended {self._endings[number]}"
+
+    def cancel(self, folder: Path) -> None:
+        """End a run, or take it out of the queue. Raises SlurmError where SLURM cannot be asked."""
+        known = self._tasks.get(int(folder.name))
+        if known is not None and state(known[0]) not in FINISHED:
+            cancel(known[0])
+
+    def _of(self, number: int) -> Path:
+        return self._folder / f"{number:0{self._digits}d}"
+
+    def _note(self, number: int, task: str) -> None:
+        (self._of(number) / _TASK).write_text(f"{task}\n")
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Write ascending numbers as sbatch's --array takes them: `1-3,7`."""
+    found: list[list[int]] = []
+    for number in numbers:
+        if found and number == found[-1][-1] + 1:
+            found[-1].append(number)
+        else:
+            found.append([number])
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in found)
