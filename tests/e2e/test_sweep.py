@@ -100,7 +100,9 @@ def test_a_sweep_that_is_ended_goes_on(folder: Path) -> None:
     assert [row["state"] for row in results(folder)] == ["done"] * 8
 
 
-def test_a_trial_that_never_came_into_the_queue_is_tried(folder: Path) -> None:
+def test_a_trial_that_never_came_into_the_queue_is_tried(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (folder / "grid.yaml").write_text("parameters:\n  --x: [1, 2]\n")
     arguments = ("sweep", "grid.yaml", *COMMAND, "--steps=2")
     own = folder / "sweeps" / "grid" / "002"
@@ -108,6 +110,7 @@ def test_a_trial_that_never_came_into_the_queue_is_tried(folder: Path) -> None:
     shutil.rmtree(own)
     own.mkdir()
     queued(str(own), "x", ["localhost"], 1, ["train.py"])  # and the sweep was killed
+    monkeypatch.setenv("XDG_STATE_HOME", str(folder / "other"))  # a queue that has never had it
     again = zlaunch(folder, *arguments)
     assert again.returncode == 0 and "2 trials in sweeps/grid, 1 known" in again.stdout
     assert [row["state"] for row in results(folder)] == ["done"] * 2

@@ -415,7 +415,7 @@ def test_follow_gives_up_on_a_silent_slurm(
     bin_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     programs(bin_folder, squeue=SILENT, scontrol=SILENT)
-    monkeypatch.setattr(queue, "_PATIENCE_S", 0.02)
+    monkeypatch.setattr(queue, "PATIENCE_S", 0.02)
     with pytest.raises(SlurmError, match="Unable to contact"):
         queue.follow("7", tmp_path / "none", bytes, poll_s=0.001, ask_s=0.002)
 
