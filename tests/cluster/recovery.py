@@ -51,7 +51,10 @@ def losses(launch: Launch) -> dict[int, float]:
 
 def begins(launch: Launch) -> list[tuple[int, int]]:
     """The step and the number of ranks with which each attempt begins."""
-    return [(int(a), int(b)) for a, b in re.findall(r"begins at (\d+) (\d+)\n", launch.log(0))]
+    try:
+        return [(int(a), int(b)) for a, b in re.findall(r"begins at (\d+) (\d+)\n", launch.log(0))]
+    except OSError:
+        return []
 
 
 def train(

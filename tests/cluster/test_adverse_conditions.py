@@ -31,6 +31,7 @@ def _gone(cluster: Testbed) -> None:
     wait_until(lambda: not cluster.processes(), lambda: f"nodes empty: {cluster.processes()}")
 
 
+@pytest.mark.exhaustive
 def test_a_noisy_node_that_is_cut_off_keeps_nothing(cluster: Testbed, tmp_path: Path) -> None:
     launch = start(cluster, tmp_path, "--heartbeat=3", "--grace=1", script=NOISY)
     await_ready(launch)
@@ -42,6 +43,7 @@ def test_a_noisy_node_that_is_cut_off_keeps_nothing(cluster: Testbed, tmp_path: 
         cluster.heal("n3")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("first", ["ssh", "agent"])
 def test_a_host_that_hangs_is_named_in_time(cluster: Testbed, tmp_path: Path, first: str) -> None:
@@ -122,6 +124,7 @@ def test_the_ssh_program_as_a_launcher(cluster: Testbed, tmp_path: Path) -> None
     assert unknown.wait() == 2 and "nowhere: ssh: " in unknown.err, unknown.err
 
 
+@pytest.mark.exhaustive
 def test_the_cause_is_found_on_the_slowest_node(cluster: Testbed, tmp_path: Path) -> None:
     """The ranks that only lost a peer are heard first, and all of their node's at once."""
     script = """
@@ -163,6 +166,7 @@ def test_a_clock_that_is_wrong_names_nobody(cluster: Testbed, tmp_path: Path) ->
     assert "rank 4 on n3 failed first" in launch.err, launch.err
 
 
+@pytest.mark.exhaustive
 def test_ctrl_z_is_no_end(cluster: Testbed, tmp_path: Path) -> None:
     script = """
         import os, time
@@ -280,6 +284,7 @@ def test_agents_say_what_only_they_know(cluster: Testbed, tmp_path: Path) -> Non
     _gone(cluster)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("by", ["ssh", "openssh"])
 def test_a_frozen_agent_on_another_node_goes_when_its_launcher_has_gone(

@@ -41,6 +41,7 @@ def test_a_slow_link(cluster: Testbed, tmp_path: Path) -> None:
         assert "communication between 3 nodes bounds the step" in said(cluster, tmp_path)
 
 
+@pytest.mark.exhaustive
 def test_a_slow_node(cluster: Testbed, tmp_path: Path) -> None:
     line = said(cluster, tmp_path, "slow")
     assert " on n2 bounds the step: the others wait " in line, line

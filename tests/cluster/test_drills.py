@@ -157,6 +157,7 @@ def test_ctrl_c_during_a_start_behind_an_ampersand(cluster: Testbed, tmp_path: P
     _gone(cluster)
 
 
+@pytest.mark.exhaustive
 def test_fifty_milliseconds_of_latency(cluster: Testbed, tmp_path: Path) -> None:
     with cluster.latency("n2", 25):
         launch = start(cluster, tmp_path, f"--heartbeat={HEARTBEAT_S}", script=SILENT)

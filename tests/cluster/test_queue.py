@@ -71,6 +71,7 @@ def test_hosts_are_given_to_runs_that_wait(
     assert sorted(host for run, host, _ in shell.log() if run == both) == sorted(cluster.hosts)
 
 
+@pytest.mark.exhaustive
 def test_slurm_has_the_same_words(cluster: Testbed, tmp_path: Path) -> None:
     shell = Shell(tmp_path, {**cluster.env(), "PYTHONPATH": str(ROOT)})
 

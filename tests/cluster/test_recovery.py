@@ -25,6 +25,7 @@ def test_a_killed_worker(cluster: Testbed, tmp_path: Path) -> None:
         assert "zlaunch-memory" not in cluster.enter(node, "ls", "/dev/shm").stdout
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("lost", ["n1", pytest.param("n2", marks=pytest.mark.exhaustive)])
 def test_a_spare_takes_the_place_of_a_node_that_is_cut_off(
     cluster: Testbed, tmp_path: Path, lost: str

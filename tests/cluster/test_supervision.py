@@ -47,6 +47,7 @@ TRAIN = """
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("by", ["ssh", pytest.param("slurm", marks=pytest.mark.exhaustive)])
 def test_training_over_three_nodes_equals_one_process(cluster: Testbed, tmp_path: Path, by: str) -> None:
     results = []
@@ -111,6 +112,7 @@ def test_going_on_without_a_dead_node(cluster: Testbed, tmp_path: Path) -> None:
     wait_until(lambda: not cluster.processes(), "nothing left")
 
 
+@pytest.mark.exhaustive
 def test_a_hang_shows_the_stacks_of_all_ranks(cluster: Testbed, tmp_path: Path) -> None:
     script = """
         import time
@@ -140,6 +142,7 @@ STOPS = """
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("by", [pytest.param("ssh", marks=pytest.mark.exhaustive), "slurm"])
 def test_save_and_stop_reaches_every_rank_at_the_same_step(cluster: Testbed, tmp_path: Path, by: str) -> None:
     launch = start(cluster, tmp_path, by=by, script=STOPS)
@@ -165,6 +168,7 @@ GOES_ON = """
 """
 
 
+@pytest.mark.exhaustive
 def test_preemption_saves_requeues_and_goes_on(cluster: Testbed, tmp_path: Path) -> None:
     (tmp_path / "worker.py").write_text(__import__("textwrap").dedent(GOES_ON))
     (tmp_path / "job.sbatch").write_text(

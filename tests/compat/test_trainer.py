@@ -25,6 +25,7 @@ SCENES = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("world", [1, 2])
 def test_scenes(tmp_path: Path, world: int) -> None:

@@ -283,6 +283,7 @@ def test_a_host_file_without_slots_whose_host_is_not_there(tmp_path: Path) -> No
         assert "filter" not in done.stderr
 
 
+@pytest.mark.exhaustive
 def test_a_master_that_has_no_address(tmp_path: Path) -> None:
     (tmp_path / "w.py").write_text("")
     pod = {**PATH, "RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "nohost.invalid"}

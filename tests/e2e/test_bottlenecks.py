@@ -85,6 +85,7 @@ def trained(folder: Path, ranks: int, **planted: Any) -> Launch:
 ALL, ONE = [0, 1], [1]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("planted", "sentence"),
@@ -150,6 +151,7 @@ TOKENS = """
 """
 
 
+@pytest.mark.exhaustive
 def test_a_small_batch_is_named(tmp_path: Path) -> None:
     launch = run(tmp_path, "--num_gpus=1", "--no_local_rank", script=TOKENS)
     assert launch.process.returncode == 0, launch.err

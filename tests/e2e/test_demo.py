@@ -69,6 +69,7 @@ def test_the_example_trains(tmp_path: Path, stage: int) -> None:
     assert sample.stdout.startswith("def ") and len(sample.stdout) > 15
 
 
+@pytest.mark.exhaustive
 def test_the_pipeline_example_trains_and_goes_on(tmp_path: Path) -> None:
     script = (str(ROOT / "examples" / "train_gpt_pipeline.py"), "--config")
     options = (str(ROOT / "examples" / "ds_pipeline.json"), "--checkpoints", str(tmp_path / "ckpt"))

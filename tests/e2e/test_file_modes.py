@@ -29,6 +29,7 @@ EXPORT = """
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("umask", [0o022, pytest.param(0o027, marks=pytest.mark.exhaustive)])
 def test_files_follow_the_umask(tmp_path: Path, umask: int) -> None:
     prefix = ("sh", "-c", f'umask {umask:o}; exec "$@"', "sh")

@@ -55,6 +55,7 @@ OUTSIDE = "with no collective in its stack"
 SLEEPS = "worker.py:26 in load"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("kind", "stage"), [("sleeps", 3), pytest.param("spins", 1, marks=pytest.mark.exhaustive)]
 )

@@ -98,6 +98,7 @@ def test_a_killed_run_goes_on_exactly_without_a_disk(tmp_path: Path, stage: int)
     assert memory() == before
 
 
+@pytest.mark.exhaustive
 def test_the_memory_goes_with_its_agent(tmp_path: Path) -> None:
     """kill -9 of the agent, and of the launcher: nothing is left, and nothing is gone on from."""
     before = memory()
@@ -114,6 +115,7 @@ def test_the_memory_goes_with_its_agent(tmp_path: Path) -> None:
     wait_until(lambda: memory() == before, "an empty memory")
 
 
+@pytest.mark.exhaustive
 def test_a_rank_that_dies_again_and_again(tmp_path: Path) -> None:
     """Ten kills at any moment: every restart goes on from a snapshot, and the losses are those of one run."""
     straight = train(tmp_path / "straight", last=100)

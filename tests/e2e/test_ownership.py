@@ -110,6 +110,7 @@ def test_a_daemon_without_environment_does_not_survive_a_kill(tmp_path: Path, ki
     wait_until(lambda: not alive(run_id), "nothing is left")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("frozen", ["agent", "agent and guard", "everything"])
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])

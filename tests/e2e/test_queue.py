@@ -192,7 +192,10 @@ def test_a_launcher_that_is_killed_gives_its_slots_back_when_its_workers_are_gon
     os.kill(json.loads(record.read_text())["pid"], signal.SIGKILL)
     wait_until(lambda: has_begun(folder, after), "the next run")
     assert not alive(run), "its slots were given while it still had them"
-    wait_until(lambda: (folder / "log").read_text().count(f"{run} begun 0") == 2, "tried again")
+    wait_until(
+        lambda: (folder / "log").read_text().count(f"{run} begun 0") == 2,
+        lambda: f"tried again: {queue(folder)[run]}",
+    )
     (folder / "go").touch()
     assert zlaunch(folder, "wait", run).returncode == 0
 

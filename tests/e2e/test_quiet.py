@@ -43,6 +43,7 @@ def test_quiet_is_quiet(tmp_path: Path, module: str) -> None:
     assert (launch.out, launch.err) == ("my own line\n", "")
 
 
+@pytest.mark.exhaustive
 def test_warnings_are_said_in_any_case(tmp_path: Path) -> None:
     launch = trained(tmp_path, "-q", strict=False, my_own_key=1)
     assert "zlaunch: warning: ds.json: my_own_key: unknown key" in launch.out
@@ -56,6 +57,7 @@ def test_who_needs_no_notice_of_deepspeeds_defaults_gets_none(tmp_path: Path) ->
     assert NOTICE not in launch.out
 
 
+@pytest.mark.exhaustive
 def test_scripts_of_deepspeed_are_told_of_a_default_that_has_changed(tmp_path: Path) -> None:
     for given, times in (({}, 1), ({"gradient_clipping": 1.0}, 0)):
         folder = tmp_path / str(times)

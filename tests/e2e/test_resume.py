@@ -114,6 +114,7 @@ def test_a_run_that_was_killed_goes_on_exactly(tmp_path: Path, stage: int) -> No
         assert len(losses(killed, rank)) == 20
 
 
+@pytest.mark.exhaustive
 def test_a_signal_saves_and_asks_for_a_restart(tmp_path: Path) -> None:
     straight = train(tmp_path / "straight", stage=3, saved="b")
     assert straight.wait() == 0, straight.err
@@ -155,6 +156,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "a"
 
 
+@pytest.mark.exhaustive
 def test_ls_show_and_verify(saved: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     shown = command(capfd, "ls", saved)
     assert re.findall(r"global_step\d+", shown) == [f"global_step{n}" for n in (20, 15, 10, 5)]

@@ -116,6 +116,7 @@ def test_a_trial_that_never_came_into_the_queue_is_tried(
     assert [row["state"] for row in results(folder)] == ["done"] * 2
 
 
+@pytest.mark.exhaustive
 def test_what_is_behind_is_stopped(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STEP_S", "0.1")
     (folder / "grid.yaml").write_text(
@@ -130,6 +131,7 @@ def test_what_is_behind_is_stopped(folder: Path, monkeypatch: pytest.MonkeyPatch
     assert "best: trial 1" in done.stdout
 
 
+@pytest.mark.exhaustive
 def test_what_is_stopped_has_its_time_to_save(folder: Path) -> None:
     (folder / "saves.py").write_text(
         textwrap.dedent("""

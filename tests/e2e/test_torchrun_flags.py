@@ -48,6 +48,7 @@ def test_two_nodes_each_by_its_own_command(tmp_path: Path) -> None:
     assert lines == ["rank 0 2 0 1", "rank 1 2 0 1"]
 
 
+@pytest.mark.exhaustive
 def test_accelerates_plugin_from_the_command_line(tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text(
         '{"train_micro_batch_size_per_gpu": 4, "bf16": {"enabled": true}, "zero_optimization": {"stage": 1}}'

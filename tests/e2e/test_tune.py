@@ -120,6 +120,7 @@ def test_no_run_is_without_a_verdict(folder: Path) -> None:
     nothing_is_left(folder)
 
 
+@pytest.mark.exhaustive
 def test_ctrl_c_leaves_the_best_so_far(folder: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "zlaunch", *TUNE],

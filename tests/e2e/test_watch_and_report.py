@@ -60,6 +60,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.exhaustive
 def test_watch_in_a_pipe(runs: Path) -> None:
     shown = zlaunch(runs, "watch", "good/run")
     assert shown.returncode == 0, shown.stderr

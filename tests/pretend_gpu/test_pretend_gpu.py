@@ -80,6 +80,7 @@ def test_every_access_is_ordered_and_every_wait_is_meant(group: str) -> None:
     assert not wrong, "\n".join(map(str, wrong))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("group", ["host", "disk"])
 def test_where_things_rest_changes_no_loss(group: str) -> None:
     plain = results("on the device")["stage 3 bf16"][0]["losses"]
@@ -104,6 +105,7 @@ WITH_KERNELS = {
 """Case -> which of our kernels it uses; without 16-bit values beside the master the step is torch's own."""
 
 
+@pytest.mark.exhaustive
 def test_our_kernels_are_in_order_and_train_as_their_twins(tmp_path: Path) -> None:
     library = build(tmp_path)
     for world in {CASES[name].world for name in WITH_KERNELS}:

@@ -134,6 +134,7 @@ def _compare(world: int) -> dict[str, tuple[bool, int, int]]:
     return found
 
 
+@pytest.mark.exhaustive
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("world", [1, 2])
 def test_every_option_trains_like_none(world: int) -> None:

@@ -412,6 +412,7 @@ def test_a_failure_in_the_background_is_raised_by_the_same_step_on_every_rank(tm
     assert latest == f"global_step{steps + 2}"  # the step that raised has been made
 
 
+@pytest.mark.exhaustive
 def test_a_script_that_ends_at_once_still_has_its_checkpoint(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(

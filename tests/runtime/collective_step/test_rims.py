@@ -57,6 +57,7 @@ def _objects() -> dict[str, float]:
     return found
 
 
+@pytest.mark.exhaustive
 def test_objects_with_groups_equal_themselves_outside_of_an_engine() -> None:
     for found in run_workers(_objects, 3):
         assert {name: each for name, each in found.items() if not each <= 1e-9} == {}

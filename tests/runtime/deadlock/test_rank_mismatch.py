@@ -116,6 +116,7 @@ def _given_up() -> None:
         engine.step()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("env", [{}, GLOO], ids=["shared memory", "gloo"])
 def test_a_pass_that_one_rank_gave_up(env: dict[str, str]) -> None:
     with pytest.raises(WorkerError, match="RankMismatchError"):

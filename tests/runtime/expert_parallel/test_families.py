@@ -81,6 +81,7 @@ LAYOUTS = [
 """World size, tensor ranks, expert ranks and stage."""
 
 
+@pytest.mark.exhaustive
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("saved", "others"), [((4, 2, 2, 3), LAYOUTS), ((4, 1, 2, 0), LAYOUTS[-2:])], ids=["sharded", "stage 0"]
@@ -97,6 +98,7 @@ def test_a_checkpoint_resumes_under_any_layout(
         assert resumed == pytest.approx(losses[2:], abs=TOLERANCE), (other_world, other)
 
 
+@pytest.mark.exhaustive
 def test_an_export_is_whole(tmp_path: Any) -> None:
     run_workers(_resume, 4, str(tmp_path), 2, 2, 3, True)
     from zlaunch.runtime.checkpoint.export.full_weights import get_fp32_state_dict_from_zero_checkpoint
@@ -138,6 +140,7 @@ def _variant(kind: str, expert: int, folder: str) -> list[float]:
     return train(engine, 1)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["offload", "disk", "recomputation", "frozen", "adapters"])
 def test_what_else_the_runtime_does_goes_with_it(kind: str, tmp_path: Any) -> None:
@@ -202,6 +205,7 @@ def test_what_cannot_be_done_is_refused(family: str, changes: dict[str, Any], sa
         assert said in found
 
 
+@pytest.mark.exhaustive
 def test_experts_that_cannot_be_divided_are_refused() -> None:
     for found in run_workers(
         _refused, 3, "mixtral", 3, {"train_batch_size": 6, "train_micro_batch_size_per_gpu": 2}

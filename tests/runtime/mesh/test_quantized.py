@@ -95,6 +95,7 @@ def _losses(mesh: str, zero: dict[str, Any], steps: int) -> list[float]:
     return found
 
 
+@pytest.mark.exhaustive
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("mesh", MESHES)
 def test_training_on_packed_weights_and_gradients(mesh: str) -> None:

@@ -115,6 +115,7 @@ def test_a_full_disk_is_said_before_and_during(tmp_path: Path) -> None:
         subprocess.run(["umount", tmp_path], check=True)
 
 
+@pytest.mark.exhaustive
 def test_bench_io(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "zlaunch", "bench", "io", str(tmp_path), "--size=0.01"]
     done = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=LIMIT_S)

@@ -143,6 +143,7 @@ def _optimizers(folder: str) -> dict[str, bool]:
     return results
 
 
+@pytest.mark.exhaustive
 def test_other_optimizers(tmp_path: Path) -> None:
     (results,) = run_workers(_optimizers, 1, str(tmp_path))
     assert [name for name, equal in results.items() if not equal] == []
@@ -457,6 +458,7 @@ def test_settings_that_do_not_fit(stage: int, zero: dict[str, Any], words: str) 
         zlaunch.initialize(model=net(), config=config(stage, 1, zero=zero))
 
 
+@pytest.mark.exhaustive
 def test_memory_with_everything_on_disk_is_that_of_the_buffers(tmp_path: Path) -> None:
     """The optimizer state alone is five times as large as the bound; ten times in ``benchmarks.offload``."""
     root = Path(__file__).resolve().parents[3]

@@ -123,6 +123,7 @@ LAYOUTS: list[tuple[int, dict[str, int], int]] = [
 ]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "saved",

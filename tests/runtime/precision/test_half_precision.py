@@ -36,6 +36,7 @@ def _losses(stage: int, section: str, accumulation: int) -> tuple[list[float], l
     return plain, mine.tolist()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("section", ["bf16", "fp16"])
 @pytest.mark.parametrize("accumulation", [1, 2])

@@ -152,6 +152,7 @@ def _resume(folder: str, parallel: dict[str, int], stage: int, first: bool) -> l
     return train(engine, first=2)
 
 
+@pytest.mark.exhaustive
 def test_a_checkpoint_resumes_under_any_layout(tmp_path: Any) -> None:
     saved = str(tmp_path)
     losses = run_workers(_resume, 4, saved, {"sequence": 2, "tensor": 2}, 3, True)[0]

@@ -102,6 +102,7 @@ LAYOUTS = [(1, 1, 0), (2, 1, 3), (2, 2, 1), (2, 2, 3), (4, 2, 2), (4, 4, 3), (4,
 """World size, tensor ranks and stage."""
 
 
+@pytest.mark.exhaustive
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("saved", "others"),

@@ -73,6 +73,7 @@ def _model(config: Any) -> nn.Module | None:
     return None
 
 
+@pytest.mark.exhaustive
 def test_all_plans_apply_or_are_listed() -> None:
     axis: Any = SimpleNamespace(size=2, position=0)
     applied, refused, without = set(), {}, set()

@@ -101,6 +101,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert "host memory was not checked" in fitting.stderr
 
 
+@pytest.mark.exhaustive
 def test_ranks_that_share_a_model(tmp_path: Path) -> None:
     axes = ["--gpus", "8", "--tensor", "2", "--pipeline", "4"]
     shown = call(tmp_path, *BIG, *axes)
@@ -118,6 +119,7 @@ def test_ranks_that_share_a_model(tmp_path: Path) -> None:
     assert '"gradient_accumulation_steps": 4' in fitting
 
 
+@pytest.mark.exhaustive
 def test_the_time_of_a_step(tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text(MODEL)
     (tmp_path / "net.json").write_text(
@@ -136,6 +138,7 @@ def test_the_time_of_a_step(tmp_path: Path) -> None:
     assert rows[-1]["step"]["seconds"] is None and "--nvme_read" in rows[-1]["step"]["missing"]
 
 
+@pytest.mark.exhaustive
 def test_a_picture_of_the_memory(tmp_path: Path) -> None:
     numbers = ["--params", "1.5B", "--hidden", "1600", "--layers", "48", "--vocab", "50257", "--gpus", "4"]
     drawn = call(tmp_path, *numbers, "--gpu_mem", "24", "--plot", "memory.png")
