@@ -22,6 +22,7 @@ DISK: dict[str, Any] = {"offload_optimizer": _DISK}
 DISK_BOTH: dict[str, Any] = {**DISK, "offload_param": {**_DISK, "max_in_cpu": 0}}
 SAVES: dict[str, Any] = {"checkpoint": {"asynchronous": True}}
 SAVES_AT_ONCE: dict[str, Any] = {"checkpoint": {"asynchronous": False}}
+IN_MEMORY: dict[str, Any] = {"checkpoint": {"in_memory": {"every": 2}}}
 OFFLOADED_INPUTS: dict[str, Any] = {"activation_checkpointing": {"cpu_checkpointing": True}}
 WATCHED: dict[str, Any] = {
     **{"csv_monitor": {"enabled": True}, "wall_clock_breakdown": True, "steps_per_print": 2},
@@ -133,6 +134,8 @@ CASES = {
         Case("stage 3 disk accumulated", 3, DISK_BOTH, BF16, accumulation=2, more_waits=(SUM_ON_DISK,)),
         Case("stage 3 saves", 3, options={**BF16, **SAVES}, more_waits=(f"save: {BEFORE}",)),
         Case("stage 2 host saves", 2, HOST, {**BF16, **SAVES}),
+        Case("stage 3 in memory", 3, options={**BF16, **IN_MEMORY}),
+        Case("stage 2 host in memory", 2, HOST, {**BF16, **IN_MEMORY}),
         Case("stage 3 host both saves", 3, HOST_BOTH, {**BF16, **SAVES}),
         Case(
             "stage 3 saves at once",
@@ -171,6 +174,7 @@ CASES = {
             world=2,
             more_waits=(f"save: {BEFORE}",),
         ),
+        Case("stage 3 in memory on two", 3, options={**BF16, **IN_MEMORY}, world=2),
         *(
             Case(f"stage {stage} logged on two", stage, options={**BF16, **LOGGED}, world=2, looks=True)
             for stage in (0, 1, 3)
@@ -275,6 +279,7 @@ def train(case: Case) -> dict[str, Any]:
 
     findings.clear()
     with running(), _folder(case) as folder:
+        os.environ["ZLAUNCH_MEMORY_DIR"] = f"{folder}/memory"
         device = zlaunch.init_distributed()
         axes = case.options.get("parallel", {})
         shared = axes.get("tensor", 1) * axes.get("sequence", 1)
@@ -304,6 +309,7 @@ def train(case: Case) -> dict[str, Any]:
             zlaunch.checkpointing.checkpoint_blocks(model)
         engine, *_ = zlaunch.initialize(model=model, config=settings)
         assert device.type == engine.device.type == "cuda"
+        engine.client_state = dict
         losses: list[Any] = []
         waits: dict[Any, Any] = {}
         for index, batch in enumerate(batches(_STEPS, _SAMPLES * case.accumulation)):
@@ -317,7 +323,7 @@ def train(case: Case) -> dict[str, Any]:
                 engine.backward(loss)
                 engine.step()
             losses.append(loss.detach())
-            if "checkpoint" in case.options and index in (1, 4):
+            if "asynchronous" in case.options.get("checkpoint", {}) and index in (1, 4):
                 waits |= {} if index < _WARM else findings.waits
                 findings.waits.clear()
                 engine.save_checkpoint(folder)  # written while the next steps are made

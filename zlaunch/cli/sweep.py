@@ -202,6 +202,9 @@ def _short(value: object) -> str:
 
 
 def _outcome(trial: SweepTrial) -> str:
+    state = trial.state
+    if state.startswith("failed"):
+        state += f", see {os.path.relpath(trial.folder)}"
     if trial.last is None:
-        return f"{trial.state}, no {trial.metric}"
-    return f"{trial.metric} {trial.last:.6g} at step {trial.step:g}, {trial.state}"
+        return f"no {trial.metric}, {state}"
+    return f"{trial.metric} {trial.last:.6g} at step {trial.step:g}, {state}"
