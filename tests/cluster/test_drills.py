@@ -98,6 +98,7 @@ def test_the_launcher_is_killed(
     launch.wait()
 
 
+@pytest.mark.exhaustive
 @SCRIPTS
 def test_a_node_is_cut_off(cluster: Testbed, tmp_path: Path, script: str) -> None:
     launch = start(cluster, tmp_path, f"--heartbeat={HEARTBEAT_S}", script=script)

@@ -303,6 +303,7 @@ def test_through_a_jump_host(cluster: Testbed, tmp_path: Path) -> None:
     assert [launch.log(rank).split() for rank in (0, 1)] == [[n, cluster.address("n1")] for n in ("n2", "n3")]
 
 
+@pytest.mark.exhaustive
 def test_a_batch_file_is_written_submitted_and_followed(cluster: Testbed, tmp_path: Path) -> None:
     script = "import os; print('world', os.environ['WORLD_SIZE'], os.environ['RANK'])"
     (tmp_path / "worker.py").write_text(script)

@@ -93,6 +93,7 @@ def test_restarts(cluster: Testbed, tmp_path: Path) -> None:
     assert "restart 1 of 1" in launch.err
 
 
+@pytest.mark.exhaustive
 def test_going_on_without_a_dead_node(cluster: Testbed, tmp_path: Path) -> None:
     script = """
         import os, time

@@ -81,6 +81,7 @@ def test_programs_and_child_processes_find_it_too(tmp_path: Path) -> None:
     assert "zlaunch 0.19.8" in launch.out.splitlines()
 
 
+@pytest.mark.exhaustive
 def test_everybody_who_asks_is_told(tmp_path: Path) -> None:
     said = python(
         """

@@ -178,6 +178,7 @@ def _train(ep_size: int, stage: int, in_groups: bool) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in engine.module.state_dict().items()}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("ep_size", "stage", "in_groups"), [(4, 3, False), (2, 2, True), (1, 3, True)])
 def test_ranks_with_different_experts(ep_size: int, stage: int, in_groups: bool) -> None:
     assert BATCH % 4 == 0

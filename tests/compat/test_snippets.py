@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -223,6 +224,7 @@ print("loss", trainer.state.log_history[-1]["train_loss"] > 0)
 """
 
 
+@pytest.mark.exhaustive
 def test_notebook_without_a_launcher(tmp_path: Path) -> None:
     root = str(Path(__file__).resolve().parents[2])
     import socket

@@ -109,6 +109,7 @@ def test_the_example_trains_as_without_deepspeed(tmp_path: Path, configs: tuple[
     assert resumed == curves["ds_offload.json"]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "command",

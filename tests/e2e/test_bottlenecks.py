@@ -178,6 +178,7 @@ def test_the_bytes_of_a_link(tmp_path: Path) -> None:
     assert moved == pytest.approx([2 * 4 * 32 * 33 * 4 / 2 / 1e6] * len(moved), rel=few) and moved
 
 
+@pytest.mark.exhaustive
 def test_a_quiet_run_says_nothing(tmp_path: Path) -> None:
     launch = run(tmp_path, "-q", "--no_local_rank", script=TRAIN, args=("{}",))
     assert (launch.process.returncode, launch.err) == (0, "")

@@ -184,6 +184,7 @@ def test_what_cannot_take_the_signal_yet_makes_room_too(folder: Path) -> None:
     assert queue(folder)[low]["attempt"] == 1
 
 
+@pytest.mark.exhaustive
 def test_a_launcher_that_is_killed_gives_its_slots_back_when_its_workers_are_gone(folder: Path) -> None:
     run = submit(folder, "--num_gpus=6", "--retries=1", "train.py", FOR_EVER, "0")
     after = submit(folder, "--num_gpus=1", "--priority=9", "train.py", "0", "0")

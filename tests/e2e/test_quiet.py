@@ -50,6 +50,7 @@ def test_warnings_are_said_in_any_case(tmp_path: Path) -> None:
     assert "memory of a rank" not in launch.out
 
 
+@pytest.mark.exhaustive
 def test_who_needs_no_notice_of_deepspeeds_defaults_gets_none(tmp_path: Path) -> None:
     launch = trained(tmp_path)
     for words in ("zlaunch: memory of a rank: ", "zlaunch: left for activations: ", "zlaunch: loaded "):

@@ -202,6 +202,7 @@ def test_ls_show_and_verify(saved: Path, tmp_path: Path, capfd: pytest.CaptureFi
     assert "imported: whole" in command(capfd, "verify", tmp_path / "ours")
 
 
+@pytest.mark.exhaustive
 def test_the_script_beside_a_checkpoint_needs_no_zlaunch(
     saved: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -92,6 +92,7 @@ def test_a_run_is_listed_shown_and_stopped(launch: Launch, tmp_path: Path) -> No
         assert again.stderr.count("\n") == 1
 
 
+@pytest.mark.exhaustive
 def test_stacks_of_all_and_of_some_ranks(launch: Launch, tmp_path: Path) -> None:
     done = zlaunch(tmp_path, "stacks", launch.run_dir)
     assert done.returncode == 0, done.stderr

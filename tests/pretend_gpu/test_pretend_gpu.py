@@ -135,6 +135,7 @@ def without_waits() -> dict[str, list[dict[str, Any]]]:
     return found
 
 
+@pytest.mark.exhaustive
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_wait_that_is_left_out_is_missed(name: str) -> None:
@@ -143,6 +144,7 @@ def test_a_wait_that_is_left_out_is_missed(name: str) -> None:
     assert any(result["races"] for result in found), found
 
 
+@pytest.mark.exhaustive
 def test_what_was_missed_is_not_found_where_nothing_is_left_out() -> None:
     assert not [found for found in without_waits()[""] if found.get("error") or found["races"]]
 

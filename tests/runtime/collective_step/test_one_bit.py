@@ -136,6 +136,7 @@ def _write_layouts(folder: str, kind: str) -> None:
         engine.destroy()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (3, 2)])
 @pytest.mark.parametrize("kind", KINDS)

@@ -123,6 +123,7 @@ def _read_everywhere(folder: str) -> list[str]:
     return done
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("world", [1, 2])
 def test_reading_and_changing(tmp_path: Path, world: int) -> None:
     results = run_workers(_read_everywhere, world, str(tmp_path))

@@ -188,6 +188,7 @@ def _unused(folder: str) -> list[str]:
     return wrong
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("world", [1, 2])
 def test_parameters_without_a_gradient_are_left_alone(tmp_path: Path, world: int) -> None:
     assert run_workers(_unused, world, str(tmp_path)) == [[]] * world
@@ -225,6 +226,7 @@ def _background(folder: str) -> list[str]:
     return wrong
 
 
+@pytest.mark.exhaustive
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_step_in_the_background(tmp_path: Path, world: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -30,6 +31,7 @@ def _alone() -> str:
     return ""
 
 
+@pytest.mark.exhaustive
 def test_a_state_dict_of_one_rank_ends_with_a_message() -> None:
     found = run_workers(_alone, 2)
     assert all(found)

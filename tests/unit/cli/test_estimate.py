@@ -80,6 +80,7 @@ def test_autocast(
     assert "needs a model: MODEL or --hf_config" in capsys.readouterr().err
 
 
+@pytest.mark.exhaustive
 def test_the_command(tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text(MODEL)
     target = ["model.py:Net", "--input", "32,64", "--gpus", "2", "--dtype", "fp32"]

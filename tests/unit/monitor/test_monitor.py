@@ -97,6 +97,7 @@ theirs.finish()
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_weights_and_biases(when: str, tmp_path: Path) -> None:
     env = {**os.environ, "WANDB_MODE": "offline", "WANDB_SILENT": "true", "HOME": str(tmp_path)}

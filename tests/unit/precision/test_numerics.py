@@ -69,6 +69,7 @@ print("good")
 """
 
 
+@pytest.mark.exhaustive
 def test_all_flags_of_tf32_agree_whatever_was_set_before() -> None:
     script = f"CASES = {BEFORE!r}\n{FORKS}"
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
