@@ -32,6 +32,10 @@ def test_a_spare_takes_the_place_of_a_node_that_is_cut_off(
 ) -> None:
     launch = train(cluster, tmp_path / "cut", "--spares=1")
     wait_until(lambda: 18 in losses(launch), "step 18")
+    ready = lambda: "zlaunch.node.preload" in str(cluster.processes("n3"))  # noqa: E731
+    wait_until(ready, lambda: f"the spare has everything imported: {cluster.processes('n3')}")
+    if lost == "n2":
+        cluster.enter("n3", "pkill", "-KILL", "-f", "zlaunch")  # it is begun anew when it is needed
     cluster.cut(lost)
     try:
         assert launch.wait() == 0, launch.err

@@ -13,9 +13,7 @@ last output, as long as the launcher takes some of it.
 
 from __future__ import annotations
 
-import errno
 import os
-import resource
 import signal
 import socket
 import time
@@ -28,12 +26,12 @@ from zlaunch.node.death import likely_reason
 from zlaunch.node.descriptors import Descriptors
 from zlaunch.node.ending import Due, Ending
 from zlaunch.node.oom import oom_counters, oom_rose
-from zlaunch.node.preload import Preloader
+from zlaunch.node.preload import Preloader, pids_of, start_standby
 from zlaunch.node.rendezvous import Handshake
 from zlaunch.node.uplink import Uplink, take_user_input
 from zlaunch.node.watchdog import fork_under_watchdog
-from zlaunch.node.worker import CHUNK_BYTES, Batch, Worker, read_chunk, spawn
-from zlaunch.plan.plan import Plan
+from zlaunch.node.worker import CHUNK_BYTES, Batch, Worker, read_chunk, spawn, why_not_started
+from zlaunch.plan.plan import Plan, WorkerPlan
 from zlaunch.system.events import WORKER_EVENTS, Event
 from zlaunch.system.processes import (
     PASSED_SIGNALS,
@@ -147,8 +145,7 @@ class Agent:
     def _leave(self, why: str, grace_s: float | None = None) -> None:
         """Stop the workers, and then end."""
         self.leaving = True
-        if self.plan is None:
-            self.ended = True
+        self.ended = self.ended or self.plan is None
         self.stop(why, grace_s)
 
     def _is_alone(self) -> bool:
@@ -171,6 +168,10 @@ class Agent:
                 # The worker alone, not what it has started: "save and stop", "show your stacks".
                 with suppress(OSError):
                     os.kill(pid, int(message["signum"]))
+        elif command == "preload":
+            worker = WorkerPlan(**message["worker"])
+            if preloader := start_standby(worker, message["modules"], message["cwd"]):
+                self.descriptors.watch(preloader.connection.fileno(), partial(self._on_ready, preloader))
         elif self.plan is None:
             self.handshake.handle(message)
 
@@ -243,21 +244,22 @@ class Agent:
         for worker in workers or ():
             self._watch_worker(worker)
 
+    def _on_ready(self, preloader: Preloader) -> None:
+        """Keep the standby of a spare node, unless it came too late for the plan."""
+        self.descriptors.unwatch(preloader.connection.fileno())
+        preloader.release()
+        if self.plan is None:
+            self.standby = preloader.standby
+        elif preloader.standby:
+            preloader.standby.close()
+
     def _spawn_each(self) -> None:
         assert self.plan is not None
         for worker in self.plan.nodes[0].workers:
             try:
                 self._watch_worker(spawn(worker, self.plan.cwd, self.user_input))
             except OSError as error:
-                text = f"cannot start rank {worker.rank} on {self._host()}: {error}"
-                if not os.path.isdir(self.plan.cwd):
-                    text = (
-                        f"{self._host()}: there is no folder {self.plan.cwd}: it has to be on every node (a "
-                        "shared file system, or --workdir DIR)"
-                    )
-                if os.strerror(errno.EMFILE) in text:
-                    text += f" (the limit, ulimit -n, is {resource.getrlimit(resource.RLIMIT_NOFILE)[0]})"
-                self._report("error", message=text)
+                self._report("error", message=why_not_started(error, worker, self.plan))
                 self.stop("a worker could not be started")
                 return
 
@@ -356,7 +358,7 @@ class Agent:
 
     def _await_leftovers(self, run_id: str) -> None:
         """Wait for processes that the workers have started; in a stop, send them one SIGTERM."""
-        found = run_processes(run_id, ancestor=os.getpid(), spared=self._spared())
+        found = run_processes(run_id, ancestor=os.getpid(), spared=pids_of(self.standby))
         if not found:
             self._end()
         elif self.ending.stopping and not self.leftovers_asked:
@@ -364,15 +366,11 @@ class Agent:
             for process in found:
                 kill(process, signal.SIGTERM)
 
-    def _spared(self) -> tuple[int, ...]:
-        """Return the process that stays for the next attempt."""
-        return () if self.standby is None else (self.standby.pid,)
-
     def _end(self) -> None:
         """Kill all that is left, take the last output, and report the end of the attempt."""
         assert self.plan is not None
         signal_groups(self._living(), signal.SIGKILL)
-        swept = sweep(self.plan.run_id, ancestor=os.getpid(), spared=self._spared(), reap=self._reap)
+        swept = sweep(self.plan.run_id, ancestor=os.getpid(), spared=pids_of(self.standby), reap=self._reap)
         for worker in self.workers.values():
             self._drain(worker)
             for fd in (*worker.streams, worker.event_fd):

@@ -103,6 +103,11 @@ class Preloader:
             self._next.close()
 
 
+def pids_of(standby: Preloader | None) -> tuple[int, ...]:
+    """Return the process that stays for the next attempt, if there is one."""
+    return () if standby is None else (standby.pid,)
+
+
 def _pair() -> tuple[socket.socket, socket.socket]:
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
@@ -130,6 +135,19 @@ def start(plans: Sequence[WorkerPlan], pipes: Sequence[Sequence[int]], cwd: str)
         )
     process.returncode = 0  # the agent waits for all its children itself; Popen must not
     return Preloader(process.pid, ours, common)
+
+
+def start_standby(worker: WorkerPlan, modules: Sequence[str], cwd: str) -> Preloader | None:
+    """Start a process that only leaves a standby behind, for workers like this one; None where it cannot be
+    started: workers then import by themselves.
+    """
+    try:
+        with open(os.devnull, "wb") as null:
+            preloader = start([worker], [(null.fileno(), null.fileno())], cwd)
+        preloader.order(modules, [], [], None, standby=True)
+    except OSError:
+        return None
+    return preloader
 
 
 def main() -> None:

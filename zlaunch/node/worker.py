@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import resource
 import signal
 import subprocess
 from collections.abc import Sequence
@@ -10,7 +12,7 @@ from contextlib import suppress
 
 from zlaunch.node import preload
 from zlaunch.node.preload import Preloader
-from zlaunch.plan.plan import WorkerPlan
+from zlaunch.plan.plan import Plan, WorkerPlan
 from zlaunch.system.events import LineBuffer
 from zlaunch.system.processes import PASSED_SIGNALS
 
@@ -133,6 +135,20 @@ def spawn(plan: WorkerPlan, cwd: str, user_input: int | None = None) -> Worker:
     process.returncode = 0  # the agent waits for all its children itself; Popen must not
     out, err, events = readers
     return Worker(plan, process.pid, {out: "stdout", err: "stderr"}, events)
+
+
+def why_not_started(error: OSError, worker: WorkerPlan, plan: Plan) -> str:
+    """Return what to tell the user about a worker of this node that could not be started."""
+    host = plan.nodes[0].host
+    if not os.path.isdir(plan.cwd):
+        return (
+            f"{host}: there is no folder {plan.cwd}: it has to be on every node (a shared file system, or "
+            "--workdir DIR)"
+        )
+    text = f"cannot start rank {worker.rank} on {host}: {error}"
+    if os.strerror(errno.EMFILE) in text:
+        text += f" (the limit, ulimit -n, is {resource.getrlimit(resource.RLIMIT_NOFILE)[0]})"
+    return text
 
 
 def read_chunk(fd: int) -> bytes | None:

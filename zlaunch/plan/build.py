@@ -50,7 +50,6 @@ def make_plan(
         grace_s=run.grace_s,
         heartbeat_s=run.heartbeat_s,
         preload=program.preload,
-        restarts=run.max_restarts > 0,
         in_step=run.in_step,
         python=program.mode != "exec",
     )

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
 
 from zlaunch.errors import NodeError
+from zlaunch.plan.plan import Plan
 from zlaunch.supervisor.nodes import Link, Node, Say, close_all
 
 _LOOK_S = 5.0
 """Seconds between two looks whether a host is back."""
+_PING_S, _IDLE_S, _GIVE_UP_S = 15.0, 900.0, 2.0
+"""Seconds between two signs of life for a spare host's agent, that it waits for one, that it may be late with
+an answer.
+"""
 Connect = Callable[[Sequence[str], Say], tuple[list[Node], list[NodeError]]]
 """Starts an agent on each host."""
 
@@ -20,9 +27,12 @@ class Agents:
     def __init__(self, connect: Connect, say: Say) -> None:
         self._connect, self._say = connect, say
         self._nodes: dict[str, Node] = {}
+        self._spares = _PreparedSpares(connect, {}, [], {})
 
     def connect(self, hosts: Sequence[str]) -> tuple[list[Node], list[NodeError]]:
         """Start agents where there are none; return the nodes in the order of the hosts, and errors."""
+        ready = self._spares.stop()
+        self._nodes |= {host: ready.pop(host) for host in hosts if host in ready}
         missing = [host for host in hosts if host not in self._nodes]
         found, errors = self._connect(missing, self._say) if missing else ([], [])
         self._nodes |= {node.host: node for node in found}
@@ -32,10 +42,64 @@ class Agents:
         """Take note that only these are left."""
         self._nodes = {node.host: node for node in self._nodes.values() if node.link in links}
 
+    def prepare(self, hosts: Sequence[str], plan: Plan) -> None:
+        """Have spare hosts import what a plan's workers do, while these train: in the background, until nodes
+        are asked for.
+        """
+        ready = self._spares.stop()
+        worker = asdict(plan.nodes[0].workers[0])
+        order = {"cmd": "preload", "modules": plan.preload, "cwd": plan.cwd, "worker": worker}
+        self._spares = _PreparedSpares(self._connect, ready, hosts if plan.preload else (), order)
+
     def end(self) -> None:
         """End all that are left."""
+        self._nodes |= self._spares.stop()
         close_all(list(self._nodes.values()))
         self._nodes.clear()
+
+
+class _PreparedSpares:
+    """Keeps agents on spare hosts, in a thread: has them import, and shows them that the launcher lives."""
+
+    def __init__(
+        self, connect: Connect, ready: dict[str, Node], hosts: Sequence[str], order: Mapping[str, Any]
+    ) -> None:
+        """Take the agents that are `ready`, which have had the order already."""
+        self._connect, self._nodes, self._order = connect, ready, dict(order)
+        self._missing = [host for host in hosts if host not in ready]
+        self._end, self._given_up = threading.Event(), False
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        if hosts:
+            self._thread.start()
+
+    def _run(self) -> None:
+        found, _ = self._connect(self._missing, lambda text: None) if self._missing else ([], [])
+        for node in found:
+            node.link.transport.send(self._order)
+        self._nodes = {**self._nodes, **{node.host: node for node in found}}
+        while not self._end.wait(_PING_S):
+            for node in list(self._nodes.values()):
+                try:
+                    node.link.ask({"cmd": "ping", "idle_s": _IDLE_S}, "pong")
+                except NodeError:  # it is connected to again when it is needed
+                    del self._nodes[node.host]
+        if self._given_up:
+            self._kill()
+
+    def _kill(self) -> None:
+        for node in self._nodes.values():
+            node.link.transport.kill()
+
+    def stop(self) -> dict[str, Node]:
+        """Return the agents that are there, by host; whoever is being waited for is given up."""
+        self._end.set()
+        if self._thread.is_alive():
+            self._thread.join(_GIVE_UP_S)
+        if not self._thread.is_alive():
+            return self._nodes
+        self._given_up = True
+        self._kill()
+        return {}
 
 
 class Hosts:
@@ -49,6 +113,11 @@ class Hosts:
         self.needed = self.wanted if min_nodes is None else min_nodes
         self._spares = list(self._all[self.wanted :])
         self._may_shrink = min_nodes is not None
+
+    @property
+    def spares(self) -> list[str]:
+        """List the hosts that wait to take another's place."""
+        return list(self._spares)
 
     @property
     def absent(self) -> list[str]:

@@ -6,7 +6,7 @@ import signal
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from zlaunch.errors import NodeError
 from zlaunch.plan.options import Options
@@ -57,6 +57,11 @@ class Limits:
     """The number of the first attempt: earlier ones were a queue's."""
     log_bytes: int | None = None
     """Keep the newest of each rank's log; None: all of it."""
+
+    @property
+    def may_go_on(self) -> bool:
+        """Tell whether there may be another attempt after a failure."""
+        return self.max_restarts > 0 or self.spares > 0 or self.min_nodes is not None
 
 
 def run_job(job: Job, console: Console, limits: Limits) -> Outcome:
@@ -172,11 +177,12 @@ def _attempt(
             rendezvous = find_rendezvous(
                 nodes, master_addr=o.master_addr, master_port=o.master_port, iface=o.iface
             )
-        plan = job.plan(nodes, rendezvous, attempt)
+        plan = replace(job.plan(nodes, rendezvous, attempt), restarts=limits.may_go_on)
     except NodeError as error:
         console.error(f"{error.host}: {error.text}")
         return _GIVEN_UP
     returns = Returns(job.connect, hosts.absent)
+    agents.prepare(hosts.spares, plan)
     controller = Controller(
         plan,
         console,

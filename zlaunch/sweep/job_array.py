@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shlex
 import time
@@ -19,6 +18,7 @@ from zlaunch.system.processes import uninterrupted
 
 _TASK = "slurm_task"
 """File in a run's folder with its task's id, such as 1234_7."""
+_MARK = "slurm_comment"
 _WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD")
 _ASK_S = 5.0
 """Seconds between questions to SLURM."""
@@ -29,8 +29,6 @@ class JobArray:
 
     def __init__(self, folder: Path, digits: int) -> None:
         self._folder, self._digits = folder.resolve(), digits
-        self._mark = f"zlaunch-array-{hashlib.sha256(os.fsencode(self._folder)).hexdigest()[:16]}"
-        """Comment of its jobs in SLURM, by which they are found again also after a kill of who submitted."""
         self._tasks: dict[int, tuple[str, str]] = {}
         """Task in SLURM's queue -> its id, its state."""
         self._gone: dict[int, int] = {}
@@ -52,13 +50,13 @@ class JobArray:
             job_name=self._folder.name,
             output=f"{str(self._folder).replace('%', '%%')}/%{self._digits}a/slurm.out",
             line=f"bash {shlex.quote(str(self._folder))}/{number}/command.sh",
-            sbatch=(*batch.sbatch, f"--comment={self._mark}"),
+            sbatch=(*batch.sbatch, f"--comment={self._mark() or self._new_mark()}"),
         )
-        path = self._folder / "array.sbatch"
         try:
             for each, command in commands.items():
                 text = f"exec {command_line(command)}\n"
                 (self._of(each) / "command.sh").write_bytes(os.fsencode(text))
+            path = self._folder / "array.sbatch"
             path.write_bytes(os.fsencode(render(array)))
             with uninterrupted():
                 job = submit(path)
@@ -72,12 +70,12 @@ class JobArray:
         """Ask SLURM how the runs stand, unless it has just been asked. Raises SlurmError when it has not
         answered for ten minutes.
         """
-        now = time.monotonic()
-        if now - self._asked < _ASK_S:
+        now, mark = time.monotonic(), self._mark()
+        if now - self._asked < _ASK_S or not mark:
             return
         self._asked = now
         try:
-            found = own_tasks(self._mark)
+            found = own_tasks(mark)
         except SlurmError:
             if now - self._answered > PATIENCE_S:
                 raise
@@ -119,6 +117,22 @@ class JobArray:
         known = self._tasks.get(int(folder.name))
         if known is not None and state(known[0]) not in FINISHED:
             cancel(known[0])
+
+    def _mark(self) -> str:
+        """Return the comment of its jobs in SLURM, by which they are found again also after a kill of who
+        submitted them; empty before that.
+        """
+        try:
+            return (self._folder / _MARK).read_text().strip()
+        except FileNotFoundError:
+            return ""
+
+    def _new_mark(self) -> str:
+        try:
+            (self._folder / _MARK).write_text(f"zlaunch-array-{os.urandom(8).hex()}\n")
+        except OSError as error:
+            raise LaunchError(f"{error.filename}: {error.strerror}") from None
+        return self._mark()
 
     def _of(self, number: int) -> Path:
         return self._folder / f"{number:0{self._digits}d}"
