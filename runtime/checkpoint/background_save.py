@@ -15,7 +15,7 @@ from weakref import WeakSet
 import torch
 
 from ..comm.collectives import Comm
-from ..log import fail
+from ..log import fail, warn
 from .format.tensor_file import CheckpointError
 from .host_channel import HostChannel
 from .save import Save
@@ -40,8 +40,11 @@ def _fail_if_unsaved() -> None:
 class BackgroundSave:
     """Writes one save at a time; keeps the memory of its snapshot for the next."""
 
-    def __init__(self, comm: Comm, link: HostLink) -> None:
-        self._comm, self._link = comm, link
+    def __init__(self, comm: Comm, link: HostLink, *, is_needed: bool = True) -> None:
+        """Write by ``comm`` and ``link``. Where saves are not needed, a failure is a warning, said once until
+        one ends well.
+        """
+        self._comm, self._link, self._is_needed, self._has_warned = comm, link, is_needed, False
         self._snapshot: Snapshot | None = None
         self._reserving: threading.Thread | None = None
         self._writing: HostChannel | None = None
@@ -82,7 +85,13 @@ class BackgroundSave:
             self._reserving.join()
         if self._writing is None:
             self._writing, self._polling = HostChannel(self._comm), HostChannel(self._comm)
-        save.begin(self._snapshot)
+        try:
+            save.begin(self._snapshot)
+        except CheckpointError as error:
+            if self._is_needed:
+                raise
+            self._warn(error)
+            return
         self._thread = threading.Thread(
             target=self._finish, args=(save, self._writing, then), name="zlaunch-checkpoint"
         )
@@ -97,10 +106,19 @@ class BackgroundSave:
         try:
             self._use_device()
             then(save.finish(channel.exchange))
+            self._has_warned = False
         except BaseException as error:
+            if not self._is_needed and isinstance(error, CheckpointError):
+                self._warn(error)
+                return
             self._error = error
             if self._comm.rank == 0:
                 fail(f"the checkpoint was not saved: {error}")
+
+    def _warn(self, error: CheckpointError) -> None:
+        if self._comm.rank == 0 and not self._has_warned:
+            warn(f"no new snapshot in memory, training goes on: {error}")
+        self._has_warned = True
 
     def poll(self) -> None:
         """Raise, on all ranks in one step, what the save failed with. Collective while there is one."""

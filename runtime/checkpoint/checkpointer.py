@@ -73,16 +73,17 @@ class Checkpointer:
         link: HostLink,
         save_weights: Callable[..., Any],
         options: CheckpointSection | None = None,
+        is_needed: bool = True,
     ) -> None:
         """Keep what is saved. ``link`` copies snapshots to the host, ``save_weights`` writes all weights.
-        ``options`` are those of the config if they are not given.
+        ``options`` are those of the config if they are not given. ``is_needed``: see BackgroundSave.
         """
         self._run, self._sharded, self._shard_step = run, sharded, shard_step
         self._comm, self._scaler, self._link = sharded.comm, scaler, link
         self._raw_config = without_secrets(effective.loaded.raw)
         self._stage = int(effective.config.zero_optimization.stage)
         self._options = options or effective.config.checkpoint
-        self._background = BackgroundSave(sharded.comm, link)
+        self._background = BackgroundSave(sharded.comm, link, is_needed=is_needed)
         self._half_loaded = ""
         """Why the last load has ended half-way; empty if it has not."""
         self._stop_folder = absolute(self._options.save_dir) if self._options.save_dir else None

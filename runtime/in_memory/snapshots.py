@@ -47,12 +47,14 @@ class Snapshots(Checkpointer):
     def __init__(self, *parts: Any, section: InMemorySection, folder: Path, **named: Any) -> None:
         """Prepare to keep snapshots below ``folder``. Takes a Checkpointer's arguments, too."""
         options = CheckpointSection(asynchronous=True, use_node_local_storage=True)
-        super().__init__(*parts, options=options, **named)
+        super().__init__(*parts, options=options, is_needed=False, **named)
         self._every, self._copies = int(section.every), int(section.copies)
         self._memory = folder / f"engine_{next(_numbers)}"
         self._channel: HostChannel | None = None
         self._may_go_on = True
         """Tells whether the next load is that of a run that begins."""
+        self.damage = ""
+        """Why the snapshot to go on from could not be loaded, empty if it could."""
         self._taken = 0
         """The step of the last snapshot."""
 
@@ -85,9 +87,15 @@ class Snapshots(Checkpointer):
         channel, places = self._places()
         rank = self._comm.rank
         keepers = [(source, to, rank_file(source)) for source, to in places.keepers(self._copies)]
+        leads = rank == places.leader(str(self._memory))
         if keepers:
-            send_files(channel, rank, keepers, lambda name: path / name)
-        if rank == places.leader(str(self._memory)):
+            try:
+                send_files(channel, rank, keepers, lambda name: path / name)
+            except CheckpointError:  # the snapshot before stays, which is whole
+                if leads:
+                    shutil.rmtree(path, ignore_errors=True)
+                raise
+        if leads:
             for other in path.parent.iterdir():
                 if other.is_dir() and other != path:
                     shutil.rmtree(other, ignore_errors=True)
@@ -137,9 +145,16 @@ class Snapshots(Checkpointer):
             shutil.rmtree(target, ignore_errors=True)
         channel.exchange(None)
         send_files(channel, comm.rank, transfers, lambda name: target / name)
-        return self.load(
-            self._memory, chosen.tag, strict=strict, with_optimizer=True, with_schedule=True, with_run=True
-        )
+        parts = {"with_optimizer": True, "with_schedule": True, "with_run": True}
+        try:
+            return self.load(self._memory, chosen.tag, strict=strict, **parts)
+        except CheckpointError as error:
+            self.damage = str(error)
+        if leads:
+            warn(f"the snapshot in memory is left: {self.damage}")
+        if comm.rank == places.leader(str(self._memory)):
+            shutil.rmtree(target, ignore_errors=True)
+        return None
 
     def _look(self) -> list[_Seen]:
         """List this node's snapshots, whole or not."""
@@ -239,7 +254,10 @@ class CheckpointerWithSnapshots(Checkpointer):
             if found is not None:
                 self._folder = path
                 return found
-        return super().load(folder, tag, strict=strict, **parts)
+        loaded = super().load(folder, tag, strict=strict, **parts)
+        if loaded[0] is None and self._snapshots.damage:  # some values are the snapshot's by now
+            raise CheckpointError(f"{self._snapshots.damage}; the next restart begins without that snapshot")
+        return loaded
 
 
 def make_checkpointer(

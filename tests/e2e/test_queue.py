@@ -89,7 +89,7 @@ def daemons() -> list[int]:
 def test_runs_wait_for_slots_and_for_each_other(folder: Path) -> None:
     first = submit(folder, "--num_gpus=4", "train.py", FOR_EVER, "0")
     second = submit(folder, "--num_gpus=4", "train.py", FOR_EVER, "7")
-    third = submit(folder, "--num_gpus=2", f"--after={second}", "train.py", FOR_EVER, "0")
+    third = submit(folder, "--num_gpus=2", "--after=2", "train.py", FOR_EVER, "0")
     small = submit(folder, "--num_gpus=2", "train.py", FOR_EVER, "0")
     wait_until(lambda: has_begun(folder, first), "the first run")
     # the second one waits for slots of the first: two are free, which are no use to it but spoken for
@@ -100,6 +100,8 @@ def test_runs_wait_for_slots_and_for_each_other(folder: Path) -> None:
         first: "running",
         **dict.fromkeys((second, third, small), "queued"),
     }
+    shown = " ".join(zlaunch(folder, "queue", "--queue=local").stdout.split())
+    assert "for 4 slots" in shown and "after" in shown and "for 2 slots" in shown
     early = zlaunch(folder, "wait", small, "--timeout=0.1")
     assert early.returncode == 124
     stopped = zlaunch(folder, "stop", small)

@@ -96,8 +96,31 @@ def test_a_sweep_that_is_ended_goes_on(folder: Path) -> None:
     (folder / "go").touch()
     again = zlaunch(folder, *arguments)
     assert again.returncode == 0 and "8 trials in sweeps/grid, 8 known" in again.stdout
-    assert "best: trial 3, --x=3: loss 1" in again.stdout
+    assert "best: trial 3, --x=3: loss 1" in again.stdout and "no trial has reported" not in err
     assert [row["state"] for row in results(folder)] == ["done"] * 8
+
+
+def test_what_is_no_use_is_said(folder: Path) -> None:
+    (folder / "grid.yaml").write_text("parameters:\n  hidden: [1, 2]\nmetric: val_los\n")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "zlaunch", "sweep", "grid.yaml", *COMMAND, "--x=1", "--steps=2", "--pause=go"],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    wait_until((folder / "sweeps" / "grid" / "002" / "launcher.json").exists, "all trials queued")
+    other = zlaunch(folder, "sweep", "grid.yaml", *COMMAND, "--x=1")
+    assert other.returncode == 2 and "another `zlaunch sweep` is at work" in other.stderr
+    shutil.rmtree(folder / "sweeps" / "grid" / "002")
+    (folder / "go").touch()
+    out, err = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 1 and "  2  hidden=2: no val_los, gone" in out, out
+    assert "hidden is no key of a config that zlaunch knows; an argument of the script is --hidden" in err
+    assert "trial 1 has not reported 'val_los', by which trials are compared; it has reported " in err
+    wrong = zlaunch(folder, "sweep", "--num_gpus=1", "train.py")
+    assert wrong.returncode == 2
 
 
 def test_a_trial_that_never_came_into_the_queue_is_tried(

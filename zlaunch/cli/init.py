@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 from pathlib import Path
 
 import click
 
 from zlaunch.cli.commands import SETTINGS, Command, count_option
 from zlaunch.cli.estimate import number
+from zlaunch.cli.submit import choose_queue
 from zlaunch.errors import LaunchError
 
 _VOCAB = 32_000
@@ -100,7 +100,7 @@ def init(
 
 
 def _has_slurm(partition: str | None, time: str | None) -> bool:
-    return bool(partition or time or shutil.which("sbatch"))
+    return bool(partition or time or choose_queue(None) == "slurm")
 
 
 def _shape(text: str) -> tuple[int, int]:

@@ -54,7 +54,7 @@ def queue(chosen_queue: QueueName | None, show_all: bool, as_json: bool) -> int:
     rows = [
         (
             *(str(job.id), _name(job), _state(job), str(job.submission.priority), text_of(job.slots)),
-            *(_elapsed(job), job.why, shorten(" ".join(job.submission.command), _COMMAND)),
+            *(_elapsed(job), _why(job), shorten(" ".join(job.submission.command), _COMMAND)),
         )
         for job in jobs
     ]
@@ -80,6 +80,25 @@ def _state(job: QueuedJob) -> str:
     if job.state == "ended":
         return f"ended {job.exit_code}"
     return {"": job.state, "preempt": "making room"}.get(job.wish, "stopping")
+
+
+def _why(job: QueuedJob) -> str:
+    """Return why a job ended as it did, or what it waits for."""
+    from zlaunch.supervisor import run_record
+    from zlaunch.supervisor.run_folder import name_of
+
+    if job.state != "waiting":
+        return job.why
+    demand = job.submission.demand
+    count = (demand.per_node or max(map(len, demand.pool.values()))) * demand.nodes
+    after = [
+        name_of(path)
+        for path in map(Path, job.submission.after)
+        if (known := run_record.read(path)) is not None
+        and (known.ended is None or run_record.is_queued(path))
+    ]
+    waits = f"after {', '.join(after)}" if after else f"for {count} slot{'s' * (count > 1)}"
+    return f"{job.why}; {waits}" if job.why else waits
 
 
 def _elapsed(job: QueuedJob) -> str:
@@ -144,9 +163,14 @@ def cancel(chosen_queue: QueueName | None, runs: tuple[str, ...]) -> int:
 
     store, folder = _open()
     asked = []
-    for job in _find(store, runs):
+    jobs = _find(store, runs)
+    for job in jobs:
         if job.state == "ended":
-            raise click.UsageError(f"job {job.id} has ended already, with code {job.exit_code}")
+            text = f"job {job.id} has ended already, with code {job.exit_code}"
+            if len(jobs) == 1:
+                raise click.UsageError(text)
+            print(text)
+            continue
         cancel_job(store, job)
         asked.append(job.id)
     ensure_daemon(folder)

@@ -38,7 +38,7 @@ QUEUE_OPTION = click.option(
 )
 @QUEUE_OPTION
 @click.option("--priority", type=int, default=0, metavar="N", help="Higher ones go first.  [default: 0]")
-@click.option("--after", multiple=True, metavar="RUN", help="Start when RUN has ended well; repeatable.")
+@click.option("--after", multiple=True, metavar="RUN|JOB", help="Start when it has ended well; repeatable.")
 @click.option("--time", "limit", metavar="TIME", help="Stop it after 90 (minutes), 24:00:00, 2-12:00:00.")
 @count_option("--retries", low=0, default=0, help="After a failure queue it again, so many times.")
 @click.option(
@@ -147,14 +147,19 @@ def enqueue(asked: Asked) -> tuple[int, Path]:
     _, command, options, given, about = asked
     if given["requeue"]:
         raise click.UsageError("--requeue: SLURM's; here --preemptible and --retries queue a run again")
-    after = tuple(str(find_run(meant(run)).path.resolve()) for run in about["after"])
+    known = Store(queue_folder())
+    after = tuple(
+        found.submission.run_dir
+        if run.isdecimal() and (found := known.find(int(run))) is not None
+        else str(find_run(meant(run)).path.resolve())
+        for run in about["after"]
+    )
     limit = None if about["limit"] is None else time_limit_s(about["limit"])
     launcher = prepare(command, dict(given)).launcher
     o = launcher.options
     demand, names = find_demand(launcher)
     path = Path(o.run_dir).resolve()
     check_daemon(queue_folder())  # before anything is there that could be started later
-    store = Store(queue_folder())
     submission = Submission(
         run_id=o.run_id,
         run_dir=str(path),
@@ -184,7 +189,7 @@ def enqueue(asked: Asked) -> tuple[int, Path]:
         (path / CONSOLE_LOG).touch()
         os.close(lock)  # the next to hold it is the run's launcher
         try:
-            job = store.add(submission, environ)
+            job = known.add(submission, environ)
         except BaseException:
             run_record.left_queue(path, 2)
             raise

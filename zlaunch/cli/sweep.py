@@ -40,14 +40,17 @@ def sweep(folder: str | None, at_once: int | None, file: str, command: tuple[str
     others are stopped. The same command goes on where it was ended; Ctrl-C leaves the queued runs alone.
     """
     from zlaunch.sweep.space import read_space
-    from zlaunch.sweep.trials import digits_of, open_trials
+    from zlaunch.sweep.trials import digits_of, hold, open_trials
 
+    if file.startswith("-"):
+        raise click.UsageError(f"the file of parameters comes before the options of its runs, not {file}")
     asked = _asked(command)
     space = read_space(Path(file))
     where = Path(folder if folder is not None else f"sweeps/{Path(file).stem}")
     config = _config_of(asked, space)
     if at_once is not None and asked.queue != "slurm":
         raise click.UsageError("--at_once: SLURM's; here a hostfile with `localhost slots=N` is the limit")
+    hold(where)
     queue: TrialQueue
     if asked.queue == "slurm":
         queue = SlurmQueue(where, digits_of(space), at_once)
@@ -60,10 +63,10 @@ def sweep(folder: str | None, at_once: int | None, file: str, command: tuple[str
         running.follow()
     except KeyboardInterrupt:
         click.echo("\nzlaunch sweep: its runs stay in the queue; the same command goes on", err=True)
-        running.show()
+        running.show(so_far=True)
         return 130
     running.show()
-    return 0 if any(trial.state == "done" for trial in trials) else 1
+    return 0 if any(trial.state == "done" and trial.last is not None for trial in trials) else 1
 
 
 def _asked(words: Sequence[str]) -> Asked:
@@ -103,13 +106,15 @@ class _Sweep:
         from zlaunch.sweep.stopping import SuccessiveHalving
 
         self.folder, self.space, self.trials, self.queue = folder, space, trials, queue
+        self.has_warned = False
         rules = space.early_stopping
         self.halving = None if rules is None else SuccessiveHalving(rules, space.goal)
 
     def begin(self, asked: Asked, config: str | None) -> None:
         """Put every trial that is not there yet into the queue."""
         self.queue.look()
-        raw = None if config is None else _load(os.path.join(asked.given["workdir"] or "", config))
+        path = None if config is None else os.path.join(asked.given["workdir"] or "", config)
+        raw = None if path is None else _load(path, self.space)
         new = {
             trial.number: _of_trial(asked, trial, config, raw) for trial in self.trials if not trial.is_begun
         }
@@ -127,12 +132,14 @@ class _Sweep:
         while True:
             self.queue.look()
             for trial in list(left):
-                has_ended = trial.has_ended  # asked first: what comes afterwards is still read
+                # Asked first: what comes afterwards is still read.
+                has_ended = trial.has_ended or not trial.is_begun
                 new = trial.read()
                 is_behind = self.halving is not None and not self.halving.goes_on(trial.number, new)
                 if has_ended:
                     left.remove(trial)
                     click.echo(f"{trial.number:3d}  {_shown(trial.values)}: {_outcome(trial)}")
+                    self._miss_metric(trial)
                     write_results(self.folder, self.trials)
                 elif is_behind and not trial.is_stopped:
                     self.queue.cancel(trial.folder)
@@ -141,8 +148,17 @@ class _Sweep:
                 return
             time.sleep(_POLL_S)
 
-    def show(self) -> None:
-        """Print the trials, the best first."""
+    def _miss_metric(self, trial: SweepTrial) -> None:
+        """Say it once when a trial has come to its end without the metric."""
+        if trial.last is None and trial.state == "done" and not self.has_warned:
+            self.has_warned = True
+            metric = self.space.metric
+            reported = f"; it has reported {', '.join(sorted(trial.reported))}" if trial.reported else ""
+            text = f"trial {trial.number} has not reported {metric!r}, by which trials are compared{reported}"
+            click.echo(f"zlaunch sweep: warning: {text}", err=True)
+
+    def show(self, *, so_far: bool = False) -> None:
+        """Print the trials, the best first; `so_far`: there is more to come."""
         from zlaunch.cli.tables import make_table, stdout_console
         from zlaunch.sweep.trials import ranked, write_results
 
@@ -161,9 +177,10 @@ class _Sweep:
         click.echo(f"{self.folder / 'results.csv'}: all results")
         if best.last is not None:
             click.echo(
-                f"best: trial {best.number}, {_shown(best.values)}: {self.space.metric} {best.last:.6g}"
+                f"best{' so far' * so_far}: trial {best.number}, {_shown(best.values)}: "
+                f"{self.space.metric} {best.last:.6g}"
             )
-        else:
+        elif not so_far:
             click.echo(
                 f"no trial has reported {self.space.metric!r}: zlaunch.report({self.space.metric}=...) does"
             )
@@ -184,13 +201,25 @@ def _of_trial(asked: Asked, trial: SweepTrial, config: str | None, raw: Mapping[
     return asked._replace(command=tuple(command), given={**asked.given, "run_dir": str(trial.folder)})
 
 
-def _load(path: str) -> dict[str, Any]:
+def _load(path: str, space: SweepSpace) -> dict[str, Any]:
+    """Read the config whose keys a sweep changes; warn of those that only the script can know."""
     from zlaunch.runtime.config import ConfigError, load
+    from zlaunch.sweep.trials import with_values
 
     try:
-        return load(path).raw
+        raw = load(path).raw
     except ConfigError as error:
         raise LaunchError(str(error)) from None
+    keys = {name: value for name, value in space.trials[0].items() if not name.startswith("--")}
+    try:
+        warnings = load(with_values(raw, keys)).warnings
+    except ConfigError:  # said of the trial's own
+        return raw
+    for name in keys:
+        if any(f"{name}: unknown key" in warning for warning in warnings):
+            text = f"{name} is no key of a config that zlaunch knows; an argument of the script is --{name}"
+            click.echo(f"zlaunch sweep: warning: {text}", err=True)
+    return raw
 
 
 def _shown(values: Mapping[str, object]) -> str:

@@ -72,8 +72,12 @@ class LocalQueue:
         state = settle(FoundRun(folder.name, folder, known)).state
         if not state.startswith(("ended", "gone")):
             return state
-        known = run_record.read(folder) or known  # as it has been settled
-        return f"ended {'killed' if known.exit_code is None else known.exit_code}"
+        code = (run_record.read(folder) or known).exit_code  # as it has been settled
+        if code is None and (job := self._store.of_run(folder)) is not None:  # it could not be written
+            if job.state != "ended":
+                return "running"
+            code = job.exit_code
+        return f"ended {'killed' if code is None else code}"
 
     def cancel(self, folder: Path) -> None:
         from zlaunch.queue.ending import cancel_job

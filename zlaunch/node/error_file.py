@@ -6,7 +6,7 @@ import json
 import os
 
 _NAME = "TORCHELASTIC_ERROR_FILE"
-_LIMIT_CHARS = 1 << 18
+_LIMIT_CHARS = 1 << 20
 
 
 def offer() -> str | None:
@@ -33,7 +33,10 @@ def hand_over(path: str | None, event_fd: int) -> None:
         if path is None or event_fd < 0 or not os.path.exists(path):
             return
         with open(path, encoding="utf-8", errors="replace") as file:
-            event = {"type": "error_file", "text": file.read(_LIMIT_CHARS)}
+            text = file.read(_LIMIT_CHARS + 1)
+        if len(text) > _LIMIT_CHARS:
+            text = json.dumps({"message": f"the first part of a long one: {text[: _LIMIT_CHARS // 8]}"})
+        event = {"type": "error_file", "text": text}
         os.write(event_fd, json.dumps(event).encode() + b"\n")
     except OSError:  # the agent is gone, so there is no one to tell
         pass

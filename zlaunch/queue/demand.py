@@ -39,8 +39,11 @@ def _demand_here(launcher: LocalLauncher) -> Demand:
         )
     count = len(devices.tokens) or len(os.sched_getaffinity(0))
     if max(launcher.slots) >= count:
+        named = o.include is not None or o.exclude is not None
+        asked = f"slot {max(launcher.slots)} was" if named else f"{len(launcher.slots)} slots were"
+        asked += " asked for"
         raise LaunchError(
-            f"slot {max(launcher.slots)} was asked for, but this machine has {count}, one a core: "
+            f"{asked}, but this machine has {count}, one a core: "
             "a --hostfile with the line `localhost slots=N` says otherwise"
         )
     if o.include is not None or o.exclude is not None:

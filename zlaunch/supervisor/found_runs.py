@@ -75,7 +75,7 @@ def find_runs(folder: Path) -> list[FoundRun]:
             known = run_record.read(path.parent)
             if known is not None and not path.parent.is_symlink():  # as `latest` is
                 found.append(FoundRun(str(path.parent.relative_to(folder)), path.parent, known))
-    return sorted(found, key=lambda run: (run.record.started, run.name))
+    return sorted(found, key=lambda run: (run.record.came, run.name))
 
 
 def find_run(text: str) -> FoundRun:

@@ -32,6 +32,13 @@ class RunRecord:
     attempt: int = 0
     ended: float | None = None
     exit_code: int | None = None
+    asked: float | None = None
+    """When a queue was asked for it."""
+
+    @property
+    def came(self) -> float:
+        """Return when its command line was given, which orders runs."""
+        return self.started if self.asked is None else self.asked
 
     def is_running(self) -> bool:
         """Tell whether the launcher lives; the answer holds on the launcher's host only."""
@@ -71,6 +78,8 @@ def started(plan: Plan, attempt: int) -> None:
 
 def begun(run_dir: str, run_id: str, hosts: Sequence[str], world_size: int, attempt: int = 0) -> None:
     """Record that this process runs a launch, whose nodes may have to be reached yet."""
+    known = read(run_dir)
+    asked = known if known is not None and known.run_id == run_id and known.asked is not None else None
     record = RunRecord(
         run_id=run_id,
         host=socket.gethostname(),
@@ -78,9 +87,10 @@ def begun(run_dir: str, run_id: str, hosts: Sequence[str], world_size: int, atte
         start_ticks=start_ticks(os.getpid()) or 0,
         hosts=tuple(hosts),
         world_size=world_size,
-        command=without_secrets(sys.argv[1:]),
+        command=without_secrets(sys.argv[1:]) if asked is None else asked.command,
         started=time.time(),
         attempt=attempt,
+        asked=None if asked is None else asked.asked,
     )
     _write(_path(run_dir), asdict(record))
 
@@ -110,7 +120,8 @@ def queued(run_dir: str, run_id: str, hosts: Sequence[str], world_size: int, com
         hosts=tuple(hosts),
         world_size=world_size,
         command=without_secrets(command),
-        started=time.time(),
+        started=(now := time.time()),
+        asked=now,
     )
     _write(_path(run_dir), asdict(record))
 
@@ -188,5 +199,5 @@ def read(run_dir: str | Path) -> RunRecord | None:
     numbers = (record.pid, record.start_ticks, record.world_size, record.attempt, record.started)
     known = all(isinstance(text, str) for text in texts)
     known = known and all(isinstance(number, (int, float)) for number in numbers)
-    ends = (record.ended, record.exit_code)
+    ends = (record.ended, record.exit_code, record.asked)
     return record if known and all(isinstance(end, (int, float, type(None))) for end in ends) else None

@@ -6,6 +6,7 @@ import os
 import shlex
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from zlaunch.slurm.commands import FINISHED, PATIENCE_S, cancel, own_tasks, stat
 from zlaunch.slurm.environment import SlurmError
 from zlaunch.slurm.script import BatchScript, command_line, render
 from zlaunch.supervisor import run_record
+from zlaunch.sweep.trials import write_private
 from zlaunch.system.processes import uninterrupted
 
 _TASK = "slurm_task"
@@ -43,27 +45,29 @@ class JobArray:
         Raises SlurmError with sbatch's words, and LaunchError where a file cannot be written.
         """
         numbers = _ranges(sorted(commands)) + (f"%{at_once}" if at_once is not None else "")
+        mark = self._mark() or self._new_mark()
+        # An array of an earlier sweep in this folder, which still waits, must not run these.
+        name = f"command-{mark.rpartition('-')[2]}.sh"
         number = f'"$(printf %0{self._digits}d "$SLURM_ARRAY_TASK_ID")"'
         array = replace(
             batch,
             array=numbers,
             job_name=self._folder.name,
             output=f"{str(self._folder).replace('%', '%%')}/%{self._digits}a/slurm.out",
-            line=f"bash {shlex.quote(str(self._folder))}/{number}/command.sh",
-            sbatch=(*batch.sbatch, f"--comment={self._mark() or self._new_mark()}"),
+            line=f"bash {shlex.quote(str(self._folder))}/{number}/{name}",
+            sbatch=(*batch.sbatch, f"--comment={mark}"),
         )
         try:
             for each, command in commands.items():
-                text = f"exec {command_line(command)}\n"
-                (self._of(each) / "command.sh").write_bytes(os.fsencode(text))
+                write_private(self._of(each) / name, f"exec {command_line(command)}\n")
             path = self._folder / "array.sbatch"
-            path.write_bytes(os.fsencode(render(array)))
+            write_private(path, render(array))
             with uninterrupted():
                 job = submit(path)
                 for each in commands:
                     self._note(each, f"{job}_{each}")
         except OSError as error:
-            raise LaunchError(f"{error.filename}: {error.strerror}") from None
+            raise LaunchError(f"{error.filename or self._folder}: {error.strerror}") from None
         self._asked = -PATIENCE_S
 
     def look(self) -> None:
@@ -86,22 +90,25 @@ class JobArray:
             number = int(task.rpartition("_")[2])
             self._tasks[number] = task, word
             self._gone.pop(number, None)
-            if not (self._of(number) / _TASK).exists():
-                self._note(number, task)
+            with suppress(OSError):  # its folder may be gone
+                if not (self._of(number) / _TASK).exists():
+                    self._note(number, task)
         for path in self._folder.glob(f"*/{_TASK}"):
             if (number := int(path.parent.name)) not in self._tasks:
                 self._gone[number] = self._gone.get(number, 0) + 1
 
     def standing(self, folder: Path) -> str:
         """Return `new`, `queued`, `running`, or `ended` and the exit code, or SLURM's word for the end."""
-        if not folder.name.isdecimal() or not (folder / _TASK).exists():
+        known = run_record.read(folder)
+        if not folder.name.isdecimal() or not ((folder / _TASK).exists() or known):
             return "new"
         number = int(folder.name)
         if number in self._tasks:
             return "queued" if self._tasks[number][1] in _WAITING else "running"
-        known = run_record.read(folder)
         if known is not None and known.ended is not None:
             return f"ended {known.exit_code}"
+        if not (folder / _TASK).exists():
+            return "ended killed"
         if self._gone.get(number, 0) < 2:
             return "running"
         if number not in self._endings:

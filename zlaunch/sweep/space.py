@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import csv
+import difflib
+import io
 import itertools
 import json
 import math
 import random
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,8 @@ _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 _NAME = re.compile(r"--[A-Za-z][\w-]*|[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", re.ASCII)
 _KEYS = ("method", "parameters", "samples", "seed", "metric", "goal", "early_stopping")
 _RANGES = ("uniform", "log_uniform", "int_uniform")
+_DIGITS = 1000
+"""A number with more is infinite, and so a text."""
 _MOST = 100_000
 """Trials of a grid; more are a mistake."""
 
@@ -54,11 +58,13 @@ def read_space(path: Path) -> SweepSpace:
     try:
         text = path.read_text(encoding="utf-8-sig")
         if path.suffix == ".csv":
-            return SweepSpace(_rows(text.splitlines()))
+            return SweepSpace(_rows(io.StringIO(text, newline="")))
         _check_twice(yaml.compose(text, Loader=yaml.SafeLoader))
         content = yaml.safe_load(text)
     except OSError as error:
         raise LaunchError(f"{path}: {error.strerror}") from None
+    except RecursionError:
+        raise LaunchError(f"{path} contains itself") from None
     except (UnicodeDecodeError, yaml.YAMLError, csv.Error) as error:
         raise LaunchError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
     except _SpaceError as error:
@@ -84,9 +90,9 @@ def _check_twice(node: yaml.Node | None) -> None:
             _check_twice(value)
 
 
-def _rows(lines: list[str]) -> tuple[Values, ...]:
+def _rows(lines: Iterable[str]) -> tuple[Values, ...]:
     reader = csv.DictReader(lines)
-    rows = list(reader)
+    rows = [(reader.line_num, row) for row in reader]
     names = list(reader.fieldnames or ())
     for name in names:
         _check_name(name)
@@ -94,10 +100,10 @@ def _rows(lines: list[str]) -> tuple[Values, ...]:
             raise _SpaceError(f"parameter {name} has two columns")
     if not rows:
         raise _SpaceError("there are no rows below the names of the parameters")
-    for number, row in enumerate(rows, start=2):
+    for number, row in rows:
         if None in row or None in row.values():
             raise _SpaceError(f"line {number} does not have {len(reader.fieldnames or ())} values")
-    return tuple({name: _cell(name, text) for name, text in row.items()} for row in rows)
+    return tuple({name: _cell(name, text) for name, text in row.items()} for _, row in rows)
 
 
 def _cell(name: str, text: str) -> Value:
@@ -120,7 +126,8 @@ def _read(name: str, value: Any) -> Any:
 def _number(text: str) -> Value:
     if not _NUMBER.fullmatch(text):
         return text
-    number = int(text) if text.lstrip("+-").isdecimal() else float(text)
+    is_whole = text.lstrip("+-").isdecimal() and len(text) < _DIGITS
+    number = int(text) if is_whole else float(text)
     return number if math.isfinite(number) else text
 
 
@@ -129,7 +136,7 @@ def _space(content: object) -> SweepSpace:
         raise _SpaceError("it has to have the key `parameters`, with names and values below it")
     unknown = [str(key) for key in content if key not in _KEYS]
     if unknown:
-        raise _SpaceError(f"{unknown[0]}: unknown key; there is {', '.join(_KEYS)}")
+        raise _SpaceError(f"{unknown[0]}: unknown key{_near(unknown[0], _KEYS)}")
     parameters = content.get("parameters")
     if not isinstance(parameters, dict) or not parameters:
         raise _SpaceError("parameters: names and values are missing")
@@ -156,6 +163,11 @@ def _space(content: object) -> SweepSpace:
     return SweepSpace(trials, metric, goal, _early_stopping(content.get("early_stopping")))
 
 
+def _near(name: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    return f", did you mean {near[0]}?" if near else f"; there is {', '.join(known)}"
+
+
 def _check_name(name: object) -> None:
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise _SpaceError(
@@ -173,8 +185,13 @@ def _count(content: Mapping[str, Any], key: str, low: int = 1) -> int:
 def _early_stopping(given: object) -> EarlyStopping | None:
     if given is None:
         return None
-    if not isinstance(given, dict) or set(given) - {"min_steps", "factor"}:
+    if not isinstance(given, dict):
         raise _SpaceError("early_stopping: takes min_steps and factor")
+    for name in given:
+        if name not in ("min_steps", "factor"):
+            raise _SpaceError(
+                f"early_stopping.{name}: unknown key{_near(str(name), ('min_steps', 'factor'))}"
+            )
     given = {"factor": 3, **given}
     try:
         return EarlyStopping(_count(given, "min_steps"), _count(given, "factor", 2))

@@ -30,7 +30,7 @@ class SuccessiveHalving:
         """
         for step, value in reports:
             rung = self._rules.min_steps
-            while rung <= step:
+            while rung <= step < math.inf:
                 self._rungs[rung].setdefault(trial, self._sign * value if math.isfinite(value) else math.inf)
                 rung *= self._rules.factor
         last = max((rung for rung, known in self._rungs.items() if trial in known), default=None)

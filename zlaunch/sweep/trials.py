@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 import csv
+import fcntl
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,8 @@ class SweepTrial:
     """The last step that rank 0 has reported; where it reports none, how often it has reported the metric."""
     last: float | None = None
     """The last metric that it has reported."""
+    reported: set[str] = field(default_factory=set)
+    """The names of all that it has reported."""
     _events: EventFile | None = None
     _tells_steps: bool = False
 
@@ -51,6 +54,7 @@ class SweepTrial:
             if event.get("type") != "metrics" or event.get("rank") != 0 or not isinstance(values, dict):
                 continue
             step, value = values.get("step", values.get("engine_step")), values.get(self.metric)
+            self.reported.update(values)
             if isinstance(step, (int, float)):
                 self.step, self._tells_steps = float(step), True
             if value is not None:
@@ -75,7 +79,11 @@ class SweepTrial:
 
     @property
     def state(self) -> str:
-        """Return `new`, `queued`, `running`, `done`, `stopped early`, or `failed` with its exit code."""
+        """Return `new`, `queued`, `running`, `done`, `stopped early`, `failed` with its exit code, or `gone`
+        where its folder is.
+        """
+        if not self.folder.exists():
+            return "gone"
         state, _, code = self.standing(self.folder).partition(" ")
         if state != "ended":
             return state
@@ -86,7 +94,7 @@ class SweepTrial:
     @property
     def has_ended(self) -> bool:
         """Tell whether nothing more will come of it."""
-        return self.state.startswith(("done", "failed", "stopped"))
+        return self.state.startswith(("done", "failed", "stopped", "gone"))
 
 
 def _number(value: object) -> float:
@@ -94,6 +102,31 @@ def _number(value: object) -> float:
         return float(value)  # type: ignore[arg-type]  # a script may report "nan" as text, or anything
     except (TypeError, ValueError):
         return float("nan")
+
+
+def write_private(path: Path, text: str) -> None:
+    """Write a file that only this user can read: a command line may hold secrets. Raises OSError."""
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+        os.fchmod(file.fileno(), 0o600)
+        file.write(os.fsencode(text))
+
+
+def hold(folder: Path) -> int:
+    """Make a sweep's folder, and keep other sweeps out of it while the returned descriptor is open.
+
+    Raises LaunchError.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        fd = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(fd)
+            raise LaunchError(f"{folder}: another `zlaunch sweep` is at work in it") from None
+    except OSError as error:
+        raise LaunchError(f"{error.filename or folder}: {error.strerror}") from None
+    return fd
 
 
 def digits_of(space: SweepSpace) -> int:
@@ -116,7 +149,7 @@ def open_trials(
         if run_record.read_json(path) != about:
             if any(folder.glob("*/launcher.json")) or any(standing(p) != "new" for p in folder.glob("*/")):
                 raise LaunchError(f"{folder} has the runs of another sweep or command: give another --dir")
-            path.write_text(json.dumps(about, indent=1) + "\n")
+            write_private(path, json.dumps(about, indent=1) + "\n")
         digits = digits_of(space)
         trials = []
         for number, values in enumerate(space.trials, start=1):

@@ -136,25 +136,76 @@ def test_the_newer_one_of_disk_and_memory_is_loaded(tmp_path: Path) -> None:
         assert steps == 6 and path == f"{tmp_path}/disk/global_step6"
 
 
-def _without_room(folder: str) -> str:
+def _without_room(folder: str) -> tuple[str, list[float]]:
     rank = join()
     engine = engine_of(folder, [0, 1], 3)
-    engine.client_state = dict
+    engine.client_state = lambda: {"seen": engine.global_steps, "rank": engine.global_rank}
 
     def full(path: Path, size: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
+    losses = train(engine, 0, EVERY + 1)
+    engine.checkpoints._snapshots.wait()
     if rank == 1:
         transfers._make_room = full
-    with pytest.raises(CheckpointError) as caught:
-        train(engine, 0, STEPS)
-        engine.checkpoints._snapshots.wait()
-    return str(caught.value)
+    with redirect_stdout(io.StringIO()) as out:
+        losses += train(engine, EVERY + 1, STEPS)
+        engine.destroy()
+    return out.getvalue(), losses
 
 
-def test_a_node_without_room_for_a_copy_ends_all_ranks_with_its_name(tmp_path: Path) -> None:
-    for said in run_workers(_without_room, 2, str(tmp_path)):
-        assert "rank 1: " in said and "node1/engine_0" in said and "no space left" in said
+def test_where_a_node_has_no_room_for_a_copy_the_snapshot_before_stays(tmp_path: Path) -> None:
+    said, losses = zip(*run_workers(_without_room, 2, str(tmp_path)), strict=True)
+    assert said[0].count("no new snapshot in memory, training goes on: rank 1: ") == 1 and not said[1]
+    assert "node1/engine_0" in said[0] and "no space left" in said[0]
+    for rank, found in enumerate(run_workers(_second, 2, str(tmp_path), [0, 1], 3)):
+        first, state, again = found
+        assert (first, state) == (EVERY, {"seen": EVERY, "rank": rank}) and again == losses[rank][EVERY:]
+
+
+def _damage(folder: Path) -> None:
+    (path,) = (folder / "node0" / "engine_0").glob("global_step8/rank_00001.safetensors")
+    content = bytearray(path.read_bytes())
+    content[-20:] = bytes(20 * [255])
+    path.write_bytes(content)
+
+
+def _damaged(folder: str, disk: str | None) -> str:
+    join()
+    engine = engine_of(folder, [0, 0], 2)
+    with redirect_stdout(io.StringIO()) as out:
+        try:
+            path, _ = engine.load_checkpoint(disk)
+        except CheckpointError as error:
+            return str(error)
+    engine.client_state = dict
+    engine.destroy()
+    return f"{path} {engine.global_steps} {out.getvalue().count('the snapshot in memory is left: ')}"
+
+
+def _saved(folder: str) -> None:
+    join()
+    engine = engine_of(f"{folder}/other", [0, 0], 2)
+    engine.client_state = dict
+    train(engine, 0, 3)
+    engine.save_checkpoint(f"{folder}/disk")
+    engine.destroy()
+
+
+def test_a_damaged_snapshot_is_left_for_the_disk_s(tmp_path: Path) -> None:
+    run_workers(_saved, 2, str(tmp_path))
+    run_workers(_first, 2, str(tmp_path), [0, 0], 2)
+    _damage(tmp_path)
+    said = run_workers(_damaged, 2, str(tmp_path), str(tmp_path / "disk"))
+    assert said == [f"{tmp_path}/disk/global_step3 3 {count}" for count in (1, 0)]
+
+
+def test_a_damaged_snapshot_holds_up_one_restart(tmp_path: Path) -> None:
+    run_workers(_first, 2, str(tmp_path), [0, 0], 2)
+    _damage(tmp_path)
+    for said in run_workers(_damaged, 2, str(tmp_path), None):
+        assert "is damaged" in said and "the next restart begins without that snapshot" in said
+    assert run_workers(_damaged, 2, str(tmp_path), None) == ["None 0 0"] * 2
 
 
 def _without_state(folder: str) -> str:

@@ -120,3 +120,22 @@ def test_what_is_wrong_with_a_csv(tmp_path: Path, text: str, said: str) -> None:
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match="No such file"):
         read_space(tmp_path / "grid.yaml")
+
+
+def test_cells_of_a_csv_keep_their_lines(tmp_path: Path) -> None:
+    path = tmp_path / "trials.csv"
+    path.write_bytes('--a,--b\r\n"two\nlines",x\u2028y\r\n'.encode())
+    assert read_space(path).trials == ({"--a": "two\nlines", "--b": "x\u2028y"},)
+
+
+def test_what_no_reader_can_end_with_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match="contains itself"):
+        read_space(write(tmp_path, "parameters: &p {--x: [1], --y: *p}\n"))
+    assert read_space(write(tmp_path, f"a\n{'9' * 5000}\n", "a.csv")).trials == ({"a": "9" * 5000},)
+
+
+def test_typos_are_known(tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match="parameter: unknown key, did you mean parameters"):
+        read_space(write(tmp_path, "parameter:\n  --x: [1]\n"))
+    with pytest.raises(LaunchError, match=r"early_stopping\.factr: unknown key, did you mean factor"):
+        read_space(write(tmp_path, "parameters:\n  --x: [1]\nearly_stopping: {min_steps: 1, factr: 2}\n"))

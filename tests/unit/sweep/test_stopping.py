@@ -29,6 +29,10 @@ def test_what_is_no_number_is_stopped(value: float) -> None:
     assert not SuccessiveHalving(EarlyStopping(1, 2), "max").goes_on(1, [(1, value)])
 
 
+def test_a_step_without_end_is_at_no_rung() -> None:
+    assert SuccessiveHalving(EarlyStopping(1, 2), "min").goes_on(1, [(float("inf"), 1.0)])
+
+
 @pytest.mark.parametrize("goal", ["min", "max"])
 @pytest.mark.parametrize("seed", range(20))
 def test_the_best_is_never_stopped_and_most_steps_are_saved(goal: str, seed: int) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
 from zlaunch.errors import LaunchError
 from zlaunch.sweep.space import SweepSpace
-from zlaunch.sweep.trials import as_arguments, open_trials, ranked, with_values, write_results
+from zlaunch.sweep.trials import as_arguments, hold, open_trials, ranked, with_values, write_results
 
 
 def test_values_go_into_the_config_or_the_command_line() -> None:
@@ -77,3 +78,20 @@ def test_a_folder_of_another_sweep_is_refused(tmp_path: Path) -> None:
     open_trials(tmp_path, space, ("train.py",), standing)
     with pytest.raises(LaunchError, match="another sweep or command"):
         open_trials(tmp_path, space, ("other.py",), standing)
+
+
+def test_a_sweep_is_alone_in_its_folder_and_keeps_its_command_to_itself(tmp_path: Path) -> None:
+    fd = hold(tmp_path / "a" / "b")
+    with pytest.raises(LaunchError, match="another `zlaunch sweep` is at work in it"):
+        hold(tmp_path / "a" / "b")
+    os.close(fd)
+    os.close(hold(tmp_path / "a" / "b"))
+    open_trials(tmp_path, SweepSpace(({"--a": 1},)), ("--env", "TOKEN=x", "train.py"), standing)
+    assert (tmp_path / "sweep.json").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_trial_whose_folder_is_gone_has_ended(tmp_path: Path) -> None:
+    [trial] = open_trials(tmp_path, SweepSpace(({"--a": 1},)), ("train.py",), standing)
+    assert trial.state == "new" and not trial.has_ended
+    trial.folder.rmdir()
+    assert trial.state == "gone" and trial.has_ended
