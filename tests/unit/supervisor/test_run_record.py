@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from zlaunch.plan.plan import Program
-from zlaunch.supervisor.run_record import resume_folder, saved
+from zlaunch.supervisor.found_runs import find_runs
+from zlaunch.supervisor.run_record import begun, queued, read, resume_folder, saved
 
 
 def note(
@@ -47,3 +49,18 @@ def test_a_requeued_job_finds_the_folders_of_its_earlier_starts(tmp_path: Path) 
     assert resume_folder(str(tmp_path / "three"), "d", 0, TARGET, again) == "/newer"
     for first in ({"SLURM_JOB_ID": "17"}, {"SLURM_JOB_ID": "17", "SLURM_RESTART_COUNT": "0"}, {}):
         assert resume_folder(str(tmp_path / "three"), "d", 0, TARGET, first) is None
+
+
+def test_a_queued_run_keeps_its_place_and_its_command_when_it_begins(tmp_path: Path) -> None:
+    (tmp_path / "first").mkdir()
+    (tmp_path / "second").mkdir()
+    queued(str(tmp_path / "first"), "a", ["here"], 2, ["--num_gpus=2", "a.py"])
+    queued(str(tmp_path / "second"), "b", ["here"], 1, ["b.py"])
+    begun(str(tmp_path / "first"), "a", ["here"], 2)
+    begun(str(tmp_path / "first"), "a", ["here"], 2, attempt=1)
+    assert [run.name for run in find_runs(tmp_path)] == ["first", "second"]
+    record = read(tmp_path / "first")
+    assert record is not None and record.command == ("--num_gpus=2", "a.py") and record.attempt == 1
+    assert record.pid == os.getpid() and record.asked is not None and record.started > record.asked
+    begun(str(tmp_path / "first"), "c", ["here"], 2)  # another run, in the same folder
+    assert [run.name for run in find_runs(tmp_path)] == ["second", "first"]
