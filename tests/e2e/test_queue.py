@@ -325,9 +325,8 @@ def check_once(folder: Path, jobs: list[dict[str, Any]], count: int) -> None:
     assert noted == Counter({(job["run"], what): 1 for job in jobs for what in ("begun", "done")})
     times = {(run, what): float(when) for run, what, _, when in lines}
     uses: dict[str, list[tuple[float, float]]] = {}
-    for run in {run for run, *_ in lines}:
-        words = json.loads((folder / "runs" / run / "launcher.json").read_text())["command"]
-        slot = words[words.index("--include") + 1]
+    for job in jobs:
+        run, slot = job["run"], str(job["slots"])
         uses.setdefault(slot, []).append((times[run, "begun"], times[run, "done"]))
     assert len(uses) == 6
     for spans in uses.values():
