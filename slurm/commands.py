@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 
 from zlaunch.hostfiles.hostlist import expand
@@ -31,12 +32,19 @@ _CHUNK_BYTES = 1 << 20
 _CHUNKS_A_POLL = 64
 
 
-def submit(path: str | os.PathLike[str]) -> str:
-    """Hand a file to sbatch and return the job's id. Raises SlurmError with sbatch's words if it refuses."""
+def submit(path: str | os.PathLike[str], *, unset: Sequence[str] = ()) -> str:
+    """Hand a file to sbatch and return the job's id; `unset`: variables that would win over what it says.
+    Raises SlurmError with sbatch's words if it refuses.
+    """
     if shutil.which("sbatch") is None:
         raise SlurmError("there is no sbatch on PATH: this machine cannot submit to SLURM")
     command = ["sbatch", "--parsable", os.path.abspath(path)]
-    result = _run(command, _SUBMIT_TIMEOUT_S, _outside_of_jobs(os.environ))
+    environ = {name: value for name, value in _outside_of_jobs(os.environ).items() if name not in unset}
+    result = _run(command, _SUBMIT_TIMEOUT_S, environ)
+    if result.returncode != 0 and "timed out" in result.stderr:
+        raise SlurmError(
+            f"sbatch {os.fspath(path)}: {_complaint(result)}; the job may be in the queue by now"
+        )
     if result.returncode != 0:
         raise SlurmError(f"sbatch refused {os.fspath(path)}: {_complaint(result)}")
     lines = result.stdout.split()
@@ -226,9 +234,13 @@ def _seconds(text: str) -> int | None:
     return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
+@cache
 def has_gpus() -> bool:
     """Tell whether the cluster has GPUs that a job can ask for. Raises SlurmError."""
-    return re.search(r"\bgpu\b", _run(["sinfo", "-h", "-o", "%G"], _QUERY_TIMEOUT_S).stdout) is not None
+    result = _run(["sinfo", "-h", "-o", "%G"], _QUERY_TIMEOUT_S)
+    if result.returncode:
+        raise SlurmError(f"sinfo: {_complaint(result)}")
+    return re.search(r"\bgpu\b", result.stdout) is not None
 
 
 def own_jobs() -> list[dict[str, str]]:
@@ -246,7 +258,8 @@ def own_tasks(comment: str) -> list[tuple[str, str]]:
 
     Raises SlurmError.
     """
-    result = _run(["squeue", "-h", "-r", "--me", "-o", "%i|%T|%k"], _QUERY_TIMEOUT_S)
+    everything = {name: value for name, value in os.environ.items() if not name.startswith("SQUEUE_")}
+    result = _run(["squeue", "-h", "-a", "-r", "--me", "-o", "%i|%T|%k"], _QUERY_TIMEOUT_S, everything)
     if result.returncode:
         raise SlurmError(f"squeue: {_complaint(result)}")
     rows = [line.strip().split("|", 2) for line in result.stdout.splitlines()]

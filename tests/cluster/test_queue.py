@@ -150,6 +150,14 @@ def test_a_sweep_is_an_array_of_slurm(cluster: Testbed, tmp_path: Path) -> None:
     first.wait()
     for path in where.glob("*/slurm_task"):
         path.unlink()  # as if it had been killed before it noted them
+    (tmp_path / "other.yaml").write_text("parameters:\n  --x: [7, 8, 9, 7, 8]\n")
+    other = shell.call("sweep", *(word.replace("grid", "other") for word in arguments))
+    assert other.returncode == 2 and "another sweep or command" in other.stderr, other
+    (where / "005").rename(where / "gone")
+    gone = shell.call("sweep", *arguments)
+    assert gone.returncode == 2 and "005 was removed, but its task" in gone.stderr, gone
+    (where / "005").rmdir() if (where / "005").exists() else None
+    (where / "gone").rename(where / "005")
     process = subprocess.Popen(
         [sys.executable, "-m", "zlaunch", "sweep", *arguments],
         cwd=tmp_path,
@@ -165,7 +173,9 @@ def test_a_sweep_is_an_array_of_slurm(cluster: Testbed, tmp_path: Path) -> None:
     assert states == ["done", "done", "failed 9", "done", "stopped early"], states
     again = shell.call("sweep", *arguments)
     assert again.returncode == 0 and "5 known" in again.stdout and not tasks()
-    refused = shell.call("sweep", "grid.yaml", "--sbatch=--array=3", "trial.py")
+    ended = shell.call("cancel", str(where / "005"))
+    assert ended.returncode == 2 and "CANCELLED" in ended.stderr, ended
+    refused = shell.call("sweep", "grid.yaml", "--sbatch=-p all --array=3", "trial.py")
     assert refused.returncode == 2 and "job array has its own" in refused.stderr
 
 

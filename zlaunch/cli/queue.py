@@ -151,8 +151,10 @@ def cancel(chosen_queue: QueueName | None, runs: tuple[str, ...]) -> int:
     """
     if choose_queue(chosen_queue) == "slurm":
         from zlaunch.slurm import commands
+        from zlaunch.sweep.job_array import task_of
 
-        for run in runs:
+        for text in runs:
+            run = task_of(Path(text)) or text
             if not run.partition("_")[0].isdecimal():
                 raise click.UsageError(f"{run!r} is no job's id of SLURM; for zlaunch's own: --queue local")
             commands.cancel(run)

@@ -56,6 +56,7 @@ def sweep(folder: str | None, at_once: int | None, file: str, command: tuple[str
         queue = SlurmQueue(where, digits_of(space), at_once)
     else:
         queue = LocalQueue(where)
+    queue.find()
     trials = open_trials(where, space, command, queue.standing, asked.queue)
     running = _Sweep(where, space, trials, queue)
     try:
@@ -106,7 +107,7 @@ class _Sweep:
         from zlaunch.sweep.stopping import SuccessiveHalving
 
         self.folder, self.space, self.trials, self.queue = folder, space, trials, queue
-        self.has_warned = False
+        self.has_warned = self.has_failed_to_stop = False
         rules = space.early_stopping
         self.halving = None if rules is None else SuccessiveHalving(rules, space.goal)
 
@@ -142,11 +143,23 @@ class _Sweep:
                     self._miss_metric(trial)
                     write_results(self.folder, self.trials)
                 elif is_behind and not trial.is_stopped:
-                    self.queue.cancel(trial.folder)
-                    trial.stop()
+                    self._stop(trial)
             if not left:
                 return
             time.sleep(_POLL_S)
+
+    def _stop(self, trial: SweepTrial) -> None:
+        """Stop a trial that is behind; where SLURM does not answer, the next look tries again."""
+        from zlaunch.slurm.environment import SlurmError
+
+        try:
+            self.queue.cancel(trial.folder)
+        except SlurmError as error:
+            if not self.has_failed_to_stop:
+                click.echo(f"zlaunch sweep: warning: {error}; it is tried again", err=True)
+            self.has_failed_to_stop = True
+            return
+        trial.stop()
 
     def _miss_metric(self, trial: SweepTrial) -> None:
         """Say it once when a trial has come to its end without the metric."""

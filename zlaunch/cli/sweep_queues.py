@@ -21,6 +21,9 @@ class TrialQueue(Protocol):
     def submit(self, asked: Asked, trials: Mapping[int, Asked]) -> None:
         """Queue trials, by number; `asked` is the command line that they have in common."""
 
+    def find(self) -> None:
+        """Find the trials that it has already. Raises LaunchError."""
+
     def look(self) -> None:
         """Find out how the trials stand by now."""
 
@@ -58,6 +61,9 @@ class LocalQueue:
             enqueue(each)
             ensure_daemon(self._folder)
 
+    def find(self) -> None:
+        pass
+
     def look(self) -> None:
         pass
 
@@ -94,11 +100,14 @@ class SlurmQueue:
     def __init__(self, folder: Path, digits: int, at_once: int | None) -> None:
         from zlaunch.sweep.job_array import JobArray
 
+        if "\\" in str(folder.resolve()):
+            raise click.UsageError(f"--dir {folder}: SLURM takes no backslash in the name of a job's output")
         self._array, self._at_once = JobArray(folder, digits), at_once
-        self.look, self.standing, self.cancel = self._array.look, self._array.standing, self._array.cancel
+        self.find, self.look = self._array.find, self._array.look
+        self.standing, self.cancel = self._array.standing, self._array.cancel
 
     def check(self, asked: Asked) -> None:
-        for option in asked.about["sbatch"]:
+        for option in " ".join(asked.about["sbatch"]).split():
             if option.startswith(("--array", "-a", "--output", "-o", "--comment", "-J", "--job-name")):
                 raise click.UsageError(f"--sbatch {option!r}: a sweep's job array has its own")
         batch_of(asked)
@@ -106,7 +115,8 @@ class SlurmQueue:
     def submit(self, asked: Asked, trials: Mapping[int, Asked]) -> None:
         if trials:
             commands = {number: batch_of(_in_folder(each)) for number, each in trials.items()}
-            self._array.submit(batch_of(asked), commands, self._at_once)
+            job = self._array.submit(batch_of(asked), commands, self._at_once)
+            click.echo(f"job {job} of SLURM: zlaunch cancel {job} takes out all of it")
 
 
 def _in_folder(asked: Asked) -> Asked:

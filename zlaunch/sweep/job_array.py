@@ -21,6 +21,8 @@ from zlaunch.system.processes import uninterrupted
 _TASK = "slurm_task"
 """File in a run's folder with its task's id, such as 1234_7."""
 _MARK = "slurm_comment"
+_OVERRIDES = ("SBATCH_ARRAY_INX", "SBATCH_OUTPUT", "SBATCH_JOB_NAME", "SBATCH_COMMENT")
+"""Variables that win over what a batch file says."""
 _WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD")
 _ASK_S = 5.0
 """Seconds between questions to SLURM."""
@@ -39,15 +41,15 @@ class JobArray:
         """Task -> its last state in SLURM's words, where its launcher has left no end."""
         self._asked = self._answered = -PATIENCE_S
 
-    def submit(self, batch: BatchScript, commands: Mapping[int, BatchScript], at_once: int | None) -> None:
-        """Have each command run in its folder, as task of one array with the options of `batch`.
+    def submit(self, batch: BatchScript, commands: Mapping[int, BatchScript], at_once: int | None) -> str:
+        """Have each command run in its folder, as task of one array with the options of `batch`; return the
+        array's id.
 
         Raises SlurmError with sbatch's words, and LaunchError where a file cannot be written.
         """
         numbers = _ranges(sorted(commands)) + (f"%{at_once}" if at_once is not None else "")
         mark = self._mark() or self._new_mark()
-        # An array of an earlier sweep in this folder, which still waits, must not run these.
-        name = f"command-{mark.rpartition('-')[2]}.sh"
+        name = _command_file(mark)
         number = f'"$(printf %0{self._digits}d "$SLURM_ARRAY_TASK_ID")"'
         array = replace(
             batch,
@@ -63,12 +65,25 @@ class JobArray:
             path = self._folder / "array.sbatch"
             write_private(path, render(array))
             with uninterrupted():
-                job = submit(path)
+                job = submit(path, unset=_OVERRIDES)
                 for each in commands:
                     self._note(each, f"{job}_{each}")
         except OSError as error:
             raise LaunchError(f"{error.filename or self._folder}: {error.strerror}") from None
         self._asked = -PATIENCE_S
+        return job
+
+    def find(self) -> None:
+        """Find the runs that are in SLURM's queue already. Raises LaunchError where the folder of one is
+        gone.
+        """
+        self.look()
+        for number, (task, _) in self._tasks.items():
+            if not (self._of(number) / _command_file(self._mark())).exists():
+                raise LaunchError(
+                    f"{self._of(number)} was removed, but its task {task} is in SLURM's queue: first "
+                    f"`zlaunch cancel {task}`"
+                )
 
     def look(self) -> None:
         """Ask SLURM how the runs stand, unless it has just been asked. Raises SlurmError when it has not
@@ -94,7 +109,8 @@ class JobArray:
                 if not (self._of(number) / _TASK).exists():
                     self._note(number, task)
         for path in self._folder.glob(f"*/{_TASK}"):
-            if (number := int(path.parent.name)) not in self._tasks:
+            name = path.parent.name
+            if name.isdecimal() and (number := int(name)) not in self._tasks:
                 self._gone[number] = self._gone.get(number, 0) + 1
 
     def standing(self, folder: Path) -> str:
@@ -113,9 +129,11 @@ class JobArray:
             return "running"
         if number not in self._endings:
             try:
-                found = state((folder / _TASK).read_text().strip())
+                found = state(task_of(folder))
             except SlurmError:
                 return "running"
+            if found not in FINISHED:
+                return "queued" if found in _WAITING else "running"
             self._endings[number] = "0" if found == "COMPLETED" else found
         return f"ended {self._endings[number]}"
 
@@ -146,6 +164,21 @@ class JobArray:
 
     def _note(self, number: int, task: str) -> None:
         (self._of(number) / _TASK).write_text(f"{task}\n")
+
+
+def _command_file(mark: str) -> str:
+    """Return the name of a run's command line: an array of an earlier sweep in this folder, which still
+    waits, must not run these.
+    """
+    return f"command-{mark.rpartition('-')[2]}.sh"
+
+
+def task_of(folder: Path) -> str:
+    """Return the id of the task that a run's folder belongs to; empty where there is none."""
+    try:
+        return (folder / _TASK).read_text().strip()
+    except OSError:
+        return ""
 
 
 def _ranges(numbers: Sequence[int]) -> str:
