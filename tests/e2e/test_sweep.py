@@ -113,7 +113,9 @@ def test_what_is_no_use_is_said(folder: Path) -> None:
     wait_until((folder / "sweeps" / "grid" / "002" / "launcher.json").exists, "all trials queued")
     other = zlaunch(folder, "sweep", "grid.yaml", *COMMAND, "--x=1")
     assert other.returncode == 2 and "another `zlaunch sweep` is at work" in other.stderr
-    shutil.rmtree(folder / "sweeps" / "grid" / "002")
+    own = folder / "sweeps" / "grid" / "002"
+    wait_until((own / "logs" / "rank_00000.log").exists, "the second trial runs")
+    own.rename(folder / "gone")
     (folder / "go").touch()
     out, err = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 1 and "  2  hidden=2: no val_los, gone" in out, out
