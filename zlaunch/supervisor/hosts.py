@@ -77,7 +77,9 @@ class _PreparedSpares:
         for node in found:
             node.link.transport.send(self._order)
         self._nodes = {**self._nodes, **{node.host: node for node in found}}
-        while not self._end.wait(_PING_S):
+        has_ended = False
+        while not has_ended:
+            has_ended = self._end.wait(_PING_S)  # and once more at the end: who is handed out lives
             for node in list(self._nodes.values()):
                 try:
                     node.link.ask({"cmd": "ping", "idle_s": _IDLE_S}, "pong")
