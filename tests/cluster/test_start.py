@@ -329,7 +329,7 @@ def test_a_batch_file_is_written_submitted_and_followed(cluster: Testbed, tmp_pa
 
 
 def mpirun(cluster: Testbed) -> tuple[str, ...]:
-    """What starts one task on each node."""
+    """Return the command that starts one task on each node."""
     agent = ("--mca", "plm_rsh_agent", f"ssh -F {cluster.ssh_config}", "--mca", "oob_tcp_if_include", SUBNET)
     hosts = ("--host", ",".join(cluster.hosts), "--map-by", "ppr:1:node")
     return ("mpirun.openmpi", "--allow-run-as-root", *agent, *hosts, "-x", "PYTHONPATH")

@@ -60,6 +60,18 @@ def results(folder: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+    """Start zlaunch in the folder."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "zlaunch", *arguments],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
 def test_a_grid_is_run_and_the_best_is_shown(folder: Path) -> None:
     (folder / "grid.yaml").write_text(
         "parameters:\n  --x: [1, 3]\n  optimizer.params.lr: [1e-3, 0.25]\n  --fails: [false, true]\n"
@@ -81,14 +93,7 @@ def test_a_grid_is_run_and_the_best_is_shown(folder: Path) -> None:
 def test_a_sweep_that_is_ended_goes_on(folder: Path) -> None:
     (folder / "grid.yaml").write_text("parameters:\n  --x: [1, 2, 3, 4, 5, 6, 7, 8]\n")
     arguments = ("sweep", "grid.yaml", *COMMAND, "--steps=2", "--pause=go")
-    process = subprocess.Popen(
-        [sys.executable, "-m", "zlaunch", *arguments],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    process = start(folder, *arguments)
     wait_until((folder / "sweeps" / "grid" / "008" / "launcher.json").exists, "all trials queued")
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=LIMIT_S)
@@ -102,14 +107,7 @@ def test_a_sweep_that_is_ended_goes_on(folder: Path) -> None:
 
 def test_what_is_no_use_is_said(folder: Path) -> None:
     (folder / "grid.yaml").write_text("parameters:\n  hidden: [1, 2]\nmetric: val_los\n")
-    process = subprocess.Popen(
-        [sys.executable, "-m", "zlaunch", "sweep", "grid.yaml", *COMMAND, "--x=1", "--steps=2", "--pause=go"],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    process = start(folder, "sweep", "grid.yaml", *COMMAND, "--x=1", "--steps=2", "--pause=go")
     wait_until((folder / "sweeps" / "grid" / "002" / "launcher.json").exists, "all trials queued")
     other = zlaunch(folder, "sweep", "grid.yaml", *COMMAND, "--x=1")
     assert other.returncode == 2 and "another `zlaunch sweep` is at work" in other.stderr

@@ -21,7 +21,7 @@ class MpiTask:
     size: int
     is_one_a_node: bool
     once_a_node: str
-    """How to start one task on each node."""
+    """Gives the starter's option for one task on each node."""
 
 
 def read_task(environ: Mapping[str, str]) -> MpiTask | None:

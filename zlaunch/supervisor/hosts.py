@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
@@ -75,7 +76,8 @@ class _PreparedSpares:
     def _run(self) -> None:
         found, _ = self._connect(self._missing, lambda text: None) if self._missing else ([], [])
         for node in found:
-            node.link.transport.send(self._order)
+            with suppress(OSError):  # the first ping says that it is gone
+                node.link.transport.send(self._order)
         self._nodes = {**self._nodes, **{node.host: node for node in found}}
         has_ended = False
         while not has_ended:
@@ -83,7 +85,7 @@ class _PreparedSpares:
             for node in list(self._nodes.values()):
                 try:
                     node.link.ask({"cmd": "ping", "idle_s": _IDLE_S}, "pong")
-                except NodeError:  # it is connected to again when it is needed
+                except (NodeError, OSError):  # it is connected to again when it is needed
                     del self._nodes[node.host]
         if self._given_up:
             self._kill()
@@ -95,6 +97,8 @@ class _PreparedSpares:
     def stop(self) -> dict[str, Node]:
         """Return the agents that are there, by host; whoever is being waited for is given up."""
         self._end.set()
+        if self._given_up:
+            return {}
         if self._thread.is_alive():
             self._thread.join(_GIVE_UP_S)
         if not self._thread.is_alive():
