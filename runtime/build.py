@@ -19,6 +19,7 @@ from .activation import checkpointing
 from .backward_step.engine import choose_backward_step
 from .checkpoint.export.consolidate import save_weights
 from .collective_step.choice import choose_step, keeps_whole_gradients, prepare
+from .collective_step.local_engine import choose_local_steps
 from .comm.collectives import Comm
 from .comm.process_group import init_distributed
 from .config import Config, ConfigError, Effective, Loaded, find_mesh, load, refuse_open, resolve
@@ -128,6 +129,7 @@ def build_engine(
         check_narrow(client, effective.config, precision.dtype)
     whole = client is not None and _needs_whole(client, effective, comm)
     kind, reduces = choose_backward_step(kind, client, effective, comm, whole=whole)
+    kind = choose_local_steps(kind, client, effective, comm)
     blocks, options = _plan(model, effective, comm)
     offload, setting = _make_offload(effective, client, blocks, options, precision, comm, model)
     on_gpu = comm.device.type == "cuda"

@@ -47,11 +47,14 @@ def keeps_whole_gradients(optimizer: torch.optim.Optimizer | None) -> bool:
 
 def error_bytes(optimizer: torch.optim.Optimizer | None, numel: int, stage: int, world_size: int) -> int:
     """Return the bytes that a 1-bit optimizer keeps on a rank besides its state, for so many trained
-    elements: errors with the momentum's part, those of the rank's share, and from stage 2 on whole gradients.
+    elements: errors with the momentum's part, those of the rank's share, from stage 2 on whole gradients, and
+    for local steps where they have begun and how far they have come.
     """
     if not keeps_whole_gradients(optimizer):
         return 0
-    return 4 * (numel + numel // world_size + (numel if stage >= 2 else 0))
+    groups = optimizer.param_groups if optimizer is not None else ()
+    local = any(group.get("local_step_clipper", 1) > 1 for group in groups)
+    return 4 * (numel + numel // world_size + (numel if stage >= 2 else 0) + (2 * numel if local else 0))
 
 
 def prepare(optimizer: torch.optim.Optimizer, comm: Comm, *, divides_layers: bool) -> None:

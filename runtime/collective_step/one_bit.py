@@ -61,11 +61,13 @@ class OneBitAdam(OneBitOptimizer):
 
 class ZeroOneAdam(OneBitOptimizer):
     """Implements "Maximizing Communication Efficiency for Large-scale Training via 0/1 Adam" (Lu et al.,
-    2022), without its local steps: the ranks exchange signs of their gradients, but for steps in which the
-    variance learns from dense ones. These are ``var_interval`` steps apart, which doubles after each
-    ``var_update_scaler`` of them. After ``var_freeze_step`` steps it goes on as 1-bit Adam.
+    2022): the ranks exchange signs of their gradients, but for steps in which the variance learns from dense
+    ones. These are ``var_interval`` steps apart, which doubles after each ``var_update_scaler`` of them.
 
-    In local steps each rank would have weights of its own, which ZeRO does not know.
+    After ``var_freeze_step`` steps it goes on as 1-bit Adam. With ``local_step_clipper`` above 1 ranks then
+    exchange nothing but once in ``local_interval`` steps, which doubles after each ``local_step_scaler``
+    steps up to ``local_step_clipper``; in between each rank has weights of its own. That is for stage 0
+    alone, as ZeRO's later stages have one set of weights.
     """
 
     def __init__(
@@ -77,11 +79,24 @@ class ZeroOneAdam(OneBitOptimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
+        *,
+        local_step_scaler: int = 32678,
+        local_step_clipper: int = 1,
     ) -> None:
         _check_count("ZeroOneAdam", var_freeze_step=var_freeze_step, var_update_scaler=var_update_scaler)
+        _check_count(
+            "ZeroOneAdam", local_step_scaler=local_step_scaler, local_step_clipper=local_step_clipper
+        )
         rates = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         counts = {"freeze_step": int(var_freeze_step), "var_update_scaler": int(var_update_scaler)}
-        super().__init__(params, {**rates, **counts, "var_interval": 1, "var_counter": 0})
+        local = {
+            "local_step_scaler": int(local_step_scaler),
+            "local_step_clipper": int(local_step_clipper),
+            "local_interval": 1,
+            "local_counter": 0,
+            "local_rate_sum": 0.0,
+        }
+        super().__init__(params, {**rates, **counts, "var_interval": 1, "var_counter": 0, **local})
 
 
 class OneBitLamb(OneBitOptimizer):

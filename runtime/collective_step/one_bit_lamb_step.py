@@ -11,8 +11,9 @@ from torch import Tensor
 from ..optim.update_rule import State
 from ..zero.store import TileView
 from .lamb import Norms, trust_ratio
-from .one_bit_step import OneBitStep, UnitTurn, adam_directions
+from .one_bit_step import OneBitStep, adam_directions
 from .parts import ParameterPart, by_group, each_tile
+from .unit_turn import UnitTurn
 
 
 class OneBitLambStep(OneBitStep):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import zip_longest
 from typing import Any
 
@@ -14,55 +14,16 @@ from torch import Tensor
 from ...cuda_ops.signs import frozen_adam
 from ..comm.collectives import Comm
 from ..errors import OptimizerError
+from ..optim.slices import ShardSlice
 from ..optim.update_rule import State, UpdateRule
 from ..zero.reduce import GradientReducer
 from ..zero.store import Access, DeviceStore, TileView, open_all, squares_of
 from ..zero.unit import Unit
-from .lamb import update_moments
-from .parts import ParameterPart, TileWork, by_group, cache_sized, each_tile, gradients, work_on
+from .local_steps import LocalSteps
+from .parts import ParameterPart, by_group, cache_sized, each_tile, parts_of, work_on
 from .sign_exchange import Average, SignExchange
 from .step import CollectiveStep
-
-
-@dataclass(frozen=True, slots=True)
-class UnitTurn:
-    """Describes the step of one unit."""
-
-    unit: Unit
-    parts: Sequence[ParameterPart]
-    """Lists this rank's parts of it, those without a gradient, too."""
-    work: Sequence[TileWork]
-    """Lists the tiles of those with one."""
-    groups: Sequence[dict[str, Any]]
-    divisor: float
-    state: State
-    frozen: bool
-    """Tells that the variance stays as it is."""
-    averaged: Tensor | None = None
-    """Holds what signs have brought for this rank's shard, where the shard is: the gradient, or if ``frozen``
-    the new momentum. None: the tiles have the averaged gradient.
-    """
-
-    def bring_moments(
-        self, parts: Sequence[ParameterPart], view: TileView, states: Sequence[dict[str, Tensor]]
-    ) -> None:
-        """Bring the moments of one group's parts in a tile up to date."""
-        first, betas = [each["exp_avg"] for each in states], self.groups[parts[0].group]["betas"]
-        if self.averaged is not None:
-            at = self.unit.start
-            found = [self.averaged[part.low - at : part.high - at] for part in parts]
-            if self.frozen:
-                torch._foreach_copy_(first, found)
-            else:
-                torch._foreach_lerp_(first, found, 1 - float(betas[0]))
-            # what never had a gradient has no variance to divide by, and the sign of nothing is no direction
-            torch._foreach_mul_(first, torch._foreach_sign([each["exp_avg_sq"] for each in states]))
-            return
-        grads = gradients(parts, view, self.divisor)
-        if self.frozen:
-            torch._foreach_lerp_(first, grads, 1 - float(betas[0]))
-        else:
-            update_moments(first, [each["exp_avg_sq"] for each in states], grads, betas)
+from .unit_turn import UnitTurn
 
 
 class OneBitStep(CollectiveStep):
@@ -120,17 +81,37 @@ class OneBitStep(CollectiveStep):
             if frozen and not self._of_momentum:
                 self.forget()
                 self._of_momentum = True
+        turns = self.turns(groups, parts, state, divisor=float(rule.divisor), frozen=frozen)
+        if reducer.local:
+            self.step_apart(turns)
+        else:
+            for turn in turns:
+                self.step_unit(turn)
+        self.plan_next(groups)
+        reducer.local = not self.wants_dense({**first, "step_count": first["step_count"] + 1})
+
+    def turns(
+        self,
+        groups: Sequence[dict[str, Any]],
+        parts: Sequence[ParameterPart],
+        state: State,
+        *,
+        divisor: float,
+        frozen: bool,
+    ) -> list[UnitTurn]:
+        """Describe a step of all units."""
         by_unit: dict[int, list[ParameterPart]] = {id(unit): [] for unit in self.units}
         for part in parts:
             by_unit[id(part.unit)].append(part)
-        turns = [
-            UnitTurn(unit, own, work_on(own), groups, float(rule.divisor), state, frozen)
+        return [
+            UnitTurn(unit, own, work_on(own), groups, divisor, state, frozen)
             for unit, own in ((unit, by_unit[id(unit)]) for unit in self.units)
         ]
-        for turn in self._averaged(turns) if reducer.local else turns:
+
+    def step_apart(self, turns: Sequence[UnitTurn]) -> None:
+        """Update all units where each rank has gradients of its own. Collective."""
+        for turn in self.averaged(turns, self._begin):
             self.step_unit(turn)
-        self.plan_next(groups)
-        reducer.local = not self.wants_dense({**first, "step_count": first["step_count"] + 1})
 
     def wants_dense(self, group: Mapping[str, Any]) -> bool:
         """Tell whether the step with the group's count needs the ranks' gradients averaged."""
@@ -162,14 +143,14 @@ class OneBitStep(CollectiveStep):
                     "freeze it (requires_grad_(False)) for the whole run, or use AdamW"
                 )
 
-    def _averaged(self, turns: Sequence[UnitTurn]) -> Iterator[UnitTurn]:
+    def averaged(self, turns: Sequence[UnitTurn], begin: Callable[[UnitTurn], Average]) -> Iterator[UnitTurn]:
         """Yield turns with what signs bring. A hop of one unit is on its way while another is computed."""
-        coming = self._begin(turns[0])
+        coming = begin(turns[0])
         for turn, following in zip_longest(turns, turns[1:]):
             average = coming
             self.exchange.serve(average)
             if following is not None:
-                coming = self._begin(following)
+                coming = begin(following)
             unit = turn.unit
             place = self.comm.device if isinstance(unit.store, DeviceStore) else torch.device("cpu")
             yield replace(turn, averaged=self.exchange.end(average)[unit.start : unit.stop].to(place))
@@ -249,6 +230,55 @@ def adam_directions(
 class ZeroOneAdamStep(OneBitAdamStep):
     """Steps ZeroOneAdam."""
 
+    def __init__(self, units: Sequence[Unit], comm: Comm) -> None:
+        super().__init__(units, comm)
+        self._local = LocalSteps(self.exchange)
+
+    def forget(self) -> None:
+        """Forget errors, and weights of this rank's own: they are not those of the state that was loaded."""
+        super().forget()
+        self._local.forget()
+
+    def step_apart(self, turns: Sequence[UnitTurn]) -> None:
+        """Update all units: once the variance is frozen by local steps, if the optimizer makes them."""
+        first = turns[0].groups[0]
+        if not turns[0].frozen or first["local_step_clipper"] <= 1:
+            super().step_apart(turns)
+            return
+        self._local.refuse_writes(turns)
+        for turn in turns:
+            own = self._reducer.whole_gradient(turn.unit)
+            self._local.step(turn, own, self.comm.world_size / turn.divisor, self.publish)
+        for group in turns[0].groups:
+            group["local_rate_sum"] += float(group["lr"])
+        if first["step_count"] % first["local_interval"] == 0:
+            self._meet(turns)
+
+    def _meet(self, turns: Sequence[UnitTurn]) -> None:
+        for turn in self.averaged(turns, self._local.begin):
+            self._local.meet(turn, self.publish)
+        for group in turns[0].groups:
+            group["local_rate_sum"] = 0.0
+
+    def agree(self, groups: Sequence[dict[str, Any]], slices: Sequence[ShardSlice], state: State) -> bool:
+        """Give all ranks the same weights and moments, as an exchange does; tell whether they had others.
+        Collective, between two steps.
+        """
+        if not self._local.are_apart:
+            return False
+        with torch.no_grad():
+            turns = self.turns(groups, parts_of(slices), state, divisor=1.0, frozen=True)
+            self._local.refuse_writes(turns)
+            self._meet(turns)
+            self.await_uploads()
+            for unit in self.units:
+                if isinstance(unit.store, DeviceStore) and unit.store.narrow_copy is None:
+                    unit.values.write(0, unit.store.master)
+                unit.refresh()
+                unit.wait_unsharded()
+                unit.stepped()
+        return True
+
     def wants_dense(self, group: Mapping[str, Any]) -> bool:
         return super().wants_dense(group) and group["step_count"] % group["var_interval"] == 0
 
@@ -259,3 +289,8 @@ class ZeroOneAdamStep(OneBitAdamStep):
                 if group["var_counter"] == group["var_update_scaler"]:
                     group["var_counter"] = 0
                     group["var_interval"] *= 2
+            if group["step_count"] > group["freeze_step"]:
+                group["local_counter"] += 1
+                if group["local_counter"] == group["local_step_scaler"]:
+                    group["local_counter"] = 0
+                    group["local_interval"] = min(group["local_step_clipper"], 2 * group["local_interval"])

@@ -58,8 +58,7 @@ class CollectiveStep(ABC):
         try:
             with torch.no_grad():
                 self.run(rule, parts_of(slices), rule.optimizer.state)
-            for upload in self._uploads:
-                upload.wait()
+            self.await_uploads()
         except BaseException as error:
             self._error = error
             raise
@@ -75,6 +74,12 @@ class CollectiveStep(ABC):
         if view.out is not None:
             view.out.copy_(view.master)
         self._uploads.append(tile.publish(self._after))
+
+    def await_uploads(self) -> None:
+        """Let later work on the device wait for what was published."""
+        for upload in self._uploads:
+            upload.wait()
+        self._uploads.clear()
 
     def check(self) -> None:
         """Raise what ended a step half-way."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from .parallel import expert_size, pipeline_size, tensor_size
+from .parallel import expert_size, pipeline_size, sequence_size, tensor_size
 from .report import ConfigReport
 from .schema import Config
 
@@ -78,8 +78,13 @@ def _optimizer(config: Config, report: ConfigReport) -> None:
             why = f"{kind} exchanges signs between all ranks, and nothing else: remove the key"
             report.problems.append((f"zero_optimization.{name}", why))
     if kind == "ZeroOneAdam" and params.get("local_step_clipper", 1) > 1:
-        why = "local steps would give each rank weights of its own, and are not made: set it to 1"
-        report.problems.append(("optimizer.params.local_step_clipper", why))
+        others = {
+            f"zero_optimization.stage is {int(zero.stage)}": zero.stage > 0,
+            "ranks share sequences": sequence_size(config) > 1,
+        }
+        for other in (text for text, is_so in others.items() if is_so):
+            why = f"local steps give each rank whole weights of its own, and {other}: set it to 1"
+            report.problems.append(("optimizer.params.local_step_clipper", why))
 
 
 _NARROW = ("Adam", "AdamW", "SGD", "Lion")

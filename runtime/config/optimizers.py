@@ -161,10 +161,12 @@ class ZeroOneAdamParams(_OneBitParams):
     """Steps before the variance is frozen."""
     var_update_scaler: Count = ok(16)
     """Steps of the variance before they are twice as far apart."""
-    local_step_scaler: Count = always(32678, "there are no local steps")
-    """Steps before local steps are twice as many."""
+    local_step_scaler: Count = ok(32678)
+    """Steps with a frozen variance before exchanges are twice as far apart, where local_step_clipper lets
+    them."""
     local_step_clipper: Count = ok(1)
-    """Largest number of local steps; more than 1 would give each rank weights of its own."""
+    """Most steps from one exchange to the next, between which each rank has weights of its own (DeepSpeed:
+    16): more than 1 at stage 0 alone."""
 
 
 class OneBitLambParams(OneBitAdamParams):

@@ -87,12 +87,12 @@ class ShardedOptimizer:
         self.units = list(units)
         self._reducer, self._comm, self._whole = reducer, comm, whole
         self._slices: list[ShardSlice] = []
-        self._background = offloaded_step(self.units) if offloaded_step is not None else None
+        self.stepper = offloaded_step(self.units) if offloaded_step is not None else None
         self._take_units(units)
         self._fused = self._choose_fused()
         self._rule = UpdateRule(self.optimizer)
         self._on_device = on_device
-        self.decides_on_device = on_device and self._fused and self._background is None
+        self.decides_on_device = on_device and self._fused and self.stepper is None
 
     @property
     def outer(self) -> torch.optim.Optimizer:
@@ -105,7 +105,7 @@ class ShardedOptimizer:
         self._slices += made
         for index, group in enumerate(self.optimizer.param_groups):
             group["params"] += [part.leaf for part in made if part.group == index and part.leaf is not None]
-        if self._background is not None and self._background.by_parameter:
+        if self.stepper is not None and self.stepper.by_parameter:
             self.split(lambda unit, index: (id(unit), index))
         give_initial_state(self.optimizer, self._initial, made)
 
@@ -123,7 +123,7 @@ class ShardedOptimizer:
         self.units[:] = units
         self._take_units(new)
         self._fused = self._choose_fused()
-        self.decides_on_device = self._on_device and self._fused and self._background is None
+        self.decides_on_device = self._on_device and self._fused and self.stepper is None
 
     def take_hyperparameters(self) -> None:
         """Copy what the script has set in the groups to the inner optimizer."""
@@ -136,8 +136,8 @@ class ShardedOptimizer:
 
     def state_changed(self) -> None:
         """Take note that the state has been replaced, or a part of it."""
-        if self._background is not None:
-            self._background.forget()
+        if self.stepper is not None:
+            self.stepper.forget()
 
     def _choose_fused(self) -> bool:
         """Use torch's one-pass kernels where the caller did not choose an implementation himself."""
@@ -228,18 +228,18 @@ class ShardedOptimizer:
 
     def check(self) -> None:
         """Raise what ended a step half-way: the values are of two steps then, and nothing may go on."""
-        if self._background is not None:
-            self._background.check()
+        if self.stepper is not None:
+            self.stepper.check()
 
     def finish(self) -> None:
         """Raise what ended the last step early, if it has not been raised yet: no other step will follow."""
-        if self._background is not None:
-            self._background.finish()
+        if self.stepper is not None:
+            self.stepper.finish()
 
     def wait(self) -> None:
         """Wait until the last step has ended everywhere. Raises what ended it early, such as a DiskError."""
-        if self._background is not None:
-            self._background.wait()
+        if self.stepper is not None:
+            self.stepper.wait()
 
     def _agree(self, used: list[bool]) -> Tensor:
         """Return the sum of squares of all gradients, how many ranks want to stop, for each parameter how
@@ -247,7 +247,7 @@ class ShardedOptimizer:
         """
         device = self._comm.device
         total = torch.zeros((), dtype=torch.float64, device=device)
-        own = self._background.own_squares() if self._background is not None else []
+        own = self.stepper.own_squares() if self.stepper is not None else []
         if own:
             total = torch.stack(own).sum()
         for copies in {} if own else {unit.copies: None for unit in self.units}:
@@ -275,8 +275,8 @@ class ShardedOptimizer:
         self._slices = separate_unused(self._slices, self.units, used, self.optimizer)
         with named("step"):
             all_may_differ = self._rule.apply(self._updates_here(), self.optimizer.state, live=True)
-        if self._background is not None:
-            self._background.start(self._rule, self._slices)
+        if self.stepper is not None:
+            self.stepper.start(self._rule, self._slices)
         self.outer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers look for it
         stay = [unit for unit in self.units if not unit.shard_params]
         with torch.no_grad():
@@ -284,11 +284,11 @@ class ShardedOptimizer:
                 if isinstance(unit.store, DeviceStore) and (all_may_differ or unit.store.narrow_copy is None):
                     unit.values.write(0, unit.store.master)
         for unit in stay:
-            if self._background is None or not self._background.brings(unit):
+            if self.stepper is None or not self.stepper.brings(unit):
                 unit.refresh()
         if self._comm.drain():
             for unit in stay:
-                if self._background is None or not self._background.brings(unit):
+                if self.stepper is None or not self.stepper.brings(unit):
                     unit.wait_unsharded()
         for unit in self.units:
             unit.stepped()
@@ -300,7 +300,7 @@ class ShardedOptimizer:
         updates = []
         for part in self._slices:
             store = part.unit.store
-            if self._background is not None and self._background.takes(part.unit):
+            if self.stepper is not None and self.stepper.takes(part.unit):
                 continue
             if isinstance(store, DeviceStore) and part.leaf is not None and part.used and store.has_grad:
                 out = None if store.narrow_copy is None else part.of(store.narrow_copy)

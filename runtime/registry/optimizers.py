@@ -55,8 +55,6 @@ _OF_BACKENDS = (
     "bias_correction",
     "cuda_aware",
     "comm_backend_name",
-    "local_step_clipper",
-    "local_step_scaler",
 )
 """Names what DeepSpeed's 1-bit optimizers take besides; config/optimizers.py says which values are right."""
 _UNCORRECTED = {"onebitadam", "onebitlamb", "zerooneadam"}

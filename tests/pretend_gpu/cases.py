@@ -249,7 +249,12 @@ CASES = {
                 ("OneBitAdam", 0, "alone", {}, {"freeze_step": 2}, ()),
                 (
                     *("OneBitAdam", 3, "host both", HOST_BOTH, {"freeze_step": 2}),
-                    (ARRIVAL, _down("one_bit_step._averaged < one_bit_step.run")),
+                    (ARRIVAL, _down("one_bit_step.averaged < one_bit_step.step_apart")),
+                ),
+                (
+                    *("ZeroOneAdam", 0, "alone", {}),
+                    {"var_freeze_step": 1, "local_step_scaler": 1, "local_step_clipper": 2},
+                    ("aten::_local_scalar_dense in local_steps.refuse_writes < one_bit_step.step_apart",),
                 ),
                 (
                     *("OneBitLamb", 1, "alone", {}, {"freeze_step": 2}),

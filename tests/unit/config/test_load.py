@@ -494,7 +494,10 @@ def test_command_line(tmp_path: Path) -> None:
             "zero_optimization.zero_hpz_partition_size",
         ),
         (
-            {"optimizer": {"type": "ZeroOneAdam", "params": {"local_step_clipper": 16}}},
+            {
+                "optimizer": {"type": "ZeroOneAdam", "params": {"local_step_clipper": 16}},
+                "zero_optimization": {"stage": 1},
+            },
             "optimizer.params.local_step_clipper",
         ),
         ({"autocast": {"enabled": True}}, "autocast"),

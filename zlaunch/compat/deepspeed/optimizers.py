@@ -184,7 +184,7 @@ class OnebitLamb(metaclass=_Maker):
 
 
 class ZeroOneAdam(metaclass=_Maker):
-    """0/1 Adam, without local steps."""
+    """0/1 Adam."""
 
     kinds = (optim.ZeroOneAdam,)
 
@@ -207,15 +207,16 @@ class ZeroOneAdam(metaclass=_Maker):
         cuda_aware: bool = False,
         comm_backend_name: str = "nccl",
     ) -> torch.optim.Optimizer:
-        """Make the runtime's optimizer. Raises ValueError for what would be another rule: give
-        ``local_step_clipper=1``.
-        """
+        """Make the runtime's optimizer. Raises ValueError for what would be another rule."""
         _refuse("ZeroOneAdam", eps_inside_sqrt=eps_inside_sqrt, max_grad_norm=max_grad_norm, amsgrad=amsgrad)
-        if local_step_clipper > 1:
-            raise ValueError("local steps are not supported by ZeroOneAdam: give local_step_clipper=1")
         rates: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         return optim.ZeroOneAdam(
-            params, var_freeze_step=var_freeze_step, var_update_scaler=var_update_scaler, **rates
+            params,
+            var_freeze_step=var_freeze_step,
+            var_update_scaler=var_update_scaler,
+            local_step_scaler=local_step_scaler,
+            local_step_clipper=local_step_clipper,
+            **rates,
         )
 
 

@@ -1,0 +1,168 @@
+"""Steps each rank by its own gradients between two exchanges, as 0/1 Adam does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import OptimizerError
+from ..optim.update_rule import State
+from ..zero.store import Access, OpenTile, TileView, open_all
+from .parts import ParameterPart, by_group, cache_sized, each_tile
+from .sign_exchange import Average, SignExchange
+from .unit_turn import UnitTurn
+
+Publish = Callable[[OpenTile, TileView], None]
+_NAMES = ("exp_avg", "exp_avg_sq")
+
+
+class LocalSteps:
+    """Keeps how far this rank has gone since all ranks had the same weights.
+
+    By Lu et al. (2022), Algorithm 1, with decay of the weights: in a step of its own a rank takes
+    ``u += lr * m`` and ``x = z - u / (sqrt(v) + eps)``, where ``z`` are the weights that all had, decayed.
+    Where ranks meet, the mean of ``u``, in signs, gives all of them the same ``x``, and divided by the sum of
+    ``lr`` the same ``m``. For units that each rank has whole, in the memory of the device.
+    """
+
+    def __init__(self, exchange: SignExchange) -> None:
+        self._exchange = exchange
+        self._gone: dict[int, tuple[Tensor, Tensor]] = {}
+        """Has, by the identity of a unit, its ``z`` and ``u`` while ranks have weights of their own."""
+        self._lost: dict[int, Tensor] = {}
+        """Keeps what this rank's signs have lost."""
+
+    @property
+    def are_apart(self) -> bool:
+        """Tell whether ranks have weights of their own."""
+        return bool(self._gone)
+
+    def forget(self) -> None:
+        """Forget what belongs to a state that a load has replaced."""
+        self._gone.clear()
+        self._lost.clear()
+
+    def refuse_writes(self, turns: Sequence[UnitTurn]) -> None:
+        """Raise OptimizerError where the script has changed weights that ranks have of their own."""
+        parts: list[ParameterPart] = []
+        differ: list[Tensor] = []
+        for turn in turns:
+            if (found := self._gone.get(id(turn.unit))) is None:
+                continue
+            assert turn.unit.store is not None
+            with open_all(turn.unit.store, Access.READ) as tiles:
+                for _, _, view in tiles:
+                    for index, every in by_group(_with_moments(turn, view)).items():
+                        for own in cache_sized(every, view.master.device):
+                            _, _, roots = _moments(own, view, turn.state, turn.groups[index])
+                            wanted = _placed(_of(own, found[0]), _of(own, found[1]), roots)
+                            values = [part.of(view, view.master) for part in own]
+                            parts += own
+                            differ += [
+                                ((a != b) & ~b.isnan()).any() for a, b in zip(values, wanted, strict=True)
+                            ]
+        if differ and (changed := torch.stack(differ)).any():
+            part = parts[int(changed.int().argmax())]
+            raise OptimizerError(
+                f"{part.unit.names[part.index]} was changed by the script between two exchanges of "
+                "ZeroOneAdam, when each rank has weights of its own, and they would never be the same again: "
+                "set local_step_clipper to 1, or change weights right after engine.save_checkpoint()"
+            )
+
+    def step(self, turn: UnitTurn, gradient: Tensor, scale: float, publish: Publish) -> None:
+        """Step a unit's parts by ``scale`` times this rank's ``gradient`` (flat, of the unit's size)."""
+        origin, moved = self._start(turn)
+        for inside, tile, view in each_tile(turn.work):
+            for index, every in by_group(inside).items():
+                group = turn.groups[index]
+                rate, beta1 = float(group["lr"]), float(group["betas"][0])
+                for own in cache_sized(every, view.master.device):
+                    first, second, roots = _moments(own, view, turn.state, group)
+                    grads = [part.to(moved.dtype) for part in _of(own, gradient)]
+                    torch._foreach_mul_(first, beta1)
+                    torch._foreach_add_(first, grads, alpha=(1 - beta1) * scale)
+                    # what never had a gradient has no variance to divide by
+                    torch._foreach_mul_(first, torch._foreach_sign(second))
+                    origins, gone = _of(own, origin), _of(own, moved)
+                    torch._foreach_mul_(origins, 1 - rate * float(group["weight_decay"]))
+                    torch._foreach_add_(gone, first, alpha=rate)
+                    values = [part.of(view, view.master) for part in own]
+                    torch._foreach_copy_(values, _placed(origins, gone, roots))
+            publish(tile, view)
+
+    def begin(self, turn: UnitTurn) -> Average:
+        """Begin to average a unit's ``u`` over the ranks. Collective."""
+        _, moved = self._start(turn)
+        lost = self._lost.setdefault(id(turn.unit), torch.zeros_like(moved))
+        for start, stop in turn.unit.layout.gaps():
+            lost[start:stop].zero_()
+        return self._exchange.begin(turn.unit, lost, moved, alpha=1.0)
+
+    def meet(self, turn: UnitTurn, publish: Publish) -> None:
+        """Take the average of ``u``, which is in ``turn.averaged``: all ranks have the same weights then."""
+        assert turn.averaged is not None and turn.unit.store is not None
+        origin, _ = self._gone.pop(id(turn.unit))
+        with open_all(turn.unit.store, Access.MASTER) as tiles:
+            for _, tile, view in tiles:
+                for index, every in by_group(_with_moments(turn, view)).items():
+                    group = turn.groups[index]
+                    rates = float(group["local_rate_sum"])  # 0: nobody has gone anywhere
+                    for own in cache_sized(every, view.master.device) if rates else ():
+                        first, second, roots = _moments(own, view, turn.state, group)
+                        mean = torch._foreach_mul(_of(own, turn.averaged), torch._foreach_sign(second))
+                        values = [part.of(view, view.master) for part in own]
+                        torch._foreach_copy_(values, _placed(_of(own, origin), mean, roots))
+                        torch._foreach_div_(mean, rates)
+                        torch._foreach_copy_(first, mean)
+                publish(tile, view)
+
+    def _start(self, turn: UnitTurn) -> tuple[Tensor, Tensor]:
+        """Return a unit's ``z`` and ``u``, which begin with the weights that all ranks have."""
+        unit, found = turn.unit, self._gone.get(id(turn.unit))
+        assert unit.store is not None
+        if found is not None:
+            return found
+        wide = torch.promote_types(unit.dtype, torch.float32)
+        origin = torch.zeros(unit.numel, dtype=wide, device=unit.device)
+        with open_all(unit.store, Access.READ) as tiles:
+            for _, _, view in tiles:
+                origin[view.start : view.stop] = view.master
+        self._gone[id(unit)] = origin, torch.zeros_like(origin)
+        return self._gone[id(unit)]
+
+
+def _with_moments(turn: UnitTurn, view: TileView) -> list[ParameterPart]:
+    """List a unit's parts in a tile that have been trained."""
+    state = turn.state
+    return [
+        part
+        for part in turn.parts
+        if part.is_in(view) and part.slice.leaf is not None and "exp_avg_sq" in state.get(part.slice.leaf, {})
+    ]
+
+
+def _of(parts: Sequence[ParameterPart], whole: Tensor) -> list[Tensor]:
+    """Return the elements of parts in a tensor of the unit's size."""
+    return [whole[part.low : part.high] for part in parts]
+
+
+def _moments(
+    parts: Sequence[ParameterPart], view: TileView, state: State, group: Mapping[str, Any]
+) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """Return the moments m and v of parts, and sqrt(v) + eps as new tensors."""
+    states = [part.states(view, state, _NAMES) for part in parts]
+    second = [each["exp_avg_sq"] for each in states]
+    roots = list(torch._foreach_sqrt(second))
+    torch._foreach_add_(roots, float(group["eps"]))
+    return [each["exp_avg"] for each in states], second, roots
+
+
+def _placed(origins: Sequence[Tensor], gone: Sequence[Tensor], roots: Sequence[Tensor]) -> list[Tensor]:
+    """Return z - u / (sqrt(v) + eps), as new tensors."""
+    found = list(torch._foreach_div(list(gone), list(roots)))
+    torch._foreach_neg_(found)
+    torch._foreach_add_(found, list(origins))
+    return found

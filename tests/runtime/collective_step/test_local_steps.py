@@ -1,0 +1,192 @@
+"""Test 0/1 Adam's local steps beside the paper's algorithm."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zlaunch
+from tests.runtime.collective_step.local_steps_reference import ReferenceLocalSteps
+from tests.runtime.collective_step.models import data, error, make_engine, odd, section, train
+from tests.runtime.collective_step.test_one_bit import TOLERANCE, layouts_of
+from tests.runtime.workers import join, run_workers
+from zlaunch.optim import ZeroOneAdam
+from zlaunch.runtime.collective_step.sign_exchange import BYTES
+
+PARAMS: dict[str, Any] = {
+    "lr": 3e-3,
+    "weight_decay": 0.1,
+    "eps": 1e-2,  # its few dense steps leave small variances, by which signs would send weights far away
+    "var_freeze_step": 5,
+    "var_update_scaler": 2,
+    "local_step_scaler": 4,
+    "local_step_clipper": 4,
+}
+ADAM = {"type": "ZeroOneAdam", "params": PARAMS}
+
+
+def reference_of(engine: Any, model: nn.Module) -> ReferenceLocalSteps:
+    options = {**PARAMS, "freeze_step": PARAMS["var_freeze_step"]}
+    return ReferenceLocalSteps(model, layouts_of(engine), engine.world_size, **options)
+
+
+def _train(accumulation: int) -> tuple[float, float, int, int]:
+    """Errors among local steps and after an exchange, and in how many steps signs were sent."""
+    rank = join()
+    engine = make_engine(None, section(0), ADAM, gradient_accumulation_steps=accumulation)
+    reference = reference_of(engine, odd())
+    moved, sending = engine._sharded.comm.moved, 0
+    for tokens in data()[:19]:
+        before = moved[BYTES]
+        train(engine, [tokens])
+        sending += moved[BYTES] != before
+    reference.train(data()[:19])
+    assert reference.apart
+    dense = 2 + 1  # of the first five steps: 1 and 2, then 4
+    in_signs = sending - (PARAMS["var_freeze_step"] - dense if engine.world_size > 1 else 0)
+    exchanges = reference.exchanges
+    reference.show(rank)
+    apart = error(engine, reference.model)
+    train(engine, data()[19:])
+    reference.train(data()[19:])
+    assert not reference.apart
+    together = error(engine, reference.model)
+    engine.destroy()
+    return apart, together, in_signs, exchanges
+
+
+@pytest.mark.parametrize(("world", "accumulation"), [(1, 1), (2, 1), (2, 3), (3, 1)])
+def test_steps_are_those_of_the_paper(world: int, accumulation: int) -> None:
+    for apart, together, in_signs, exchanges in run_workers(_train, world, accumulation):
+        assert apart <= TOLERANCE and together <= TOLERANCE
+        assert exchanges < 9, "of 14 steps"
+        assert in_signs == (exchanges if world > 1 else 0)
+
+
+def _save(folder: str) -> list[torch.Tensor]:
+    """Save among local steps, in three ways."""
+    rank = join()
+    engine = make_engine(None, section(0), ADAM)
+    reference = reference_of(engine, odd())
+    train(engine, data()[:15])
+    reference.train(data()[:15])
+    own = engine.module.head.weight.detach().clone()
+    assert reference.apart
+    engine.save_checkpoint(folder, tag="apart")
+    reference.meet()
+    assert error(engine, reference.model) <= TOLERANCE
+    if rank == 0:
+        kept = {"m": reference.first.m, "v": reference.first.v, "x": reference.model.state_dict()}
+        torch.save((kept, reference.interval, reference.counter), f"{folder}/reference.pt")
+    met = engine.module.head.weight.detach().clone()
+    train(engine, data()[15:18])  # at 16 they meet
+    reference.train(data()[15:18])
+    reference.show(rank)
+    assert error(engine, reference.model) <= TOLERANCE
+    engine.save_16bit_model(folder, "weights.bin")
+    weights = torch.load(f"{folder}/weights.bin", weights_only=True)
+    assert torch.equal(weights["head.weight"], engine.module.head.weight)
+    engine.destroy()
+    return [own, met]
+
+
+def _resume(folder: str) -> float:
+    join()
+    engine = make_engine(None, section(0), ADAM)
+    train(engine, data()[:14])  # the rank has weights and errors of its own, which do not count
+    engine.load_checkpoint(folder, tag="apart")
+    reference = reference_of(engine, odd())
+    kept, reference.interval, reference.counter = torch.load(f"{folder}/reference.pt", weights_only=True)
+    reference.first.m, reference.first.v, reference.first.t = kept["m"], kept["v"], 15
+    reference.model.load_state_dict(kept["x"])
+    train(engine, data()[15:])
+    reference.train(data()[15:])
+    reference.show(engine.global_rank)
+    found = error(engine, reference.model)
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("after", [1, 3])
+def test_saves_have_what_ranks_agree_on(after: int, tmp_path: Path) -> None:
+    first, second = run_workers(_save, 2, str(tmp_path))
+    assert not torch.equal(first[0], second[0])
+    assert torch.equal(first[1], second[1])
+    assert max(run_workers(_resume, after, str(tmp_path))) <= TOLERANCE
+
+
+def _half() -> list[torch.Tensor]:
+    """In bf16 masters and parameters are not one memory; ranks are equal after each exchange."""
+    join()
+    given = {
+        "train_micro_batch_size_per_gpu": 3,
+        "bf16": {"enabled": True},
+        "optimizer": ADAM,
+        "zero_optimization": section(0),
+    }
+    engine: Any = zlaunch.initialize(model=odd().float(), config=given)[0]
+    train(engine, data()[:16])
+    found = [engine.module.head.weight.detach().clone()]
+    train(engine, data()[16:17])
+    found.append(engine.module.head.weight.detach().clone())
+    engine.destroy()
+    return found
+
+
+def test_ranks_are_equal_to_the_bit_after_an_exchange() -> None:
+    first, second = run_workers(_half, 2)
+    assert torch.equal(first[0], second[0])
+    assert not torch.equal(first[1], second[1])
+
+
+def _refused() -> None:
+    join()
+    for stage in (1, 3):
+        with pytest.raises(zlaunch.ConfigError, match="local_step_clipper: local steps give each rank whole"):
+            make_engine(None, section(stage), ADAM)
+        with pytest.raises(zlaunch.OptimizerError, match="local_step_clipper 16: in local steps each rank"):
+            make_engine(_sixteen, section(stage))
+    engine = make_engine(None, section(0), ADAM)
+    train(engine, data()[:16])
+    with torch.no_grad():
+        engine.module.head.weight.clamp_(-0.01, 0.01)  # all ranks are equal here, and may be changed
+    train(engine, data()[16:17])
+    with torch.no_grad():
+        engine.module.head.weight.clamp_(-0.01, 0.01)
+    with pytest.raises(zlaunch.OptimizerError, match=r"head\.weight was changed by the script between two"):
+        train(engine, data()[17:18])
+    engine.destroy()
+
+
+def _sixteen(model: Any) -> ZeroOneAdam:
+    return ZeroOneAdam(model.parameters(), local_step_clipper=16)
+
+
+def test_what_cannot_be_is_refused() -> None:
+    run_workers(_refused, 2)
+
+
+def _rest() -> tuple[bool, bool]:
+    """A learning rate of 0 leaves everything where it is."""
+    join()
+    engine = make_engine(None, section(0), ADAM)
+    train(engine, data()[:16])
+    before = {name: value.clone() for name, value in engine.module.state_dict().items()}
+    engine.optimizer.param_groups[0]["lr"] = 0.0
+    train(engine, data()[16:20])
+    same = all(torch.equal(before[name], value) for name, value in engine.module.state_dict().items())
+    engine.optimizer.param_groups[0]["lr"] = 1e-3
+    train(engine, data()[:4])
+    finite = all(bool(value.isfinite().all()) for value in engine.module.state_dict().values())
+    engine.destroy()
+    return same, finite
+
+
+def test_a_learning_rate_of_nothing() -> None:
+    for same, finite in run_workers(_rest, 2):
+        assert finite
+        assert same
