@@ -164,7 +164,7 @@ def build_engine(
         precision=precision,
         scaler=scaler,
         effective=effective,
-        handles=Handles(sharded, reducer, step, factory),
+        handles=Handles(sharded, reducer, step, factory, effective.config, precision.dtype),
     )
     checkpoints = make_checkpointer(
         *(engine, sharded, step),

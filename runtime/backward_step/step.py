@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -72,6 +72,8 @@ class BackwardStep:
         self._slices: dict[int, list[ShardSlice]] = {}
         """Maps the identity of a unit to its slices."""
         self._divisor = 1.0
+        self._taken: list[dict[str, Any]] = []
+        """Keeps the hyper-parameters of this pass."""
 
     def connect(self, trainer: Trainer, optimizer: ShardedOptimizer, clip: float, by_value: bool) -> None:
         """Set whose optimizer steps, and the largest norm, or with ``by_value`` the largest absolute value,
@@ -98,10 +100,22 @@ class BackwardStep:
         if by_norm and norm is not None and norm > self._clip:
             coefficient = self._clip / (norm + 1e-6)
         self._optimizer.take_hyperparameters()
+        self._taken = self._hyperparameters()
         self._rule.begin(self._divisor / coefficient if coefficient else math.inf)
         self._slices = {}
         for part in self._optimizer.slices:
             self._slices.setdefault(id(part.unit), []).append(part)
+
+    def _hyperparameters(self) -> list[dict[str, Any]]:
+        """Return what the groups have besides parameters, tensors as numbers."""
+        return [
+            {
+                key: value.tolist() if isinstance(value, Tensor) else value
+                for key, value in group.items()
+                if key != "params"
+            }
+            for group in self._optimizer.optimizer.param_groups
+        ]
 
     def announce(self, unit: Unit) -> None:
         """Note that a unit will be stepped when its gradient has been reduced, which begins now."""
@@ -209,7 +223,17 @@ class BackwardStep:
         return list(self._squares)
 
     def start(self, rule: UpdateRule, slices: Sequence[ShardSlice]) -> None:
-        """Step the units that have waited, by the hyper-parameters of this pass."""
+        """Step the units that have waited, by the hyper-parameters of this pass. Raises OptimizerError where
+        the script has changed them since it began.
+        """
+        for index, (now, before) in enumerate(zip(self._hyperparameters(), self._taken, strict=False)):
+            changed = [key for key, value in before.items() if now.get(key) != value]
+            if changed:
+                raise OptimizerError(
+                    f"{changed[0]} of parameter group {index} was changed after backward() had begun, and "
+                    "with zero_optimization.step_in_backward that steps by what was set before: change it "
+                    "before backward(), or leave the key out"
+                )
         with torch.no_grad():
             for unit in self._waiting:
                 self._step(unit, [part for part in slices if part.unit is unit and part.used])

@@ -77,6 +77,13 @@ def check_optimizer(checkpoint: Checkpoint, optimizer: torch.optim.Optimizer, un
             f"{checkpoint.folder}: has {count} parameter groups, and the optimizer "
             f"{len(optimizer.param_groups)}: {advice}"
         )
+    for own, group in zip(optimizer.param_groups, saved["groups"], strict=False):
+        for key in (key for key in ("amsgrad", "maximize") if key in own and key in group):
+            if bool(own[key]) is not bool(group[key]):
+                raise CheckpointError(
+                    f"{checkpoint.folder}: was saved with {key} {bool(group[key])}, and the optimizer has "
+                    f"{bool(own[key])}: {advice}"
+                )
     for unit in units if count > 1 else ():
         for name, slot in zip(unit.names, unit.layout.slots, strict=True):
             entry = checkpoint.parameters.get(source_name(checkpoint, name))
@@ -174,6 +181,8 @@ def restore_groups(optimizer: torch.optim.Optimizer, saved: Sequence[Mapping[str
     """Restore the hyper-parameters that :func:`groups_of` has returned."""
     for group, entries in zip(optimizer.param_groups, saved, strict=False):
         for key, value in entries.items():
+            if key == "decoupled_weight_decay":  # of the class, Adam or AdamW
+                continue
             if isinstance(group.get(key), Tensor):
                 group[key].fill_(value)
             else:

@@ -37,6 +37,12 @@ def check_fits(
             check_optimizer(checkpoint, step.optimizer, sharded.units)
 
     all_or_none(sharded.comm.exchange, sharded.comm.rank, check)
+    saved_by = (checkpoint.manifest["optimizer"] or {}).get("class")
+    if step is not None and sharded.comm.rank == 0 and saved_by not in (None, type(step.optimizer).__name__):
+        warn(
+            f"{checkpoint.folder} was saved by {saved_by}: its moments go on in "
+            f"{type(step.optimizer).__name__}, which decays weights in its own way"
+        )
     if step is None or checkpoint.manifest["optimizer"] is None or sharded.comm.rank != 0:
         return
     saved = [

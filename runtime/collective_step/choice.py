@@ -17,7 +17,7 @@ from ..zero.reduce import GradientReducer
 from ..zero.unit import Unit
 from .lamb import Lamb, LambStep
 from .muon import Muon, MuonStep
-from .one_bit import OneBitAdam, OneBitLamb, OneBitOptimizer, ZeroOneAdam
+from .one_bit import OneBitAdam, OneBitLamb, OneBitOptimizer, ZeroOneAdam, agree_on_phase
 from .one_bit_lamb_step import OneBitLambStep
 from .one_bit_step import OneBitAdamStep, ZeroOneAdamStep
 from .step import CollectiveStep
@@ -68,8 +68,7 @@ def prepare(optimizer: torch.optim.Optimizer, comm: Comm, *, divides_layers: boo
                 f"optimizer {name} exchanges signs between all ranks: leave out mics_shard_size, "
                 "zero_hpz_partition_size and quantized gradients and weights"
             )
-        if len({tuple(group["betas"]) for group in optimizer.param_groups}) > 1:
-            raise OptimizerError(f"optimizer {name} needs the same betas in all groups")
+        agree_on_phase(name, optimizer.param_groups)
         comm.link.pieces = comm.link.size * (BLOCK // ALIGN_NUMEL)  # no block crosses the end of a part
     if divides_layers and collective_step_of(optimizer) is not None:
         raise OptimizerError(

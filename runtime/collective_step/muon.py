@@ -160,6 +160,10 @@ class MuonStep(CollectiveStep):
     def state_count(optimizer: torch.optim.Optimizer) -> int:
         return 2 if isinstance(optimizer, Muon) else 1  # groups of AdamW's may come later
 
+    @staticmethod
+    def group_states(group: Mapping[str, Any]) -> int:
+        return 1 if group.get("use_muon", True) else 2
+
     def run(self, rule: UpdateRule, parts: Sequence[ParameterPart], state: State) -> None:
         groups = rule.optimizer.param_groups
         adamw = UpdateRule(_adamw_of(rule.optimizer))

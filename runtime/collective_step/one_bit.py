@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -29,6 +29,26 @@ class OneBitOptimizer(torch.optim.Optimizer):
             f"{type(self).__name__} compresses what ranks exchange: give it to zlaunch.initialize, and call "
             "engine.step()"
         )
+
+
+_COMMON = ("betas", "freeze_step", "var_update_scaler", "local_step_scaler", "local_step_clipper")
+_COUNTERS = ("step_count", "var_interval", "var_counter", "local_interval", "local_counter")
+
+
+def agree_on_phase(name: str, groups: Sequence[dict[str, Any]]) -> None:
+    """Give all groups the first one's counters, which a later group does not have yet. Raises OptimizerError
+    where groups differ in what decides what the ranks exchange.
+    """
+    first = groups[0]
+    for group in groups[1:]:
+        for key in (key for key in _COMMON if key in first):
+            own, wanted = (tuple(v) if key == "betas" else v for v in (group[key], first[key]))
+            if own != wanted:
+                raise OptimizerError(
+                    f"optimizer {name} needs the same {key} in all groups, not {wanted} and {own}: "
+                    "ranks exchange signs of all parameters together"
+                )
+        group.update({key: first[key] for key in _COUNTERS if key in first})
 
 
 def _check_count(name: str, **counts: int) -> None:

@@ -29,6 +29,10 @@ class OneBitLambStep(OneBitStep):
     def state_count(optimizer: torch.optim.Optimizer) -> int:
         return 3
 
+    @staticmethod
+    def group_states(group: Mapping[str, Any]) -> int:
+        return 3
+
     def step_unit(self, turn: UnitTurn) -> None:
         unit, groups, state, frozen = turn.unit, turn.groups, turn.state, turn.frozen
         norms = Norms(self.comm, [unit])

@@ -20,6 +20,7 @@ from ..zero.reduce import GradientReducer
 from ..zero.store import Access, DeviceStore, TileView, open_all, squares_of
 from ..zero.unit import Unit
 from .local_steps import LocalSteps
+from .one_bit import agree_on_phase
 from .parts import ParameterPart, by_group, cache_sized, each_tile, parts_of, work_on
 from .sign_exchange import Average, SignExchange
 from .step import CollectiveStep
@@ -41,6 +42,8 @@ class OneBitStep(CollectiveStep):
         super().__init__(units, comm)
         self.exchange = SignExchange(comm)
         self._kept: dict[int, Tensor] = {}
+        self._beta1 = 0.0
+        """Says how much of the momentum is in ``_kept``."""
         self._of_momentum = False
         """Tells whether ``_kept`` belongs to exchanges of momentum, not of gradients."""
 
@@ -69,6 +72,7 @@ class OneBitStep(CollectiveStep):
 
     def run(self, rule: UpdateRule, parts: Sequence[ParameterPart], state: State) -> None:
         groups = rule.optimizer.param_groups
+        agree_on_phase(type(rule.optimizer).__name__, groups)
         for group in groups:
             group["step_count"] += 1
         first, reducer = groups[0], self._reducer
@@ -81,12 +85,13 @@ class OneBitStep(CollectiveStep):
             if frozen and not self._of_momentum:
                 self.forget()
                 self._of_momentum = True
+        elif self._of_momentum:
+            self.forget()  # they belong to a momentum that a dense step changes
         turns = self.turns(groups, parts, state, divisor=float(rule.divisor), frozen=frozen)
         if reducer.local:
             self.step_apart(turns)
         else:
-            for turn in turns:
-                self.step_unit(turn)
+            self.step_together(turns)
         self.plan_next(groups)
         reducer.local = not self.wants_dense({**first, "step_count": first["step_count"] + 1})
 
@@ -108,10 +113,16 @@ class OneBitStep(CollectiveStep):
             for unit, own in ((unit, by_unit[id(unit)]) for unit in self.units)
         ]
 
+    def step_together(self, turns: Sequence[UnitTurn]) -> None:
+        """Update all units by averaged gradients."""
+        for turn in turns:
+            self.step_unit(turn)
+
     def step_apart(self, turns: Sequence[UnitTurn]) -> None:
         """Update all units where each rank has gradients of its own. Collective."""
         for turn in self.averaged(turns, self._begin):
             self.step_unit(turn)
+        self._beta1 = float(turns[0].groups[0]["betas"][0])
 
     def wants_dense(self, group: Mapping[str, Any]) -> bool:
         """Tell whether the step with the group's count needs the ranks' gradients averaged."""
@@ -165,6 +176,8 @@ class OneBitStep(CollectiveStep):
             kept = self._kept[id(unit)] = torch.zeros_like(gradient, dtype=wide)
             if turn.frozen:
                 kept.add_(self._whole_momentum(turn), alpha=beta1)
+        elif turn.frozen and beta1 != self._beta1:
+            self.exchange.add_last(unit, kept, beta1 - self._beta1)  # a schedule has changed it
         share = self.comm.world_size / turn.divisor
         for start, stop in unit.layout.gaps():
             kept[start:stop].zero_()  # those of the gradient are zeros from the beginning
@@ -239,10 +252,16 @@ class ZeroOneAdamStep(OneBitAdamStep):
         super().forget()
         self._local.forget()
 
+    def step_together(self, turns: Sequence[UnitTurn]) -> None:
+        """Update all units by averaged gradients, from weights that all ranks have."""
+        self._end_local_steps(turns)
+        super().step_together(turns)
+
     def step_apart(self, turns: Sequence[UnitTurn]) -> None:
         """Update all units: once the variance is frozen by local steps, if the optimizer makes them."""
         first = turns[0].groups[0]
         if not turns[0].frozen or first["local_step_clipper"] <= 1:
+            self._end_local_steps(turns)
             super().step_apart(turns)
             return
         self._local.refuse_writes(turns)
@@ -252,6 +271,12 @@ class ZeroOneAdamStep(OneBitAdamStep):
         for group in turns[0].groups:
             group["local_rate_sum"] += float(group["lr"])
         if first["step_count"] % first["local_interval"] == 0:
+            self._meet(turns)
+
+    def _end_local_steps(self, turns: Sequence[UnitTurn]) -> None:
+        """Let ranks agree where the script has set back what had let them make steps of their own."""
+        if self._local.are_apart:
+            self._local.refuse_writes(turns)
             self._meet(turns)
 
     def _meet(self, turns: Sequence[UnitTurn]) -> None:

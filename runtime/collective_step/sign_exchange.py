@@ -51,10 +51,13 @@ class SignExchange:
         self._comm = comm
         self._lost: dict[int, Tensor] = {}
         """Keeps, by the identity of a unit, what the second hop has lost of this rank's part."""
+        self._last: dict[int, Tensor] = {}
+        """Keeps the signs of the last mean of which a part stays, by the identity of a unit."""
 
     def forget(self) -> None:
         """Forget what was lost."""
         self._lost.clear()
+        self._last.clear()
 
     def begin(
         self, unit: Unit, values: Tensor, addend: Tensor, *, alpha: float, stays: float = 0.0
@@ -88,11 +91,15 @@ class SignExchange:
     def end(self, average: Average) -> Tensor:
         """Return the mean as signs give it, which is equal on all ranks."""
         values, stays, size = average.values, average.stays, self._comm.world_size
-        found, s = torch.empty_like(values), values.numel() // size
-        for rank, row in enumerate(average.sent.result().view(size, -1)):
-            part = slice(rank * s, rank * s + s)
-            expand(row.unsqueeze(0), found[part], into=values[part] if stays else None, alpha=stays)
+        found, rows = torch.empty_like(values), average.sent.result().view(size, -1)
+        if stays:
+            self._last[average.unit] = rows
+        _expand_parts(rows, found, values if stays else None, stays)
         return found
+
+    def add_last(self, unit: Unit, values: Tensor, alpha: float) -> None:
+        """Add ``alpha`` times the last mean of which a part stayed to ``values``."""
+        _expand_parts(self._last[id(unit)], torch.empty_like(values), values, alpha)
 
     def _to_servers(self, rows: Tensor) -> Sent:
         """Send a row to each rank; the result are the rows of all ranks for this one."""
@@ -132,3 +139,11 @@ class SignExchange:
     def _work(self, work: object, *tensors: Tensor) -> Work:
         key = waits.next_key(self._comm.number, "signs")
         return Work(work, key, "exchanges the signs of momentum", *tensors)
+
+
+def _expand_parts(rows: Tensor, out: Tensor, into: Tensor | None, alpha: float) -> None:
+    """Write what the rows of signs stand for, a part of ``out`` each; add ``alpha`` times it to ``into``."""
+    s = out.numel() // len(rows)
+    for rank, row in enumerate(rows):
+        part = slice(rank * s, rank * s + s)
+        expand(row.unsqueeze(0), out[part], into=None if into is None else into[part], alpha=alpha)

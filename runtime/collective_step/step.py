@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,7 +34,12 @@ class CollectiveStep(ABC):
 
     @staticmethod
     def state_count(optimizer: torch.optim.Optimizer) -> int:
-        """Count the tensors that the optimizer keeps for each element."""
+        """Count the tensors that the optimizer keeps for each element, at most."""
+        return 2
+
+    @staticmethod
+    def group_states(group: Mapping[str, Any]) -> int:
+        """Count the tensors that it keeps for each element of a param group."""
         return 2
 
     def forget(self) -> None:

@@ -115,6 +115,8 @@ def _named(clean: dict[str, Any], key: str, report: ConfigReport) -> None:
     if canonical is None:
         close = difflib.get_close_matches(kind, known, 1, 0.5)
         advice = f"did you mean {close[0]}?" if close else f"expected one of {', '.join(known)}"
+        if key == "optimizer" and "8bit" in kind.lower().replace("_", ""):
+            advice = 'state in 8 bits is optimizer.params.state_dtype "int8", with Adam, AdamW, SGD or Lion'
         report.problems.append((f"{key}.type", f"{show(kind)} is not known, {advice}"))
         return
     if canonical in later:
@@ -124,6 +126,11 @@ def _named(clean: dict[str, Any], key: str, report: ConfigReport) -> None:
     if not isinstance(params, dict):
         return
     report.given.discard(path)
+    if "state_dtype" in params and canonical in optimizers.OPTIMIZERS and canonical not in optimizers.NARROW:
+        if params["state_dtype"] not in (None, "fp32"):
+            why = f"{canonical} keeps its state in fp32: use {', '.join(optimizers.NARROW)}, or remove it"
+            report.problems.append((f"{path}.state_dtype", why))
+        params = part["params"] = {k: v for k, v in params.items() if k != "state_dtype"}
     if model := models.get(canonical):
         checked = _validate(model, _walk(params, model, path, report), path, report)
         if checked is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from .optimizers import NARROW
 from .parallel import expert_size, pipeline_size, sequence_size, tensor_size
 from .report import ConfigReport
 from .schema import Config
@@ -40,6 +41,7 @@ def cross(config: Config, report: ConfigReport) -> Config:
     config = _axes(config, report)
     _shard_groups(config, report)
     _backward_step(config, report)
+    config = _local_steps(config, report)
     _optimizer(config, report)
     return _offload(config, report)
 
@@ -53,18 +55,28 @@ def _optimizer(config: Config, report: ConfigReport) -> None:
     wide = params.get("state_dtype") in (None, "fp32")
     on_disk = zero.offload_optimizer is not None and zero.offload_optimizer.device == "nvme"
     at = "optimizer.params.state_dtype"
-    if not wide and kind not in _NARROW:
-        report.problems.append(
-            (at, f"{kind} keeps its state in fp32: use {', '.join(_NARROW)}, or remove it")
-        )
+    stochastic = config.bf16.master_weights == "stochastic"
+    if stochastic and kind not in NARROW:
+        why = f'"stochastic" goes with {", ".join(NARROW)}, and the optimizer is {kind}: remove it'
+        report.problems.append(("bf16.master_weights", why))
+    if not wide and kind == "SGD" and not params.get("momentum"):
+        report.problems.append((at, "SGD without momentum keeps no state: remove it, or set momentum"))
     if not wide and params.get("amsgrad"):
         report.problems.append((at, "does not go with amsgrad, remove one of them"))
     if on_disk and (not wide or config.bf16.master_weights == "stochastic"):
         where = "bf16.master_weights" if wide else at
         why = 'records on disk are fp32: set offload_optimizer.device to "cpu", or remove the key'
         report.problems.append((where, why))
+    axes = {"tensor": tensor_size(config), "expert": expert_size(config), "pipeline": pipeline_size(config)}
+    shared = [name for name, size in axes.items() if size > 1]
+    if kind in _TOGETHER and shared:
+        why = (
+            f"{kind} looks at whole parameters, and parallel.{shared[0]} divides them: use another "
+            "optimizer, such as AdamW, or remove the axis"
+        )
+        report.problems.append(("optimizer.type", why))
     if kind in _TOGETHER and zero.step_in_backward:
-        why = f"{kind} looks at whole parameters or other ranks: use {', '.join(_NARROW)}, or remove the key"
+        why = f"{kind} looks at whole parameters or other ranks: use {', '.join(NARROW)}, or remove the key"
         report.problems.append(("zero_optimization.step_in_backward", why))
     otherwise = {
         "zero_quantized_gradients": zero.zero_quantized_gradients,
@@ -77,7 +89,7 @@ def _optimizer(config: Config, report: ConfigReport) -> None:
         if is_on:
             why = f"{kind} exchanges signs between all ranks, and nothing else: remove the key"
             report.problems.append((f"zero_optimization.{name}", why))
-    if kind == "ZeroOneAdam" and params.get("local_step_clipper", 1) > 1:
+    if kind == "ZeroOneAdam" and params["local_step_clipper"] > 1:
         others = {
             f"zero_optimization.stage is {int(zero.stage)}": zero.stage > 0,
             "ranks share sequences": sequence_size(config) > 1,
@@ -87,7 +99,20 @@ def _optimizer(config: Config, report: ConfigReport) -> None:
             report.problems.append(("optimizer.params.local_step_clipper", why))
 
 
-_NARROW = ("Adam", "AdamW", "SGD", "Lion")
+def _local_steps(config: Config, report: ConfigReport) -> Config:
+    """Fill in the most local steps of ZeroOneAdam, where they are not given: DeepSpeed's where there may be
+    any.
+    """
+    section, zero = config.optimizer, config.zero_optimization
+    if section is None or section.type != "ZeroOneAdam" or not isinstance(section.params, dict):
+        return config
+    if section.params.get("local_step_clipper") is not None:
+        return config
+    may = zero.stage == 0 and "zero_optimization.stage" not in report.auto and sequence_size(config) == 1
+    params = {**section.params, "local_step_clipper": 16 if may else 1}
+    return config.model_copy(update={"optimizer": section.model_copy(update={"params": params})})
+
+
 _OF_SIGNS = ("OneBitAdam", "OneBitLamb", "ZeroOneAdam")
 _TOGETHER = ("Lamb", "Muon", *_OF_SIGNS)
 

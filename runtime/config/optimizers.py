@@ -107,6 +107,24 @@ class SGDParams(Params):
     zlaunch's own key)."""
 
 
+class LionParams(Params):
+    """Arguments of Lion."""
+
+    lr: NonNegative = ok(1e-4)
+    """Learning rate."""
+    betas: Betas = ok([0.9, 0.99])
+    """Decay rates of the direction and of the momentum."""
+    weight_decay: NonNegative = ok(0.0)
+    """Weight decay."""
+    set_grad_none: Bool = always(True, "a gradient's memory is used again at once")
+    """Set gradients to None after a step."""
+    fp32_optimizer_states: Bool = always(True, "state_dtype says in how many bits the momentum is kept")
+    """Keep the momentum in fp32."""
+    state_dtype: StateDtype = ok("fp32")
+    """Type in which the momentum is kept: fp32, bf16 (rounded at random) or int8 (codes in blocks of 256;
+    zlaunch's own key)."""
+
+
 class LambParams(Params):
     """Arguments of Lamb."""
 
@@ -141,9 +159,9 @@ class _OneBitParams(Params):
     """Weight decay, added to the direction."""
     bias_correction: Bool = always(True, "as in the papers, the moments are not corrected")
     """Correct the bias of the moments."""
-    cuda_aware: Bool = always(False, "torch.distributed sends what is on the device")
+    cuda_aware: Bool = always(False, "torch.distributed sends what is on the device", holds=False)
     """Use an MPI that knows CUDA."""
-    comm_backend_name: str = always("nccl", "torch.distributed sends the bits")
+    comm_backend_name: str = always("nccl", "torch.distributed sends the bits", holds="nccl")
     """Library that sends the bits."""
 
 
@@ -164,9 +182,9 @@ class ZeroOneAdamParams(_OneBitParams):
     local_step_scaler: Count = ok(32678)
     """Steps with a frozen variance before exchanges are twice as far apart, where local_step_clipper lets
     them."""
-    local_step_clipper: Count = ok(1)
-    """Most steps from one exchange to the next, between which each rank has weights of its own (DeepSpeed:
-    16): more than 1 at stage 0 alone."""
+    local_step_clipper: Count | None = ok(None)
+    """Most steps from one exchange to the next, between which each rank has weights of its own: more than 1
+    at stage 0 alone. null is 16 there, as in DeepSpeed, and 1 from stage 1 on."""
 
 
 class OneBitLambParams(OneBitAdamParams):
@@ -210,7 +228,11 @@ class MuonParams(Params):
     """AdamW's decay rates of the two moments."""
     eps: NonNegative = ok(1e-8)
     """AdamW's addition to the denominator."""
-    ns_method: Literal["standard"] = always("standard", "there is one implementation")
+    ns_method: Literal["standard", "gram"] = always(
+        "standard",
+        "there is one implementation; gram is the same sum in another order",
+        holds="standard",
+    )
     """DeepSpeed's choice among implementations."""
 
 
@@ -310,6 +332,7 @@ OPTIMIZER_PARAMS: dict[str, type[Params]] = {
     "Adam": AdamParams,
     "AdamW": AdamParams,
     "SGD": SGDParams,
+    "Lion": LionParams,
     "Lamb": LambParams,
     "Muon": MuonParams,
     "OneBitAdam": OneBitAdamParams,
@@ -353,6 +376,8 @@ OPTIMIZER_DEFAULTS: dict[str, dict[str, Any]] = {
     "ZeroOneAdam": _ADAM,
 }
 OPTIMIZERS = tuple(OPTIMIZER_DEFAULTS)
+NARROW = ("Adam", "AdamW", "SGD", "Lion")
+"""Names those that keep their state in fewer than 32 bits if they are asked to."""
 # LBFGS needs a closure and SparseAdam sparse gradients.
 LATER_OPTIMIZERS = (
     "MuAdam", "MuAdamW", "MuSGD", "LBFGS", "SparseAdam",

@@ -10,6 +10,9 @@ from torch import Tensor
 
 from ...cuda_ops.narrow_state import put, widen_all
 from ...cuda_ops.step_rules import is_narrow_step
+from ..collective_step.choice import keeps_whole_gradients
+from ..collective_step.one_bit import agree_on_phase
+from ..config import Config
 from ..errors import OptimizerError, ParameterError
 from ..optim.param_groups import groups_by_parameter
 from ..optim.sharded_optimizer import ShardedOptimizer
@@ -19,6 +22,7 @@ from ..zero.hooks import ShardedModel
 from ..zero.ownership import STATES
 from ..zero.reduce import GradientReducer
 from ..zero.unit_policy import UnitFactory
+from .accepted_optimizers import check_narrow
 from .integrity import GroupIntegrity, Integrity, check_unfrozen
 from .optimizer import MARK, check_mark, unguard
 from .overflow import nonfinite_names
@@ -34,8 +38,13 @@ class Handles:
         reducer: GradientReducer,
         step: ShardedOptimizer | None,
         units: UnitFactory,
+        config: Config,
+        dtype: torch.dtype | None,
     ) -> None:
-        """Watch one engine's parameters; ``units`` builds units for those that are unfrozen."""
+        """Watch one engine's parameters; ``units`` builds units for those that are unfrozen. ``config`` and
+        ``dtype``, what the model computes in, say which groups an optimizer may be given.
+        """
+        self._config, self._dtype = config, dtype
         self._sharded, self._reducer, self._step = sharded, reducer, step
         self._factory = units
         self._integrity = Integrity(sharded.module, sharded.units)
@@ -104,6 +113,15 @@ class Handles:
                 )
         self.check(but_unfrozen=True)
         optimizer._kind.add_param_group(optimizer, group)  # type: ignore[attr-defined]
+        plain = object.__new__(optimizer._kind)  # type: ignore[attr-defined]  # of the class that was given
+        plain.param_groups = optimizer.param_groups
+        try:
+            check_narrow(plain, self._config, self._dtype)
+            if keeps_whole_gradients(plain):
+                agree_on_phase(type(plain).__name__, plain.param_groups)
+        except OptimizerError:
+            optimizer.param_groups.pop()
+            raise
         self._groups = GroupIntegrity(optimizer)
         self._regroup()
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from ..activation.checkpointing import has_blocks
 from ..zero.unit import Unit
-from .estimate import GIB, Setting, alternatives, plan, shown_bytes
+from .estimate import GIB, Setting, alternatives, narrowed, plan, shown_bytes
 from .holders import find_holders
 from .resources import host_bytes
 
@@ -96,6 +96,10 @@ class MemoryAdviser:
             change = enough[0] if enough else change
             section = self.config.get("zero_optimization")
             found.append({"zero_optimization": {**(section if isinstance(section, dict) else {}), **change}})
+        for bits, setting in narrowed(self.setting):
+            if before - self._planned(setting) >= max(1, asked_bytes):
+                found.append(self._merged(bits))
+                break
         if of_pass and not self.checkpoints and has_blocks(self.model):
             section = self.config.get("activation_checkpointing")
             known = section if isinstance(section, dict) else {}
@@ -109,6 +113,17 @@ class MemoryAdviser:
                 }
             )
         return [json.dumps(change, default=str)[1:-1] for change in found]
+
+    def _merged(self, change: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the config's sections that a change names, with all else that they have."""
+        merged: dict[str, Any] = {}
+        for name, entries in change.items():
+            known = self.config.get(name)
+            merged[name] = {**(known if isinstance(known, dict) else {}), **entries}
+            params = known.get("params") if isinstance(known, dict) else None
+            if isinstance(params, dict) and "params" in entries:
+                merged[name]["params"] = {**params, **entries["params"]}
+        return merged
 
 
 def raise_with_advice(error: BaseException | None, where: str, explain: Callable[[int, str], str]) -> None:

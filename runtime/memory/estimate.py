@@ -7,9 +7,12 @@ blocks; not activations, which depend on the model's code. They follow the paper
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
+from ...cuda_ops.narrow_state import STATE_BYTES
 from ..errors import MemoryPlanError
 from ..offload.manager import OffloadOptions, Tier
 from .transformer import Activations
@@ -52,8 +55,8 @@ class Setting:
     """Elements that no optimizer updates."""
     dtype_bytes: int
     """Bytes of a parameter's element while it computes."""
-    states: int
-    """Tensors the optimizer keeps for each element."""
+    states: float
+    """Tensors the optimizer keeps for each element, in the mean."""
     offload: OffloadOptions
     master_bytes: int = _ACCUMULATE_BYTES
     """Bytes of a master value; where that is ``dtype_bytes``, masters are the parameters below stage 3."""
@@ -78,6 +81,11 @@ class Setting:
     expert_shards: int = 1
     steps_in_backward: bool = False
     """Tells whether units are stepped, and their gradients freed, inside the backward pass."""
+    can_step_in_backward: bool = False
+    """Tells whether a stage and a key would make them so."""
+    can_narrow: bool = False
+    """Tells whether the optimizer's state may have fewer than 32 bits an element."""
+    is_bf16: bool = False
     freed_by_backward: int = 0
     """Bytes of activations that are freed before a third gradient bucket is filled, where they are known."""
 
@@ -144,7 +152,7 @@ def _snapshot(s: Setting, away: int) -> Amounts:
     if s.offload.optimizer is Tier.DISK:
         written = max(0, written - away)
     frozen = -(-s.frozen // s.world_size) if s.offload.parameters is not Tier.DISK else 0
-    nbytes = written * (1 + s.states) * _ACCUMULATE_BYTES + frozen * s.dtype_bytes
+    nbytes = round(written * (1 + s.states) * _ACCUMULATE_BYTES) + frozen * s.dtype_bytes
     here = _of_tier(Tier.HOST, nbytes * s.snapshots, not s.device_is_host)
     return here + _of_tier(Tier.HOST, nbytes * s.kept_snapshots, pin=False)
 
@@ -215,8 +223,9 @@ def _optimizer(s: Setting, here: int, away: int) -> Amounts:
         masters = away * s.master_bytes
         return result + Amounts(host=nbytes, pinned=masters if s.offload.pin else 0)
     if s.offload.optimizer is Tier.DISK:
-        tile = min(s.offload.tile_numel, away) * (s.states + 3) * _ACCUMULATE_BYTES
+        tile = min(s.offload.tile_numel, away) * (s.offload.state_count + 3) * _ACCUMULATE_BYTES
         ring = s.offload.buffer_count * tile
+        nbytes = away * (s.offload.state_count + 1) * _ACCUMULATE_BYTES
         return result + Amounts(disk=nbytes) + _of_tier(Tier.HOST, ring, s.offload.pin)
     return result
 
@@ -251,6 +260,10 @@ def alternatives(s: Setting) -> Iterator[tuple[str, Setting]]:
     for stage in range(s.stage + 1, 4):
         if s.world_size > 1:
             yield f'"stage": {stage}', replace(s, stage=stage)
+    if s.can_step_in_backward and s.offload.optimizer is Tier.DEVICE:
+        for stage in sorted({max(2, s.stage), 3}):
+            changed = f'"stage": {stage}, ' if stage != s.stage else ""
+            yield f'{changed}"step_in_backward": true', replace(s, stage=stage, steps_in_backward=True)
     for stage in sorted({max(1, s.stage), 3}):
         changed = f'"stage": {stage}, ' if stage != s.stage else ""
         host = replace(s.offload, optimizer=Tier.HOST)
@@ -272,6 +285,21 @@ def alternatives(s: Setting) -> Iterator[tuple[str, Setting]]:
             yield text, replace(s, stage=3, offload=both)
 
 
+def narrowed(s: Setting) -> Iterator[tuple[dict[str, Any], Setting]]:
+    """Yield changes of the config that keep numbers in fewer bits, with the settings that they lead to."""
+    if not s.can_narrow or s.offload.optimizer is Tier.DISK:
+        return
+    state = replace(s, state_bytes=min(s.state_bytes, STATE_BYTES["int8"]))
+    change: dict[str, Any] = {"optimizer": {"params": {"state_dtype": "int8"}}} if state != s else {}
+    if change:
+        yield change, state
+    if s.is_bf16 and s.master_bytes > s.dtype_bytes:
+        grad_bytes = s.grad_bytes if s.accumulates else s.dtype_bytes
+        offload = replace(s.offload, narrow_masters=True)
+        both = replace(state, master_bytes=s.dtype_bytes, grad_bytes=grad_bytes, offload=offload)
+        yield {**change, "bf16": {"master_weights": "stochastic"}}, both
+
+
 def check(s: Setting, free: Amounts, parameters_disk: int | None = None) -> None:
     """Raise MemoryPlanError, with the first alternative that fits, if the plan does not fit."""
     missing = shortages(s, free, parameters_disk)
@@ -288,6 +316,10 @@ def check(s: Setting, free: Amounts, parameters_disk: int | None = None) -> None
             need = plan(setting).total
             on_disk = f" (a drive with {shown_bytes(need.disk)} free for each rank)" if need.disk else ""
             advice = f"This would fit: in zero_optimization, {change}{on_disk}. {_HINT}"
+            break
+    for change_of_bits, setting in narrowed(lean):
+        if not shortages(setting, free, parameters_disk):
+            advice += f". Or keep the optimizer's numbers in fewer bits: {json.dumps(change_of_bits)[1:-1]}"
             break
     raise MemoryPlanError(f"the model does not fit: {' and '.join(missing)} for each rank. {advice}")
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ...cuda_ops.narrow_state import STATE_BYTES
+from ...cuda_ops.step_rules import needs_kernel
 from ..collective_step.choice import error_bytes
 from ..comm.collectives import Comm
 from ..environment import read_environment
@@ -16,7 +17,9 @@ from ..errors import MemoryPlanError
 from ..log import say
 from ..mesh.choice import kept_bytes
 from ..offload.manager import OffloadOptions
+from ..offload.options import mean_state_count
 from ..precision.policy import Precision
+from ..registry.optimizers import ELEMENTWISE
 from ..zero import placeholder
 from ..zero.unit import owner_of
 from ..zero.unit_policy import Block, ShardingOptions
@@ -67,7 +70,7 @@ def preflight(
         expert_shards=comm.experts.size if comm.experts is not None else 1,
         frozen=sum(placeholder.shape_of(p).numel() for p in parameters) - sum(trainable),
         dtype_bytes=dtype_bytes,
-        states=offload.state_count,
+        states=mean_state_count(optimizer, lambda parameter: placeholder.shape_of(parameter).numel()),
         master_bytes=dtype_bytes if offload.narrow_masters else 4,
         state_bytes=_state_bytes(optimizer),
         grad_bytes=grad_bytes,
@@ -78,6 +81,9 @@ def preflight(
         snapshots=snapshots,
         kept_snapshots=kept_snapshots,
         steps_in_backward=steps_in_backward,
+        can_step_in_backward=_can_step_in_backward(optimizer, offload, precision, comm, accumulation),
+        can_narrow=_can_narrow(optimizer),
+        is_bf16=precision.dtype is torch.bfloat16,
     )
     local = read_environment().local_world_size
     free = available(comm.device, offload, local)
@@ -112,6 +118,30 @@ def _state_bytes(optimizer: torch.optim.Optimizer | None) -> float:
         count = sum(placeholder.shape_of(p).numel() for p in group["params"])
         total, numel = total + count * STATE_BYTES[group.get("state_dtype") or "fp32"], numel + count
     return total / numel if numel else STATE_BYTES["fp32"]
+
+
+def _can_step_in_backward(
+    optimizer: torch.optim.Optimizer | None,
+    offload: OffloadOptions,
+    precision: Precision,
+    comm: Comm,
+    accumulation: int,
+) -> bool:
+    """Tell whether units could be stepped inside the backward pass."""
+    is_plain = comm.mesh.axes.keys() <= {"data"} and not offload.any and accumulation == 1
+    may_skip = precision.scaler.dynamic or precision.dtype is torch.float16
+    return is_plain and not may_skip and type(optimizer) in ELEMENTWISE
+
+
+def _can_narrow(optimizer: torch.optim.Optimizer | None) -> bool:
+    """Tell whether the optimizer's state may have fewer than 32 bits an element."""
+    try:
+        return optimizer is not None and all(
+            needs_kernel(optimizer, {**group, "state_dtype": "int8"}, torch.float32)
+            for group in optimizer.param_groups
+        )
+    except ValueError:
+        return False
 
 
 def _present(parameters: Sequence[nn.Parameter], comm: Comm) -> tuple[int, int]:

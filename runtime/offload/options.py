@@ -15,6 +15,7 @@ from ..comm.collectives import Comm
 from ..config import ConfigError, Effective
 from ..config.zero import OffloadOptimizer, OffloadParam
 from ..optim.update_rule import SliceUpdate, State, UpdateRule, is_elementwise
+from ..registry.optimizers import ELEMENTWISE
 from ..zero.layout import TILE_NUMEL
 from .manager import Offload, OffloadOptions, Tier
 
@@ -51,10 +52,26 @@ def choose_offload(effective: Effective, optimizer: torch.optim.Optimizer | None
     known = collective_step_of(optimizer) is not None
     if optimizer is not None and section is not None and section.device == "nvme" and not known:
         try:
-            states = _count_elementwise_states(optimizer)
+            groups = range(len(optimizer.param_groups))
+            states = max([0, *(_count_elementwise_states(optimizer, index) for index in groups)])
         except ValueError as error:
             raise ConfigError([f"{effective.loaded.origin}: {error}"]) from None
     return offload_options(effective.config, states)
+
+
+def mean_state_count(optimizer: torch.optim.Optimizer | None, numel_of: Callable[[Tensor], int]) -> float:
+    """Count the tensors that an optimizer keeps for an element, in the mean over its parameters. For a class
+    that is not known they are as many as :func:`state_count` says: a trial step might change it.
+    """
+    most, kind = state_count(optimizer), collective_step_of(optimizer)
+    if optimizer is None or (kind is None and type(optimizer) not in ELEMENTWISE):
+        return most
+    total, numel = 0.0, 0
+    for index, group in enumerate(optimizer.param_groups):
+        own = sum(numel_of(parameter) for parameter in group["params"])
+        count = _count_elementwise_states(optimizer, index) if kind is None else kind.group_states(group)
+        total, numel = total + count * own, numel + own
+    return total / numel if numel else most
 
 
 def state_count(optimizer: torch.optim.Optimizer | None) -> int:
@@ -68,33 +85,31 @@ def state_count(optimizer: torch.optim.Optimizer | None) -> int:
     return 2 + any(group.get("amsgrad", False) for group in optimizer.param_groups)
 
 
-def _count_elementwise_states(optimizer: torch.optim.Optimizer) -> int:
-    """Count the tensors that the optimizer keeps per element, at most, by letting it make one step on a
-    dummy. Raises ValueError if it cannot.
+def _count_elementwise_states(optimizer: torch.optim.Optimizer, index: int) -> int:
+    """Count the tensors that the optimizer keeps per element of a param group, by letting it make one step
+    on a dummy. Raises ValueError if it cannot.
     """
-    counts = [0]
     rule = UpdateRule(optimizer)
     try:
-        for index in range(len(optimizer.param_groups)):
-            leaf = torch.zeros(16, requires_grad=True)
-            state: State = defaultdict(dict)
-            for key, value in _begun(optimizer, index).items():
-                state[leaf][key] = torch.zeros(16) if value.dim() else value.clone()
-            rule.begin(1.0)
-            with torch.no_grad():
-                rule.apply([SliceUpdate(index, leaf, torch.zeros(16))], state)
-            counts.append(sum(is_elementwise(value, leaf) for value in state[leaf].values()))
+        leaf = torch.zeros(16, requires_grad=True)
+        state: State = defaultdict(dict)
+        for key, value in _begun(optimizer, index).items():
+            state[leaf][key] = torch.zeros(16) if value.dim() else value.clone()
+        rule.begin(1.0)
+        with torch.no_grad():
+            rule.apply([SliceUpdate(index, leaf, torch.zeros(16))], state)
+        return sum(is_elementwise(value, leaf) for value in state[leaf].values())
     except Exception as error:
         raise ValueError(
             f"optimizer {type(optimizer).__name__} cannot be offloaded to NVMe: a step on a flat "
             f"tensor failed: {error}"
         ) from error
-    return max(counts)
 
 
 def _begun(optimizer: torch.optim.Optimizer, index: int) -> dict[str, Tensor]:
     """Return the state that a group's parameters have before the first step (Adagrad)."""
-    first = next(iter(optimizer.param_groups[index]["params"]), None)
+    members = optimizer.param_groups[index]["params"]
+    first = next((p for p in members if p.dim()), None)  # of a number, a count would look like a state
     own = {} if first is None else optimizer.state.get(first, {})
     return {key: value for key, value in own.items() if isinstance(value, Tensor)}
 

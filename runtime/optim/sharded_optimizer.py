@@ -178,7 +178,6 @@ class ShardedOptimizer:
                 # unused since the last step, whose values may still be arriving
                 unit.wait_unsharded()
                 unit.writes.bring()
-        self._inner.take()
         mine = self._reducer.used()
         agreed = self._agree(mine)
         if self.decides_on_device and all(mine):
@@ -202,8 +201,7 @@ class ShardedOptimizer:
                 coefficient = clip / (norm + 1e-6)
             self._comm.drain()
             # a norm of infinity clips everything finite to nothing and leaves NaN, as torch's clipping does
-            self._rule.begin(divisor / coefficient if coefficient else math.inf)
-            self._apply([count > 0 for count in counts])
+            self._apply([count > 0 for count in counts], divisor / coefficient if coefficient else math.inf)
         return StepResult(norm, skipped, stop)
 
     def _step_on_device(self, agreed: Tensor, divisor: Scalar, clip: float, check_finite: bool) -> StepResult:
@@ -217,8 +215,7 @@ class ShardedOptimizer:
         skip = torch.maximum(found_inf, differs) if check_finite else differs
         self._comm.drain()
         guarded = check_finite or self._comm.world_size > 1
-        self._rule.begin(1.0 / multiplier, skip if guarded else None)
-        self._apply([True] * (facts.numel() - 2))
+        self._apply([True] * (facts.numel() - 2), 1.0 / multiplier, skip if guarded else None)
         return StepResult(norm, skip, facts[1], differs)
 
     def _apart(self, agreed: Tensor) -> tuple[Tensor, Tensor]:
@@ -270,8 +267,10 @@ class ShardedOptimizer:
             )
         return all_on(squares, self._comm.device)
 
-    def _apply(self, used: list[bool]) -> None:
+    def _apply(self, used: list[bool], divisor: Scalar, found_inf: Tensor | None = None) -> None:
         run_hooks(self.outer, before=True)
+        self._inner.take()
+        self._rule.begin(divisor, found_inf)
         self._slices = separate_unused(self._slices, self.units, used, self.optimizer)
         with named("step"):
             all_may_differ = self._rule.apply(self._updates_here(), self.optimizer.state, live=True)

@@ -165,7 +165,7 @@ def _split(
     made = []
     for start, stop in ranges:
         inside = slice(start - part.start, stop - part.start)
-        leaf = None if part.leaf is None else part.leaf.detach()[inside].requires_grad_()
+        leaf = None if part.leaf is None else part.leaf[inside].detach().requires_grad_()
         entries = {
             key: value[inside]
             if part.leaf is not None and is_elementwise(value, part.leaf)
