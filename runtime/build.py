@@ -18,8 +18,6 @@ from . import preemption
 from .activation import checkpointing
 from .backward_step.engine import choose_backward_step
 from .checkpoint.export.consolidate import save_weights
-from .collective_step.choice import choose_step, keeps_whole_gradients, prepare
-from .collective_step.local_engine import choose_local_steps
 from .comm.collectives import Comm
 from .comm.process_group import init_distributed
 from .config import Config, ConfigError, Effective, Loaded, find_mesh, load, refuse_open, resolve
@@ -55,6 +53,7 @@ from .offload.manager import Offload
 from .offload.options import choose_offload
 from .offload.transfer import HostLink
 from .offload_states.state_mover import StateMover
+from .one_bit.local_engine import choose_local_steps
 from .optim.param_groups import groups_by_parameter, parameter_groups
 from .optim.sharded_optimizer import ShardedOptimizer
 from .pipeline_parallel.apply import divide_layers
@@ -66,6 +65,7 @@ from .replicated import place_rest
 from .report import announce, describe
 from .sequence_parallel.apply import share_sequences
 from .shared_memory.connect import connect
+from .step_choice import choose_step, keeps_whole_gradients, prepare
 from .tensor_parallel.apply import share_layers
 from .zero import placeholder
 from .zero.hooks import ShardedModel

@@ -6,7 +6,7 @@ an engine ``step()`` works on whole parameters.
 
 from zlaunch.runtime.collective_step.lamb import Lamb
 from zlaunch.runtime.collective_step.muon import Muon
-from zlaunch.runtime.collective_step.one_bit import OneBitAdam, OneBitLamb, ZeroOneAdam
+from zlaunch.runtime.one_bit.optimizers import OneBitAdam, OneBitLamb, ZeroOneAdam
 from zlaunch.runtime.registry.lion import Lion
 
 __all__ = ["Lamb", "Lion", "Muon", "OneBitAdam", "OneBitLamb", "ZeroOneAdam"]

@@ -8,12 +8,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ..collective_step.choice import collective_step_of
 from ..comm.collectives import Comm
 from ..config import ConfigError, Effective
 from ..engine import Engine
 from ..errors import OptimizerError
 from ..log import say
+from ..step_choice import collective_step_of
 from ..zero.reduce import GradientReducer
 from .reducer import SteppingReducer
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from ...cuda_ops.step_rules import needs_kernel
-from ..collective_step.choice import collective_step_of
 from ..config import Config
 from ..errors import OptimizerError
 from ..registry.optimizers import ELEMENTWISE
+from ..step_choice import collective_step_of
 
 _NEVER = {
     "LBFGS": "runs the model several times within a step",

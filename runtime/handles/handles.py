@@ -10,13 +10,13 @@ from torch import Tensor
 
 from ...cuda_ops.narrow_state import put, widen_all
 from ...cuda_ops.step_rules import is_narrow_step
-from ..collective_step.choice import keeps_whole_gradients
-from ..collective_step.one_bit import agree_on_phase
 from ..config import Config
 from ..errors import OptimizerError, ParameterError
+from ..one_bit.optimizers import agree_on_phase
 from ..optim.param_groups import groups_by_parameter
 from ..optim.sharded_optimizer import ShardedOptimizer
 from ..optim.update_rule import is_elementwise
+from ..step_choice import keeps_whole_gradients
 from ..zero import placeholder
 from ..zero.hooks import ShardedModel
 from ..zero.ownership import STATES

@@ -10,7 +10,6 @@ from torch import nn
 
 from ...cuda_ops.narrow_state import STATE_BYTES
 from ...cuda_ops.step_rules import needs_kernel
-from ..collective_step.choice import error_bytes
 from ..comm.collectives import Comm
 from ..environment import read_environment
 from ..errors import MemoryPlanError
@@ -20,6 +19,7 @@ from ..offload.manager import OffloadOptions
 from ..offload.options import mean_state_count
 from ..precision.policy import Precision
 from ..registry.optimizers import ELEMENTWISE
+from ..step_choice import error_bytes
 from ..zero import placeholder
 from ..zero.unit import owner_of
 from ..zero.unit_policy import Block, ShardingOptions

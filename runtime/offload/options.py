@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..collective_step.choice import collective_step_of
 from ..comm.collectives import Comm
 from ..config import ConfigError, Effective
 from ..config.zero import OffloadOptimizer, OffloadParam
 from ..optim.update_rule import SliceUpdate, State, UpdateRule, is_elementwise
 from ..registry.optimizers import ELEMENTWISE
+from ..step_choice import collective_step_of
 from ..zero.layout import TILE_NUMEL
 from .manager import Offload, OffloadOptions, Tier
 

@@ -14,9 +14,9 @@ from torch import nn
 from ..collective_step.lamb import Lamb
 from ..collective_step.muon import Muon
 from ..collective_step.muon_groups import split_for_muon
-from ..collective_step.one_bit import OneBitAdam, OneBitLamb, ZeroOneAdam
 from ..environment import read_environment
 from ..log import warn
+from ..one_bit.optimizers import OneBitAdam, OneBitLamb, ZeroOneAdam
 from .lion import Lion
 from .lr_schedules import SCHEDULES
 

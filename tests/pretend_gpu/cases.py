@@ -249,16 +249,16 @@ CASES = {
                 ("OneBitAdam", 0, "alone", {}, {"freeze_step": 2}, ()),
                 (
                     *("OneBitAdam", 3, "host both", HOST_BOTH, {"freeze_step": 2}),
-                    (ARRIVAL, _down("one_bit_step.averaged < one_bit_step.step_apart")),
+                    (ARRIVAL, _down("step.averaged < step.step_apart")),
                 ),
                 (
                     *("ZeroOneAdam", 0, "alone", {}),
                     {"var_freeze_step": 1, "local_step_scaler": 1, "local_step_clipper": 2},
-                    ("aten::_local_scalar_dense in local_steps.refuse_writes < one_bit_step.step_apart",),
+                    ("aten::_local_scalar_dense in local_steps.refuse_writes < step.step_apart",),
                 ),
                 (
                     *("OneBitLamb", 1, "alone", {}, {"freeze_step": 2}),
-                    ("tolist in lamb.totals < one_bit_lamb_step.step_unit",),
+                    ("tolist in lamb.totals < lamb_step.step_unit",),
                 ),
             )
         ),

@@ -216,7 +216,7 @@ def _a_unit_is_stepped_before_its_gradient_is_there() -> list[Change]:
 
 
 def _signs_are_read_before_they_arrive() -> list[Change]:
-    from zlaunch.runtime.collective_step.sign_exchange import Sent
+    from zlaunch.runtime.one_bit.sign_exchange import Sent
 
     return [(Sent, "result", lambda self: self._got)]
 

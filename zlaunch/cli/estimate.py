@@ -15,8 +15,8 @@ from zlaunch.cli.estimate_speeds import SPEEDS, given_speeds, missing_text
 if TYPE_CHECKING:
     from zlaunch.runtime.memory.choices import Estimated, Machines
     from zlaunch.runtime.memory.model_sizes import ModelSizes
-    from zlaunch.runtime.memory.simulate import Operations, StepTime
     from zlaunch.runtime.memory.transformer import Activations
+    from zlaunch.runtime.step_time.simulate import Operations, StepTime
 
 _MISSING = "give MODEL with --input, --hf_config, or --params with --hidden, --layers and --vocab"
 _LEAST_COLUMNS = 130
@@ -163,8 +163,8 @@ def estimate(
     from zlaunch.runtime.memory.axes import of_one_rank
     from zlaunch.runtime.memory.estimate import GIB
     from zlaunch.runtime.memory.model_sizes import from_function, from_hugging_face, from_numbers
-    from zlaunch.runtime.memory.operations import work_of_module
-    from zlaunch.runtime.memory.simulate import step_time, work_of_numbers
+    from zlaunch.runtime.step_time.operations import work_of_module
+    from zlaunch.runtime.step_time.simulate import step_time, work_of_numbers
 
     set_level("error")  # what a model says while it is built belongs in no table
     if dtype in AUTOCAST and params is not None:

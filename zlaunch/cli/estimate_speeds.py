@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
-    from zlaunch.runtime.memory.simulate import Speeds, StepTime
+    from zlaunch.runtime.step_time.simulate import Speeds, StepTime
 
 
 def _speed(name: str, metavar: str, text: str) -> Callable[..., Any]:
@@ -53,7 +53,7 @@ def given_speeds(simulate: bool, files: Sequence[str], options: Mapping[str, flo
     from dataclasses import replace
 
     from zlaunch.runtime.errors import MemoryPlanError
-    from zlaunch.runtime.memory.simulate import speeds_of_reports
+    from zlaunch.runtime.step_time.simulate import speeds_of_reports
 
     try:
         read = speeds_of_reports({file: _report(file) for file in files})

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..collective_step.parts import ParameterPart, by_group, cache_sized, each_tile
 from ..errors import OptimizerError
 from ..optim.update_rule import State
 from ..zero.store import Access, OpenTile, TileView, open_all
-from .parts import ParameterPart, by_group, cache_sized, each_tile
 from .sign_exchange import Average, SignExchange
 from .unit_turn import UnitTurn
 

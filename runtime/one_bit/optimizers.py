@@ -7,8 +7,8 @@ from typing import Any, NoReturn
 
 import torch
 
+from ..collective_step.lamb import check_rates
 from ..errors import OptimizerError
-from .lamb import check_rates
 
 
 class OneBitOptimizer(torch.optim.Optimizer):

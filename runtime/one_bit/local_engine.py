@@ -10,8 +10,8 @@ from ..comm.collectives import Comm
 from ..config import Effective
 from ..engine import Engine
 from ..errors import OptimizerError
-from .one_bit import ZeroOneAdam
-from .one_bit_step import ZeroOneAdamStep
+from .optimizers import ZeroOneAdam
+from .step import ZeroOneAdamStep
 
 E = TypeVar("E", bound=Engine)
 

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..collective_step.lamb import update_moments
+from ..collective_step.parts import ParameterPart, TileWork, gradients
 from ..optim.update_rule import State
 from ..zero.store import TileView
 from ..zero.unit import Unit
-from .lamb import update_moments
-from .parts import ParameterPart, TileWork, gradients
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-from .activations import fake_inputs, loss_of, on_fake_tensors, parse_shape
-from .model_sizes import ModelSizes
+from ..memory.activations import fake_inputs, loss_of, on_fake_tensors, parse_shape
+from ..memory.model_sizes import ModelSizes
 from .simulate import Operations
 
 

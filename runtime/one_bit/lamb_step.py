@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..collective_step.lamb import Norms, trust_ratio
+from ..collective_step.parts import ParameterPart, by_group, each_tile
 from ..optim.update_rule import State
 from ..zero.store import TileView
-from .lamb import Norms, trust_ratio
-from .one_bit_step import OneBitStep, adam_directions
-from .parts import ParameterPart, by_group, each_tile
+from .step import OneBitStep, adam_directions
 from .unit_turn import UnitTurn
 
 

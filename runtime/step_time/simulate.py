@@ -25,9 +25,9 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from ..errors import MemoryPlanError
+from ..memory.choices import Choice, Machines
+from ..memory.model_sizes import ModelSizes
 from ..offload.manager import Tier
-from .choices import Choice, Machines
-from .model_sizes import ModelSizes
 
 _MASTER_BYTES = 4
 _STATE_BYTES = 3 * _MASTER_BYTES

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.runtime.collective_step.models import loss_of
-from tests.runtime.collective_step.one_bit_reference import Layout, ReferenceOneBit
+from tests.runtime.one_bit.one_bit_reference import Layout, ReferenceOneBit
 
 
 class ReferenceLocalSteps:

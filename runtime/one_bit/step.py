@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from ...cuda_ops.signs import frozen_adam
+from ..collective_step.parts import ParameterPart, by_group, cache_sized, each_tile, parts_of, work_on
+from ..collective_step.step import CollectiveStep
 from ..comm.collectives import Comm
 from ..errors import OptimizerError
 from ..optim.slices import ShardSlice
@@ -20,10 +22,8 @@ from ..zero.reduce import GradientReducer
 from ..zero.store import Access, DeviceStore, TileView, open_all, squares_of
 from ..zero.unit import Unit
 from .local_steps import LocalSteps
-from .one_bit import agree_on_phase
-from .parts import ParameterPart, by_group, cache_sized, each_tile, parts_of, work_on
+from .optimizers import agree_on_phase
 from .sign_exchange import Average, SignExchange
-from .step import CollectiveStep
 from .unit_turn import UnitTurn
 
 

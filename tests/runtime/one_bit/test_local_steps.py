@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 import zlaunch
-from tests.runtime.collective_step.local_steps_reference import ReferenceLocalSteps
 from tests.runtime.collective_step.models import data, error, make_engine, odd, section, train
-from tests.runtime.collective_step.test_one_bit import TOLERANCE, layouts_of
+from tests.runtime.one_bit.local_steps_reference import ReferenceLocalSteps
+from tests.runtime.one_bit.test_one_bit import TOLERANCE, layouts_of
 from tests.runtime.workers import join, run_workers
 from zlaunch.optim import ZeroOneAdam
-from zlaunch.runtime.collective_step.sign_exchange import BYTES
+from zlaunch.runtime.one_bit.sign_exchange import BYTES
 
 PARAMS: dict[str, Any] = {
     "lr": 3e-3,

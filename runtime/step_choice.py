@@ -6,21 +6,21 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ...cuda_ops.signs import BLOCK
-from ..backward_step.reducer import SteppingReducer
-from ..comm.collectives import Comm
-from ..errors import OptimizerError
-from ..offload.background_step import BackgroundStep
-from ..optim.sharded_optimizer import OffloadedStep
-from ..zero.layout import ALIGN_NUMEL
-from ..zero.reduce import GradientReducer
-from ..zero.unit import Unit
-from .lamb import Lamb, LambStep
-from .muon import Muon, MuonStep
-from .one_bit import OneBitAdam, OneBitLamb, OneBitOptimizer, ZeroOneAdam, agree_on_phase
-from .one_bit_lamb_step import OneBitLambStep
-from .one_bit_step import OneBitAdamStep, ZeroOneAdamStep
-from .step import CollectiveStep
+from ..cuda_ops.signs import BLOCK
+from .backward_step.reducer import SteppingReducer
+from .collective_step.lamb import Lamb, LambStep
+from .collective_step.muon import Muon, MuonStep
+from .collective_step.step import CollectiveStep
+from .comm.collectives import Comm
+from .errors import OptimizerError
+from .offload.background_step import BackgroundStep
+from .one_bit.lamb_step import OneBitLambStep
+from .one_bit.optimizers import OneBitAdam, OneBitLamb, OneBitOptimizer, ZeroOneAdam, agree_on_phase
+from .one_bit.step import OneBitAdamStep, ZeroOneAdamStep
+from .optim.sharded_optimizer import OffloadedStep
+from .zero.layout import ALIGN_NUMEL
+from .zero.reduce import GradientReducer
+from .zero.unit import Unit
 
 _STEPS: dict[type[torch.optim.Optimizer], type[CollectiveStep]] = {
     Lamb: LambStep,
