@@ -8,8 +8,9 @@ A code is an index into a map of 256 numbers from -1 to 1, or from 0 to 1 for a 
 times the block's scale is the value. Map and block are those of bitsandbytes ("8-bit Optimizers via
 Block-wise Quantization", Dettmers et al., 2022), with two differences. The scale is the element of the
 largest magnitude with its sign, so that this element is kept exactly (the signed map has 1, but not -1), and
-what was read from codes becomes the same codes again. And a second moment above 0 never becomes 0, which
-would turn an element whose gradient pauses into one that moves by ``lr * exp_avg / eps``.
+what was read from codes becomes the same codes again. And a second moment above 0 never becomes 0 (where its
+block's largest is above 2**-96), which would turn an element whose gradient pauses into one that moves by
+``lr * exp_avg / eps``.
 """
 
 from __future__ import annotations

@@ -102,6 +102,7 @@ COMBINATIONS = (
                 "runtime/backward_step",
                 "runtime/checkpoint",
                 "runtime/collective_step",
+                "runtime/one_bit",
                 "runtime/deadlock",
                 "runtime/expert_parallel",
                 "runtime/memory",

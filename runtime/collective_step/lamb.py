@@ -77,7 +77,7 @@ class Lamb(torch.optim.Optimizer):
                 update_moments(first, second, [parameter.grad], group["betas"])
                 steps = [float(own["step"])]
                 (change,) = directions([parameter.detach()], first, second, steps, group)
-                value, moved = (float(each.square().sum()) for each in (parameter, change))
+                value, moved = (float(each.double().square().sum()) for each in (parameter, change))
                 parameter.sub_(change, alpha=float(group["lr"]) * trust_ratio(value, moved, group))
         return result
 

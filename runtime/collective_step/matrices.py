@@ -125,16 +125,20 @@ class MatrixExchange:
         if self._comm.world_size > 1:
             got = torch.empty(sum(map(sum, numels)), dtype=sent.dtype, device=sent.device)
             self._comm._count("matrices", sent.numel())
-            work = dist.all_to_all_single(
-                got.view(torch.uint8),  # gloo knows no bf16
-                sent.view(torch.uint8),
-                [2 * sum(each) for each in numels],
-                [2 * sum(value.numel() for value in values) for values in outgoing],
-                group=self._comm.data.reduce_group,
-                async_op=True,
-            )
-            key = waits.next_key(self._comm.number, "matrices")
-            Work(work, key, "exchanges parts of Muon's matrices", got, sent).wait()
+
+            def start() -> Work:
+                work = dist.all_to_all_single(
+                    got.view(torch.uint8),  # gloo knows no bf16
+                    sent.view(torch.uint8),
+                    [2 * sum(each) for each in numels],
+                    [2 * sum(value.numel() for value in values) for values in outgoing],
+                    group=self._comm.data.reduce_group,
+                    async_op=True,
+                )
+                key = waits.next_key(self._comm.number, "matrices")
+                return Work(work, key, "exchanges parts of Muon's matrices", got, sent)
+
+            self._comm.observe("all_to_all", sent.nbytes, start).wait()
         parts = iter(got.split([numel for each in numels for numel in each]))  # type: ignore[no-untyped-call]  # torch does not type it
         return [[next(parts) for _ in each] for each in numels]
 

@@ -101,7 +101,7 @@ class Muon(torch.optim.Optimizer):
                     if not own:
                         own["momentum_buffer"] = torch.zeros_like(parameter)
                     (change,) = directions([own["momentum_buffer"]], [parameter.grad], group)
-                    found = _orthogonal(change.view(change.size(0), -1), group).view_as(parameter)
+                    found = _orthogonal(change.reshape(change.size(0), -1), group).view(parameter.shape)
                     apply_change(parameter.detach(), found, group, *_sides(parameter.shape))
                 elif parameter.grad is not None:
                     updates.append(SliceUpdate(index, parameter, parameter.grad))

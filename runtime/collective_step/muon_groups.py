@@ -50,7 +50,27 @@ def _described(groups: Sequence[Mapping[str, Any]], model: nn.Module) -> str:
     names = [name for name, parameter in model.named_parameters() if id(parameter) in left]
     text = f"Muon steps {len(members[True])} matrices, AdamW the other {len(members[False])} parameters"
     shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-    return f"{text} (of matrices: {shown})" if names else text
+    text = f"{text} (of matrices: {shown})" if names else text
+    heads = _possible_heads(model, {id(p) for p in members[True]})
+    if heads:
+        text += (
+            f"; one of {', '.join(heads)} may be the output head, which cannot be told by its size: set "
+            "use_muon = False on its weight"
+        )
+    return text
+
+
+def _possible_heads(model: nn.Module, with_muon: set[int]) -> list[str]:
+    """Name the linear layers that Muon steps and of which one may be an output head: several lead back from
+    hidden states to as many numbers as an embedding has rows, and none of those that AdamW steps does.
+    """
+    rows = {(m.embedding_dim, m.num_embeddings) for m in model.modules() if isinstance(m, nn.Embedding)}
+    fitting = {
+        name: id(module.weight) in with_muon
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and (module.in_features, module.out_features) in rows
+    }
+    return [name for name, muon in fitting.items() if muon] if all(fitting.values()) else []
 
 
 def _outer(model: nn.Module) -> Iterator[nn.Parameter]:

@@ -194,6 +194,10 @@ class Comm:
         note = self._begin(GATHER, label, "all_gather", full.numel())
         return self._links.get(label, self.link).all_gather(full, source, label, note, rounded)
 
+    def observe(self, kind: str, nbytes: int, start: Callable[[], Pending]) -> Pending:
+        """Start a collective that another room makes, by ``start``; a subclass may look at it."""
+        return start()
+
     def drain(self) -> bool:
         """Finish what cannot go on without this rank's help; return True if all gathers have arrived by then.
 

@@ -139,7 +139,7 @@ def _precision(config: Config, report: ConfigReport) -> None:
     if config.amp.enabled and config.amp.opt_level in ("O2", "O3"):
         why = (
             f"{show(config.amp.opt_level)} asks for apex's fp16 parameters, which are the section fp16 here: "
-            'write "fp16": {"enabled": true} instead of amp (master weights are fp32 there, as in O2)'
+            'write "fp16": {"enabled": true} instead of amp (master weights are fp32 there)'
         )
         report.problems.append(("amp.opt_level", why))
 

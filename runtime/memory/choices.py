@@ -15,7 +15,8 @@ from .estimate import GIB, MemoryPlan, Setting, plan
 from .model_sizes import ModelSizes
 from .transformer import Activations
 
-_ADAM_STATES = 2
+STATES = {"AdamW": 2, "Lion": 1, "Adagrad": 1, "SGD": 0}
+"""Counts what optimizers keep of each element; SGD without momentum."""
 _BLOCKS_OF_BUCKETS = 2
 """Blocks that the backward pass has left, with their activations, when most gradient buckets are alive."""
 CONTEXT_BYTES = GIB
@@ -48,9 +49,10 @@ class Machines:
 
 @dataclass(frozen=True, slots=True)
 class Bits:
-    """Says in how many bits an optimizer keeps what it has of each element."""
+    """Says what an optimizer keeps of each element, and in how many bits."""
 
     state_dtype: str = "fp32"
+    optimizer: str = "AdamW"
     stochastic: bool = False
     """Tells whether bf16 weights are stepped without fp32 masters."""
 
@@ -145,7 +147,7 @@ def compare(
     steps_in_backward: bool = False,
     kept: Bits = Bits(),
 ) -> list[Estimated]:
-    """Estimate all choices with Adam, the fastest first; ``model`` is what one rank has of the model."""
+    """Estimate all choices, the fastest first; ``model`` is what one rank has of the model."""
     found = []
     wide_bytes = dtype_bytes if kept.stochastic else 4
     for choice in choices(machines.shards, machines.axes.pipeline, steps_in_backward=steps_in_backward):
@@ -164,12 +166,15 @@ def compare(
             expert_shards=machines.shards // machines.axes.expert,
             frozen=model.frozen,
             dtype_bytes=dtype_bytes,
-            states=_ADAM_STATES,
+            states=STATES[kept.optimizer],
             master_bytes=wide_bytes,
             state_bytes=STATE_BYTES[kept.state_dtype],
             grad_bytes=wide_bytes,
             offload=OffloadOptions(
-                optimizer=choice.optimizer, parameters=choice.parameters, narrow_masters=kept.stochastic
+                optimizer=choice.optimizer,
+                parameters=choice.parameters,
+                state_count=STATES[kept.optimizer],
+                narrow_masters=kept.stochastic,
             ),
             freed_by_backward=freed,
             steps_in_backward=choice.steps_in_backward,
@@ -207,7 +212,8 @@ def config_text(
         lines.append(f'"{dtype}": {{"enabled": true{own}}},  // half the memory and traffic of parameters')
     rate = "1e-4" if kept.state_dtype == "fp32" else f'1e-4, "state_dtype": "{kept.state_dtype}"'
     lines.append(
-        f'"optimizer": {{"type": "AdamW", "params": {{"lr": {rate}}}}},  // the learning rate is yours'
+        f'"optimizer": {{"type": "{kept.optimizer}", "params": {{"lr": {rate}}}}},'
+        "  // the learning rate is yours"
     )
     zero = [f'"stage": {choice.stage}']
     for key, tier in (("offload_optimizer", choice.optimizer), ("offload_param", choice.parameters)):

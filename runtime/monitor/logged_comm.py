@@ -89,11 +89,15 @@ class LoggedComm(Comm):
         self._forgotten.detach()
         super().close()
 
-    def _run(self, kind: str, nbytes: int, label: int, start: Callable[[], Pending]) -> Pending:
+    def observe(self, kind: str, nbytes: int, start: Callable[[], Pending]) -> Pending:
+        return self._run(kind, nbytes, "of the optimizer", start)
+
+    def _run(self, kind: str, nbytes: int, label: int | str, start: Callable[[], Pending]) -> Pending:
         """Start a collective and let its end be seen."""
         if self.world_size == 1 or not self.log.wants(kind):
             return start()
-        operation = self.log.begin(kind, nbytes, self.world_size, self._labels[label])
+        name = label if isinstance(label, str) else self._labels[label]
+        operation = self.log.begin(kind, nbytes, self.world_size, name)
         if self._on_gpu:
             return self._run_on_gpu(kind, operation, start)
         pending = start()

@@ -91,7 +91,8 @@ class ScratchFile:
 
 def _explain(error: OSError, nbytes: int) -> str:
     if error.errno == errno.ENOSPC:
-        return f"no space left for {nbytes / 2**30:.2f} GiB: free some, or take another nvme_path"
+        amount = f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.2f} MiB"
+        return f"no space left for {amount}: free some, or take another nvme_path"
     return error.strerror or str(error)
 
 

@@ -107,8 +107,12 @@ class SignExchange:
             return Sent(rows)
         got = torch.empty_like(rows)
         self._comm.moved[BYTES] += rows.numel()
-        work = dist.all_to_all_single(got, rows, group=self._comm.data.reduce_group, async_op=True)
-        return Sent(got, self._work(work, got, rows))
+
+        def start() -> Work:
+            work = dist.all_to_all_single(got, rows, group=self._comm.data.reduce_group, async_op=True)
+            return self._work(work, got, rows)
+
+        return Sent(got, self._comm.observe("all_to_all", rows.numel(), start))
 
     def _to_all(self, own: Tensor) -> Sent:
         """Send a flat tensor to all ranks; the result are those of all, one after the other."""
@@ -116,8 +120,12 @@ class SignExchange:
             return Sent(own)
         found = torch.empty(self._comm.world_size * own.numel(), dtype=own.dtype, device=own.device)
         self._comm.moved[BYTES] += found.nbytes
-        work = all_gather_flat(found, own, group=self._comm.data.reduce_group, async_op=True)
-        return Sent(found, self._work(work, found, own))
+
+        def start() -> Work:
+            work = all_gather_flat(found, own, group=self._comm.data.reduce_group, async_op=True)
+            return self._work(work, found, own)
+
+        return Sent(found, self._comm.observe("all_gather", found.nbytes, start))
 
     def gather(self, own: Tensor) -> Tensor:
         """Return the flat tensors of all ranks, one after the other. Collective."""
@@ -126,8 +134,12 @@ class SignExchange:
     def add_up(self, tensor: Tensor) -> None:
         """Sum a tensor over all ranks, in place. Collective."""
         if self._comm.world_size > 1:
-            work = dist.all_reduce(tensor, group=self._comm.data.reduce_group, async_op=True)
-            self._work(work, tensor).wait()
+            group = self._comm.data.reduce_group
+
+            def start() -> Work:
+                return self._work(dist.all_reduce(tensor, group=group, async_op=True), tensor)
+
+            self._comm.observe("all_reduce", tensor.nbytes, start).wait()
 
     def largest(self, tensor: Tensor) -> None:
         """Replace elements by the largest of all ranks, in place. Collective."""

@@ -117,7 +117,8 @@ def build_scheduler(kind: str, params: Mapping[str, Any], optimizer: torch.optim
     differ = len({group["lr"] for group in optimizer.param_groups}) > 1
     for key in ("warmup_max_lr", "cycle_max_lr", "lr_range_test_min_lr"):
         if isinstance(params.get(key), (int, float)) and differ and read_environment().rank == 0:
-            warn(f"scheduler.params.{key} is the rate of all param groups, which were to have different ones")
+            what = f"scheduler.params.{key} is the rate of all param groups"
+            warn(f"{what}, which were to have different ones: leave it out")
     maker: Any = SCHEDULES.get(kind) or getattr(torch.optim.lr_scheduler, kind, None)
     if maker is None:
         known = ", ".join(SCHEDULES)

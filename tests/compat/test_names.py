@@ -242,6 +242,17 @@ def test_optimizers_that_ranks_step_together(deepspeed: Any) -> None:
     assert (first.param_groups[0]["lr"], first.param_groups[0]["freeze_step"]) == (0.5, 7)
     assert OnebitLamb(weight, factor_max=2.0).param_groups[0]["factor_max"] == 2.0
     assert Again is ZeroOneAdam and ZeroOneAdam(weight).param_groups[0]["local_step_clipper"] == 16
+    from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
+
+    vector = nn.Parameter(torch.zeros(2))
+    groups = [{"params": weight, "use_muon": True, "lr": 0.1}, {"params": [vector], "use_muon": False}]
+    muon = MuonWithAuxAdam(groups)
+    assert isinstance(muon, MuonWithAuxAdam) and type(muon).__name__ == "Muon"
+    assert [g["lr"] for g in muon.param_groups] == [0.1, 3e-4] and muon.param_groups[0]["momentum"] == 0.95
+    assert (muon.param_groups[1]["adam_eps"], muon.param_groups[1]["betas"]) == (1e-10, (0.9, 0.95))
+    for mistake in ({"params": weight}, {"params": weight, "use_muon": True, "betas": (0.9, 0.9)}):
+        with pytest.raises(ValueError, match="MuonWithAuxAdam: param group 0 has"):
+            MuonWithAuxAdam([mistake])
     for make, options in (
         (ZeroOneAdam, {"amsgrad": True}),
         (OnebitAdam, {"max_grad_norm": 1.0}),

@@ -58,6 +58,13 @@ def number(text: str) -> float:
     help="What the model computes in; autocast: fp32 under torch.autocast.",
 )
 @click.option(
+    "--optimizer",
+    type=click.Choice(["AdamW", "Lion", "Adagrad", "SGD"], case_sensitive=False),
+    default="AdamW",
+    show_default=True,
+    help="The optimizer, which keeps two numbers of each parameter (AdamW), one, or none (SGD).",
+)
+@click.option(
     "--state_dtype",
     type=click.Choice(["fp32", "bf16", "int8"]),
     default="fp32",
@@ -102,6 +109,7 @@ def estimate(
     micro_batch: int,
     shape: str | None,
     dtype: str,
+    optimizer: str,
     state_dtype: str,
     master_weights: str,
     step_in_backward: bool,
@@ -114,7 +122,7 @@ def estimate(
 ) -> None:
     """Estimate the memory of a model's training.
 
-    It is that of each rank, with Adam, at every stage and offload. MODEL is a function that builds the
+    It is that of each rank, at every stage and offload. MODEL is a function that builds the
     module, as package.module:function or file.py:function. It is built without memory.
 
     --simulate adds the least time of a step with one micro-batch: every phase takes as long as what is
@@ -142,6 +150,9 @@ def estimate(
         raise click.UsageError("--step_in_backward does not go with fp16, whose steps may have to be skipped")
     if master_weights == "stochastic" and dtype != "bf16":
         raise click.UsageError(f"--master_weights stochastic needs --dtype bf16, and it is {dtype}")
+    if state_dtype != "fp32" and optimizer in ("Adagrad", "SGD"):
+        what = "keeps no state" if optimizer == "SGD" else "keeps its state in fp32"
+        raise click.UsageError(f"--state_dtype {state_dtype} does not go with {optimizer}, which {what}")
     known = given_speeds(simulate, measured, speeds)
     axes = given_axes(
         nodes * gpus, seq, tensor, sequence, pipeline, expert, simulate=simulate, has_input=shape is not None
@@ -201,7 +212,7 @@ def estimate(
                 raise click.UsageError("--simulate needs the operations of MODEL: give --input")
     except MemoryPlanError as error:
         raise click.UsageError(str(error)) from None
-    kept = choices.Bits(state_dtype, master_weights == "stochastic")
+    kept = choices.Bits(state_dtype, optimizer, master_weights == "stochastic")
     found = choices.compare(
         own, machines, activations, dtype_bytes=kind.itemsize, steps_in_backward=step_in_backward, kept=kept
     )
@@ -223,9 +234,22 @@ def estimate(
             click.echo("zlaunch estimate: host memory was not checked: give --host_mem", err=True)
         best = choices.fastest_that_fits(found, machines)
         if best is None:
+            smaller = [
+                text
+                for text, is_given in (
+                    ("--state_dtype int8", state_dtype == "int8" or optimizer not in ("AdamW", "Lion")),
+                    ("--master_weights stochastic", kept.stochastic or dtype != "bf16"),
+                    ("--step_in_backward", step_in_backward or dtype.startswith("fp16")),
+                )
+                if not is_given
+            ]
+            also = f"; {', '.join(smaller)} make it smaller" if smaller else ""
+            if kept.is_narrow:
+                also += "; NVMe was not tried, where all numbers are fp32: leave out --state_dtype and "
+                also += "--master_weights for it"
             raise click.ClickException(
                 f"{sizes.name} does not fit on {_count(machines.world_size)} with any stage and offload: "
-                "take more GPUs, a smaller --micro_batch or --seq"
+                f"take more GPUs, a smaller --micro_batch or --seq{also}"
             )
         click.echo(choices.config_text(best, dtype=dtype, micro_batch=micro_batch, axes=axes, kept=kept))
         return
@@ -234,7 +258,7 @@ def estimate(
     whose = "a GPU" if together == 1 else f"for {together} GPUs together"
     states = "" if state_dtype == "fp32" else f" with state in {state_dtype}"
     masters = ", stochastic masters" if kept.stochastic else ""
-    assumed = f"{dtype}{masters}, Adam{states}" + (
+    assumed = f"{dtype}{masters}, {optimizer}{states}" + (
         "" if model is not None and shape is None else f", {batch} {whose}"
     )
     _show(sizes, machines, activations, found, times, work, assumed)

@@ -89,6 +89,10 @@ def _refused() -> dict[str, str]:
     for name, value in plain.module.state_dict().items():
         assert torch.equal(value, engine.module.state_dict()[name]), name
 
+    engine.backward(loss_of(engine, TOKENS))
+    engine.optimizer.param_groups[0]["lr"] *= 2
+    note("rate", engine.step)
+    engine = engine_of(net().double(), 2)
     losses = [loss_of(engine, TOKENS) for _ in range(2)]
     losses[0].backward()
     note("second", losses[1].backward)
@@ -109,6 +113,7 @@ def test_calls_that_cannot_be() -> None:
         **dict.fromkeys(("zero_grad", "optimizer", "none"), "gradients cannot be dropped"),
         "grad": "zlaunch.safe_get_full_grad",
         **dict.fromkeys(("get", "set"), "cannot be read or set"),
+        "rate": "lr of parameter group 0 was changed after backward() had begun",
         "second": "a second backward pass before engine.step()",
     }
     assert found.keys() == said.keys()

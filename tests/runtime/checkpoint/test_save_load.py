@@ -423,6 +423,16 @@ def _mistakes(folder: str) -> dict[str, str]:
     engine.load_checkpoint(folder, load_module_only=True)
     train_engine(engine, batches(1, 12))
     engine.destroy()
+    amsgrad = {"type": "AdamW", "params": {"lr": 0.1, "amsgrad": True}}
+    engine = other(rich(), optimizer=amsgrad)
+    catch("amsgrad", lambda: engine.load_checkpoint(folder))
+    engine.destroy()
+    l2 = {"type": "Adam", "params": {"lr": 0.1, "adam_w_mode": False}}
+    engine = other(rich(), optimizer=l2)
+    engine.load_checkpoint(folder)
+    assert not engine.optimizer.param_groups[0]["decoupled_weight_decay"], "it is the class's"
+    train_engine(engine, batches(1, 12))
+    engine.destroy()
     return messages
 
 
@@ -440,6 +450,7 @@ def test_mistakes_have_one_clear_message_on_every_rank(tmp_path: Path) -> None:
         "no tag": "has no checkpoint 'global_step7'; 'global_step1' looks whole, and tag=\"auto\"",
         "names": "is not of this model: more.weight is not in it; more.bias is not in it; never.weight is",
         "shape": "never.weight has shape [31, 200] in it and [31, 7] in the model",
+        "amsgrad": "was saved with amsgrad False, and the optimizer has True",
         "optimizer": "has the state of AdamW, and the optimizer is SGD: load_optimizer_states=False",
     }
     assert first.keys() == expected.keys()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from tests.runtime.collective_step.references import (
 )
 from tests.runtime.workers import join, run_workers
 from zlaunch.optim import Lamb, Muon
+from zlaunch.runtime.collective_step.muon_groups import split_for_muon
 
 
 def _split(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
@@ -219,3 +221,65 @@ def test_arguments_out_of_range_are_refused() -> None:
             make(weight, **options)
     with pytest.raises(ValueError, match="use_muon"):
         Muon([nn.Parameter(torch.zeros(3))])
+
+
+def test_muon_says_where_it_may_step_an_output_head(capsys: pytest.CaptureFixture[str]) -> None:
+    """A head of the shape of a hidden layer cannot be told from it."""
+    model = nn.ModuleDict({"words": nn.Embedding(64, 16), "down": nn.Linear(64, 16)})
+    model.update({"up": nn.Linear(16, 64), "out": nn.Linear(16, 64)})
+    split_for_muon([{"params": list(model.parameters())}], model, muon_lr=0.1, adam_lr=0.1)
+    assert "one of up, out may be the output head" in capsys.readouterr().out
+    next(model["out"].parameters()).use_muon = False  # type: ignore[attr-defined]  # our own mark
+    split_for_muon([{"params": list(model.parameters())}], model, muon_lr=0.1, adam_lr=0.1)
+    assert "may be" not in capsys.readouterr().out
+
+
+def test_muon_and_lamb_outside_of_an_engine() -> None:
+    weight = nn.Parameter(torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last))
+    other = nn.Parameter(weight.detach().contiguous())
+    for parameter in (weight, other):
+        parameter.grad = torch.ones_like(parameter)
+        Muon([parameter], lr=0.1).step()
+    torch.testing.assert_close(weight.contiguous(), other)
+    large = nn.Parameter(torch.full((1000,), 100.0, dtype=torch.float16))  # its square is no fp16
+    large.grad = torch.ones_like(large)
+    Lamb([large], lr=0.1, max_coeff=1e3).step()
+    assert large.detach().float().mean() == pytest.approx(90.0, rel=1e-2)
+
+
+def _numbers_first(folder: str) -> None:
+    join()
+    model = nn.ParameterDict(
+        {"scale": nn.Parameter(torch.tensor(1.0)), "weight": nn.Parameter(torch.ones(8))}
+    )
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "nvme", "nvme_path": folder}},
+    }
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1, initial_accumulator_value=0.5)
+    plain = {name: value.detach().clone().requires_grad_() for name, value in model.items()}
+    wanted = torch.optim.Adagrad(plain.values(), lr=0.1, initial_accumulator_value=0.5)
+
+    class Product(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = model
+
+        def forward(self) -> torch.Tensor:
+            return (self.inner["scale"] * self.inner["weight"]).sum()
+
+    config["gradient_clipping"] = 0.0
+    engine: Any = zlaunch.initialize(model=Product(), optimizer=optimizer, config=config)[0]
+    for _ in range(3):
+        engine.backward(engine())
+        engine.step()
+        wanted.zero_grad()
+        (plain["scale"] * plain["weight"]).sum().backward()
+        wanted.step()
+    for name, value in plain.items():
+        torch.testing.assert_close(engine.module.inner[name].detach(), value.detach())
+    engine.destroy()
+
+
+def test_a_number_as_the_first_parameter_on_a_disk(tmp_path: Path) -> None:
+    run_workers(_numbers_first, 1, str(tmp_path))

@@ -14,6 +14,7 @@ from torch import nn
 import zlaunch
 from tests.runtime.models import batches, config, loss_of, net, relative_error
 from tests.runtime.workers import join, run_workers
+from zlaunch.optim import Lamb
 from zlaunch.runtime.handles.optimizer import ZeroOptimizer
 
 TOLERANCE = 1e-9
@@ -258,3 +259,68 @@ def _methods(stage: int) -> list[str]:
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_every_method_works_or_says_why_not(stage: int) -> None:
     run_workers(_methods, 2, stage)
+
+
+def _hooked(kind: str, stage: int) -> float:
+    """A hook before the step that sets its rate: the largest difference of two weights from torch's."""
+    join()
+    found = []
+    for with_engine in (False, True):
+        torch.manual_seed(1)
+        model = torch.nn.Linear(6, 6).double()
+        optimizer = getattr(torch.optim, kind)(model.parameters(), lr=5.0)
+        count = iter(range(1, 9))
+
+        def set_rate(given: torch.optim.Optimizer, args: Any, kwargs: Any, count: Any = count) -> None:
+            given.param_groups[0]["lr"] = 0.01 * next(count)
+
+        engine: Any = None
+        if with_engine:
+            engine = zlaunch.initialize(model=model, optimizer=optimizer, config=options(stage))[0]
+        (engine.optimizer if with_engine else optimizer).register_step_pre_hook(set_rate)
+        for number in range(4):
+            optimizer.zero_grad()
+            x = torch.full((1, 6), 1.0 + number, dtype=torch.float64)
+            if with_engine:
+                engine.backward(engine(x).square().mean())
+                engine.step()
+            else:
+                model(x).square().mean().backward()
+                optimizer.step()
+        weight = zlaunch.safe_get_full_fp32_param(model.weight) if with_engine else model.weight.detach()
+        assert weight is not None
+        found.append(weight.clone())
+    return float((found[0] - found[1]).abs().max())
+
+
+@pytest.mark.parametrize("kind", ["SGD", "AdamW"])
+def test_what_a_hook_before_the_step_sets_counts_in_it(kind: str) -> None:
+    for stage in (0, 3):
+        assert max(run_workers(_hooked, 1, kind, stage)) < 1e-12
+
+
+def _checked_groups(folder: str) -> None:
+    join()
+    on_disk = {"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": folder}}
+    for make, group, zero, said in (
+        (Lamb, {"state_dtype": "int8"}, {"stage": 2}, "not supported with Lamb"),
+        (torch.optim.AdamW, {"state_dtype": "bf16"}, on_disk, "records on disk are fp32"),
+        (torch.optim.AdamW, {"state_dtype": "fp8"}, {"stage": 2}, "'fp8', expected one of"),
+    ):
+        model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+        model[1].requires_grad_(False)
+        config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}
+        optimizer = make(model[0].parameters())
+        engine: Any = zlaunch.initialize(model=model, optimizer=optimizer, config=config)[0]
+        model[1].requires_grad_(True)
+        further = list(model[1].parameters())
+        with pytest.raises(zlaunch.OptimizerError, match=said):
+            engine.optimizer.add_param_group({"params": further, **group})
+        engine.optimizer.add_param_group({"params": further})  # nothing was left of the refused one
+        engine.backward(engine(torch.ones(1, 8)).sum())
+        engine.step()
+        engine.destroy()
+
+
+def test_groups_are_checked_as_those_at_the_start(tmp_path: Path) -> None:
+    run_workers(_checked_groups, 1, str(tmp_path))

@@ -108,3 +108,27 @@ def test_only_what_was_asked_for_is_logged() -> None:
     assert "over least ms" in first and "over least ms" not in last
     for table in (first, last):
         assert set(re.findall(r"^  (\w+) +[\d.]+ [KB]", table, re.M)) == {"reduce_scatter"}
+
+
+def _of_optimizers(kind: str) -> tuple[dict[str, int], int]:
+    """The bytes of each kind of collective, and those of signs that the communicator has counted."""
+    join()
+    params = {"lr": 1e-3} if kind == "Muon" else {"lr": 1e-3, "freeze_step": 1}
+    engine, _ = _train(0, comms_logger={"enabled": True}, optimizer={"type": kind, "params": params})
+    comm = engine._sharded.comm
+    comm.log.poll()
+    found = Counter[str]()
+    for key, row in comm.log.rows.items():
+        assert row.timed == row.count
+        found[key[0]] += key[1] * row.count
+    with contextlib.redirect_stdout(io.StringIO()):
+        engine.destroy()
+    return dict(found), comm.moved["bytes of signs"]
+
+
+@pytest.mark.parametrize("over", OVER)
+def test_what_optimizers_exchange_is_in_the_table(over: str) -> None:
+    for found, signs in run_workers(_of_optimizers, 2, "OneBitAdam", env=OVER[over]):
+        assert found["all_to_all"] + found["all_gather"] == signs > 0
+    for found, _ in run_workers(_of_optimizers, 2, "Muon", env=OVER[over]):
+        assert found["all_to_all"] > 0

@@ -382,3 +382,27 @@ def _without_optimizer() -> str:
 
 def test_a_model_without_an_optimizer() -> None:
     assert run_workers(_without_optimizer, 2) == ["done"] * 2
+
+
+def _together(kind: str) -> None:
+    """Optimizers that step slices of one parameter each: nothing stays on the device, at any stage."""
+    for stage in (0, 1, 2, 3):
+        zlaunch.init_distributed()
+        section = {"type": kind, "params": {"lr": 1e-3}}
+        given = config(stage, 2, optimizer=section)
+        engine = zlaunch.initialize(model=net(tied=True), config=given)[0]
+        for batch in batches(2, 2 * engine.world_size):
+            engine.backward(loss_of(engine, batch.chunk(engine.world_size)[engine.global_rank]))
+            engine.step()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            engine.offload_states()
+        for name, storages in _storages(engine).items():
+            assert all(map(_is_free, storages)), (stage, name)
+        engine.reload_states()
+        engine.destroy()
+
+
+@pytest.mark.parametrize("kind", ["Lamb", "Muon", "OneBitAdam"])
+def test_nothing_stays_of_optimizers_that_ranks_step_together(kind: str) -> None:
+    run_workers(_together, 1, kind)

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -87,7 +88,7 @@ def test_the_command(tmp_path: Path) -> None:
     shown = call(tmp_path, *target, "--gpu_mem", "8")
     assert shown.returncode == 0, shown.stderr
     assert (
-        "2 GPUs; fp32, Adam, --input 32,64 a GPU; MiB of a rank" in shown.stdout
+        "2 GPUs; fp32, AdamW, --input 32,64 a GPU; MiB of a rank" in shown.stdout
         and "a pass on fake tensors" in shown.stdout
     )
     rows = json.loads(call(tmp_path, *target, "--json").stdout)
@@ -108,7 +109,7 @@ def test_ranks_that_share_a_model(tmp_path: Path) -> None:
     shown = call(tmp_path, *BIG, *axes)
     assert shown.returncode == 0, shown.stderr
     assert (
-        "8 GPUs (pipeline 4, data 1, tensor 2); bf16, Adam, 1 x 2,048 tokens for 8 GPUs together"
+        "8 GPUs (pipeline 4, data 1, tensor 2); bf16, AdamW, 1 x 2,048 tokens for 8 GPUs together"
         in " ".join(shown.stdout.split())
     )
     assert "stage 2" not in shown.stdout and "It keeps 4 micro-batches at a time" in shown.stdout
@@ -257,3 +258,32 @@ def test_narrow_state_and_masters_are_counted(capsys: pytest.CaptureFixture[str]
     assert main(["estimate", *model, *fits]) == 0
     said = capsys.readouterr().out
     assert '"state_dtype": "int8"' in said and '"master_weights": "stochastic"' in said
+
+
+def test_other_optimizers_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    model = ["--params", "124M", "--hidden", "768", "--layers", "12", "--vocab", "50257"]
+
+    def of_optimizer(name: str) -> int:
+        assert main(["estimate", *model, "--json", "--optimizer", name]) == 0
+        first: dict[str, Any] = json.loads(capsys.readouterr().out)[0]
+        return int(first["gpu"]["optimizer"])
+
+    numel = of_optimizer("AdamW") // 12
+    assert [of_optimizer(name) // numel for name in ("lion", "Adagrad", "SGD")] == [8, 8, 4]
+    assert main(["estimate", *model, "--optimizer", "SGD", "--state_dtype", "int8"]) == 2
+    assert "does not go with SGD, which keeps no state" in capsys.readouterr().err
+    fits = ["--for", "fits", "--gpu_mem", "24", "--optimizer", "Lion"]
+    assert main(["estimate", *model, *fits]) == 0
+    assert '"type": "Lion"' in capsys.readouterr().out
+
+
+def test_what_does_not_fit_is_told_what_would_make_it_smaller(capsys: pytest.CaptureFixture[str]) -> None:
+    model = ["--params", "7B", "--hidden", "4096", "--layers", "32", "--vocab", "32000"]
+    tight = ["--gpu_mem", "3", "--host_mem", "2", "--for", "fits"]
+    assert main(["estimate", *model, *tight]) == 2
+    said = capsys.readouterr().err
+    assert "--state_dtype int8, --master_weights stochastic, --step_in_backward make it smaller" in said
+    assert "NVMe was not tried" not in said
+    assert main(["estimate", *model, *tight, "--state_dtype", "int8"]) == 2
+    said = capsys.readouterr().err
+    assert "NVMe was not tried" in said and "--state_dtype int8," not in said

@@ -500,6 +500,21 @@ def test_command_line(tmp_path: Path) -> None:
             },
             "optimizer.params.local_step_clipper",
         ),
+        *(
+            ({"optimizer": {"type": kind, "params": {"lr": 1e-3, **params}}, **more}, path)
+            for kind, params, more, path in (
+                ("Muon", {"state_dtype": "int8"}, {}, "optimizer.params.state_dtype"),
+                ("Lion", {"state_dtype": "fp8"}, {}, "optimizer.params.state_dtype"),
+                ("SGD", {"state_dtype": "int8"}, {}, "optimizer.params.state_dtype"),
+                (
+                    *("Lamb", {}, {"bf16": {"enabled": True, "master_weights": "stochastic"}}),
+                    "bf16.master_weights",
+                ),
+                ("OneBitAdam", {}, {"parallel": {"tensor": 2}}, "optimizer.type"),
+                ("Muon", {}, {"parallel": {"pipeline": 2}}, "optimizer.type"),
+                ("adamw_8bit", {}, {}, "optimizer.type"),
+            )
+        ),
         ({"autocast": {"enabled": True}}, "autocast"),
         ({"allow_tf32": True}, "allow_tf32"),
     ],
@@ -507,3 +522,24 @@ def test_command_line(tmp_path: Path) -> None:
 def test_pairs_of_keys_that_an_optimizer_refuses(source: dict[str, Any], path: str) -> None:
     lines = problems(source).splitlines()
     assert len(lines) == 1 and lines[0].split(": ")[1] == path
+
+
+@pytest.mark.parametrize(
+    ("stage", "given", "wanted"), [(0, {}, 16), (0, {"local_step_clipper": None}, 16), (1, {}, 1)]
+)
+def test_the_most_local_steps_are_deepspeeds_where_there_may_be_any(
+    stage: int, given: dict[str, Any], wanted: int
+) -> None:
+    optimizer = {"type": "ZeroOneAdam", "params": given}
+    loaded = load({"train_batch_size": 1, "optimizer": optimizer, "zero_optimization": {"stage": stage}})
+    assert loaded.config.optimizer is not None
+    assert loaded.config.optimizer.params["local_step_clipper"] == wanted
+
+
+def test_what_always_holds_of_an_optimizer_is_told() -> None:
+    params = {"cuda_aware": True, "comm_backend_name": "mpi", "state_dtype": "fp32"}
+    loaded = load({"train_batch_size": 1, "optimizer": {"type": "OneBitAdam", "params": params}})
+    said = "\n".join(map(str, loaded.warnings))
+    assert "optimizer.params.cuda_aware" in said and "optimizer.params.comm_backend_name" in said
+    assert "state_dtype" not in said and loaded.config.optimizer is not None
+    assert "state_dtype" not in loaded.config.optimizer.params

@@ -220,6 +220,32 @@ class ZeroOneAdam(metaclass=_Maker):
         )
 
 
+class MuonWithAuxAdam(metaclass=_Maker):
+    """Muon for groups with ``use_muon``, AdamW for the others."""
+
+    kinds = (optim.Muon,)
+
+    @staticmethod
+    def make(param_groups: Sequence[dict[str, Any]]) -> torch.optim.Optimizer:
+        """Make the runtime's optimizer, with the defaults of the package ``muon``. Raises ValueError for a
+        group without ``use_muon``, or with another key.
+        """
+        groups = []
+        for index, group in enumerate(param_groups):
+            if "use_muon" not in group:
+                raise ValueError(f"MuonWithAuxAdam: param group {index} has no use_muon")
+            muon = {"lr": 0.02, "momentum": 0.95, "weight_decay": 0.0}
+            adam = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-10, "weight_decay": 0.0}
+            given = {**(muon if group["use_muon"] else adam), **group}
+            unknown = given.keys() - (muon if group["use_muon"] else adam) - {"params", "use_muon"}
+            if unknown:
+                raise ValueError(f"MuonWithAuxAdam: param group {index} has {', '.join(sorted(unknown))}")
+            if not group["use_muon"]:
+                given["adam_eps"] = given.pop("eps")
+            groups.append(given)
+        return optim.Muon(groups)
+
+
 class FusedLion(metaclass=_Maker):
     """Lion."""
 

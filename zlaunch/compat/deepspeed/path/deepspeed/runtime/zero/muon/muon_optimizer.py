@@ -1,0 +1,3 @@
+"""Muon under DeepSpeed's name."""
+
+from zlaunch.compat.deepspeed.optimizers import MuonWithAuxAdam as MuonWithAuxAdam
