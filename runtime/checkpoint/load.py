@@ -177,11 +177,15 @@ def groups_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     ]
 
 
+_OF_THE_RUN = ("decoupled_weight_decay", "local_step_clipper")
+"""Entries that are saved, but belong to a run's class (Adam or AdamW) or stage."""
+
+
 def restore_groups(optimizer: torch.optim.Optimizer, saved: Sequence[Mapping[str, Any]]) -> None:
     """Restore the hyper-parameters that :func:`groups_of` has returned."""
     for group, entries in zip(optimizer.param_groups, saved, strict=False):
         for key, value in entries.items():
-            if key == "decoupled_weight_decay":  # of the class, Adam or AdamW
+            if key in _OF_THE_RUN:
                 continue
             if isinstance(group.get(key), Tensor):
                 group[key].fill_(value)

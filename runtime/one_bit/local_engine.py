@@ -49,18 +49,18 @@ def choose_local_steps(
     """
     if not isinstance(optimizer, ZeroOneAdam):
         return kind
-    if all(group["local_step_clipper"] <= 1 for group in optimizer.param_groups):
-        return kind
     stage = int(effective.config.zero_optimization.stage)
     reasons = {
         f"zero_optimization.stage is {stage}": stage > 0,
         "ranks share sequences": comm.mesh.sequence > 1,
     }
-    for reason, is_so in reasons.items():
-        if is_so:
-            most = max(group["local_step_clipper"] for group in optimizer.param_groups)
+    most = max(group["local_step_clipper"] for group in optimizer.param_groups)
+    for reason in (text for text, is_so in reasons.items() if is_so):
+        if most > 1:
             raise OptimizerError(
                 f"ZeroOneAdam: local_step_clipper {most}: in local steps each rank has whole weights of its "
                 f"own, and {reason}: set local_step_clipper to 1"
             )
+    if stage > 0:
+        return kind
     return type(f"LocalSteps{kind.__name__}", (LocalStepsEngine, kind), {})

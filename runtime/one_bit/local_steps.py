@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,8 @@ from torch import Tensor
 from ..collective_step.parts import ParameterPart, by_group, cache_sized, each_tile
 from ..errors import OptimizerError
 from ..optim.update_rule import State
-from ..zero.store import Access, OpenTile, TileView, open_all
+from ..zero.store import Access, DeviceStore, OpenTile, TileView, open_all
+from ..zero.unit import Unit
 from .sign_exchange import Average, SignExchange
 from .unit_turn import UnitTurn
 
@@ -30,10 +31,10 @@ class LocalSteps:
 
     def __init__(self, exchange: SignExchange) -> None:
         self._exchange = exchange
-        self._gone: dict[int, tuple[Tensor, Tensor]] = {}
-        """Has, by the identity of a unit, its ``z`` and ``u`` while ranks have weights of their own."""
-        self._lost: dict[int, Tensor] = {}
-        """Keeps what this rank's signs have lost."""
+        self._gone: dict[Unit, tuple[Tensor, Tensor]] = {}
+        """Has a unit's ``z`` and ``u`` while ranks have weights of their own."""
+        self._lost: dict[Unit, Tensor] = {}
+        """Keeps what this rank's signs of a unit have lost."""
 
     @property
     def are_apart(self) -> bool:
@@ -45,12 +46,18 @@ class LocalSteps:
         self._gone.clear()
         self._lost.clear()
 
+    def keep_only(self, units: Collection[Unit]) -> None:
+        """Forget units that are not there any more."""
+        for kept in (self._gone, self._lost):
+            for unit in [each for each in kept if each not in units]:
+                del kept[unit]
+
     def refuse_writes(self, turns: Sequence[UnitTurn]) -> None:
         """Raise OptimizerError where the script has changed weights that ranks have of their own."""
         parts: list[ParameterPart] = []
         differ: list[Tensor] = []
         for turn in turns:
-            if (found := self._gone.get(id(turn.unit))) is None:
+            if (found := self._gone.get(turn.unit)) is None:
                 continue
             assert turn.unit.store is not None
             with open_all(turn.unit.store, Access.READ) as tiles:
@@ -96,7 +103,9 @@ class LocalSteps:
     def begin(self, turn: UnitTurn) -> Average:
         """Begin to average a unit's ``u`` over the ranks. Collective."""
         _, moved = self._start(turn)
-        lost = self._lost.setdefault(id(turn.unit), torch.zeros_like(moved))
+        lost = self._lost.get(turn.unit)
+        if lost is None:
+            lost = self._lost[turn.unit] = torch.zeros_like(moved)
         for start, stop in turn.unit.layout.gaps():
             lost[start:stop].zero_()
         return self._exchange.begin(turn.unit, lost, moved, alpha=1.0)
@@ -104,7 +113,7 @@ class LocalSteps:
     def meet(self, turn: UnitTurn, publish: Publish) -> None:
         """Take the average of ``u``, which is in ``turn.averaged``: all ranks have the same weights then."""
         assert turn.averaged is not None and turn.unit.store is not None
-        origin, _ = self._gone.pop(id(turn.unit))
+        origin, _ = self._gone.pop(turn.unit)
         with open_all(turn.unit.store, Access.MASTER) as tiles:
             for _, tile, view in tiles:
                 for index, every in by_group(_with_moments(turn, view)).items():
@@ -121,17 +130,20 @@ class LocalSteps:
 
     def _start(self, turn: UnitTurn) -> tuple[Tensor, Tensor]:
         """Return a unit's ``z`` and ``u``, which begin with the weights that all ranks have."""
-        unit, found = turn.unit, self._gone.get(id(turn.unit))
-        assert unit.store is not None
+        unit, found = turn.unit, self._gone.get(turn.unit)
         if found is not None:
             return found
+        if unit.stop - unit.start != unit.numel or not isinstance(unit.store, DeviceStore):
+            raise OptimizerError(
+                "ZeroOneAdam: local_step_clipper above 1 needs stage 0, where each rank has whole weights"
+            )
         wide = torch.promote_types(unit.dtype, torch.float32)
         origin = torch.zeros(unit.numel, dtype=wide, device=unit.device)
         with open_all(unit.store, Access.READ) as tiles:
             for _, _, view in tiles:
                 origin[view.start : view.stop] = view.master
-        self._gone[id(unit)] = origin, torch.zeros_like(origin)
-        return self._gone[id(unit)]
+        found = self._gone[unit] = origin, torch.zeros_like(origin)
+        return found
 
 
 def _with_moments(turn: UnitTurn, view: TileView) -> list[ParameterPart]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -38,7 +39,7 @@ class Average:
 
     values: Tensor
     stays: float
-    unit: int
+    unit: Unit
     sent: Sent
 
 
@@ -49,15 +50,21 @@ class SignExchange:
 
     def __init__(self, comm: Comm) -> None:
         self._comm = comm
-        self._lost: dict[int, Tensor] = {}
-        """Keeps, by the identity of a unit, what the second hop has lost of this rank's part."""
-        self._last: dict[int, Tensor] = {}
-        """Keeps the signs of the last mean of which a part stays, by the identity of a unit."""
+        self._lost: dict[Unit, Tensor] = {}
+        """Keeps what the second hop has lost of this rank's part of a unit."""
+        self._last: dict[Unit, Tensor] = {}
+        """Keeps the signs of a unit's last mean, if a part of it stays."""
 
     def forget(self) -> None:
         """Forget what was lost."""
         self._lost.clear()
         self._last.clear()
+
+    def keep_only(self, units: Collection[Unit]) -> None:
+        """Forget units that are not there any more."""
+        for kept in (self._lost, self._last):
+            for unit in [each for each in kept if each not in units]:
+                del kept[unit]
 
     def begin(
         self, unit: Unit, values: Tensor, addend: Tensor, *, alpha: float, stays: float = 0.0
@@ -71,7 +78,7 @@ class SignExchange:
         rows = torch.empty(size, packed_bytes(s), dtype=torch.uint8, device=values.device)
         for row, start in zip(rows, range(0, values.numel(), s), strict=True):
             compress(values[start : start + s], row, addend=addend[start : start + s], alpha=alpha)
-        return Average(values, stays, id(unit), self._to_servers(rows))
+        return Average(values, stays, unit, self._to_servers(rows))
 
     def serve(self, average: Average) -> None:
         """Average this rank's part, and send the signs of the mean to all. Collective."""
@@ -99,7 +106,7 @@ class SignExchange:
 
     def add_last(self, unit: Unit, values: Tensor, alpha: float) -> None:
         """Add ``alpha`` times the last mean of which a part stayed to ``values``."""
-        _expand_parts(self._last[id(unit)], torch.empty_like(values), values, alpha)
+        _expand_parts(self._last[unit], torch.empty_like(values), values, alpha)
 
     def _to_servers(self, rows: Tensor) -> Sent:
         """Send a row to each rank; the result are the rows of all ranks for this one."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import zip_longest
 from typing import Any
@@ -41,7 +41,7 @@ class OneBitStep(CollectiveStep):
     def __init__(self, units: Sequence[Unit], comm: Comm) -> None:
         super().__init__(units, comm)
         self.exchange = SignExchange(comm)
-        self._kept: dict[int, Tensor] = {}
+        self._kept: dict[Unit, Tensor] = {}
         self._beta1 = 0.0
         """Says how much of the momentum is in ``_kept``."""
         self._of_momentum = False
@@ -49,9 +49,19 @@ class OneBitStep(CollectiveStep):
 
     def forget(self) -> None:
         """Forget errors: they are not those of the state that has been loaded."""
+        self.forget_errors()
+        self._of_momentum = False
+
+    def forget_errors(self) -> None:
+        """Forget what goes into the next exchange besides gradients: it has been of something else."""
         self._kept.clear()
         self.exchange.forget()
-        self._of_momentum = False
+
+    def keep_only(self, units: Collection[Unit]) -> None:
+        """Forget units that are not there any more."""
+        for unit in [each for each in self._kept if each not in units]:
+            del self._kept[unit]
+        self.exchange.keep_only(units)
 
     def own_squares(self) -> list[Tensor]:
         """Return the sums of squares of this rank's gradients where they are not reduced, so that the norm is
@@ -82,11 +92,11 @@ class OneBitStep(CollectiveStep):
             reducer.local = False
         if reducer.local:
             self._refuse_new(parts, state)
-            if frozen and not self._of_momentum:
-                self.forget()
-                self._of_momentum = True
-        elif self._of_momentum:
-            self.forget()  # they belong to a momentum that a dense step changes
+        self.keep_only(set(self.units))
+        of_momentum = reducer.local and frozen
+        if of_momentum is not self._of_momentum:
+            self.forget_errors()
+            self._of_momentum = of_momentum
         turns = self.turns(groups, parts, state, divisor=float(rule.divisor), frozen=frozen)
         if reducer.local:
             self.step_apart(turns)
@@ -170,10 +180,10 @@ class OneBitStep(CollectiveStep):
         """Begin to average a unit's gradients, or its momentum once the variance is frozen; keep errors."""
         unit, beta1 = turn.unit, float(turn.groups[0]["betas"][0])
         gradient = self._reducer.whole_gradient(unit)
-        kept = self._kept.get(id(unit))
+        kept = self._kept.get(unit)
         if kept is None:
             wide = torch.promote_types(gradient.dtype, torch.float32)
-            kept = self._kept[id(unit)] = torch.zeros_like(gradient, dtype=wide)
+            kept = self._kept[unit] = torch.zeros_like(gradient, dtype=wide)
             if turn.frozen:
                 kept.add_(self._whole_momentum(turn), alpha=beta1)
         elif turn.frozen and beta1 != self._beta1:
@@ -252,6 +262,11 @@ class ZeroOneAdamStep(OneBitAdamStep):
         super().forget()
         self._local.forget()
 
+    def keep_only(self, units: Collection[Unit]) -> None:
+        """Forget units that are not there any more."""
+        super().keep_only(units)
+        self._local.keep_only(units)
+
     def step_together(self, turns: Sequence[UnitTurn]) -> None:
         """Update all units by averaged gradients, from weights that all ranks have."""
         self._end_local_steps(turns)
@@ -264,13 +279,15 @@ class ZeroOneAdamStep(OneBitAdamStep):
             self._end_local_steps(turns)
             super().step_apart(turns)
             return
+        if self._kept:
+            self.forget_errors()
         self._local.refuse_writes(turns)
         for turn in turns:
             own = self._reducer.whole_gradient(turn.unit)
             self._local.step(turn, own, self.comm.world_size / turn.divisor, self.publish)
         for group in turns[0].groups:
             group["local_rate_sum"] += float(group["lr"])
-        if first["step_count"] % first["local_interval"] == 0:
+        if first["step_count"] % min(first["local_interval"], first["local_step_clipper"]) == 0:
             self._meet(turns)
 
     def _end_local_steps(self, turns: Sequence[UnitTurn]) -> None:
@@ -278,6 +295,8 @@ class ZeroOneAdamStep(OneBitAdamStep):
         if self._local.are_apart:
             self._local.refuse_writes(turns)
             self._meet(turns)
+            self._local.forget()
+            self.forget_errors()
 
     def _meet(self, turns: Sequence[UnitTurn]) -> None:
         for turn in self.averaged(turns, self._local.begin):

@@ -111,12 +111,26 @@ def _resume(folder: str) -> float:
     return found
 
 
+def _resume_sharded(folder: str) -> None:
+    """Under stage 1 there are no local steps, whatever the checkpoint's run made."""
+    join()
+    params = {key: value for key, value in PARAMS.items() if not key.startswith("local")}
+    engine = make_engine(None, section(1), {"type": "ZeroOneAdam", "params": params})
+    engine.load_checkpoint(folder, tag="apart")
+    assert engine.optimizer.param_groups[0]["local_step_clipper"] == 1
+    train(engine, data()[15:18])
+    weights = engine._sharded.comm.exchange(engine.module.head.weight.tolist())
+    assert weights[0] == weights[1]
+    engine.destroy()
+
+
 @pytest.mark.parametrize("after", [1, 3])
 def test_saves_have_what_ranks_agree_on(after: int, tmp_path: Path) -> None:
     first, second = run_workers(_save, 2, str(tmp_path))
     assert not torch.equal(first[0], second[0])
     assert torch.equal(first[1], second[1])
     assert max(run_workers(_resume, after, str(tmp_path))) <= TOLERANCE
+    run_workers(_resume_sharded, 2, str(tmp_path))
 
 
 def _half() -> list[torch.Tensor]:

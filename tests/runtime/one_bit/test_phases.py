@@ -122,7 +122,8 @@ def _ended(change: str) -> bool:
     engine = make_engine(None, section(0), ADAM)
     train(engine, data()[:14])
     group = engine.optimizer.param_groups[0]
-    group.update({"local_step_clipper": 1} if change == "clipper" else {"freeze_step": 20})
+    changes = {"clipper": {"local_step_clipper": 1}, "freeze": {"freeze_step": 20}}
+    group.update(changes.get(change, {"freeze_step": 20, "var_interval": 1}))
     moved = engine._sharded.comm.moved[BYTES]
     train(engine, data()[14:15])
     assert engine._sharded.comm.moved[BYTES] > moved
@@ -132,6 +133,20 @@ def _ended(change: str) -> bool:
     return bool(both[0] == both[1] and torch.isfinite(weights).all())
 
 
-@pytest.mark.parametrize("change", ["clipper", "freeze"])
+@pytest.mark.parametrize("change", ["clipper", "freeze", "dense"])
 def test_local_steps_that_are_ended(change: str) -> None:
     assert run_workers(_ended, 2, change) == [True, True]
+
+
+def _by_hand() -> None:
+    join()
+    engine = make_engine(None, section(3), {"type": "ZeroOneAdam", "params": {"var_freeze_step": 2}})
+    train(engine, data()[:4])
+    engine.optimizer.param_groups[0]["local_step_clipper"] = 4
+    with pytest.raises(zlaunch.OptimizerError, match="local_step_clipper above 1 needs stage 0"):
+        train(engine, data()[4:5])
+    engine.destroy()
+
+
+def test_local_steps_that_are_begun_by_hand_need_stage_0() -> None:
+    run_workers(_by_hand, 2)
