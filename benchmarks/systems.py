@@ -125,15 +125,22 @@ def zero(stage: int, micro_batch: int, **more: object) -> Callable[[Size, torch.
     return build
 
 
-def one_bit(stage: int, micro_batch: int) -> Callable[[Size, torch.device], Step]:
-    """This project's engine with 1-bit Adam, whose variance is frozen from the second step on."""
+FROZEN: dict[str, dict[str, object]] = {
+    "OneBitAdam": {"freeze_step": 1},
+    "ZeroOneAdam": {"var_freeze_step": 1, "local_step_scaler": 1, "local_step_clipper": 8},
+}
+"""Arguments by which the variance is frozen from the second step on; after four steps ranks exchange once in 8."""
+
+
+def one_bit(stage: int, micro_batch: int, kind: str = "OneBitAdam") -> Callable[[Size, torch.device], Step]:
+    """This project's engine with an optimizer that exchanges signs."""
 
     def build(size: Size, device: torch.device) -> Step:
         import zlaunch
 
         config = _config(stage, micro_batch)
         optimizer: Any = config["optimizer"]
-        frozen = {"type": "OneBitAdam", "params": {**optimizer["params"], "freeze_step": 1}}
+        frozen = {"type": kind, "params": {**optimizer["params"], **FROZEN[kind]}}
         engine, *_ = zlaunch.initialize(model=_model(size, device), config={**config, "optimizer": frozen})
         return _engine_step(engine)
 
@@ -161,6 +168,7 @@ def available(micro_batch: int, peers: bool) -> dict[str, Callable[[Size, torch.
         f"stage {stage}": zero(stage, micro_batch) for stage in range(4)
     }
     systems |= {f"1-bit {stage}": one_bit(stage, micro_batch) for stage in range(4)}
+    systems["0/1 local 0"] = one_bit(0, micro_batch, "ZeroOneAdam")
     node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if node > 1:
         systems |= {
