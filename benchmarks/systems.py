@@ -129,7 +129,7 @@ FROZEN: dict[str, dict[str, object]] = {
     "OneBitAdam": {"freeze_step": 1},
     "ZeroOneAdam": {"var_freeze_step": 1, "local_step_scaler": 1, "local_step_clipper": 8},
 }
-"""Arguments by which the variance is frozen from the second step on; after four steps ranks exchange once in 8."""
+"""Freezes the variance from the second step on; after four steps 0/1 Adam exchanges once in 8."""
 
 
 def one_bit(stage: int, micro_batch: int, kind: str = "OneBitAdam") -> Callable[[Size, torch.device], Step]:
