@@ -213,7 +213,7 @@ class _CheckpointedForward:
 
 def has_blocks(model: nn.Module) -> bool:
     """Tell whether a model has blocks that :func:`checkpoint_blocks` would find."""
-    return any(_is_block(model, name, block) for name, block in find_modules(model))
+    return bool(_blocks_of(model))
 
 
 def checkpoint_blocks(model: nn.Module, number_checkpoints: int | None = None) -> list[str]:
@@ -236,7 +236,7 @@ def checkpoint_blocks(model: nn.Module, number_checkpoints: int | None = None) -
             del module.forward
             if present.own:
                 module.forward = present.forward
-    blocks = [(name, block) for name, block in find_modules(model) if _is_block(model, name, block)]
+    blocks = _blocks_of(model)
     if not blocks:
         raise ValueError(
             "found no blocks to checkpoint (members of a ModuleList): call zlaunch.checkpointing.checkpoint "
@@ -264,10 +264,21 @@ def _switch_off_caches(model: nn.Module) -> None:
         _warn("use_cache is switched off in the model's config: checkpointed blocks cannot fill a cache")
 
 
-def _is_block(model: nn.Module, name: str, block: nn.Module) -> bool:
-    parent = model.get_submodule(name.rpartition(".")[0])
-    has_parts = next(block.children(), None) is not None
-    return isinstance(parent, nn.ModuleList) or (isinstance(parent, nn.Sequential) and has_parts)
+def _blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """List a model's blocks with their names. A Sequential of modules without parts, in a list, is one."""
+    found: dict[str, nn.Module] = {}
+    for name, block in find_modules(model):
+        around = name.rpartition(".")[0]
+        parent, list_of_it = model.get_submodule(around), model.get_submodule(around.rpartition(".")[0])
+        if isinstance(parent, nn.ModuleList) or (isinstance(parent, nn.Sequential) and _has_parts(block)):
+            found[name] = block
+        elif isinstance(list_of_it, nn.ModuleList) and not any(map(_has_parts, parent.children())):
+            found[around] = parent
+    return list(found.items())
+
+
+def _has_parts(module: nn.Module) -> bool:
+    return next(module.children(), None) is not None
 
 
 def _checkpoints_itself(model: nn.Module, name: str, block: nn.Module) -> bool:

@@ -57,8 +57,12 @@ class CollectiveStep(ABC):
         """Tell whether new values come without a refresh: they do not."""
         return False
 
+    def prepare(self, rule: UpdateRule, slices: Sequence[ShardSlice]) -> None:
+        """Raise what keeps the step from being begun: nothing has changed then, and others may follow."""
+
     def start(self, rule: UpdateRule, slices: Sequence[ShardSlice]) -> None:
         """Do the step. Raises DiskError. Collective."""
+        self.prepare(rule, slices)
         if self.comm.device.type == "cuda":
             self._after = torch.cuda.current_stream(self.comm.device).record_event()
         try:

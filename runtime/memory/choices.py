@@ -15,8 +15,8 @@ from .estimate import GIB, MemoryPlan, Setting, plan
 from .model_sizes import ModelSizes
 from .transformer import Activations
 
-STATES = {"AdamW": 2, "Lion": 1, "Adagrad": 1, "SGD": 0}
-"""Counts what optimizers keep of each element; SGD without momentum."""
+STATES = {"AdamW": 2, "Lamb": 2, "Lion": 1, "Adagrad": 1, "Muon": 1, "SGD": 1}
+"""Counts what optimizers keep of each element: SGD with momentum, Muon of the matrices that it steps."""
 _BLOCKS_OF_BUCKETS = 2
 """Blocks that the backward pass has left, with their activations, when most gradient buckets are alive."""
 CONTEXT_BYTES = GIB
@@ -211,6 +211,7 @@ def config_text(
         own = ', "master_weights": "stochastic"' if kept.stochastic else ""
         lines.append(f'"{dtype}": {{"enabled": true{own}}},  // half the memory and traffic of parameters')
     rate = "1e-4" if kept.state_dtype == "fp32" else f'1e-4, "state_dtype": "{kept.state_dtype}"'
+    rate += ', "momentum": 0.9' if kept.optimizer == "SGD" else ""
     lines.append(
         f'"optimizer": {{"type": "{kept.optimizer}", "params": {{"lr": {rate}}}}},'
         "  // the learning rate is yours"

@@ -19,25 +19,38 @@ E = TypeVar("E", bound=Engine)
 class LocalStepsEngine(Engine):
     """Is an engine whose ranks agree on their weights before any is saved."""
 
-    def agree(self) -> None:
-        """Give all ranks the same weights and moments, as an exchange of the optimizer does. Collective."""
-        assert self._shard_step is not None
-        stepper = self._shard_step.stepper
-        assert isinstance(stepper, ZeroOneAdamStep)
-        self._shard_step.take_hyperparameters()
-        optimizers = self._shard_step.optimizer, self._shard_step.outer
-        if stepper.agree(optimizers[0].param_groups, self._shard_step.slices, optimizers[0].state):
-            for group in optimizers[1].param_groups:
-                group["local_rate_sum"] = 0.0
+    def agree(self, call: str, *, keeps_writes: bool = True) -> None:
+        """Give all ranks the same weights and moments, as an exchange of the optimizer does, for a ``call``.
+        Collective. Raises OptimizerError where ``keeps_writes`` and the script has changed them meanwhile,
+        OffloadedError where states are away.
+        """
+        step = self._shard_step
+        assert step is not None and isinstance(step.stepper, ZeroOneAdamStep)
+        if not step.stepper.are_apart:
+            return
+        self._check_alive()
+        self._states.check(call)
+        self._resolve_last_step()
+        if keeps_writes:
+            self.handles.check()
+            self.handles.bring_writes()
+        step.take_hyperparameters()
+        groups, state = step.optimizer.param_groups, step.optimizer.state
+        step.stepper.agree(groups, step.slices, state, keeps_writes=keeps_writes)
 
     def _prepare_save(self) -> None:
         super()._prepare_save()
-        self.agree()
+        self.agree("engine.save_checkpoint()")
 
     def save_16bit_model(self, *args: Any, **kwargs: Any) -> bool:
         """Write the whole model's weights, on which the ranks have agreed."""
-        self.agree()
+        self.agree("engine.save_16bit_model()")
         return super().save_16bit_model(*args, **kwargs)
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> tuple[str | None, dict[str, Any]]:
+        """Load a checkpoint; what it does not have is what the ranks have agreed on before."""
+        self.agree("engine.load_checkpoint()", keeps_writes=False)
+        return super().load_checkpoint(*args, **kwargs)
 
 
 def choose_local_steps(

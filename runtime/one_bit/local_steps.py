@@ -33,6 +33,8 @@ class LocalSteps:
         self._exchange = exchange
         self._gone: dict[Unit, tuple[Tensor, Tensor]] = {}
         """Has a unit's ``z`` and ``u`` while ranks have weights of their own."""
+        self._rates: dict[tuple[Unit, int], float] = {}
+        """Adds up ``lr`` over the steps in which a unit's parameter had a gradient, meanwhile."""
         self._lost: dict[Unit, Tensor] = {}
         """Keeps what this rank's signs of a unit have lost."""
 
@@ -41,9 +43,8 @@ class LocalSteps:
         """Tell whether ranks have weights of their own."""
         return bool(self._gone)
 
-    def forget(self) -> None:
-        """Forget what belongs to a state that a load has replaced."""
-        self._gone.clear()
+    def forget_errors(self) -> None:
+        """Forget what signs have lost."""
         self._lost.clear()
 
     def keep_only(self, units: Collection[Unit]) -> None:
@@ -51,6 +52,8 @@ class LocalSteps:
         for kept in (self._gone, self._lost):
             for unit in [each for each in kept if each not in units]:
                 del kept[unit]
+        for at in [at for at in self._rates if at[0] not in units]:
+            del self._rates[at]
 
     def refuse_writes(self, turns: Sequence[UnitTurn]) -> None:
         """Raise OptimizerError where the script has changed weights that ranks have of their own."""
@@ -74,9 +77,10 @@ class LocalSteps:
         if differ and (changed := torch.stack(differ)).any():
             part = parts[int(changed.int().argmax())]
             raise OptimizerError(
-                f"{part.unit.names[part.index]} was changed by the script between two exchanges of "
-                "ZeroOneAdam, when each rank has weights of its own, and they would never be the same again: "
-                "set local_step_clipper to 1, or change weights right after engine.save_checkpoint()"
+                f"{part.unit.names[part.index]}, its variance or eps was changed by the script between two "
+                "exchanges of ZeroOneAdam, when each rank has weights of its own, and they would never be "
+                "the same again: set local_step_clipper to 1, or change them right after "
+                "engine.save_checkpoint()"
             )
 
     def step(self, turn: UnitTurn, gradient: Tensor, scale: float, publish: Publish) -> None:
@@ -99,6 +103,17 @@ class LocalSteps:
                     values = [part.of(view, view.master) for part in own]
                     torch._foreach_copy_(values, _placed(origins, gone, roots))
             publish(tile, view)
+        self._count(turn)
+
+    def _count(self, turn: UnitTurn) -> None:
+        """Note by which rates a unit's parameters were stepped; momentum without a gradient decays."""
+        for part in turn.parts:
+            group = turn.groups[part.group]
+            if part.slice.used:
+                at = turn.unit, part.index
+                self._rates[at] = self._rates.get(at, 0.0) + float(group["lr"])
+            elif part.slice.leaf is not None and "exp_avg" in turn.state.get(part.slice.leaf, {}):
+                part.inside(turn.state[part.slice.leaf]["exp_avg"]).mul_(float(group["betas"][0]))
 
     def begin(self, turn: UnitTurn) -> Average:
         """Begin to average a unit's ``u`` over the ranks. Collective."""
@@ -117,16 +132,23 @@ class LocalSteps:
         with open_all(turn.unit.store, Access.MASTER) as tiles:
             for _, tile, view in tiles:
                 for index, every in by_group(_with_moments(turn, view)).items():
-                    group = turn.groups[index]
-                    rates = float(group["local_rate_sum"])  # 0: nobody has gone anywhere
-                    for own in cache_sized(every, view.master.device) if rates else ():
-                        first, second, roots = _moments(own, view, turn.state, group)
-                        mean = torch._foreach_mul(_of(own, turn.averaged), torch._foreach_sign(second))
+                    rates = {part.index: self._rates.get((turn.unit, part.index)) for part in every}
+                    gone = [part for part in every if rates[part.index]]
+                    for own in cache_sized(gone, view.master.device):
+                        first, second, roots = _moments(own, view, turn.state, turn.groups[index])
+                        mean = list(torch._foreach_mul(_of(own, turn.averaged), torch._foreach_sign(second)))
                         values = [part.of(view, view.master) for part in own]
                         torch._foreach_copy_(values, _placed(_of(own, origin), mean, roots))
-                        torch._foreach_div_(mean, rates)
+                        torch._foreach_div_(mean, [rates[part.index] or 1.0 for part in own])
                         torch._foreach_copy_(first, mean)
+                    for part in (part for part in every if rates[part.index] == 0.0):
+                        # with a rate of 0 nobody has gone anywhere, but gradients have come into the momentum
+                        own_moment = part.states(view, turn.state, _NAMES)["exp_avg"]
+                        self._exchange.add_up(own_moment)
+                        own_moment.div_(self._exchange.size)
                 publish(tile, view)
+        for at in [at for at in self._rates if at[0] is turn.unit]:
+            del self._rates[at]
 
     def _start(self, turn: UnitTurn) -> tuple[Tensor, Tensor]:
         """Return a unit's ``z`` and ``u``, which begin with the weights that all ranks have."""

@@ -114,7 +114,6 @@ class ZeroOneAdam(OneBitOptimizer):
             "local_step_clipper": int(local_step_clipper),
             "local_interval": 1,
             "local_counter": 0,
-            "local_rate_sum": 0.0,
         }
         super().__init__(params, {**rates, **counts, "var_interval": 1, "var_counter": 0, **local})
 

@@ -38,7 +38,7 @@ class Average:
     """Describes an average that is being made."""
 
     values: Tensor
-    stays: float
+    stays: float | None
     unit: Unit
     sent: Sent
 
@@ -55,6 +55,11 @@ class SignExchange:
         self._last: dict[Unit, Tensor] = {}
         """Keeps the signs of a unit's last mean, if a part of it stays."""
 
+    @property
+    def size(self) -> int:
+        """Return the number of ranks."""
+        return self._comm.world_size
+
     def forget(self) -> None:
         """Forget what was lost."""
         self._lost.clear()
@@ -67,11 +72,11 @@ class SignExchange:
                 del kept[unit]
 
     def begin(
-        self, unit: Unit, values: Tensor, addend: Tensor, *, alpha: float, stays: float = 0.0
+        self, unit: Unit, values: Tensor, addend: Tensor, *, alpha: float, stays: float | None = None
     ) -> Average:
         """Begin to average all ranks' ``values + alpha * addend``: send signs to those that serve the parts.
         What this rank's signs have lost is left in ``values`` (flat, of the unit's size, fp32 or float64),
-        and at the end ``stays`` times the mean. Collective.
+        and at the end ``stays`` times the mean, if given. Collective.
         """
         size = self._comm.world_size
         s = values.numel() // size
@@ -99,9 +104,9 @@ class SignExchange:
         """Return the mean as signs give it, which is equal on all ranks."""
         values, stays, size = average.values, average.stays, self._comm.world_size
         found, rows = torch.empty_like(values), average.sent.result().view(size, -1)
-        if stays:
+        if stays is not None:
             self._last[average.unit] = rows
-        _expand_parts(rows, found, values if stays else None, stays)
+        _expand_parts(rows, found, values if stays else None, stays or 0.0)
         return found
 
     def add_last(self, unit: Unit, values: Tensor, alpha: float) -> None:

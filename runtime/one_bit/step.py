@@ -191,7 +191,7 @@ class OneBitStep(CollectiveStep):
         share = self.comm.world_size / turn.divisor
         for start, stop in unit.layout.gaps():
             kept[start:stop].zero_()  # those of the gradient are zeros from the beginning
-        alpha, stays = ((1 - beta1) * share, beta1) if turn.frozen else (share, 0.0)
+        alpha, stays = ((1 - beta1) * share, beta1) if turn.frozen else (share, None)
         return self.exchange.begin(unit, kept, gradient, alpha=alpha, stays=stays)
 
     def _whole_momentum(self, turn: UnitTurn) -> Tensor:
@@ -257,10 +257,19 @@ class ZeroOneAdamStep(OneBitAdamStep):
         super().__init__(units, comm)
         self._local = LocalSteps(self.exchange)
 
-    def forget(self) -> None:
-        """Forget errors, and weights of this rank's own: they are not those of the state that was loaded."""
-        super().forget()
-        self._local.forget()
+    def forget_errors(self) -> None:
+        super().forget_errors()
+        self._local.forget_errors()
+
+    def prepare(self, rule: UpdateRule, slices: Sequence[ShardSlice]) -> None:
+        """Raise OptimizerError where the script has changed what ranks have of their own."""
+        self._refuse_writes(rule.optimizer.param_groups, slices, rule.optimizer.state)
+
+    def _refuse_writes(
+        self, groups: Sequence[dict[str, Any]], slices: Sequence[ShardSlice], state: State
+    ) -> None:
+        if self._local.are_apart:
+            self._local.refuse_writes(self.turns(groups, parts_of(slices), state, divisor=1.0, frozen=True))
 
     def keep_only(self, units: Collection[Unit]) -> None:
         """Forget units that are not there any more."""
@@ -281,39 +290,42 @@ class ZeroOneAdamStep(OneBitAdamStep):
             return
         if self._kept:
             self.forget_errors()
-        self._local.refuse_writes(turns)
         for turn in turns:
             own = self._reducer.whole_gradient(turn.unit)
             self._local.step(turn, own, self.comm.world_size / turn.divisor, self.publish)
-        for group in turns[0].groups:
-            group["local_rate_sum"] += float(group["lr"])
         if first["step_count"] % min(first["local_interval"], first["local_step_clipper"]) == 0:
             self._meet(turns)
 
     def _end_local_steps(self, turns: Sequence[UnitTurn]) -> None:
         """Let ranks agree where the script has set back what had let them make steps of their own."""
         if self._local.are_apart:
-            self._local.refuse_writes(turns)
             self._meet(turns)
-            self._local.forget()
             self.forget_errors()
 
     def _meet(self, turns: Sequence[UnitTurn]) -> None:
         for turn in self.averaged(turns, self._local.begin):
             self._local.meet(turn, self.publish)
-        for group in turns[0].groups:
-            group["local_rate_sum"] = 0.0
 
-    def agree(self, groups: Sequence[dict[str, Any]], slices: Sequence[ShardSlice], state: State) -> bool:
-        """Give all ranks the same weights and moments, as an exchange does; tell whether they had others.
-        Collective, between two steps.
+    @property
+    def are_apart(self) -> bool:
+        """Tell whether ranks have weights of their own."""
+        return self._local.are_apart
+
+    def agree(
+        self,
+        groups: Sequence[dict[str, Any]],
+        slices: Sequence[ShardSlice],
+        state: State,
+        *,
+        keeps_writes: bool,
+    ) -> None:
+        """Give all ranks the same weights and moments, as an exchange does. Collective, between two steps.
+        Raises OptimizerError where ``keeps_writes`` and the script has changed what ranks have of their own.
         """
-        if not self._local.are_apart:
-            return False
         with torch.no_grad():
-            turns = self.turns(groups, parts_of(slices), state, divisor=1.0, frozen=True)
-            self._local.refuse_writes(turns)
-            self._meet(turns)
+            if keeps_writes:
+                self._refuse_writes(groups, slices, state)
+            self._meet(self.turns(groups, parts_of(slices), state, divisor=1.0, frozen=True))
             self.await_uploads()
             for unit in self.units:
                 if isinstance(unit.store, DeviceStore) and unit.store.narrow_copy is None:
@@ -321,7 +333,6 @@ class ZeroOneAdamStep(OneBitAdamStep):
                 unit.refresh()
                 unit.wait_unsharded()
                 unit.stepped()
-        return True
 
     def wants_dense(self, group: Mapping[str, Any]) -> bool:
         return super().wants_dense(group) and group["step_count"] % group["var_interval"] == 0

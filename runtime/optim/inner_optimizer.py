@@ -13,6 +13,12 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from ..errors import OptimizerError
 
 
+def has_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Tell whether hooks want to be called around steps, and so not around those that are skipped."""
+    own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    return bool(own or _global_optimizer_pre_hooks or _global_optimizer_post_hooks)
+
+
 def run_hooks(optimizer: torch.optim.Optimizer, *, before: bool) -> None:
     """Call the step hooks that were registered on the optimizer, and those for all optimizers."""
     if before:

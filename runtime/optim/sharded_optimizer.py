@@ -24,7 +24,7 @@ from ..zero.reduce import GradientReducer
 from ..zero.store import DeviceStore, squares_of
 from ..zero.unit import Unit
 from .initial_state import give_initial_state, take_initial_state
-from .inner_optimizer import InnerOptimizer, run_hooks
+from .inner_optimizer import InnerOptimizer, has_hooks, run_hooks
 from .slices import Label, ShardSlice, make_slices, separate_unused, split_slices
 from .update_rule import SliceUpdate, UpdateRule
 
@@ -88,11 +88,9 @@ class ShardedOptimizer:
         self._reducer, self._comm, self._whole = reducer, comm, whole
         self._slices: list[ShardSlice] = []
         self.stepper = offloaded_step(self.units) if offloaded_step is not None else None
-        self._take_units(units)
-        self._fused = self._choose_fused()
-        self._rule = UpdateRule(self.optimizer)
         self._on_device = on_device
-        self.decides_on_device = on_device and self._fused and self.stepper is None
+        self._take_units(units)
+        self._rule = UpdateRule(self.optimizer)
 
     @property
     def outer(self) -> torch.optim.Optimizer:
@@ -108,6 +106,7 @@ class ShardedOptimizer:
         if self.stepper is not None and self.stepper.by_parameter:
             self.split(lambda unit, index: (id(unit), index))
         give_initial_state(self.optimizer, self._initial, made)
+        self.decides_on_device = self._choose_fused() and self._on_device and self.stepper is None
 
     def set_units(self, units: Sequence[Unit]) -> None:
         """Replace the units that are stepped: those that stay keep their state, new ones begin without. Those
@@ -122,8 +121,6 @@ class ShardedOptimizer:
         self._slices = [part for part in self._slices if all(part.unit is not unit for unit in gone)]
         self.units[:] = units
         self._take_units(new)
-        self._fused = self._choose_fused()
-        self.decides_on_device = self._on_device and self._fused and self.stepper is None
 
     def take_hyperparameters(self) -> None:
         """Copy what the script has set in the groups to the inner optimizer."""
@@ -180,12 +177,13 @@ class ShardedOptimizer:
                 unit.writes.bring()
         mine = self._reducer.used()
         agreed = self._agree(mine)
-        if self.decides_on_device and all(mine):
-            result = self._step_on_device(agreed, divisor, clip, check_finite)
-        else:
-            result = self._step_by_host(agreed, float(divisor), clip, check_finite)
-        self._reducer.clear()
-        return result
+        by_device = self.decides_on_device and all(mine) and not (check_finite and has_hooks(self.outer))
+        try:
+            if by_device:
+                return self._step_on_device(agreed, divisor, clip, check_finite)
+            return self._step_by_host(agreed, float(divisor), clip, check_finite)
+        finally:
+            self._reducer.clear()
 
     def _step_by_host(self, agreed: Tensor, divisor: float, clip: float, check_finite: bool) -> StepResult:
         facts, marks = self._apart(agreed)
@@ -277,18 +275,16 @@ class ShardedOptimizer:
         if self.stepper is not None:
             self.stepper.start(self._rule, self._slices)
         self.outer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers look for it
-        stay = [unit for unit in self.units if not unit.shard_params]
+        stay = [u for u in self.units if not u.shard_params and not (self.stepper and self.stepper.brings(u))]
         with torch.no_grad():
             for unit in self.units:
                 if isinstance(unit.store, DeviceStore) and (all_may_differ or unit.store.narrow_copy is None):
                     unit.values.write(0, unit.store.master)
         for unit in stay:
-            if self.stepper is None or not self.stepper.brings(unit):
-                unit.refresh()
+            unit.refresh()
         if self._comm.drain():
             for unit in stay:
-                if self.stepper is None or not self.stepper.brings(unit):
-                    unit.wait_unsharded()
+                unit.wait_unsharded()
         for unit in self.units:
             unit.stepped()
         self._inner.give()

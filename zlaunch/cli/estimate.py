@@ -59,10 +59,10 @@ def number(text: str) -> float:
 )
 @click.option(
     "--optimizer",
-    type=click.Choice(["AdamW", "Lion", "Adagrad", "SGD"], case_sensitive=False),
+    type=click.Choice(["AdamW", "Lamb", "Lion", "Adagrad", "Muon", "SGD"], case_sensitive=False),
     default="AdamW",
     show_default=True,
-    help="The optimizer, which keeps two numbers of each parameter (AdamW), one, or none (SGD).",
+    help="AdamW and Lamb keep two numbers of each parameter, the others (SGD with momentum) one.",
 )
 @click.option(
     "--state_dtype",
@@ -150,9 +150,12 @@ def estimate(
         raise click.UsageError("--step_in_backward does not go with fp16, whose steps may have to be skipped")
     if master_weights == "stochastic" and dtype != "bf16":
         raise click.UsageError(f"--master_weights stochastic needs --dtype bf16, and it is {dtype}")
-    if state_dtype != "fp32" and optimizer in ("Adagrad", "SGD"):
-        what = "keeps no state" if optimizer == "SGD" else "keeps its state in fp32"
-        raise click.UsageError(f"--state_dtype {state_dtype} does not go with {optimizer}, which {what}")
+    for name, is_narrow in (
+        (f"--state_dtype {state_dtype}", state_dtype != "fp32"),
+        ("--master_weights stochastic", master_weights == "stochastic"),
+    ):
+        if is_narrow and optimizer in ("Adagrad", "Lamb", "Muon"):
+            raise click.UsageError(f"{name} goes with AdamW, Lion and SGD, not with {optimizer}")
     known = given_speeds(simulate, measured, speeds)
     axes = given_axes(
         nodes * gpus, seq, tensor, sequence, pipeline, expert, simulate=simulate, has_input=shape is not None
@@ -234,12 +237,13 @@ def estimate(
             click.echo("zlaunch estimate: host memory was not checked: give --host_mem", err=True)
         best = choices.fastest_that_fits(found, machines)
         if best is None:
+            narrows, steps = optimizer in ("AdamW", "Lion", "SGD"), optimizer not in ("Lamb", "Muon")
             smaller = [
                 text
                 for text, is_given in (
-                    ("--state_dtype int8", state_dtype == "int8" or optimizer not in ("AdamW", "Lion")),
-                    ("--master_weights stochastic", kept.stochastic or dtype != "bf16"),
-                    ("--step_in_backward", step_in_backward or dtype.startswith("fp16")),
+                    ("--state_dtype int8", state_dtype == "int8" or not narrows),
+                    ("--master_weights stochastic", kept.stochastic or dtype != "bf16" or not narrows),
+                    ("--step_in_backward", step_in_backward or dtype.startswith("fp16") or not steps),
                 )
                 if not is_given
             ]

@@ -408,3 +408,16 @@ def test_an_input_that_is_modified_is_an_error(offloaded: bool | None) -> None:
     x.mul_(2)
     with pytest.raises(RuntimeError, match=r"modified (by an inplace operation|in place)"):
         y.sum().backward()
+
+
+def test_a_sequential_in_a_list_is_a_block_unless_it_holds_blocks() -> None:
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = torch.nn.ModuleList(
+                torch.nn.Sequential(torch.nn.LayerNorm(4), torch.nn.Linear(4, 4)) for _ in range(2)
+            )
+            inner = torch.nn.TransformerEncoderLayer(4, 1, 4)
+            self.stages = torch.nn.ModuleList([torch.nn.Sequential(inner, torch.nn.Linear(4, 4))])
+
+    assert checkpointing.checkpoint_blocks(Net()) == ["layers.0", "layers.1", "stages.0.0"]

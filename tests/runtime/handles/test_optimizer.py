@@ -324,3 +324,49 @@ def _checked_groups(folder: str) -> None:
 
 def test_groups_are_checked_as_those_at_the_start(tmp_path: Path) -> None:
     run_workers(_checked_groups, 1, str(tmp_path))
+
+
+def _raising(when: str, stage: int) -> tuple[list[float], list[float]]:
+    """A hook that raises in the second step, which the script catches: its gradients are dropped."""
+    join()
+    found: list[list[float]] = []
+    for with_engine in (False, True):
+        model = torch.nn.Linear(1, 1, bias=False).double()
+        torch.nn.init.zeros_(model.weight)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        engine: Any = None
+        if with_engine:
+            engine = zlaunch.initialize(model=model, optimizer=optimizer, config=options(stage))[0]
+        count = iter(range(9))
+
+        def stop(given: Any, args: Any, kwargs: Any, count: Any = count) -> None:
+            if next(count) == 1:
+                raise KeyError("mine")
+
+        handle = engine.optimizer if with_engine else optimizer
+        (handle.register_step_pre_hook if when == "before" else handle.register_step_post_hook)(stop)
+        values = []
+        for number in range(4):
+            x = torch.full((1, 1), 10.0**number, dtype=torch.float64)
+            try:
+                if with_engine:
+                    engine.backward(engine(x).sum())
+                    engine.step()
+                else:
+                    optimizer.zero_grad()
+                    model(x).sum().backward()
+                    optimizer.step()
+            except KeyError:
+                assert number == 1
+            weight = zlaunch.safe_get_full_fp32_param(model.weight) if with_engine else model.weight.detach()
+            assert weight is not None
+            values.append(float(weight.reshape(-1)[0]))
+        found.append(values)
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_hook_that_raises_leaves_no_gradient_behind(when: str) -> None:
+    for stage in (0, 3):
+        for wanted, mine in run_workers(_raising, 1, when, stage):
+            assert mine == pytest.approx(wanted)

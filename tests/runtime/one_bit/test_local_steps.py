@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -171,7 +172,10 @@ def _refused() -> None:
     train(engine, data()[16:17])
     with torch.no_grad():
         engine.module.head.weight.clamp_(-0.01, 0.01)
-    with pytest.raises(zlaunch.OptimizerError, match=r"head\.weight was changed by the script between two"):
+    with pytest.raises(
+        zlaunch.OptimizerError,
+        match=r"head\.weight, its variance or eps was changed by the script between two",
+    ):
         train(engine, data()[17:18])
     engine.destroy()
 
@@ -204,3 +208,118 @@ def test_a_learning_rate_of_nothing() -> None:
     for same, finite in run_workers(_rest, 2):
         assert finite
         assert same
+
+
+def _states_and_loads(folder: str) -> dict[str, bool]:
+    """What a script does among local steps; afterwards ranks have to be equal after an exchange."""
+    join()
+    found = {}
+    for change in ("optimizer", "moment", "some", "weights", "recovered"):
+        engine = make_engine(None, section(0), ADAM)
+        train(engine, data()[:10])
+        engine.save_checkpoint(folder, tag=change)
+        train(engine, data()[10:15])
+        weight = engine.module.head.weight
+        if change == "optimizer":
+            engine.optimizer.load_state_dict(copy.deepcopy(engine.optimizer.state_dict()))
+        elif change == "moment":
+            moment = zlaunch.safe_get_full_optimizer_state(weight, "exp_avg")
+            assert moment is not None
+            zlaunch.safe_set_full_optimizer_state(weight, moment.clone(), "exp_avg")
+        elif change == "some":
+            engine.module.norm.register_buffer("more", torch.zeros(1))  # which the file does not have
+            engine.load_checkpoint(folder, tag=change, load_module_strict=False)
+        elif change == "weights":
+            engine.load_checkpoint(folder, tag=change, load_optimizer_states=False)
+        else:
+            with torch.no_grad():
+                weight.add_(1.0)
+            with pytest.raises(zlaunch.OptimizerError, match="changed by the script"):
+                train(engine, data()[15:16])
+            engine.load_checkpoint(folder, tag=change)
+        group = engine.optimizer.param_groups[0]
+        steps = data()[:8]
+        while steps:
+            train(engine, [steps.pop()])
+            if group["step_count"] % 4 == 0:
+                break
+        both = engine._sharded.comm.exchange(weight.tolist())
+        found[change] = both[0] == both[1]
+        engine.destroy()
+    return found
+
+
+def test_loads_and_states_among_local_steps(tmp_path: Path) -> None:
+    for found in run_workers(_states_and_loads, 2, str(tmp_path)):
+        assert found == dict.fromkeys(("optimizer", "moment", "some", "weights", "recovered"), True)
+
+
+def _half_saved(folder: str) -> None:
+    """Masters of their own: what a script writes among local steps is not lost by a save of weights."""
+    join()
+    given = {
+        "train_micro_batch_size_per_gpu": 3,
+        "bf16": {"enabled": True},
+        "optimizer": ADAM,
+        "zero_optimization": section(0),
+    }
+    engine: Any = zlaunch.initialize(model=odd().float(), config=given)[0]
+    train(engine, data()[:17])
+    engine.offload_states(include=["optim_states"])
+    with pytest.raises(zlaunch.OffloadedError, match="save_16bit_model"):
+        engine.save_16bit_model(folder, "weights.bin")
+    engine.reload_states()
+    engine.module.head.weight.data.fill_(3.0)
+    with pytest.raises(zlaunch.OptimizerError, match=r"head\.weight, its variance"):
+        engine.save_16bit_model(folder, "weights.bin")
+    engine.destroy()
+
+
+def test_what_is_written_among_local_steps_is_not_lost(tmp_path: Path) -> None:
+    run_workers(_half_saved, 2, str(tmp_path))
+
+
+class Two(nn.Module):
+    """Two weights, of which one may rest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.zeros(256, dtype=torch.float64))
+        self.second = nn.Parameter(torch.zeros(256, dtype=torch.float64))
+
+    def forward(self, factor: float, both: bool) -> torch.Tensor:
+        return factor * (self.first.sum() + (self.second.sum() if both else 0.0))
+
+
+def _momenta(rests: bool) -> tuple[float, list[float]]:
+    """Momentum of a weight that has no gradient for an interval, or of all at a rate of 0, on all ranks."""
+    rank = join()
+    params = {**PARAMS, "weight_decay": 0.0}
+    given = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": 0.0,
+        "optimizer": {"type": "ZeroOneAdam", "params": params},
+    }
+    model = Two()
+    engine: Any = zlaunch.initialize(model=model, config=given)[0]
+    for step in range(1, 25):
+        if step > 20 and not rests:
+            engine.optimizer.param_groups[0]["lr"] = 0.0
+        engine.backward(engine(1.0 + rank, step <= 20 or not rests))
+        engine.step()
+        if step == 20:
+            before = zlaunch.safe_get_full_optimizer_state(model.second, "exp_avg")
+            assert before is not None
+            kept = float(before[0])
+    after = zlaunch.safe_get_full_optimizer_state(model.second, "exp_avg")
+    assert after is not None
+    both = engine._sharded.comm.exchange(float(after[0]))
+    engine.destroy()
+    return float(after[0]) / kept, both
+
+
+def test_momentum_without_gradients_or_rates() -> None:
+    for ratio, both in run_workers(_momenta, 2, True):
+        assert ratio == pytest.approx(0.9**4, rel=1e-6) and both[0] == both[1]
+    for _, both in run_workers(_momenta, 2, False):
+        assert both[0] == both[1]

@@ -31,7 +31,10 @@ from zlaunch.runtime.one_bit.sign_exchange import BYTES
 KINDS: dict[str, dict[str, Any]] = {
     "OneBitAdam": {"lr": 3e-3, "weight_decay": 0.1, "eps": 1e-6, "freeze_step": 6},
     "OneBitLamb": {"lr": 3e-3, "weight_decay": 0.1, "eps": 1e-6, "freeze_step": 6},
-    "ZeroOneAdam": {"lr": 3e-3, "eps": 1e-6, "var_freeze_step": 13, "var_update_scaler": 3},
+    "ZeroOneAdam": {
+        **{"lr": 3e-3, "eps": 1e-6, "var_freeze_step": 13, "var_update_scaler": 3},
+        "local_step_clipper": 1,
+    },
 }
 TOLERANCE = 1e-6
 """A scale is rounded to fp32."""

@@ -73,6 +73,35 @@ def _with_schedule(kind: str, stage: int) -> float:
     return _momentum(kind, stage, scheduler=ONE_CYCLE)
 
 
+def _without_momentum() -> float:
+    """beta1 is 0 for some steps among signs."""
+    rank = join()
+    given = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-2, "freeze_step": 3}},
+        "gradient_clipping": 0.0,
+    }
+    model = Equal()
+    engine: Any = zlaunch.initialize(model=model, config=given)[0]
+    wanted, worst = 0.0, 0.0
+    for step in range(12):
+        beta1 = 0.0 if step in (3, 6, 7) else 0.9
+        engine.optimizer.param_groups[0]["betas"] = (beta1, 0.999)
+        gradient = 1.0 + step
+        engine.backward(engine(2 * gradient if rank == 0 else 0.0))
+        engine.step()
+        wanted = beta1 * wanted + (1 - beta1) * gradient
+        found = zlaunch.safe_get_full_optimizer_state(model.weight, "exp_avg")
+        assert found is not None
+        worst = max(worst, float((found / wanted - 1).abs().max()))
+    engine.destroy()
+    return worst
+
+
+def test_a_beta_of_0_among_signs() -> None:
+    assert max(run_workers(_without_momentum, 2)) < 1e-6
+
+
 def _groups() -> None:
     join()
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))

@@ -269,9 +269,10 @@ def test_other_optimizers_are_counted(capsys: pytest.CaptureFixture[str]) -> Non
         return int(first["gpu"]["optimizer"])
 
     numel = of_optimizer("AdamW") // 12
-    assert [of_optimizer(name) // numel for name in ("lion", "Adagrad", "SGD")] == [8, 8, 4]
-    assert main(["estimate", *model, "--optimizer", "SGD", "--state_dtype", "int8"]) == 2
-    assert "does not go with SGD, which keeps no state" in capsys.readouterr().err
+    assert [of_optimizer(name) // numel for name in ("lion", "Adagrad", "SGD", "Lamb")] == [8, 8, 8, 12]
+    for narrow in (["--state_dtype", "int8"], ["--master_weights", "stochastic"]):
+        assert main(["estimate", *model, "--optimizer", "Muon", *narrow]) == 2
+        assert "goes with AdamW, Lion and SGD, not with Muon" in capsys.readouterr().err
     fits = ["--for", "fits", "--gpu_mem", "24", "--optimizer", "Lion"]
     assert main(["estimate", *model, *fits]) == 0
     assert '"type": "Lion"' in capsys.readouterr().out
