@@ -67,8 +67,8 @@ def queue(folder: Path) -> dict[str, dict[str, Any]]:
     return {job["run"]: job for job in json.loads(done.stdout)}
 
 
-def has_begun(folder: Path, run: str) -> bool:
-    return (folder / "log").exists() and f"{run} begun" in (folder / "log").read_text()
+def has_begun(folder: Path, run: str, rank: str = "") -> bool:
+    return (folder / "log").exists() and f"{run} begun {rank}" in (folder / "log").read_text()
 
 
 def daemons() -> list[int]:
@@ -190,7 +190,7 @@ def test_what_cannot_take_the_signal_yet_makes_room_too(folder: Path) -> None:
 def test_a_launcher_that_is_killed_gives_its_slots_back_when_its_workers_are_gone(folder: Path) -> None:
     run = submit(folder, "--num_gpus=6", "--retries=1", "train.py", FOR_EVER, "0")
     after = submit(folder, "--num_gpus=1", "--priority=9", "train.py", "0", "0")
-    wait_until(lambda: has_begun(folder, run), "the run")
+    wait_until(lambda: has_begun(folder, run, "0"), "the first rank of the run")
     record = folder / "runs" / run / "launcher.json"
     os.kill(json.loads(record.read_text())["pid"], signal.SIGKILL)
     wait_until(lambda: has_begun(folder, after), "the next run")
@@ -340,7 +340,7 @@ def test_a_daemon_that_is_killed_loses_and_doubles_nothing(folder: Path) -> None
     chance = random.Random(0)
     submit_many(folder, count, "1.0")
     killed = 0
-    deadline = time.monotonic() + LIMIT_S
+    deadline = time.monotonic() + MATRIX_LIMIT_S
     while killed < kills and time.monotonic() < deadline:
         time.sleep(chance.uniform(0, 0.6))
         for pid in daemons():
@@ -349,7 +349,10 @@ def test_a_daemon_that_is_killed_loses_and_doubles_nothing(folder: Path) -> None
                 killed += 1
             except ProcessLookupError:
                 pass
-        if chance.random() < 0.5:  # else the next run that ends starts one
+        if (folder / "log").exists() and (folder / "log").read_text().count("done") > count - 12:
+            submit_many(folder, 24, "1.0")  # a busy machine kills more slowly than runs end
+            count += 24
+        elif chance.random() < 0.5:  # else the next run that ends starts one
             zlaunch(folder, "queue", "--queue=local")
     assert killed >= kills
     check_once(folder, await_all(folder), count)
