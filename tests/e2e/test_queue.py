@@ -20,7 +20,7 @@ import pytest
 
 from tests.e2e.helpers import ROOT, alive
 from tests.e2e.test_runs import zlaunch
-from tests.limits import LIMIT_S, MATRIX_LIMIT_S, wait_until
+from tests.limits import MATRIX_LIMIT_S, wait_until
 from zlaunch.queue.wake import LOG, queue_folder
 
 SCRIPT = """
