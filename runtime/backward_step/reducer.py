@@ -72,6 +72,8 @@ class SteppingReducer(GradientReducer):
 
     def clear(self) -> None:
         """Begin a new optimizer step. Raises OptimizerError if the present one is half done."""
+        if self.step.ends_in_error():
+            return
         self.step.check_droppable()
         super().clear()
         self.step.reset()

@@ -13,6 +13,7 @@ layer) is an error: the unit's generation and the parameters' versions move befo
 from __future__ import annotations
 
 import math
+import sys
 import weakref
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -183,6 +184,13 @@ class BackwardStep:
             f"{_HALF}, and engine.step() has not ended since: call it directly after the backward pass; if "
             "it raised an error, load the last checkpoint"
         )
+
+    def ends_in_error(self) -> bool:
+        """Tell whether an error, such as a hook's, is just ending the step, which stays half done."""
+        if not (self._in_step and self.is_changed and sys.exc_info()[0] is not None):
+            return False
+        self._in_step = False
+        return True
 
     def check_droppable(self) -> None:
         """Raise OptimizerError if gradients have been used that are to be dropped."""

@@ -92,6 +92,17 @@ def _refused() -> dict[str, str]:
     engine.backward(loss_of(engine, TOKENS))
     engine.optimizer.param_groups[0]["lr"] *= 2
     note("rate", engine.step)
+    note("rate's next", lambda: engine(TOKENS))
+    engine = engine_of(net().double(), 2)
+
+    def stop(*_: Any) -> None:
+        raise zlaunch.OptimizerError("my hook's own")
+
+    handle = engine.optimizer.register_step_pre_hook(stop)
+    engine.backward(loss_of(engine, TOKENS))
+    note("hook", engine.step)
+    note("hook's next", engine.zero_grad)
+    handle.remove()
     engine = engine_of(net().double(), 2)
     losses = [loss_of(engine, TOKENS) for _ in range(2)]
     losses[0].backward()
@@ -113,6 +124,9 @@ def test_calls_that_cannot_be() -> None:
         **dict.fromkeys(("zero_grad", "optimizer", "none"), "gradients cannot be dropped"),
         "grad": "zlaunch.safe_get_full_grad",
         **dict.fromkeys(("get", "set"), "cannot be read or set"),
+        "rate's next": "engine.step() has not ended",
+        "hook": "my hook's own",
+        "hook's next": "gradients cannot be dropped",
         "rate": "lr of parameter group 0 was changed after backward() had begun",
         "second": "a second backward pass before engine.step()",
     }
