@@ -254,7 +254,7 @@ CASES = {
                 (
                     *("ZeroOneAdam", 0, "alone", {}),
                     {"var_freeze_step": 1, "local_step_scaler": 1, "local_step_clipper": 2},
-                    ("aten::_local_scalar_dense in local_steps.refuse_writes < step.step_apart",),
+                    ("aten::_local_scalar_dense in local_steps.refuse_writes < step._refuse_writes",),
                 ),
                 (
                     *("OneBitLamb", 1, "alone", {}, {"freeze_step": 2}),
