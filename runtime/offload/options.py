@@ -60,8 +60,8 @@ def choose_offload(effective: Effective, optimizer: torch.optim.Optimizer | None
 
 
 def mean_state_count(optimizer: torch.optim.Optimizer | None, numel_of: Callable[[Tensor], int]) -> float:
-    """Count the tensors that an optimizer keeps for an element, in the mean over its parameters. For a class
-    that is not known they are as many as :func:`state_count` says: a trial step might change it.
+    """Count the tensors that an optimizer keeps for an element, in the mean over its parameters. Where a
+    trial step fails, or might change a class that is not known, they are as many as :func:`state_count` says.
     """
     most, kind = state_count(optimizer), collective_step_of(optimizer)
     if optimizer is None or (kind is None and type(optimizer) not in ELEMENTWISE):
@@ -69,7 +69,10 @@ def mean_state_count(optimizer: torch.optim.Optimizer | None, numel_of: Callable
     total, numel = 0.0, 0
     for index, group in enumerate(optimizer.param_groups):
         own = sum(numel_of(parameter) for parameter in group["params"])
-        count = _count_elementwise_states(optimizer, index) if kind is None else kind.group_states(group)
+        try:
+            count = _count_elementwise_states(optimizer, index) if kind is None else kind.group_states(group)
+        except ValueError:  # it is no plan's business to say what is wrong
+            count = most
         total, numel = total + count * own, numel + own
     return total / numel if numel else most
 

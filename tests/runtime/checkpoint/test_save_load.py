@@ -430,7 +430,8 @@ def _mistakes(folder: str) -> dict[str, str]:
     l2 = {"type": "Adam", "params": {"lr": 0.1, "adam_w_mode": False}}
     engine = other(rich(), optimizer=l2)
     engine.load_checkpoint(folder)
-    assert not engine.optimizer.param_groups[0]["decoupled_weight_decay"], "it is the class's"
+    kept = engine.optimizer.param_groups[0].get("decoupled_weight_decay")  # torch 2.6 has no such entry
+    assert not kept, "it is the class's"
     train_engine(engine, batches(1, 12))
     engine.destroy()
     return messages
