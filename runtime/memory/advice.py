@@ -96,7 +96,8 @@ class MemoryAdviser:
             change = enough[0] if enough else change
             section = self.config.get("zero_optimization")
             found.append({"zero_optimization": {**(section if isinstance(section, dict) else {}), **change}})
-        for bits, setting in narrowed(self.setting):
+        # an optimizer that the script makes takes no arguments from the config
+        for bits, setting in narrowed(self.setting) if "optimizer" in self.config else ():
             if before - self._planned(setting) >= max(1, asked_bytes):
                 found.append(self._merged(bits))
                 break

@@ -320,6 +320,7 @@ def check(s: Setting, free: Amounts, parameters_disk: int | None = None) -> None
     for change_of_bits, setting in narrowed(lean):
         if not shortages(setting, free, parameters_disk):
             advice += f". Or keep the optimizer's numbers in fewer bits: {json.dumps(change_of_bits)[1:-1]}"
+            advice += " (state_dtype in the param groups where the script makes the optimizer)"
             break
     raise MemoryPlanError(f"the model does not fit: {' and '.join(missing)} for each rank. {advice}")
 

@@ -36,7 +36,7 @@ def reference_of(engine: Any, model: nn.Module) -> ReferenceLocalSteps:
 
 
 def _train(accumulation: int) -> tuple[float, float, int, int]:
-    """Errors among local steps and after an exchange, and in how many steps signs were sent."""
+    """Return the errors among local steps and after an exchange, and in how many steps signs were sent."""
     rank = join()
     engine = make_engine(None, section(0), ADAM, gradient_accumulation_steps=accumulation)
     reference = reference_of(engine, odd())
@@ -134,8 +134,8 @@ def test_saves_have_what_ranks_agree_on(after: int, tmp_path: Path) -> None:
     run_workers(_resume_sharded, 2, str(tmp_path))
 
 
-def _half() -> list[torch.Tensor]:
-    """In bf16 masters and parameters are not one memory; ranks are equal after each exchange."""
+def bf16_engine() -> Any:
+    """Make an engine whose masters and parameters are not one memory."""
     join()
     given = {
         "train_micro_batch_size_per_gpu": 3,
@@ -143,7 +143,12 @@ def _half() -> list[torch.Tensor]:
         "optimizer": ADAM,
         "zero_optimization": section(0),
     }
-    engine: Any = zlaunch.initialize(model=odd().float(), config=given)[0]
+    return zlaunch.initialize(model=odd().float(), config=given)[0]
+
+
+def _half() -> list[torch.Tensor]:
+    """Return a weight on this rank after an exchange, and one step later."""
+    engine = bf16_engine()
     train(engine, data()[:16])
     found = [engine.module.head.weight.detach().clone()]
     train(engine, data()[16:17])
@@ -189,7 +194,7 @@ def test_what_cannot_be_is_refused() -> None:
 
 
 def _rest() -> tuple[bool, bool]:
-    """A learning rate of 0 leaves everything where it is."""
+    """Train at a learning rate of 0; tell whether all stayed where it was, and stays finite later."""
     join()
     engine = make_engine(None, section(0), ADAM)
     train(engine, data()[:16])
@@ -211,7 +216,7 @@ def test_a_learning_rate_of_nothing() -> None:
 
 
 def _states_and_loads(folder: str) -> dict[str, bool]:
-    """What a script does among local steps; afterwards ranks have to be equal after an exchange."""
+    """Load states and weights among local steps; tell for each way whether ranks are equal again later."""
     join()
     found = {}
     for change in ("optimizer", "moment", "some", "weights", "recovered"):
@@ -255,15 +260,8 @@ def test_loads_and_states_among_local_steps(tmp_path: Path) -> None:
 
 
 def _half_saved(folder: str) -> None:
-    """Masters of their own: what a script writes among local steps is not lost by a save of weights."""
-    join()
-    given = {
-        "train_micro_batch_size_per_gpu": 3,
-        "bf16": {"enabled": True},
-        "optimizer": ADAM,
-        "zero_optimization": section(0),
-    }
-    engine: Any = zlaunch.initialize(model=odd().float(), config=given)[0]
+    """Save weights among local steps, with states away, and with a weight that the script has written."""
+    engine = bf16_engine()
     train(engine, data()[:17])
     engine.offload_states(include=["optim_states"])
     with pytest.raises(zlaunch.OffloadedError, match="save_16bit_model"):
@@ -292,7 +290,7 @@ class Two(nn.Module):
 
 
 def _momenta(rests: bool) -> tuple[float, list[float]]:
-    """Momentum of a weight that has no gradient for an interval, or of all at a rate of 0, on all ranks."""
+    """Train a weight that has no gradient for an interval, or all at a rate of 0; return its momenta."""
     rank = join()
     params = {**PARAMS, "weight_decay": 0.0}
     given = {

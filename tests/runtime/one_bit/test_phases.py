@@ -34,7 +34,7 @@ ONE_CYCLE = {
 
 
 def _momentum(kind: str, stage: int, **more: Any) -> float:
-    """The largest relative error of the momentum in 14 steps, in the middle of which more are to be dense."""
+    """Return the largest relative error of the momentum in 14 steps, amid which more are to be dense."""
     rank = join()
     key = "var_freeze_step" if kind == "ZeroOneAdam" else "freeze_step"
     given = {
@@ -74,7 +74,7 @@ def _with_schedule(kind: str, stage: int) -> float:
 
 
 def _without_momentum() -> float:
-    """beta1 is 0 for some steps among signs."""
+    """Train with a beta1 of 0 in some steps among signs; return the momentum's largest relative error."""
     rank = join()
     given = {
         "train_micro_batch_size_per_gpu": 1,
@@ -146,7 +146,7 @@ def test_groups_that_differ_in_their_phases_are_refused() -> None:
 
 
 def _ended(change: str) -> bool:
-    """Local steps that the script ends among themselves: ranks are equal from the next step on."""
+    """End local steps amid an interval; tell whether ranks are equal from the next step on."""
     join()
     engine = make_engine(None, section(0), ADAM)
     train(engine, data()[:14])
