@@ -2,11 +2,18 @@
 
 Its arguments: the queue's folder, the job's number, the attempt's, the run's id, the descriptor of the
 attempt's lock, and a command line of zlaunch. What becomes of it is noted there: it depends on no daemon.
+
+Note [Signals of a queued run]
+The daemon signals an attempt from the moment that its `begun` is there: a time limit or a cancellation may
+fall into the launcher's start. So this process handles signals before it writes `begun`, and until it has
+written `ended`; in between, run_job handles them. Killed by a signal's default action, the launcher could
+write no end, and the daemon would take it for one that somebody has killed.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -14,6 +21,18 @@ from zlaunch.cli.main import main as zlaunch
 from zlaunch.errors import LaunchError
 from zlaunch.queue.attempt import Attempt
 from zlaunch.queue.wake import ensure_daemon
+from zlaunch.supervisor import run_record
+from zlaunch.system.processes import signal_name
+
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+"""Signals that end a run before it has begun. SIGUSR1 asks for room, and there is nothing to save yet."""
+
+
+class _Stopped(BaseException):
+    """Carries a signal that came while no run handled it."""
+
+    def __init__(self, signum: int) -> None:
+        self.signum = signum
 
 
 def main() -> int:
@@ -22,12 +41,18 @@ def main() -> int:
     os.set_inheritable(int(lock), False)
     attempt = Attempt(Path(folder), int(job), int(number))
     try:
-        attempt.begin()
-    except OSError as error:
-        print(f"zlaunch: error: the queue's folder {folder}: {error.strerror}", file=sys.stderr)
-        return 1
-    sys.argv[1:] = arguments  # as it is recorded
-    code = zlaunch(["--run_id", run_id, "--first_attempt", number, *arguments])
+        _handle_signals()
+        try:
+            attempt.begin()
+        except OSError as error:
+            print(f"zlaunch: error: the queue's folder {folder}: {error.strerror}", file=sys.stderr)
+            return 1
+        sys.argv[1:] = arguments  # as it is recorded
+        code = zlaunch(["--run_id", run_id, "--first_attempt", number, *arguments])
+        _ignore_signals()
+    except _Stopped as stopped:
+        _ignore_signals()
+        code = _code_of(stopped, arguments)
     try:
         attempt.end(code)
     except OSError as error:  # the daemon that has started this process sees its exit code
@@ -38,6 +63,36 @@ def main() -> int:
     except LaunchError as error:
         print(f"zlaunch: warning: {error}", file=sys.stderr)
     return code
+
+
+def _handle_signals() -> None:
+    """Have signals raise _Stopped; SIGUSR2, which asks for stacks that are not there yet, does nothing."""
+
+    def stop(signum: int, frame: object) -> None:
+        _ignore_signals()  # a second one must not interrupt what the first one has begun
+        raise _Stopped(signum)
+
+    for signum in _ENDING:
+        if signal.getsignal(signum) is not signal.SIG_IGN:  # nohup stays nohup
+            signal.signal(signum, stop)
+    signal.signal(signal.SIGUSR2, lambda signum, frame: None)
+
+
+def _ignore_signals() -> None:
+    """Handlers, not SIG_IGN: an ignored signal would stay ignored in a daemon that is started from here."""
+    for signum in (*_ENDING, signal.SIGUSR2):
+        if signal.getsignal(signum) is not signal.SIG_IGN:
+            signal.signal(signum, lambda signum, frame: None)
+
+
+def _code_of(stopped: _Stopped, arguments: list[str]) -> int:
+    """Return the exit code of a launcher that a signal has stopped before the run, or right after its end."""
+    run_dir = arguments[arguments.index("--run_dir") + 1]
+    record = run_record.read(run_dir)
+    if record is not None and record.pid == os.getpid() and record.exit_code is not None:
+        return int(record.exit_code)
+    print(f"zlaunch: stopped by {signal_name(stopped.signum)} before the run began", file=sys.stderr)
+    return 128 + stopped.signum
 
 
 if __name__ == "__main__":

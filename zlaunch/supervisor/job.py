@@ -70,6 +70,7 @@ def run_job(job: Job, console: Console, limits: Limits) -> Outcome:
         try:
             outcome = _run(job, console, limits)
         except _Stopped as stopped:
+            at_end()  # a second signal must not end this report of the first
             console.message(f"stopped by {signal_name(stopped.signum)}")
             outcome = Outcome(128 + stopped.signum, signum=stopped.signum)
         except BaseException:

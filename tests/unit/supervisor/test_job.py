@@ -1,0 +1,315 @@
+"""Test when a run gets another attempt and on which hosts, with attempts whose outcomes the test gives."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from zlaunch.errors import NodeError
+from zlaunch.plan.options import Options
+from zlaunch.plan.plan import NodePlan, Plan, Program, WorkerPlan
+from zlaunch.supervisor import job as module
+from zlaunch.supervisor import run_record
+from zlaunch.supervisor.job import Job, Limits, run_job
+from zlaunch.supervisor.nodes import Node, Rendezvous, Say
+from zlaunch.supervisor.verdict import Outcome
+from zlaunch.view.console import Console
+
+FAILED = Outcome(7)
+Attempt = tuple[int, tuple[str, ...]]
+
+
+def lost(*hosts: str, died: Sequence[str] = ()) -> Outcome:
+    return Outcome(1, lost=frozenset(hosts), died=frozenset(died))
+
+
+class FakeJob(Job):
+    """A job of hosts whose agents answer at once, but for those that are down."""
+
+    def __init__(self, folder: Path, hosts: Sequence[str], **options: Any) -> None:
+        self.options = Options(
+            program=Program("script", "x"),
+            run_id="id",
+            run_dir=str(folder),
+            python="",
+            workdir="/",
+            **options,
+        )
+        self._hosts = tuple(hosts)
+        self.down: set[str] = set()
+        self.connected: list[str] = []
+        self.ended: list[str] = []
+        self.swept: list[tuple[Sequence[str], str]] = []
+        self.met: list[Rendezvous | None] = []
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        return self._hosts
+
+    def connect(self, hosts: Sequence[str], say: Say) -> tuple[list[Node], list[NodeError]]:
+        nodes = [self.node(host) for host in hosts if host not in self.down]
+        self.connected += [node.host for node in nodes]
+        return nodes, [NodeError(host, "is down") for host in hosts if host in self.down]
+
+    def node(self, host: str) -> Node:
+        link: Any = SimpleNamespace(host=host, end=lambda: self.ended.append(host))
+        facts: Any = None
+        return Node(link, facts)
+
+    def plan(self, nodes: Sequence[Node], rendezvous: Rendezvous | None, attempt: int) -> Plan:
+        self.met.append(rendezvous)
+        worker = WorkerPlan(0, 0, {}, ("x",))
+        made = tuple(NodePlan(node.host, (worker,)) for node in nodes)
+        return Plan("id", self.options.run_dir, "", 1, made, cwd="/", grace_s=0.0)
+
+    def sweep(self, hosts: Sequence[str], run_id: str) -> None:
+        self.swept.append((hosts, run_id))
+
+
+class Scene:
+    """A job, and what its attempts come to. An attempt whose outcome is a function calls it first."""
+
+    def __init__(self, folder: Path, *hosts: str, **options: Any) -> None:
+        self.job = FakeJob(folder, hosts or ("a",), **options)
+        self.outcomes: Iterator[Outcome | Callable[[], Outcome]] = iter(())
+        self.attempts: list[Attempt] = []
+        self.plans: list[Plan] = []
+        self.err = io.BytesIO()
+        self.stay: Callable[[Sequence[str], Outcome], Sequence[str]] = lambda hosts, outcome: [
+            host for host in hosts if host not in outcome.lost
+        ]
+
+    def controller(self, plan: Plan, console: Console, links: Sequence[Any], **more: Any) -> Any:
+        """What stands for a controller: it knows how the attempt ends."""
+        hosts = tuple(link.host for link in links)
+        self.attempts.append((more["attempt"], hosts))
+        self.plans.append(plan)
+        made = SimpleNamespace(links=links, waiting=set())
+
+        def run() -> Outcome:
+            run_record.started(plan, more["attempt"])
+            given = next(self.outcomes)
+            outcome = given if isinstance(given, Outcome) else given()
+            stay = self.stay(hosts, outcome)
+            made.waiting = {index for index, host in enumerate(hosts) if host in stay}
+            return outcome
+
+        made.run = run
+        return made
+
+    def run(self, *outcomes: Outcome | Callable[[], Outcome], **limits: Any) -> Outcome:
+        self.outcomes = iter(outcomes)
+        console = Console([0], out=io.BytesIO(), err=self.err, terminal=False)
+        outcome = run_job(self.job, console, Limits(**limits))
+        assert next(self.outcomes, None) is None, "there were fewer attempts"
+        return outcome
+
+    def said(self) -> str:
+        return self.err.getvalue().decode()
+
+    def recorded(self) -> int | None:
+        record = run_record.read(self.job.options.run_dir)
+        return None if record is None else record.exit_code
+
+
+MakeScene = Callable[..., Scene]
+
+
+@pytest.fixture
+def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MakeScene:
+    def make(*hosts: str, **options: Any) -> Scene:
+        made = Scene(tmp_path, *hosts, **options)
+        monkeypatch.setattr(module, "Controller", made.controller)
+        monkeypatch.setattr(module, "find_rendezvous", lambda nodes, **_: Rendezvous("addr", 5, ()))
+        return made
+
+    return make
+
+
+def test_a_run_that_ends_well_has_one_attempt_and_leaves_no_agent(scene: MakeScene) -> None:
+    one = scene("a", "b")
+    assert one.run(Outcome(0), max_restarts=3) == Outcome(0)
+    assert one.attempts == [(0, ("a", "b"))] and one.recorded() == 0
+    assert sorted(one.job.ended) == ["a", "b"] and one.job.met == [Rendezvous("addr", 5, ())]
+
+
+def test_one_node_has_no_rendezvous(scene: MakeScene) -> None:
+    one = scene("a")
+    one.run(Outcome(0))
+    assert one.job.met == [None]
+
+
+@pytest.mark.parametrize("restarts", [0, 1, 3])
+def test_a_failure_is_tried_again_as_often_as_the_limit_says(scene: MakeScene, restarts: int) -> None:
+    one = scene()
+    assert one.run(*[FAILED] * (restarts + 1), max_restarts=restarts) == FAILED
+    assert [number for number, _ in one.attempts] == list(range(restarts + 1))
+    assert one.said().count("zlaunch: restart") == restarts and one.recorded() == 7
+    assert one.job.connected == ["a"], "agents that wait are used again"
+
+
+@pytest.mark.parametrize(
+    "outcome",
+    [
+        Outcome(143, signum=signal.SIGTERM),
+        Outcome(75, save_asked=True),
+        Outcome(2, refused=True),
+    ],
+)
+def test_what_was_stopped_saved_or_refused_is_not_tried_again(scene: MakeScene, outcome: Outcome) -> None:
+    assert scene().run(outcome, max_restarts=3) == outcome
+
+
+def test_the_first_attempt_has_the_number_that_a_queue_gives_it(scene: MakeScene) -> None:
+    one = scene()
+    one.run(FAILED, Outcome(0), max_restarts=1, first_attempt=4)
+    assert [number for number, _ in one.attempts] == [4, 5]
+
+
+def test_agents_keep_what_a_restart_needs_only_where_there_may_be_one(scene: MakeScene) -> None:
+    for limits, keeps in (({}, False), ({"max_restarts": 1}, True), ({"min_nodes": 1}, True)):
+        one = scene("a", "b")
+        one.run(Outcome(0), **limits)
+        assert [plan.restarts for plan in one.plans] == [keeps], limits
+
+
+def test_a_port_that_was_taken_costs_no_restart_but_once(scene: MakeScene) -> None:
+    taken = Outcome(1, port_taken=True)
+    one = scene("a", "b")
+    assert one.run(taken, Outcome(0)) == Outcome(0) and "rendezvous port was taken" in one.said()
+    assert scene("a", "b").run(taken, taken) == taken
+    assert scene("a", "b", master_port=99).run(taken) == taken, "another port is not what was asked for"
+
+
+def test_a_spare_takes_a_lost_node_s_place_at_no_restart(scene: MakeScene) -> None:
+    one = scene("a", "b", "s")
+    assert one.run(lost("a", died=["a"]), Outcome(0), spares=1) == Outcome(0)
+    assert one.attempts == [(0, ("a", "b")), (1, ("s", "b"))]
+    assert one.job.connected == ["a", "b", "s"], "b's agent has waited"
+    assert one.job.swept == [(["a"], "id")] and "s takes the place of a" in one.said()
+
+
+def test_a_lost_node_without_a_spare_is_a_failure_that_uses_a_restart(scene: MakeScene) -> None:
+    one = scene("a", "b")
+    assert one.run(lost("a"), lost("a"), max_restarts=1) == lost("a")
+    assert one.attempts == [(0, ("a", "b")), (1, ("a", "b"))]
+    assert one.job.connected == ["a", "b", "a"] and one.job.swept == []
+
+
+def test_a_run_shrinks_to_as_many_nodes_as_it_needs(scene: MakeScene) -> None:
+    one = scene("a", "b", "c")
+    assert one.run(lost("b"), lost("a"), min_nodes=2) == lost("a")
+    assert one.attempts == [(0, ("a", "b", "c")), (1, ("a", "c"))]
+    assert "going on with 2 of 3 nodes, without b" in one.said()
+
+
+def test_nodes_that_are_down_at_the_start_are_replaced_or_end_it(scene: MakeScene) -> None:
+    one = scene("a", "b", "s")
+    one.job.down = {"b"}
+    assert one.run(Outcome(0), spares=1) == Outcome(0)
+    assert one.attempts == [(0, ("a", "s"))] and "b: is down" in one.said()
+    two = scene("a", "b")
+    two.job.down = {"b"}
+    outcome = two.run(max_restarts=3)
+    assert (outcome.code, outcome.refused, two.attempts) == (2, True, [])
+    assert "1 of 2 nodes cannot take part; nothing was started" in two.said() and two.job.ended == ["a"]
+
+
+def test_a_plan_that_a_node_cannot_carry_out_is_no_failure_to_try_again(
+    scene: MakeScene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = scene("a")
+
+    def plan(*_: Any) -> Plan:
+        raise NodeError("a", "has no such GPU")
+
+    monkeypatch.setattr(one.job, "plan", plan)
+    assert one.run(max_restarts=3).code == 2 and "a: has no such GPU" in one.said()
+
+
+def test_nodes_that_are_back_begin_an_attempt_without_a_restart(
+    scene: MakeScene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked: list[tuple[str, ...]] = []
+
+    class Found:
+        def __init__(self, connect: Any, hosts: Sequence[str]) -> None:
+            looked.append(tuple(hosts))
+            self.found_hosts = list(hosts)
+
+        def found(self) -> list[str]:
+            return self.found_hosts
+
+        def end(self) -> None:
+            return
+
+    monkeypatch.setattr(module, "Returns", Found)
+    one = scene("a", "b")
+    assert one.run(lost("a"), Outcome(1, regroups=True), Outcome(0), min_nodes=1) == Outcome(0)
+    assert one.attempts == [(0, ("a", "b")), (1, ("b",)), (2, ("a", "b"))]
+    assert looked == [(), ("a",), ()] and "going on with 2 of 2 nodes" in one.said()
+
+
+def test_a_signal_while_nodes_are_connected_to_ends_the_run(scene: MakeScene) -> None:
+    """No controller is there that would handle it; a request for stacks or a save finds nothing yet."""
+    one = scene("a")
+    before = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGUSR1)}
+
+    def connect(hosts: Sequence[str], say: Say) -> Any:
+        for signum in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM):
+            os.kill(os.getpid(), signum)
+        raise AssertionError("the run went on")
+
+    one.job.connect = connect  # type: ignore[method-assign]
+    outcome = one.run()
+    assert (outcome.code, outcome.signum) == (143, signal.SIGTERM) and "stopped by SIGTERM" in one.said()
+    assert before == {signum: signal.getsignal(signum) for signum in before}
+
+
+def test_a_second_signal_does_not_end_the_report_of_the_first(
+    scene: MakeScene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = scene("a")
+
+    def connect(hosts: Sequence[str], say: Say) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def name(signum: int) -> str:
+        os.kill(os.getpid(), signal.SIGINT)
+        return "SIGTERM"
+
+    monkeypatch.setattr(module, "signal_name", name)
+    one.job.connect = connect  # type: ignore[method-assign]
+    assert one.run() == Outcome(143, signum=signal.SIGTERM)
+
+
+def test_a_signal_after_the_last_attempt_changes_nothing(
+    scene: MakeScene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = run_record.ended
+
+    def signalled(run_dir: str, code: int) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        ended(run_dir, code)
+
+    monkeypatch.setattr(run_record, "ended", signalled)
+    one = scene("a")
+    assert one.run(Outcome(0)) == Outcome(0) and one.recorded() == 0
+
+
+def test_an_error_of_our_own_ends_the_run_with_a_record_and_without_agents(scene: MakeScene) -> None:
+    one = scene("a", "b")
+
+    def fail() -> Outcome:
+        raise RuntimeError("bug")
+
+    with pytest.raises(RuntimeError, match="bug"):
+        one.run(fail, max_restarts=3)
+    assert one.recorded() == 1 and sorted(one.job.ended) == ["a", "b"]
