@@ -82,6 +82,10 @@ def divide(wanted: int | str, key: str, nodes: Sequence[NodeRanks]) -> Mesh:
 
 
 def _cuts(size: int, nodes: Sequence[NodeRanks]) -> bool:
-    """Tell whether groups of a size have a part of a node's ranks and others."""
-    counts = [len(node.ranks) for node in nodes]
-    return size != sum(counts) and any(count % size and size % count for count in counts)
+    """Tell whether groups of a size have a part of a node's ranks and others: a node has to lie in one group,
+    or to be made of whole groups.
+    """
+    return any(
+        ranks[0] // size != ranks[-1] // size and (ranks.start % size > 0 or ranks.stop % size > 0)
+        for ranks in (node.ranks for node in nodes)
+    )
