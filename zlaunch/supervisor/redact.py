@@ -20,18 +20,30 @@ _KEY_CHARACTERS = 16_000
 """The longest block of a private key; more than that of a cut text is not needed to see where one began."""
 _NAME_CHARACTERS = 200
 
+FAMILIES = {
+    "Hugging Face": r"hf_[A-Za-z0-9]{16,}",
+    "GitHub": r"gh[opsur]_[A-Za-z0-9]{16,}",
+    "GitHub, fine-grained": r"github_pat_\w{16,}",
+    "GitLab": r"glpat-[\w-]{16,}",
+    "NVIDIA": r"nvapi-[\w-]{16,}",
+    "PyPI": r"pypi-[\w-]{32,}",
+}
+"""Tokens that can be told by their form, wherever they stand."""
+FAMILIES_OF_WORDS = {
+    "AWS": r"(?:AKIA|ASIA)[0-9A-Z]{16}",
+    "Google": r"AIza[\w-]{30,}",
+    "OpenAI": r"sk-[\w-]{16,}",
+    "Slack": r"xox[a-z]-[\w-]{10,}",
+    "JSON web token": r"eyJ[\w-]{5,}\.[\w-]{5,}\.[\w-]*",
+    "header": r"(?:Bearer|Basic)[ ]+[\w.~+/-]{16,}=*",
+}
+"""Tokens whose first letters also end other words, so that they count only where a word begins."""
 _WELL_KNOWN = re.compile(
-    r"hf_[A-Za-z0-9]{16,}|gh[opsur]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}|nvapi-[\w-]{16,}|"
-    r"pypi-[\w-]{32,}|"
-    # What begins with letters that words end in begins a word: after a colour, or a line break that is
-    # written as \n, as well.
-    r"(?:(?<![A-Za-z0-9])|(?<=[\[;0-9]m)|(?<=\\[nrt]))"
-    r"(?:(?:AKIA|ASIA)[0-9A-Z]{16}|AIza[\w-]{30,}|sk-[\w-]{16,}|xox[a-z]-[\w-]{10,}|"
-    r"eyJ[\w-]{5,}\.[\w-]{5,}\.[\w-]*|(?:Bearer|Basic)[ ]+[\w.~+/-]{16,}=*)"
+    "|".join(FAMILIES.values())
+    # A word also begins after a color, or after a line break that is written as \n.
+    + r"|(?:(?<![A-Za-z0-9])|(?<=[\[;0-9]m)|(?<=\\[nrt]))"
+    + f"(?:{'|'.join(FAMILIES_OF_WORDS.values())})"
 )
-"""Tokens that can be told by their form: Hugging Face, AWS, Google, GitHub, GitLab, OpenAI, Slack, NVIDIA,
-PyPI, JSON web tokens, and what follows the scheme in a header.
-"""
 _PRIVATE_KEY = re.compile(
     r"-----BEGIN [A-Z0-9 ]*PRIVATE KEY(?: BLOCK)?-----"
     rf"(?:[\s\S]{{0,{_KEY_CHARACTERS}}}?-----END [A-Z0-9 ]*PRIVATE KEY(?: BLOCK)?-----|[A-Za-z0-9+/=\\\s]*)"
