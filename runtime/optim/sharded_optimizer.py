@@ -274,6 +274,8 @@ class ShardedOptimizer:
             all_may_differ = self._rule.apply(self._updates_here(), self.optimizer.state, live=True)
         if self.stepper is not None:
             self.stepper.start(self._rule, self._slices)
+        else:
+            self._rule.end()
         self.outer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers look for it
         stay = [u for u in self.units if not u.shard_params and not (self.stepper and self.stepper.brings(u))]
         with torch.no_grad():

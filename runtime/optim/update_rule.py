@@ -43,6 +43,8 @@ class UpdateRule:
         self.optimizer = optimizer
         self._groups: list[dict[str, Any]] = []
         self._after: list[dict[str, Any]] = []
+        self._stepped: set[int] = set()
+        """Lists the groups that torch's code has stepped since :meth:`begin`."""
         self._kernel = rule_of(optimizer)
         self._args: dict[int, Any] = {}
         """Caches the kernels' arguments of each group, since :meth:`begin`."""
@@ -57,11 +59,15 @@ class UpdateRule:
         """
         self._groups = [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
         self._after = [dict(group) for group in self._groups]
-        self._args = {}
+        self._args, self._stepped = {}, set()
         self.divisor, self.found_inf = divisor, found_inf
 
     def end(self) -> None:
         """Copy group entries that the optimizer itself changed (counters) back to it."""
+        absent = set(range(len(self._groups))) - self._stepped
+        if absent and self._kernel is None:
+            # a rank may have no piece of a group: torch's step changes its counters all the same
+            self._step_shadow([], {}, absent)
         groups = zip(self.optimizer.param_groups, self._groups, self._after, strict=True)
         for live, before, after in groups:
             for key, value in after.items():
@@ -86,8 +92,9 @@ class UpdateRule:
         if rest:
             if live:
                 self._step(self.optimizer, rest)
+                self._stepped.update(range(len(self._groups)))
                 return True
-            self._step_shadow(rest, state)
+            self._step_shadow(rest, state, {update.group for update in rest})
             for update in rest:
                 if update.out is not None:
                     update.out.copy_(update.leaf)
@@ -103,29 +110,32 @@ class UpdateRule:
             return False
         return self._kernel.fits(group)
 
-    def _step_shadow(self, updates: Sequence[SliceUpdate], state: State) -> None:
+    def _step_shadow(self, updates: Sequence[SliceUpdate], state: State, indices: set[int]) -> None:
+        """Step the groups with these indices."""
         shadow: Any = object.__new__(type(self.optimizer))
         shadow.__dict__.update(self.optimizer.__dict__)
         shadow.__dict__.pop("step", None)
         shadow.state = state
         groups = []
-        for index, group in enumerate(self._groups):
+        for index in sorted(indices):
             members = [update.leaf for update in updates if update.group == index]
-            if members:
-                groups.append((index, {**group, "params": members}))
+            groups.append((index, {**self._groups[index], "params": members}))
         shadow.param_groups = [group for _, group in groups]
         self._step(shadow, updates)
+        self._stepped |= indices
         for index, group in groups:
             self._after[index] = {key: value for key, value in group.items() if key != "params"}
 
     def _step(self, optimizer: Any, updates: Sequence[SliceUpdate]) -> None:
         """Step by torch's code, without hooks, on gradients that are divided."""
-        device = updates[0].leaf.device
         for update in updates:
             wide = update.grad.dtype == update.leaf.dtype
             update.leaf.grad = update.grad if wide else update.grad.to(update.leaf.dtype)
         fused = all(group.get("fused") for group in optimizer.param_groups)
-        if fused and getattr(optimizer, "_step_supports_amp_scaling", False):
+        if not updates:
+            pass
+        elif fused and getattr(optimizer, "_step_supports_amp_scaling", False):
+            device = updates[0].leaf.device
             nothing = torch.zeros((), dtype=torch.float32, device=device)
             optimizer.grad_scale = _filled(self.divisor, device)
             optimizer.found_inf = nothing if self.found_inf is None else self.found_inf
