@@ -155,7 +155,8 @@ def _reader(path: Path, lines: int | None) -> LogReader:
     start = offset_of_last(path, lines)
     if start or not older.exists():
         return LogReader(path, start)
-    missing = lines - path.read_bytes().count(b"\n")
+    text = path.read_bytes()
+    missing = lines - text.count(b"\n") - (not text.endswith(b"\n"))  # the last line may be unfinished
     if not older.read_bytes().endswith(b"\n"):
         missing += 1  # its last line ends in the log
     return LogReader(path, older_start=offset_of_last(older, missing) if missing > 0 else None)
