@@ -20,7 +20,6 @@ import os
 import platform
 import random
 import shutil
-import socket
 import statistics
 import subprocess
 import sys
@@ -31,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.offload import fio, memory_bytes
+from tests.ports import reserved_port
 
 
 def _cold() -> bool:
@@ -171,9 +171,11 @@ def worker(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def run_ranks(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    with reserved_port() as port:
+        return _run_ranks(args, folder, port)
+
+
+def _run_ranks(args: argparse.Namespace, folder: Path, port: int) -> dict[str, Any]:
     jobs = []
     for rank in range(args.ranks):
         env = {

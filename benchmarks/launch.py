@@ -15,15 +15,17 @@ import importlib.util
 import json
 import os
 import platform
-import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+
+from tests.ports import reserved_port
 
 ROOT = Path(__file__).resolve().parent.parent
 WORKER = """
@@ -38,12 +40,6 @@ dist.destroy_process_group()
 LIMIT_S = 120
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
-
-
 class Bench:
     """Runs commands that start the worker, and reads when its ranks were past the barrier."""
 
@@ -51,6 +47,11 @@ class Bench:
         self.folder = folder
         self.script = folder / "worker.py"
         self.script.write_text(WORKER)
+        self._ports = ExitStack()
+
+    def port(self) -> int:
+        """Reserve a port of this machine until the measurement ends."""
+        return self._ports.enter_context(reserved_port())
 
     def measure(
         self, start: Callable[[dict[str, str]], list[subprocess.Popen[bytes]]], ranks: int
@@ -59,11 +60,11 @@ class Bench:
             old.unlink()
         env = {**os.environ, "BENCH_OUT": str(self.folder)}
         began = time.time()
-        processes = start(env)
-        for process in processes:
-            if process.wait(LIMIT_S) != 0:
-                raise RuntimeError(f"{process.args!r} ended with {process.returncode}")
-        ended = time.time()
+        with self._ports:
+            for process in start(env):
+                if process.wait(LIMIT_S) != 0:
+                    raise RuntimeError(f"{process.args!r} ended with {process.returncode}")
+            ended = time.time()
         past = [float(path.read_text()) for path in self.folder.glob("past.*")]
         if len(past) != ranks:
             raise RuntimeError(f"{len(past)} of {ranks} ranks came past the barrier")
@@ -94,7 +95,7 @@ def local_systems(bench: Bench) -> Systems:
         common = {
             "WORLD_SIZE": "2",
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(free_port()),
+            "MASTER_PORT": str(bench.port()),
             "OMP_NUM_THREADS": "1",
         }
         return [
@@ -107,14 +108,16 @@ def local_systems(bench: Bench) -> Systems:
         "zlaunch --no_preload": (ours("--no_preload"), 2),
         "bare workers": (by_hand, 2),
         "torchrun": (
-            lambda env: [bench.start(*torchrun, f"--master-port={free_port()}", str(bench.script), env=env)],
+            lambda env: [bench.start(*torchrun, f"--master-port={bench.port()}", str(bench.script), env=env)],
             2,
         ),
     }
     if importlib.util.find_spec("deepspeed"):
         deepspeed = (sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus=2", "--no_local_rank")
         systems["deepspeed"] = (
-            lambda env: [bench.start(*deepspeed, f"--master_port={free_port()}", str(bench.script), env=env)],
+            lambda env: [
+                bench.start(*deepspeed, f"--master_port={bench.port()}", str(bench.script), env=env)
+            ],
             2,
         )
     return systems
@@ -134,7 +137,7 @@ def node_systems(bench: Bench, bed: Any) -> Systems:
         )
 
     def torchrun_by_ssh(env: dict[str, str]) -> list[subprocess.Popen[bytes]]:
-        port = free_port()
+        port = bench.port()
         return [
             bench.start(
                 *ssh,
@@ -146,7 +149,7 @@ def node_systems(bench: Bench, bed: Any) -> Systems:
         ]
 
     def torchrun_by_srun(env: dict[str, str]) -> list[subprocess.Popen[bytes]]:
-        command = f"GLOO_SOCKET_IFNAME=eth0 {torchrun(free_port(), '$SLURM_NODEID')}"
+        command = f"GLOO_SOCKET_IFNAME=eth0 {torchrun(bench.port(), '$SLURM_NODEID')}"
         options = (f"-N{len(hosts)}", "--ntasks-per-node=1", f"--gres=gpu:{bed.slots}")
         return [bench.start("srun", *options, "sh", "-c", command, env=env, SLURM_CONF=slurm)]
 
@@ -285,9 +288,10 @@ def main() -> None:
         if every or args.local:
             result["local"] = compare(bench, local_systems(bench), args.rounds, ["torchrun", "deepspeed"])
         if every or args.nodes:
-            from tests.cluster.testbed import Testbed, missing
+            from tests.cluster.testbed import Testbed
+            from tests.programs import CLUSTER, missing
 
-            if reason := missing():
+            if reason := missing(CLUSTER):
                 print(f"no nodes here: {reason}")
             else:
                 bed = Testbed(folder / "bed")

@@ -1,4 +1,4 @@
-"""Provide one cluster for all tests of this folder; without one they are skipped, with the reason."""
+"""Provide one cluster for all tests of this folder; see CLUSTER in tests/programs.py for what it needs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.testbed import Testbed, missing
+from tests.cluster.testbed import Testbed
 from tests.conftest import FAILED
 from tests.leftovers import ended_afterwards
 from tests.limits import wait_until
@@ -17,8 +17,6 @@ from tests.limits import wait_until
 
 @pytest.fixture(scope="session")
 def _testbed() -> Iterator[Testbed]:
-    if reason := missing():
-        pytest.skip(f"no cluster: {reason}")
     with (
         open(Path(tempfile.gettempdir(), "ztest-bed.lock"), "w") as lock,
         tempfile.TemporaryDirectory(prefix="ztest-") as folder,

@@ -9,8 +9,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.e2e.helpers import ROOT
 from tests.limits import LIMIT_S
 from zlaunch.cli.doctor import _meet
@@ -81,8 +79,6 @@ def test_all_that_cannot_reach_node_0_are_named(cluster: Any, tmp_path: Path) ->
     nodes, errors = connect(["a", "b", "c", "d", "e"], open_transport, 30.0)
     try:
         assert not errors
-        if not nodes[0].facts.addresses:
-            pytest.skip("this machine has no network")
         interfaces, unreached = _meet(nodes, None)
     finally:
         close_all(nodes)

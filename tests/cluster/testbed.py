@@ -1,7 +1,7 @@
 """Build a cluster on this machine: a node is a set of Linux namespaces with its sshd, slurmd and processes.
 
 Everything lives in one folder and in network namespaces called after it; `Testbed.down` removes all of it.
-Root, iproute2, openssh-server and slurm-wlm are needed. Numbers of processes are as the host sees them.
+CLUSTER in tests/programs.py lists what it needs. Numbers of processes are as the host sees them.
 """
 
 from __future__ import annotations
@@ -21,18 +21,6 @@ from pathlib import Path
 from tests.leftovers import unmarked
 from tests.limits import wait_until
 
-PROGRAMS = {
-    "sshd": "openssh-server",
-    "ssh-keygen": "openssh-client",
-    "ip": "iproute2",
-    "ethtool": "ethtool",
-    "slurmctld": "slurm-wlm",
-    "slurmd": "slurm-wlm",
-    "munged": "munge",
-    "mpirun.openmpi": "openmpi-bin",
-    "nsenter": "util-linux",
-    "unshare": "util-linux",
-}
 _BRIDGE, _PREFIX, _NET = "ztest", "ztest-", "10.79.0"
 _HEAD = f"{_NET}.1"
 
@@ -43,29 +31,27 @@ mount -t proc proc /proc
 mount -t tmpfs tmpfs /dev/shm
 mount --bind "$2/hosts" /etc/hosts
 [ -e ~/.bashrc ] && mount --bind "$2/bashrc" ~/.bashrc
+# Nodes have none of this machine's GPUs: all would start workers on the same ones.
+[ ! -e /proc/driver/nvidia ] || mount -t tmpfs tmpfs /proc/driver/nvidia
+if [ -e /dev/dxg ] || compgen -G "/dev/nvidia[0-9]*" >/dev/null; then
+  mkdir -p "$2/$1/dev"
+  mount -t tmpfs tmpfs "$2/$1/dev"
+  for name in full null ptmx pts random shm tty urandom zero; do
+    if [ -d "/dev/$name" ]; then mkdir "$2/$1/dev/$name"; else touch "$2/$1/dev/$name"; fi
+    mount --rbind "/dev/$name" "$2/$1/dev/$name"
+  done
+  ln -s /proc/self/fd "$2/$1/dev/fd"
+  ln -s fd/0 "$2/$1/dev/stdin"
+  ln -s fd/1 "$2/$1/dev/stdout"
+  ln -s fd/2 "$2/$1/dev/stderr"
+  mount --rbind "$2/$1/dev" /dev
+fi
 mkdir -p /run/sshd
 /usr/sbin/sshd -D -E "$2/$1/sshd.log" -f "$2/$1/sshd_config" &
 [ -z "$3" ] || slurmd -D -f "$2/slurm.conf" &
 set +e
 while :; do wait; sleep 1; done
 """
-
-
-def missing() -> str:
-    """Why there can be no testbed here; empty when there can."""
-    if os.geteuid() != 0:
-        return "needs root (network namespaces)"
-    absent = sorted({package for program, package in PROGRAMS.items() if _which(program) is None})
-    if absent:
-        return f"needs {', '.join(absent)}"
-    test = subprocess.run(
-        ["unshare", "--net", "--pid", "--uts", "--mount", "--ipc", "--fork", "true"], capture_output=True
-    )
-    return "" if test.returncode == 0 else "this kernel or container allows no new namespaces"
-
-
-def _which(program: str) -> str | None:
-    return shutil.which(program, path=os.environ.get("PATH", "") + ":/usr/sbin:/sbin")
 
 
 def _succeeds(*command: str) -> bool:

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from tests.limits import LIMIT_S
+from tests.ports import reserved_port
 from tests.runtime.workers import run_workers
 from zlaunch.compat.deepspeed.estimate import estimate_zero3_model_states_mem_needs
 
@@ -227,18 +228,14 @@ print("loss", trainer.state.log_history[-1]["train_loss"] > 0)
 @pytest.mark.exhaustive
 def test_notebook_without_a_launcher(tmp_path: Path) -> None:
     root = str(Path(__file__).resolve().parents[2])
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    result = subprocess.run(
-        [sys.executable, "-c", NOTEBOOK.format(port=port, folder=tmp_path / "out")],
-        env={**os.environ, "PYTHONPATH": root},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-    )
+    with reserved_port() as port:
+        result = subprocess.run(
+            [sys.executable, "-c", NOTEBOOK.format(port=port, folder=tmp_path / "out")],
+            env={**os.environ, "PYTHONPATH": root},
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+        )
     assert "loss True" in result.stdout, result.stderr[-2000:]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -141,7 +140,6 @@ def test_other_requests_are_one_line(asked: str, answer: str, tmp_path: Path) ->
     assert answer in done.stderr and done.stderr.count("\n") == 1
 
 
-@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
 def test_bash_takes_the_script(tmp_path: Path) -> None:
     program = tmp_path / "bin" / "zlaunch"
     program.parent.mkdir()

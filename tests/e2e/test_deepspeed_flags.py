@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.helpers import Launch, run
+from tests.ports import reserved_port
 
 SAY = """
 import os, torch.distributed as dist
@@ -69,13 +70,14 @@ def test_each_node_by_hand(tmp_path: Path) -> None:
     """As `accelerate launch` with the nossh launcher starts it: the same command on every node."""
     hosts = tmp_path / "hosts"
     hosts.write_text("first slots=1\nsecond slots=2\n")
+    common = ["--hostfile", str(hosts), "--no_ssh", "--iface", "lo", "--log_ranks", "all", "--no_local_rank"]
     launches = []
-    for rank in range(2):
-        folder = tmp_path / str(rank)
-        folder.mkdir()
-        flags = ["--hostfile", str(hosts), "--no_ssh", "--node_rank", str(rank), "--master_addr", "127.0.0.1"]
-        flags += ["--master_port", "29713", "--iface", "lo", "--log_ranks", "all", "--no_local_rank"]
-        launches.append(Launch(folder, *flags, script=SAY))
-    assert [launch.wait() for launch in launches] == [0, 0]
+    with reserved_port() as port:
+        meet = ["--master_addr", "127.0.0.1", "--master_port", str(port)]
+        for rank in range(2):
+            folder = tmp_path / str(rank)
+            folder.mkdir()
+            launches.append(Launch(folder, *common, *meet, "--node_rank", str(rank), script=SAY))
+        assert [launch.wait() for launch in launches] == [0, 0]
     lines = sorted(line.partition("] ")[2] or line for each in launches for line in each.out.splitlines())
     assert lines == ["rank 0 3 0 1 0 2", "rank 1 3 0 2 1 2", "rank 2 3 1 2 1 2"]

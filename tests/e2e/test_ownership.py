@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -55,6 +54,7 @@ def with_pid(pid: int) -> subprocess.Popen[bytes]:
     raise AssertionError(f"process id {pid} is not to be had")
 
 
+@pytest.mark.needs("root", "process ids")
 @pytest.mark.parametrize("end", ["by itself", "Ctrl-C", "kill -9 of the agent", "kill -9 of the guard"])
 def test_a_stranger_with_the_id_of_a_finished_rank_lives_on(tmp_path: Path, end: str) -> None:
     script = """
@@ -115,7 +115,6 @@ def test_a_daemon_without_environment_does_not_survive_a_kill(tmp_path: Path, ki
 @pytest.mark.parametrize("frozen", ["agent", "agent and guard", "everything"])
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_a_frozen_agent_does_not_hold_up_a_stop(tmp_path: Path, frozen: str, signum: int) -> None:
-    """A limit of a minute would show as such: the launcher says how long it was silent."""
     script = "import time\nprint('up', flush=True)\ntime.sleep(600)"
     launch = Launch(tmp_path, "--num_gpus=2", "--grace=1", script=script)
     wait_until(lambda: launch.out == "up\n", "the worker is up")
@@ -124,10 +123,9 @@ def test_a_frozen_agent_does_not_hold_up_a_stop(tmp_path: Path, frozen: str, sig
     run_id = launch.run_id
     for pid in {"agent": [agent], "agent and guard": [parent_of(agent), agent]}.get(frozen, tree):
         os.kill(pid, signal.SIGSTOP)
-    started = time.monotonic()
     launch.process.send_signal(signum)
     assert launch.wait() == 128 + signum
-    assert time.monotonic() - started < 55, "the wait was not woken by the signal"
+    assert "did not stop in time" in launch.events("lost")[0]["why"]
     wait_until(lambda: not alive(run_id) and not any(map(exists, tree)), "nothing is left")
 
 

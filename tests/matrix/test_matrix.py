@@ -44,7 +44,10 @@ def results(request: pytest.FixtureRequest, features: Mapping[str, Feature], key
     return _results[group]
 
 
-@pytest.mark.parametrize("key", FEATURES)
+@pytest.mark.parametrize(
+    "key",
+    [pytest.param(key, marks=pytest.mark.needs("g++")) if "inductor" in key else key for key in FEATURES],
+)
 def test_feature(key: str, features: Mapping[str, Feature], results: Results) -> None:
     wrong = describe(results[key])
     if wrong:

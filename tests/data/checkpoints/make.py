@@ -134,19 +134,20 @@ def main(out: str) -> None:
         folder = Path(out, name)
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        jobs = [
-            context.Process(target=work, args=(rank, world, port, stage, dtype, str(folder)))
-            for rank in range(world)
-        ]
-        for job in jobs:
-            job.start()
-        for job in jobs:
-            job.join()
-            if job.exitcode:
-                raise SystemExit(f"{folder}: a worker ended with {job.exitcode}")
+        with socket.socket() as held:  # bound, not listening: nobody but rank 0 gets the port
+            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            held.bind(("127.0.0.1", 0))
+            port = held.getsockname()[1]
+            jobs = [
+                context.Process(target=work, args=(rank, world, port, stage, dtype, str(folder)))
+                for rank in range(world)
+            ]
+            for job in jobs:
+                job.start()
+            for job in jobs:
+                job.join()
+                if job.exitcode:
+                    raise SystemExit(f"{folder}: a worker ended with {job.exitcode}")
         for script in folder.rglob("*.py"):  # the program put beside each checkpoint
             script.unlink()
 

@@ -114,17 +114,17 @@ def test_more_than_one_chunk() -> None:
     assert run_workers(_large, 2) == [True, True]
 
 
-def _one_is_killed() -> tuple[str, float]:
+def _one_is_killed() -> None:
+    """A hung-up connection is noticed as such: a wait that came to its limit has another message."""
     comm = _comm()
     bucket = comm.empty(8, torch.float32).fill_(1.0)
     comm.reduce_scatter(torch.empty(4), bucket).wait()
     if comm.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    started = time.monotonic()
     try:
         comm.reduce_scatter(torch.empty(4), bucket).wait()
     except PeerLost as error:
-        os._exit(0 if time.monotonic() - started < 5 and "rank 1 has ended" in str(error) else 3)
+        os._exit(0 if "rank 1 has ended" in str(error) else 3)
     os._exit(4)
 
 

@@ -39,7 +39,7 @@ SMALLEST = 2.0**-126
 SPECIALS = (math.inf, -math.inf, math.nan, 3.4e38, 1e-40, -1e-45, 2.0**-126, 2.0**-120, 65504.0, -0.0)
 
 
-@pytest.fixture(params=["torch", "numba", "kernels"])
+@pytest.fixture(params=["torch", "numba", pytest.param("kernels", marks=pytest.mark.needs("g++"))])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The three implementations; small chunks, so that there are several."""
     monkeypatch.setattr(host, "_ALIGN", 1024)

@@ -59,6 +59,7 @@ def requirements(words: list[str]) -> list[str]:
     return asked
 
 
+@pytest.mark.needs("make")
 def test_the_demo_installs_what_a_run_needs_and_no_more() -> None:
     torch, project = pip_lines("demo", "TORCH_INDEX=https://example.org/cpu")
     assert requirements(torch) == ["torch"] and "--no-deps" in torch
@@ -71,6 +72,7 @@ def test_the_demo_installs_what_a_run_needs_and_no_more() -> None:
     assert not [name for name in RUNTIME if name.startswith(("types-", "cupy", "nvidia"))]
 
 
+@pytest.mark.needs("make")
 @pytest.mark.parametrize("target", ["test", "test-fast", "test-all", "lint", "bench"])
 def test_other_targets_install_the_tools_too(target: str) -> None:
     *_, last = pip_lines(target)
@@ -79,6 +81,7 @@ def test_other_targets_install_the_tools_too(target: str) -> None:
     assert {"ruff", "mypy", "pytest", "hypothesis", "transformers", "build"} <= names
 
 
+@pytest.mark.needs("make")
 def test_the_site_installs_what_it_is_made_with() -> None:
     *_, last = pip_lines("docs")
     assert requirements(last) == [".[docs]"]

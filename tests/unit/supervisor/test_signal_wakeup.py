@@ -5,8 +5,14 @@ from __future__ import annotations
 import queue
 import signal
 import threading
+from pathlib import Path
+from typing import Any
 
-from tests.limits import LIMIT_S
+import pytest
+
+from tests.limits import FOR_EVER_S, LIMIT_S, wait_until
+from tests.unit.supervisor.test_controller import Scene
+from zlaunch.supervisor import controller
 from zlaunch.supervisor.signal_wakeup import SignalWakeup
 
 
@@ -28,3 +34,42 @@ def test_a_signal_that_another_thread_gets_ends_the_wait() -> None:
         wakeup.close()
         signal.signal(signal.SIGUSR1, before)
     assert signal.set_wakeup_fd(-1) == -1, "what was set before is set again"
+
+
+class _Queue(queue.SimpleQueue[Any]):
+    """The controller's queue. Once the main thread waits here for hours, another thread gets SIGINT."""
+
+    sent: threading.Thread | None = None
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Any:
+        if timeout is None or timeout < LIMIT_S:
+            return super().get(timeout=timeout)
+        if self.sent is None:
+            self.sent = threading.Thread(target=self._send, args=(threading.get_native_id(),))
+            self.sent.start()
+        try:
+            return super().get(timeout=LIMIT_S)
+        except queue.Empty:
+            raise AssertionError("the signal has not ended the wait") from None
+
+    def _send(self, waiting: int) -> None:
+        stat = Path(f"/proc/self/task/{waiting}/stat")
+        wait_until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "S", "the main thread waits")
+        signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+
+
+def test_a_stop_does_not_wait_for_the_end_of_the_controllers_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The agents are deaf: the run ends by its deadline, of which only the signal's handler knows."""
+    monkeypatch.setattr(controller, "adopt_orphans", lambda: None)
+    monkeypatch.setattr(controller, "_LONGEST_WAIT_S", FOR_EVER_S)
+    monkeypatch.setattr(controller, "_MARGIN_S", 0.0)
+    scene = Scene(tmp_path)
+    scene.controller.starting.clear()
+    scene.controller.queue = waiting = _Queue()
+    for agent in scene.agents:
+        monkeypatch.setattr(agent, "send", agent.told.append)
+    outcome = scene.run()
+    assert waiting.sent is not None
+    assert outcome.code == 130 and outcome.lost == {"n0", "n1"}

@@ -21,7 +21,9 @@ from zlaunch.transports.ssh_config import resolve
         ("ControlPath /tmp/%C", "controlpath"),
         ("PKCS11Provider /usr/lib/p11.so", "pkcs11provider"),
         ("KnownHostsCommand /bin/echo", "knownhostscommand"),
-        ("IdentityFile {folder}/key-%r", "identityfile with tokens"),
+        pytest.param(
+            "IdentityFile {folder}/key-%r", "identityfile with tokens", marks=pytest.mark.needs("ssh")
+        ),
         ("IdentityFile {folder}/signed", "a certificate beside the identityfile"),
         ("IdentityFile {folder}/token", "an identityfile on a security key"),
         ("UserKnownHostsFile {folder}/known", "@cert-authority in known_hosts"),
@@ -47,6 +49,16 @@ def test_a_hop_on_the_way_counts(tmp_path: Path) -> None:
     text = "Host far\n  ProxyJump near\nHost near\n  HostKeyAlias other\n"
     (tmp_path / "config").write_text(text)
     assert resolve("far", config=str(tmp_path / "config")).needs_openssh == "hostkeyalias"
+
+
+def test_hops_are_gone_through_in_the_order_of_the_line(tmp_path: Path) -> None:
+    text = "Host far\n  ProxyJump me@first:2201,second\nHost first\n  HostName 10.0.0.1\n"
+    (tmp_path / "config").write_text(text)
+    far = resolve("far", config=str(tmp_path / "config"))
+    assert far.jump is not None and far.jump.alias == "second" and far.jump.jump is not None
+    first = far.jump.jump
+    assert (first.alias, first.hostname, first.user, first.port) == ("first", "10.0.0.1", "me", 2201)
+    assert first.jump is None
 
 
 def test_nothing_asked_for_needs_nothing() -> None:

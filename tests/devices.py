@@ -1,0 +1,87 @@
+"""Let tests use CPU workers on a machine with GPUs too, but for those of tests/gpu.
+
+Note [Hidden GPUs]
+An empty CUDA_VISIBLE_DEVICES hides the GPUs from the launcher, and from torch in every process that a test
+starts. The process that runs the tests needs more: CUDA reads the variable once, and tests/gpu use the GPUs
+there. So this process asks CUDA while the GPUs are visible, and torch.cuda says during all other tests that
+there is none.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from zlaunch.system.devices import Devices, discover
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+_INPUT = "cuda_visible_devices"
+
+
+def add_options(parser: pytest.Parser) -> None:
+    """Add the option that lets all tests use the GPUs."""
+    parser.addoption(
+        "--devices",
+        choices=("cpu", "cuda"),
+        default="cpu",
+        help="Where tests outside tests/gpu train on a machine with GPUs. [default: cpu]",
+    )
+
+
+class HiddenGpus:
+    """The plugin that hides the GPUs. See Note [Hidden GPUs]."""
+
+    def __init__(
+        self, config: pytest.Config, find: Callable[[Mapping[str, str]], Devices] = discover
+    ) -> None:
+        # a process of pytest-xdist has been started with the variable that hides them
+        given = getattr(config, "workerinput", {}).get(_INPUT, dict(os.environ))
+        self.visible: str | None = given.get(VISIBLE)
+        self.there = bool(find(given).tokens)
+        if self.there:
+            import torch
+
+            _set(self.visible)
+            torch.cuda.is_available()
+        _set("")
+
+    def pytest_unconfigure(self) -> None:
+        _set(self.visible)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_configure_node(self, node: Any) -> None:
+        node.workerinput[_INPUT] = {} if self.visible is None else {VISIBLE: self.visible}
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, Any, Any]:
+        with self.shown() if item.nodeid.startswith("tests/gpu/") else self.hidden():
+            return (yield)
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """Let this process and those that it starts see the GPUs."""
+        _set(self.visible)
+        try:
+            yield
+        finally:
+            _set("")
+
+    @contextmanager
+    def hidden(self) -> Iterator[None]:
+        """Let torch find no GPU in this process."""
+        with pytest.MonkeyPatch.context() as patch:
+            if self.there:
+                patch.setattr("torch.cuda.is_available", lambda: False)
+                patch.setattr("torch.cuda.device_count", lambda: 0)
+            yield
+
+
+def _set(visible: str | None) -> None:
+    if visible is None:
+        os.environ.pop(VISIBLE, None)
+    else:
+        os.environ[VISIBLE] = visible
