@@ -8,12 +8,13 @@ import platform
 import sys
 import time
 from collections.abc import Mapping
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from .environment import read_environment
 from .log import show
+
+if TYPE_CHECKING:
+    import torch
 
 _SHOWN = ("step", "loss", "lr", "loss_scale", "grad_norm", "samples_per_s", "tokens_per_s", "tflops")
 
@@ -96,6 +97,8 @@ def _plain(value: Any) -> int | float | str:
 
 def describe(device: torch.device) -> dict[str, str]:
     """Describe what this process runs on: versions and the device, by name."""
+    import torch  # here, so that a script that only reports need not wait for it
+
     from zlaunch import __version__
 
     found = {

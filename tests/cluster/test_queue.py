@@ -111,6 +111,7 @@ TRIAL = """
 import os, sys, time
 import zlaunch
 x = float(sys.argv[1].partition("=")[2])
+open(f"begun.{x}", "w").close()
 for step in range(1, 4 if x < 3 else 6):
     zlaunch.report(step=step, loss=x)
     while not os.path.exists("go"):
@@ -121,6 +122,7 @@ raise SystemExit(9 if x == 2 else 0)
 """
 
 
+@pytest.mark.exhaustive  # tests/e2e/test_sweep.py has shorter ones, without SLURM
 def test_a_sweep_is_an_array_of_slurm(cluster: Testbed, tmp_path: Path) -> None:
     shell = Shell(tmp_path, {**cluster.env(), "PYTHONPATH": str(ROOT)})
     (tmp_path / "trial.py").write_text(TRIAL)
@@ -144,8 +146,9 @@ def test_a_sweep_is_an_array_of_slurm(cluster: Testbed, tmp_path: Path) -> None:
     first = subprocess.Popen(
         [sys.executable, "-m", "zlaunch", "sweep", *arguments], cwd=tmp_path, env=shell.env
     )
-    wait_until(lambda: len(tasks()) >= 5, lambda: f"five tasks: {tasks()}")
+    wait_until(lambda: len(list(tmp_path.glob("begun.*"))) == 4, "four trials run")  # and only then ask SLURM
     wait_until(lambda: list(tasks().values()).count("RUNNING") == 4, lambda: f"four run: {tasks()}")
+    assert len(tasks()) >= 5, tasks()
     first.kill()
     first.wait()
     for path in where.glob("*/slurm_task"):

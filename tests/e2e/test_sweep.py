@@ -91,18 +91,19 @@ def test_a_grid_is_run_and_the_best_is_shown(folder: Path) -> None:
 
 
 def test_a_sweep_that_is_ended_goes_on(folder: Path) -> None:
-    (folder / "grid.yaml").write_text("parameters:\n  --x: [1, 2, 3, 4, 5, 6, 7, 8]\n")
+    (folder / "hosts").write_text("localhost slots=3\n")
+    (folder / "grid.yaml").write_text("parameters:\n  --x: [1, 2, 3, 4, 5]\n")
     arguments = ("sweep", "grid.yaml", *COMMAND, "--steps=2", "--pause=go")
     process = start(folder, *arguments)
-    wait_until((folder / "sweeps" / "grid" / "008" / "launcher.json").exists, "all trials queued")
+    wait_until((folder / "sweeps" / "grid" / "005" / "launcher.json").exists, "all trials queued")
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 130 and "the same command goes on" in err
     (folder / "go").touch()
     again = zlaunch(folder, *arguments)
-    assert again.returncode == 0 and "8 trials in sweeps/grid, 8 known" in again.stdout
+    assert again.returncode == 0 and "5 trials in sweeps/grid, 5 known" in again.stdout
     assert "best: trial 3, --x=3: loss 1" in again.stdout and "no trial has reported" not in err
-    assert [row["state"] for row in results(folder)] == ["done"] * 8
+    assert [row["state"] for row in results(folder)] == ["done"] * 5
 
 
 def test_what_is_no_use_is_said(folder: Path) -> None:
