@@ -1,6 +1,7 @@
 # make demo: train a small GPT on two workers.   make test: the tests, without the exhaustive ones.
 # make test-fast: the unit tests, in half a minute.
 # make test-all: all of them, and the runtime's with other versions of Python and torch (test-support).
+# make test-quarter: a quarter of the exhaustive ones, as CI does.   make mutate: do tests notice defects?
 # make docs: the documentation as a site, in site/.   More: lint, bench, clean.
 PYTHON ?= python3
 SHELL := /bin/bash
@@ -17,7 +18,7 @@ export PYTHONUNBUFFERED := 1
 # Tests beside each other: one a core, from 2 to 4.
 WORKERS := $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 2 ? 2 : n > 4 ? 4 : n)))
 
-.PHONY: demo test test-fast test-all test-support lint docs bench clean
+.PHONY: demo install test test-fast test-all test-quarter test-support test-smoke mutate lint docs bench clean
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -49,9 +50,12 @@ demo: $(INSTALLED)
 	echo; echo "To go on, with the parameters sharded too (ZeRO stage 3):"; \
 	echo "  $$run --config examples/ds_stage3.json"
 
-# FLAGS: more options for pytest.
+# All that the other targets need.
+install: $(WITH_TOOLS) $(WITH_DOCS)
+
+# FLAGS: more options for pytest. The budget of CPU seconds is that of tests/budget.py.
 test: $(WITH_TOOLS)
-	$(PY) -m pytest -n $(WORKERS) -m "not exhaustive" $(FLAGS)
+	$(PY) -m pytest -n $(WORKERS) -m "not exhaustive" --cpu-file=$(VENV)/cpu-test.json --budget $(FLAGS)
 
 # tests/unit, without kernels and their twins, wheels and the rehearsal of the benchmark: these compile or start
 # processes, and take as long again.
@@ -61,12 +65,24 @@ test-fast: $(WITH_TOOLS)
 	$(PY) -m pytest -n $(WORKERS) -m "not exhaustive" $(SLOW) tests/unit $(FLAGS)
 
 test-all: $(WITH_TOOLS)
-	$(PY) -m pytest -n $(WORKERS) $(FLAGS)
+	$(PY) -m pytest -n $(WORKERS) --cpu-file=$(VENV)/cpu-test-all.json $(FLAGS)
 	$(MAKE) test-support
+
+# Which quarter follows from the number of commits: tests/selection.py.
+test-quarter: $(WITH_TOOLS)
+	$(PY) -m pytest -n $(WORKERS) --quarter --cpu-file=$(VENV)/cpu-test-quarter.json $(FLAGS)
 
 # Needs Python 3.10 and 3.12, on PATH or in pyenv's folder; keeps its installations in .venv-support.
 test-support:
 	$(PYTHON) -m tests.support --keep-going --torch-index "$(TORCH_INDEX)"
+
+# The same versions, with few tests of every room that calls torch.
+test-smoke:
+	$(PYTHON) -m tests.support --smoke --keep-going --torch-index "$(TORCH_INDEX)"
+
+# Puts defects into copies of the source, one at a time, and runs the tests nearest to each.
+mutate: $(WITH_TOOLS)
+	$(PY) -m tests.mutations $(FLAGS)
 
 lint: $(WITH_TOOLS)
 	$(PY) -m ruff check .

@@ -11,28 +11,27 @@ import pytest
 from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadScopeScheduling
 
+from tests import budget, devices, selection
+from tests.exclusive import Exclusive
 from tests.leftovers import ended_afterwards
+from tests.needs import Needs
 
+# Thousands of processes import the same sources: none should compile them again because of a variable.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 # Without limits of time: a first example may pay for an import, a machine be busy.
 settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("tests")
-_GROUPS = {"tests/cluster/": "cluster", "tests/runtime/": "ranks", "tests/matrix/": "ranks"}
-"""Folders whose tests run one after the other: there is one cluster; and ranks that wait for each other in
-shared memory should have a core each.
-"""
 FAILED = pytest.StashKey[bool]()
 """Whether a test's own code has failed, for fixtures."""
 
 
 class _Scheduling(LoadScopeScheduling):
-    """One process for each group of folders, the other tests file by file."""
+    """File by file; tests/cluster in one process, because there is one cluster."""
 
     def _split_scope(self, nodeid: str) -> str:
-        names = [name for name in _GROUPS if nodeid.startswith(name)]
-        if self.config.getoption("--spread"):
-            names = [name for name in names if _GROUPS[name] != "ranks"]
-        group = _GROUPS[names[0]] if names else None
-        return group or nodeid.partition("::")[0]
+        folder = "tests/cluster/"
+        return folder if nodeid.startswith(folder) else nodeid.partition("::")[0]
 
 
 @pytest.hookimpl
@@ -41,9 +40,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> _Scheduling:
 
 
 @pytest.fixture(autouse=True)
-def _nothing_stays() -> Iterator[None]:
+def _nothing_stays(request: pytest.FixtureRequest) -> Iterator[None]:
     with ended_afterwards():
         yield
+        request.node.stash[budget.DETACHED] = budget.detached_cpu_seconds()
 
 
 # -- a skipped test is a failed one in CI, but for those of tests/gpu
@@ -59,28 +59,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="Train each feature of tests/matrix under all stages; measure the memory of every model.",
     )
-    parser.addoption(
-        "--spread", action="store_true", help="Run files of tests/runtime beside each other: no core idles."
-    )
+    parser.addoption("--cpu-file", metavar="FILE", help="Write the CPU seconds of every test to this file.")
+    parser.addoption("--budget", action="store_true", help="Fail above the limits of tests/budget.py.")
+    selection.add_options(parser)
+    devices.add_options(parser)
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave `count` cases of a function marked ``sampled(count)`` to ``make test``, spread over all; mark the
-    others as exhaustive.
-    """
-    cases: dict[str, list[pytest.Item]] = {}
-    for item in items:
-        if item.get_closest_marker("sampled") and not item.get_closest_marker("exhaustive"):
-            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    for found in cases.values():
-        mark = found[0].get_closest_marker("sampled")
-        assert mark is not None
-        count = min(mark.args[0], len(found))
-        kept = {int((number + 0.5) * len(found) / count) for number in range(count)}
-        for number, item in enumerate(found):
-            if number not in kept:
-                item.add_marker(pytest.mark.exhaustive)
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(budget.Recorder(config), "cpu-recorder")
+    config.pluginmanager.register(selection.Selection(), "selection")
+    config.pluginmanager.register(Needs(), "needs")
+    if config.getoption("--devices") == "cpu":
+        config.pluginmanager.register(devices.HiddenGpus(config), "hidden-gpus")
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        config.pluginmanager.register(Exclusive(), "exclusive")
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

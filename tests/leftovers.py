@@ -36,8 +36,8 @@ def unmarked() -> dict[str, str]:
     return {key: value for key, value in os.environ.items() if key != MARK}
 
 
-def _kill(mark: str) -> list[int]:
-    """Kill all living processes with the mark; their numbers."""
+def marked(mark: str) -> list[int]:
+    """Find all processes with the mark, servers that later tests use as well aside."""
     found = []
     entry = f"{MARK}={mark}".encode()
     for name in filter(str.isdigit, os.listdir("/proc")):
@@ -46,8 +46,19 @@ def _kill(mark: str) -> list[int]:
                 continue
             if any(word in Path("/proc", name, "cmdline").read_bytes() for word in _KEPT):
                 continue
-            os.kill(int(name), signal.SIGKILL)
         except OSError:
             continue
         found.append(int(name))
+    return found
+
+
+def _kill(mark: str) -> list[int]:
+    """Kill all living processes with the mark; return their numbers."""
+    found = []
+    for pid in marked(mark):
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except OSError:
+            continue
+        found.append(pid)
     return found

@@ -1,13 +1,13 @@
 """Run the runtime's tests with other versions of Python and torch than those it is developed with.
 
-    python -m tests.support [--keep-going] [--torch-index URL]      # make test-support
+    python -m tests.support [--smoke] [--keep-going] [--torch-index URL]   # make test-support, test-smoke
 
 Each combination has a virtual environment in .venv-support, which is made on the first call and kept: two
 minutes and 5 GB each, where torch comes from PyPI with CUDA's libraries.
 
 What is run: tests/runtime and tests/unit, without those marked `exhaustive`. Left out are LEFT_OUT, a
 combination's own rooms, tests/matrix, and the tests of the command and of the alias (tests/e2e,
-tests/cluster, tests/compat), which run with the versions of constraints.txt alone.
+tests/cluster, tests/compat), which run with the versions of constraints.txt alone. With --smoke it is SMOKE.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from xml.etree import ElementTree
@@ -28,7 +29,9 @@ FOLDER = ROOT / ".venv-support"
 MARK = ".complete"
 """The file in a virtual environment that says what it was made of, once all is there."""
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
-WANTED = ("-e", ".[cpu,plot]", "pytest", "pytest-xdist", "hypothesis")
+WANTED = ("-e", ".[cpu,plot]", "pytest", "pytest-timeout", "pytest-xdist", "hypothesis")
+TORCHS_OWN = ("torch==", "sympy==", "setuptools==", "nvidia-")
+"""Lines of constraints.txt that do not hold here: each version of torch wants its own version of these."""
 TESTS = ("tests/runtime", "tests/unit")
 LEFT_OUT = (
     "--ignore=tests/unit/cuda_ops/test_kernels_compile.py",  # needs NVRTC, by CuPy
@@ -54,6 +57,21 @@ LEFT_OUT = (
     "--deselect=tests/runtime/offload/test_offloaded_training.py::test_memory_with_everything_on_disk_is_that_of_the_buffers",
     "--deselect=tests/runtime/checkpoint/test_export.py::test_from_pretrained_of_an_export_gives_equal_logits",
 )
+SMOKE = (
+    "tests/runtime/zero",
+    "tests/runtime/test_equivalence.py",
+    "tests/runtime/checkpoint/test_save_load.py",
+    "tests/runtime/checkpoint/test_distributed.py",
+    "tests/runtime/offload/test_offloaded_training.py",
+    "tests/runtime/optim/test_step_on_device.py",
+    "tests/runtime/optim/test_group_counters.py",
+    "tests/runtime/precision",
+    "tests/runtime/comm",
+    "tests/runtime/shared_memory",
+    "tests/unit/config/test_load.py",
+    "tests/unit/cuda_ops/test_kernels_twins.py",
+)
+"""Tests of every way in which the runtime calls torch: hooks and storages, collectives, optimizers, files."""
 
 
 class SupportError(Exception):
@@ -152,7 +170,8 @@ def prepare(combination: Combination, torch_index: str) -> Path:
     """Make the combination's virtual environment, unless it is there; give its Python."""
     folder = combination.folder
     python, mark = folder / "bin" / "python", folder / MARK
-    made_of = "\n".join([*WANTED, (ROOT / "pyproject.toml").read_text()])
+    constraints = _constraints()
+    made_of = "\n".join([*WANTED, (ROOT / "pyproject.toml").read_text(), constraints])
     if mark.exists() and mark.read_text() == made_of:
         return python
     base = interpreter(combination.python)
@@ -167,9 +186,17 @@ def prepare(combination: Combination, torch_index: str) -> Path:
         first = [*pip, "--no-deps", "--retries", "1", "--timeout", "15", "--index-url", torch_index, torch]
         if subprocess.run(first, cwd=ROOT, stderr=subprocess.DEVNULL).returncode:
             print(f"{torch_index} has no torch for us: taking the usual one", flush=True)
-    _done([*pip, torch, *WANTED], "pip install")
+    file = folder / "constraints.txt"
+    file.write_text(constraints)
+    _done([*pip, "-c", str(file), torch, *WANTED], "pip install")
     mark.write_text(made_of)
     return python
+
+
+def _constraints() -> str:
+    """Return the lines of constraints.txt but those of TORCHS_OWN."""
+    lines = (ROOT / "constraints.txt").read_text().splitlines(keepends=True)
+    return "".join(line for line in lines if not line.startswith(TORCHS_OWN))
 
 
 def _done(command: list[str], what: str) -> None:
@@ -178,10 +205,10 @@ def _done(command: list[str], what: str) -> None:
         raise SupportError(f"{what} ended with exit code {status}")
 
 
-def run(combination: Combination, torch_index: str) -> Outcome:
+def run(combination: Combination, torch_index: str, tests: Sequence[str]) -> Outcome:
     """Run the tests with this combination."""
     python = prepare(combination, torch_index)
-    print(f"{combination}: {' '.join(TESTS)}", flush=True)
+    print(f"{combination}: {' '.join(tests)}", flush=True)
     begin = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")
@@ -194,10 +221,9 @@ def run(combination: Combination, torch_index: str) -> Outcome:
             "-m",
             "not exhaustive",
             "--no-skips",
-            "--spread",
         ]
         command += ["-p", "no:cacheprovider", f"--junitxml={report}", *LEFT_OUT]
-        command += [*combination.left_out, *TESTS]
+        command += [*combination.left_out, *tests]
         status = subprocess.run(command, cwd=ROOT).returncode
         passed, failed = _counts(report)
     return Outcome(passed, failed, time.monotonic() - begin, status)
@@ -215,6 +241,7 @@ def _counts(report: Path) -> tuple[int, int]:
 def main() -> int:
     """Run every combination, and print what came of each."""
     parser = argparse.ArgumentParser(prog="python -m tests.support", description="Test other versions.")
+    parser.add_argument("--smoke", action="store_true", help="run few tests of every room that calls torch")
     parser.add_argument("--keep-going", action="store_true", help="do not stop at the first that fails")
     parser.add_argument(
         "--torch-index", default=TORCH_INDEX, metavar="URL", help="where to look for torch first"
@@ -223,7 +250,7 @@ def main() -> int:
     good, lines = True, []
     for combination in COMBINATIONS:
         try:
-            outcome = run(combination, args.torch_index)
+            outcome = run(combination, args.torch_index, SMOKE if args.smoke else TESTS)
             good, line = good and outcome.good, str(outcome)
         except SupportError as error:
             good, line = False, f"not run: {error}"

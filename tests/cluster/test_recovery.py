@@ -12,6 +12,7 @@ from tests.cluster.testbed import Testbed
 from tests.limits import wait_until
 
 
+@pytest.mark.exhaustive  # tests/e2e/test_in_memory.py has a shorter one, on one machine
 def test_a_killed_worker(cluster: Testbed, tmp_path: Path) -> None:
     launch = train(cluster, tmp_path / "killed", "--max_restarts=1")
     wait_until(lambda: 18 in losses(launch), "step 18")

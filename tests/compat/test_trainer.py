@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 
 from tests.e2e.helpers import ROOT, run
 from tests.limits import LIMIT_S
+from tests.ports import reserved_port
 
 HERE = Path(__file__).parent
 SCENES = {
@@ -64,14 +64,8 @@ def _example(folder: Path, *options: str, config: str | None = None) -> list[flo
     return [entry["loss"] for entry in json.loads(state.read_text())["log_history"] if "loss" in entry]
 
 
-@pytest.mark.parametrize(
-    "configs",
-    [
-        ("ds_stage3.json",),
-        pytest.param(("ds_offload.json",), marks=pytest.mark.exhaustive),
-    ],
-    ids=["stage 3", "offload"],
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("configs", [("ds_stage3.json",), ("ds_offload.json",)], ids=["stage 3", "offload"])
 def test_the_example_trains_as_without_deepspeed(tmp_path: Path, configs: tuple[str, ...]) -> None:
     start = tmp_path / "start"
     make = (
@@ -145,22 +139,20 @@ def test_the_example_trains_as_without_deepspeed(tmp_path: Path, configs: tuple[
     ids=["zlaunch", "torchrun", "accelerate launch"],
 )
 def test_accelerate(tmp_path: Path, command: tuple[str, ...]) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}"
-    result = subprocess.run(
-        [
-            sys.executable,
-            *(word.format(port=port) for word in command),
-            str(HERE / "accelerate_script.py"),
-            str(tmp_path / "saved"),
-        ],
-        cwd=tmp_path,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-    )
+    with reserved_port() as port:
+        result = subprocess.run(
+            [
+                sys.executable,
+                *(word.format(port=port) for word in command),
+                str(HERE / "accelerate_script.py"),
+                str(tmp_path / "saved"),
+            ],
+            cwd=tmp_path,
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+        )
     assert result.stdout.count("ends well") == 3, result.stderr[-3000:]

@@ -352,6 +352,7 @@ def test_workers_are_bound_to_their_share_of_the_cores(tmp_path: Path) -> None:
     assert launch.process.returncode == 2 and "has no core 9999" in launch.err
 
 
+@pytest.mark.exclusive  # resident memory is less where the kernel takes pages back for others
 def test_a_worker_that_prints_100_mb_disturbs_nobody(tmp_path: Path) -> None:
     script = """
         import os, sys, time

@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from tests.limits import MATRIX_LIMIT_S
 from tests.matrix.registry import Feature
 from tests.matrix.worker import work
 from tests.runtime.workers import WorkerError, run_workers
@@ -25,7 +26,7 @@ def run_group(features: Sequence[tuple[str, Feature]]) -> Results:
         with tempfile.TemporaryDirectory(prefix="zlaunch-matrix-") as name:
             folder, trouble = Path(name), ""
             try:
-                run_workers(work, WORLD, todo, name)
+                run_workers(work, WORLD, todo, name, limit_s=MATRIX_LIMIT_S)
             except WorkerError as error:
                 trouble = str(error)
             _collect(folder, todo, results, trouble)

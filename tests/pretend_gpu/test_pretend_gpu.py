@@ -7,15 +7,17 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.ports import reserved_port
 from tests.pretend_gpu.cases import CASES
 from tests.pretend_gpu.mutations import MUTATIONS
-from tests.unit.cuda_ops.test_kernels_shim import build
-from zlaunch.plan.checks import pick_port
+from tests.selection import sampled_positions
+from tests.unit.cuda_ops.test_kernels_shim import built
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 300
@@ -33,42 +35,61 @@ GROUPS = {
 def run(*arguments: str, world: int) -> list[dict[str, Any]]:
     """What ranks of `python -m tests.pretend_gpu` have found, case by case, rank by rank."""
     common = {"WORLD_SIZE": str(world), "LOCAL_RANK": "0", "GLOO_SOCKET_IFNAME": "lo"}
-    common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(pick_port(0))}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.pretend_gpu", *arguments],
-            env={**os.environ, **common, "RANK": str(rank)},
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(world)
-    ]
-    try:
-        said = [process.communicate(timeout=LIMIT_S)[0] for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
+    with reserved_port() as port:
+        common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, "-m", "tests.pretend_gpu", *arguments],
+                env={**os.environ, **common, "RANK": str(rank)},
+                cwd=ROOT,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            for rank in range(world)
+        ]
+        try:
+            said = [process.communicate(timeout=LIMIT_S)[0] for process in ranks]
+        finally:
+            for process in ranks:
+                process.kill()
     assert [process.returncode for process in ranks] == [0] * world, said
     return [json.loads(line) for text in said for line in text.splitlines() if line.startswith("{")]
 
 
-@functools.cache
-def results(group: str) -> dict[str, list[dict[str, Any]]]:
-    """The findings of a group's cases, one for each rank."""
-    names = GROUPS[group]
+def findings(names: Sequence[str]) -> dict[str, list[dict[str, Any]]]:
+    """Return what cases of equal worlds have found, one finding for each rank."""
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     for result in run(*names, world=CASES[names[0]].world):
         found[result["case"]].append(result)
     return found
 
 
-@pytest.mark.sampled(1)
+@functools.cache
+def results(group: str) -> dict[str, list[dict[str, Any]]]:
+    """Return the findings of a group's cases."""
+    return findings(GROUPS[group])
+
+
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("group", GROUPS)
 def test_every_access_is_ordered_and_every_wait_is_meant(group: str) -> None:
+    check(results(group))
+
+
+@pytest.mark.parametrize("groups", [("on the device", "host", "disk"), ("on two",)], ids=["one rank", "two"])
+def test_some_cases_are_in_order(groups: tuple[str, ...], pytestconfig: pytest.Config) -> None:
+    """Run two cases of each group; other turns have others (see Note [Turns] in tests/selection.py)."""
+    turn = pytestconfig.getoption("--turn")
+    taken = [sampled_positions(len(GROUPS[group]), 2, turn) for group in groups]
+    names = [GROUPS[group][at] for group, kept in zip(groups, taken, strict=True) for at in sorted(kept)]
+    check(findings(names))
+
+
+def check(found_by_case: dict[str, list[dict[str, Any]]]) -> None:
+    """Fail where a case has a race, a use after release, or other waits than those listed."""
     wrong = []
-    for name, ranks in results(group).items():
+    for name, ranks in found_by_case.items():
         case = CASES[name]
         assert len(ranks) == case.world
         for found in ranks:
@@ -106,8 +127,9 @@ WITH_KERNELS = {
 
 
 @pytest.mark.exhaustive
-def test_our_kernels_are_in_order_and_train_as_their_twins(tmp_path: Path) -> None:
-    library = build(tmp_path)
+@pytest.mark.needs("g++")
+def test_our_kernels_are_in_order_and_train_as_their_twins(tmp_path_factory: pytest.TempPathFactory) -> None:
+    library = built(tmp_path_factory)
     for world in {CASES[name].world for name in WITH_KERNELS}:
         names = [name for name in WITH_KERNELS if CASES[name].world == world]
         ours = run("--kernels", str(library), *names, world=world)

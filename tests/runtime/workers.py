@@ -2,24 +2,42 @@
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
 import multiprocessing
 import multiprocessing.connection
 import os
 import pickle
-import socket
+import signal
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from tests.limits import LIMIT_S, MATRIX_LIMIT_S
+from tests.limits import RANKS_LIMIT_S
+from tests.ports import reserved_port
 
-# One process imports torch; every worker is a fork of it, which saves seconds on each test.
+# One process imports what tests use, and every rank is a fork of it: to import transformers or numba takes a
+# rank ten times as long as most tests. What is not installed is left out.
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch._dynamo", "zlaunch.runtime.api", "pytest"])
+_context.set_forkserver_preload(
+    [
+        "torch",
+        "torch._dynamo",
+        "pytest",
+        "zlaunch.runtime.api",
+        "zlaunch.cuda_ops.host_kernels",
+        "zlaunch.cuda_ops.narrow_host_kernels",
+        "zlaunch.cuda_ops.quantize_host_kernels",
+        "zlaunch.cuda_ops.signs_host_kernels",
+        "transformers.models.gpt2.modeling_gpt2",
+        "transformers.models.llama.modeling_llama",
+        "transformers.models.mixtral.modeling_mixtral",
+    ]
+)
 
 
 def join() -> int:
@@ -38,10 +56,16 @@ class WorkerError(AssertionError):
 
 def _work(result: Path, env: dict[str, str], module: str, name: str, args: tuple[Any, ...]) -> None:
     os.environ.update(env)
+    # A rank that is about to be killed is asked for its stacks. The file stays open while the rank lives.
+    stacks = result.with_suffix(".stacks").open("w")
+    faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True)
     import torch
     import torch.distributed as dist
 
+    from tests.poison import poison
+
     torch.set_num_threads(1)
+    poison()
     try:
         outcome = ("ok", getattr(importlib.import_module(module), name)(*args))
     except BaseException:
@@ -57,19 +81,22 @@ def run_workers(
     world_size: int,
     *args: Any,
     env: Mapping[str, str] | None = None,
+    limit_s: float = RANKS_LIMIT_S,
 ) -> list[Any]:
-    """``function(*args)`` in ``world_size`` processes joined by gloo; results in rank order.
+    """Run ``function(*args)`` in ``world_size`` processes joined by gloo; return the results in rank order.
 
-    ``function`` is a module-level function of an importable test module; ``env`` is added to the workers'
-    environment. Raises WorkerError with the first failing rank's traceback.
+    Args:
+        function: A module-level function of an importable test module.
+        env: Added to the ranks' environment.
+        limit_s: Ranks that take longer are killed.
+
+    Raises:
+        WorkerError: with the first failing rank's traceback, or with the stacks of the ranks that hang.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     common = {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size), **(env or {})}
-    common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
-    deadline = time.monotonic() + MATRIX_LIMIT_S
-    with tempfile.TemporaryDirectory() as folder:
+    deadline = time.monotonic() + limit_s
+    with tempfile.TemporaryDirectory() as folder, reserved_port() as port:
+        common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
         workers = []
         for rank in range(world_size):
             result = Path(folder) / f"{rank}.pkl"
@@ -83,8 +110,11 @@ def run_workers(
         ):
             multiprocessing.connection.wait([p.sentinel for p in waiting], deadline - time.monotonic())
             if any(process.exitcode for process, _ in workers):
-                deadline = min(deadline, time.monotonic() + LIMIT_S)  # the others may wait for it for ever
-        late = [rank for rank, (process, _) in enumerate(workers) if process.is_alive()]
+                deadline = min(
+                    deadline, time.monotonic() + RANKS_LIMIT_S
+                )  # the others may wait for it for ever
+        late = {rank: process for rank, (process, _) in enumerate(workers) if process.is_alive()}
+        stacks = _stacks(late, Path(folder))
         for process, _ in workers:
             process.kill()
             process.join()
@@ -96,9 +126,24 @@ def run_workers(
     consequences = ("Connection closed by peer", "Connection reset", "PeerLost: rank")
     real = [e for e in errors if not any(text in e for text in consequences)] or errors
     if real:
-        raise WorkerError(real[0])
+        raise WorkerError(f"{real[0]}\n{stacks}" if late else real[0])
     if late:
-        raise WorkerError(f"ranks {late} had to be killed; exit codes {codes}")
+        raise WorkerError(f"ranks {list(late)} had to be killed; exit codes {codes}\n{stacks}")
     if any(codes):
         raise WorkerError(f"workers ended with {codes}")
     return [outcome[1] for outcome in outcomes]
+
+
+def _stacks(late: Mapping[int, multiprocessing.process.BaseProcess], folder: Path) -> str:
+    """Have ranks that hang write the stacks of their threads, and return these."""
+    for process in late.values():
+        with suppress(OSError, TypeError):
+            os.kill(process.pid, signal.SIGUSR2)  # type: ignore[arg-type]
+    if late:
+        time.sleep(
+            0.5
+        )  # the handler writes at once, unless the machine is very busy: then the stacks are missing
+    paths = {rank: folder / f"{rank}.stacks" for rank in late}
+    return "\n".join(
+        f"rank {rank} stood at\n{path.read_text()[:4000]}" for rank, path in paths.items() if path.exists()
+    )

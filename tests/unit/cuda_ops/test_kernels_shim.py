@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ctypes
 import re
-import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor
 
 from tests.limits import LIMIT_S
+from tests.once import once_per_run
 from zlaunch.cuda_ops import loader
 
 THREADS = 64  # fewer than on the device, so that grids have to stride
@@ -197,25 +197,25 @@ def convert(parameter: str, argument: Any) -> Any:
 
 
 def build(folder: Path) -> Path:
-    """Compile all kernels into a library in a folder; skip the test where that cannot be done."""
-    compiler = shutil.which("g++")
-    if compiler is None:
-        pytest.skip("no g++")
+    """Compile all kernels into a library in a folder. Tests that call this need g++."""
     (folder / "all.cpp").write_text(translation_unit())
     options = ["-std=c++17", "-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-w", f"-DTHREADS={THREADS}"]
     compiling = [*options, "-fsanitize=alignment", "-fPIC", "-c", "all.cpp", "-o", "all.o"]
     for arguments in (compiling, ["-shared", "all.o", "-o", "all.so"]):  # linked apart, without the sanitizer
-        command = [compiler, *arguments]
+        command = ["g++", *arguments]
         result = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=LIMIT_S)
-        if "_Float16" in result.stderr:
-            pytest.skip("this g++ has no _Float16")
         assert result.returncode == 0, result.stderr[-4000:]
     return folder / "all.so"
 
 
+def built(factory: pytest.TempPathFactory) -> Path:
+    """Return the library, which is compiled once a run."""
+    return once_per_run(factory, "kernels-on-cpu", build) / "all.so"
+
+
 @pytest.fixture(scope="session")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    return ctypes.CDLL(str(build(tmp_path_factory.mktemp("kernels"))))
+    return ctypes.CDLL(str(built(tmp_path_factory)))
 
 
 @pytest.fixture

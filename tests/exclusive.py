@@ -1,0 +1,41 @@
+"""Let a test marked ``exclusive`` run while no other process of pytest-xdist runs one.
+
+Note [Two locks]
+A test holds the room's lock, shared with others; an exclusive one holds it alone. With that lock only, the
+others could take the room again and again while an exclusive one waits. So each test first goes through
+the gate, which an exclusive one keeps closed while it waits for the room to empty.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import tempfile
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+class Exclusive:
+    """The plugin of a process of pytest-xdist that runs tests."""
+
+    def __init__(self) -> None:
+        # xdist gives all processes of a run the same id
+        run = os.environ["PYTEST_XDIST_TESTRUNUID"]
+        self.folder = Path(tempfile.gettempdir(), f"zlaunch-tests-{os.getuid()}-{run}")
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, Any, Any]:
+        self.folder.mkdir(exist_ok=True)
+        kind = fcntl.LOCK_EX if item.get_closest_marker("exclusive") else fcntl.LOCK_SH
+        with open(self.folder / "gate", "a") as gate, open(self.folder / "room", "a") as room:
+            fcntl.flock(gate, fcntl.LOCK_EX)
+            fcntl.flock(room, kind)
+            fcntl.flock(gate, fcntl.LOCK_UN)
+            try:
+                return (yield)
+            finally:
+                # closing is not enough: a process that the test has forked may still hold the same open file
+                fcntl.flock(room, fcntl.LOCK_UN)
