@@ -118,6 +118,12 @@ def test_damage_elsewhere_does_not_keep_a_part_from_being_read(tmp_path: Path) -
     reader.close()
 
 
+@pytest.mark.parametrize("length", [0, 1, 3900, 4000, 4100])
+def test_the_data_begins_at_a_page(length: int) -> None:
+    header = tensor_file.header_of({"a" * length: (torch.float32, (3,))}, {})
+    assert len(header) % 4096 == 0 and int.from_bytes(header[:8], "little") == len(header) - 8
+
+
 def test_it_does_not_write_over_a_file(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     path.write_text("somebody's")

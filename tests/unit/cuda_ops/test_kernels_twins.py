@@ -89,6 +89,13 @@ def test_adam_is_that_of_torch(way: str, decoupled: bool, dtype: torch.dtype) ->
     run.check(adam, 2, dtype, **numbers, decoupled=decoupled)
 
 
+def test_eps_is_added_to_the_corrected_root(way: str) -> None:
+    """An eps of the gradients' size: beside a small one its place in the formula would not be seen."""
+    run = Run(lambda p: torch.optim.AdamW(p, 1e-2, (0.8, 0.95), eps=0.5, weight_decay=0.1, foreach=True))
+    numbers = {"beta1": 0.8, "beta2": 0.95, "eps": 0.5, "weight_decay": 0.1}
+    run.check(adam, 2, torch.float32, **numbers, decoupled=True)
+
+
 @pytest.mark.parametrize(
     ("momentum", "dampening", "nesterov", "decay"),
     [(0.0, 0.0, False, 0.0), (0.9, 0.0, False, 0.1), (0.9, 0.4, False, 0.1), (0.9, 0.0, True, 0.1)],
@@ -171,6 +178,23 @@ def test_found_inf_leaves_everything_alone(way: str, dtypes: Any, found: Any) ->
     adam(*tensors, **adam_options(found_inf=found))
     for mine, old in zip(tensors, before, strict=True):
         assert mine is None or torch.equal(mine, old)
+
+
+@pytest.mark.parametrize("step", [sgd, lion])
+def test_found_inf_leaves_momentum_alone(way: str, step: Callable[..., None]) -> None:
+    torch.manual_seed(0)
+    tensors = [
+        torch.randn(3000),
+        torch.randn(3000),
+        torch.randn(3000),
+        torch.zeros(3000, dtype=torch.bfloat16),
+    ]
+    tensors[2][5] = torch.inf
+    before = [tensor.clone() for tensor in tensors]
+    numbers: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1, "multiplier": 0.5, "found_inf": 1.0}
+    own: dict[str, Any] = {"step": 3, "momentum": 0.9, "dampening": 0.0, "nesterov": False}
+    step(*tensors, **numbers, **(own if step is sgd else {"beta1": 0.9, "beta2": 0.99}))
+    assert all(torch.equal(mine, old) for mine, old in zip(tensors, before, strict=True))
 
 
 @given(st.integers(0, 9000), st.integers(1, 4), st.sampled_from([torch.bfloat16, torch.float16]))

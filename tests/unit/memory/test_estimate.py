@@ -53,6 +53,21 @@ def test_bf16_adam_is_the_papers_table() -> None:
     assert three == (N // w) * 16 + gathered + buckets
 
 
+def test_frozen_parameters_are_sharded_at_stage_3_alone() -> None:
+    world, frozen = 8, 8_000_001
+    for stage, kept in ((0, frozen), (2, frozen), (3, 1_000_001)):
+        without = setting(stage, world)
+        more = plan(replace(without, frozen=frozen)).total.device - plan(without).total.device
+        assert more == 2 * kept, stage
+
+
+@pytest.mark.parametrize("pin", [True, False])
+def test_memory_is_page_locked_where_that_is_asked_for(pin: bool) -> None:
+    places: dict[str, Any] = {"optimizer": Tier.HOST, "parameters": Tier.HOST}
+    total = plan(setting(3, 8, pin=pin, **places)).total
+    assert total.host > total.pinned and (total.pinned > 0) is pin
+
+
 def test_narrow_state_and_masters() -> None:
     """2 + 2 + 1 + 1 bytes a parameter with codes of 8 bits, and a scale for 256; 2 + 2 + 2 + 2 of bf16."""
     codes: dict[str, Any] = {"master_bytes": 2, "grad_bytes": 2, "state_bytes": 1 + 4 / 256}

@@ -29,6 +29,18 @@ def test_files_and_options(tmp_path: Path) -> None:
     assert found == {"A": "option", "B": "two words", "C": "x=y#z", "D": "", "E": "a=b c", "F": "from here"}
 
 
+def test_the_current_folder_s_file_comes_after_the_home_folder_s(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home, here = tmp_path / "home", tmp_path / "here"
+    for folder in (home, here):
+        folder.mkdir()
+        (folder / ".zlaunch_env").write_text(f"A={folder.name}\n{folder.name.upper()}_ALONE=1\n")
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.chdir(here)
+    assert requested_env({}) == {"A": "here", "HOME_ALONE": "1", "HERE_ALONE": "1"}
+
+
 @pytest.mark.parametrize(
     ("item", "words"),
     [

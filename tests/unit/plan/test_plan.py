@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from io import StringIO
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -174,3 +175,17 @@ def test_a_very_long_argument_is_looked_through_at_once() -> None:
     """The test would not end if this took the square of the length."""
     arguments = ("a" * 10**6, "b" * 10**6 + "_key=abc")
     assert without_secrets(arguments) == (arguments[0], "b" * 10**6 + "_key=(not shown)")
+
+
+def test_values_of_secret_options_are_not_shown() -> None:
+    given = ("--api_key", "abc", "--lr", "0.1", "--hf_token=def", "ghi", "--auth", "--verbose", "jkl")
+    shown = ("--api_key", "(not shown)", "--lr", "0.1", "--hf_token=(not shown)", "ghi")
+    assert without_secrets(given) == (*shown, "--auth", "--verbose", "jkl")
+
+
+def test_a_plan_takes_the_place_of_a_longer_one(tmp_path: Path) -> None:
+    """An attempt with fewer nodes writes its plan where the one before has."""
+    path = tmp_path / "plan.json"
+    plan(NodeSpec("a", 2, 2), NodeSpec("b", 2, 2)).write(path)
+    plan(NodeSpec("a", 1, 1)).write(path)
+    assert [node["host"] for node in json.loads(path.read_text())["nodes"]] == ["a"]

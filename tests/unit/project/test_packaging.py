@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import os
+import pkgutil
 import shutil
 import subprocess
 import sys
@@ -13,7 +15,9 @@ from pathlib import Path
 
 import pytest
 
+import zlaunch
 from tests.limits import LIMIT_S
+from tests.runtime.workers import run_workers
 
 ROOT = Path(__file__).resolve().parents[3]
 LINKED = ("runtime", "cuda_ops", "hostfiles", "slurm")
@@ -142,41 +146,46 @@ def test_the_description_of_the_package(unpacked: Path) -> None:
     assert not [line for line in head if "License ::" in line], "the expression says it"
 
 
-def test_the_deepspeed_alias_comes_with_it(wheel: Path, unpacked: Path, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def said(unpacked: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """What a script says that uses the unpacked wheel beside modules of its own, with their names."""
+    folder = tmp_path_factory.mktemp("own")
+    for name in ("runtime", "config"):
+        (folder / f"{name}.py").write_text(f"mine = 'my {name}'\n")
     code = (
+        "import zlaunch.runtime.engine, runtime, config, sys\n"
+        "print(runtime.mine, config.mine, zlaunch.__file__, zlaunch.runtime.engine.__file__, sep='|')\n"
         "import zlaunch.compat.deepspeed as ds; ds.install(); import deepspeed, importlib.metadata\n"
         "print(importlib.metadata.version('deepspeed'), deepspeed.__file__, sep='|')"
     )
-    version, file = python(code, tmp_path, unpacked).split("|")
+    return python(code, folder, unpacked).splitlines()
+
+
+def test_the_deepspeed_alias_comes_with_it(wheel: Path, unpacked: Path, said: list[str]) -> None:
+    version, file = said[1].split("|")
     assert version == "0.19.8" and Path(file).is_relative_to(unpacked)
     with zipfile.ZipFile(wheel) as archive:
         program = archive.getinfo("zlaunch/compat/deepspeed/bin/deepspeed")
     assert program.external_attr >> 16 & 0o111  # pip keeps it executable
 
 
-def test_users_own_runtime_and_config_stay_theirs(unpacked: Path, tmp_path: Path) -> None:
-    for name in ("runtime", "config"):
-        (tmp_path / f"{name}.py").write_text(f"mine = 'my {name}'\n")
-    code = (
-        "import zlaunch.runtime.engine, runtime, config, sys\n"
-        "print(runtime.mine, config.mine, zlaunch.__file__, zlaunch.runtime.engine.__file__, sep='|')"
-    )
-    own_runtime, own_config, package, engine = python(code, tmp_path, unpacked).split("|")
+def test_users_own_runtime_and_config_stay_theirs(unpacked: Path, said: list[str]) -> None:
+    own_runtime, own_config, package, engine = said[0].split("|")
     assert (own_runtime, own_config) == ("my runtime", "my config")
     assert Path(package) == unpacked / "zlaunch" / "__init__.py"
     assert Path(engine) == unpacked / "zlaunch" / "runtime" / "engine.py"
 
 
-def test_nothing_is_loaded_under_a_top_level_name(tmp_path: Path) -> None:
-    code = """if True:
-        import importlib, pkgutil, sys
-        import zlaunch
-        for found in pkgutil.walk_packages(zlaunch.__path__, "zlaunch."):
-            if not found.name.endswith("__main__"):
-                importlib.import_module(found.name)
-        print(*sys.modules)
-    """
-    loaded = set(python(code, tmp_path, ROOT).split())
+def _loaded() -> set[str]:
+    """The modules after the import of all of ours, in a process that has torch."""
+    for found in pkgutil.walk_packages(zlaunch.__path__, "zlaunch."):
+        if not found.name.endswith("__main__"):
+            importlib.import_module(found.name)
+    return set(sys.modules)
+
+
+def test_nothing_is_loaded_under_a_top_level_name() -> None:
+    (loaded,) = run_workers(_loaded, 1)
     assert len([name for name in loaded if name.startswith("zlaunch.")]) > 40
     assert not loaded & set(LINKED)
 

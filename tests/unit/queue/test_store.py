@@ -78,6 +78,16 @@ def test_ids_are_not_used_again_and_old_ends_are_forgotten(
     assert [job.id for job in store.jobs("ended")] == [4, 5]
 
 
+def test_a_job_that_waits_is_not_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zlaunch.queue.store._KEPT", 2)
+    store = Store(tmp_path)
+    waiting, running = store.add(submission(), {}), store.add(submission(1), {})
+    assert store.start(running, {"localhost": (0, 1)})
+    for number in range(2, 7):
+        store.end(store.add(submission(number), {}), "waiting", 0, "")
+    assert [job.id for job in store.jobs("waiting", "running")] == [waiting, running]
+
+
 def test_a_file_that_is_no_database_is_named(tmp_path: Path) -> None:
     (tmp_path / "jobs.sqlite").write_text("something else, and long enough to be read as a header of a file")
     with pytest.raises(LaunchError, match=r"jobs\.sqlite"):

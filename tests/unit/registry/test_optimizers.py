@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from zlaunch.runtime.registry.lion import Lion
 from zlaunch.runtime.registry.lr_schedules import SCHEDULES
 from zlaunch.runtime.registry.optimizers import build_optimizer, build_scheduler
 
@@ -124,3 +125,25 @@ def test_bad_schedulers_are_value_errors(kind: str, params: dict[str, Any], word
     optimizer = build_optimizer("SGD", {"lr": 1.0}, groups(), MODEL)
     with pytest.raises(ValueError, match=words):
         build_scheduler(kind, params, optimizer)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_lion_is_that_of_the_paper_in_every_dtype(dtype: torch.dtype) -> None:
+    """Algorithm 2, line by line, in double precision."""
+    torch.manual_seed(0)
+    start = torch.randn(100).to(dtype)
+    parameter = torch.nn.Parameter(start.clone())
+    optimizer = Lion([parameter], lr=1e-2, betas=(0.8, 0.95), weight_decay=0.1)
+    value, average = start.double(), torch.zeros(100, dtype=torch.float64)
+    for _ in range(5):
+        gradient = torch.randn(100).to(dtype)
+        parameter.grad = gradient
+        optimizer.step()
+        direction = (0.8 * average + 0.2 * gradient.double()).sign()
+        value = value * (1 - 1e-2 * 0.1) - 1e-2 * direction
+        average = 0.95 * average + 0.05 * gradient.double()
+    close = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 0.05}[dtype]
+    torch.testing.assert_close(parameter.detach().double(), value, rtol=close, atol=close)
+    torch.testing.assert_close(
+        optimizer.state[parameter]["exp_avg"].double(), average, rtol=close, atol=close
+    )

@@ -6,12 +6,15 @@ import io
 import os
 import queue
 import signal
+import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.limits import FOR_EVER_S
 from zlaunch.plan.plan import NodePlan, Plan, WorkerPlan
 from zlaunch.supervisor import run_record
 from zlaunch.supervisor.controller import Controller
@@ -149,6 +152,23 @@ def test_asking_to_save_goes_to_every_node_and_is_remembered(scene: Scene) -> No
         scene.say(rank, {"type": "done", "stays": False})
     outcome = scene.run()
     assert outcome.code == 75 and outcome.save_asked
+
+
+def test_a_scripts_own_code_75_is_a_failure_where_nobody_has_saved(scene: Scene) -> None:
+    scene.end(0, code=75)
+    scene.say(0, {"type": "done", "stays": False})
+    scene.end(1)
+    outcome = scene.run()
+    assert outcome.code == 75 and not outcome.save_asked
+    assert "rank 0 on n0 failed first" in scene.shown()
+
+
+def test_agents_get_the_grace_period_and_some_more(scene: Scene) -> None:
+    before = time.monotonic()
+    scene.controller.plan = replace(scene.plan, grace_s=FOR_EVER_S)
+    scene.controller._on_signal(signal.SIGINT, None)
+    assert scene.controller.deadline > before + FOR_EVER_S
+    assert scene.run().code == 130  # they answer at once
 
 
 def test_output_and_events_are_written_down(scene: Scene, tmp_path: Path) -> None:

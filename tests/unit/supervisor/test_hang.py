@@ -137,6 +137,15 @@ def test_ranks_that_wait_for_their_gpu() -> None:
     ]
 
 
+def test_a_rank_inside_of_the_others_collective_is_not_late() -> None:
+    text = "nccl:all_reduce number 12 of [64]"
+    told = known(r0=stand("", [["0", 12, text]], {"0": 12}), r1=stand("", [["0", 12, text]], {"0": 12}))
+    hosts = {0: "n1", 1: "n1"}
+    assert where(dict.fromkeys(hosts, LOADS), told, hosts, hosts) == [
+        f"ranks 0, 1 wait in {text} (train.py:8 in load)"
+    ]
+
+
 def test_what_is_not_known_is_not_said() -> None:
     """Point-to-point calls, several ranks outside of collectives, calls that are none."""
     hosts = {0: "n1", 1: "n1", 2: "n2"}

@@ -36,6 +36,12 @@ def test_spares_come_first_and_what_they_cannot_replace_is_left_out() -> None:
     assert hosts.used == ("d", "c")
 
 
+def test_each_spare_takes_one_place() -> None:
+    hosts = Hosts(("a", "b", "c", "d", "e"), spares=3, min_nodes=None)
+    assert hosts.lose(["a", "b"]) == "c takes the place of a; d takes the place of b"
+    assert (hosts.used, hosts.spares) == (("c", "d"), ["e"])
+
+
 def test_a_host_that_takes_no_part_is_no_loss() -> None:
     hosts = Hosts(("a", "b"), spares=1, min_nodes=None)
     assert hosts.lose(["b"]) == "" and hosts.lose([]) == "" and hosts.used == ("a",)

@@ -1,0 +1,1 @@
+"""Break the source in known ways, and see that the tests notice (``python -m tests.mutations``)."""

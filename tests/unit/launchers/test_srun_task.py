@@ -1,0 +1,174 @@
+"""Test the part of a step's plan that each of its tasks makes by itself."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from zlaunch.errors import LaunchError
+from zlaunch.launchers.srun_task import SrunTaskLauncher
+from zlaunch.plan.options import Options
+from zlaunch.plan.plan import Plan, Program
+from zlaunch.slurm.environment import AllocatedNode, Allocation
+from zlaunch.supervisor.verdict import Outcome
+from zlaunch.system.devices import Devices
+
+OPTIONS = Options(
+    program=Program("script", "train.py"),
+    run_id="id",
+    run_dir="/runs/id",
+    python=sys.executable,
+    workdir="/work",
+)
+UNEQUAL = (
+    AllocatedNode("a", tasks=1, gpus=4),
+    AllocatedNode("b", tasks=1, gpus=1),
+    AllocatedNode("c", tasks=1, gpus=2),
+)
+GPUS = Allocation("7", UNEQUAL, True, step_id=3, procid=1, ntasks=3, localid=0, nodeid=1)
+TASKS = Allocation(
+    "7",
+    (AllocatedNode("a", tasks=3), AllocatedNode("b", tasks=2)),
+    True,
+    step_id=3,
+    procid=4,
+    ntasks=5,
+    localid=1,
+    nodeid=1,
+)
+
+
+def plan_of(
+    monkeypatch: pytest.MonkeyPatch,
+    allocation: Allocation,
+    tokens: Sequence[str] = (),
+    cores: int = 8,
+    attempt: int = 0,
+    **options: Any,
+) -> Plan:
+    """The plan of a task that sees these GPUs and cores."""
+    for name in [name for name in os.environ if name.startswith("SLURM") or name == "OMP_NUM_THREADS"]:
+        monkeypatch.delenv(name)
+    monkeypatch.setattr("zlaunch.system.devices.discover", lambda environ: Devices(tuple(tokens), None))
+    monkeypatch.setattr("zlaunch.system.facts.cores_by_numa", lambda: tuple(range(cores)))
+    return SrunTaskLauncher(replace(OPTIONS, **options), allocation).own_plan(attempt)
+
+
+def places(plan: Plan) -> list[tuple[str, ...]]:
+    """What the workers are told of their places."""
+    keys = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "CROSS_RANK", "CROSS_SIZE")
+    return [tuple(worker.env[key] for key in keys) for node in plan.nodes for worker in node.workers]
+
+
+def test_one_task_a_node_and_nodes_with_different_numbers_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for index, node in enumerate(UNEQUAL):
+        allocation = replace(GPUS, procid=index, nodeid=index)
+        plan = plan_of(monkeypatch, allocation, tokens=[str(gpu) for gpu in range(node.gpus or 0)])
+        assert [each.host for each in plan.nodes] == [node.host]
+        assert (plan.master_addr, plan.in_step) == ("a", True)
+        found += places(plan)
+    assert found == [
+        *[(str(rank), str(rank), "7", "4", "0", "3") for rank in range(4)],
+        ("4", "0", "7", "1", "1", "3"),
+        ("5", "0", "7", "2", "2", "3"),
+        ("6", "1", "7", "2", "2", "3"),
+    ]
+
+
+def test_several_tasks_a_node_and_nodes_with_different_numbers_of_tasks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each is one worker; threads and memory are shared with the other tasks of its own node alone."""
+    found, threads = [], []
+    for procid, (nodeid, localid) in enumerate([(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)]):
+        allocation = replace(TASKS, procid=procid, nodeid=nodeid, localid=localid)
+        plan = plan_of(monkeypatch, allocation)
+        found += places(plan)
+        threads += [worker.env["OMP_NUM_THREADS"] for worker in plan.nodes[0].workers]
+    assert found == [
+        *[(str(rank), str(rank), "5", "3", "0", "2") for rank in range(3)],
+        ("3", "0", "5", "2", "1", "2"),
+        ("4", "1", "5", "2", "1", "2"),
+    ]
+    assert threads == ["2", "2", "2", "4", "4"]
+
+
+@pytest.mark.parametrize(("tokens", "device"), [(("4", "5"), "5"), (("7",), "7"), ((), None)])
+def test_a_task_takes_a_gpu_of_those_that_it_sees(
+    monkeypatch: pytest.MonkeyPatch, tokens: tuple[str, ...], device: str | None
+) -> None:
+    """SLURM shows a task all GPUs of its node, or one of them alone."""
+    [worker] = plan_of(monkeypatch, TASKS, tokens=tokens).nodes[0].workers
+    assert worker.env.get("CUDA_VISIBLE_DEVICES") == device
+
+
+def test_all_tasks_meet_at_one_port_and_each_attempt_at_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = plan_of(monkeypatch, TASKS)
+    assert (
+        plan_of(monkeypatch, replace(TASKS, procid=0, nodeid=0, localid=0)).master_port == first.master_port
+    )
+    others = [
+        plan_of(monkeypatch, TASKS, attempt=1),
+        plan_of(monkeypatch, replace(TASKS, step_id=4)),
+        plan_of(monkeypatch, replace(TASKS, restart_count=1)),
+    ]
+    assert first.master_port not in {plan.master_port for plan in others}
+    given = plan_of(monkeypatch, TASKS, master_addr="head", master_port=1234)
+    assert (given.master_addr, given.master_port) == ("head", 1234)
+
+
+def test_a_number_that_is_given_holds_for_every_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = plan_of(monkeypatch, GPUS, tokens=("0", "1"), num_gpus=2)
+    assert places(plan) == [("2", "0", "6", "2", "1", "3"), ("3", "1", "6", "2", "1", "3")]
+    assert [worker.env["CUDA_VISIBLE_DEVICES"] for worker in plan.nodes[0].workers] == ["0,1"] * 2
+    with pytest.raises(LaunchError, match=r"3 workers were asked for, but this task .* sees 2 GPU\(s\)"):
+        plan_of(monkeypatch, GPUS, tokens=("0", "1"), num_gpus=3)
+
+
+def test_where_nothing_is_said_of_gpus_all_that_a_task_sees_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = tuple(AllocatedNode(host, tasks=1) for host in "ab")
+    allocation = replace(GPUS, nodes=nodes, ntasks=2)
+    seen = plan_of(monkeypatch, allocation, tokens=("0", "1", "2"))
+    assert [rank for rank, *_ in places(seen)] == ["3", "4", "5"]
+    assert places(plan_of(monkeypatch, allocation)) == [("1", "0", "2", "1", "1", "2")]
+
+
+@pytest.fixture
+def launcher(monkeypatch: pytest.MonkeyPatch) -> SrunTaskLauncher:
+    plan_of(monkeypatch, TASKS)
+    return SrunTaskLauncher(OPTIONS, TASKS)
+
+
+@pytest.mark.parametrize(
+    ("outcome", "code", "cancels"),
+    [
+        (Outcome(0), 0, False),
+        (Outcome(3), 3, True),
+        (Outcome(128 + signal.SIGTERM, signum=signal.SIGTERM), 143, False),
+        (Outcome(128 + signal.SIGHUP, signum=signal.SIGHUP), 0, False),
+    ],
+)
+def test_the_first_task_that_fails_ends_the_others_and_is_the_code(
+    launcher: SrunTaskLauncher,
+    monkeypatch: pytest.MonkeyPatch,
+    outcome: Outcome,
+    code: int,
+    cancels: bool,
+) -> None:
+    cancelled: list[Any] = []
+    monkeypatch.setattr("zlaunch.slurm.commands.cancel_step", cancelled.append)
+    before = signal.getsignal(signal.SIGHUP)
+    try:
+        assert launcher.on_end(outcome, lambda text: None) == code
+        assert bool(cancelled) is cancels
+        # the signal that ends the others comes to this task, too
+        assert (signal.getsignal(signal.SIGHUP) is signal.SIG_IGN) is cancels
+    finally:
+        signal.signal(signal.SIGHUP, before)

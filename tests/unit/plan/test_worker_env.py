@@ -1,0 +1,96 @@
+"""Test the variables of each worker on nodes that are not alike."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from zlaunch.plan.build import make_plan
+from zlaunch.plan.facts import NodeSpec, Part, RunFacts
+from zlaunch.plan.plan import Program, WorkerPlan
+
+RUN = RunFacts(
+    program=Program("script", "train.py"),
+    run_id="id",
+    run_dir="/runs/id",
+    cwd="/work",
+    grace_s=3.0,
+    bootstrap=("python", "-m", "boot"),
+    environ={},
+)
+
+
+def workers(*nodes: NodeSpec, environ: Mapping[str, str] = {}, **more: Any) -> list[WorkerPlan]:
+    run = replace(RUN, environ=environ)
+    plan = make_plan(run, nodes, master_addr="a", master_port=29500, **more)
+    return [worker for node in plan.nodes for worker in node.workers]
+
+
+def of(found: list[WorkerPlan], name: str) -> list[str | None]:
+    return [worker.env.get(name) for worker in found]
+
+
+@pytest.mark.parametrize(
+    ("count", "cores", "threads"), [(1, 8, 8), (2, 8, 4), (3, 8, 2), (4, 64, 16), (8, 4, 1), (1, 1, 1)]
+)
+def test_workers_share_the_cores_of_their_node(count: int, cores: int, threads: int) -> None:
+    assert of(workers(NodeSpec("a", count, cores)), "OMP_NUM_THREADS") == [str(threads)] * count
+
+
+def test_each_node_has_its_own_cores_and_workers() -> None:
+    found = workers(NodeSpec("a", 2, 64), NodeSpec("b", 1, 16), NodeSpec("c", 4, 8))
+    assert of(found, "OMP_NUM_THREADS") == ["32", "32", "16", "2", "2", "2", "2"]
+    assert of(found, "LOCAL_WORLD_SIZE") == of(found, "LOCAL_SIZE") == ["2", "2", "1", *["4"] * 4]
+    assert of(found, "LOCAL_RANK") == ["0", "1", "0", "0", "1", "2", "3"]
+    assert of(found, "GROUP_RANK") == of(found, "CROSS_RANK") == ["0", "0", "1", *["2"] * 4]
+    assert set(of(found, "GROUP_WORLD_SIZE")) == {"3"}
+
+
+def test_workers_that_others_start_on_the_node_share_its_cores_too() -> None:
+    """A task of a step plans for one worker, and is one of six on its node."""
+    node = NodeSpec("a", workers=1, cores=24, first_local=4, local_world=6)
+    found = workers(node, part=Part(10, 12, 1, 2))
+    assert of(found, "OMP_NUM_THREADS") == ["4"]
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "CROSS_RANK", "CROSS_SIZE")
+    assert [found[0].env[name] for name in names] == ["10", "12", "4", "6", "1", "2"]
+    assert found[0].env["ROLE_RANK"] == "10" and found[0].env["ROLE_WORLD_SIZE"] == "12"
+    assert "--local_rank=4" in found[0].argv
+
+
+@pytest.mark.parametrize("where", ["launcher", "node"])
+def test_threads_that_somebody_has_chosen_stay(where: str) -> None:
+    chosen = {"OMP_NUM_THREADS": "3"}
+    node = NodeSpec("a", 2, 64, env=chosen if where == "node" else {})
+    found = workers(node, environ=chosen if where == "launcher" else {})
+    # what the launcher's own environment says reaches the workers without the plan
+    assert of(found, "OMP_NUM_THREADS") == ["3" if where == "node" else None] * 2
+
+
+def test_bound_workers_have_a_thread_for_each_of_their_cpus() -> None:
+    bound = ((0, 1, 2), (5, 7))
+    found = workers(NodeSpec("a", 2, 64, bound=bound))
+    assert of(found, "ZLAUNCH_CPUS") == ["0,1,2", "5,7"] and of(found, "OMP_NUM_THREADS") == ["3", "2"]
+    kept = workers(NodeSpec("a", 2, 64, bound=bound), environ={"OMP_NUM_THREADS": "9"})
+    assert of(kept, "OMP_NUM_THREADS") == [None, None]
+
+
+def test_gloo_takes_the_loopback_only_where_there_is_one_node() -> None:
+    assert of(workers(NodeSpec("localhost", 1, 1)), "GLOO_SOCKET_IFNAME") == ["lo"]
+    assert of(workers(NodeSpec("a", 1, 1), NodeSpec("b", 1, 1)), "GLOO_SOCKET_IFNAME") == [None, None]
+    alone = workers(NodeSpec("a", 1, 1), part=Part(1, 2, 1, 2))
+    assert of(alone, "GLOO_SOCKET_IFNAME") == [None], "the other node is another launcher's"
+
+
+def test_only_a_node_that_sees_the_run_s_folder_writes_errors_there() -> None:
+    found = workers(NodeSpec("localhost", 1, 1), NodeSpec("b", 1, 1))
+    assert of(found, "TORCHELASTIC_ERROR_FILE") == ["/runs/id/logs/error_00000.json", None]
+
+
+def test_an_attempt_knows_its_number_and_where_to_go_on() -> None:
+    assert of(workers(NodeSpec("a", 1, 1)), "ZLAUNCH_RESUME_DIR") == [None]
+    again = workers(NodeSpec("a", 1, 1), attempt=2, resume_dir="/saved")
+    assert of(again, "ZLAUNCH_RESUME_DIR") == ["/saved"]
+    assert of(again, "ZLAUNCH_RESTART_COUNT") == of(again, "TORCHELASTIC_RESTART_COUNT") == ["2"]

@@ -1,0 +1,128 @@
+"""Test that blocks are gathered ahead as far as ``stage3_max_live_parameters`` allows, and no further."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.unit.zero.fake_comm import FakeComm
+from zlaunch.runtime.comm.pending import Pending
+from zlaunch.runtime.zero.hooks import ShardedModel
+from zlaunch.runtime.zero.ownership import UnitState
+from zlaunch.runtime.zero.reduce import GradientOptions, GradientReducer
+from zlaunch.runtime.zero.unit import Unit
+from zlaunch.runtime.zero.unit_policy import ShardingOptions, UnitFactory, plan_blocks
+
+SIZES = (512, 2048, 1024, 512, 512)
+"""The elements of each layer."""
+
+
+class Layer(nn.Module):
+    """Uses a weight without a product of matrices, for which torch starts threads."""
+
+    def __init__(self, numel: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(numel))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight.sum()
+
+
+class Counting(FakeComm):
+    """Notes how many sharded elements are live, and of which unit the gather is, whenever one begins."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.units: list[Unit] = []
+        self.begun: list[tuple[str, int]] = []
+
+    def live(self) -> int:
+        return sum(u.numel for u in self.units if u.shard_params and u.state is not UnitState.SHARDED)
+
+    def all_gather(self, full: Tensor, source: Tensor, label: int = 0, rounded: bool = False) -> Pending:
+        self.begun.append((self._labels[label], self.live()))
+        return super().all_gather(full, source, label, rounded)
+
+
+def make(budget: int, *, enabled: bool = True, persistent: int = 0) -> tuple[nn.Sequential, Counting]:
+    """Make a sharded stack of layers; those of at most ``persistent`` elements stay whole."""
+    comm = Counting()
+    model = nn.Sequential(*map(Layer, SIZES))
+    options = ShardingOptions(
+        shard_optimizer=True,
+        shard_grads=True,
+        shard_params=True,
+        minimum_numel=1,
+        persistence_numel=persistent,
+    )
+    blocks = plan_blocks(model, options)
+    UnitFactory(None, comm, options).build(blocks, {})
+    comm.units = [unit for block in blocks for unit in block.units]
+    reducer = GradientReducer(comm.units, comm, GradientOptions(transient=True, dtype=None))
+    reducer._agreed = True  # the fake has no other rank's order
+    driver = ShardedModel(
+        model,
+        blocks,
+        reducer,
+        comm,
+        options,
+        intercept=lambda module, gathered: lambda: None,
+        prefetch_numel=int(enabled),
+        max_live_numel=budget,
+    )
+    driver.engine = driver  # lives as long as the model
+    return model, comm
+
+
+def begun_in_a_pass(model: nn.Sequential, comm: Counting) -> tuple[list[tuple[str, int]], list[int]]:
+    """Train a step to learn the order; return the gathers of the next one, and what was live in each layer's
+    forward.
+    """
+    live: list[int] = []
+    for _ in range(2):
+        comm.begun.clear()
+        live.clear()
+        handles = [
+            layer.register_forward_pre_hook(lambda module, args: live.append(comm.live())) for layer in model
+        ]
+        model(torch.ones(())).backward()
+        for handle in handles:
+            handle.remove()
+    return list(comm.begun), live
+
+
+@pytest.mark.parametrize("budget", [0, 1024, 1025, 2559, 2560, 3071, 3072, 10**9])
+def test_a_block_is_gathered_ahead_if_all_that_is_live_then_fits(budget: int) -> None:
+    begun, live = begun_in_a_pass(*make(budget))
+    ahead = [one + following if one + following <= budget else one for one, following in pairwise(SIZES)]
+    assert live == [*ahead, SIZES[-1]]
+    assert all(held <= max(budget, *SIZES) for _, held in begun)
+    forward = [name for name, _ in begun][: len(SIZES)]
+    assert forward == ["0", "1", "2", "3", "4"], "each is gathered once"
+    # the last block stays for the backward pass
+    assert [name for name, _ in begun][len(SIZES) :] == ["3", "2", "1", "0"]
+
+
+def test_the_backward_pass_gathers_ahead_within_the_budget() -> None:
+    for budget in (0, 1024, 1536, 2559, 2560, 3072):
+        begun, _ = begun_in_a_pass(*make(budget))
+        held = [live for _, live in begun[len(SIZES) :]]
+        # each gather of the backward pass begins beside the block after it, or alone once that is resharded
+        assert held == [
+            own + later if own + later <= budget else own
+            for own, later in zip(SIZES[-2::-1], SIZES[:0:-1], strict=True)
+        ], budget
+
+
+def test_units_that_are_never_sharded_do_not_count() -> None:
+    begun, live = begun_in_a_pass(*make(3072, persistent=512))
+    assert {name for name, _ in begun} == {"1", "2"}
+    assert live[1] == SIZES[1] + SIZES[2], "the 512 elements of the first layer use up nothing"
+
+
+def test_nothing_is_gathered_ahead_without_prefetch() -> None:
+    _, live = begun_in_a_pass(*make(10**9, enabled=False))
+    assert live == list(SIZES)
