@@ -335,13 +335,27 @@ def mpirun(cluster: Testbed) -> tuple[str, ...]:
     return ("mpirun.openmpi", "--allow-run-as-root", *agent, *hosts, "-x", "PYTHONPATH")
 
 
+@pytest.mark.needs("mpirun.openmpi")
 def test_mpirun_starts_one_launcher_a_node(cluster: Testbed, tmp_path: Path) -> None:
     script = """
-        import os, torch, torch.distributed as dist
-        dist.init_process_group("gloo")
-        x = torch.tensor(int(os.environ["RANK"]))
-        dist.all_reduce(x)
-        print("sum", x.item(), os.environ["RANK"], os.environ["LOCAL_RANK"], flush=True)
+        import os, socket, time
+        rank, place = os.environ["RANK"], (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+        if rank == "0":
+            server = socket.create_server(place)
+            others = [server.accept()[0] for _ in range(int(os.environ["WORLD_SIZE"]) - 1)]
+            total = str(sum(int(other.recv(8)) for other in others)).encode()
+            for other in others:
+                other.sendall(total)
+        else:
+            while True:
+                try:
+                    server = socket.create_connection(place)
+                    break
+                except ConnectionRefusedError:
+                    time.sleep(0.05)
+            server.sendall(rank.encode())
+            total = server.recv(8)
+        print("sum", total.decode(), rank, os.environ["LOCAL_RANK"], flush=True)
     """
     options = ("--num_gpus=2", "--no_local_rank", "--log_ranks=all")
     prefix = (*mpirun(cluster), "-x", "MASTER_ADDR=n1")
@@ -355,6 +369,7 @@ def test_mpirun_starts_one_launcher_a_node(cluster: Testbed, tmp_path: Path) -> 
     assert lost.wait() == 2 and "not where node 0 is" in lost.err, lost.err
 
 
+@pytest.mark.needs("mpirun.openmpi")
 def test_mpirun_reaches_the_hosts_of_a_hostfile(cluster: Testbed, tmp_path: Path) -> None:
     agent = {"OMPI_MCA_plm_rsh_agent": f"ssh -F {cluster.ssh_config}", "OMPI_MCA_oob_tcp_if_include": SUBNET}
     script = "import os, socket; print(socket.gethostname(), os.environ['RANK'])"
@@ -376,7 +391,7 @@ def test_what_record_writes_on_another_node_is_in_the_run(cluster: Testbed, tmp_
 
         main()
     """
-    launch = start(cluster, tmp_path, script=script)
+    launch = start(cluster, tmp_path, "--num_nodes=2", script=script)
     assert launch.wait() == 1 and "ValueError: as it is recorded" in launch.err
     recorded = json.loads((launch.run_dir / "logs" / "error_00003.json").read_text())
     assert recorded["message"]["message"] == "ValueError: as it is recorded"

@@ -15,6 +15,7 @@ import pytest
 
 from tests.e2e.helpers import ROOT, Launch, alive, run
 from tests.limits import LIMIT_S, wait_until
+from tests.ports import reserved_port
 from zlaunch.supervisor import run_record
 
 PATH = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -202,9 +203,6 @@ def test_a_slow_start_says_what_it_waits_for(tmp_path: Path) -> None:
 
 def test_pods_train_together(tmp_path: Path) -> None:
     """Two launchers with PyTorchJob's variables, as two pods would have them."""
-    from zlaunch.plan.checks import pick_port
-
-    port = str(pick_port(0))
     script = """
         import os, torch, torch.distributed as dist
         dist.init_process_group("gloo")
@@ -214,15 +212,15 @@ def test_pods_train_together(tmp_path: Path) -> None:
     """
     launches = []
     (tmp_path / "shared").mkdir()
-    for rank in "01":
-        folder = tmp_path / rank
-        folder.mkdir()
-        (folder / "run").symlink_to(tmp_path / "shared")  # as of pods with one volume
-        pod = {"RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        launches.append(
-            Launch(folder, "--num_gpus=2", script=script, env={**pod, "GLOO_SOCKET_IFNAME": "lo"})
-        )
-    assert [launch.wait() for launch in launches] == [0, 0], launches[0].err + launches[1].err
+    with reserved_port() as port:
+        common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        common["GLOO_SOCKET_IFNAME"] = "lo"
+        for rank in "01":
+            folder = tmp_path / rank
+            folder.mkdir()
+            (folder / "run").symlink_to(tmp_path / "shared")  # as of pods with one volume
+            launches.append(Launch(folder, "--num_gpus=2", script=script, env={**common, "RANK": rank}))
+        assert [launch.wait() for launch in launches] == [0, 0], launches[0].err + launches[1].err
     assert [launch.log(rank) for launch, rank in zip(launches, (0, 2), strict=True)] == [
         "sum 4 of 0\n",
         "sum 4 of 2\n",

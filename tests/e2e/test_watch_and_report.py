@@ -6,7 +6,6 @@ import fcntl
 import os
 import pty
 import re
-import shutil
 import struct
 import subprocess
 import sys
@@ -20,8 +19,8 @@ import pytest
 from tests.e2e.helpers import ROOT, Launch, run
 from tests.e2e.test_runs import zlaunch
 from tests.limits import LIMIT_S, wait_until
+from tests.programs import chromium
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 TRAIN = """
     import os, sys, time, torch, zlaunch
     from torch import nn
@@ -49,15 +48,58 @@ TRAIN = """
 """
 
 
+def watch_in_a_terminal(folder: Path, go: Path) -> str:
+    """Watch a run that goes on as soon as it is seen, to its end; return what was drawn."""
+    controller, terminal = pty.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
+    watcher = subprocess.Popen(
+        [sys.executable, "-m", "zlaunch", "watch", "run"],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm-256color"},
+        stdin=terminal,
+        stdout=terminal,
+        stderr=terminal,
+        start_new_session=True,
+    )
+    os.close(terminal)
+    seen = bytearray()
+
+    def read() -> None:
+        try:
+            while chunk := os.read(controller, 4096):
+                seen.extend(chunk)
+        except OSError:  # the terminal's other end is closed
+            pass
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    wait_until(lambda: b"running" in seen and b" of 20" in seen, lambda: f"a picture, not {bytes(seen)!r}")
+    assert watcher.poll() is None
+    go.touch()
+    assert watcher.wait(LIMIT_S) == 0
+    reader.join(LIMIT_S)
+    return seen.decode()
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with two runs: `good/run` has ended well, `bad/run` with an exception."""
+    """A folder with two runs: `good/run` has ended well, `bad/run` with an exception, watched: `seen`."""
     folder = tmp_path_factory.mktemp("runs")
-    for name, args, code in (("good", ("0.1",), 0), ("bad", ("0.001", "."), 1)):
+    options = ("--num_gpus=2", "--no_local_rank")
+    for name in ("good", "bad"):
         (folder / name).mkdir()
-        launch = run(folder / name, "--num_gpus=2", "--no_local_rank", script=TRAIN, args=args)
-        assert launch.process.returncode == code, launch.err
+    good = run(folder / "good", *options, script=TRAIN, args=("0.1",))
+    assert good.process.returncode == 0, good.err
+    bad = Launch(folder / "bad", *options, script=TRAIN, args=("0.001", "go"))
+    wait_until((folder / "bad" / "run" / "launcher.json").exists, "a run")
+    (folder / "seen").write_text(watch_in_a_terminal(folder / "bad", folder / "bad" / "go"))
+    assert bad.wait() == 1, bad.err
     return folder
+
+
+def test_watch_in_a_terminal(runs: Path) -> None:
+    text = (runs / "seen").read_text()
+    assert "ended 1" in text and "ValueError" in text and "Traceback" not in text
 
 
 @pytest.mark.exhaustive
@@ -86,41 +128,6 @@ def test_mistakes(tmp_path: Path) -> None:
     page = zlaunch(tmp_path, "report", "run")
     assert (page.returncode, page.stdout) == (0, "run/report.html\n")
     assert "no step has been reported" in (tmp_path / "run" / "report.html").read_text()
-
-
-def test_watch_in_a_terminal(tmp_path: Path) -> None:
-    launch = Launch(tmp_path, "--num_gpus=1", "--no_local_rank", script=TRAIN, args=("0.1", "go"))
-    wait_until(lambda: (tmp_path / "run" / "launcher.json").exists(), "a run")
-    controller, terminal = pty.openpty()
-    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
-    watcher = subprocess.Popen(
-        [sys.executable, "-m", "zlaunch", "watch", "run"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm-256color"},
-        stdin=terminal,
-        stdout=terminal,
-        stderr=terminal,
-        start_new_session=True,
-    )
-    os.close(terminal)
-    seen = bytearray()
-
-    def read() -> None:
-        try:
-            while chunk := os.read(controller, 4096):
-                seen.extend(chunk)
-        except OSError:  # the terminal's other end is closed
-            pass
-
-    reader = threading.Thread(target=read)
-    reader.start()
-    wait_until(lambda: b"running" in seen and b" of 20" in seen, lambda: f"a picture, not {bytes(seen)!r}")
-    assert watcher.poll() is None
-    (tmp_path / "go").touch()
-    assert launch.wait() == 1 and watcher.wait(LIMIT_S) == 0
-    reader.join(LIMIT_S)
-    text = seen.decode()
-    assert "ended 1" in text and "ValueError" in text and "Traceback" not in text
 
 
 class _Outside(HTMLParser):
@@ -156,13 +163,13 @@ def test_the_page_is_whole_and_alone(runs: Path) -> None:
     assert re.search(r"torch&quot;: &quot;\d", page)
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium")
+@pytest.mark.needs("chromium")
 def test_the_page_in_a_browser(runs: Path) -> None:
     done = zlaunch(runs, "report", "good/run", "bad/run", "-o", "both.html")
     assert done.returncode == 0 and done.stdout.count("bounds the step") == 2, done.stderr
 
-    def chromium(*arguments: str) -> str:
-        command = [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--window-size=1300,2200"]
+    def browse(*arguments: str) -> str:
+        command = [str(chromium()), "--headless", "--no-sandbox", "--disable-gpu", "--window-size=1300,2200"]
         with_own_folder = [f"--user-data-dir={runs / 'browser'}", *arguments]
         shown = subprocess.run(
             [*command, *with_own_folder, (runs / "both.html").as_uri()],
@@ -173,10 +180,10 @@ def test_the_page_in_a_browser(runs: Path) -> None:
         assert shown.returncode == 0, shown.stderr
         return shown.stdout
 
-    page = chromium("--dump-dom")
+    page = browse("--dump-dom")
     assert page.count("<svg") >= 6 and page.count("<polyline") >= 12 and "good/run: val_loss" in page
     picture = runs / "page.png"
-    chromium(f"--screenshot={picture}")
+    browse(f"--screenshot={picture}")
     header = picture.read_bytes()[:24]
     assert header.startswith(b"\x89PNG") and struct.unpack(">II", header[16:24]) == (1300, 2200)
     colors = _colors(picture)

@@ -207,25 +207,26 @@ CASES: dict[str, Callable[[], nn.Module]] = {
 
 
 def _errors(case: str) -> dict[str, float]:
-    """Worst relative error after 8 steps, per stage and accumulation."""
+    """Worst relative error after 5 steps, per stage and accumulation."""
     zlaunch.init_distributed()
     world = torch.distributed.get_world_size()
     worst = {}
     for accumulation in (1, 2):
-        data = batches(8, 4 * accumulation)
+        if accumulation > 1 and case == "changing_order":
+            continue  # the plain loop would see another order of calls
+        data = batches(5, 4 * accumulation)
+        torch.manual_seed(7)
+        plain: Any = CASES[case]().double()
+        initial = {name: value.clone() for name, value in plain.state_dict().items()}
+        optimizer = torch.optim.AdamW(
+            [p for p in plain.parameters() if p.requires_grad], lr=3e-3, weight_decay=0.1
+        )
+        train_plain(plain, data, optimizer=optimizer)
         for stage in range(4):
-            torch.manual_seed(7)
-            plain: Any = CASES[case]().double()
             model: Any = CASES[case]().double()
-            if accumulation > 1 and case == "changing_order":
-                continue  # the plain loop would see another order of calls
-            model.load_state_dict(plain.state_dict())
+            model.load_state_dict(initial)
             if case == "odd_sizes":
                 model.shift.add_(torch.distributed.get_rank())  # rank 0's value must win
-            optimizer = torch.optim.AdamW(
-                [p for p in plain.parameters() if p.requires_grad], lr=3e-3, weight_decay=0.1
-            )
-            train_plain(plain, data, optimizer=optimizer)
             engine, *_ = zlaunch.initialize(
                 model=model,
                 config=config(
@@ -252,7 +253,7 @@ def test_trains_like_plain_torch(case: str) -> None:
 
 def _several_forwards(stage: int) -> float:
     """Two forwards summed before one backward, then two backwards before one step."""
-    rank = join()
+    rank = torch.distributed.get_rank()
     plain = net().double()
     optimizer = torch.optim.AdamW(plain.parameters(), lr=3e-3, weight_decay=0.1)
     engine, *_ = zlaunch.initialize(model=net().double(), config=config(stage, 2))
@@ -265,13 +266,19 @@ def _several_forwards(stage: int) -> float:
         (loss_of(engine, mine) + 2 * loss_of(engine, other)).backward()  # straight on the loss
         engine.backward(loss_of(engine, other))
         engine.step()
+    engine.destroy()
     state, wanted = engine.module.state_dict(), plain.state_dict()
     return max(relative_error(state[n], wanted[n]) for n in wanted)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_several_forwards_and_backwards_in_one_step(stage: int) -> None:
-    assert max(run_workers(_several_forwards, 2, stage)) <= TOLERANCE
+def _at_every_stage() -> dict[int, float]:
+    join()
+    return {stage: _several_forwards(stage) for stage in (0, 1, 2, 3)}
+
+
+def test_several_forwards_and_backwards_in_one_step() -> None:
+    for errors in run_workers(_at_every_stage, 2):
+        assert {stage: error for stage, error in errors.items() if not error <= TOLERANCE} == {}
 
 
 def _two_models() -> float:

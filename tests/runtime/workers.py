@@ -36,6 +36,7 @@ _context.set_forkserver_preload(
         "transformers.models.gpt2.modeling_gpt2",
         "transformers.models.llama.modeling_llama",
         "transformers.models.mixtral.modeling_mixtral",
+        "tests.runtime.frozen",  # the last
     ]
 )
 

@@ -14,7 +14,7 @@ from tests.runtime.models import batches, config, loss_of, net, relative_error, 
 from tests.runtime.workers import join, run_workers
 from zlaunch.runtime.registry.lion import Lion
 
-STEPS, SAMPLES = 11, 12
+STEPS, SAMPLES = 6, 12
 OPTIMIZERS: dict[str, tuple[dict[str, Any], Callable[[Any], torch.optim.Optimizer]]] = {
     "AdamW": ({"lr": 3e-3, "weight_decay": 0.1}, lambda p: torch.optim.AdamW(p, lr=3e-3, weight_decay=0.1)),
     "SGD": ({"lr": 0.1, "momentum": 0.9}, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)),

@@ -21,6 +21,7 @@ import torch
 
 import zlaunch
 from tests.limits import LIMIT_S
+from tests.ports import reserved_port
 from tests.runtime.checkpoint.test_save_load import content, differences, engine_of, rich, settings
 from tests.runtime.models import batches, config, net, train_engine
 from tests.runtime.workers import WorkerError, _context, run_workers
@@ -57,14 +58,6 @@ def _save_for_ever(folder: str, port: int, rank: int, world: int, asynchronous: 
         ready.put(engine.global_steps)
 
 
-def _free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @pytest.mark.parametrize("count", [10, pytest.param(100, marks=pytest.mark.exhaustive)])
 def test_kills_at_random_instants(tmp_path: Path, count: int) -> None:
     """Every time the newest whole checkpoint verifies, loads, and is what was saved; nothing goes back."""
@@ -72,32 +65,33 @@ def test_kills_at_random_instants(tmp_path: Path, count: int) -> None:
     reached, saves, pointed = 0, 0, False
     for number in range(count):
         world, asynchronous = (2 if number % 10 == 9 else 1), number % 2 == 1
-        port, ready = _free_port(), _context.Queue()
-        jobs = [
-            _context.Process(
-                target=_save_for_ever, args=(str(tmp_path), port, rank, world, asynchronous, ready)
-            )
-            for rank in range(world)
-        ]
-        try:
+        ready = _context.Queue()
+        with reserved_port() as port:
+            jobs = [
+                _context.Process(
+                    target=_save_for_ever, args=(str(tmp_path), port, rank, world, asynchronous, ready)
+                )
+                for rank in range(world)
+            ]
+            try:
+                for job in jobs:
+                    job.start()
+                assert min(ready.get(timeout=LIMIT_S) for _ in jobs) >= reached
+                wanted = chance.choice([0, 1, 2])  # a busy machine has less done in a given time
+                for _ in range(wanted):
+                    ready.get(timeout=LIMIT_S)
+                time.sleep(chance.uniform(0, 0.03))
+            finally:
+                chance.shuffle(jobs)
+                for job in jobs:
+                    with suppress(ProcessLookupError):  # the other rank may have noticed and ended
+                        assert job.pid is not None
+                        os.kill(job.pid, signal.SIGKILL)
+                    time.sleep(chance.choice([0, 0, 0.02]))
             for job in jobs:
-                job.start()
-            assert min(ready.get(timeout=LIMIT_S) for _ in jobs) >= reached
-            wanted = chance.choice([0, 1, 2])  # a busy machine has less done in a given time
-            for _ in range(wanted):
-                ready.get(timeout=LIMIT_S)
-            time.sleep(chance.uniform(0, 0.03))
-        finally:
-            chance.shuffle(jobs)
-            for job in jobs:
-                with suppress(ProcessLookupError):  # the other rank may have noticed and ended
-                    assert job.pid is not None
-                    os.kill(job.pid, signal.SIGKILL)
-                time.sleep(chance.choice([0, 0, 0.02]))
-        for job in jobs:
-            job.join()
-            # not 17: what it began with was right; 1: the other rank had gone before
-            assert job.exitcode in ((-signal.SIGKILL, 1) if world > 1 else (-signal.SIGKILL,))
+                job.join()
+                # not 17: what it began with was right; 1: the other rank had gone before
+                assert job.exitcode in ((-signal.SIGKILL, 1) if world > 1 else (-signal.SIGKILL,))
         saves += wanted if world == 1 and not asynchronous else 0
         path, problems = newest_whole(tmp_path)
         assert problems == []
@@ -301,10 +295,9 @@ def _no_space(folder: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
+@pytest.mark.needs("root", "mounts")
 def test_a_full_disk(tmp_path: Path) -> None:
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=200k", "tmpfs", str(tmp_path)]).returncode:
-        pytest.skip("cannot mount here")
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=200k", "tmpfs", str(tmp_path)], check=True)
     try:
         messages = run_workers(_no_space, 2, str(tmp_path))
     finally:

@@ -7,13 +7,18 @@ import os
 from contextlib import redirect_stdout
 from pathlib import Path
 
-import pytest
 import torch
 
 import zlaunch
 from tests.runtime.models import batches, config, net, train_engine
 from tests.runtime.workers import run_workers
 from zlaunch.runtime.checkpoint.format.tensor_file import CheckpointError
+
+CASES = [(how, asynchronous) for how in (None, "Warn", "Ignore", "Fail") for asynchronous in (False, True)]
+
+
+def _save_each(folder: str) -> list[tuple[str, str, list[str]]]:
+    return [_save(f"{folder}/{index}", *case) for index, case in enumerate(CASES)]
 
 
 def _save(folder: str, how: str | None, asynchronous: bool) -> tuple[str, str, list[str]]:
@@ -41,19 +46,19 @@ def _save(folder: str, how: str | None, asynchronous: bool) -> tuple[str, str, l
     return problem, said.getvalue(), there
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize("how", [None, "Warn", "Ignore", "Fail"])
-def test_different_tags(tmp_path: Path, how: str | None, asynchronous: bool) -> None:
-    first, second, third = run_workers(_save, 3, str(tmp_path / "saved"), how, asynchronous)
+def test_different_tags(tmp_path: Path) -> None:
     tags = "rank 0 under the tag 'of0', rank 1 under the tag 'of1', rank 2 under the tag 'of2'"
-    if how == "Fail":
-        assert first[0] == second[0] == third[0] and first[2] == []
-        assert tags in first[0] and 'tag_validation is "Fail"' in first[0]
-        return
-    assert first[0] == second[0] == third[0] == ""
-    assert "of0" in first[2] and "of1" not in first[2] and "of2" not in first[2]
-    assert (tags in first[1]) == (how != "Ignore") and ("saved under 'of0'" in first[1]) == (how != "Ignore")
-    assert "tag" not in second[1] + third[1]
+    for case, *ranks in zip(CASES, *run_workers(_save_each, 3, str(tmp_path)), strict=True):
+        first, second, third = ranks
+        if case[0] == "Fail":
+            assert first[0] == second[0] == third[0] and first[2] == [], case
+            assert tags in first[0] and 'tag_validation is "Fail"' in first[0], case
+            continue
+        told = case[0] != "Ignore"
+        assert first[0] == second[0] == third[0] == "", case
+        assert "of0" in first[2] and "of1" not in first[2] and "of2" not in first[2], case
+        assert (tags in first[1]) == told and ("saved under 'of0'" in first[1]) == told, case
+        assert "tag" not in second[1] + third[1], case
 
 
 def _load(folder: str) -> str:

@@ -12,6 +12,8 @@ import zlaunch
 from tests.runtime.models import relative_error
 
 STEPS = 20
+FEW = 8
+"""Counts the steps after which an error in double precision shows, where no phase comes later."""
 SAMPLES = 6
 """Counts those of a global batch: they divide into 1, 2 and 3."""
 
@@ -41,9 +43,9 @@ def odd() -> Odd:
     return Odd().double()
 
 
-def data() -> list[Tensor]:
+def data(steps: int = STEPS) -> list[Tensor]:
     generator = torch.Generator().manual_seed(5)
-    return [torch.randint(0, 13, (SAMPLES, 8), generator=generator) for _ in range(STEPS)]
+    return [torch.randint(0, 13, (SAMPLES, 8), generator=generator) for _ in range(steps)]
 
 
 def loss_of(model: Any, tokens: Tensor) -> Tensor:

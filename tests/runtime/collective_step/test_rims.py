@@ -10,7 +10,17 @@ import torch
 from torch import Tensor, nn
 
 import zlaunch
-from tests.runtime.collective_step.models import Odd, data, error, loss_of, make_engine, odd, section, train
+from tests.runtime.collective_step.models import (
+    FEW,
+    Odd,
+    data,
+    error,
+    loss_of,
+    make_engine,
+    odd,
+    section,
+    train,
+)
 from tests.runtime.collective_step.references import (
     ReferenceLamb,
     ReferenceMuon,
@@ -47,13 +57,13 @@ def _objects() -> dict[str, float]:
     for make in (muon_of, lamb_of):
         model = odd()
         plain = make(model)
-        for tokens in data():
+        for tokens in data(FEW):
             model.zero_grad()
             loss_of(model, tokens).backward()
             plain.step()
         for stage in (0, 1, 3):
             engine = make_engine(make, section(stage), gradient_accumulation_steps=2)
-            train(engine, data())
+            train(engine, data(FEW))
             found[f"{make.__name__} {stage}"] = error(engine, model)
             engine.destroy()
     return found
@@ -86,7 +96,7 @@ def _branches() -> dict[str, float]:
         torch.manual_seed(3)
         plain = Branches().double()
         steps = reference(plain)
-        for tokens in data():
+        for tokens in data(FEW):
             plain.zero_grad()
             loss_of(plain, tokens).backward()
             steps.step()
@@ -101,7 +111,7 @@ def _branches() -> dict[str, float]:
                 "optimizer": {"type": kind, "params": {**options, "weight_decay": 0.1}},
             }
             engine, *_ = zlaunch.initialize(model=model, config=given)
-            train(engine, data())
+            train(engine, data(FEW))
             found[f"{kind} {stage}"] = error(engine, plain)
             engine.destroy()
     return found
@@ -129,7 +139,7 @@ def _unfrozen() -> dict[str, float]:
             "optimizer": {"type": kind, "params": {**options, "weight_decay": 0.1}},
         }
         engine, *_ = zlaunch.initialize(model=models[1], config=given)
-        for half in (data()[:8], data()[8:]):
+        for half in (data(FEW)[: FEW // 2], data(FEW)[FEW // 2 :]):
             for tokens in half:
                 models[0].zero_grad()
                 loss_of(models[0], tokens).backward()

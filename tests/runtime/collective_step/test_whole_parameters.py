@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.runtime.collective_step.models import (
-    STEPS,
+    FEW,
     cases_of,
     data,
     error,
@@ -33,14 +33,14 @@ def _train(folder: str, kind: str, clip: float) -> dict[str, float]:
     join()
     multiply_exactly()
     optimizer, reference = KINDS[kind]
-    wanted = train_reference(reference, data(), clip)
+    wanted = train_reference(reference, data(FEW), clip)
     found = {}
     for stage in (0, 1, 2, 3):
         for name, extra in offloads(folder).items():
             if (stage, name) not in cases_of(torch.distributed.get_world_size()):
                 continue
             engine = make_engine(None, section(stage, **extra), optimizer, gradient_clipping=clip)
-            train(engine, data())
+            train(engine, data(FEW))
             found[f"{stage} {name}"] = error(engine, wanted)
             engine.destroy()
     return found
@@ -60,7 +60,7 @@ def _save(folder: str, kind: str) -> None:
     for stage, name in ((0, ""), (1, "host"), (3, ""), (3, "nvme")):
         zero = section(stage, **offloads(folder)[name])
         engine = make_engine(None, zero, KINDS[kind][0], gradient_accumulation_steps=2)
-        train(engine, data()[: STEPS // 2])
+        train(engine, data(FEW)[: FEW // 2])
         engine.save_checkpoint(f"{folder}/saved", tag=f"{stage}{name}")
         engine.destroy()
 
@@ -68,12 +68,12 @@ def _save(folder: str, kind: str) -> None:
 def _resume(folder: str, kind: str) -> dict[str, float]:
     join()
     multiply_exactly()
-    wanted = train_reference(KINDS[kind][1], data())
+    wanted = train_reference(KINDS[kind][1], data(FEW))
     found = {}
     for tag, stage, name in (("0", 3, "nvme"), ("1host", 0, ""), ("3", 2, "host"), ("3nvme", 3, "")):
         engine = make_engine(None, section(stage, **offloads(folder)[name]), KINDS[kind][0])
         engine.load_checkpoint(f"{folder}/saved", tag=tag)
-        train(engine, data()[STEPS // 2 :])
+        train(engine, data(FEW)[FEW // 2 :])
         found[tag] = error(engine, wanted)
         engine.destroy()
     return found
@@ -100,10 +100,10 @@ def _options() -> dict[str, float]:
     join()
     found = {}
     for name, options in OPTIONS.items():
-        wanted = train_reference(partial(ReferenceLamb, **options), data())
+        wanted = train_reference(partial(ReferenceLamb, **options), data(FEW))
         given = {"type": "lamb", "params": {**LAMB["params"], **options}}
         engine = make_engine(None, section(2), given)
-        train(engine, data())
+        train(engine, data(FEW))
         found[name] = error(engine, wanted)
         engine.destroy()
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -103,6 +104,12 @@ def _odd_parts(batch: Tensor, count: int) -> list[Tensor]:
     return [part[:, : 3 + 2 * index] for index, part in enumerate(batch.chunk(count))]
 
 
+@cache
+def _in_one_process(routing: str, odd: bool) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = run_workers(_train, 1, routing, 1, 0, False, odd)[0]
+    return found
+
+
 @pytest.mark.parametrize(
     ("routing", "expert", "stage", "in_init", "odd"),
     [
@@ -118,7 +125,7 @@ def _odd_parts(batch: Tensor, count: int) -> list[Tensor]:
 def test_any_routing_trains_as_one_process_does(
     routing: str, expert: int, stage: int, in_init: bool, odd: bool
 ) -> None:
-    wanted = run_workers(_train, 1, routing, 1, 0, False, odd)[0]
+    wanted = _in_one_process(routing, odd)
     for found in run_workers(_train, 4, routing, expert, stage, in_init, odd):
         assert distance(found, wanted) < TOLERANCE
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,12 @@ def _train(routing: str, expert: int, tensor: int, stage: int, in_init: bool) ->
     return {name: value.clone() for name, value in engine.module.state_dict().items()}
 
 
+@cache
+def _in_one_process(routing: str) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = run_workers(_train, 1, routing, 1, 1, 0, False)[0]
+    return found
+
+
 @pytest.mark.parametrize(
     ("routing", "expert", "tensor", "stage", "in_init"),
     [
@@ -95,7 +102,7 @@ def _train(routing: str, expert: int, tensor: int, stage: int, in_init: bool) ->
 def test_any_routing_trains_as_one_process_does(
     routing: str, expert: int, tensor: int, stage: int, in_init: bool
 ) -> None:
-    wanted = run_workers(_train, 1, routing, 1, 1, 0, False)[0]
+    wanted = _in_one_process(routing)
     for found in run_workers(_train, 4, routing, expert, tensor, stage, in_init):
         assert distance(found, wanted) < TOLERANCE
 
@@ -114,7 +121,7 @@ def _resume(folder: str, expert: int, steps: slice, is_first: bool) -> dict[str,
 
 
 def test_a_checkpoint_loads_under_another_size(tmp_path: Path) -> None:
-    wanted = run_workers(_train, 1, "free", 1, 1, 0, False)[0]
+    wanted = _in_one_process("free")
     run_workers(_resume, 4, str(tmp_path), 4, slice(0, 3), True)
     for ranks, expert in ((4, 2), (2, 2), (1, 1)):
         found = run_workers(_resume, ranks, str(tmp_path), expert, slice(3, 5), False)[0]

@@ -66,6 +66,7 @@ def _second(folder: str, nodes: Sequence[int], stage: int) -> tuple[int, dict[st
     return first, state, losses
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_restart_goes_on_from_the_last_snapshot(stage: int, tmp_path: Path) -> None:
     whole = run_workers(_first, 2, str(tmp_path), [0, 0], stage)
@@ -76,6 +77,7 @@ def test_a_restart_goes_on_from_the_last_snapshot(stage: int, tmp_path: Path) ->
         assert losses == whole[rank][8:]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("lost", [0, 1, 2])
 def test_a_lost_node_s_part_comes_from_its_neighbour(stage: int, lost: int, tmp_path: Path) -> None:

@@ -48,10 +48,10 @@ def estimates(name: str, half: bool | str, folder: Path) -> list[Estimated]:
 
 
 @cache
-def measured(name: str, half: bool | str) -> dict[Setting, int]:
+def measured(name: str, half: bool | str, settings: tuple[Setting, ...] = ()) -> dict[Setting, int]:
     """Return what the rank that takes most takes, in some settings or all."""
     every = name in FITTING or (name, half) in QUICK
-    ranks = run_workers(peaks, WORLD, name, half, SETTINGS if every else HALF, env=ENV)
+    ranks = run_workers(peaks, WORLD, name, half, settings or (SETTINGS if every else HALF), env=ENV)
     return {each: max(rank[each] for rank in ranks) for each in ranks[0]}
 
 
@@ -63,15 +63,28 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Take more models where all tests are run, and every one with `--every-case`."""
     if "half" in metafunc.fixturenames:
         more = EVERY if metafunc.config.getoption("--every-case") else MORE
-        marked = [pytest.param(*each, marks=pytest.mark.exhaustive) for each in more if each not in QUICK]
-        metafunc.parametrize(("name", "half"), [*QUICK, *marked])
+        marked = [
+            pytest.param(*each, (), marks=pytest.mark.exhaustive, id=f"{each[0]}-{each[1]}")
+            for each in more
+            if each not in QUICK
+        ]
+        # dear in bf16: each half of the settings by itself
+        rest = tuple(each for each in SETTINGS if each not in HALF)
+        quick = [
+            pytest.param("mlp", False, (), id="mlp-False"),
+            pytest.param("llama", True, HALF, id="llama-True"),
+        ]
+        quick.append(pytest.param("llama", True, rest, marks=pytest.mark.exhaustive, id="llama-True-rest"))
+        metafunc.parametrize(("name", "half", "settings"), [*quick, *marked])
 
 
 @pytest.mark.sampled(1)
-def test_the_estimate_is_what_a_step_takes(name: str, half: bool | str, tmp_path: Path) -> None:
+def test_the_estimate_is_what_a_step_takes(
+    name: str, half: bool | str, settings: tuple[Setting, ...], tmp_path: Path
+) -> None:
     found = {key(each): each.device for each in estimates(name, half, tmp_path)}
-    assert set(found) == set(SETTINGS) and len(measured(name, half)) >= len(HALF)
-    real = measured(name, half)
+    assert set(found) == set(SETTINGS) and len(measured(name, half, settings)) >= len(HALF)
+    real = measured(name, half, settings)
     ratios = {each: found[each] / real[each] for each in real}
     print(name, half, {each: round(ratio, 3) for each, ratio in ratios.items()})
     # under autocast more is freed with a block's activations than is assumed: copies of its weights

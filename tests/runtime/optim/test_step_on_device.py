@@ -38,7 +38,7 @@ def _train(stage: int, on_device: bool, section: str) -> tuple[Any, list[Any]]:
     build.ShardedOptimizer = ShardedOptimizer  # type: ignore[misc]
     assert engine._shard_step is not None and engine._shard_step.decides_on_device is on_device
     rank = engine.global_rank
-    for batch in batches(14, 12):
+    for batch in batches(14 if section == "fp16" else 6, 12):
         engine.backward(loss_of(engine, batch.chunk(world)[rank]))
         engine.step()
     state = {name: value.double().clone() for name, value in engine.module.state_dict().items()}

@@ -29,6 +29,7 @@ def _storage_bytes() -> int:
 
 def _all_model_states() -> list[tuple[int, int, int]]:
     zlaunch.init_distributed()
+    gc.freeze()  # what is there stays: it need not be looked through for tensors again and again
     return [_model_states(stage) for stage in THEORY]
 
 
