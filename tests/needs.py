@@ -5,6 +5,8 @@ The names are those of the table in `tests/programs.py`. CI turns skips into fai
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import pytest
 
 from tests.programs import FIXTURES, NEEDS, missing
@@ -16,6 +18,14 @@ def needs_of(item: pytest.Item) -> tuple[str, ...]:
     fixtures = getattr(item, "fixturenames", ())
     by_fixtures = [name for fixture in fixtures for name in FIXTURES.get(fixture, ())]
     return (*by_marks, *by_fixtures)
+
+
+def needs_package(name: str) -> pytest.MarkDecorator:
+    """Return a mark that skips where a Python package is not installed.
+
+    It looks without importing: `pytest.importorskip` would import the package in every process that collects.
+    """
+    return pytest.mark.skipif(find_spec(name) is None, reason=f"{name} is not installed: pip install {name}")
 
 
 class Needs:

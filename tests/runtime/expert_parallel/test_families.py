@@ -8,11 +8,12 @@ import pytest
 import torch
 
 import zlaunch
+from tests.needs import needs_package
 from tests.runtime.tensor_parallel.families import make, plain, shapes, train
 from tests.runtime.tensor_parallel.task import TOLERANCE, distance, settings
 from tests.runtime.workers import join, run_workers
 
-pytest.importorskip("transformers")
+pytestmark = needs_package("transformers")
 
 
 def _config(stage: int, tensor: int, expert: int, **changes: Any) -> dict[str, Any]:

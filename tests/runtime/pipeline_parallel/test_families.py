@@ -8,11 +8,12 @@ import pytest
 import torch
 
 import zlaunch
+from tests.needs import needs_package
 from tests.runtime.tensor_parallel.families import make, plain
 from tests.runtime.tensor_parallel.task import STEPS, TOLERANCE, data, distance, settings
 from tests.runtime.workers import join, run_workers
 
-pytest.importorskip("transformers")
+pytestmark = needs_package("transformers")
 MICRO_BATCHES = 4
 LAYERS = {"num_hidden_layers": 4}
 

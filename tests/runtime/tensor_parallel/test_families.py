@@ -10,12 +10,13 @@ import pytest
 import torch
 
 import zlaunch
+from tests.needs import needs_package
 from tests.runtime.tensor_parallel.families import make, plain, shapes, train
 from tests.runtime.tensor_parallel.task import BATCH, LENGTH, STEPS, TOLERANCE, data, distance, settings
 from tests.runtime.workers import join, run_workers
 from zlaunch.runtime.checkpoint.export.consolidate import consolidated_state_dict
 
-pytest.importorskip("transformers")
+pytestmark = needs_package("transformers")
 
 
 def _train_families(families: list[str], tensor: int, stages: list[int], changes: dict[str, Any]) -> Any:

@@ -12,10 +12,11 @@ import torch
 from torch import nn
 
 import zlaunch
+from tests.needs import needs_package
 from zlaunch.runtime.tensor_parallel.decide import Decision
 from zlaunch.runtime.tensor_parallel.plan import STYLES, find_plan
 
-transformers = pytest.importorskip("transformers")
+pytestmark = needs_package("transformers")
 
 
 def plans() -> dict[str, dict[str, str]]:

@@ -26,7 +26,10 @@ def test_every_mutation_names_its_tests() -> None:
     for mutation in mutations():
         assert mutation.tests, mutation
         for name in mutation.tests:
-            assert (ROOT / name.partition("::")[0]).is_file(), (mutation.breaks, name)
+            file, _, function = name.partition("::")
+            assert (ROOT / file).is_file(), (mutation.breaks, name)
+            wanted = f"def {function.partition('[')[0]}(" if function else ""
+            assert wanted in (ROOT / file).read_text(), (mutation.breaks, name)
 
 
 def test_no_two_mutations_have_the_same_words() -> None:
