@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
+from .errors import ParameterError
+
 
 class ResumableSampler(DistributedSampler[Any]):
     """Yields a rank's items, once without the first :attr:`skip` of them."""
@@ -43,6 +45,12 @@ class EngineLoader:
         self._taken = self._skip = 0
         """Count this rank's batches: taken from the present epoch, and to be skipped in the next."""
         self.sampler: ResumableSampler | None = None
+        if isinstance(dataset, IterableDataset) and world_size > 1:
+            raise ParameterError(
+                f"training_data: {type(dataset).__name__} is an IterableDataset, of which each of the "
+                f"{world_size} ranks would read every sample. Give a dataset with __getitem__, or "
+                "train on your own DataLoader of a stream that yields each rank its share"
+            )
         if not isinstance(dataset, IterableDataset):
             self.sampler = ResumableSampler(
                 dataset, num_replicas=world_size, rank=rank, shuffle=shuffle, seed=seed, drop_last=drop_last

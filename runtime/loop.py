@@ -72,6 +72,10 @@ class TrainingLoop(nn.Module):
         self.lr_scheduler = lr_scheduler
         self.training_dataloader: EngineLoader | None = None
         self.global_steps = self.micro_steps = self.global_samples = 0
+        self.accumulated = 0
+        """Counts the micro-batches since the last optimizer step. It is not `micro_steps` modulo the number
+        of a step's micro-batches, which `set_batch` may change.
+        """
         self._sharded, self._reducer, self._shard_step = sharded, sharded.reducer, shard_step
         self._precision, self._scaler, self._effective = precision, scaler, effective
         self._skipped_steps = 0
@@ -144,7 +148,16 @@ class TrainingLoop(nn.Module):
     def set_batch(self, train: int, micro: int, accumulation: int) -> None:
         """Change the three batch sizes, which fit together, between two optimizer steps. The caller's loader
         has to give such batches.
+
+        Raises RuntimeError where the number of micro-batches would change after some of them: their losses
+        are divided by the present number.
         """
+        if self.accumulated and accumulation != self.gradient_accumulation_steps():
+            raise RuntimeError(
+                f"the number of micro-batches of a step cannot change from "
+                f"{self.gradient_accumulation_steps()} to {accumulation} after {self.accumulated} of them: "
+                "change it right after a step"
+            )
         names = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
         sizes = dict(zip(names, (train, micro, accumulation), strict=True))
         config = self._effective.config.model_copy(update=sizes)
@@ -219,6 +232,7 @@ class TrainingLoop(nn.Module):
         self.global_steps, self.global_samples = counters["global_steps"], counters["global_samples"]
         accumulation = self.gradient_accumulation_steps()
         self.micro_steps = counters["micro_steps"] // accumulation * accumulation
+        self.accumulated = 0
         self._skipped_steps = counters["skipped_steps"]
         self._result = None
 
@@ -269,7 +283,7 @@ class TrainingLoop(nn.Module):
         """Tell whether the next :meth:`step` applies the gradients."""
         if self._boundary is not None:
             return self._boundary
-        return (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
+        return self.accumulated + 1 >= self.gradient_accumulation_steps()
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Set whether the next step is an accumulation boundary; counting decides no longer."""
@@ -309,6 +323,9 @@ class TrainingLoop(nn.Module):
         self._lr_arguments = dict(lr_kwargs or {})
         if self.is_gradient_accumulation_boundary():
             self._optimizer_step()
+            self.accumulated = 0
+        else:
+            self.accumulated += 1
         self.micro_steps += 1
         self._prepare_pass()
 

@@ -51,6 +51,7 @@ class TrainState(Protocol):
     training_dataloader: EngineLoader | None
     global_steps: int
     micro_steps: int
+    accumulated: int
     global_samples: int
 
     @property
@@ -132,7 +133,7 @@ class Checkpointer:
         """
         comm, run, options = self._comm, self._run, self._options
         steps = run.global_steps
-        left = run.micro_steps % run.gradient_accumulation_steps()
+        left = run.accumulated
         if left and comm.rank == 0:
             warn(
                 f"saving between two optimizer steps: the gradients of the last {left} micro-batches are not "

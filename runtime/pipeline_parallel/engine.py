@@ -138,6 +138,7 @@ class Pipelined(WholeSteps):
         mean = self._mean(sums)
         engine.last_loss = mean
         engine.micro_steps += len(micro_batches) - 1
+        engine.accumulated += len(micro_batches) - 1
         super().step()  # type: ignore[misc]  # of the engine that this is mixed into
         return mean
 

@@ -9,6 +9,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from zlaunch.runtime.data import EngineLoader
+from zlaunch.runtime.errors import ParameterError
 
 NUMEL = 48
 
@@ -75,6 +76,11 @@ def test_a_resumed_loader_counts_from_where_it_is() -> None:
 class Stream(IterableDataset[Any]):
     def __iter__(self) -> Any:
         return iter(range(10))
+
+
+def test_a_stream_that_every_rank_would_read_whole_is_refused() -> None:
+    with pytest.raises(ParameterError, match="Stream is an IterableDataset, of which each of the 2 ranks"):
+        EngineLoader(Stream(), batch_size=2, rank=0, world_size=2)
 
 
 def test_a_stream_is_read_on_behind_what_was_taken() -> None:
