@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadScopeScheduling
 
 from tests import budget, devices, selection
-from tests.exclusive import Exclusive
+from tests.exclusive import Exclusive, ExclusiveFolder
 from tests.leftovers import ended_afterwards
 from tests.needs import Needs
 
@@ -72,7 +72,9 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--devices") == "cpu":
         config.pluginmanager.register(devices.HiddenGpus(config), "hidden-gpus")
     if "PYTEST_XDIST_WORKER" in os.environ:
-        config.pluginmanager.register(Exclusive(), "exclusive")
+        config.pluginmanager.register(Exclusive(config), "exclusive")
+    else:
+        config.pluginmanager.register(ExclusiveFolder(), "exclusive-folder")
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

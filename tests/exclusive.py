@@ -9,7 +9,6 @@ the gate, which an exclusive one keeps closed while it waits for the room to emp
 from __future__ import annotations
 
 import fcntl
-import os
 import tempfile
 from collections.abc import Generator
 from pathlib import Path
@@ -17,18 +16,31 @@ from typing import Any
 
 import pytest
 
+_FOLDER = "exclusive_folder"
 
-class Exclusive:
-    """The plugin of a process of pytest-xdist that runs tests."""
+
+class ExclusiveFolder:
+    """The plugin of the process that distributes tests: it makes the folder of the locks, and removes it."""
 
     def __init__(self) -> None:
-        # xdist gives all processes of a run the same id
-        run = os.environ["PYTEST_XDIST_TESTRUNUID"]
-        self.folder = Path(tempfile.gettempdir(), f"zlaunch-tests-{os.getuid()}-{run}")
+        self._folder = tempfile.TemporaryDirectory(prefix="pytest-exclusive-")
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_configure_node(self, node: Any) -> None:
+        node.workerinput[_FOLDER] = self._folder.name
+
+    def pytest_unconfigure(self) -> None:
+        self._folder.cleanup()
+
+
+class Exclusive:
+    """The plugin of a process that runs tests."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.folder = Path(config.workerinput[_FOLDER])  # type: ignore[attr-defined]
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, Any, Any]:
-        self.folder.mkdir(exist_ok=True)
         kind = fcntl.LOCK_EX if item.get_closest_marker("exclusive") else fcntl.LOCK_SH
         with open(self.folder / "gate", "a") as gate, open(self.folder / "room", "a") as room:
             fcntl.flock(gate, fcntl.LOCK_EX)
