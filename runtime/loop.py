@@ -152,10 +152,12 @@ class TrainingLoop(nn.Module):
         Raises RuntimeError where the number of micro-batches would change after some of them: their losses
         are divided by the present number.
         """
-        if self.accumulated and accumulation != self.gradient_accumulation_steps():
+        # a backward pass without its step() is not counted yet
+        begun = max(self.accumulated, self._reducer.passes)
+        if begun and accumulation != self.gradient_accumulation_steps():
             raise RuntimeError(
                 f"the number of micro-batches of a step cannot change from "
-                f"{self.gradient_accumulation_steps()} to {accumulation} after {self.accumulated} of them: "
+                f"{self.gradient_accumulation_steps()} to {accumulation} after {begun} of them: "
                 "change it right after a step"
             )
         names = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
@@ -230,8 +232,7 @@ class TrainingLoop(nn.Module):
     def restore_counters(self, counters: Mapping[str, int]) -> None:
         """Set the counters to a checkpoint's numbers, at the beginning of an optimizer step."""
         self.global_steps, self.global_samples = counters["global_steps"], counters["global_samples"]
-        accumulation = self.gradient_accumulation_steps()
-        self.micro_steps = counters["micro_steps"] // accumulation * accumulation
+        self.micro_steps = counters["micro_steps"]
         self.accumulated = 0
         self._skipped_steps = counters["skipped_steps"]
         self._result = None
@@ -323,7 +324,6 @@ class TrainingLoop(nn.Module):
         self._lr_arguments = dict(lr_kwargs or {})
         if self.is_gradient_accumulation_boundary():
             self._optimizer_step()
-            self.accumulated = 0
         else:
             self.accumulated += 1
         self.micro_steps += 1
@@ -358,6 +358,7 @@ class TrainingLoop(nn.Module):
                 check_finite=self._precision.check_finite,
             )
         self._result = result
+        self.accumulated = 0  # here: what follows may raise, and the step is made
         self.global_steps += 1
         self.global_samples += self.train_batch_size()
         try:

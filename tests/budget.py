@@ -1,12 +1,12 @@
 """Record the CPU seconds of every test, and hold `make test` to a budget of them.
 
 Note [What counts as a test's CPU time]
-CPU seconds, not wall time: a test that waits costs nobody anything, and a busy machine changes wall time.
+CPU seconds, not wall time: a test that only waits costs nothing, and wall time depends on the machine's load.
 A test pays for its own process and for everything that it started: ranks, launchers, agents, daemons.
 The kernel adds a process's time to its parent when the parent reaps it, so the sum over all living
 descendants of "own time and that of reaped children" loses nothing while parents reap. Ranks are children
-of multiprocessing's fork server, which is a descendant and reaps them. A detached process is nobody's
-child; it counts as long as it lives, by the mark of tests/leftovers.py in its environment. One that has
+of multiprocessing's fork server, which is a descendant and reaps them. A detached process is no descendant;
+it counts as long as it lives, by the mark of tests/leftovers.py in its environment. One that has
 ended by itself is not counted.
 """
 
@@ -30,12 +30,12 @@ CASE_S, ROOM_S, TOTAL_S = 10.0, 60.0, 900.0
 one, by what `_speed_probe` takes there, and by ZLAUNCH_TEST_SLOWER on a busy one, where ranks wait actively.
 """
 REFERENCE_S = 0.11
-"""What `_speed_probe` takes there."""
+"""CPU seconds of `_speed_probe` on the reference machine."""
 DEAREST = 50
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 _START = pytest.StashKey[float]()
 DETACHED = pytest.StashKey[float]()
-"""What `detached_cpu_seconds` gave at a test's end, before these processes were killed."""
+"""CPU seconds of a test's detached processes, taken before they are killed."""
 _PROPERTY = "cpu_s"
 
 
@@ -52,7 +52,7 @@ def room_of(nodeid: str) -> str:
 
 
 def _tree() -> tuple[dict[int, float], dict[int, list[int]]]:
-    """Return the CPU seconds of every process with its reaped children, and everybody's living children."""
+    """Return the CPU seconds of each process with its reaped children, and each one's living children."""
     used: dict[int, float] = {}
     children: dict[int, list[int]] = defaultdict(list)
     for name in filter(str.isdigit, os.listdir("/proc")):
@@ -141,7 +141,8 @@ class Recorder:
         """Send what this process has used before its first test, for imports and collection."""
         output = getattr(self.config, "workeroutput", None)
         if output is not None:
-            output["cpu_before_tests_s"] = self._before_tests
+            # what it was before the tests; more where something used the CPU between or after them
+            output["cpu_outside_s"] = max(self._before_tests, cpu_seconds() - sum(self.cases.values()))
             return
         self.outside["pytest"] = time.process_time() if self.outside else self._before_tests
         self.too_much = self.over() if self.held else []
@@ -150,7 +151,7 @@ class Recorder:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
-        self.outside[node.gateway.id] = getattr(node, "workeroutput", {}).get("cpu_before_tests_s", 0.0)
+        self.outside[node.gateway.id] = getattr(node, "workeroutput", {}).get("cpu_outside_s", 0.0)
 
     # -- what the process that reports makes of it
 
@@ -200,6 +201,10 @@ class Recorder:
         )
         if self.too_much:
             terminalreporter.section("over the budget of CPU time (tests/budget.py)", red=True)
+            terminalreporter.write_line(
+                "Shorten these tests, or mark cases `exhaustive`. Waiting ranks use more CPU time on a busy "
+                "machine: ZLAUNCH_TEST_SLOWER=2 doubles the budget and all limits."
+            )
             for line in self.too_much:
                 terminalreporter.write_line(line)
 

@@ -18,6 +18,9 @@ from tests.needs import Needs
 
 # Thousands of processes import the same sources: none should compile them again because of a variable.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+# OpenMP threads that wait in a loop take the cores from the processes beside them. libgomp reads this
+# when torch is imported, which nothing above does.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 sys.dont_write_bytecode = False
 # Without limits of time: a first example may pay for an import, a machine be busy.
 settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -34,7 +37,7 @@ class _Scheduling(LoadScopeScheduling):
         return folder if nodeid.startswith(folder) else nodeid.partition("::")[0]
 
 
-@pytest.hookimpl
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> _Scheduling:
     return _Scheduling(config, log)
 
@@ -71,7 +74,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Needs(), "needs")
     if config.getoption("--devices") == "cpu":
         config.pluginmanager.register(devices.HiddenGpus(config), "hidden-gpus")
-    if "PYTEST_XDIST_WORKER" in os.environ:
+    if hasattr(config, "workerinput"):
         config.pluginmanager.register(Exclusive(config), "exclusive")
     else:
         config.pluginmanager.register(ExclusiveFolder(), "exclusive-folder")

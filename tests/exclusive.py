@@ -1,9 +1,9 @@
 """Let a test marked ``exclusive`` run while no other process of pytest-xdist runs one.
 
 Note [Two locks]
-A test holds the room's lock, shared with others; an exclusive one holds it alone. With that lock only, the
-others could take the room again and again while an exclusive one waits. So each test first goes through
-the gate, which an exclusive one keeps closed while it waits for the room to empty.
+There are two lock files, "room" and "gate". A test holds the room's lock, shared with others; an exclusive
+test holds it alone. With that lock only, others could take the room again and again while an exclusive test
+waits. So each test first locks the gate, and an exclusive test keeps it while it waits for the room to empty.
 """
 
 from __future__ import annotations
@@ -42,12 +42,9 @@ class Exclusive:
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, Any, Any]:
         kind = fcntl.LOCK_EX if item.get_closest_marker("exclusive") else fcntl.LOCK_SH
-        with open(self.folder / "gate", "a") as gate, open(self.folder / "room", "a") as room:
-            fcntl.flock(gate, fcntl.LOCK_EX)
-            fcntl.flock(room, kind)
-            fcntl.flock(gate, fcntl.LOCK_UN)
-            try:
-                return (yield)
-            finally:
-                # closing is not enough: a process that the test has forked may still hold the same open file
-                fcntl.flock(room, fcntl.LOCK_UN)
+        # lockf, not flock: a process that the test forks would keep an flock after this process is killed
+        with open(self.folder / "gate", "a+") as gate, open(self.folder / "room", "a+") as room:
+            fcntl.lockf(gate, fcntl.LOCK_EX)
+            fcntl.lockf(room, kind)
+            fcntl.lockf(gate, fcntl.LOCK_UN)
+            return (yield)

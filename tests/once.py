@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,7 +23,8 @@ def once_per_run(factory: pytest.TempPathFactory, name: str, make: Callable[[Pat
     with open(shared / f"{name}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (folder / ".complete").exists():
-            folder.mkdir(exist_ok=True)
+            shutil.rmtree(folder, ignore_errors=True)  # what a process that was killed has left
+            folder.mkdir()
             make(folder)
             (folder / ".complete").touch()
     return folder

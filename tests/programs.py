@@ -152,7 +152,10 @@ def is_there(name: str) -> bool:
 
 def missing(names: tuple[str, ...]) -> str:
     """Return which of these are missing and what to do about each; empty where all are there."""
-    return ", ".join(str(NEEDS[name]) for name in dict.fromkeys(names) if not is_there(name))
+    wanted = [
+        NEEDS[name].uses if NEEDS[name].uses and not is_there(NEEDS[name].uses) else name for name in names
+    ]
+    return ", ".join(str(NEEDS[name]) for name in dict.fromkeys(wanted) if not is_there(name))
 
 
 def _missing_pythons() -> list[str]:
@@ -168,11 +171,13 @@ def _missing_pythons() -> list[str]:
 
 def main() -> int:
     """Print what is missing."""
-    parser = argparse.ArgumentParser(prog="python -m tests.programs", description="Find what the tests miss.")
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.programs", description="List what the tests need and this machine lacks."
+    )
     parser.add_argument(
         "--packages", action="store_true", help="print the missing Debian packages, one a line"
     )
-    parser.add_argument("--apt", action="store_true", help="leave out what apt-get can install")
+    parser.add_argument("--apt", action="store_true", help="list only what apt-get cannot install")
     args = parser.parse_args()
     absent = [need for name, need in NEEDS.items() if not is_there(name)]
     needs = [need for need in absent if not need.uses or is_there(need.uses)]

@@ -1,18 +1,21 @@
 """Choose which cases run: those of `make test`, all, or a quarter of the exhaustive ones.
 
 Note [Turns]
-Going through every case takes longer than a change may wait for. So cases marked as exhaustive are divided
-into four quarters by their names, and a delivery runs one quarter. Which one follows from the number of
-commits, so nobody chooses it, and the next commits run the others. Cases of functions marked ``sampled``
-take turns by the same number: which of them `make test` runs changes from commit to commit, and the
-others are exhaustive.
+Running every case takes too long for each change. So the cases marked ``exhaustive`` are divided into four
+quarters by their names, and a CI run takes one quarter. The number of commits modulo four chooses it, so the
+next commits run the others. The same number chooses among the cases of a function marked ``sampled``: `make
+test` runs some of them, others at the next commit, and those that it leaves out count as exhaustive.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import subprocess
+import sys
 import zlib
+from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,7 +27,8 @@ TURNS = 4
 
 def current_turn() -> int:
     """Return the turn of the commit that is checked out; 0 outside of a git repository."""
-    command = ["git", "rev-list", "--count", "HEAD"]
+    # a repository of another user, as in a container, counts as well
+    command = ["git", "-c", "safe.directory=*", "rev-list", "--count", "HEAD"]
     try:
         done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
     except OSError:
@@ -41,7 +45,7 @@ def turn_of(nodeid: str) -> int:
 
 
 def sampled_positions(cases: int, count: int, turn: int) -> set[int]:
-    """Return the positions of `count` of the cases, spread over all; each turn has other ones if it can.
+    """Return the positions of `count` of the cases, spread over all; turns differ where there are enough.
 
     >>> [sorted(sampled_positions(10, 2, turn)) for turn in range(4)]
     [[0, 5], [1, 6], [3, 8], [4, 9]]
@@ -63,6 +67,18 @@ class Selection:
         if config.getoption("--quarter"):
             self._keep_quarter(config, items)
 
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, Any, Any]:
+        """End the process where a test hangs outside of Python, which its own limit cannot interrupt."""
+        mark = item.get_closest_marker("timeout")
+        if mark is None or not mark.args:
+            return (yield)
+        faulthandler.dump_traceback_later(2 * mark.args[0], exit=True, file=sys.__stderr__ or 2)
+        try:
+            return (yield)
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+
     def _sample(self, items: list[pytest.Item], turn: int) -> None:
         """Mark as exhaustive what ``sampled`` does not leave to `make test` at this turn."""
         functions: dict[str, list[pytest.Item]] = {}
@@ -71,7 +87,8 @@ class Selection:
                 functions.setdefault(item.nodeid.partition("[")[0], []).append(item)
         for cases in functions.values():
             mark = cases[0].get_closest_marker("sampled")
-            assert mark is not None
+            if mark is None or not mark.args:
+                raise pytest.UsageError(f"{cases[0].nodeid}: sampled needs a count, as in sampled(1)")
             kept = sampled_positions(len(cases), mark.args[0], turn)
             for position, item in enumerate(cases):
                 if position not in kept:
@@ -96,7 +113,7 @@ def add_options(parser: pytest.Parser) -> None:
         type=int,
         choices=range(TURNS),
         default=current_turn(),
-        help=f"Which of {TURNS} turns it is. [default: the number of commits modulo {TURNS}]",
+        help=f"Choose the turn, 0 to {TURNS - 1}. [default: the number of commits modulo {TURNS}]",
     )
     parser.addoption(
         "--quarter", action="store_true", help="Run this turn's quarter of the exhaustive cases alone."

@@ -193,6 +193,11 @@ class Checkpointer:
                 raise CheckpointError(f"asked to stop, but the state could not be saved: {error}") from None
         raise SystemExit(REQUEUE_EXIT_CODE)
 
+    def _counters(self) -> dict[str, Any]:
+        """Return the engine's counters without the micro-batches whose gradients are not saved."""
+        found = {name: getattr(self._run, name) for name in _COUNTERS if hasattr(self._run, name)}
+        return {**found, "micro_steps": self._run.micro_steps - self._run.accumulated}
+
     def _facts(self) -> dict[str, Any]:
         """Return the manifest's entries about the run."""
         from zlaunch import __version__
@@ -208,7 +213,7 @@ class Checkpointer:
         return {
             "written_by": {"zlaunch": __version__, "torch": str(torch.__version__)},
             "stage": self._stage,
-            "engine": {name: getattr(run, name) for name in _COUNTERS if hasattr(run, name)},
+            "engine": self._counters(),
             "loss_scaler": {**self._scaler.state_dict(), "dynamic": True} if self._scaler.dynamic else None,
             "optimizer": optimizer,
             "scheduler": schedule,

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ...cuda_ops.arguments import HALVES, Scalar
 from ...cuda_ops.step_rules import needs_kernel, rule_of
+from ..log import warn
 
 State = MutableMapping[Tensor, dict[str, Any]]
 
@@ -45,6 +46,7 @@ class UpdateRule:
         self._after: list[dict[str, Any]] = []
         self._stepped: set[int] = set()
         """Lists the groups that torch's code has stepped since :meth:`begin`."""
+        self._warned = False
         self._kernel = rule_of(optimizer)
         self._args: dict[int, Any] = {}
         """Caches the kernels' arguments of each group, since :meth:`begin`."""
@@ -66,13 +68,38 @@ class UpdateRule:
         """Copy group entries that the optimizer itself changed (counters) back to it."""
         absent = set(range(len(self._groups))) - self._stepped
         if absent and self._kernel is None:
-            # a rank may have no piece of a group: torch's step changes its counters all the same
-            self._step_shadow([], {}, absent)
+            self._step_absent(absent)
         groups = zip(self.optimizer.param_groups, self._groups, self._after, strict=True)
         for live, before, after in groups:
             for key, value in after.items():
                 if key not in before or value is not before[key]:
                     live[key] = value
+
+    def _step_absent(self, absent: set[int]) -> None:
+        """Step groups of which this rank has no piece: torch's step changes their counters all the same.
+
+        Some classes need a parameter in each group: they get one without elements.
+        """
+        try:
+            self._step_shadow([], {}, absent)
+            return
+        except Exception:
+            device = self.optimizer.param_groups[0]["params"][0].device
+        nothing = [torch.zeros(0, device=device) for _ in absent]
+        updates = [
+            SliceUpdate(group, leaf, leaf.clone())
+            for group, leaf in zip(sorted(absent), nothing, strict=True)
+        ]
+        try:
+            self._step_shadow(updates, {}, absent)
+        except Exception as error:
+            if not self._warned:
+                self._warned = True
+                warn(
+                    f"{type(self.optimizer).__name__} does not step a param group without parameters "
+                    f"({type(error).__name__}: {error}): this rank has no piece of groups {sorted(absent)}, "
+                    "and counters that the optimizer keeps in them stand still here"
+                )
 
     def apply(self, updates: Sequence[SliceUpdate], state: State, *, live: bool = False) -> bool:
         """Update every piece once. ``state`` is keyed by leaf, as in the optimizer itself.

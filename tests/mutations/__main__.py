@@ -1,4 +1,4 @@
-"""Run the tests nearest to each mutation on a copy of the source that has it, and list what nobody noticed.
+"""Run the tests nearest to each mutation on a mutated copy of the source, and list those that none notices.
 
     python -m tests.mutations [--only TEXT] [--jobs N] [--list]      # make mutate
 
@@ -88,7 +88,9 @@ def copy_source(folder: Path) -> None:
     listed = subprocess.run(
         ["git", "ls-files", "-coz", "--exclude-standard"], cwd=ROOT, check=True, stdout=subprocess.PIPE
     )
-    for name in filter(None, listed.stdout.decode().split("\0")):
+    for name in listed.stdout.decode().split("\0"):
+        if not name or name.endswith("/"):  # another repository inside of this one
+            continue
         target = folder / name
         target.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileNotFoundError):  # deleted, and git does not know yet
@@ -280,7 +282,7 @@ class Results:
 @contextlib.contextmanager
 def _slots(count: int) -> Iterator[list[Slot]]:
     """Make the copies; afterwards stop what still runs and remove them."""
-    with tempfile.TemporaryDirectory(prefix="zlaunch-mutations-") as folder:
+    with tempfile.TemporaryDirectory(prefix="mutations-") as folder:
         made = [Slot(Path(folder, str(number)), Path(folder, f"{number}.out")) for number in range(count)]
         for slot in made:
             copy_source(slot.folder)
@@ -359,6 +361,8 @@ def main() -> int:
         for mutation in found:
             print(f"{mutation.file}: {mutation.breaks}")
         print(f"{len(found)} mutations in {len({room_of(m) for m in found})} rooms")
+        if not found:
+            print(f"no list, file or description has {options.only!r}: --list shows all", file=sys.stderr)
         return 0 if found else 2
     for name in PREIMPORTED:
         with contextlib.suppress(ImportError):

@@ -29,17 +29,28 @@ def _train_with_changes(stage: int) -> list[Any]:
     worst = max(relative_error(value, wanted[name]) for name, value in engine.module.state_dict().items())
     engine.set_batch(12, 3, 2)
     engine.backward(loss_of(engine, data[0][:3]))
+    with pytest.raises(RuntimeError, match="cannot change from 2 to 3 after 1 of them"):
+        engine.set_batch(18, 3, 3)  # before the step() that counts the pass
     engine.step()
     with pytest.raises(RuntimeError, match="cannot change from 2 to 3 after 1 of them"):
         engine.set_batch(18, 3, 3)
-    return [worst, engine.global_steps, engine.micro_steps]
+    engine.backward(loss_of(engine, data[0][:3]))
+    engine.step_observers.append(_raise)
+    with pytest.raises(OSError, match="of an observer"):
+        engine.step()
+    return [worst, engine.global_steps, engine.micro_steps, engine.is_gradient_accumulation_boundary()]
+
+
+def _raise(engine: Any) -> None:
+    raise OSError("of an observer")
 
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_training_equals_plain_torch(stage: int) -> None:
-    for worst, steps, micro_steps in run_workers(_train_with_changes, 2, stage):
+    for worst, steps, micro_steps, boundary in run_workers(_train_with_changes, 2, stage):
         assert worst < 1e-9
-        assert (steps, micro_steps) == (len(COUNTS), sum(COUNTS) + 1)
+        assert (steps, micro_steps) == (len(COUNTS) + 1, sum(COUNTS) + 1)
+        assert not boundary, "the step was made before the observer raised: the next one begins"
 
 
 def _steps_of_a_pipeline() -> list[int]:

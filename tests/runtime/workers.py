@@ -36,13 +36,13 @@ _context.set_forkserver_preload(
         "transformers.models.gpt2.modeling_gpt2",
         "transformers.models.llama.modeling_llama",
         "transformers.models.mixtral.modeling_mixtral",
-        "tests.runtime.frozen",  # the last
+        "tests.runtime.frozen",  # last: freezes everything imported above
     ]
 )
 
 
 def join() -> int:
-    """Joins the process group of the workers; returns this worker's rank."""
+    """Join the process group of the workers; return this worker's rank."""
     import torch.distributed as dist
 
     import zlaunch
@@ -56,6 +56,8 @@ class WorkerError(AssertionError):
 
 
 def _work(result: Path, env: dict[str, str], module: str, name: str, args: tuple[Any, ...]) -> None:
+    # The fork server has the environment of the test that started it; a rank gets that of its own test.
+    os.environ.clear()
     os.environ.update(env)
     # A rank that is about to be killed is asked for its stacks. The file stays open while the rank lives.
     stacks = result.with_suffix(".stacks").open("w")
@@ -94,31 +96,35 @@ def run_workers(
     Raises:
         WorkerError: with the first failing rank's traceback, or with the stacks of the ranks that hang.
     """
-    common = {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size), **(env or {})}
+    common = {**os.environ, "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size), **(env or {})}
     deadline = time.monotonic() + limit_s
     with tempfile.TemporaryDirectory() as folder, reserved_port() as port:
         common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
-        workers = []
-        for rank in range(world_size):
-            result = Path(folder) / f"{rank}.pkl"
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank), **common}
-            job = (result, own, function.__module__, function.__qualname__, args)
-            process = _context.Process(target=_work, args=job)
-            process.start()
-            workers.append((process, result))
-        while (waiting := [process for process, _ in workers if process.is_alive()]) and (
-            time.monotonic() < deadline
-        ):
-            multiprocessing.connection.wait([p.sentinel for p in waiting], deadline - time.monotonic())
-            if any(process.exitcode for process, _ in workers):
-                deadline = min(
-                    deadline, time.monotonic() + RANKS_LIMIT_S
-                )  # the others may wait for it for ever
-        late = {rank: process for rank, (process, _) in enumerate(workers) if process.is_alive()}
-        stacks = _stacks(late, Path(folder))
-        for process, _ in workers:
-            process.kill()
-            process.join()
+        workers: list[tuple[Any, Path]] = []
+        late: dict[int, Any] = {}
+        stacks = ""
+        try:
+            for rank in range(world_size):
+                result = Path(folder) / f"{rank}.pkl"
+                own = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank), **(env or {})}
+                job = (result, own, function.__module__, function.__qualname__, args)
+                process = _context.Process(target=_work, args=job)
+                process.start()
+                workers.append((process, result))
+            while (waiting := [process for process, _ in workers if process.is_alive()]) and (
+                time.monotonic() < deadline
+            ):
+                sentinels = [process.sentinel for process in waiting]
+                multiprocessing.connection.wait(sentinels, deadline - time.monotonic())
+                if any(process.exitcode for process, _ in workers):  # the others may wait for it for ever
+                    deadline = min(deadline, time.monotonic() + RANKS_LIMIT_S)
+            late = {rank: process for rank, (process, _) in enumerate(workers) if process.is_alive()}
+            stacks = _stacks(late, Path(folder))
+        finally:  # also where the test has reached its own limit
+            for process, _ in workers:
+                process.kill()
+            for process, _ in workers:
+                process.join()
         codes = [process.exitcode for process, _ in workers]
         outcomes: list[Any] = [
             pickle.loads(result.read_bytes()) if result.exists() else None for _, result in workers
@@ -141,9 +147,7 @@ def _stacks(late: Mapping[int, multiprocessing.process.BaseProcess], folder: Pat
         with suppress(OSError, TypeError):
             os.kill(process.pid, signal.SIGUSR2)  # type: ignore[arg-type]
     if late:
-        time.sleep(
-            0.5
-        )  # the handler writes at once, unless the machine is very busy: then the stacks are missing
+        time.sleep(0.5)  # the handler writes at once; on a very busy machine the stacks may be missing
     paths = {rank: folder / f"{rank}.stacks" for rank in late}
     return "\n".join(
         f"rank {rank} stood at\n{path.read_text()[:4000]}" for rank, path in paths.items() if path.exists()

@@ -74,6 +74,45 @@ def test_each_group_has_its_count() -> None:
     torch.testing.assert_close(second.leaf, torch.full((4,), -1 / 8))
 
 
+class NeedsMembers(Counting):
+    """Cannot step a group without parameters."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            assert group["params"][0].device.type == "cpu"
+        return super().step(closure)
+
+
+class NeedsElements(Counting):
+    """Cannot step a group without elements either."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            torch.cat([p.flatten() for p in group["params"]])[0]
+        return super().step(closure)
+
+
+@pytest.mark.parametrize(
+    ("kind", "counts"), [(Counting, [1, 8]), (NeedsMembers, [1, 8]), (NeedsElements, [1, 7])]
+)
+def test_a_group_of_which_this_rank_has_no_piece(
+    kind: type[Counting], counts: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its counter advances where the optimizer can step such a group, and a warning says where it cannot."""
+    said: list[str] = []
+    monkeypatch.setattr("zlaunch.runtime.optim.update_rule.warn", said.append)
+    members = [nn.Parameter(torch.zeros(1)) for _ in range(2)]
+    rule = UpdateRule(kind([{"params": [p], "k": start} for p, start in zip(members, (0, 7), strict=True)]))
+    for _ in range(2):
+        rule.begin(1.0)
+        rule.apply(pieces(1), {})
+        rule.end()
+    wanted = [2 * counts[0], 7 + 2 * (counts[1] - 7)]
+    assert [group["k"] for group in rule.optimizer.param_groups] == wanted
+    assert len(said) == (kind is NeedsElements), "once, not at each step"
+    assert all("NeedsElements does not step a param group without parameters" in each for each in said)
+
+
 def test_counts_reach_the_script_and_its_changes_the_shards() -> None:
     outer = Counting([nn.Parameter(torch.zeros(1))])
     inner = InnerOptimizer(outer)
