@@ -60,7 +60,8 @@ test: $(WITH_TOOLS)
 # tests/unit, without kernels and their twins, wheels and the rehearsal of the benchmark: these compile or start
 # processes, and take as long again.
 SLOW := $(addprefix --ignore=tests/unit/,project/test_packaging.py project/test_core_alone.py \
-  cli/test_estimate.py benchmarks) --ignore-glob=*/test_kernels_*
+  project/test_selection.py project/test_hidden_gpus.py cli/test_estimate.py benchmarks \
+  cuda_ops/test_quantize.py cuda_ops/test_narrow_step.py cuda_ops/test_signs.py) --ignore-glob=*/test_kernels_*
 test-fast: $(WITH_TOOLS)
 	$(PY) -m pytest -n $(WORKERS) -m "not exhaustive" $(SLOW) tests/unit $(FLAGS)
 
