@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -304,6 +304,7 @@ def test_prepare_step_is_clip_grad_norm(clip: float) -> None:
     st.integers(1, 3),
     st.booleans(),
 )
+@example([True] * 5, 1, 1.0, 1, False)  # down to the smallest scale, and an overflow there
 def test_loss_scale_is_that_of_the_host(
     overflows: list[bool], window: int, min_scale: float, hysteresis: int, consecutive: bool
 ) -> None:
