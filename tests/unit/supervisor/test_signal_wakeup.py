@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import signal
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +54,24 @@ class _Queue(queue.SimpleQueue[Any]):
             raise AssertionError("the signal has not ended the wait") from None
 
     def _send(self, waiting: int) -> None:
-        stat = Path(f"/proc/self/task/{waiting}/stat")
-        wait_until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "S", "the main thread waits")
+        """Wait until the main thread is blocked for good, then get the signal.
+
+        Asleep is not enough: it may wait for the interpreter lock. A thread that has not run while this one
+        slept, without that lock, waits for the queue.
+        """
+        status = Path(f"/proc/self/task/{waiting}/status")
+        before = ""
+
+        def stands() -> bool:
+            nonlocal before
+            lines = status.read_text().splitlines()
+            now = "".join(line for line in lines if line.startswith(("State", "voluntary", "nonvoluntary")))
+            same = now == before and "S (sleeping)" in now
+            before = now
+            time.sleep(0.1)
+            return same
+
+        wait_until(stands, "the main thread waits")
         signal.pthread_kill(threading.get_ident(), signal.SIGINT)
 
 
