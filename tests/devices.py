@@ -1,4 +1,4 @@
-"""Let tests use CPU workers on a machine with GPUs too, but for those of tests/gpu.
+"""Hide the GPUs of a machine from all tests except those of tests/gpu.
 
 Note [Hidden GPUs]
 An empty CUDA_VISIBLE_DEVICES hides the GPUs from the launcher, and from torch in every process that a test

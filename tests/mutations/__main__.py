@@ -45,13 +45,13 @@ PREIMPORTED = (
     *("click", "rich.console", "rich.table", "paramiko", "psutil", "yaml", "safetensors", "cloudpickle"),
 )
 LIMIT_S = 300.0
-"""A mutation that keeps its tests busy for so long is noticed: they would have ended at a limit of theirs."""
+"""Seconds for the tests of a mutation. One that exceeds them counts as noticed: it makes the tests hang."""
 HUNG = 124
 PROFILE = "mutations"
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _OK, _FAILED, _INTERRUPTED, _WRONG_USAGE = 0, 1, 2, 4
 _NOT_IMPORTED = "found no collectors for"
-"""What pytest says, with the code of a wrong usage, of a single test in a file that cannot be imported."""
+"""Part of pytest's message, with exit code 4, for a single test in a file that cannot be imported."""
 
 
 def mutations(only: str = "") -> list[Mutation]:
