@@ -23,7 +23,20 @@ __device__ inline Part part_of_this_block(const int64* table, int64 rows, const 
   return {(const SRC*)row[0], row[1], row[2], row[ROW + 2]};
 }
 
-// fp32 products, 16 bytes at a time, then fp64: inf and NaN come out as what they are.
+// The sum of WIDE squares times the square of scale, in fp32.
+__device__ inline float sum_of_squares(const Vector<SRC, WIDE>& values, float scale) {
+  float sum = 0;
+#pragma unroll
+  for (int k = 0; k < WIDE; ++k) {
+    float value = values.at[k].load() * scale;
+    sum += value * value;
+  }
+  return sum;
+}
+
+// fp32 products, 16 bytes at a time, then fp64: inf and NaN come out as what they are. Squares out of fp32's range are
+// taken again of the same registers times a power of two, still in fp32: many GPUs have 1/64 of the speed in fp64, and
+// this kernel waits for memory anyway. See norm.py, Note [Squares out of range].
 extern "C" __global__ void square_sums(const int64* table, int64 rows, const SRC* source, int64 numel, double* sums) {
   Part part = part_of_this_block(table, rows, source, numel);
   IS_GLOBAL(part.source);
@@ -32,10 +45,10 @@ extern "C" __global__ void square_sums(const int64* table, int64 rows, const SRC
   int64 stride = (part.stop - part.first) * THREADS * WIDE;
   for (int64 i = ((blockIdx.x - part.first) * THREADS + threadIdx.x) * WIDE; i < part.numel; i += stride) {
     Vector<SRC, WIDE> values = load<WIDE>(part.source, i, part.numel, fits && i + WIDE <= part.numel);
-    float squares = 0;
-#pragma unroll
-    for (int k = 0; k < WIDE; ++k) squares += values.at[k].load() * values.at[k].load();
-    sum += squares;
+    float squares = sum_of_squares(values, 1);
+    if (squares > 0x1p-80f && squares < 0x1p120f) sum += squares;
+    else if (squares < 1) sum += sum_of_squares(values, 0x1p75f) * 0x1p-150;
+    else sum += sum_of_squares(values, 0x1p-75f) * 0x1p150;
   }
   sum = block_sum(sum);
   if (threadIdx.x == 0) sums[blockIdx.x] = sum;

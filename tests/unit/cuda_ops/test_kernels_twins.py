@@ -284,6 +284,21 @@ def test_sum_of_squares(dtype: torch.dtype) -> None:
             assert not sum_of_squares(tensor).isfinite()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sums_of_squares_that_fp32_does_not_hold(dtype: torch.dtype) -> None:
+    for numel in (1, 5000):
+        for size in (1e-36, 1e-25, 1e-19, 1e-12, 1e12, 1e19, 1e25, 1.5e38):
+            tensor = (torch.rand(numel) + 0.5).mul_(size).to(dtype)
+            wanted = tensor.double().square().sum()
+            torch.testing.assert_close(sum_of_squares(tensor), wanted, rtol=4e-6, atol=0)
+    mixed = torch.randn(20_000).to(dtype)  # rows of all sizes, some of them zeros
+    mixed[:4000], mixed[4100:9000], mixed[13_000:] = 0, 0, mixed[13_000:] * 1e-30
+    torch.testing.assert_close(sum_of_squares(mixed), mixed.double().square().sum(), rtol=4e-6, atol=0)
+    mixed[5] = 3e38
+    torch.testing.assert_close(sum_of_squares(mixed), mixed.double().square().sum(), rtol=4e-6, atol=0)
+    assert sum_of_squares(torch.zeros(5000, dtype=dtype)).item() == 0
+
+
 @pytest.mark.parametrize("clip", [0.0, 0.5, 100.0])
 def test_prepare_step_is_clip_grad_norm(clip: float) -> None:
     parameter = torch.nn.Parameter(torch.zeros(100))
