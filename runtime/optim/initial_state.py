@@ -11,31 +11,44 @@ from torch import Tensor
 from ..zero.store import Access, open_tiles
 from .slices import ShardSlice
 
-Entries = dict[str, Tensor | float]
+Known = dict[str, Tensor | float]
 """Maps a state entry's name to its tensor, or to the one value of each of its parameter's elements."""
+Entries = dict[str, Tensor | float | None]
+"""Maps it to None where no parameter of the group has an element on this rank that would show the value."""
 
 
 def take_initial_state(optimizer: torch.optim.Optimizer) -> list[Entries]:
     """Return the entries that each group's parameters begin with; clear the optimizer's state.
+
+    A parameter shows what an entry is by its shape. One without elements (another pipeline stage's, an empty
+    placeholder) shows no value, and one without dimensions does not tell an entry for each element from one
+    for the whole parameter: others go first.
 
     Raises ValueError if the optimizer has already made steps, or begins with values that are not all alike.
     """
     groups: list[Entries] = []
     for group in optimizer.param_groups:
         entries: Entries = {}
-        for parameter in group["params"]:
+        for parameter in sorted(group["params"], key=_shows_little):
             for key, value in optimizer.state.get(parameter, {}).items():
                 if not isinstance(value, Tensor) or (key == "step" and value.any()):
                     raise _used(optimizer)
-                # a parameter without dimensions does not tell them apart
-                is_elementwise = value.shape == parameter.shape and value.numel() > 0 and key != "step"
-                alike = float(value.reshape(-1)[0]) if is_elementwise else value
-                if is_elementwise and not bool((value == alike).all()):
-                    raise _used(optimizer)
-                entries.setdefault(key, alike)
+                if key == "step" or value.shape != parameter.shape:
+                    entries.setdefault(key, value)
+                elif not value.numel():
+                    entries.setdefault(key, None)
+                else:
+                    alike = float(value.reshape(-1)[0])
+                    if not bool((value == alike).all()):
+                        raise _used(optimizer)
+                    entries.setdefault(key, alike)
         groups.append(entries)
     optimizer.state.clear()
     return groups
+
+
+def _shows_little(parameter: Tensor) -> int:
+    return 2 if not parameter.numel() else int(parameter.dim() == 0)
 
 
 def _used(optimizer: torch.optim.Optimizer) -> ValueError:
@@ -48,9 +61,12 @@ def _used(optimizer: torch.optim.Optimizer) -> ValueError:
 def give_initial_state(
     optimizer: torch.optim.Optimizer, groups: list[Entries], slices: Sequence[ShardSlice]
 ) -> None:
-    """Copy the initial state of their parameters to the shards. Raises DiskError."""
+    """Copy the initial state of their parameters to the shards. Raises DiskError, ValueError for a value that
+    cannot be found out.
+    """
+    known = {index: _completed(optimizer, index, groups[index]) for index in {part.group for part in slices}}
     for part in slices:
-        entries = groups[part.group]
+        entries = known[part.group]
         if not entries:
             continue
         if part.leaf is None:
@@ -63,7 +79,27 @@ def give_initial_state(
         optimizer.state[part.leaf] = state
 
 
-def _fill_on_disk(part: ShardSlice, entries: Entries) -> None:
+def _completed(optimizer: torch.optim.Optimizer, index: int, entries: Entries) -> Known:
+    """Find out values that no parameter has shown: as an optimizer of the class begins over one element."""
+    known = {key: value for key, value in entries.items() if value is not None}
+    unknown = [key for key in entries if key not in known]
+    if not unknown:
+        return known
+    group = optimizer.param_groups[index]
+    probe = torch.zeros(1)
+    try:
+        made = type(optimizer)([{**group, "params": [probe]}], **optimizer.defaults)
+        return known | {key: float(made.state[probe][key]) for key in unknown}
+    except (TypeError, ValueError, KeyError, RuntimeError) as error:
+        raise ValueError(
+            f"optimizer {type(optimizer).__name__} begins with {', '.join(unknown)} of an unknown value: no "
+            f"parameter of group {index} has elements on this rank, and no optimizer of the class could be "
+            f"made for one ({type(error).__name__}: {error}): let the class keep all arguments of its "
+            "constructor in `defaults`"
+        ) from error
+
+
+def _fill_on_disk(part: ShardSlice, entries: Known) -> None:
     part.scalars = {key: value.clone() for key, value in entries.items() if isinstance(value, Tensor)}
     part.on_disk = sorted(entries.keys() - part.scalars.keys())
     store = part.unit.store
