@@ -20,7 +20,7 @@ from types import CodeType, ModuleType, TracebackType
 from typing import NoReturn
 
 from zlaunch.errors import ZlaunchError
-from zlaunch.node import error_file
+from zlaunch.node import accelerate_state, error_file
 from zlaunch.node.lost_peers import talk_of
 from zlaunch.system.processes import PASSED_SIGNALS, die_with_parent
 
@@ -138,6 +138,7 @@ def _run_module(args: list[str]) -> None:
     sys.argv = args
     _set_path(os.getcwd())
     _choose_deepspeed()
+    accelerate_state.watch()
     runpy.run_module(args[0], run_name="__main__", alter_sys=True)
 
 
@@ -146,6 +147,7 @@ def _run_script(args: list[str]) -> None:
     sys.argv = args
     _set_path(os.path.dirname(os.path.realpath(script)))
     _choose_deepspeed()
+    accelerate_state.watch()
     if os.path.isdir(script) or script.endswith((".zip", ".pyz", ".pyc")):
         runpy.run_path(script, run_name="__main__")
         return
