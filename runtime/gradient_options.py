@@ -9,18 +9,17 @@ from .precision.policy import dtype_named
 from .zero.reduce import GradientOptions
 
 
-def choose_gradient_options(config: Config, *, transient: bool = False, ranks: int = 1) -> GradientOptions:
-    """Return the options of a reducer over so many ``ranks``.
+def choose_gradient_options(
+    config: Config, *, transient: bool = False, predivide: float = 1.0
+) -> GradientOptions:
+    """Return the options of a reducer, which divides gradients by ``predivide`` before it sends them.
 
     A gradient rests in fp32, or in ``data_types.grad_accum_dtype``; beside stochastic masters, which are
     bf16, the only one of a step rests in bf16.
     """
-    predivide = 1.0
-    if config.prescale_gradients:
-        predivide = config.gradient_predivide_factor if config.gradient_predivide_factor != 1.0 else ranks
     chosen = dtype_named(config.data_types.grad_accum_dtype)
     sums = None if chosen == torch.float32 else chosen  # None: float64 in such a model
-    is_one = int(config.gradient_accumulation_steps or 1) == 1
+    is_one = not config.accumulates
     single = torch.bfloat16 if config.bf16.master_weights == "stochastic" and is_one else sums
     return GradientOptions(
         transient=transient,

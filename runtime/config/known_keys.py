@@ -11,6 +11,7 @@ from typing import Any, get_args
 from pydantic.fields import FieldInfo
 
 from .field_types import Section
+from .foreign_keys import find_wish
 from .optimizers import OPTIMIZER_PARAMS, OTHER_NAMES, SCHEDULER_PARAMS
 from .schema import Config
 
@@ -67,17 +68,22 @@ def homes() -> dict[str, list[str]]:
     return found
 
 
-def unknown(key: str, path: str, known: Iterable[str]) -> tuple[str, bool]:
-    """Return what to say about an unknown key of the section ``path``, and whether it must be a mistake."""
+def unknown(key: str, path: str, known: Iterable[str], value: Any = None) -> tuple[str, bool]:
+    """Return what to say about an unknown key of the section ``path`` and its value, and whether it must be a
+    mistake.
+    """
     known = list(known)
     if OTHER_NAMES.get(key) in known:
         return f"unknown key, did you mean {OTHER_NAMES[key]}?", True
     if places := [place for place in homes().get(key, ()) if place != path]:
         return f"unknown key here, it belongs {_belongs(places)}", True
+    is_note = not path and _NOTE.match(key) is not None
+    if not path and not is_note and (wish := find_wish(key, value)) is not None:
+        return wish, True
     if path:
         close = difflib.get_close_matches(key, known, 1)
     else:
-        close = [] if _NOTE.match(key) else difflib.get_close_matches(key, known, 1, _CLOSE)
+        close = [] if is_note else difflib.get_close_matches(key, known, 1, _CLOSE)
     if close:
         return f"unknown key, did you mean {close[0]}?", True
     if path == "" or len(known) > 12:

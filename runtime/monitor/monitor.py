@@ -14,8 +14,8 @@ from torch import Tensor
 from ..config import Config
 from ..config.field_types import Section
 from ..errors import MonitorError
+from ..host_copy import HostCopy
 from ..log import fail
-from .host_copy import HostCopy
 from .trackers import CometExperiment, CsvFiles, Event, TensorBoard, Tracker, WeightsAndBiases
 
 

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from ..environment import read_environment
+from ..host_copy import HostCopy
 from ..log import fail
 from ..report import reported, send_step
 from .breakdown import host_gb, mean_milliseconds
-from .host_copy import HostCopy
 from .monitor import MonitoredLoop, learning_rate
 from .step_clock import COMMUNICATION, DISK, PARTS, TimedStep
 

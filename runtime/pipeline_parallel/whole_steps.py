@@ -61,9 +61,8 @@ class WholeSteps:
             loss = self._loss_of_one(each)
             engine.backward(loss)
             losses.append(loss.detach())
-            mean = self._mean_of(losses) if len(losses) == len(micro_batches) else loss.detach()
-            engine.last_loss = mean
             engine.step()
+        engine.last_loss = mean = self._mean_of(losses)
         return mean
 
     def eval_batch(

@@ -15,8 +15,12 @@ class StepResult:
         skipped: bool | Tensor,
         stop: float | Tensor,
         differs: bool | Tensor = False,
+        *,
+        beside: Tensor,
     ) -> None:
         self._facts = (norm, skipped, stop, differs)
+        self.beside = beside
+        """Holds the sums over the ranks of what the step was given beside its own numbers."""
         self._values: tuple[float, ...] | None = None
         self._host: Tensor | None = None
         self._event: torch.cuda.Event | None = None

@@ -35,7 +35,7 @@ class GradientOptions:
     sums: torch.dtype | None = None
     """Selects the dtype in which sums of several backward passes rest; None as above."""
     predivide: float = 1.0
-    """Divides gradients before the reduction, to keep fp16 sums in range; the averaging undoes it."""
+    """Divides gradients before the reduction, to keep fp16 sums in range; ``Averaging`` undoes it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -102,10 +102,22 @@ class GradientReducer:
         bucket = self._buckets.get(id(unit))
         return bucket is not None and bucket.used[index]
 
+    def awaits(self, unit: object) -> bool:
+        """Tell whether a gradient of the unit is still to come in this backward pass."""
+        bucket = self._buckets.get(id(unit))
+        return bucket is not None and bucket.missing > 0
+
     @property
     def _keeps(self) -> bool:
         """Tell whether a persistent bucket keeps this rank's sum."""
         return self.local or self.comm.world_size == 1
+
+    @property
+    def predivides(self) -> bool:
+        """Tell whether gradients of this step are divided before they are sent. What a rank keeps may be
+        completed several times in a step, and would be divided each time.
+        """
+        return self.options.predivide != 1.0 and not self._keeps
 
     def whole_gradient(self, unit: Unit) -> Tensor:
         """Return a unit's persistent bucket: if :attr:`local`, this rank's own gradients of it, whole."""
@@ -267,7 +279,7 @@ class GradientReducer:
             if not written:
                 view.zero_()
         bucket.await_all()
-        if self.options.predivide != 1.0 and self.comm.data.size > 1:
+        if self.predivides:
             bucket.tensor.mul_(1.0 / self.options.predivide)
         if len(self._in_flight) >= MAX_IN_FLIGHT:
             self._retire()

@@ -38,8 +38,8 @@ MUTATIONS = (
     ),
     Mutation(
         "cuda_ops/norm.py",
-        "return norms.double().square().sum() + rest.double().square()",
-        "return norms.double().square().sum()",
+        "parts = tensor[:whole].view(-1, _ROW), tensor[whole:].view(1, -1)",
+        "parts = (tensor[:whole].view(-1, _ROW),)",
         "the norm leaves out what does not fill a row",
         _TWINS,
     ),

@@ -25,7 +25,8 @@ def check(file: str, world_size: int | None, effective: bool) -> None:
 
     The batch keys are checked when the number of ranks is given.
     """
-    from zlaunch.runtime.config import ConfigError, load, open_values, resolve
+    from zlaunch.runtime.averaging import Averaging
+    from zlaunch.runtime.config import ConfigError, find_mesh, load, open_values, resolve
 
     warnings: tuple[str, ...] = ()
     try:
@@ -46,6 +47,9 @@ def check(file: str, world_size: int | None, effective: bool) -> None:
         widths = [min(60, max(len(row[column]) for row in rows)) for column in (0, 1)]
         for key, value, source in rows:
             click.echo(f"{key:<{widths[0]}}  {value:<{widths[1]}}  {source}")
+        click.echo()
+        for name, number, why in Averaging.of(resolved.config, find_mesh(loaded, world_size or 1)).table():
+            click.echo(f"{name:<{widths[0]}}  {number:<{widths[1]}}  {why}")
     else:
         under = " under the Hugging Face Trainer or accelerate" if open_values(loaded) else ""
         click.echo(f"{loaded.origin}: ok{under}")

@@ -39,15 +39,18 @@ def _steps(folder: str, extra: dict[str, Any], steps: int) -> dict[str, list[flo
     }
     engine, *_ = zlaunch.initialize(model=nn.Linear(4, 4), config=config)
     seen: dict[str, list[float]] = {"lr": [], "train_loss": [], "grad_norm": [], "step": []}
+    losses: list[float] = []
     while engine.global_steps < steps:
         x = torch.randn(2, 4, dtype=torch.float16 if "fp16" in extra else torch.float32)
         loss = engine(x).float().square().mean()
         engine.backward(loss)
+        losses.append(float(loss.detach()))
         last = engine.is_gradient_accumulation_boundary()
         engine.step()
         if last:
             seen["lr"].append(engine.get_lr()[0])
-            seen["train_loss"].append(float(loss.detach()))
+            seen["train_loss"].append(sum(losses) / len(losses))  # both ranks have the same batches
+            losses.clear()
             norm = engine.get_global_grad_norm()
             assert norm is not None
             seen["grad_norm"].append(norm)

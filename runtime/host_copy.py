@@ -27,6 +27,11 @@ class HostCopy:
         """Tell whether nothing had to be copied."""
         return self._event is None
 
+    @property
+    def has_arrived(self) -> bool:
+        """Tell whether :meth:`read` would not wait."""
+        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]  # torch's own
+
     def read(self) -> list[float]:
         """Return all numbers, in their order; wait for the copy if it is still under way."""
         if self._event is not None:

@@ -1,0 +1,97 @@
+"""Adds up a step's losses over micro-batches and ranks, and notices ranks that train on the same samples."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .host_copy import HostCopy
+from .log import warn
+
+_WATCHED_STEPS = 20
+"""Limits the steps in which losses are compared: ranks that read the same samples do from the first."""
+_EQUAL_STEPS = 3
+_SAME = (
+    "the losses of all {ranks} data-parallel ranks were equal in every digit for {steps} steps, so they seem "
+    "to train on the same samples. Give each rank its own: a DistributedSampler with "
+    "num_replicas=engine.data_parallel_size and rank=engine.data_parallel_rank, or training_data= of "
+    "initialize, whose loader does that"
+)
+_WORDS = 2
+_WORD_BITS = 16
+
+
+class StepLosses:
+    """Collects the losses of this rank's micro-batches; the step sums :meth:`numbers` over the ranks."""
+
+    def __init__(self, device: torch.device, *, rank: int, world_size: int, samples: int) -> None:
+        """``samples`` counts the ranks that train on different samples; 1 where losses are not compared."""
+        self._device, self._rank, self._world_size = device, rank, world_size
+        self._samples = samples
+        self._sum: Tensor | None = None
+        self._count = 0
+        self._steps = self._equal = 0
+        self._coming: list[HostCopy] = []
+        self._has_warned = False
+        self.mean: Tensor | None = None
+        """Is the mean of the last step's losses, 0-dim float64 on the device: NaN where no rank had one."""
+
+    def note(self, loss: Tensor) -> None:
+        """Add the loss of one micro-batch, if it is a single number."""
+        if loss.numel() != 1:
+            return
+        value = loss.detach().reshape(()).double()
+        self._sum = value if self._sum is None else self._sum + value
+        self._count += 1
+
+    def clear(self) -> None:
+        """Forget the losses since the last step."""
+        self._sum, self._count = None, 0
+
+    def numbers(self) -> Tensor:
+        """Return the sum and the number of losses, and in the first steps what tells whether the sums of all
+        ranks are equal to the bit: as many numbers on all ranks.
+
+        Of each part of the bits, w, there are w and its square: n ranks have equal ones if n times the sum
+        of the squares is the square of the sum. Both are exact in float64 for up to 1024 ranks.
+        """
+        own = torch.zeros((), device=self._device, dtype=torch.float64) if self._sum is None else self._sum
+        own = own.to(self._device)
+        count = torch.full_like(own, self._count)
+        if not self._compares:
+            return torch.stack([own, count])
+        bits = own.to(torch.float32).view(torch.int32)
+        mask = (1 << _WORD_BITS) - 1
+        words = [(bits >> (_WORD_BITS * at) & mask).double() for at in range(_WORDS)]
+        return torch.stack([own, count, *words, *(word.square() for word in words)])
+
+    def take(self, sums: Tensor) -> None:
+        """Take the sums over the ranks at the end of a step, and begin the next one."""
+        self.mean = sums[0] / sums[1] if self._count else None
+        self.clear()
+        if not self._compares:
+            return
+        words, squares = sums[2 : 2 + _WORDS], sums[2 + _WORDS :]
+        is_equal = (squares * self._world_size == words.square()).all()
+        # zero and infinity are equal for other reasons than equal samples
+        is_equal = is_equal & (sums[0] != 0) & sums[0].isfinite()
+        self._coming.append(HostCopy([is_equal.double()]))
+        self._steps += 1
+        self._look()
+
+    @property
+    def _compares(self) -> bool:
+        """Tell whether this step's losses are compared: by the count of steps alone, which is equal on all
+        ranks. What has arrived on the host is not, and :meth:`numbers` must have one length.
+        """
+        return self._samples > 1 and self._steps < _WATCHED_STEPS
+
+    def _look(self) -> None:
+        """Count equal steps among those whose comparison has arrived on the host; warn once."""
+        while self._coming and self._coming[0].has_arrived:
+            found = self._coming.pop(0).read()[0] > 0
+            self._equal = self._equal + 1 if found else 0
+            if self._equal >= _EQUAL_STEPS and not self._has_warned:
+                self._has_warned = True
+                if self._rank == 0:
+                    warn(_SAME.format(ranks=self._samples, steps=_EQUAL_STEPS))

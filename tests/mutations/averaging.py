@@ -1,0 +1,65 @@
+"""List mutations of what losses and gradients are divided by."""
+
+from __future__ import annotations
+
+from tests.mutations.mutation import Mutation
+
+TESTS = ("tests/runtime/test_averaging.py",)
+MUTATIONS: tuple[Mutation, ...] = (
+    Mutation(
+        "runtime/averaging.py",
+        "        whole = float(self.sequence * (self.samples if self.is_mean else 1))",
+        "        whole = float(self.sequence * self.samples if self.is_mean else 1)",
+        'gradients are too large by the size of the sequence axis with "sum"',
+        TESTS,
+    ),
+    Mutation(
+        "runtime/averaging.py",
+        "return whole / self.predivide if is_predivided else whole",
+        "return whole",
+        "gradients are divided twice with prescale_gradients",
+        TESTS,
+    ),
+    Mutation(
+        "runtime/zero/reduce.py",
+        "return self.options.predivide != 1.0 and not self._keeps",
+        "return self.options.predivide != 1.0",
+        "a 1-bit optimizer's gradient of two passes is divided for each of them",
+        TESTS,
+    ),
+    Mutation(
+        "runtime/step_losses.py",
+        "        value = loss.detach().reshape(()).double()\n",
+        "        value, self._count = loss.detach().reshape(()).double(), 0\n        self._sum = None\n",
+        "monitors show the loss of the last micro-batch",
+        TESTS,
+    ),
+    Mutation(
+        "runtime/step_losses.py",
+        "            self._equal = self._equal + 1 if found else 0\n",
+        "            self._equal += found\n",
+        "ranks with equal losses now and then are warned of",
+        TESTS,
+    ),
+    Mutation(
+        "runtime/step_losses.py",
+        "(squares * self._world_size == words.square()).all()",
+        "(squares * self._world_size == words.square()).any()",
+        "losses with some equal bits count as equal",
+        TESTS,
+    ),
+    Mutation(
+        "runtime/step_losses.py",
+        "return self._samples > 1 and self._steps < _WATCHED_STEPS",
+        "return self._samples > 1 and self._steps < _WATCHED_STEPS and not self._has_warned",
+        "ranks send other numbers by what has arrived on their hosts",
+        TESTS,
+    ),
+    Mutation(
+        "runtime/loop.py",
+        "        if not passes:\n            self._losses.clear()\n",
+        "",
+        "the mean loss has micro-batches that were dropped",
+        TESTS,
+    ),
+)
