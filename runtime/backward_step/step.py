@@ -230,7 +230,7 @@ class BackwardStep:
         self._in_step = True
         return list(self._squares)
 
-    def start(self, rule: UpdateRule, slices: Sequence[ShardSlice]) -> None:
+    def start(self, rule: UpdateRule, slices: Sequence[ShardSlice], used: Sequence[bool]) -> None:
         """Step the units that have waited, by the hyper-parameters of this pass. Raises OptimizerError where
         the script has changed them since it began.
         """

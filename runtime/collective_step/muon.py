@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import OptimizerError
+from ..optim.slices import ShardSlice
 from ..optim.update_rule import SliceUpdate, State, UpdateRule
 from ..zero import placeholder
 from ..zero.store import TileView
@@ -122,6 +123,11 @@ def _adamw_of(optimizer: torch.optim.Optimizer) -> torch.optim.AdamW:
     return made
 
 
+def _of_muon(groups: Sequence[Mapping[str, Any]]) -> set[int]:
+    """Return the indices of the groups that AdamW does not step."""
+    return {index for index, group in enumerate(groups) if group.get("use_muon", True)}
+
+
 def directions(buffers: list[Tensor], grads: list[Tensor], group: Mapping[str, Any]) -> list[Tensor]:
     """Add gradients to momentum buffers, in place; return what is to become orthogonal."""
     momentum = float(group["momentum"])
@@ -164,18 +170,22 @@ class MuonStep(CollectiveStep):
     def group_states(group: Mapping[str, Any]) -> int:
         return 1 if group.get("use_muon", True) else 2
 
+    def prepare(self, rule: UpdateRule, slices: Sequence[ShardSlice], used: Sequence[bool]) -> None:
+        """Raise OptimizerError where Muon is to step what is no matrix."""
+        in_muon = _of_muon(rule.optimizer.param_groups)
+        for unit in self.units:
+            for name, slot, shape in zip(unit.names, unit.layout.slots, unit.shapes, strict=True):
+                if slot.group in in_muon and len(shape) < 2:
+                    raise OptimizerError(
+                        f"Muon steps matrices, and {name} has the shape {list(shape)}: "
+                        '"use_muon" of its group has to be False'
+                    )
+
     def run(self, rule: UpdateRule, parts: Sequence[ParameterPart], state: State) -> None:
         groups = rule.optimizer.param_groups
         adamw = UpdateRule(_adamw_of(rule.optimizer))
         adamw.begin(float(rule.divisor))
-        in_muon = {index for index, group in enumerate(groups) if group.get("use_muon", True)}
-        for part in parts:
-            shape = part.unit.shapes[part.index]
-            if part.group in in_muon and len(shape) < 2:
-                raise OptimizerError(
-                    f"Muon steps matrices, and {part.unit.names[part.index]} has the shape {list(shape)}: "
-                    '"use_muon" of its group has to be False'
-                )
+        in_muon = _of_muon(groups)
         if self._exchange is None or not self._exchange.serves(self.units, in_muon):
             self._exchange = MatrixExchange(self.comm, self.units, in_muon)
         work = work_on(parts)

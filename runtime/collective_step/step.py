@@ -43,7 +43,7 @@ class CollectiveStep(ABC):
         return 2
 
     def forget(self) -> None:
-        """Forget what belongs to a state that a load has replaced."""
+        """Forget what belongs to a state that has been replaced."""
 
     def own_squares(self) -> list[Tensor]:
         """Return the sums of squares that make the norm, where the tiles' gradients do not."""
@@ -57,12 +57,16 @@ class CollectiveStep(ABC):
         """Tell whether new values come without a refresh: they do not."""
         return False
 
-    def prepare(self, rule: UpdateRule, slices: Sequence[ShardSlice]) -> None:
-        """Raise what keeps the step from being begun: nothing has changed then, and others may follow."""
+    def prepare(self, rule: UpdateRule, slices: Sequence[ShardSlice], used: Sequence[bool]) -> None:
+        """Raise what keeps the step from being begun: nothing has changed then, and others may follow.
 
-    def start(self, rule: UpdateRule, slices: Sequence[ShardSlice]) -> None:
+        All ranks raise or none does: one that raised alone would leave the others waiting in the step. So
+        this looks at what all ranks know (groups, units, ``used``), and at its own part only to agree on it.
+        """
+
+    def start(self, rule: UpdateRule, slices: Sequence[ShardSlice], used: Sequence[bool]) -> None:
         """Do the step. Raises DiskError. Collective."""
-        self.prepare(rule, slices)
+        self.prepare(rule, slices, used)
         if self.comm.device.type == "cuda":
             self._after = torch.cuda.current_stream(self.comm.device).record_event()
         try:

@@ -58,7 +58,7 @@ class BackgroundStep:
         """Tell whether the new values of ``unit`` come without a refresh by the caller."""
         return self._background and not isinstance(unit.store, DeviceStore)
 
-    def start(self, rule: UpdateRule, slices: Sequence[ShardSlice]) -> None:
+    def start(self, rule: UpdateRule, slices: Sequence[ShardSlice], used: Sequence[bool]) -> None:
         """Do the step, or begin it. Raises DiskError if it was done at once."""
         after: torch.cuda.Event | None = None
         if self._comm.device.type == "cuda":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any, TypeVar
 
 import torch
@@ -9,7 +10,7 @@ import torch
 from ..comm.collectives import Comm
 from ..config import Effective
 from ..engine import Engine
-from ..errors import OptimizerError
+from .local_steps import refuse_local_steps
 from .optimizers import ZeroOneAdam
 from .step import ZeroOneAdamStep
 
@@ -34,6 +35,7 @@ class LocalStepsEngine(Engine):
         if keeps_writes:
             self.handles.check()
             self.handles.bring_writes()
+        step.agree_on_state()
         step.take_hyperparameters()
         groups, state = step.optimizer.param_groups, step.optimizer.state
         step.stepper.agree(groups, step.slices, state, keeps_writes=keeps_writes)
@@ -52,6 +54,16 @@ class LocalStepsEngine(Engine):
         self.agree("engine.load_checkpoint()", keeps_writes=False)
         return super().load_checkpoint(*args, **kwargs)
 
+    def destroy(self) -> None:
+        """Do as other engines, after the ranks have agreed. Where an exception is ending the run, the others
+        may not be there: the ranks keep what they have.
+        """
+        try:
+            if not self._destroyed and sys.exc_info()[0] is None:
+                self.agree("engine.destroy()", keeps_writes=False)
+        finally:
+            super().destroy()
+
 
 def choose_local_steps(
     kind: type[E], optimizer: torch.optim.Optimizer | None, effective: Effective, comm: Comm
@@ -68,12 +80,7 @@ def choose_local_steps(
         "ranks share sequences": comm.mesh.sequence > 1,
     }
     most = max(group["local_step_clipper"] for group in optimizer.param_groups)
-    for reason in (text for text, is_so in reasons.items() if is_so):
-        if most > 1:
-            raise OptimizerError(
-                f"ZeroOneAdam: local_step_clipper {most}: in local steps each rank has whole weights of its "
-                f"own, and {reason}: set local_step_clipper to 1"
-            )
+    refuse_local_steps(most, reasons)
     if stage > 0:
         return kind
     return type(f"LocalSteps{kind.__name__}", (LocalStepsEngine, kind), {})

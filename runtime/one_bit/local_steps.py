@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -9,12 +10,13 @@ import torch
 from torch import Tensor
 
 from ..collective_step.parts import ParameterPart, by_group, cache_sized, each_tile
+from ..comm.collectives import Comm
 from ..errors import OptimizerError
 from ..optim.update_rule import State
 from ..zero.store import Access, DeviceStore, OpenTile, TileView, open_all
 from ..zero.unit import Unit
 from .sign_exchange import Average, SignExchange
-from .unit_turn import UnitTurn
+from .unit_turn import UnitTurn, clear_without_variance
 
 Publish = Callable[[OpenTile, TileView], None]
 _NAMES = ("exp_avg", "exp_avg_sq")
@@ -29,8 +31,8 @@ class LocalSteps:
     ``lr`` the same ``m``. For units that each rank has whole, in the memory of the device.
     """
 
-    def __init__(self, exchange: SignExchange) -> None:
-        self._exchange = exchange
+    def __init__(self, exchange: SignExchange, comm: Comm) -> None:
+        self._exchange, self._comm = exchange, comm
         self._gone: dict[Unit, tuple[Tensor, Tensor]] = {}
         """Has a unit's ``z`` and ``u`` while ranks have weights of their own."""
         self._rates: dict[tuple[Unit, int], float] = {}
@@ -56,10 +58,14 @@ class LocalSteps:
             del self._rates[at]
 
     def refuse_writes(self, turns: Sequence[UnitTurn]) -> None:
-        """Raise OptimizerError where the script has changed weights that ranks have of their own."""
-        parts: list[ParameterPart] = []
-        differ: list[Tensor] = []
-        for turn in turns:
+        """Raise OptimizerError where the script has changed weights that ranks have of their own, on any of
+        them. Collective: a rank that raised alone would leave the others waiting for it where they meet.
+        """
+        names = [name for turn in turns for name in turn.unit.names]
+        counts = torch.zeros(len(names), dtype=torch.float64, device=self._comm.device)
+        """Counts, for each parameter, its parts that were changed."""
+        starts = itertools.accumulate((len(turn.unit.names) for turn in turns), initial=0)
+        for turn, start in zip(turns, starts, strict=False):
             if (found := self._gone.get(turn.unit)) is None:
                 continue
             assert turn.unit.store is not None
@@ -70,14 +76,12 @@ class LocalSteps:
                             _, _, roots = _moments(own, view, turn.state, turn.groups[index])
                             wanted = _placed(_of(own, found[0]), _of(own, found[1]), roots)
                             values = [part.of(view, view.master) for part in own]
-                            parts += own
-                            differ += [
-                                ((a != b) & ~b.isnan()).any() for a, b in zip(values, wanted, strict=True)
-                            ]
-        if differ and (changed := torch.stack(differ)).any():
-            part = parts[int(changed.int().argmax())]
+                            for part, a, b in zip(own, values, wanted, strict=True):
+                                counts[start + part.index] += ((a != b) & ~b.isnan()).any()
+        found_on = self._comm.all_reduce_scalars(counts, "looks for weights that the script has changed")
+        if (found_on > 0).any():
             raise OptimizerError(
-                f"{part.unit.names[part.index]}, its variance or eps was changed by the script between two "
+                f"{names[int(found_on.argmax())]}, its variance or eps was changed by the script between two "
                 "exchanges of ZeroOneAdam, when each rank has weights of its own, and they would never be "
                 "the same again: set local_step_clipper to 1, or change them right after "
                 "engine.save_checkpoint()"
@@ -95,8 +99,7 @@ class LocalSteps:
                     grads = [part.to(moved.dtype) for part in _of(own, gradient)]
                     torch._foreach_mul_(first, beta1)
                     torch._foreach_add_(first, grads, alpha=(1 - beta1) * scale)
-                    # what never had a gradient has no variance to divide by
-                    torch._foreach_mul_(first, torch._foreach_sign(second))
+                    clear_without_variance(first, second)
                     origins, gone = _of(own, origin), _of(own, moved)
                     torch._foreach_mul_(origins, 1 - rate * float(group["weight_decay"]))
                     torch._foreach_add_(gone, first, alpha=rate)
@@ -136,7 +139,8 @@ class LocalSteps:
                     gone = [part for part in every if rates[part.index]]
                     for own in cache_sized(gone, view.master.device):
                         first, second, roots = _moments(own, view, turn.state, turn.groups[index])
-                        mean = list(torch._foreach_mul(_of(own, turn.averaged), torch._foreach_sign(second)))
+                        mean = _of(own, turn.averaged)
+                        clear_without_variance(mean, second)
                         values = [part.of(view, view.master) for part in own]
                         torch._foreach_copy_(values, _placed(_of(own, origin), mean, roots))
                         torch._foreach_div_(mean, [rates[part.index] or 1.0 for part in own])
@@ -155,10 +159,7 @@ class LocalSteps:
         unit, found = turn.unit, self._gone.get(turn.unit)
         if found is not None:
             return found
-        if unit.stop - unit.start != unit.numel or not isinstance(unit.store, DeviceStore):
-            raise OptimizerError(
-                "ZeroOneAdam: local_step_clipper above 1 needs stage 0, where each rank has whole weights"
-            )
+        assert unit.store is not None and is_whole(unit)
         wide = torch.promote_types(unit.dtype, torch.float32)
         origin = torch.zeros(unit.numel, dtype=wide, device=unit.device)
         with open_all(unit.store, Access.READ) as tiles:
@@ -166,6 +167,23 @@ class LocalSteps:
                 origin[view.start : view.stop] = view.master
         found = self._gone[unit] = origin, torch.zeros_like(origin)
         return found
+
+
+def is_whole(unit: Unit) -> bool:
+    """Tell whether each rank has all of a unit's weights, in the memory of the device."""
+    return unit.stop - unit.start == unit.numel and isinstance(unit.store, DeviceStore)
+
+
+def refuse_local_steps(most: int, reasons: Mapping[str, bool]) -> None:
+    """Raise OptimizerError where an optimizer is to make local steps (``most``, its local_step_clipper, above
+    1) and a reason against it holds.
+    """
+    for reason in (text for text, holds in reasons.items() if holds):
+        if most > 1:
+            raise OptimizerError(
+                f"ZeroOneAdam: local_step_clipper {most}: in local steps each rank has whole weights of its "
+                f"own, and {reason}: set local_step_clipper to 1"
+            )
 
 
 def _with_moments(turn: UnitTurn, view: TileView) -> list[ParameterPart]:

@@ -18,10 +18,11 @@ from ..comm.collectives import Comm
 from ..errors import OptimizerError
 from ..optim.slices import ShardSlice
 from ..optim.update_rule import State, UpdateRule
+from ..small_copies import to_device
 from ..zero.reduce import GradientReducer
 from ..zero.store import Access, DeviceStore, TileView, open_all, squares_of
 from ..zero.unit import Unit
-from .local_steps import LocalSteps
+from .local_steps import LocalSteps, is_whole, refuse_local_steps
 from .optimizers import agree_on_phase
 from .sign_exchange import Average, SignExchange
 from .unit_turn import UnitTurn
@@ -46,11 +47,16 @@ class OneBitStep(CollectiveStep):
         """Says how much of the momentum is in ``_kept``."""
         self._of_momentum = False
         """Tells whether ``_kept`` belongs to exchanges of momentum, not of gradients."""
+        self._trained: dict[Unit, list[bool]] = {}
+        """Has, for each parameter of a unit, whether it has a variance; the same on all ranks, also on those
+        that keep no part of the parameter.
+        """
 
     def forget(self) -> None:
         """Forget errors: they are not those of the state that has been loaded."""
         self.forget_errors()
         self._of_momentum = False
+        self._trained.clear()
 
     def forget_errors(self) -> None:
         """Forget what goes into the next exchange besides gradients: it has been of something else."""
@@ -62,6 +68,8 @@ class OneBitStep(CollectiveStep):
         for unit in [each for each in self._kept if each not in units]:
             del self._kept[unit]
         self.exchange.keep_only(units)
+        for unit in [each for each in self._trained if each not in units]:
+            del self._trained[unit]
 
     def own_squares(self) -> list[Tensor]:
         """Return the sums of squares of this rank's gradients where they are not reduced, so that the norm is
@@ -80,9 +88,53 @@ class OneBitStep(CollectiveStep):
         assert isinstance(reducer, GradientReducer)
         return reducer
 
-    def run(self, rule: UpdateRule, parts: Sequence[ParameterPart], state: State) -> None:
+    def prepare(self, rule: UpdateRule, slices: Sequence[ShardSlice], used: Sequence[bool]) -> None:
+        """Raise OptimizerError where groups are in different phases, or a parameter is trained for the first
+        time in a step from which the variance learns nothing.
+        """
         groups = rule.optimizer.param_groups
         agree_on_phase(type(rule.optimizer).__name__, groups)
+        self._find_trained(slices, rule.optimizer.state)
+        following = _following(groups[0])
+        is_frozen = following["step_count"] > following["freeze_step"]
+        learns = not is_frozen and (self.wants_dense(following) or not self._reducer.local)
+        flags = iter(used)
+        for unit in self.units:
+            trained = self._trained[unit]
+            for index, slot in enumerate(unit.layout.slots):
+                # what has no elements, or no optimizer, never has a variance
+                if not next(flags) or trained[index] or not slot.numel or slot.group < 0:
+                    continue
+                if not learns:
+                    raise OptimizerError(
+                        f"{unit.names[index]} has its first gradient in step {following['step_count']}, "
+                        "when the variance that ranks exchange signs by is not updated: train it from the "
+                        "first step on, freeze it (requires_grad_(False)) for the whole run, or use AdamW"
+                    )
+                trained[index] = True
+
+    def _find_trained(self, slices: Sequence[ShardSlice], state: State) -> None:
+        """Agree on which parameters have a variance, for units where this is not known: new ones, and all of
+        them after a load. Collective if there are some, which is the case on all ranks or on none.
+        """
+        new = [unit for unit in self.units if unit not in self._trained]
+        if not new:
+            return
+        own = {unit: [0.0] * len(unit.parameters) for unit in new}
+        for part in parts_of(slices):
+            kept = part.slice.on_disk if part.slice.leaf is None else state.get(part.slice.leaf, {})
+            if part.unit in own and "exp_avg_sq" in kept:
+                own[part.unit][part.index] = 1.0
+        flags = torch.tensor([flag for unit in new for flag in own[unit]], dtype=torch.float64)
+        counts = self.comm.all_reduce_scalars(
+            to_device(flags, self.comm.device), "agrees on which parameters have been trained"
+        )
+        found = iter(counts.tolist())
+        for unit in new:
+            self._trained[unit] = [next(found) > 0 for _ in unit.parameters]
+
+    def run(self, rule: UpdateRule, parts: Sequence[ParameterPart], state: State) -> None:
+        groups = rule.optimizer.param_groups
         for group in groups:
             group["step_count"] += 1
         first, reducer = groups[0], self._reducer
@@ -90,8 +142,6 @@ class OneBitStep(CollectiveStep):
         if reducer.local and self.wants_dense(first):
             self._reduce()  # a load has brought the state of an earlier step
             reducer.local = False
-        if reducer.local:
-            self._refuse_new(parts, state)
         self.keep_only(set(self.units))
         of_momentum = reducer.local and frozen
         if of_momentum is not self._of_momentum:
@@ -103,7 +153,7 @@ class OneBitStep(CollectiveStep):
         else:
             self.step_together(turns)
         self.plan_next(groups)
-        reducer.local = not self.wants_dense({**first, "step_count": first["step_count"] + 1})
+        reducer.local = not self.wants_dense(_following(first))
 
     def turns(
         self,
@@ -153,17 +203,6 @@ class OneBitStep(CollectiveStep):
             assert unit.store is not None
             unit.store.add_grad(whole[unit.start : unit.stop], first=True, stays=True)
 
-    def _refuse_new(self, parts: Sequence[ParameterPart], state: State) -> None:
-        """Raise OptimizerError for a parameter that is trained for the first time now."""
-        for part in parts:
-            own = part.slice.on_disk if part.slice.leaf is None else state.get(part.slice.leaf, {})
-            if part.slice.used and "exp_avg_sq" not in own:
-                raise OptimizerError(
-                    f"{part.unit.names[part.index]} has its first gradient, but ranks exchange signs "
-                    "already, by a variance that it does not have: train it from the first step on, "
-                    "freeze it (requires_grad_(False)) for the whole run, or use AdamW"
-                )
-
     def averaged(self, turns: Sequence[UnitTurn], begin: Callable[[UnitTurn], Average]) -> Iterator[UnitTurn]:
         """Yield turns with what signs bring. A hop of one unit is on its way while another is computed."""
         coming = begin(turns[0])
@@ -208,6 +247,11 @@ class OneBitStep(CollectiveStep):
                         start = part.low - unit.start
                         own[start : start + part.high - part.low] = part.inside(found["exp_avg"])
         return own if own.numel() == unit.numel else self.exchange.gather(own)
+
+
+def _following(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a group's entries with the count of the step after."""
+    return {**group, "step_count": group["step_count"] + 1}
 
 
 class OneBitAdamStep(OneBitStep):
@@ -255,15 +299,29 @@ class ZeroOneAdamStep(OneBitAdamStep):
 
     def __init__(self, units: Sequence[Unit], comm: Comm) -> None:
         super().__init__(units, comm)
-        self._local = LocalSteps(self.exchange)
+        self._local = LocalSteps(self.exchange, comm)
 
     def forget_errors(self) -> None:
         super().forget_errors()
         self._local.forget_errors()
 
-    def prepare(self, rule: UpdateRule, slices: Sequence[ShardSlice]) -> None:
-        """Raise OptimizerError where the script has changed what ranks have of their own."""
-        self._refuse_writes(rule.optimizer.param_groups, slices, rule.optimizer.state)
+    def prepare(self, rule: UpdateRule, slices: Sequence[ShardSlice], used: Sequence[bool]) -> None:
+        """Raise OptimizerError also where the script has changed what ranks have of their own, on any rank,
+        and where this step is one of a rank's own, but ranks do not have what that needs.
+        """
+        groups = rule.optimizer.param_groups
+        following = _following(groups[0])
+        is_apart = self._reducer.local and not self.wants_dense(following)
+        if is_apart and following["step_count"] > following["freeze_step"]:
+            refuse_local_steps(
+                int(following["local_step_clipper"]),
+                {
+                    "parts of them are on other ranks or off the device": not all(map(is_whole, self.units)),
+                    "ranks share sequences": self.comm.mesh.sequence > 1,
+                },
+            )
+        self._refuse_writes(groups, slices, rule.optimizer.state)
+        super().prepare(rule, slices, used)  # last: it notes what will have been trained
 
     def _refuse_writes(
         self, groups: Sequence[dict[str, Any]], slices: Sequence[ShardSlice], state: State

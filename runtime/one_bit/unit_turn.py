@@ -39,19 +39,25 @@ class UnitTurn:
         self, parts: Sequence[ParameterPart], view: TileView, states: Sequence[dict[str, Tensor]]
     ) -> None:
         """Bring the moments of one group's parts in a tile up to date."""
-        first, betas = [each["exp_avg"] for each in states], self.groups[parts[0].group]["betas"]
-        if self.averaged is not None:
+        first, second = ([each[name] for each in states] for name in ("exp_avg", "exp_avg_sq"))
+        betas = self.groups[parts[0].group]["betas"]
+        if self.averaged is None:
+            found = gradients(parts, view, self.divisor)
+        else:
             at = self.unit.start
             found = [self.averaged[part.low - at : part.high - at] for part in parts]
-            if self.frozen:
-                torch._foreach_copy_(first, found)
-            else:
-                torch._foreach_lerp_(first, found, 1 - float(betas[0]))
-            # what never had a gradient has no variance to divide by, and the sign of nothing is no direction
-            torch._foreach_mul_(first, torch._foreach_sign([each["exp_avg_sq"] for each in states]))
+        if self.averaged is None and not self.frozen:
+            update_moments(first, second, found, betas)
             return
-        grads = gradients(parts, view, self.divisor)
-        if self.frozen:
-            torch._foreach_lerp_(first, grads, 1 - float(betas[0]))
+        if self.averaged is not None and self.frozen:
+            torch._foreach_copy_(first, found)
         else:
-            update_moments(first, [each["exp_avg_sq"] for each in states], grads, betas)
+            torch._foreach_lerp_(first, found, 1 - float(betas[0]))
+        clear_without_variance(first, second)
+
+
+def clear_without_variance(first: Sequence[Tensor], second: Sequence[Tensor]) -> None:
+    """Set elements of ``first`` to 0 where the variance is 0: what never had a gradient has nothing to divide
+    by, and the sign of nothing is no direction. Every step that leaves the variance as it is needs this.
+    """
+    torch._foreach_mul_(list(first), torch._foreach_sign(list(second)))

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..cut import whole_shape
 from ..zero.store import Access, open_tiles
 from .slices import ShardSlice
 
@@ -30,10 +31,12 @@ def take_initial_state(optimizer: torch.optim.Optimizer) -> list[Entries]:
     for group in optimizer.param_groups:
         entries: Entries = {}
         for parameter in sorted(group["params"], key=_shows_little):
+            # an optimizer that was made before a parameter was cut has a tensor of the whole
+            shapes = {tuple(parameter.shape), whole_shape(parameter, parameter.shape)}
             for key, value in optimizer.state.get(parameter, {}).items():
                 if not isinstance(value, Tensor) or (key == "step" and value.any()):
                     raise _used(optimizer)
-                if key == "step" or value.shape != parameter.shape:
+                if key == "step" or tuple(value.shape) not in shapes:
                     entries.setdefault(key, value)
                 elif not value.numel():
                     entries.setdefault(key, None)

@@ -39,13 +39,17 @@ class OffloadedStep(Protocol):
         """Tell whether it steps ``unit``."""
 
     def forget(self) -> None:
-        """Forget what belongs to a state that a load has replaced."""
+        """Forget what belongs to a state that has been replaced. All ranks do, in the same step."""
 
     def own_squares(self) -> list[Tensor]:
         """Return sums of squares that make the norm in place of the stores' gradients, if any do."""
 
-    def start(self, rule: UpdateRule, slices: Sequence[ShardSlice]) -> None:
-        """Do the step, or begin it. Raises DiskError if it was done at once."""
+    def start(self, rule: UpdateRule, slices: Sequence[ShardSlice], used: Sequence[bool]) -> None:
+        """Do the step, or begin it. Raises DiskError if it was done at once.
+
+        ``used``: for each parameter of each unit, in order, whether some rank had a gradient for it; equal on
+        all ranks, unlike ``slices``.
+        """
 
     def brings(self, unit: Unit) -> bool:
         """Tell whether the new values of ``unit`` come without a refresh by the caller."""
@@ -89,6 +93,8 @@ class ShardedOptimizer:
         self._slices: list[ShardSlice] = []
         self.stepper = offloaded_step(self.units) if offloaded_step is not None else None
         self._on_device = on_device
+        self._state_changed = False
+        """Tells that this rank's state has been replaced since the last step."""
         self._take_units(units)
         self._rule = UpdateRule(self.optimizer)
 
@@ -132,9 +138,19 @@ class ShardedOptimizer:
         self.state_changed()
 
     def state_changed(self) -> None:
-        """Take note that the state has been replaced, or a part of it."""
-        if self.stepper is not None:
+        """Take note that the state has been replaced, or a part of it, on this rank at least."""
+        self._state_changed = True
+
+    def agree_on_state(self) -> None:
+        """Forget, between two steps, what belongs to a state that was replaced on some rank. Collective."""
+        changed = torch.tensor([float(self._state_changed)], dtype=torch.float64)
+        self._forget_replaced(float(self._comm.all_reduce_scalars(to_device(changed, self._comm.device))))
+
+    def _forget_replaced(self, ranks: float) -> None:
+        """Forget what belongs to a state that was replaced on so many ranks."""
+        if ranks and self.stepper is not None:
             self.stepper.forget()
+        self._state_changed = False
 
     def _choose_fused(self) -> bool:
         """Use torch's one-pass kernels where the caller did not choose an implementation himself."""
@@ -162,12 +178,14 @@ class ShardedOptimizer:
         self._slices = [part for part, _ in labelled]
         return labelled
 
-    def step(self, *, divisor: Scalar, clip: float, check_finite: bool) -> StepResult:
+    def step(self, *, divisor: Scalar, clip: float, check_finite: bool, beside: Tensor) -> StepResult:
         """Average, unscale, clip and apply the gradients, unless they are not finite.
 
-        ``divisor`` is what the summed gradients have to be divided by (ranks x micro-batches x loss scale);
-        ``clip`` is the largest norm allowed, 0 for any; with ``check_finite`` a step with inf or NaN is
-        skipped on every rank. Afterwards every unit that stays unsharded is on its way to its new values.
+        ``divisor`` is what the summed gradients have to be divided by (``averaging.Averaging``); ``clip`` is
+        the largest norm allowed, 0 for any; with ``check_finite`` a step with inf or NaN is skipped on every
+        rank. ``beside`` (1-dim, float64, on the device) is summed over the ranks in the collective that the
+        step needs anyway; the result has the sums. Afterwards every unit that stays unsharded is on its way
+        to its new values.
         """
         self.wait()
         for unit in self.units:
@@ -176,21 +194,24 @@ class ShardedOptimizer:
                 unit.wait_unsharded()
                 unit.writes.bring()
         mine = self._reducer.used()
-        agreed = self._agree(mine)
+        agreed = self._agree(mine, beside)
+        sums, agreed = agreed[: beside.numel()], agreed[beside.numel() :]
         by_device = self.decides_on_device and all(mine) and not (check_finite and has_hooks(self.outer))
         try:
             if by_device:
-                return self._step_on_device(agreed, divisor, clip, check_finite)
-            return self._step_by_host(agreed, float(divisor), clip, check_finite)
+                return self._step_on_device(agreed, sums, divisor, clip, check_finite)
+            return self._step_by_host(agreed, sums, float(divisor), clip, check_finite)
         finally:
             self._reducer.clear()
 
-    def _step_by_host(self, agreed: Tensor, divisor: float, clip: float, check_finite: bool) -> StepResult:
+    def _step_by_host(
+        self, agreed: Tensor, sums: Tensor, divisor: float, clip: float, check_finite: bool
+    ) -> StepResult:
         facts, marks = self._apart(agreed)
-        if self._comm.world_size > 1 and bool(self._comm.order.differs(marks)):
+        if self._comm.world_size > 1 and bool(self._comm.differs(marks)):
             self._comm.raise_order()
         self._comm.order.forget()
-        square, stop, *counts = facts.tolist()
+        square, stop, changed, *counts = facts.tolist()
         norm = math.sqrt(square) / divisor if square >= 0 else math.nan
         skipped = check_finite and not math.isfinite(norm)
         if not skipped:
@@ -198,27 +219,31 @@ class ShardedOptimizer:
             if clip > 0 and norm > clip:
                 coefficient = clip / (norm + 1e-6)
             self._comm.drain()
+            self._forget_replaced(changed)
             # a norm of infinity clips everything finite to nothing and leaves NaN, as torch's clipping does
             self._apply([count > 0 for count in counts], divisor / coefficient if coefficient else math.inf)
-        return StepResult(norm, skipped, stop)
+        return StepResult(norm, skipped, stop, beside=sums)
 
-    def _step_on_device(self, agreed: Tensor, divisor: Scalar, clip: float, check_finite: bool) -> StepResult:
+    def _step_on_device(
+        self, agreed: Tensor, sums: Tensor, divisor: Scalar, clip: float, check_finite: bool
+    ) -> StepResult:
         """Step without a number that the host has to see: every parameter has a gradient.
 
         Where the ranks have used the model in different orders, nothing is changed, and the result says so.
         """
         facts, marks = self._apart(agreed)
         norm, multiplier, found_inf = prepare_step(facts[0], divisor=divisor, clip=clip)
-        differs = self._comm.order.differs(marks).to(found_inf.dtype)
+        differs = self._comm.differs(marks).to(found_inf.dtype)
         skip = torch.maximum(found_inf, differs) if check_finite else differs
         self._comm.drain()
         guarded = check_finite or self._comm.world_size > 1
-        self._apply([True] * (facts.numel() - 2), 1.0 / multiplier, skip if guarded else None)
-        return StepResult(norm, skip, facts[1], differs)
+        self._apply([True] * (facts.numel() - 3), 1.0 / multiplier, skip if guarded else None)
+        return StepResult(norm, skip, facts[1], differs, beside=sums)
 
     def _apart(self, agreed: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the sums of facts, and those of the order marks behind them."""
-        at = agreed.numel() - len(self._comm.order.marks())
+        """Return the sums of facts, and those of the marks behind them."""
+        batches = sum(each.mark_count for each in self._comm.batches)
+        at = agreed.numel() - len(self._comm.order.marks()) - batches
         return agreed[:at], agreed[at:]
 
     def check(self) -> None:
@@ -236,9 +261,10 @@ class ShardedOptimizer:
         if self.stepper is not None:
             self.stepper.wait()
 
-    def _agree(self, used: list[bool]) -> Tensor:
-        """Return the sum of squares of all gradients, how many ranks want to stop, for each parameter how
-        many had a gradient, and the marks of the order of collectives: one all-reduce, float64 on the device.
+    def _agree(self, used: list[bool], beside: Tensor) -> Tensor:
+        """Return the sums of ``beside``, the sum of squares of all gradients, how many ranks want to stop, on
+        how many the state has been replaced, for each parameter how many had a gradient, and the marks of the
+        order of collectives and of batches: one all-reduce, float64 on the device.
         """
         device = self._comm.device
         total = torch.zeros((), dtype=torch.float64, device=device)
@@ -248,9 +274,11 @@ class ShardedOptimizer:
         for copies in {} if own else {unit.copies: None for unit in self.units}:
             if squares := self._squares(copies):
                 total = total + torch.stack(squares).sum() / copies
-        flags = [float(preemption.requested()), *map(float, used), *self._comm.order.marks()]
+        own_news = map(float, (preemption.requested(), self._state_changed, *used))
+        flags = [*own_news, *self._comm.order.marks()]
         mine = to_device(torch.tensor(flags, dtype=torch.float64), device)
-        return self._comm.all_reduce_scalars(torch.cat([total.reshape(1), mine]))
+        facts = torch.cat([beside, total.reshape(1), mine, *self._comm.batch_marks()])
+        return self._comm.all_reduce_scalars(facts)
 
     def _squares(self, copies: int) -> list[Tensor]:
         """Sum the squares of every cut of units that so many ranks keep, in the units' order."""
@@ -273,7 +301,7 @@ class ShardedOptimizer:
         with named("step"):
             all_may_differ = self._rule.apply(self._updates_here(), self.optimizer.state, live=True)
         if self.stepper is not None:
-            self.stepper.start(self._rule, self._slices)
+            self.stepper.start(self._rule, self._slices, used)
         else:
             self._rule.end()
         self.outer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers look for it

@@ -101,7 +101,9 @@ class ReferenceOneBit:
             self.m = {n: (b1 * m + (1 - b1) * hat[n]) * (self.v[n] != 0) for n, m in self.m.items()}
         else:
             self.m = {n: b1 * m + (1 - b1) * mean[n] for n, m in self.m.items()}
-            if not frozen:
+            if frozen:
+                self.m = {n: m * (self.v[n] != 0) for n, m in self.m.items()}
+            else:
                 self.v = {n: b2 * v + (1 - b2) * mean[n] ** 2 for n, v in self.v.items()}
         for name, p in self.named.items():
             self.move(name, p, before[name], frozen)

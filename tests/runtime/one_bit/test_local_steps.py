@@ -147,20 +147,22 @@ def bf16_engine() -> Any:
 
 
 def _half() -> list[torch.Tensor]:
-    """Return a weight on this rank after an exchange, and one step later."""
+    """Return a weight on this rank after an exchange, one step later, and after the engine."""
     engine = bf16_engine()
     train(engine, data()[:16])
     found = [engine.module.head.weight.detach().clone()]
     train(engine, data()[16:17])
     found.append(engine.module.head.weight.detach().clone())
     engine.destroy()
+    found.append(engine.module.head.weight.detach().clone())
     return found
 
 
-def test_ranks_are_equal_to_the_bit_after_an_exchange() -> None:
+def test_ranks_are_equal_to_the_bit_after_an_exchange_and_at_the_end() -> None:
     first, second = run_workers(_half, 2)
     assert torch.equal(first[0], second[0])
     assert not torch.equal(first[1], second[1])
+    assert torch.equal(first[2], second[2]), "destroyed, the model is the same on all ranks"
 
 
 def _refused() -> None:

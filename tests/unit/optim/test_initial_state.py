@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.unit.zero.fake_comm import FakeComm
+from zlaunch.runtime.cut import Cut, mark
 from zlaunch.runtime.optim.initial_state import give_initial_state, take_initial_state
 from zlaunch.runtime.optim.slices import make_slices
 from zlaunch.runtime.zero.layout import make_layout
@@ -83,3 +84,13 @@ def test_values_that_differ_are_refused() -> None:
     optimizer.state[optimizer.param_groups[0]["params"][1]]["sum"][3] = 1.0
     with pytest.raises(ValueError, match="has state from earlier steps"):
         take_initial_state(optimizer)
+
+
+def test_an_optimizer_made_before_its_parameters_were_cut() -> None:
+    parameter = nn.Parameter(torch.ones(2 * NUMEL))
+    optimizer = torch.optim.Adagrad([parameter], lr=0.1, initial_accumulator_value=0.25)
+    parameter.data = torch.ones(NUMEL)
+    boxes = tuple((((start, start + NUMEL),),) for start in (0, NUMEL))
+    mark(parameter, Cut((2 * NUMEL,), boxes, 0, None))
+    ((_, _, state),) = _sharded(optimizer)
+    assert torch.equal(state["sum"], torch.full((NUMEL,), 0.25))

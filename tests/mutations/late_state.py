@@ -1,0 +1,112 @@
+"""List mutations of joint decisions about a step, initial and replaced state, and norms out of range."""
+
+from __future__ import annotations
+
+from tests.mutations.mutation import Mutation
+
+MUTATIONS: tuple[Mutation, ...] = (
+    Mutation(
+        "runtime/one_bit/unit_turn.py",
+        "        clear_without_variance(first, second)\n",
+        "        if self.averaged is not None:\n            clear_without_variance(first, second)\n",
+        "a dense step by a frozen variance divides by none",
+        ("tests/runtime/one_bit/test_first_gradients.py",),
+    ),
+    Mutation(
+        "runtime/one_bit/step.py",
+        "found = iter(counts.tolist())",
+        "found = iter(flag for unit in new for flag in own[unit])",
+        "a rank knows only of its own parts whether they have been trained",
+        ("tests/runtime/one_bit/test_first_gradients.py",),
+    ),
+    Mutation(
+        "runtime/one_bit/step.py",
+        "        self._trained.clear()\n",
+        "",
+        "what has been trained is not looked up again after a load",
+        ("tests/runtime/one_bit/test_first_gradients.py",),
+    ),
+    Mutation(
+        "runtime/one_bit/step.py",
+        "learns = not is_frozen and (",
+        "learns = not self._reducer.local or (",
+        "a dense step by a frozen variance trains a parameter without one",
+        ("tests/runtime/one_bit/test_first_gradients.py",),
+    ),
+    Mutation(
+        "runtime/one_bit/local_steps.py",
+        'found_on = self._comm.all_reduce_scalars(counts, "looks for weights that the script has changed")',
+        "found_on = counts",
+        "one rank alone refuses a write amid local steps",
+        ("tests/runtime/collective_step/test_refusals.py",),
+    ),
+    Mutation(
+        "runtime/optim/sharded_optimizer.py",
+        "            self._forget_replaced(changed)\n",
+        "            self._forget_replaced(float(self._state_changed))\n",
+        "one rank alone forgets what belongs to a replaced state",
+        (
+            "tests/runtime/collective_step/test_refusals.py::test_state_that_one_rank_replaces_is_known_to_all",
+        ),
+    ),
+    Mutation(
+        "runtime/collective_step/muon.py",
+        "if slot.group in in_muon and len(shape) < 2:",
+        "if slot.group in in_muon and len(shape) < 2 and unit.start <= slot.offset < unit.stop:",
+        "ranks without a part of a vector do not refuse it",
+        ("tests/runtime/collective_step/test_refusals.py::test_every_rank_refuses_a_vector_of_muon",),
+    ),
+    Mutation(
+        "runtime/optim/initial_state.py",
+        'sorted(group["params"], key=_shows_little)',
+        'group["params"]',
+        "a parameter without elements hides the value with which the others begin",
+        ("tests/unit/optim/test_initial_state.py",),
+    ),
+    Mutation(
+        "runtime/optim/initial_state.py",
+        "                elif not value.numel():\n                    entries.setdefault(key, None)\n",
+        "                elif not value.numel():\n                    entries.setdefault(key, value)\n",
+        "an empty parameter's state is one number of its group",
+        ("tests/unit/optim/test_initial_state.py",),
+    ),
+    Mutation(
+        "cuda_ops/norm.py",
+        "    if not (low > _LOW and high < _HIGH):\n",
+        "    if not high < _HIGH:\n",
+        "gradients below 1e-19 vanish from the norm",
+        ("tests/unit/cuda_ops/test_kernels_twins.py::test_sums_of_squares_that_fp32_does_not_hold",),
+    ),
+    Mutation(
+        "cuda_ops/norm.py",
+        "    if not (low > _LOW and high < _HIGH):\n",
+        "    if not low > _LOW:\n",
+        "the norm overflows from 1e19 on",
+        (
+            "tests/runtime/optim/test_gradient_norm.py::test_clipping_by_a_norm_whose_square_fp32_does_not_hold",
+        ),
+    ),
+    Mutation(
+        "cuda_ops/kernels/norm.cu",
+        "    if (squares > 0x1p-80f && squares < 0x1p120f) sum += squares;\n",
+        "    if (squares > 0x1p-80f) sum += squares;\n",
+        "the kernel's norm overflows from 1e19 on",
+        ("tests/unit/cuda_ops/test_kernels_math.py::test_sum_of_squares",),
+    ),
+    Mutation(
+        "runtime/one_bit/local_engine.py",
+        "            if not self._destroyed and sys.exc_info()[0] is None:\n                self.agree(",
+        "            if self._destroyed:\n                self.agree(",
+        "destroyed among local steps, the ranks keep other weights",
+        (
+            "tests/runtime/one_bit/test_local_steps.py::test_ranks_are_equal_to_the_bit_after_an_exchange_and_at_the_end",
+        ),
+    ),
+    Mutation(
+        "runtime/optim/initial_state.py",
+        "whole_shape(parameter, parameter.shape)}",
+        "tuple(parameter.shape)}",
+        "the state of a whole parameter is taken for a number of its group",
+        ("tests/unit/optim/test_initial_state.py",),
+    ),
+)
