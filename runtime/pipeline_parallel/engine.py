@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ..engine import Engine
-from ..errors import ParameterError
-from ..same_batch import SameBatch
+from ..errors import ParameterError, RankMismatchError
+from ..same_batch import both_ways, differ, fingerprint
 from ..zero import placeholder
 from ..zero.output_tensors import tensors_in
 from ..zero.unit import Unit
@@ -34,27 +34,23 @@ class StagedModel:
         self.stages: Stages | None = None
         self.collected: dict[int, Tensor] = {}
         ranks = ", ".join(map(str, axis.ranks))
-        self.batch = SameBatch(
-            axis.comm.device,
-            axis.largest,
+        self.other_batch = (
             f"ranks {ranks} have different layers of one model (pipeline parallelism) and were given "
             "different batches: give each the same ones. A DistributedSampler takes "
-            "num_replicas=engine.data_parallel_size and rank=engine.data_parallel_rank",
+            "num_replicas=engine.data_parallel_size and rank=engine.data_parallel_rank"
         )
-        for parameter in tied:
-            if parameter.requires_grad:
-                parameter.register_hook(self._collect(parameter))  # type: ignore[no-untyped-call]
+        self._tied = {id(parameter) for parameter in tied}
 
-    def _collect(self, parameter: nn.Parameter) -> Callable[[Tensor], Tensor]:
-        """Return a hook that puts a gradient aside, to be summed over the stages after all passes."""
-
-        def collect(gradient: Tensor) -> Tensor:
-            wide = gradient.detach().to(torch.promote_types(gradient.dtype, torch.float32))
-            known = self.collected.get(id(parameter))
-            self.collected[id(parameter)] = wide.clone() if known is None else known.add_(wide)
-            return torch.zeros_like(gradient)
-
-        return collect
+    def collect(self, parameter: Tensor, gradient: Tensor) -> Tensor:
+        """Put the gradient of a parameter that several stages have aside, to be summed over them after all
+        passes, and return zeros in its place; return others as they are.
+        """
+        if id(parameter) not in self._tied:
+            return gradient
+        wide = gradient.detach().to(torch.promote_types(gradient.dtype, torch.float32))
+        known = self.collected.get(id(parameter))
+        self.collected[id(parameter)] = wide.clone() if known is None else known.add_(wide)
+        return torch.zeros_like(gradient)
 
     def sum_tied(self, add: Callable[[Unit, int, Tensor], Any]) -> None:
         """Give the sums of the gradients of parameters that several stages have to ``add``. Collective."""
@@ -80,6 +76,7 @@ class Pipelined(WholeSteps):
         """Take the pipeline's parts; called once."""
         self._pipeline = pipeline
         engine: Any = self
+        engine._sharded.replace_gradient = pipeline.collect
         pipeline.stages = Stages(
             pipeline.line,
             pipeline.passes,
@@ -125,6 +122,7 @@ class Pipelined(WholeSteps):
         micro_batches = self._take(data_iter, loss_fn, engine.gradient_accumulation_steps())
         stages, pipeline = self._pipeline.stages, self._pipeline
         assert stages is not None
+        self._take_unfrozen()
         engine.module.train()
         engine._reducer.sync = False
         with engine._around("forward", (), {}), self._errors():
@@ -136,7 +134,7 @@ class Pipelined(WholeSteps):
         factor = engine._scaler.factor if engine._scaler.used else 1.0
         sums = torch.stack([loss.detach().sum() for loss in scaled]).sum() / factor if scaled else None
         mean = self._mean(sums)
-        engine.last_loss = mean
+        engine._note_loss(mean, 0)
         engine.micro_steps += len(micro_batches) - 1
         engine.accumulated += len(micro_batches) - 1
         super().step()  # type: ignore[misc]  # of the engine that this is mixed into
@@ -144,9 +142,17 @@ class Pipelined(WholeSteps):
 
     eval_batch = WholeSteps.eval_batch  # before those that a kind of engine has with other arguments
 
+    def _take_unfrozen(self) -> None:
+        """Take what has been unfrozen on all stages at once: in the passes, a stage waits for the one before,
+        and a trial pass would take new units for values of other stages. Collective.
+        """
+        engine: Any = self
+        engine.handles.take_unfrozen()
+
     def _evaluate(self, micro_batches: list[Any]) -> Tensor:
         stages = self._pipeline.stages
         assert stages is not None
+        self._take_unfrozen()
         with self._errors():
             losses = stages.evaluate(micro_batches, self._key(micro_batches))
         sums = torch.stack([loss.sum() for loss in losses]).sum() / len(micro_batches) if losses else None
@@ -175,7 +181,12 @@ class Pipelined(WholeSteps):
     ) -> list[Any]:
         micro_batches = self._next_ones(data_iter, count)
         axis = self._pipeline.axis
-        if axis.largest(torch.tensor(float(len(micro_batches) < count), device=axis.comm.device)).item():
+        device = axis.comm.device
+        # fingerprints of the batches travel with the number that all stages wait for in any case
+        is_short = torch.full((1,), int(len(micro_batches) < count), dtype=torch.int64, device=device)
+        found = axis.largest(torch.cat([is_short, both_ways(fingerprint(micro_batches, device))]))
+        ends, differs = torch.stack([found[0] > 0, differ(found[1:])]).tolist()
+        if ends:
             raise StopIteration(
                 f"data_iter ended after {len(micro_batches)} of {count} micro-batches, or on another stage"
             )
@@ -185,7 +196,8 @@ class Pipelined(WholeSteps):
                     "pipeline parallelism: a micro-batch has to be a dict of the model's arguments, or a "
                     f"pair of inputs and labels, not {type(each).__name__}"
                 )
-        self._pipeline.batch.check(micro_batches)
+        if differs:
+            raise RankMismatchError(self._pipeline.other_batch)
         if loss_fn is not None:
             self._pipeline.line.loss_fn = loss_fn
         return micro_batches
