@@ -42,11 +42,8 @@ def _refusal(parameter: nn.Parameter) -> str | None:
         return f"is a {type(parameter).__name__}, a tensor of tensors, which is not supported"
     if parameter.layout is not torch.strided or parameter.is_quantized:
         return f"has the layout {parameter.layout}, which is not supported: use a dense tensor"
-    if parameter.requires_grad and not is_shardable(parameter):
-        return (
-            f"is {str(parameter.dtype).removeprefix('torch.')} and requires grad, which is not supported: "
-            "use float32, float64, bfloat16 or float16 (a complex one as torch.view_as_real)"
-        )
+    if (reason := untrainable(parameter)) is not None:
+        return reason
     kind = type(parameter)
     try:
         kinds = placeholder.kinds_for(kind)
@@ -54,6 +51,16 @@ def _refusal(parameter: nn.Parameter) -> str | None:
         parameter.__class__ = kind
     except TypeError:
         return f"is a {kind.__name__}, a class that cannot be managed: use torch.nn.Parameter"
+    return None
+
+
+def untrainable(parameter: nn.Parameter) -> str | None:
+    """Describe in words why a parameter that requires grad cannot be trained; None if it can."""
+    if parameter.requires_grad and not is_shardable(parameter):
+        return (
+            f"is {str(parameter.dtype).removeprefix('torch.')} and requires grad, which is not supported: "
+            "use float32, float64, bfloat16 or float16 (a complex one as torch.view_as_real)"
+        )
     return None
 
 

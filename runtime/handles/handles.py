@@ -27,6 +27,7 @@ from .integrity import GroupIntegrity, Integrity, check_unfrozen
 from .optimizer import MARK, check_mark, unguard
 from .overflow import nonfinite_names
 from .unused_parameters import refuse_unused
+from .whole_state import whole_state
 
 
 class Handles:
@@ -54,8 +55,10 @@ class Handles:
         """Start to train parameters that were frozen and now require a gradient. Collective, where there are
         any. Raises ParameterError for those that the optimizer does not have.
         """
+        if self._step is None:
+            return
         unfrozen = self._integrity.unfrozen()
-        if unfrozen and self._step is not None:
+        if unfrozen:
             self.check(but_unfrozen=True)
             check_unfrozen(unfrozen, groups_by_parameter(self._step.outer.param_groups))
             self._regroup()
@@ -181,10 +184,17 @@ class Handles:
                 index += 1
         step.show_hyperparameters()
 
-    def release(self) -> None:
-        """Turn the script's optimizer back into a plain one."""
-        if self._step is not None:
-            unguard(self._step.outer)
+    def release(self, *, has_stepped: bool) -> None:
+        """Turn the script's optimizer back into a plain one, with its state if that is whole on this rank.
+
+        ``has_stepped`` tells whether the engine has made a step: a rank without a shard cannot know by its
+        state.
+        """
+        step = self._step
+        if step is None:
+            return
+        has_state = has_stepped or any(part.entries(step.optimizer.state) for part in step.slices)
+        unguard(step.outer, whole_state(step) if has_state else {})
 
     def _needed_step(self) -> ShardedOptimizer:
         assert self._step is not None

@@ -101,11 +101,14 @@ class _CheckedApply:
         for parameter in managed:
             probe = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
             result = function(probe)
-            if result.dtype != probe.dtype or result.device != probe.device:
+            if result.dtype != probe.dtype:
                 raise RuntimeError(
                     f"this model belongs to a zlaunch engine and stays {probe.dtype} on {probe.device}: "
                     "convert it before zlaunch.initialize, or choose fp16/bf16 in the config"
                 )
+            if result.device != probe.device:
+                placeholder.complain_of_move(probe.device, result.device)
+                break
         return self._module
 
 

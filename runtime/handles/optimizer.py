@@ -9,31 +9,76 @@ work on are elsewhere: an inner optimizer of the original class steps this rank'
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
 
 from ..engine import Engine
 from ..errors import OptimizerError
+from ..log import warn
 
 MARK = "zlaunch"
 """Names the entry of a state dict that tells whose shards it has."""
 
 
-class _NoState(Mapping[Any, Any]):
-    """Replaces ``optimizer.state``, which has no entry of a whole parameter."""
+class _SpreadState(MutableMapping[Any, Any]):
+    """Replaces ``optimizer.state``, which has no entry of a whole parameter.
+
+    It reads as empty, with a warning, where a library goes through all entries (Lightning's teardown moves
+    them to the CPU). Whoever asks for an entry, or sets one, gets an OptimizerError.
+    """
+
+    _has_warned = False
 
     def _refuse(self, *arguments: Any) -> NoReturn:
         raise OptimizerError(
             "optimizer.state is spread over the ranks: zlaunch.safe_get_full_optimizer_state(parameter, "
-            '"exp_avg") gives one of a parameter, engine.save_checkpoint saves all'
+            '"exp_avg") gives one of a parameter, safe_set_full_optimizer_state sets it, '
+            "engine.save_checkpoint saves all"
         )
 
-    __getitem__ = __setitem__ = __iter__ = __len__ = __contains__ = _refuse
+    __getitem__ = __setitem__ = __delitem__ = clear = _refuse
+
+    def _warn(self) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            warn(
+                "optimizer.state is spread over the ranks and reads as empty: "
+                'zlaunch.safe_get_full_optimizer_state(parameter, "exp_avg") gives an entry of a parameter'
+            )
+
+    def __iter__(self) -> Iterator[Any]:
+        self._warn()
+        return iter(())
+
+    def __len__(self) -> int:
+        self._warn()
+        return 0
+
+    def __contains__(self, key: object) -> bool:
+        self._warn()
+        return False
 
     def __repr__(self) -> str:
         return "<spread over the ranks>"
+
+
+class _LostState(_SpreadState):
+    """Replaces the state of an optimizer whose engine has been destroyed: a step would restart without it."""
+
+    def _refuse(self, *arguments: Any) -> NoReturn:
+        raise OptimizerError(
+            "this optimizer's state was spread over the ranks and is gone since engine.destroy(): its next "
+            "step would restart with fresh state. Make a new optimizer. To keep the state, call "
+            "engine.save_checkpoint or zlaunch.safe_get_full_optimizer_state before destroy()"
+        )
+
+    __getitem__ = __setitem__ = __delitem__ = clear = __iter__ = __len__ = __contains__ = _refuse
+
+    def __repr__(self) -> str:
+        return "<gone with the engine>"
 
 
 class ZeroOptimizer(torch.optim.Optimizer):
@@ -46,6 +91,15 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     _engine: Engine
     _kind: type[torch.optim.Optimizer]
+
+    @property
+    def state(self) -> Any:
+        """Return a mapping that reads as empty; its entries, on other ranks as well, cannot be had or set."""
+        return self.__dict__["state"]
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.__dict__["state"]._refuse()
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Call ``engine.step()``, which updates at the accumulation boundary. Raises OptimizerError for a
@@ -79,6 +133,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         that is in a group already.
         """
         self._engine.handles.add_param_group(self, param_group)
+        follow = getattr(self._engine.lr_scheduler, "follow_groups", None)
+        if follow is not None:  # at once: a load may set the group's rate before the next step
+            follow()
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's shards of the state, for :meth:`load_state_dict` on this rank of an equal run.
@@ -133,19 +190,21 @@ def guard(
     for name in ("step", "zero_grad", "state_dict", "load_state_dict"):
         optimizer.__dict__.pop(name, None)  # a scheduler's wrapper, which calls the former class
     optimizer._engine, optimizer._kind = engine, kind  # type: ignore[attr-defined]
-    optimizer.state = _NoState()  # type: ignore[assignment]
+    optimizer.state = _SpreadState()  # type: ignore[assignment]
     optimizer._opt_called = True  # type: ignore[attr-defined]
     guarded: Any = type(kind.__name__, (base, kind), members)
     optimizer.__class__ = guarded
 
 
-def unguard(optimizer: torch.optim.Optimizer) -> None:
-    """Turn a guarded optimizer back into a plain one, without state; leave others unchanged."""
+def unguard(optimizer: torch.optim.Optimizer, state: Mapping[Tensor, dict[str, Any]] | None) -> None:
+    """Turn a guarded optimizer back into a plain one with ``state``; leave others unchanged. Without one
+    (None), it raises OptimizerError as soon as it needs its state.
+    """
     if isinstance(optimizer, ZeroOptimizer):
         kind: Any = optimizer._kind
-        optimizer.__class__ = kind
-        optimizer.state = defaultdict(dict)
         del optimizer._engine, optimizer._kind
+        optimizer.__class__ = kind
+        optimizer.__dict__["state"] = _LostState() if state is None else defaultdict(dict, state)
 
 
 def check_mark(state_dict: Mapping[str, Any], own: Mapping[str, Any]) -> None:

@@ -21,6 +21,10 @@ class Schedule(ABC):
         self.optimizer = optimizer
         self.last_batch_iteration = last_batch_iteration
         self._last_lr: list[float] | None = None
+        self._per_groups: list[tuple[list[float], float | None, str]] = []
+        """Holds lists of a value for each param group; what a further group gets, None for its own rate; and
+        the argument's name, where each group was given a value.
+        """
 
     @abstractmethod
     def get_lr(self) -> list[float]:
@@ -35,6 +39,7 @@ class Schedule(ABC):
         """Advance by one, or to the given iteration."""
         if last_batch_iteration is None:
             last_batch_iteration = self.last_batch_iteration + 1
+        self.follow_groups()
         self.last_batch_iteration = last_batch_iteration
         self._write(self.get_lr())
 
@@ -48,13 +53,26 @@ class Schedule(ABC):
             group["lr"] = rate
         self._last_lr = list(rates)
 
-    def _per_group(self, value: float | Sequence[float], name: str) -> list[float]:
-        count = len(self.optimizer.param_groups)
+    def _per_group(self, value: float | Sequence[float] | None, name: str) -> list[float]:
+        """Return a list of a value for each param group, None for its given rate. Groups that are added later
+        are appended to it.
+        """
         if isinstance(value, (list, tuple)):
-            if len(value) != count:
-                raise ValueError(f"{name} has {len(value)} values for {count} param groups")
-            return [float(v) for v in value]
-        return [float(value)] * count  # type: ignore[arg-type]
+            self._per_groups.append(([float(v) for v in value], None, name))
+        else:
+            self._per_groups.append(([], None if value is None else float(value), ""))  # type: ignore[arg-type]
+        self.follow_groups()
+        return self._per_groups[-1][0]
+
+    def follow_groups(self) -> None:
+        """Extend the lists to the groups of now. Raises ValueError where each group was given a value."""
+        groups = self.optimizer.param_groups
+        for values, _, name in self._per_groups:
+            if name and len(values) != len(groups):
+                raise ValueError(f"{name} has {len(values)} values for {len(groups)} param groups")
+        for values, rest, _ in self._per_groups:
+            further = groups[len(values) :]
+            values += [float(group["lr"]) if rest is None else rest for group in further]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the iteration: a schedule has no other state."""
@@ -62,6 +80,7 @@ class Schedule(ABC):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a saved iteration."""
+        self.follow_groups()
         self.last_batch_iteration = int(state["last_batch_iteration"])
         if self.last_batch_iteration >= 0:
             self._write(self.get_lr())
@@ -183,9 +202,8 @@ class WarmupLR(Schedule):
         super().__init__(optimizer, last_batch_iteration)
         self._steps = _warmup_steps(warmup_num_steps)
         self._type = _warmup_type(warmup_type)
-        own = [float(group["lr"]) for group in optimizer.param_groups]
         self._min = self._per_group(warmup_min_lr, "warmup_min_lr")
-        self._max = own if warmup_max_lr is None else self._per_group(warmup_max_lr, "warmup_max_lr")
+        self._max = self._per_group(warmup_max_lr, "warmup_max_lr")
         self._begin()
 
     def _after_warmup(self) -> float:
@@ -241,7 +259,7 @@ class WarmupCosineLR(Schedule):
         self._steps = _warmup_steps(warmup_num_steps)
         self._type = _warmup_type(warmup_type)
         self._warmup_min, self._cos_min = warmup_min_ratio, cos_min_ratio
-        self._base = [float(group["lr"]) for group in optimizer.param_groups]
+        self._base = self._per_group(None, "lr")
         self._begin()
 
     def get_lr_ratio(self) -> float:

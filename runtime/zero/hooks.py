@@ -76,6 +76,7 @@ class ShardedModel:
         self._root = blocks[0]
         self._block_of = {id(unit): block for block in blocks for unit in block.units}
         self._pass = Pass(one_thread=options.shard_params)
+        comm.computes_since = self._pass.since
         self._passed: list[Block] = []
         """Lists blocks with frozen units whose backward has begun; see _reshard_passed."""
         self._forward_order, self._backward_order = OrderHint(), OrderHint()
@@ -83,11 +84,15 @@ class ShardedModel:
         self._saved = SavedTensors(self._on_saved)
         self._saved.watch(self.units)
         self._unhooked = False
-        """Tells that a forward pass ran without hooks on saved tensors: units stay until the next one."""
+        """Tells that a forward pass ran without hooks on saved tensors: units stay until its backward pass
+        has ended, or the next forward pass begins.
+        """
         self._kept = ExitStack()
         """Holds units of which the root's output is a parameter."""
         self.before_forward: Callable[[], None] | None = None
         """Called before each forward pass of the whole model, outside of any backward pass."""
+        self.replace_gradient: Callable[[Tensor, Tensor], Tensor] | None = None
+        """Returns what is reduced in place of a parameter's gradient; the hooks of scripts come before it."""
         self._handles: list[Any] = []
         self._gradient_handles: dict[int, list[Any]] = {}
         self.engine: Any = None
@@ -121,11 +126,14 @@ class ShardedModel:
     def _attach(self, unit: Unit) -> None:
         if unit.shard_params:
             unit.on_demand = self._on_demand
+            unit.is_needed = self._is_needed
         if unit.trainable:
-            self._gradient_handles[id(unit)] = [
-                parameter.register_post_accumulate_grad_hook(self._on_gradient(unit, index))  # type: ignore[no-untyped-call]
-                for index, parameter in enumerate(unit.parameters)
-            ]
+            handles = self._gradient_handles[id(unit)] = []
+            for index, parameter in enumerate(unit.parameters):
+                if unit.has_empty_placeholders:
+                    handles.append(parameter.register_hook(self._before_gradient(unit, index)))  # type: ignore[no-untyped-call]
+                hook = self._on_gradient(unit, index)
+                handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
 
     def replace_units(self, block: Block, units: list[Unit]) -> None:
         """Replace a block's units by others, made of its parameters; the former ones have released them."""
@@ -139,7 +147,8 @@ class ShardedModel:
                 self._block_of[id(new)] = block
                 self._attach(new)
         block.units = units
-        self.units = [unit for each in self.blocks for unit in each.units]
+        # in place: others hold the list
+        self.units[:] = [unit for each in self.blocks for unit in each.units]
         self._saved.watch(self.units)
 
     def close(self) -> None:
@@ -266,6 +275,17 @@ class ShardedModel:
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         self._unshard(self._root)
 
+    @staticmethod
+    def _before_gradient(unit: Unit, index: int) -> Callable[[Tensor], None]:
+        its_unit = weakref.ref(unit)
+
+        def before_gradient(grad: Tensor) -> None:
+            own = its_unit()
+            if own is not None:
+                own.await_gradient(index)
+
+        return before_gradient
+
     def _on_gradient(self, unit: Unit, index: int) -> Callable[[Tensor], None]:
         # weak: torch keeps such a hook where the collector of cycles does not see it
         model, its_unit = weakref.ref(self), weakref.ref(unit)
@@ -284,14 +304,21 @@ class ShardedModel:
         if grad is None:
             return
         placeholder.GRAD.__set__(parameter, None)
+        if unit.has_empty_placeholders:
+            unit.gradient_taken(index)
         if grad.is_sparse:
             grad = grad.to_dense()
         if grad.shape != unit.shapes[index]:
             raise RuntimeError(
-                f"the gradient of {unit.names[index]} has shape {tuple(grad.shape)}, not the parameter's"
+                f"the gradient of {unit.names[index]} has the shape {tuple(grad.shape)}, but the parameter "
+                f"has {tuple(unit.shapes[index])}: a custom autograd.Function must read the shape of a "
+                "sharded parameter inside `with zlaunch.zero.GatheredParameters([parameter]):`, in its "
+                "forward call and in its backward pass"
             )
         if not self.loss_scaling.loss_is_scaled:
             grad = self.loss_scaling.of_parameter(grad)
+        if self.replace_gradient is not None:
+            grad = self.replace_gradient(parameter, grad)
         complete = self.reducer.add(unit, index, grad)
         if not complete or not unit.shard_params:
             return
@@ -331,6 +358,7 @@ class ShardedModel:
         self._kept.close()
         self._backward_order.end()
         self._passed.clear()
+        self._unhooked = False
         for block in self.blocks:
             self._reshard(block)
 
@@ -369,6 +397,15 @@ class ShardedModel:
         with outside_transforms():
             unit.wait_unsharded(rounded=True)
         return True
+
+    def _is_needed(self, unit: Owner) -> bool:
+        """Tell whether a pass needs a unit that a script has gathered for a while and now lets go: a graph
+        made without hooks on saved tensors holds its parameters, or its gradients are due.
+
+        What this keeps, the end of the backward pass or the next forward pass reshards.
+        """
+        due = self._pass.is_backward and unit.trainable and self.reducer.awaits(unit)
+        return self._unhooked or due
 
     def reshard_all(self) -> None:
         """Reshard every unit that may be: the master values have changed, or a pass was left half-way."""

@@ -279,3 +279,35 @@ def test_bad_warmup_arguments_are_value_errors(cls: Any, bad: dict[str, Any]) ->
 def test_lists_must_have_a_value_for_each_group(cls: Any, arguments: dict[str, Any], name: str) -> None:
     with pytest.raises(ValueError, match=f"{name} has . values for 2 param groups"):
         cls(optimizer(0.5, 0.25), **arguments)
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments"),
+    [
+        (LRRangeTest, {"lr_range_test_min_lr": 0.1}),
+        (OneCycle, {"cycle_min_lr": 0.1, "cycle_max_lr": 0.5, "decay_lr_rate": 0.1}),
+        (WarmupLR, {"warmup_num_steps": 4}),
+        (WarmupLR, {"warmup_max_lr": 0.3, "warmup_num_steps": 4}),
+        (WarmupDecayLR, {"total_num_steps": 9, "warmup_num_steps": 4}),
+        (WarmupCosineLR, {"total_num_steps": 9, "warmup_num_steps": 4}),
+    ],
+)
+def test_a_group_added_later_has_the_rate_of_one_from_the_start(kind: Any, arguments: dict[str, Any]) -> None:
+    from_the_start, later = optimizer(0.5, 0.25), optimizer(0.5)
+    schedules = kind(from_the_start, **arguments), kind(later, **arguments)
+    for step in range(7):
+        if step == 2:
+            later.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))], "lr": 0.25})
+        for schedule in schedules:
+            schedule.step()
+        rates = [[group["lr"] for group in each.param_groups] for each in (from_the_start, later)]
+        assert rates[0][: len(rates[1])] == rates[1] and len(rates[1]) == (1 if step < 2 else 2)
+
+
+def test_a_group_added_later_needs_a_rate_where_each_has_its_own() -> None:
+    given = optimizer(0.5)
+    schedule = WarmupLR(given, warmup_max_lr=[0.5])
+    given.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
+    with pytest.raises(ValueError, match="warmup_max_lr has 1 values for 2 param groups"):
+        schedule.step()
+    assert schedule.last_batch_iteration == -1
