@@ -52,6 +52,18 @@ ShardGroupSize = Annotated[
 ]
 
 
+def _listed(value: Any) -> Any:
+    """Return a string alone as a list, as DeepSpeed does."""
+    return [value] if isinstance(value, str) else value
+
+
+Names = Annotated[
+    list[str],
+    BeforeValidator(_listed),
+    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}),
+]
+
+
 class OffloadParam(Section):
     """Where stage 3 keeps the parameters that are not in use."""
 
@@ -94,7 +106,7 @@ class OffloadOptimizer(Section):
 class LeafModule(Section):
     """Modules that stage 3 gathers as one unit."""
 
-    classes: list[str] = ok(
+    classes: Names = ok(
         [
             "transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock",
             "transformers.models.qwen2_moe.modeling_qwen2_moe.Qwen2MoeSparseMoeBlock",
@@ -102,9 +114,9 @@ class LeafModule(Section):
         ]
     )
     """Class names, bare or with their module."""
-    names: list[str] = ok([])
+    names: Names = ok([])
     """Module names inside the model."""
-    name_suffixes: list[str] = ok([])
+    name_suffixes: Names = ok([])
     """Endings of module names inside the model."""
 
 

@@ -123,7 +123,8 @@ def plan_blocks(root: nn.Module, options: ShardingOptions) -> list[Block]:
     empty.
     """
     names = {id(p): name for name, p in root.named_parameters()}
-    candidates = find_modules(root)
+    # a root that is a leaf is gathered as one: by its own block, in which everything stays
+    candidates = [] if options.shard_params and is_leaf(root) else find_modules(root)
     users: dict[int, int] = {}
     for _, module in candidates:
         for parameter in module.parameters():

@@ -8,4 +8,5 @@ from zlaunch.compat.deepspeed.leaf_modules import (
     set_z3_leaf_modules_by_suffix,
     unset_z3_leaf_modules,
     z3_leaf_module,
+    z3_leaf_parameter,
 )
