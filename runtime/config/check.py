@@ -69,7 +69,7 @@ def _walk(data: dict[str, Any], model: type[Section], path: str, report: ConfigR
             report.given.add(here)
             continue
         if name is None:
-            advice, mistake = unknown(key, path, spellings)
+            advice, mistake = unknown(key, path, spellings, value)
             if report.strict or (mistake and report.strict is None):
                 report.problems.append((here, advice))
             else:
