@@ -48,11 +48,20 @@ class AdamArgs(BetaArgs):
 
     eps: float
     decoupled: bool
+    corrected: bool = True
+    """Whether the moments' bias is corrected, by ``1 - beta**step``."""
 
     def log_betas(self) -> tuple[float, float]:
-        """Return both logarithms: ``1 - beta**step`` is ``-expm1(step * log(beta))``, exact in fp32 too."""
-        first, second = (math.log(b) if b > 0 else -math.inf for b in (self.beta1, self.beta2))
+        """Return both logarithms: ``1 - beta**step`` is ``-expm1(step * log(beta))``, exact in fp32 too.
+        Without correction both are minus infinity, by which that is 1 at every step.
+        """
+        betas = (self.beta1, self.beta2) if self.corrected else (0.0, 0.0)
+        first, second = (math.log(b) if b > 0 else -math.inf for b in betas)
         return first, second
+
+    def corrections(self, step: float) -> tuple[float, float]:
+        """Return what the two moments are divided by at a step."""
+        return (1 - self.beta1**step, 1 - self.beta2**step) if self.corrected else (1.0, 1.0)
 
     def coefficients(self) -> tuple[float, ...]:
         """Return the CUDA kernels' last arguments."""

@@ -68,14 +68,15 @@ def adam(
 def adam_numbers(given: AdamArgs, step: float) -> tuple[float, ...]:
     """Return the coefficients of numba's kernel; the arguments are plain numbers."""
     lr, decay = float(given.lr), given.weight_decay
+    first, second = given.corrections(step)
     return (
         float(given.multiplier),
         0.0 if given.decoupled else decay,
         1 - lr * decay if given.decoupled else 1.0,
         1 - given.beta1,
         1 - given.beta2,
-        lr / (1 - given.beta1**step),
-        1 / math.sqrt(1 - given.beta2**step),
+        lr / first,
+        1 / math.sqrt(second),
         given.eps,
     )
 

@@ -5,6 +5,7 @@ Arguments and meaning are those of the functions in ``step``. Nothing here waits
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -58,7 +59,7 @@ def fused_adam(
         [exp_avg],
         [exp_avg_sq],
         [],
-        [as_tensor(step, master)],
+        [as_tensor(step if args.corrected else math.inf, master)],  # beta**inf is 0: nothing is corrected
         lr=args.lr,
         beta1=args.beta1,
         beta2=args.beta2,

@@ -8,5 +8,6 @@ from zlaunch.runtime.collective_step.lamb import Lamb
 from zlaunch.runtime.collective_step.muon import Muon
 from zlaunch.runtime.one_bit.optimizers import OneBitAdam, OneBitLamb, ZeroOneAdam
 from zlaunch.runtime.registry.lion import Lion
+from zlaunch.runtime.registry.uncorrected_adam import UncorrectedAdam
 
-__all__ = ["Lamb", "Lion", "Muon", "OneBitAdam", "OneBitLamb", "ZeroOneAdam"]
+__all__ = ["Lamb", "Lion", "Muon", "OneBitAdam", "OneBitLamb", "UncorrectedAdam", "ZeroOneAdam"]

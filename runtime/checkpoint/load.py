@@ -78,11 +78,12 @@ def check_optimizer(checkpoint: Checkpoint, optimizer: torch.optim.Optimizer, un
             f"{len(optimizer.param_groups)}: {advice}"
         )
     for own, group in zip(optimizer.param_groups, saved["groups"], strict=False):
-        for key in (key for key in ("amsgrad", "maximize") if key in own and key in group):
-            if bool(own[key]) is not bool(group[key]):
+        for key, default in (("amsgrad", False), ("maximize", False), ("bias_correction", True)):
+            before, now = bool(group.get(key, default)), bool(own.get(key, default))
+            if before is not now:
                 raise CheckpointError(
-                    f"{checkpoint.folder}: was saved with {key} {bool(group[key])}, and the optimizer has "
-                    f"{bool(own[key])}: {advice}"
+                    f"{checkpoint.folder}: was saved with {key} {before}, and the optimizer has {now}: "
+                    f"{advice}"
                 )
     for unit in units if count > 1 else ():
         for name, slot in zip(unit.names, unit.layout.slots, strict=True):

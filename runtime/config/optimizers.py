@@ -64,6 +64,8 @@ class AdamParams(Params):
     """Added to the denominator."""
     weight_decay: NonNegative = ok(0.0)
     """Weight decay."""
+    bias_correction: Bool = ok(True)
+    """Correct the bias of the moments; false makes the first steps longer (zlaunch.optim.UncorrectedAdam)."""
     amsgrad: Bool = ok(False)
     """Use the maximum of past second moments."""
     adam_w_mode: Bool = ok(True)

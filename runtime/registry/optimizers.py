@@ -6,6 +6,7 @@ CONTRIBUTING.md says what else a new optimizer or schedule needs.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from ..log import warn
 from ..one_bit.optimizers import OneBitAdam, OneBitLamb, ZeroOneAdam
 from .lion import Lion
 from .lr_schedules import SCHEDULES
+from .uncorrected_adam import UncorrectedAdam
 
 ELEMENTWISE: frozenset[type[torch.optim.Optimizer]] = frozenset(
     getattr(torch.optim, name)
@@ -26,7 +28,7 @@ ELEMENTWISE: frozenset[type[torch.optim.Optimizer]] = frozenset(
         *("Adam", "AdamW", "SGD", "Adagrad", "Adadelta", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop"),
         "Rprop",
     )
-) | {Lion}
+) | {Lion, UncorrectedAdam}
 """Lists classes whose update of an element depends only on that element's gradient and state."""
 
 _IGNORED = {
@@ -76,8 +78,6 @@ def build_optimizer(
     if name in _UNCORRECTED:
         for key in _OF_BACKENDS:
             arguments.pop(key, None)
-    elif name != "lamb" and not arguments.pop("bias_correction", True):
-        raise ValueError("optimizer.params.bias_correction: false is not supported")
     if name == "muon":
         arguments.pop("ns_method", None)
         rate, *own = (arguments.pop(key, None) for key in ("lr", "muon_lr", "adam_lr"))
@@ -87,6 +87,12 @@ def build_optimizer(
     if name in ("adam", "adamw"):
         decoupled = name == "adamw" or params.get("adam_w_mode", True)
         maker: Any = torch.optim.AdamW if decoupled else torch.optim.Adam
+        if not arguments.pop("bias_correction", True):
+            maker = partial(UncorrectedAdam, decoupled=decoupled)
+            if arguments.pop("amsgrad", False):
+                raise ValueError("optimizer.params.bias_correction: false does not go with amsgrad")
+            for key in ("fused", "foreach"):  # there is one implementation
+                arguments.pop(key, None)
         # DeepSpeed's default for both is no decay; torch's AdamW has 0.01.
         arguments.setdefault("weight_decay", 0.0)
     else:

@@ -28,6 +28,7 @@ from zlaunch.runtime.engine import Engine, engine_of
 from zlaunch.runtime.errors import UnsupportedError
 from zlaunch.runtime.mesh.choice import divides_layers, has_groups
 from zlaunch.runtime.optim.sharded_optimizer import ShardedOptimizer
+from zlaunch.runtime.registry.uncorrected_adam import UncorrectedAdam
 from zlaunch.runtime.zero.layout import Slot
 from zlaunch.runtime.zero.ownership import STATES
 from zlaunch.runtime.zero.reduce import GradientReducer
@@ -183,7 +184,7 @@ class _Parameter:
 
     @property
     def is_adam(self) -> bool:
-        return isinstance(self.engine.torch_optimizer, (torch.optim.Adam, torch.optim.AdamW))
+        return isinstance(self.engine.torch_optimizer, (torch.optim.Adam, torch.optim.AdamW, UncorrectedAdam))
 
     # -- read
 

@@ -253,10 +253,6 @@ def test_the_opposite_of_what_holds_is_said_in_one_line() -> None:
             {"zero_optimization": {"load_from_fp32_weights": False}},
             "zero_optimization.load_from_fp32_weights",
         ),
-        (
-            {"optimizer": {"type": "Adam", "params": {"bias_correction": False}}},
-            "optimizer.params.bias_correction",
-        ),
     ],
 )
 def test_what_would_change_results_is_refused(source: dict[str, Any], path: str) -> None:

@@ -14,7 +14,6 @@ REFUSED = {
     "examples_curriculum": ("curriculum_learning.enabled", "Curriculum learning"),
     "examples_elastic": ("elasticity.enabled", "Elastic batch sizes"),
     "examples_random_ltd": ("data_efficiency.enabled", "Data efficiency"),
-    "examples_squad": ("optimizer.params.bias_correction", "Adam without bias correction"),
 }
 """Name of the file, the key that is refused and what of the message names the feature."""
 WARNED = {

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from zlaunch import optim
-from zlaunch.optim import Lamb, Lion
+from zlaunch.optim import Lamb, Lion, UncorrectedAdam
 
 
 class _Maker(type):
@@ -29,7 +29,7 @@ class _Maker(type):
 class FusedAdam(metaclass=_Maker):
     """Adam, with decoupled weight decay unless ``adam_w_mode`` is False."""
 
-    kinds = (torch.optim.Adam, torch.optim.AdamW)
+    kinds = (torch.optim.Adam, torch.optim.AdamW, UncorrectedAdam)
 
     @staticmethod
     def make(
@@ -45,7 +45,9 @@ class FusedAdam(metaclass=_Maker):
     ) -> torch.optim.Optimizer:
         """Make the torch optimizer. Raises ValueError for what would be another rule."""
         if not bias_correction:
-            raise ValueError("bias_correction=False is not supported")
+            _refuse("Adam without bias correction", amsgrad=amsgrad)
+            rates = (betas[0], betas[1])
+            return UncorrectedAdam(params, lr, rates, eps, weight_decay, decoupled=adam_w_mode)
         kind = torch.optim.AdamW if adam_w_mode else torch.optim.Adam
         return kind(
             params,
@@ -60,7 +62,7 @@ class FusedAdam(metaclass=_Maker):
 class DeepSpeedCPUAdam(metaclass=_Maker):
     """Adam with DeepSpeed's other spelling of the argument: ``adamw_mode``."""
 
-    kinds = (torch.optim.Adam, torch.optim.AdamW)
+    kinds = (torch.optim.Adam, torch.optim.AdamW, UncorrectedAdam)
 
     @staticmethod
     def make(
