@@ -110,7 +110,6 @@ class AMP(Section):
     """The dynamic scale never falls below this; null: 1."""
 
 
-@with_missing("data_types")
 class DataTypes(Section):
     """Types of the tensors that the engine keeps."""
 
@@ -119,6 +118,12 @@ class DataTypes(Section):
     training type."""
     param_dtype: Dtype | None = ok(None)
     """Type of the parameters; must agree with fp16 and bf16."""
+    buffer_dtype: Dtype | None = ok(None)
+    """Type of all floating-point buffers; null: each keeps its own, but for the running statistics of batch
+    norm and the vectors of spectral norm, which torch wants in the parameters' type."""
+    keep_in_fp32_modules: list[str] | None = ok(None)
+    """Patterns of names of buffers that are in fp32 under fp16 and bf16, * for any characters; null: those
+    that a transformers model lists itself; []: none."""
 
 
 @with_missing("aio")

@@ -172,8 +172,6 @@ _PARALLEL_WRITE = _model("ParallelWrite", "speed", "Writing a checkpoint from se
     pipeline_stage=_key(Bool, False, "Write pipeline stages in parallel."),
 )
 
-_BY_SCRIPT = "gradient accumulation by the script's own count"
-
 _EXPERT_LAYER: dict[str, Any] = {
     "preset_model": None,
     "moe_layer_pattern": None,
@@ -240,9 +238,6 @@ MISSING: dict[str, dict[str, Key]] = {
             feature="kernel injection"),
     },
     "": {
-        "managed_gradient_accumulation": _refused(
-            Bool, True, "Count micro batches in the engine, not in the script.", feature=_BY_SCRIPT
-        ),
         "sparse_gradients": _ignored(Bool, False, "Reduce embedding gradients sparsely."),
         "seq_parallel_communication_data_type": _ignored(Dtype, "fp32",
             "Type of sequence-parallel communication."),
@@ -271,8 +266,6 @@ MISSING: dict[str, dict[str, Key]] = {
     },
     "optimizer": {"legacy_fusion": _ignored(Bool, False, "Build the fused 16-bit optimizer of old.")},
     "optimizer.params": {
-        "bias_correction": _refused(Bool, True, "Correct the bias of the moments.",
-            feature="Adam without bias correction"),
         "capturable": _ignored(Bool, False, "Allow capture in a CUDA graph."),
         "fp32_optimizer_states": _refused(Bool, True, "Keep the moments in fp32."),
         "freeze_step": _refused(Count, None, "Steps before a compressed optimizer freezes its variance."),
@@ -303,9 +296,6 @@ MISSING: dict[str, dict[str, Key]] = {
             feature="a setting of O2"),
         "cast_model_outputs": _refused(Any, None, "Type of the model's outputs.",
             feature="a cast of the outputs (do it in the model)"),
-    },
-    "data_types": {
-        "buffer_dtype": _refused(Dtype, None, "Type of the buffers.", feature="buffers of another type"),
     },
     "aio": {"use_gds": _ignored(Bool, False, "Use GPUDirect Storage.")},
     "activation_checkpointing": {

@@ -179,7 +179,10 @@ def buffers(side: Side) -> None:
 
     net = Scaled()
     net.register_buffer("scale", torch.linspace(0.5, 1.5, WIDTH))
-    _train(side, BF16, torch.bfloat16, net=net)
+    loss = functools.partial(loss_in, torch.bfloat16)
+    trainer = train(side, net, loss=loss, config=BF16, dtype=torch.float32)
+    scale = trainer.module.get_buffer("scale")
+    assert torch.equal(scale, torch.linspace(0.5, 1.5, WIDTH))  # it is not rounded
 
 
 @feature("precision", "bf16_weights_changed_between_steps", tolerance=LOOSE)

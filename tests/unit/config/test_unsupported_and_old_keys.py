@@ -138,7 +138,8 @@ def test_a_key_does_not_belong_where_it_is() -> None:
 def test_unknown_keys_in_sections_are_errors() -> None:
     assert problems({"zero_optimization": {"_comment": 1}}) == ["zero_optimization._comment: unknown key"]
     assert problems({"data_types": {"xyz": 1}}) == [
-        "data_types.xyz: unknown key, expected one of grad_accum_dtype, param_dtype, buffer_dtype"
+        "data_types.xyz: unknown key, expected one of grad_accum_dtype, param_dtype, buffer_dtype, "
+        "keep_in_fp32_modules"
     ]
 
 
