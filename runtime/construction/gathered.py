@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 
 from torch import Tensor, nn
@@ -11,6 +11,8 @@ from ..backward_step.reducer import check_step
 from ..errors import UnsupportedError
 from ..mesh.choice import divides_layers
 from ..zero.unit import owner_of
+
+_EXPECTED = "GatheredParameters: params: expected a parameter, a module or an iterable of parameters"
 
 
 @contextmanager
@@ -23,12 +25,19 @@ def GatheredParameters(
     """Gather the whole values of sharded parameters inside the context. Collective: all ranks enter alike.
 
     With ``modifier_rank`` that rank's changes are copied to all ranks and to the master values; without,
-    changes of sharded parameters are lost. Parameters that no engine manages are left unchanged.
+    changes of sharded parameters are lost. Parameters that no engine manages are left unchanged. Raises
+    TypeError for anything else than tensors, such as the pairs of ``named_parameters()``.
     """
     if isinstance(params, nn.Module):
         params = list(params.parameters())
     elif isinstance(params, Tensor):
         params = [params]
+    if not isinstance(params, Iterable) or isinstance(params, Mapping):
+        raise TypeError(f"{_EXPECTED}, got {type(params).__name__}")
+    params = list(params)
+    for entry in params:
+        if not isinstance(entry, Tensor):
+            raise TypeError(f"{_EXPECTED}, got one of {type(entry).__name__}")
     owners = [owner_of(parameter) for parameter in params] if enabled else []
     units = list({id(unit): unit for unit in owners if unit is not None}.values())
     with ExitStack() as stack:

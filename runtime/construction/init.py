@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
-from weakref import WeakSet, finalize
+from weakref import WeakSet, finalize, ref
 
 import torch
 from torch import nn
@@ -21,6 +21,7 @@ from ..deadlock import watch as deadlock
 from ..log import say, set_level
 from ..offload.manager import Offload
 from ..offload.options import init_stores
+from ..precision.buffers import BufferTypes
 from ..precision.policy import choose_precision, dtype_named
 from ..zero import placeholder
 from ..zero.layout import make_layout
@@ -33,6 +34,15 @@ if TYPE_CHECKING:
 
 M = TypeVar("M", bound=nn.Module)
 _LOOKS, _LOOK_S = 20, 0.001
+_IGNORED = {
+    "zero_param_parallel_group",
+    "zero_quantized_weights",
+    "zero_quantized_nontrainable_weights",
+    "sequence_data_parallel_group",
+    "param_swapper",
+    "tensor_overrides",
+}
+"""Names further keywords of DeepSpeed's; where parameters rest and how they travel is the config's."""
 
 
 class Init:
@@ -67,6 +77,8 @@ class Init:
 
         Does nothing with a config of a stage below 3. Raises ConfigError, DiskError.
         """
+        if unknown := sorted(ignored.keys() - _IGNORED):
+            raise TypeError(f"zero.Init() got an unexpected keyword argument {unknown[0]!r}")
         source = config if config is not None else config_dict_or_path
         settings = load(source).config if source is not None else None
         set_level(settings.log_level if settings is not None else None)
@@ -74,6 +86,8 @@ class Init:
         self._dtype = dtype_named(dtype) if isinstance(dtype, str) else dtype
         if dtype is None and settings is not None:
             self._dtype = choose_precision(settings).dtype
+        listed = None if settings is None else settings.data_types.keep_in_fp32_modules
+        self._types = BufferTypes(self._dtype, listed=None if listed is None else tuple(listed))
         self._stores = init_stores(settings, remote_device, pin_memory)
         self._builder: _Builder | None = None
         if module is not None and self.enabled:
@@ -84,7 +98,7 @@ class Init:
     def _make_builder(self) -> _Builder:
         deadlock.install()
         comm = Comm(init_distributed())
-        return _Builder(comm, self._stores(comm), self._dtype)
+        return _Builder(comm, self._stores(comm), self._dtype, self._types)
 
     def __enter__(self) -> Self:
         if self.enabled:
@@ -103,8 +117,8 @@ class Init:
 class _Builder:
     """Shards modules as soon as their constructors have returned."""
 
-    def __init__(self, comm: Comm, stores: Offload, dtype: torch.dtype | None) -> None:
-        self._comm, self._dtype = comm, dtype
+    def __init__(self, comm: Comm, stores: Offload, dtype: torch.dtype | None, types: BufferTypes) -> None:
+        self._comm, self._dtype, self._types = comm, dtype, types
         self._stores = stores
         self._under_construction: set[int] = set()
         self._touched: dict[int, Unit] = {}
@@ -168,24 +182,34 @@ class _Builder:
 
     def _wrap(self, kind: type[nn.Module]) -> None:
         original = kind.__dict__["__init__"]
+        builder = ref(self)
 
         @functools.wraps(original)
         def construct(module: nn.Module, *args: Any, **kwargs: Any) -> None:
-            outermost = id(module) not in self._under_construction
-            self._under_construction.add(id(module))
+            own = builder()
+            if own is None or not own._is_open:
+                original(module, *args, **kwargs)
+                return
+            outermost = id(module) not in own._under_construction
+            own._under_construction.add(id(module))
             try:
                 original(module, *args, **kwargs)
             finally:
                 if outermost:
-                    self._under_construction.discard(id(module))
+                    own._under_construction.discard(id(module))
             if outermost:
                 for member in module.modules():  # a copy of a module has parameters, but ran no constructor
-                    if member is module or id(member) not in self._under_construction:
-                        self.shard(member)
-                self.reshard_touched()
+                    if member is module or id(member) not in own._under_construction:
+                        own.shard(member)
+                own.reshard_touched()
+
+        def restore() -> None:
+            # a class imported meanwhile may have a decorator's constructor around this one: both stay
+            if kind.__dict__["__init__"] is construct:
+                kind.__init__ = original  # type: ignore[method-assign]
 
         kind.__init__ = construct  # type: ignore[method-assign,assignment]
-        self._restore.callback(setattr, kind, "__init__", original)
+        self._restore.callback(restore)
 
     @property
     def _apply(self) -> Callable[..., Any]:
@@ -203,6 +227,7 @@ class _Builder:
     def shard(self, module: nn.Module) -> None:
         """Keep this rank's slice of the module's direct parameters, not of its children's."""
         self._modules.add(module)
+        self._types.keep(module)  # before a checkpoint's values are copied into buffers that would round them
         kinds: dict[torch.dtype, list[tuple[str, nn.Parameter]]] = {}
         for name, parameter in module._parameters.items():
             if parameter is None or parameter.is_meta or not is_shardable(parameter):

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from enum import IntEnum, auto
 from types import FrameType
+
+from . import placeholder
+
+_began = itertools.count(1)
+"""Numbers the passes of all models, so that the innermost of several is known."""
 
 
 class Phase(IntEnum):
@@ -37,7 +43,18 @@ class Pass:
         self.depth = 0
         """Counts the calls of the model that are going on, one inside the other."""
         self._one_thread = one_thread
+        self._since = 0
         self._caller: FrameType | None = None
+
+    def since(self) -> int:
+        """Return the number of the pass that the calling code is part of; 0 if it is part of none, also after
+        one that an exception has ended unnoticed.
+        """
+        if self.phase is Phase.BACKWARD:
+            return self._since if placeholder.in_backward() else 0
+        if self.phase is Phase.FORWARD and (self._caller is None or _is_above(self._caller, sys._getframe())):
+            return self._since
+        return 0
 
     def begin(self, hook: FrameType) -> None:
         """Note a call of the model; ``hook`` is the frame of its pre-hook."""
@@ -69,7 +86,7 @@ class Pass:
 
     def _move(self, to: Phase) -> None:
         assert to in _ALLOWED[self.phase], f"{self.phase.name} -> {to.name}"
-        self.phase = to
+        self.phase, self._since = to, next(_began)
         self.is_backward = to is Phase.BACKWARD
 
     def was_cut_off(self) -> bool:

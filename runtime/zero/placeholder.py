@@ -18,7 +18,7 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, wraps
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from ..errors import ParameterError
 from .output_tensors import tensors_in
 from .ownership import Owner
-from .sharded_reads import read_freed
+from .sharded_reads import FreedView, read_freed, remedy
 
 
 @dataclass(slots=True)
@@ -38,8 +38,9 @@ class Settings:
     empty_placeholders: bool = False
     """Gives a sharded parameter no elements, as DeepSpeed does, instead of its true shape full of NaN."""
     lenient: bool = False
-    """Makes ``grad`` None where the engine has taken the gradient, and loses a change of a gathered
-    parameter, each with a warning instead of an error; DeepSpeed says nothing.
+    """Makes ``grad`` None where the engine has taken the gradient, loses a change of a gathered parameter,
+    and leaves a model that is moved on its device (Lightning's teardown moves it to the CPU), each with a
+    warning instead of an error; DeepSpeed says nothing.
     """
 
 
@@ -77,6 +78,7 @@ def adopt(parameter: nn.Parameter, unit: Owner) -> None:
     """Record which unit a parameter belongs to. Raises ValueError if it already belongs to a live one."""
     if owner(parameter) is not None:
         raise ValueError("these parameters already belong to an engine: call engine.destroy() on it first")
+    _allow_aliases()
     _owners[id(parameter)] = unit
 
 
@@ -108,6 +110,24 @@ def point(parameter: nn.Parameter, tensor: Tensor, kind: type[nn.Parameter]) -> 
     parameter.__class__ = nn.Parameter  # a guarded class would refuse
     parameter.data = tensor
     parameter.__class__ = kind
+
+
+@cache
+def _allow_aliases() -> None:
+    """Let ``nn.Parameter(parameter)`` take a managed parameter from now on: weight norm makes its direction
+    so while a model is built. torch tells by the class alone whether it may.
+    """
+    new = nn.Parameter.__new__
+
+    @wraps(new)
+    def make(cls: type[nn.Parameter], data: Tensor | None = None, requires_grad: bool = True) -> nn.Parameter:
+        if isinstance(data, ManagedParameter):
+            data = data.detach()
+        if isinstance(data, FreedView):
+            _object(f"a parameter made of NaN: {remedy(data.parameter_name)}")
+        return new(cls, data, requires_grad)
+
+    nn.Parameter.__new__ = make  # type: ignore[method-assign,assignment]
 
 
 def move_versions(parameters: Sequence[Tensor]) -> None:
@@ -176,8 +196,15 @@ class ManagedParameter(nn.Parameter):
         if unit is None:
             DATA.__set__(self, value)
             return
+        is_built = unit.provisional and unit.on_demand is not None and unit.on_demand(unit)
         present = DATA.__get__(self)
         same = isinstance(value, Tensor) and present.dtype == value.dtype and present.shape == value.shape
+        if same and is_built:
+            # code that builds a model pads or initializes values so; it does not put former ones back later
+            present.copy_(value)
+            return
+        if is_built and settings.empty_placeholders and isinstance(value, Tensor) and not value.numel():
+            return  # computed from the shapes of empty placeholders, as transformers pads a tied layer's bias
         if not same or present.data_ptr() != value.data_ptr() or present.stride() != value.stride():
             raise ParameterError(
                 f"{name_of(self)}.data cannot be replaced: the parameter lies in the engine's memory. Write "
@@ -211,6 +238,14 @@ def complain(name: str) -> None:
         "`with zlaunch.zero.GatheredParameters([parameter], modifier_rank=0):` outside of the forward pass"
     )
     _object(text)
+
+
+def complain_of_move(device: torch.device, other: torch.device) -> None:
+    """Raise ParameterError, or warn if ``settings`` are lenient: a model stays where its engine has it."""
+    _object(
+        f"this model belongs to a zlaunch engine and stays on {device}, it is not moved to {other}: move it "
+        "before zlaunch.initialize or after engine.destroy()"
+    )
 
 
 def _object(text: str) -> None:

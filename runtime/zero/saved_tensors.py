@@ -5,6 +5,10 @@ Without this the graph would hold the unit's memory, or find it resharded. The h
 sharded. They work for any output of a module, for a second backward pass, for ``vmap`` and for the backward
 pass of an inner loss alone, because each saved tensor brings its unit back.
 
+torch gives an unpacked tensor a new Python object, but a script's own ``autograd.Function`` may count on
+``ctx.saved_tensors`` being the parameters themselves, as it is without hooks: TRL's gathers a saved weight by
+its ``ds_status``. So what lies exactly where a parameter lies is given to a Function as that parameter.
+
 ``torch.func.grad`` and its kin refuse to be called while such hooks are active. A model that calls them in
 its forward pass needs ``ZLAUNCH_SAVED_TENSOR_HOOKS=0``: its units then stay whole from their first use to the
 end of the backward pass.
@@ -12,19 +16,24 @@ end of the backward pass.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.autograd.function import BackwardCFunction
 
 from ..environment import read_environment
 from ..errors import UnsupportedError
 from . import saved_tensor_hooks
 from .unit import Unit
+
+_sharded: WeakValueDictionary[int, Unit] = WeakValueDictionary()
+"""Maps the identity of a unit's memory to the unit, for the sharded units of every model in this process."""
 
 
 class _Place:
@@ -35,8 +44,8 @@ class _Place:
     def __init__(self, unit: Unit, tensor: Tensor) -> None:
         self._unit, self._generation = unit, unit.generation
         self._size, self._stride = tensor.size(), tensor.stride()
-        self._start = tensor.storage_offset()
-        self._parameter = max(0, bisect_right(unit.offsets, self._start) - 1)
+        self._start = int(tensor.storage_offset())
+        self._parameter = unit.parameter_at(self._start)
 
     def tensor(self) -> Tensor:
         unit = self._unit
@@ -44,7 +53,8 @@ class _Place:
             name = unit.names[self._parameter]
             raise RuntimeError(
                 f"a backward pass needs the value that {name} had in its forward pass, but it has been "
-                "changed by an optimizer step, by loading, or by engine.destroy() since: call backward first"
+                "changed by an optimizer step, by loading, by unfreezing parameters, or by engine.destroy() "
+                "since: call backward first"
             )
         unit.wait_unsharded(rounded=True)
         # by way of the parameter, whose version counter a step moves and a gather does not
@@ -100,6 +110,9 @@ class SavedTensors:
     def watch(self, units: Iterable[Unit]) -> None:
         """Set the units that are watched, instead of the former ones."""
         self._units = {unit.memory: unit for unit in units if unit.shard_params}
+        if self._units:
+            _sharded.update(self._units)
+            _give_parameters_back()
 
     def enter(self, module: object) -> bool:
         """Begin a call of ``module``. Returns False where autograd cannot take hooks (inside
@@ -158,6 +171,45 @@ class SavedTensors:
         if type(packed) is _Place:
             self._on_use()
         return packed.tensor()
+
+
+@cache
+def _give_parameters_back() -> None:
+    """Let ``ctx.saved_tensors`` of every ``autograd.Function`` have parameters in place of tensors on their
+    memory, from now on.
+
+    Not where a graph of the backward pass is made: it would save the parameter without hooks, and find it
+    resharded. A tensor keeps the memory.
+    """
+    unpack: Any = torch._C._FunctionBase.saved_tensors
+
+    def saved_tensors(ctx: BackwardCFunction) -> tuple[Tensor | None, ...]:
+        unpacked: tuple[Tensor | None, ...] = unpack.__get__(ctx)
+        if torch.is_grad_enabled():
+            return unpacked
+        return tuple(None if each is None else _as_parameter(each) for each in unpacked)
+
+    BackwardCFunction.saved_tensors = property(saved_tensors)  # type: ignore[assignment]
+
+
+def _as_parameter(tensor: Tensor) -> Tensor:
+    """Return the parameter of a sharded unit that lies where an unpacked tensor lies; else the tensor."""
+    try:
+        unit = _sharded.get(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):  # sparse, or a wrapper without memory
+        return tensor
+    if unit is None or not unit.parameters or not tensor.is_leaf:
+        return tensor
+    parameter = unit.parameters[unit.parameter_at(int(tensor.storage_offset()))]
+    with torch._C.DisableTorchFunctionSubclass():  # to look at a sharded parameter is not to use it
+        same = (
+            parameter.data_ptr() == tensor.data_ptr()
+            and parameter.dtype == tensor.dtype
+            and parameter.shape == tensor.shape
+            and parameter.stride() == tensor.stride()
+            and parameter.requires_grad == tensor.requires_grad  # a detached one was saved detached
+        )
+    return parameter if same else tensor
 
 
 @contextmanager

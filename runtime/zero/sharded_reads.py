@@ -16,7 +16,8 @@ from .output_tensors import tensors_in
 _SETTERS = (torch.Tensor.data.__set__,)  # type: ignore[attr-defined]
 
 
-def _remedy(name: str) -> str:
+def remedy(name: str) -> str:
+    """Return what an error says of a sharded parameter, and what to do, beginning with its name."""
     return (
         f"{name} is sharded (ZeRO stage 3) and its values are not here. Use it inside the model's forward, "
         "or inside `with zlaunch.zero.GatheredParameters([parameter]):` on all ranks (modifier_rank=0 to "
@@ -46,7 +47,7 @@ class _ReadOnly(TorchDispatchMode):
                 continue
             value = args[position] if position < len(args) else kwargs.get(argument.name)
             if any(_address(tensor) in self._addresses for tensor in tensors_in(value)):
-                raise ParameterError(f"{func._schema.name} cannot change it: {_remedy(self._name)}")
+                raise ParameterError(f"{func._schema.name} cannot change it: {remedy(self._name)}")
         return func(*args, **kwargs)
 
 
@@ -69,7 +70,7 @@ def read_freed(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
     Raises ParameterError otherwise, which says what to do instead.
     """
     if func in _SETTERS:
-        raise ParameterError(f"its data cannot be replaced: {_remedy(name)}")
+        raise ParameterError(f"its data cannot be replaced: {remedy(name)}")
     given = list(tensors_in([args, kwargs]))
     with torch._C.DisableTorchFunctionSubclass():
         hollow = {_address(t) for t in given if _is_hollow(t)} - {0}
@@ -77,9 +78,9 @@ def read_freed(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
             result = func(*args, **kwargs)
         for tensor in tensors_in(result):
             if tensor.requires_grad and not any(tensor is one for one in given):
-                raise ParameterError(f"a gradient cannot flow through it: {_remedy(name)}")
+                raise ParameterError(f"a gradient cannot flow through it: {remedy(name)}")
             if not tensor.is_floating_point() and tensor.dtype is not torch.bool:
-                raise ParameterError(f"there is no {tensor.dtype} that says so: {_remedy(name)}")
+                raise ParameterError(f"there is no {tensor.dtype} that says so: {remedy(name)}")
         if isinstance(result, numpy.ndarray):
             return result.copy()
         return _marked(result, hollow, name)

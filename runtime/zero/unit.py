@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -77,6 +78,8 @@ class Unit:
         self.stage3 = shard_params if stage3 is None else stage3
         self.state = UnitState.UNSHARDED
         self.on_demand: Callable[[Owner], bool] | None = None
+        self.is_needed: Callable[[Owner], bool] | None = None
+        """Called when the last hold ends; returns whether a pass still needs the values."""
         self.on_empty: Callable[[], None] | None = None
         """Called when the last parameter of a provisional unit has been handed over."""
         self.away: frozenset[str] = frozenset()
@@ -138,9 +141,9 @@ class Unit:
             ]
             # each parameter at a separate address
             nans = torch.full((len(self.shapes), 1), float("nan"), dtype=self.dtype, device=self.device)
-            empty = placeholder.settings.empty_placeholders
+            self.has_empty_placeholders = self.shard_params and placeholder.settings.empty_placeholders
             self._placeholders = [
-                nan.view(()).expand(0 if empty else shape)
+                nan.view(()).expand(0 if placeholder.settings.empty_placeholders else shape)
                 for nan, shape in zip(nans, self.shapes, strict=True)
             ]
         self._own_classes = [placeholder.own_class(parameter) for parameter in self.parameters]
@@ -230,7 +233,9 @@ class Unit:
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """Keep the unit UNSHARDED inside the context. Collective, if it is not UNSHARDED yet."""
+        """Keep the unit UNSHARDED inside the context, and afterwards where a pass still needs it. Collective,
+        if it is not UNSHARDED yet.
+        """
         self.wait_unsharded()
         self._holds += 1
         try:
@@ -240,7 +245,8 @@ class Unit:
             raise
         finally:
             self._holds -= 1
-            self.reshard()
+            if self.is_needed is None or not self.is_needed(self):
+                self.reshard()
 
     def reshard(self) -> None:
         """Reshard a sharded unit that is not held: UNSHARDED -> SHARDED; else do nothing."""
@@ -300,6 +306,24 @@ class Unit:
     def references(self) -> int:
         """Return how many tensors lie on the flat buffer's memory, the unit's among them."""
         return int(torch._C._storage_Use_Count(self._storage._cdata))
+
+    def await_gradient(self, index: int) -> None:
+        """Give parameter ``index``, if it is sharded and has no elements, its true shape: autograd lays a
+        gradient out like its parameter.
+        """
+        if self.state is UnitState.SHARDED:
+            shape = self.shapes[index]
+            hollow = self._placeholders[index].as_strided(shape, (0,) * len(shape))
+            placeholder.point(self.parameters[index], hollow, self._kinds[index].sharded)
+
+    def gradient_taken(self, index: int) -> None:
+        """Undo :meth:`await_gradient`."""
+        if self.state is UnitState.SHARDED:
+            placeholder.point(self.parameters[index], self._placeholders[index], self._kinds[index].sharded)
+
+    def parameter_at(self, element: int) -> int:
+        """Return the index of the parameter that an element of the flat buffer belongs to."""
+        return max(0, bisect_right(self.offsets, element) - 1)
 
     def is_in_place(self, index: int) -> bool:
         """Tell whether parameter ``index`` still has the class and the memory that the unit gave it."""

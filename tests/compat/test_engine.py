@@ -98,7 +98,8 @@ def _members() -> str:
     again.backward(loss_of(again, data))
     offload = again.optimizer.parameter_offload  # what TRL does around a generation
     with deepspeed.zero.GatheredParameters(again.module.parameters()):
-        for parameter in offload.module.parameters():
+        named = (*offload.module.named_parameters(), *offload.module.ds_external_parameters())
+        for _, parameter in named:
             parameter.ds_active_sub_modules.clear()
         for hook in [*offload.forward_hooks, *offload.backward_hooks]:
             hook.remove()

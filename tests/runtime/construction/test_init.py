@@ -232,3 +232,39 @@ def test_init_takes_the_dtype_of_the_config_and_says_what_it_keeps() -> None:
     numel = sum(p.numel() for p in net().parameters())
     assert "torch.bfloat16" in line and "MiB on each rank" in line and "for one module at the peak" in line
     assert numel <= int(line.split()[2].replace(",", "")) <= numel + 16 * len(list(net().parameters()))
+
+
+def _late_classes() -> tuple[float, str, list[float]]:
+    """Make a class inside of the context, with a constructor that a decorator wraps, and a padded bias."""
+    zlaunch.init_distributed()
+
+    def configured(kind: type[nn.Module]) -> type[nn.Module]:
+        inner = kind.__init__
+
+        def construct(module: Any, *args: Any) -> None:
+            inner(module, *args)
+            module.scale = 2.0
+
+        kind.__init__ = construct  # type: ignore[method-assign,assignment]
+        return kind
+
+    with zlaunch.zero.Init(config_dict_or_path=config(3, 1)):
+
+        @configured
+        class Late(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.inner = nn.Linear(4, 4)
+                self.inner.bias.data = nn.functional.pad(torch.full((3,), 5.0), (0, 1))
+
+        model: Any = Late()
+    later: Any = Late()
+    with zlaunch.zero.GatheredParameters([model.inner.bias]):
+        bias = model.inner.bias.tolist()
+    return model.scale + later.scale, type(later.inner.weight).__name__, bias
+
+
+def test_classes_made_inside_keep_their_decorators() -> None:
+    for scales, kind, bias in run_workers(_late_classes, 2):
+        assert (scales, kind) == (4.0, "Parameter"), "plain again, and still decorated"
+        assert bias == [5.0, 5.0, 5.0, 0.0], "values of equal shape may be assigned while a model is built"

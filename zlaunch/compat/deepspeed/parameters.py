@@ -153,6 +153,12 @@ def use_deepspeeds_placeholders() -> None:
     placeholder.settings.lenient = True
     for name, get in _PROPERTIES.items():
         setattr(nn.Parameter, name, property(_unwatched(get)))
+    nn.Module.ds_external_parameters = _external_parameters  # type: ignore[attr-defined]
+
+
+def _external_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Return no parameter: those that another module's forward uses need no record (TRL asks for them)."""
+    return iter(())
 
 
 def _unwatched(get: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
