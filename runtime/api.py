@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .arguments import check_arguments, choose_model
 from .build import build_engine
 from .config import ConfigError
 from .data import EngineLoader
@@ -54,14 +55,26 @@ def initialize(
     """Build an engine that trains ``model`` under ZeRO by ``config``; DeepSpeed's function of this name.
 
     ``config`` is a path (JSON with comments, or YAML), a dict or base64 JSON; ``config_params`` and
-    ``args.deepspeed_config`` are other names for it. ``optimizer`` is an instance, a callable from
+    ``args.deepspeed_config`` are other names for it. A model as the first argument is the ``model``.
+    ``optimizer`` is an instance, a callable from
     parameters, or None for the config's; likewise ``lr_scheduler``. Collective: every rank calls it with the
     same model and config, and starts from rank 0's values.
 
     Returns ``(engine, optimizer, dataloader, lr_scheduler)``, with None for what was neither given nor
-    configured. Raises ConfigError for a bad config, RankMismatchError when the ranks differ, ValueError for
-    arguments that do not fit together.
+    configured. Raises ConfigError for a bad config, RankMismatchError when the ranks differ, TypeError for
+    an argument of another type, ValueError for arguments that do not fit together.
     """
+    args, model = choose_model(args, model)
+    check_arguments(
+        args=args,
+        optimizer=optimizer,
+        model_parameters=model_parameters,
+        training_data=training_data,
+        lr_scheduler=lr_scheduler,
+        distributed_port=distributed_port,
+        dist_init_required=dist_init_required,
+        collate_fn=collate_fn,
+    )
     return build_engine(
         Engine,
         model,

@@ -16,6 +16,8 @@ from torch import nn
 from ..cuda_ops.loader import set_mode
 from . import preemption
 from .activation import checkpointing
+from .arguments import is_factory, made_optimizer, made_scheduler
+from .averaging import Averaging
 from .backward_step.engine import choose_backward_step
 from .checkpoint.export.consolidate import save_weights
 from .comm.collectives import Comm
@@ -34,7 +36,7 @@ from .handles.handles import Handles
 from .handles.module_methods import intercept_module
 from .handles.optimizer import ZeroOptimizer, guard
 from .in_memory.snapshots import make_checkpointer
-from .leaf_modules import mark_leaves, mark_lists_of_experts
+from .leaf_modules import mark_configured, mark_lists_of_experts
 from .log import say, set_level, show, warn
 from .memory.advice import MemoryAdviser
 from .memory.estimate import Setting
@@ -58,6 +60,7 @@ from .optim.param_groups import groups_by_parameter, parameter_groups
 from .optim.sharded_optimizer import ShardedOptimizer
 from .pipeline_parallel.apply import divide_layers
 from .pipeline_parallel.engine import choose_kind
+from .precision.buffers import choose_buffer_types
 from .precision.loss_scaler import DeviceLossScaler, LossScaler
 from .precision.policy import Precision
 from .registry.optimizers import build_optimizer, build_scheduler
@@ -79,7 +82,7 @@ E = TypeVar("E", bound=Engine)
 
 def build_engine(
     kind: type[E],
-    model: nn.Module | None,
+    model: nn.Module,
     optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None,
     model_parameters: Iterable[Any] | None,
     training_data: Any,
@@ -91,8 +94,6 @@ def build_engine(
     mesh_param: Any = None,
 ) -> tuple[E, torch.optim.Optimizer | None, EngineLoader | None, Any]:
     """Build an engine of class ``kind`` with all its parts; see :func:`zlaunch.initialize`."""
-    if model is None:
-        raise ValueError("initialize needs a model")
     if mpu is not None or mesh_param is not None:
         raise ValueError("model parallelism (mpu, mesh_param) is not supported")
     loaded = load(config)
@@ -115,15 +116,22 @@ def build_engine(
     check_consistency(model, effective.digest(), comm)
     share_layers(model, effective.config, comm)
     pipeline = divide_layers(model, effective.config, comm)
-    parts = share_sequences(model, comm)
+    parts = share_sequences(model, effective.config, comm)
     monitor = open_monitor(effective, comm)
     precision = settle_precision(effective.config, comm)
     overflow_hint = find_overflow_hint(model, effective.config)
     if overflow_hint and comm.rank == 0:
         warn(f"if gradients overflow: {overflow_hint}")
     client, groups = _choose_optimizer(optimizer, model_parameters, model, effective)
-    checkpointing.apply(model, loaded.config.activation_checkpointing, parts)
+    checkpointing.apply(model, loaded.config.activation_checkpointing, comm, parts)
     kind = choose_kind(kind, pipeline, has_section="pipeline" in loaded.raw)
+    if hasattr(kind, "train_batch") and not effective.config.managed_gradient_accumulation:
+        raise ConfigError(
+            [
+                f"{loaded.origin}: managed_gradient_accumulation: false does not go with a pipeline, whose "
+                "train_batch() counts the micro-batches of a step: remove it"
+            ]
+        )
 
     if client is not None:
         check_narrow(client, effective.config, precision.dtype)
@@ -153,6 +161,7 @@ def build_engine(
                 offloaded_step=choose_step(client, reducer, comm, offloads=offload is not None),
                 on_device=on_gpu,
             )
+        scheduler = _make_scheduler(lr_scheduler, effective, client)
         undo.pop_all()
     scaler: LossScaler | DeviceLossScaler = precision.scaler
     if scaler.dynamic and step is not None and step.decides_on_device:
@@ -160,7 +169,7 @@ def build_engine(
     engine = kind(
         sharded,
         step,
-        lr_scheduler=_make_scheduler(lr_scheduler, effective, client),
+        lr_scheduler=scheduler,
         precision=precision,
         scaler=scaler,
         effective=effective,
@@ -245,17 +254,13 @@ def _choose_optimizer(
     if isinstance(given, ZeroOptimizer):
         raise OptimizerError("initialize was given the optimizer of another engine: give it a new one")
     if isinstance(given, torch.optim.Optimizer):
-        known = {id(p) for p in model.parameters()}
-        if any(id(p) not in known for group in given.param_groups for p in group["params"]):
-            raise OptimizerError("the optimizer holds a tensor that is not a parameter of the model")
-        return given, given.param_groups
+        return _of_the_model(given, model)
     groups = parameter_groups(model_parameters, model)
     section = effective.config.optimizer
     if not any(p.requires_grad for group in groups for p in group["params"]):
         return None, groups
     if callable(given):
-        made = given(groups)
-        return made, made.param_groups
+        return _of_the_model(made_optimizer(given(groups)), model)
     if section is None or section.type is None:
         return None, groups
     try:
@@ -263,6 +268,16 @@ def _choose_optimizer(
         return made, made.param_groups
     except ValueError as error:
         raise ConfigError([f"{effective.loaded.origin}: {error}"]) from None
+
+
+def _of_the_model(
+    optimizer: torch.optim.Optimizer, model: nn.Module
+) -> tuple[torch.optim.Optimizer, list[dict[str, Any]]]:
+    """Return an optimizer and its groups. Raises OptimizerError for tensors from elsewhere."""
+    known = {id(p) for p in model.parameters()}
+    if any(id(p) not in known for group in optimizer.param_groups for p in group["params"]):
+        raise OptimizerError("the optimizer holds a tensor that is not a parameter of the model")
+    return optimizer, optimizer.param_groups
 
 
 def _needs_whole(optimizer: torch.optim.Optimizer, effective: Effective, comm: Comm) -> bool:
@@ -290,10 +305,9 @@ def _make_offload(
     """
     config = effective.config
     chosen = choose_offload(effective, optimizer)
-    accumulation = int(config.gradient_accumulation_steps or 1)
     in_memory = config.checkpoint.in_memory
     setting, free = preflight(
-        *(blocks, options, chosen, optimizer, precision, comm, accumulation),
+        *(blocks, options, chosen, optimizer, precision, comm, config.accumulates),
         snapshots=int(config.checkpoint.is_asynchronous) + int(in_memory is not None),
         # the new ones are whole before the old ones go
         kept_snapshots=0 if in_memory is None else 2 * int(in_memory.copies),
@@ -315,8 +329,9 @@ def _check_parameters(model: nn.Module, comm: Comm) -> None:
 def _plan(model: nn.Module, effective: Effective, comm: Comm) -> tuple[list[Block], ShardingOptions]:
     """Plan the blocks, which are the parameters that share units, and the sharding options."""
     zero = effective.config.zero_optimization
-    leaf = zero.leaf_module
-    mark_leaves(model, classes=leaf.classes, names=leaf.names, suffixes=leaf.name_suffixes)
+    missing = mark_configured(model, zero.leaf_module)
+    if missing and comm.rank == 0:
+        warn(f"leaf_module: no module of the model is one of {', '.join(map(repr, missing))}")
     mark_lists_of_experts(model)
     # a unit is reduced and, from stage 1 on, gathered as a whole
     bucket = int(zero.reduce_bucket_size)
@@ -350,7 +365,14 @@ def _shard(
     config = effective.config
     zero = config.zero_optimization
     comm, options = factory.comm, factory.options
-    place_rest(model, comm, factory.dtype)
+    types = choose_buffer_types(config, factory.dtype)
+    rounded = types.rounded_parameters(model)
+    if rounded and comm.rank == 0:
+        warn(
+            f"{rounded[0]} is one of {len(rounded)} parameters that keep_in_fp32_modules names, which keeps "
+            f"buffers alone: parameters are rounded to {factory.dtype}, with masters in fp32"
+        )
+    place_rest(model, comm, types)
     if offload is not None:
         trainable = (p for block in blocks for _, p in block.parameters if p.requires_grad)
         offload.expect(sum(placeholder.shape_of(p).numel() for p in trainable))
@@ -359,7 +381,9 @@ def _shard(
         [unit for block in blocks for unit in block.units if unit.trainable],
         comm,
         choose_gradient_options(
-            config, transient=options.shard_grads and not keeps_gradients, ranks=comm.data.size
+            config,
+            transient=options.shard_grads and not keeps_gradients,
+            predivide=Averaging.of(config, comm.mesh).predivide,
         ),
     )
     sharded = ShardedModel(
@@ -377,8 +401,17 @@ def _shard(
 
 def _make_scheduler(given: Any, effective: Effective, optimizer: torch.optim.Optimizer | None) -> Any:
     if given is not None:
-        is_factory = callable(given) and not hasattr(given, "step")
-        return given(optimizer) if is_factory else given
+        made = made_scheduler(given(optimizer)) if is_factory(given) else given
+        scheduled = getattr(made, "optimizer", None)
+        if isinstance(scheduled, torch.optim.Optimizer) and optimizer is not None:
+            own = {id(group) for group in optimizer.param_groups}
+            if not any(id(group) in own for group in scheduled.param_groups):
+                raise OptimizerError(
+                    f"lr_scheduler: {type(made).__name__} sets the learning rates of another optimizer than "
+                    f"the engine's {type(optimizer).__name__}: hand over that optimizer as well, or a "
+                    "callable that makes the scheduler from an optimizer"
+                )
+        return made
     section = effective.config.scheduler
     if section is None or section.type is None or optimizer is None:
         return None

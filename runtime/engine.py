@@ -218,6 +218,7 @@ class Engine(TrainingLoop):
         load_optimizer_states: bool = True,
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
+        missing_ok: bool = False,
     ) -> tuple[str | None, dict[str, Any]]:
         """Load what :meth:`save_checkpoint` has written, under any world size, stage, offload or precision.
 
@@ -227,8 +228,10 @@ class Engine(TrainingLoop):
         world size is the saved one, the training_data loader goes on behind the last batch.
 
         Returns the checkpoint's path and the client_state that this rank has saved (rank 0's when the world
-        size was another); ``(None, {})`` when ``load_dir`` has none, or is None. Collective. Raises
-        CheckpointError on every rank if the checkpoint is damaged, incomplete or of another model.
+        size was another). Returns ``(None, {})`` when ``load_dir`` is None, and, with a warning, when it is a
+        folder without a checkpoint. ``missing_ok=True`` is for a script that may start fresh: no warning, and
+        the folder need not exist. Collective. Raises CheckpointError on every rank if the folder does not
+        exist, or the checkpoint is damaged, incomplete or of another model.
         """
         self._check_alive()
         self._states.check("engine.load_checkpoint()")
@@ -241,6 +244,7 @@ class Engine(TrainingLoop):
             with_optimizer=load_optimizer_states and not load_module_only,
             with_schedule=load_lr_scheduler_states and not load_module_only,
             with_run=not load_module_only,
+            missing_ok=missing_ok,
         )
 
     def save_16bit_model(
@@ -304,17 +308,20 @@ class Engine(TrainingLoop):
     def destroy(self) -> None:
         """Turn the model back into a plain module with its present values, and release communicators.
         Collective. A second call does nothing.
+
+        The optimizer becomes a plain one and keeps its state where each rank has all of it: at stage 0 and on
+        one rank, without offload. Elsewhere its next step raises OptimizerError.
         """
         if self._destroyed:
             return
         self._destroyed = True
         self._sharded.engine = None
-        self.handles.release()
         with ExitStack() as stack:  # every part is closed, whatever fails
             stack.callback(self._sharded.comm.close)
             if self._offload is not None:
                 stack.callback(self._offload.close)
             stack.callback(self._sharded.close)
+            stack.callback(self.handles.release, has_stepped=self.global_steps > 0)
             if self._shard_step is not None:
                 stack.callback(self._shard_step.finish)
             stack.callback(self.checkpoints.close)

@@ -10,13 +10,16 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from .averaging import Averaging
 from .config import Effective
 from .data import EngineLoader
 from .errors import LossScaleFloorError
 from .optim.sharded_optimizer import ShardedOptimizer
+from .precision.buffers import explained as explained_dtypes
 from .precision.loss_scaler import DeviceLossScaler, LossScaler, floor_error
 from .precision.policy import Precision, cast_floats
 from .precision.step_result import StepResult
+from .step_losses import StepLosses
 from .zero.hooks import ShardedModel
 from .zero.saved_tensors import explained
 
@@ -39,8 +42,8 @@ class EngineHandles(Protocol):
     def bring_writes(self) -> None:
         """Copy values written into parameters back to the masters. Raises DiskError."""
 
-    def release(self) -> None:
-        """Turn the script's optimizer back into a plain one."""
+    def release(self, *, has_stepped: bool) -> None:
+        """Turn the script's optimizer back into a plain one; tell whether the engine has made a step."""
 
     def add_param_group(self, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
         """Add a group of further parameters of the model to those that are trained. Collective."""
@@ -88,11 +91,18 @@ class TrainingLoop(nn.Module):
         self._no_sync = False
         self.last_loss: Tensor | None = None
         """Keeps the last micro-batch's loss."""
+        comm = sharded.comm
+        self._losses = StepLosses(
+            comm.device,
+            rank=comm.rank,
+            world_size=comm.world_size,
+            samples=comm.mesh.samples if comm.mesh.pipeline == 1 else 1,  # a pipeline's is a mean of all
+        )
         self.step_observers: list[Callable[[TrainingLoop], None]] = []
         """Are called after every optimizer step."""
         if scaler.used:
             sharded.loss_scaling.factor = lambda: scaler.factor
-        sharded.loss_scaling.micro_share = lambda: 1.0 / self.gradient_accumulation_steps()
+        sharded.loss_scaling.micro_share = lambda: 1.0 / self.averaging.accumulation
         self._prepare_pass()
 
     # -- its parts
@@ -145,6 +155,11 @@ class TrainingLoop(nn.Module):
         """Return the number of backward passes of one optimizer step."""
         return int(self._effective.config.gradient_accumulation_steps or 1)
 
+    @property
+    def _is_managed(self) -> bool:
+        """Tell whether the engine counts the micro-batches of a step, not the script."""
+        return bool(self._effective.config.managed_gradient_accumulation)
+
     def set_batch(self, train: int, micro: int, accumulation: int) -> None:
         """Change the three batch sizes, which fit together, between two optimizer steps. The caller's loader
         has to give such batches.
@@ -178,6 +193,11 @@ class TrainingLoop(nn.Module):
             collate_fn=collate_fn,
             drop_last=self._effective.config.dataloader_drop_last,
         )
+
+    @property
+    def averaging(self) -> Averaging:
+        """Return the factors that losses and gradients are divided by, as of now."""
+        return Averaging.of(self._effective.config, self._sharded.comm.mesh)
 
     # -- the last step
 
@@ -220,14 +240,15 @@ class TrainingLoop(nn.Module):
         return [float(group["lr"]) for group in optimizer.param_groups] if optimizer is not None else []
 
     def step_metrics(self) -> dict[str, float | Tensor]:
-        """Return what is known of the last step: gradient norm, this rank's last loss, and with fp16 the loss
-        scale and how many steps are known to be skipped; 0-dim tensors where a number may still be on its way
-        from the device.
+        """Return what is known of the last step: gradient norm, the mean of the losses of all ranks and
+        micro-batches, and with fp16 the loss scale and how many steps are known to be skipped; 0-dim tensors
+        where a number may still be on its way from the device.
         """
         found = {} if self._result is None else {"grad_norm": self._result.norm_there}
         if self._scaler.used:
             found |= {"loss_scale": self._scaler.factor, "skipped_steps": float(self._skipped_steps)}
-        return found if self.last_loss is None else {**found, "train_loss": self.last_loss}
+        mean = self._losses.mean
+        return found if mean is None else {**found, "train_loss": mean}
 
     def restore_counters(self, counters: Mapping[str, int]) -> None:
         """Set the counters to a checkpoint's numbers, at the beginning of an optimizer step."""
@@ -250,7 +271,8 @@ class TrainingLoop(nn.Module):
                 return self.module(*args, **kwargs)
         except BaseException as error:
             self._sharded.abandon_forward()
-            if (better := explained(error)) is not None:
+            better = explained(error) or explained_dtypes(error, self.module, self._precision.dtype)
+            if better is not None:
                 raise better from error
             raise
 
@@ -259,35 +281,54 @@ class TrainingLoop(nn.Module):
         if not loss.requires_grad:
             raise RuntimeError("the loss does not depend on any trainable parameter")
         self._prepare_pass()
-        scaled = self._scaled(loss, scale_wrt_gas)
+        scaled, passes = self._scaled(loss, scale_wrt_gas), self._reducer.passes
         try:
             scaled.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
         finally:
             self._sharded.loss_scaling.loss_is_scaled = False
-        self.last_loss = loss.detach()
+        self._note_loss(loss, passes)
         return loss
 
     def scale(self, loss: Tensor) -> Tensor:
         """Return the loss multiplied by the loss scale and divided by the number of micro-batches. The
         caller's plain ``.backward()`` on it has to come next.
         """
+        self._note_loss(loss, self._reducer.passes)
         return self._scaled(loss, True)
+
+    def _note_loss(self, loss: Tensor, passes: int) -> None:
+        """Note the loss of a micro-batch before which the step had so many backward passes. Without any,
+        gradients of earlier ones have been dropped, and their losses are, too.
+        """
+        if not passes:
+            self._losses.clear()
+        self.last_loss = loss.detach()
+        self._losses.note(loss)
 
     def _scaled(self, loss: Tensor, divide: bool) -> Tensor:
         self._sharded.loss_scaling.loss_is_scaled = True
         factor = self._scaler.factor if self._scaler.used else 1.0
         if divide:
-            factor = factor / self.gradient_accumulation_steps()
+            factor = factor / self.averaging.accumulation
         return loss if isinstance(factor, float) and factor == 1.0 else loss * factor
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Tell whether the next :meth:`step` applies the gradients."""
+        if not self._is_managed:
+            return True
         if self._boundary is not None:
             return self._boundary
         return self.accumulated + 1 >= self.gradient_accumulation_steps()
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Set whether the next step is an accumulation boundary; counting decides no longer."""
+        """Set whether the next step is an accumulation boundary; counting decides no longer. Raises
+        RuntimeError where the config leaves that to the calls of :meth:`step`.
+        """
+        if not self._is_managed:
+            raise RuntimeError(
+                "managed_gradient_accumulation is false: every engine.step() is a boundary. Call it once a "
+                "step instead of set_gradient_accumulation_boundary()"
+            )
         self._boundary = is_boundary
         self._prepare_pass()
 
@@ -311,7 +352,9 @@ class TrainingLoop(nn.Module):
 
     def _prepare_pass(self) -> None:
         transient = self._reducer.options.transient
-        self._reducer.sync = transient or (self.is_gradient_accumulation_boundary() and not self._no_sync)
+        # where the script counts, no pass is known to be the last: the step reduces whole gradients
+        is_last = self._is_managed and self.is_gradient_accumulation_boundary()
+        self._reducer.sync = transient or (is_last and not self._no_sync)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients accumulated so far."""
@@ -342,6 +385,9 @@ class TrainingLoop(nn.Module):
                 "this step already"
             )
         self._reducer.reduce_rest()
+        samples = self.train_batch_size()
+        if not self._is_managed:
+            samples = samples // self.gradient_accumulation_steps() * self._reducer.passes
         self.handles.check()
         if not self._effective.config.zero_optimization.ignore_unused_parameters:
             self.handles.refuse_unused()
@@ -356,11 +402,13 @@ class TrainingLoop(nn.Module):
                 divisor=divisor,
                 clip=float(self._effective.config.gradient_clipping),
                 check_finite=self._precision.check_finite,
+                beside=self._losses.numbers(),
             )
+        self._losses.take(result.beside)
         self._result = result
         self.accumulated = 0  # here: what follows may raise, and the step is made
         self.global_steps += 1
-        self.global_samples += self.train_batch_size()
+        self.global_samples += samples
         try:
             scaler.update(result)
         except LossScaleFloorError:
@@ -376,13 +424,8 @@ class TrainingLoop(nn.Module):
             observe(self)
 
     def gradient_divisor(self) -> float | Tensor:
-        """Return the divisor of the summed gradients: ranks and loss scale."""
-        divisor = self._scaler.factor
-        if self._effective.config.gradient_allreduce_op == "mean":
-            divisor = divisor * self._sharded.comm.data.size
-        if self._reducer.options.predivide != 1.0 and self._sharded.comm.data.size > 1:
-            divisor = divisor / self._reducer.options.predivide
-        return divisor
+        """Return the divisor of the summed gradients, the loss scale included."""
+        return self._scaler.factor * self.averaging.divisor(is_predivided=self._reducer.predivides)
 
     def _resolve_last_step(self) -> None:
         """Find out whether the last step was skipped, and do what depends on it."""

@@ -13,7 +13,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,6 +21,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint as _torch_checkpoint
 
+from ..comm.collectives import Comm
+from ..comm.process_group import open_comms, running_comm
 from ..config import load
 from ..config.other_sections import ActivationCheckpointing
 from ..environment import read_environment
@@ -44,6 +46,7 @@ class _Settings:
 
 
 _settings = _Settings()
+"""Holds what the script has chosen. Engines have copies with their configs' choices, ``comm.activations``."""
 _inside = threading.local()
 
 
@@ -57,7 +60,8 @@ def configure(
     synchronize: bool | None = None,
     profile: bool | None = None,
 ) -> None:
-    """Choose where checkpointed inputs are kept, for this process; an argument that is None changes nothing.
+    """Choose where checkpointed inputs are kept, for the engines that there are and those to come, whose
+    configs override it, and for calls without an engine; an argument that is None changes nothing.
 
     ``mpu_`` knows the ranks that hold equal activations (``get_model_parallel_group()`` or
     ``get_tensor_model_parallel_group()``). ``deepspeed_config`` is a config to take the section
@@ -67,22 +71,40 @@ def configure(
     :func:`checkpoint_blocks`'s default. The rest is accepted and has no effect. Raises ConfigError for a bad
     config, TypeError for an ``mpu_`` without such a method.
     """
-    place = _settings.place
     if mpu_ is not None:
         group_getter(mpu_)
-        place.mpu, place.replicated = mpu_, False
+    section = None
     if deepspeed_config is not None:
         section = load(deepspeed_config).config.activation_checkpointing
-        _configure_from(section)
         num_checkpoints = section.number_checkpoints if num_checkpoints is None else num_checkpoints
-    if partition_activations is not None:
-        place.partition = partition_activations
-    if checkpoint_in_cpu is not None:
-        place.in_cpu = checkpoint_in_cpu
+    for each in _all_settings():
+        if mpu_ is not None:
+            each.place.mpu, each.place.replicated = mpu_, False
+        if section is not None:
+            _take(each, section)
+        if partition_activations is not None:
+            each.place.partition = partition_activations
+        if checkpoint_in_cpu is not None:
+            each.place.in_cpu = checkpoint_in_cpu
+        each.configured = True
     if num_checkpoints is not None:
         set_num_layers(num_checkpoints)
-    _settings.configured = True
-    if place.partition and place.mpu is None and not _settings.warned:
+    _check_partition(_settings)
+
+
+def _take(settings: _Settings, section: ActivationCheckpointing) -> None:
+    """Take what a config's section gives."""
+    given = section.model_fields_set
+    if "partition_activations" in given:
+        settings.place.partition = section.partition_activations
+    if "cpu_checkpointing" in given:
+        settings.place.in_cpu = section.cpu_checkpointing
+    settings.configured = settings.configured or bool(given)
+
+
+def _check_partition(settings: _Settings) -> None:
+    """Warn once where slices are asked for, and no ranks are known to keep them."""
+    if settings.place.partition and settings.place.mpu is None and not _settings.warned:
         _settings.warned = True
         _warn(
             "partition_activations has nothing to do without model-parallel ranks: "
@@ -90,21 +112,29 @@ def configure(
         )
 
 
-def _configure_from(section: ActivationCheckpointing) -> None:
-    given = section.model_fields_set
-    configure(
-        None,
-        partition_activations=section.partition_activations if "partition_activations" in given else None,
-        checkpoint_in_cpu=section.cpu_checkpointing if "cpu_checkpointing" in given else None,
-    )
+def _all_settings() -> list[_Settings]:
+    """Return the script's settings and those of all engines."""
+    return [_settings, *(comm.activations for comm in open_comms if comm.activations is not None)]
 
 
-def apply(model: nn.Module, section: ActivationCheckpointing, parts: LossParts | None = None) -> None:
-    """Apply the config's section for :func:`zlaunch.initialize`: keys that are not given change nothing.
-    ``parts`` says how ranks that share sequences add up a loss.
+def _present() -> _Settings:
+    """Return the settings of the engine whose pass is going on; outside of all passes those of the only
+    engine, or the script's.
     """
-    if section.model_fields_set:
-        _configure_from(section)
+    comm = running_comm() or (next(iter(open_comms)) if len(open_comms) == 1 else None)
+    own: _Settings | None = None if comm is None else comm.activations
+    return _settings if own is None else own
+
+
+def apply(
+    model: nn.Module, section: ActivationCheckpointing, comm: Comm, parts: LossParts | None = None
+) -> None:
+    """Apply the config's section for :func:`zlaunch.initialize`, to this engine alone: keys that are not
+    given are as the script has configured them. ``parts`` says how ranks that share sequences add up a loss.
+    """
+    comm.activations = own = replace(_settings, place=replace(_settings.place))
+    _take(own, section)
+    _check_partition(own)
     if section.tiled_mlp:
         tile_mlps(model, section.tile_tokens)
     if section.tiled_loss:
@@ -115,7 +145,7 @@ def apply(model: nn.Module, section: ActivationCheckpointing, parts: LossParts |
 
 def is_configured() -> bool:
     """Tell whether :func:`configure` was called, or initialize with a config that has this section."""
-    return _settings.configured
+    return any(each.configured for each in _all_settings())
 
 
 def set_num_layers(nlayers: int) -> None:
@@ -181,7 +211,7 @@ def _keep_elsewhere() -> AbstractContextManager[Any]:
     A call inside another gets none: its arguments are recomputed as well, and our hooks would take them out
     of the outer call's hands.
     """
-    place = _settings.place
+    place = _present().place
     if getattr(_inside, "depth", 0) or not (place.in_cpu or place.group() is not None):
         return nullcontext()
     segment = Segment(place)

@@ -290,18 +290,24 @@ class Checkpointer:
         with_optimizer: bool,
         with_schedule: bool,
         with_run: bool,
+        missing_ok: bool = False,
     ) -> tuple[str | None, dict[str, Any]]:
         """Load the checkpoint that ``tag`` names; return its path and this rank's client_state,
         ``(None, {})`` where there is none, or ``folder`` is None. ``with_run``: counters, data position and
-        random generators, too. Collective. Raises CheckpointError on every rank.
+        random generators, too. ``missing_ok``: see the engine's method. Collective. Raises CheckpointError on
+        every rank.
         """
         if folder is None:
             return None, {}
         self.wait()
         folder, node_local = absolute(folder), self._options.use_node_local_storage
         tag = str(tag) if tag is not None else None
-        checkpoint = open_chosen(self._comm, folder, tag, node_local=node_local)
+        told = read_environment().resume_dir  # the launcher's choice, which the script cannot have mistyped
+        optional = missing_ok or (told is not None and absolute(told) == folder)
+        checkpoint = open_chosen(self._comm, folder, tag, node_local=node_local, missing_ok=optional)
         if checkpoint is None:
+            if self._comm.rank == 0 and not missing_ok:
+                warn(f"{folder}: no checkpoint is there: nothing was loaded, and training starts from step 0")
             return None, {}
         try:
             facts = self._read_facts(checkpoint)

@@ -51,9 +51,12 @@ def _check_tags(tags: Sequence[str], validation: str, *, is_first: bool) -> None
         warn(f"{text}; all are saved under {tags[0]!r}, rank 0's")
 
 
-def open_chosen(comm: Comm, folder: Path, tag: str | None, *, node_local: bool) -> Checkpoint | None:
+def open_chosen(
+    comm: Comm, folder: Path, tag: str | None, *, node_local: bool, missing_ok: bool
+) -> Checkpoint | None:
     """Open one checkpoint on every rank: the named one, for "auto" the newest whole one, for None what
-    ``latest`` names. Returns None if there is none. Collective. Raises CheckpointError, RankMismatchError.
+    ``latest`` names. Returns None if there is none. Collective. Raises RankMismatchError, and CheckpointError
+    also for a folder that does not exist, unless ``missing_ok``.
     """
     tags = comm.exchange(tag)
     if any(other != tags[0] for other in tags):
@@ -62,10 +65,15 @@ def open_chosen(comm: Comm, folder: Path, tag: str | None, *, node_local: bool) 
             f"load_checkpoint(tag=...): rank {rank} asks for {tags[rank]!r} and rank 0 for "
             f"{tags[0]!r}; all ranks must load the same checkpoint"
         )
+    leads = comm.rank == 0
+    is_there = all_or_none(
+        comm.exchange, comm.rank, lambda: not leads or _check_exists(folder, missing_ok=missing_ok)
+    )[0]
+    if not is_there:
+        return None
     if tag == "auto":
         found = _newest_whole(comm, folder, node_local=node_local)
     else:
-        leads = comm.rank == 0
         found = all_or_none(comm.exchange, comm.rank, lambda: find(folder, tag) if leads else None)[0]
     if found is None:
         return None
@@ -81,6 +89,16 @@ def open_chosen(comm: Comm, folder: Path, tag: str | None, *, node_local: bool) 
             'folders do not belong together; load another tag, or tag="auto"'
         )
     return opened
+
+
+def _check_exists(folder: Path, *, missing_ok: bool) -> bool:
+    """Tell whether the folder exists. Raises CheckpointError if it does not, unless ``missing_ok``."""
+    if not folder.exists() and not missing_ok:
+        raise CheckpointError(
+            f"{folder}: no such folder, so there is no checkpoint to load: correct the path. If a first run "
+            "may start without one, use load_checkpoint(zlaunch.resume_dir(folder)) or missing_ok=True"
+        )
+    return folder.exists()
 
 
 def _newest_whole(comm: Comm, folder: Path, *, node_local: bool) -> Path | None:

@@ -11,7 +11,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 from weakref import finalize
 
 import torch
@@ -32,6 +32,22 @@ from .waits import Key, waits
 _CHANNELS = ("gather", "reduce")
 _VERBS = {GATHER: "gathers", REDUCE: "reduces the gradients of"}
 _TIMEOUT_S = 1800.0
+
+
+class SharedBatch(Protocol):
+    """Compares what some ranks were given: ``same_batch.SameBatch``."""
+
+    ranks: tuple[int, ...]
+    complaint: str
+    mark_count: int
+
+    def marks(self) -> Tensor: ...
+
+    def seen(self) -> int: ...
+
+    def forget(self) -> None: ...
+
+
 MakeLink = Callable[["Comm", "Callable[..., PeerMemory | None] | None"], RankLink]
 """Makes the link of a communicator; gets what joins ranks by shared memory: a Connect that needs only the
 rank, the number of ranks and an exchange between them. Collective.
@@ -95,6 +111,14 @@ class Comm:
         self.calls: Counter[str] = Counter()
         self.own_groups: list[Any] = []
         """Lists the process groups that end with this object."""
+        self.axes: dict[str, Any] = {}
+        """Holds the ``Axis`` of each axis with several ranks by name; they end with this object."""
+        self.computes_since: Callable[[], int] = lambda: 0
+        """Tells when the engine's pass that is going on began, counted over all engines; 0 without a pass."""
+        self.batches: list[SharedBatch] = []
+        """Lists what the ranks of an axis have to have been given alike before a step."""
+        self.activations: Any = None
+        """Keeps what the room of that name has settled for this engine."""
         self._world = RankLink(device, self.world_size, self.rank, dist.group.WORLD, dist.group.WORLD)
         self.data = self._world
         """Joins the ranks whose gradients are averaged: all of them, unless some share each layer."""
@@ -152,8 +176,27 @@ class Comm:
     def _control(self, what: str) -> tuple[Key, str]:
         return waits.next_key(self.number, "control"), what
 
+    def batch_marks(self) -> list[Tensor]:
+        """Return numbers to be summed over the ranks behind the order's, for :meth:`differs`."""
+        return [each.marks() for each in self.batches]
+
+    def differs(self, sums: Tensor) -> Tensor:
+        """Tell whether the ranks' orders, or the batches of ranks that share one, differ: 0-dim bool."""
+        count = len(self.order.marks())
+        found = self.order.differs(sums[:count])
+        return found | (sums[count:] != 0).any() if self.batches else found
+
     def raise_order(self) -> None:
-        """Raise RankMismatchError that names where the ranks' orders part. Collective."""
+        """Raise RankMismatchError that names the ranks whose batches differ, or where the orders part.
+        Collective.
+        """
+        seen = self.exchange([(each.ranks, each.seen(), each.complaint) for each in self.batches])
+        for everyone in zip(*seen, strict=True):
+            for ranks, _, complaint in everyone:
+                if len({everyone[rank][1] for rank in ranks}) > 1:
+                    for batch in self.batches:
+                        batch.forget()
+                    raise RankMismatchError(complaint)
         channel, rank, other, mine = self.order.first_difference(self.exchange(self.order.recent()))
         said = [
             "does nothing more" if label is None else f"{_VERBS[channel]} {self._labels[label]}"
@@ -251,10 +294,13 @@ class Comm:
     def close(self) -> None:
         """Release the process groups; the object cannot be used afterwards."""
         self._forsaken.detach()
+        open_comms.discard(self)
         if self.link.shared is not None:
             self.link.shared.close()
         for group in self.own_groups if dist.is_initialized() else ():
             dist.destroy_process_group(group)
         self.own_groups.clear()
+        for axis in self.axes.values():
+            axis.close()
         for link in (self.link, self.data, self._world, *self._links.values()):
             link.release()

@@ -23,7 +23,16 @@ _backends: WeakKeyDictionary[dist.ProcessGroup, Any] = WeakKeyDictionary()
 
 
 open_comms: WeakSet[Any] = WeakSet()
-"""Holds every ``Comm``, to be closed before the process ends."""
+"""Holds every ``Comm`` that has not been closed, to be closed before the process ends."""
+
+
+def running_comm() -> Any:
+    """Return the communicator of the engine whose forward or backward pass is going on: of several passes,
+    one inside the other, the innermost. None outside of all passes.
+    """
+    since = {comm: comm.computes_since() for comm in open_comms}
+    running = [comm for comm, began in since.items() if began]
+    return max(running, key=lambda comm: since[comm], default=None)
 
 
 def init_distributed(

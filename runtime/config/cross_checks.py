@@ -63,6 +63,9 @@ def _optimizer(config: Config, report: ConfigReport) -> None:
         report.problems.append((at, "SGD without momentum keeps no state: remove it, or set momentum"))
     if not wide and params.get("amsgrad"):
         report.problems.append((at, "does not go with amsgrad, remove one of them"))
+    if params.get("bias_correction") is False and params.get("amsgrad"):
+        why = "false does not go with amsgrad, remove one of them"
+        report.problems.append(("optimizer.params.bias_correction", why))
     if on_disk and (not wide or config.bf16.master_weights == "stochastic"):
         where = "bf16.master_weights" if wide else at
         why = 'records on disk are fp32: set offload_optimizer.device to "cpu", or remove the key'
@@ -275,6 +278,9 @@ def _backward_step(config: Config, report: ConfigReport) -> None:
         and "zero_optimization.stage" not in report.auto,
         f"gradient_accumulation_steps is {steps}, and each backward pass is a step: make it 1": steps
         not in (None, 1),
+        "does not go with managed_gradient_accumulation false: each backward pass is a step": (
+            not config.managed_gradient_accumulation
+        ),
         "fp16 gradients may overflow, and such a step cannot be taken back: use bf16": config.fp16.enabled
         or config.autocast[0] == "fp16",
         f"does not go with {' and '.join(offloads)}: a step there needs the norm first": bool(offloads),

@@ -43,13 +43,18 @@ class Config(Section):
 
     strict: Bool | None = ok(None)
     """Unknown keys: true refuses all, false none (warnings); null refuses those inside sections, and at the
-    top level those that are close to a key or belong elsewhere (zlaunch's own key)."""
+    top level those that are close to a key, belong elsewhere, are a setting's name in another tool, or are a
+    section that is enabled (zlaunch's own key)."""
     train_batch_size: Count | None = ok(None)
     """Samples of one optimizer step: micro batch * accumulation steps * ranks."""
     train_micro_batch_size_per_gpu: Count | None = ok(None)
     """Samples of one forward pass on one rank."""
     gradient_accumulation_steps: Count | None = ok(None)
     """Forward and backward passes of one optimizer step."""
+    managed_gradient_accumulation: Bool = ok(True)
+    """Count the passes of a step in the engine. With false the script does: every engine.step() applies the
+    gradients of the backward passes before it, whose losses are still divided by gradient_accumulation_steps
+    (backward(scale_wrt_gas=False) leaves them)."""
     steps_per_print: Steps | None = ok(None)
     """Steps between two progress lines; null and inf print none."""
     memory_breakdown: Bool = ok(False)
@@ -132,6 +137,11 @@ class Config(Section):
     """Operations of each module."""
     comms_logger: CommsLoggerSection = section(CommsLoggerSection)
     """Log of collectives."""
+
+    @property
+    def accumulates(self) -> bool:
+        """Tell whether an optimizer step may have several backward passes."""
+        return not self.managed_gradient_accumulation or int(self.gradient_accumulation_steps or 1) > 1
 
     @property
     def autocast(self) -> tuple[Literal["fp16", "bf16"] | None, float, float]:

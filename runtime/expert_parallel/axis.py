@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..comm.axis import Axis
 from ..comm.collectives import Comm
 from ..comm.pending import Work
 from ..comm.waits import waits
@@ -18,37 +18,34 @@ from ..rank_mesh import own_group
 _CHANNEL, _STATES = "expert", "expert states"
 
 
-class ExpertAxis:
+class ExpertAxis(Axis):
     """Runs the collectives of the ranks that have different experts and different samples.
 
     ``comm.moved["expert"]`` counts the elements that this rank sends, those to itself included.
     """
 
+    name = "expert"
+
     def __init__(self, comm: Comm) -> None:
         """Find this rank's place; :meth:`open` makes the process groups."""
+        super().__init__(comm)
         assert comm.experts is not None
-        self.comm, self.mesh = comm, comm.mesh
+        self.mesh = comm.mesh
         self.size = self.mesh.expert
         self.place = self.mesh.coordinates(comm.rank)["expert"]
         self.position = self.place * self.mesh.tensor + comm.rank % self.mesh.tensor
         """This rank's place among the ranks that have all experts together, in parts."""
-        self.group: Any = None
-        self._parts_group: Any = None
 
     def open(self) -> None:
         """Make the process groups. Collective for all ranks."""
-        self.group = own_group(self.comm, "expert")
+        self.keep_group("passes", own_group(self.comm, "expert"))
         # a state that one rank alone asks for must not meet the tokens of others
-        self._parts_group = own_group(self.comm, "expert", "tensor")
-        axes[self.comm] = self
-
-    def __deepcopy__(self, memo: Any) -> ExpertAxis:
-        return self  # a copy of a model computes with the same ranks
+        self.keep_group("states", own_group(self.comm, "expert", "tensor"))
 
     def gather_state(self, part: Tensor) -> list[Tensor]:
         """Return a parameter's parts of the ranks that have all experts together; ``part`` is contiguous."""
         parts = [torch.empty_like(part) for _ in range(self.size * self.mesh.tensor)]
-        work = dist.all_gather(parts, part, group=self._parts_group, async_op=True)
+        work = dist.all_gather(parts, part, group=self.group_for("states"), async_op=True)
         key = waits.next_key(self.comm.number, _STATES)
         Work(work, key, "gathers a whole parameter from the ranks that have other experts", part).wait()
         return parts
@@ -67,10 +64,6 @@ class ExpertAxis:
     def _wait(self, work: Any, tensor: Tensor) -> None:
         key = waits.next_key(self.comm.number, _CHANNEL)
         Work(work, key, "exchanges tokens with the ranks that have other experts", tensor).wait()
-
-
-axes: WeakKeyDictionary[Comm, ExpertAxis] = WeakKeyDictionary()
-"""Holds the axis of each communicator that has one."""
 
 
 class _Exchange(torch.autograd.Function):

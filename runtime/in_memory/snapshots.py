@@ -243,7 +243,13 @@ class CheckpointerWithSnapshots(Checkpointer):
         self._snapshots.after_step(prepare_save, client_state)
 
     def load(
-        self, folder: str | os.PathLike[str] | None, tag: str | None, *, strict: bool, **parts: bool
+        self,
+        folder: str | os.PathLike[str] | None,
+        tag: str | None,
+        *,
+        strict: bool,
+        missing_ok: bool = False,
+        **parts: bool,
     ) -> tuple[str | None, dict[str, Any]]:
         """Load a checkpoint, or in a run that was restarted a newer snapshot. Collective. Raises
         CheckpointError on every rank.
@@ -254,7 +260,7 @@ class CheckpointerWithSnapshots(Checkpointer):
             if found is not None:
                 self._folder = path
                 return found
-        loaded = super().load(folder, tag, strict=strict, **parts)
+        loaded = super().load(folder, tag, strict=strict, missing_ok=missing_ok, **parts)
         if loaded[0] is None and self._snapshots.damage:  # some values are the snapshot's by now
             raise CheckpointError(f"{self._snapshots.damage}; the next restart begins without that snapshot")
         return loaded

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -29,7 +30,7 @@ class _OneOfSeveral(TensorAxis):
     would have, and other values.
     """
 
-    def sum(self, tensor: Tensor, group: Any = None) -> Tensor:
+    def sum(self, tensor: Tensor, use: Hashable = "passes") -> Tensor:
         return tensor
 
     def largest(self, tensor: Tensor) -> Tensor:

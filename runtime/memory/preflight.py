@@ -35,7 +35,7 @@ def preflight(
     optimizer: torch.optim.Optimizer | None,
     precision: Precision,
     comm: Comm,
-    accumulation: int,
+    accumulates: bool,
     *,
     snapshots: int,
     kept_snapshots: int,
@@ -76,12 +76,12 @@ def preflight(
         grad_bytes=grad_bytes,
         offload=offload,
         trains=optimizer is not None,
-        accumulates=accumulation > 1,
+        accumulates=accumulates,
         device_is_host=comm.device.type == "cpu",
         snapshots=snapshots,
         kept_snapshots=kept_snapshots,
         steps_in_backward=steps_in_backward,
-        can_step_in_backward=_can_step_in_backward(optimizer, offload, precision, comm, accumulation),
+        can_step_in_backward=_can_step_in_backward(optimizer, offload, precision, comm, accumulates),
         can_narrow=_can_narrow(optimizer),
         is_bf16=precision.dtype is torch.bfloat16,
     )
@@ -125,10 +125,10 @@ def _can_step_in_backward(
     offload: OffloadOptions,
     precision: Precision,
     comm: Comm,
-    accumulation: int,
+    accumulates: bool,
 ) -> bool:
     """Tell whether units could be stepped inside the backward pass."""
-    is_plain = comm.mesh.axes.keys() <= {"data"} and not offload.any and accumulation == 1
+    is_plain = comm.mesh.axes.keys() <= {"data"} and not offload.any and not accumulates
     may_skip = precision.scaler.dynamic or precision.dtype is torch.float16
     return is_plain and not may_skip and type(optimizer) in ELEMENTWISE
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..comm.axis import Axis
 from ..comm.collectives import Comm
 from ..comm.pending import Work
 from ..comm.waits import waits
@@ -62,19 +63,18 @@ class StageCut(Cut):
         return self.spread(whole.contiguous(), self.owners[0])
 
 
-class StageAxis:
+class StageAxis(Axis):
     """Holds the ranks that have different layers of the same model."""
+
+    name = "pipeline"
 
     def __init__(self, comm: Comm) -> None:
         """Make the process groups. Collective for all ranks."""
-        self.comm, self.stages = comm, comm.mesh.pipeline
+        super().__init__(comm)
+        self.stages = comm.mesh.pipeline
         self.stage = comm.mesh.coordinates(comm.rank)["pipeline"]
-        self.group: Any = own_group(comm, "pipeline")
+        self.keep_group("passes", own_group(comm, "pipeline"))
         self.ranks = next(ranks for ranks in comm.mesh.groups("pipeline") if comm.rank in ranks)
-        self._ties: dict[tuple[int, ...], Any] = {}
-
-    def __deepcopy__(self, memo: Any) -> StageAxis:
-        return self
 
     def spread(self, tensor: Tensor, stage: int) -> Tensor:
         """Broadcast a contiguous tensor from a stage; return it."""
@@ -91,19 +91,19 @@ class StageAxis:
 
     def add_group(self, owners: tuple[int, ...]) -> None:
         """Make the group of some stages. Collective for all ranks."""
-        if owners in self._ties:
+        if self.has_group(owners):
             return
         found: Any = None
         for ranks in self.comm.mesh.groups("pipeline"):
             some = [ranks[stage] for stage in owners]
             made = self.comm.new_group(some)
             found = made if self.comm.rank in some else found
-        self._ties[owners] = found
+        self.keep_group(owners, found)
 
     def sum_tied(self, tensor: Tensor, owners: tuple[int, ...]) -> None:
         """Sum a tensor in place over the stages that have a parameter."""
         self.comm._count(CHANNEL, 2 * tensor.numel())
-        work = dist.all_reduce(tensor, group=self._ties[owners], async_op=True)
+        work = dist.all_reduce(tensor, group=self.group_for(owners), async_op=True)
         self.wait(work, tensor, "sums gradients of tied parameters")
 
     def wait(self, work: Any, tensor: Tensor, what: str) -> None:

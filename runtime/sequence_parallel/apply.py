@@ -10,12 +10,13 @@ from torch import nn
 
 from ..activation.tiled_loss import LossParts
 from ..comm.collectives import Comm
+from ..config import Config
 from ..environment import read_environment
 from ..errors import ParameterError
 from ..log import say
 from ..model_plans import causal_model, text_config
 from ..rank_mesh import MeshShape
-from .attention import heads_problem, refuse_early_splits
+from .attention import heads_problem, note_engine
 from .axis import SequenceAxis
 from .forward import PartsForward, SequenceForward
 from .loss import PartOfLabels, SequenceLoss, SequenceTotals
@@ -29,7 +30,7 @@ _FULL = {"full_attention", "sliding_attention", "chunked_attention"}
 _MIX_TOKENS = (nn.RNNBase, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
-def share_sequences(model: nn.Module, comm: Comm) -> LossParts | None:
+def share_sequences(model: nn.Module, config: Config, comm: Comm) -> LossParts | None:
     """Let a model compute on parts of sequences, if ranks have different ones; return how the ranks add up a
     loss, None where each has its own or the script does it.
 
@@ -37,9 +38,9 @@ def share_sequences(model: nn.Module, comm: Comm) -> LossParts | None:
     loss of all parts; any other model calls ``zlaunch.sequence``. Collective. Raises ParameterError for a
     model that cannot be divided.
     """
+    note_engine(divides=comm.mesh.sequence > 1)
     if comm.mesh.sequence == 1:
         return None
-    refuse_early_splits()
     owner = causal_model(model)
     if owner is not None:  # before ranks meet in the group: no rank waits for one that has refused
         _check(owner, comm.mesh)
@@ -48,7 +49,7 @@ def share_sequences(model: nn.Module, comm: Comm) -> LossParts | None:
     if owner is None:
         model.forward = ScriptForward(model, axis)
     else:
-        parts = _divide(owner, axis)
+        parts = _divide(owner, axis, steps_in_backward=config.zero_optimization.step_in_backward)
     if comm.rank == 0:
         local = read_environment().local_world_size
         block = axis.size * comm.mesh.tensor
@@ -58,7 +59,7 @@ def share_sequences(model: nn.Module, comm: Comm) -> LossParts | None:
     return parts
 
 
-def _divide(model: Any, axis: SequenceAxis) -> LossParts | None:
+def _divide(model: Any, axis: SequenceAxis, *, steps_in_backward: bool) -> LossParts | None:
     """Install what a Hugging Face model computes on parts; return how its loss is added up."""
     config = text_config(model)
     wrap_attention_function(config._attn_implementation)
@@ -72,7 +73,7 @@ def _divide(model: Any, axis: SequenceAxis) -> LossParts | None:
         model.forward = PartsForward(model, axis, layers, whole_evaluations)
         return None
     model.loss_function = SequenceLoss(axis, model.loss_function)
-    model.forward = SequenceForward(model, axis, layers)
+    model.forward = SequenceForward(model, axis, layers, steps_in_backward=steps_in_backward)
     return LossParts(PartOfLabels(axis), SequenceTotals(axis))
 
 

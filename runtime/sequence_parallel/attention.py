@@ -12,7 +12,6 @@ from typing import Any
 from torch import Tensor
 from torch.nn import functional
 
-from ..comm.process_group import open_comms
 from ..environment import read_environment
 from ..errors import ParameterError
 from ..log import counted
@@ -22,6 +21,8 @@ from .axis import total as total_over
 _HEADS, _TOKENS = 1, 2
 _early_splits: list[tuple[int, ...]] = []
 """Holds the shapes of what was to be divided before there was an engine."""
+_had_engine = False
+"""Tells that there has been an engine: without one now, sequences are whole."""
 
 
 def heads_problem(axis_size: int, heads: int, key_heads: int) -> str:
@@ -113,19 +114,24 @@ def split(whole: Tensor, dim: int = 1) -> Tensor:
     without ranks that share sequences. Raises ParameterError for a length that cannot be divided.
     """
     axis = current_axis()
-    if axis is None and not open_comms and read_environment().world_size > 1:
+    if axis is None and not _had_engine and read_environment().world_size > 1:
         _early_splits.append(tuple(whole.shape))
     return whole if axis is None else axis.part(whole, dim)
 
 
-def refuse_early_splits() -> None:
-    """Raise ParameterError if :func:`split` was called before there was an engine."""
-    if _early_splits:
-        shape = list(_early_splits.pop())
+def note_engine(*, divides: bool) -> None:
+    """Note that there is an engine. Raises ParameterError if it divides sequences, and :func:`split` was
+    called before there was any.
+    """
+    global _had_engine
+    shapes, _early_splits[:] = [*_early_splits], []
+    if divides and shapes:
+        shape = list(shapes[0])
         raise ParameterError(
             f"zlaunch.sequence.split was called, with a tensor {shape}, before zlaunch.initialize: only the "
             "engine's config says how many ranks share sequences; call it afterwards"
         )
+    _had_engine = True
 
 
 def total(value: Tensor) -> Tensor:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..comm.axis import Axis
 from ..comm.collectives import Comm
 from ..comm.pending import Work
-from ..comm.process_group import open_comms
+from ..comm.process_group import open_comms, running_comm
 from ..comm.waits import waits
 from ..errors import ParameterError
 from ..rank_mesh import own_group
@@ -21,30 +21,24 @@ from ..rank_mesh import own_group
 _CHANNEL = "sequence"
 
 
-class SequenceAxis:
+class SequenceAxis(Axis):
     """Runs the collectives of the ranks that have different parts of the same sequences.
 
     ``comm.moved["sequence"]`` counts the elements that this rank sends, those to itself included.
     """
 
+    name = "sequence"
+
     def __init__(self, comm: Comm) -> None:
         """Make the process group. Collective for all ranks."""
-        self.comm, self.size = comm, comm.mesh.sequence
+        super().__init__(comm)
+        self.size = comm.mesh.sequence
         self.position = comm.mesh.coordinates(comm.rank)["sequence"]
-        self.group: Any = own_group(comm, "sequence")
+        self.keep_group("passes", own_group(comm, "sequence"))
         self.attentions = 0
         """Counts the attentions that were computed on whole sequences."""
         self.positions: Tensor | None = None
         """The positions of whole sequences, (batch or 1, tokens), in the last pass of a known model."""
-        axes[comm] = self
-
-    def __deepcopy__(self, memo: Any) -> SequenceAxis:
-        return self  # a copy of a model computes with the same ranks
-
-    @property
-    def is_open(self) -> bool:
-        """Tell whether the engine lives; without it, sequences are whole."""
-        return bool(self.comm.own_groups)
 
     def part(self, whole: Tensor, dim: int = 1) -> Tensor:
         """Return this rank's part of whole sequences. Raises ParameterError for an odd length."""
@@ -107,21 +101,22 @@ class SequenceAxis:
         Work(work, key, f"{what} sequences with the ranks that share them", tensor).wait()
 
 
-axes: WeakKeyDictionary[Comm, SequenceAxis] = WeakKeyDictionary()
-"""Holds the axis of each communicator that has one."""
-
-
 def current_axis() -> SequenceAxis | None:
-    """Return the axis of the process's engines; None without one. Raises ParameterError where engines have
-    axes of different sizes.
+    """Return the axis of the engine whose forward or backward pass is going on; outside of all passes that of
+    any engine, if all have the same size. None without one, where sequences are whole. Raises ParameterError
+    outside of all passes where engines have different sizes.
     """
-    found = [axis for axis in axes.values() if axis.is_open]
-    if found and len({comm.mesh.sequence for comm in open_comms if comm.own_groups}) > 1:
-        raise ParameterError(
-            "the engines of this process have different sizes of parallel.sequence, so zlaunch.sequence does "
-            "not know which is meant: destroy the others first"
-        )
-    return max(found, key=lambda axis: axis.comm.number, default=None)
+    comm = running_comm()
+    if comm is None:
+        if len({each.mesh.sequence for each in open_comms}) > 1:
+            raise ParameterError(
+                "zlaunch.sequence was called outside of a model's forward, and the engines of this process "
+                "have different sizes of parallel.sequence: call it inside of the model's forward (split, "
+                "mean and total as well), or destroy the other engines first"
+            )
+        comm = max(open_comms, key=lambda each: int(each.number), default=None)
+    found: SequenceAxis | None = None if comm is None else comm.axes.get(SequenceAxis.name)
+    return found
 
 
 class _Exchange(torch.autograd.Function):
@@ -144,8 +139,8 @@ def exchange(axis: SequenceAxis, cut: int, joined: int, *tensors: Tensor) -> tup
 
 
 class _Total(torch.autograd.Function):
-    """Sums a value over the axis. Every rank's loss depends on the sum, and the ranks' gradients are averaged
-    later: so each value's gradient is that of the sum, once for each rank.
+    """Sums a value over the axis. Every rank's loss depends on the sum, and the ranks' gradients are divided
+    by their number later (Note [Averaging]): so each value's gradient is that of the sum, once for each rank.
     """
 
     @staticmethod

@@ -89,17 +89,19 @@ class SequenceForward(_Forward):
     is that of all parts, everything else in the output is this rank's.
     """
 
-    def __init__(self, module: Any, axis: SequenceAxis, layers: int) -> None:
+    def __init__(self, module: Any, axis: SequenceAxis, layers: int, *, steps_in_backward: bool) -> None:
         super().__init__(module, axis, layers)
         first = axis.comm.mesh.groups("sequence")
         own = next(ranks for ranks in first if axis.comm.rank in ranks)
         self._batch = SameBatch(
-            axis.comm.device,
+            axis.comm,
+            own,
             axis.largest,
             f"ranks {', '.join(map(str, own))} have parts of the same sequences (sequence parallelism) and "
             "were given different batches: give each the whole, same batch. A DistributedSampler takes "
             "num_replicas=engine.data_parallel_size and rank=engine.data_parallel_rank; the Trainer takes "
             "ParallelismConfig(sp_size=...)",
+            every_pass=steps_in_backward,
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

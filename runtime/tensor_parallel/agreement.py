@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..same_batch import SameBatch
+from ..same_batch import SameBatch, SameValues
 from ..zero.output_tensors import tensors_in
 from .axis import TensorAxis
 from .lone_uses import LoneUses
@@ -26,26 +26,30 @@ class Agreement:
     of a model with dropout the random state of the first of them. A hook; on a copy of the model as well.
     """
 
-    def __init__(self, axis: TensorAxis, has_dropout: bool, uses: LoneUses) -> None:
+    def __init__(
+        self, axis: TensorAxis, has_dropout: bool, uses: LoneUses, *, steps_in_backward: bool
+    ) -> None:
         """``uses`` is in force in the first passes, until SameOutputs leaves it."""
         self._axis, self._has_dropout, self._uses = axis, has_dropout, uses
         self._passes = 0
         self._values = WholeValues(axis)
         ranks = f"{axis.first} to {axis.first + axis.size - 1}"
         self._batch = SameBatch(
-            axis.comm.device,
+            axis.comm,
+            range(axis.first, axis.first + axis.size),
             axis.largest_of_checks,
             f"ranks {ranks} share each layer (tensor parallelism) and were given different batches: they "
             "must have the same. Give a DistributedSampler num_replicas=engine.data_parallel_size and "
             "rank=engine.data_parallel_rank, or let initialize(training_data=...) make the loader; "
             "before generate(do_sample=True) give them one torch.manual_seed",
+            every_pass=steps_in_backward,
         )
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Raise RankMismatchError if the ranks have different batches, or whole parameters.
 
-        Checked are the first passes, some later ones, and all in evaluation or without gradients, which one
-        rank may make alone, or with words that each rank has drawn for itself.
+        Batches of passes that train are checked here or at the step; at once those in evaluation or without
+        gradients, which one rank may make alone, or with words that each rank has drawn for itself.
         """
         is_alone = not (module.training and torch.is_grad_enabled())
         self._batch.check((args, kwargs), always=is_alone)
@@ -82,7 +86,7 @@ class SameOutputs:
     def __init__(self, axis: TensorAxis, has_part_of_logits: bool) -> None:
         self._axis, self._has_part_of_logits = axis, has_part_of_logits
         ranks = f"{axis.first} to {axis.first + axis.size - 1}"
-        self._outputs = SameBatch(
+        self._outputs = SameValues(
             axis.comm.device,
             axis.largest_of_checks,
             f"the model's outputs differ on ranks {ranks}, which share each layer (tensor parallelism) and "
@@ -92,7 +96,6 @@ class SameOutputs:
             "joins the parts. Or the ranks draw different random numbers in the model: set "
             "draws_random_numbers = True on the module that does",
             first=_FIRST,
-            computed=True,
         )
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -101,6 +104,7 @@ class SameOutputs:
         if self._axis.watched is not None:
             self._axis.watched.__exit__(None, None, None)
             self._axis.watched.parts.clear()
+            self._axis.watched.wholes.clear()
             self._axis.watched = None
         if self._axis.own_numbers is not None:
             self._axis.own_numbers.close()

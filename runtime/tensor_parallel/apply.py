@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from .lone_uses import LoneUses
 from .own_numbers import OwnNumbers
 from .plan import find_plan
 from .whole_states import keep_states_whole
+from .whole_uses import WholeUses
 
 
 def share_layers(model: nn.Module, config: Config, comm: Comm) -> None:
@@ -64,12 +66,27 @@ def share_layers(model: nn.Module, config: Config, comm: Comm) -> None:
         has_dropout = uses_dropout(model)
         if has_dropout:
             axis.own_numbers = OwnNumbers(axis.position, comm.device)
-        uses = LoneUses(model, {key: work.names[key] for key in work.boxes}, work.forwards)
-        model.register_forward_pre_hook(Agreement(axis, has_dropout, uses), with_kwargs=True)
+        wholes = WholeUses(model, axis, _parts(work))
+        uses = LoneUses(model, {key: work.names[key] for key in work.boxes}, work.forwards, wholes)
+        in_backward = config.zero_optimization.step_in_backward
+        agreement = Agreement(axis, has_dropout, uses, steps_in_backward=in_backward)
+        model.register_forward_pre_hook(agreement, with_kwargs=True)
         outputs = SameOutputs(axis, config.tensor_parallel.vocab_parallel_loss)
         model.register_forward_hook(outputs, always_call=True)
     if comm.rank == 0:
         _tell(work)
+
+
+def _parts(work: Decision) -> set[int]:
+    """Return the ids of parameters that ranks which share layers have different parts of, or whose gradients
+    they sum by the plan.
+    """
+    size, found = work.axis.size, {id(parameter) for parameter, _ in work.summed}
+    among_experts = {} if work.experts is None else work.experts.boxes
+    for identity, boxes in (*work.boxes.items(), *among_experts.items()):
+        if len(set(boxes[:size])) > 1:  # of the first ranks that share layers, and so of all
+            found.add(identity)
+    return found
 
 
 def _refuse_cut(model: nn.Module) -> None:
@@ -160,19 +177,20 @@ def _cut(work: Decision) -> None:
 
 
 def _sum_gradients(work: Decision) -> None:
-    groups: dict[tuple[int, ...], Any] = {}
+    made: set[tuple[int, ...]] = set()
     for parameter, among_equal in work.summed:
-        group = None
+        use: Hashable = "passes"
         if among_equal:
             cut = cut_of(parameter)
             assert cut is not None
             for box in dict.fromkeys(cut.boxes):
                 places = tuple(i for i, other in enumerate(cut.boxes) if other == box)
-                if places not in groups:
-                    groups[places] = work.axis.make_group(places)
+                if places not in made:
+                    made.add(places)
+                    work.axis.make_group(places, places)
                 if work.axis.position in places:
-                    group = groups[places]
+                    use = places
         was_trained = parameter.requires_grad
         parameter.requires_grad_()
-        parameter.register_hook(GradientSum(work.axis, group))  # type: ignore[no-untyped-call]
+        parameter.register_hook(GradientSum(work.axis, use))  # type: ignore[no-untyped-call]
         parameter.requires_grad_(was_trained)

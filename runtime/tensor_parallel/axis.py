@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, Protocol
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..comm.axis import Axis
 from ..comm.collectives import Comm
 from ..comm.pending import Work
 from ..comm.waits import waits
@@ -28,34 +28,45 @@ class Parts(Protocol):
     def clear(self) -> None: ...
 
 
+class Wholes(Protocol):
+    """Follows which activations each rank has whole."""
+
+    def note_part(self, tensor: Tensor, source: Tensor | None = None) -> None: ...
+
+    def note_mixed(self, tensor: Tensor) -> None: ...
+
+    def note_whole(self, tensor: Tensor) -> None: ...
+
+    def clear(self) -> None: ...
+
+
 class OperationWatch(Protocol):
     """Looks at operations, as a context."""
 
     @property
     def parts(self) -> Parts: ...
 
+    @property
+    def wholes(self) -> Wholes: ...
+
     def __exit__(self, kind: Any, error: Any, trace: Any) -> Any: ...
 
 
-class TensorAxis:
+class TensorAxis(Axis):
     """Runs the collectives of the ranks that share each layer, which have consecutive numbers.
 
     ``comm.moved["tensor"]`` counts the elements of its sums twice and of its gathers once, ``"tensor
     checks"`` those of its checks.
     """
 
+    name = "tensor"
+
     def __init__(self, comm: Comm) -> None:
         """Find this rank's place; :meth:`open` makes the process group."""
-        self.comm = comm
+        super().__init__(comm)
         self.size = comm.mesh.tensor
         self.position = comm.rank % self.size
         self.first = comm.rank - self.position
-        self.group: Any = None
-        self._checks: Any = None
-        self._states: Any = None
-        """Serves states. What a rank may wrongly do alone never meets what others do: the watch tells them
-        apart, and no values are mixed.
-        """
         self.entered: tuple[weakref.ref[Tensor], tuple[int, bool], Tensor] | None = None
         """Keeps the last value that was entered, when, and as what: layers that compute with the same value
         get the same, so that autograd adds up their gradients and one sum serves them all.
@@ -66,46 +77,48 @@ class TensorAxis:
         """Seeds what modules between cut layers draw, where a model has dropout."""
 
     def open(self) -> None:
-        """Make the process groups. Collective for all ranks."""
-        self.group = self.make_group(range(self.size))
-        self._states = self.make_group(range(self.size))
-        on_host = self.comm.device.type == "cpu"  # a GPU's group takes memory, and no host waits for it
-        self._checks = self.make_group(range(self.size)) if on_host else self.group
-        axes[self.comm] = self
+        """Make the process groups: what a rank may wrongly do alone (states, checks) never meets what others
+        do, so that the watch tells them apart, and no values are mixed. Collective for all ranks.
+        """
+        self.make_group("passes", range(self.size))
+        self.make_group("states", range(self.size))
+        if self.comm.device.type == "cpu":
+            self.make_group("checks", range(self.size))
+        else:  # a GPU's group takes memory, and no host waits for it
+            self.keep_group("checks", self.group)
 
-    def __deepcopy__(self, memo: Any) -> TensorAxis:
-        return self  # a copy of a model computes with the same ranks
-
-    def make_group(self, places: Sequence[int]) -> Any:
-        """Make a group of some places of each axis; return this rank's, or None. Collective for all ranks."""
+    def make_group(self, use: Hashable, places: Sequence[int]) -> None:
+        """Make a group of some places of each axis, and keep this rank's. Collective for all ranks."""
         found = None
         for first in range(0, self.comm.world_size, self.size):
             ranks = [first + place for place in places]
             group = self.comm.new_group(ranks)
             if self.comm.rank in ranks:
                 found = group
-        return found
+        self.keep_group(use, found)
 
-    def sum(self, tensor: Tensor, group: Any = None) -> Tensor:
-        """Sum a contiguous tensor in place over the axis, or over a group of it; return it."""
+    def sum(self, tensor: Tensor, use: Hashable = "passes") -> Tensor:
+        """Sum a contiguous tensor in place over the axis, or over the group that is kept for another use;
+        return it.
+        """
         self.comm._count("tensor", 2 * tensor.numel())
-        return self._reduce(tensor, dist.ReduceOp.SUM, group)
+        return self._reduce(tensor, dist.ReduceOp.SUM, use)
 
     def largest(self, tensor: Tensor) -> Tensor:
         """Replace each element by the largest of the axis, in place; return it."""
         self.comm._count("tensor", 2 * tensor.numel())
-        return self._reduce(tensor, dist.ReduceOp.MAX, None)
+        return self._reduce(tensor, dist.ReduceOp.MAX, "passes")
 
     def largest_of_checks(self, tensor: Tensor) -> Tensor:
         """Do as ``largest``, apart from what layers compute."""
         self.comm._count("tensor checks", 2 * tensor.numel())
-        work = dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._checks, async_op=True)
+        work = dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group_for("checks"), async_op=True)
         key = waits.next_key(self.comm.number, _CHECKS)
         Work(work, key, "compares its batch with the ranks that share each layer", tensor).wait()
         return tensor
 
-    def _reduce(self, tensor: Tensor, operation: Any, group: Any) -> Tensor:
-        work = dist.all_reduce(tensor, operation, group=group or self.group, async_op=True)
+    def _reduce(self, tensor: Tensor, operation: Any, use: Hashable) -> Tensor:
+        work = dist.all_reduce(tensor, operation, group=self.group_for(use), async_op=True)
         self._wait(work, tensor)
         return tensor
 
@@ -120,7 +133,7 @@ class TensorAxis:
     def gather_state(self, part: Tensor) -> list[Tensor]:
         """Return the parts that all ranks have of a parameter; ``part`` is contiguous."""
         parts = [torch.empty_like(part) for _ in range(self.size)]
-        work = dist.all_gather(parts, part, group=self._states, async_op=True)
+        work = dist.all_gather(parts, part, group=self.group_for("states"), async_op=True)
         key = waits.next_key(self.comm.number, _STATES)
         Work(work, key, "gathers a whole parameter from the ranks that share each layer", part).wait()
         return parts
@@ -133,10 +146,6 @@ class TensorAxis:
     def _wait(self, work: Any, tensor: Tensor) -> None:
         key = waits.next_key(self.comm.number, _CHANNEL)
         Work(work, key, "joins the parts of a layer with the ranks that share it", tensor).wait()
-
-
-axes: WeakKeyDictionary[Comm, TensorAxis] = WeakKeyDictionary()
-"""Holds the axis of each communicator that has one."""
 
 
 class _Enter(torch.autograd.Function):
@@ -202,22 +211,30 @@ def enter(value: Tensor, axis: TensorAxis) -> Tensor:
             return entered
     found: Tensor = _Enter.apply(value, axis)  # type: ignore[no-untyped-call]  # torch does not type it
     axis.entered = weakref.ref(value), moment, found
+    if axis.watched is not None:
+        axis.watched.wholes.note_part(found, value)
     return found
 
 
 def leave(value: Tensor, axis: TensorAxis) -> Tensor:
     """Return the sum of the parts' values."""
     found: Tensor = _Leave.apply(value, axis)  # type: ignore[no-untyped-call]  # torch does not type it
+    if axis.watched is not None:
+        axis.watched.wholes.note_whole(found)
     return found
 
 
 def join(value: Tensor, axis: TensorAxis) -> Tensor:
     """Return the parts' values, joined along the last dimension."""
     found: Tensor = _Join.apply(value, axis)  # type: ignore[no-untyped-call]  # torch does not type it
+    if axis.watched is not None:
+        axis.watched.wholes.note_whole(found)
     return found
 
 
 def split(value: Tensor, axis: TensorAxis) -> Tensor:
     """Return this rank's part of the last dimension of a value that all ranks have."""
     found: Tensor = _Split.apply(value, axis)  # type: ignore[no-untyped-call]  # torch does not type it
+    if axis.watched is not None:
+        axis.watched.wholes.note_part(found, value)
     return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -103,7 +103,10 @@ class LatentForward(SharedForward):
     def __call__(self, input: Tensor) -> Tensor:
         output: Tensor = self.original(input)
         latent, key = torch.split(output, [output.shape[-1] - self.shared, self.shared], -1)
-        return torch.cat([latent, enter(key, self.axis)], -1)
+        found = torch.cat([latent, enter(key, self.axis)], -1)
+        if self.axis.watched is not None:
+            self.axis.watched.wholes.note_mixed(found)
+        return found
 
 
 class VocabularyForward(SharedForward):
@@ -154,13 +157,13 @@ class ExpertsForward(SharedForward):
 
 
 class GradientSum:
-    """Sums a gradient over the axis, or over a group of it, as a hook on its parameter."""
+    """Sums a gradient over the axis, or over the group that it keeps for a use: a hook on its parameter."""
 
-    def __init__(self, axis: TensorAxis, group: Any = None) -> None:
-        self.axis, self.group = axis, group
+    def __init__(self, axis: TensorAxis, use: Hashable = "passes") -> None:
+        self.axis, self.use = axis, use
 
     def __call__(self, gradient: Tensor) -> Tensor:
-        return self.axis.sum(gradient.clone(memory_format=torch.contiguous_format), self.group)
+        return self.axis.sum(gradient.clone(memory_format=torch.contiguous_format), self.use)
 
 
 class VocabularyLoss:

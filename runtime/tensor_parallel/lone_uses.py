@@ -1,4 +1,6 @@
-"""Notices operations that compute with this rank's part of a parameter or activation as if it were whole."""
+"""Looks at the operations of a pass: notices those that compute with this rank's part of a parameter or
+activation as if it were whole, and whole parameters that meet parts.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +16,7 @@ from ..errors import ParameterError
 from ..zero import external_writes, placeholder
 from .forwards import SharedForward
 from .part_uses import PartUses
+from .whole_uses import WholeUses
 
 _VALUES = ("item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__array__")
 """Names what makes something other than a tensor of values."""
@@ -25,15 +28,17 @@ _OF_PARAMETERS = (placeholder.__name__, external_writes.__name__)
 
 class LoneUses(TorchFunctionMode):
     """Raises ParameterError where an operation uses a cut parameter outside of the modules that know it, or
-    computes along a dimension of which each rank has a part.
+    computes along a dimension of which each rank has a part. ``wholes`` follows the other parameters.
     """
 
-    def __init__(self, model: nn.Module, cut: Mapping[int, str], forwards: Mapping[str, Any]) -> None:
+    def __init__(
+        self, model: nn.Module, cut: Mapping[int, str], forwards: Mapping[str, Any], wholes: WholeUses
+    ) -> None:
         """``cut`` names parameters by their ids; those whose modules, or modules around them, have
         ``forwards`` of their own are watched.
         """
         super().__init__()
-        self.parts = PartUses()
+        self.parts, self.wholes = PartUses(), wholes
         self._names: dict[int, str] = {}
         self._modules: dict[int, list[nn.Module]] = {}
         for name, module in model.named_modules(remove_duplicate=False):
@@ -60,6 +65,8 @@ class LoneUses(TorchFunctionMode):
                 )
         if part is not None:
             self.parts.after(name, part, found)
+        if name not in _HARMLESS:
+            self.wholes.after(name, args, kwargs or {}, found, looks=not _is_of_runtime())
         return found
 
     def _knows(self, identity: int) -> bool:
@@ -76,6 +83,14 @@ class LoneUses(TorchFunctionMode):
                 return True
             frame = frame.f_back  # type: ignore[assignment]  # None ends the loop
         return False
+
+
+def _is_of_runtime() -> bool:
+    """Tell whether the runtime itself calls the operation that is looked at: it knows what it sums."""
+    frame: Any = sys._getframe(2)
+    while frame is not None and frame.f_globals.get("__name__", "").startswith("torch"):
+        frame = frame.f_back
+    return frame is not None and frame.f_globals.get("__name__", "").startswith("zlaunch.")
 
 
 def _reads(func: Any, found: Any, parameter: Tensor) -> bool:

@@ -209,6 +209,8 @@ def parse_size(text: str) -> int:
 
 
 def _open(checkpoint_dir: str | os.PathLike[str], tag: str | None) -> Checkpoint:
+    if not os.path.exists(checkpoint_dir):
+        raise CheckpointError(f"{checkpoint_dir}: no such folder")
     path = find(checkpoint_dir, tag)
     if path is None:
         raise CheckpointError(f"{checkpoint_dir}: no checkpoint is there (no file {LATEST!r})")
@@ -238,9 +240,24 @@ def get_fp32_state_dict_from_zero_checkpoint(
 def load_state_dict_from_zero_checkpoint(
     model: torch.nn.Module, checkpoint_dir: str | os.PathLike[str], tag: str | None = None
 ) -> torch.nn.Module:
-    """Load a checkpoint's fp32 weights into a plain model on the CPU. Raises CheckpointError."""
+    """Load a checkpoint's fp32 weights into a plain model on the CPU, where names agree; warn of the others.
+    Raises CheckpointError, also where no name agrees.
+    """
     model = model.cpu()
-    model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), strict=False)
+    state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
+    result = model.load_state_dict(state, strict=False)
+    if state and len(result.unexpected_keys) == len(state):
+        raise CheckpointError(
+            f"{checkpoint_dir}: none of its {len(state)} weights has a name of the model's, such as "
+            f"{next(iter(state))}: it is of another model"
+        )
+    for keys, what in (
+        (result.missing_keys, "has no weights of the model, which are left as they were"),
+        (result.unexpected_keys, "has weights that the model does not have, which are not loaded"),
+    ):
+        if keys:
+            names = ", ".join(keys[:5]) + (f" and {len(keys) - 5} more" if len(keys) > 5 else "")
+            print(f"zlaunch: warning: {checkpoint_dir} {what}: {names}", file=sys.stderr, flush=True)
     return model
 
 

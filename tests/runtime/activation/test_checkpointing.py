@@ -221,8 +221,10 @@ def _meet() -> None:
     zlaunch.initialize(model=model, config=config(0, 1, activation_checkpointing={"enabled": True}))
     assert _checkpointed(model) == [0, 1, 2] and settings.place.in_cpu
     own = {"enabled": True, "number_checkpoints": 2, "cpu_checkpointing": False}
-    zlaunch.initialize(model=(model := net(depth=4)), config=config(0, 1, activation_checkpointing=own))
-    assert _checkpointed(model) == [0, 2] and not settings.place.in_cpu
+    model = net(depth=4)
+    engine, *_ = zlaunch.initialize(model=model, config=config(0, 1, activation_checkpointing=own))
+    assert _checkpointed(model) == [0, 2] and settings.place.in_cpu
+    assert not engine._sharded.comm.activations.place.in_cpu
     given = {"activation_checkpointing": {"number_checkpoints": 1, "cpu_checkpointing": True}}
     public.configure(None, given, checkpoint_in_cpu=False)
     assert settings.number == 1 and not settings.place.in_cpu
@@ -236,6 +238,47 @@ def test_config_and_configure_meet() -> None:
     assert not load(
         {"activation_checkpointing": dict.fromkeys(keys, True) | {"number_checkpoints": 2}}
     ).warnings
+
+
+class _Counted(offload.Segment):
+    """Counts the checkpointed calls whose inputs wait in host memory."""
+
+    made = 0
+
+    def __init__(self, place: ActivationPlacement) -> None:
+        super().__init__(place)
+        _Counted.made += place.in_cpu
+
+
+def _own() -> list[int]:
+    """Count, for engines in turn, the calls whose inputs wait in host memory."""
+    vars(checkpointing)["Segment"] = _Counted
+    sections: list[dict[str, Any]] = [
+        {"enabled": True, "cpu_checkpointing": True, "number_checkpoints": 2},
+        {"enabled": True},
+    ]
+    engines = [
+        zlaunch.initialize(model=net(depth=3), config=config(0, 2, activation_checkpointing=section))[0]
+        for section in sections
+    ]
+    found = []
+    for engine in (*engines, *engines):
+        before = _Counted.made
+        engine.backward(loss_of(engine, batches(1, 2)[0]))
+        engine.step()
+        found.append(_Counted.made - before)
+    for engine in engines:
+        engine.destroy()
+    assert not zlaunch.checkpointing.is_configured()
+    again = config(0, 2, activation_checkpointing=sections[1])
+    engine, *_ = zlaunch.initialize(model=net(depth=3), config=again)
+    zlaunch.checkpointing.configure(None, checkpoint_in_cpu=True)  # for the engine that there is as well
+    loss_of(engine, batches(1, 2)[0])
+    return [*found, _Counted.made - before]
+
+
+def test_settings_of_a_config_are_those_of_its_engine() -> None:
+    assert run_workers(_own, 1) == [[2, 0, 2, 0, 3]]
 
 
 def test_an_mpu_that_is_none() -> None:

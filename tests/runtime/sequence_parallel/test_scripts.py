@@ -17,7 +17,7 @@ CONFIG: dict[str, Any] = {"train_batch_size": 2, "optimizer": {"type": "SGD", "p
 DIVIDED = {**CONFIG, "parallel": {"sequence": 2}}
 
 
-class _Attention(nn.Module):
+class Attention(nn.Module):
     def __init__(self, calls: bool = True) -> None:
         super().__init__()
         self.inner, self.calls = nn.Linear(8, 8), calls
@@ -31,7 +31,7 @@ class _Attention(nn.Module):
 
 def _sums() -> tuple[float, float, list[float]]:
     join()
-    engine, *_ = zlaunch.initialize(model=_Attention().double(), config=DIVIDED)
+    engine, *_ = zlaunch.initialize(model=Attention().double(), config=DIVIDED)
     values = torch.arange(6.0).view(1, 6)
     own = split(values)
     counts = own > 1
@@ -54,9 +54,9 @@ def _said(kind: str) -> str:
     try:
         if kind == "early":
             split(torch.ones(2, 4, 8))
-        engine, *_ = zlaunch.initialize(model=_Attention(kind != "never"), config=DIVIDED)
+        engine, *_ = zlaunch.initialize(model=Attention(kind != "never"), config=DIVIDED)
         if kind == "two":
-            zlaunch.initialize(model=_Attention(), config=CONFIG | {"train_batch_size": 2})
+            zlaunch.initialize(model=Attention(), config=CONFIG | {"train_batch_size": 2})
         tokens = torch.ones(2, 5 if kind == "length" else 4, 8)
         heads = torch.ones(2, 3, 2, 4)
         if kind == "heads":
@@ -73,7 +73,7 @@ def _said(kind: str) -> str:
     ("kind", "text"),
     [
         ("early", "split was called, with a tensor [2, 4, 8], before zlaunch.initialize"),
-        ("never", "_Attention has not called zlaunch.sequence.attention"),
+        ("never", "Attention has not called zlaunch.sequence.attention"),
         ("two", "different sizes of parallel.sequence"),
         ("length", "5 tokens cannot be divided by 2 ranks: pad sequences to a multiple of 2"),
         ("heads", "3 attention heads and 3 key-value heads cannot be divided by 2 ranks"),

@@ -9,15 +9,20 @@ import torch.distributed as dist
 from zlaunch.compat.deepspeed import sequence_groups
 from zlaunch.runtime.comm.process_group import open_comms
 from zlaunch.runtime.expert_parallel.axis import ExpertAxis
-from zlaunch.runtime.expert_parallel.axis import axes as expert_axes
 from zlaunch.runtime.rank_mesh import MeshShape
-from zlaunch.runtime.sequence_parallel.axis import axes as sequence_axes
-from zlaunch.runtime.tensor_parallel.axis import axes
+from zlaunch.runtime.sequence_parallel.axis import SequenceAxis
+from zlaunch.runtime.tensor_parallel.axis import TensorAxis
 
 
 def _newest() -> Any:
     """Return the newest engine's communicator, or None."""
     return max(open_comms, key=lambda comm: int(comm.number), default=None)
+
+
+def _axis(name: str) -> Any:
+    """Return the newest engine's axis of a name, or None."""
+    comm = _newest()
+    return None if comm is None else comm.axes.get(name)
 
 
 def _mesh() -> MeshShape:
@@ -80,15 +85,13 @@ def _get_model_parallel_rank() -> int:
 
 def _get_model_parallel_group() -> Any:
     """Return the group of the ranks that share each layer; None where each has whole layers."""
-    comm = _newest()
-    axis = None if comm is None else axes.get(comm)
+    axis = _axis(TensorAxis.name)
     return None if axis is None else axis.group
 
 
 def _expert_axis(group_name: str | None) -> ExpertAxis | None:
     """Return the axis of ranks with different experts. Raises ValueError for the name of another size."""
-    comm = _newest()
-    axis = None if comm is None else expert_axes.get(comm)
+    axis: ExpertAxis | None = _axis(ExpertAxis.name)
     name = f"ep_size_{1 if axis is None else axis.size}"
     if group_name not in (None, name):
         raise ValueError(f"there is no expert parallel group {group_name!r}, only {name!r}")
@@ -149,8 +152,7 @@ def _get_sequence_parallel_rank() -> int:
 
 def _get_sequence_parallel_group() -> Any:
     """Return the group of the ranks that have parts of the same sequences; None where all have whole ones."""
-    comm = _newest()
-    axis = None if comm is None else sequence_axes.get(comm)
+    axis = _axis(SequenceAxis.name)
     if axis is not None:
         return axis.group
     alone = sequence_groups.get_sequence_parallel_world_size() == 1

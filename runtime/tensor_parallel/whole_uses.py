@@ -1,0 +1,149 @@
+"""Finds whole parameters that are used with parts of activations, and sums their gradients over the ranks.
+
+Note [Parts and whole values]
+    A value is whole if all ranks of the axis have the same, and a part if each has its own. What is computed
+    with a part is one. ``enter`` and ``split`` make parts, ``leave`` and ``join`` whole values; cut
+    parameters are parts. The gradient of a whole value that meets a part in an operation is one rank's share
+    of it: only ``enter`` sums it. A parameter that meets nothing but parts gets the sum by a hook. Whatever
+    is used in both ways, or is an activation, would need a sum of one use's gradient alone, and is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ..errors import ParameterError
+from ..log import say
+from .axis import TensorAxis
+from .forwards import GradientSum
+
+_PART, _MIXED = "part", "mixed"
+_SHOWN = 3
+_ASSIGNS = "__setitem__"
+_ADVICE = (
+    "join the parts before, by the style colwise_gather_output in tensor_parallel.plan for the layer in "
+    "front, or leave that layer out of the plan"
+)
+
+
+class WholeUses:
+    """Follows the parts through the operations of a pass."""
+
+    def __init__(self, model: nn.Module, axis: TensorAxis, parts: Collection[int]) -> None:
+        """``parts`` has the ids of parameters whose gradients need no sum, or have one: each rank has a part
+        of them, or the plan says so.
+        """
+        self._axis, self._own_parts = axis, frozenset(parts)
+        self._parameters = {
+            id(parameter): (name, parameter)
+            for name, parameter in model.named_parameters()
+            if id(parameter) not in self._own_parts
+        }
+        self._kinds: Any = WeakTensorKeyDictionary()
+        """Maps a tensor that is no whole value to its kind."""
+        self._made_of: Any = WeakTensorKeyDictionary()
+        """Maps a tensor that is computed from whole parameters alone to their ids."""
+        self._with_parts: dict[int, str] = {}
+        self._with_whole: dict[int, str] = {}
+        """Name the operation of the first use of each kind, by the id of the parameter."""
+        self._summed: set[int] = set()
+        self._told = 0
+
+    def note_part(self, tensor: Tensor, source: Tensor | None = None) -> None:
+        """Note that a tensor is this rank's part; ``source``, a whole value that has become it, has had its
+        gradient summed.
+        """
+        self._kinds[tensor] = _PART
+        if source is not None:
+            self._use(self._origins(source), self._with_whole, "a layer that is cut")
+
+    def note_mixed(self, tensor: Tensor) -> None:
+        """Note that some elements of a tensor are parts, and some whole: its uses are not looked at."""
+        self._kinds[tensor] = _MIXED
+
+    def note_whole(self, tensor: Tensor) -> None:
+        """Note that a tensor is a whole value."""
+        self._kinds.pop(tensor, None)
+
+    def clear(self) -> None:
+        """Forget the tensors of a pass, and tell which parameters' gradients are summed."""
+        self._kinds.clear()
+        self._made_of.clear()
+        names = [self._parameters[identity][0] for identity in self._with_parts]
+        if len(names) > self._told and self._axis.comm.rank == 0:
+            more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+            say(
+                f"tensor parallelism: the gradients of {', '.join(names[:_SHOWN])}{more} are summed over the "
+                "ranks, as these parameters are used with parts of activations"
+            )
+        self._told = len(names)
+
+    def after(self, name: str, args: Any, kwargs: Any, found: Any, *, looks: bool) -> None:
+        """Follow an operation. With ``looks``, raise ParameterError where a gradient would be a rank's
+        share.
+        """
+        given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        made = [each for each in tree_leaves(found) if isinstance(each, Tensor)]
+        if name == _ASSIGNS:
+            made.append(args[0])
+        is_part = any(self._is(each, _PART) for each in given)
+        kind = _PART if is_part else _MIXED if any(self._is(each, _MIXED) for each in given) else None
+        if looks and any(each.requires_grad for each in made):
+            self._look(name, given, made, kind)
+        for each in made if kind is not None else ():
+            if id(each) not in self._parameters:
+                self._kinds[each] = kind
+
+    def _look(self, name: str, given: list[Tensor], made: list[Tensor], kind: str | None) -> None:
+        origins = set[int]().union(*(self._origins(each) for each in given))
+        if kind == _PART:
+            for each in given:
+                if each.requires_grad and not self._is_known(each):
+                    raise ParameterError(
+                        f"tensor parallelism: {name} computes with a part of an activation and with one that "
+                        f"each rank has whole, {list(each.shape)}, whose gradient would miss the other "
+                        f"ranks' shares: {_ADVICE}"
+                    )
+            self._use(origins, self._with_parts, name)
+        elif kind is None and all(self._origins(each) for each in given):
+            for each in made:
+                if id(each) not in self._parameters:
+                    self._made_of[each] = frozenset(origins)
+        else:
+            self._use(origins, self._with_whole, name)
+
+    def _use(self, origins: Iterable[int], uses: dict[int, str], name: str) -> None:
+        """Note uses of parameters; sum the gradient of one that is used with parts."""
+        for identity in origins:
+            known, parameter = self._parameters[identity]
+            uses.setdefault(identity, name)
+            both = self._with_parts.get(identity), self._with_whole.get(identity)
+            if None not in both:
+                raise ParameterError(
+                    f"tensor parallelism: {known} is used with a part of an activation ({both[0]}) and with "
+                    f"whole values ({both[1]}), so that its gradient is neither a rank's share nor whole: "
+                    f"{_ADVICE}"
+                )
+            if uses is self._with_parts and identity not in self._summed:
+                self._summed.add(identity)
+                parameter.register_hook(GradientSum(self._axis))  # type: ignore[no-untyped-call]
+
+    def _origins(self, tensor: Tensor) -> frozenset[int]:
+        if id(tensor) in self._parameters:
+            return frozenset((id(tensor),) if tensor.requires_grad else ())
+        if tensor in self._kinds:
+            return frozenset()
+        found: frozenset[int] = self._made_of.get(tensor, frozenset())
+        return found
+
+    def _is(self, tensor: Tensor, kind: str) -> bool:
+        is_own = kind == _PART and id(tensor) in self._own_parts
+        return is_own or self._kinds.get(tensor) == kind
+
+    def _is_known(self, tensor: Tensor) -> bool:
+        return bool(self._origins(tensor)) or self._is(tensor, _PART) or self._is(tensor, _MIXED)

@@ -1,0 +1,85 @@
+"""Test loading from a folder that does not exist, and from one without a checkpoint."""
+
+from __future__ import annotations
+
+import io
+import os
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zlaunch
+from tests.runtime.workers import join, run_workers
+from zlaunch.compat.deepspeed import install
+
+CONFIG = {"train_batch_size": 2, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+
+
+def _load(engine: Any, folder: str, **options: Any) -> tuple[Any, str]:
+    """Load; return the result, or the error's text, and what was printed."""
+    found: Any
+    with redirect_stdout(io.StringIO()) as out:
+        try:
+            found = engine.load_checkpoint(folder, **options)
+        except zlaunch.CheckpointError as error:
+            found = str(error)
+    return found, out.getvalue()
+
+
+def _loads(folder: str) -> int:
+    rank = join()
+    install()
+    import deepspeed
+
+    calls: list[tuple[Any, Any]] = [(zlaunch.initialize, {}), (deepspeed.initialize, None)]
+    for call, none in calls:
+        engine, *_ = call(model=nn.Linear(2, 2), config=CONFIG)
+        for tag in (None, "auto", "global_step1"):
+            said, _ = _load(engine, f"{folder}/nowhere", tag=tag)
+            assert "nowhere: no such folder" in said and "missing_ok=True" in said, said
+            assert _load(engine, f"{folder}/nowhere", tag=tag, missing_ok=True) == ((None, none), "")
+        for tag in (None, "auto"):
+            result, out = _load(engine, f"{folder}/empty", tag=tag)
+            assert result == (None, none)
+            assert out.count("empty: no checkpoint is there") == (rank == 0), out
+            assert _load(engine, f"{folder}/empty", tag=tag, missing_ok=True) == ((None, none), "")
+        # where the launcher says that this run has saved: the script has not chosen it
+        os.environ["ZLAUNCH_RESUME_DIR"] = f"{folder}/nowhere"
+        result, out = _load(engine, str(zlaunch.resume_dir()))
+        assert result == (None, none) and out.count("nowhere: no checkpoint is there") == (rank == 0), out
+        del os.environ["ZLAUNCH_RESUME_DIR"]
+        assert engine.load_checkpoint(zlaunch.resume_dir(f"{folder}/nowhere")) == (None, none)
+        engine.destroy()
+    return rank
+
+
+def test_a_mistyped_folder_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    assert run_workers(_loads, 2, str(tmp_path)) == [0, 1]
+
+
+def _save(folder: str) -> None:
+    join()
+    engine, *_ = zlaunch.initialize(model=nn.Linear(2, 2), config=CONFIG)
+    engine.save_checkpoint(folder)
+    engine.destroy()
+
+
+def test_weights_of_another_model_are_no_success(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_workers(_save, 1, str(tmp_path))
+    other = nn.Sequential(nn.Linear(2, 2))
+    with pytest.raises(zlaunch.CheckpointError, match="none of its 2 weights has a name of the model's"):
+        zlaunch.load_state_dict_from_zero_checkpoint(other, tmp_path)
+    larger = nn.Linear(2, 2)
+    larger.extra = nn.Linear(2, 2)
+    zlaunch.load_state_dict_from_zero_checkpoint(larger, tmp_path)
+    assert "which are left as they were: extra.weight, extra.bias" in capsys.readouterr().err
+    same = nn.Linear(2, 2)
+    zlaunch.load_state_dict_from_zero_checkpoint(same, tmp_path)
+    assert torch.equal(same.weight, larger.weight) and not capsys.readouterr().err
+    with pytest.raises(zlaunch.CheckpointError, match="no such folder"):
+        zlaunch.load_state_dict_from_zero_checkpoint(same, tmp_path / "nowhere")

@@ -1,0 +1,86 @@
+"""Test ``managed_gradient_accumulation: false``: every ``step()`` applies what the passes have left."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import zlaunch
+from tests.runtime.models import batches, config, loss_of, net
+from tests.runtime.workers import join, run_workers
+from zlaunch.compat.deepspeed import install
+
+COUNTS = (1, 3, 2)
+"""Micro-batches of each step."""
+MICRO = 2
+
+
+def _plain(data: list[torch.Tensor], share: int) -> dict[str, torch.Tensor]:
+    """SGD on the sums of the micro-batches' losses, each divided by ``share``."""
+    model = net().double()
+    rows = iter(data)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for count in COUNTS:
+        for _ in range(count):
+            (loss_of(model, next(rows)) / share).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.state_dict()
+
+
+def _train(engine: Any, data: list[torch.Tensor], scale_wrt_gas: bool = True) -> dict[str, torch.Tensor]:
+    rank, rows = engine.global_rank, iter(data)
+    for count in COUNTS:
+        for _ in range(count):
+            own = next(rows)[rank * MICRO : (rank + 1) * MICRO]
+            engine.backward(loss_of(engine, own), scale_wrt_gas=scale_wrt_gas)
+        engine.step()
+    return {name: value.clone() for name, value in engine.module.state_dict().items()}
+
+
+def _errors() -> dict[str, float]:
+    join()
+    install()
+    import deepspeed
+
+    data = batches(sum(COUNTS), 2 * MICRO)
+    wanted = {share: _plain(data, share) for share in (1, 2)}
+    sgd = {"type": "SGD", "params": {"lr": 0.1}}
+    more: dict[str, Any] = {"managed_gradient_accumulation": False, "optimizer": sgd}
+    cases: list[tuple[str, Any, int, int, bool, dict[str, Any]]] = [
+        *((f"stage {stage}", zlaunch.initialize, stage, 1, True, {}) for stage in range(4)),
+        ("losses divided", deepspeed.initialize, 1, 2, True, {}),
+        ("not divided", deepspeed.initialize, 2, 2, False, {}),
+        ("offloaded", zlaunch.initialize, 2, 1, True, {"offload_optimizer": {"device": "cpu"}}),
+    ]
+    found = {}
+    for name, call, stage, accumulation, divides, zero in cases:
+        given = config(stage, MICRO, accumulation, zero=zero, **more)
+        engine, *_ = call(model=net().double(), config=given)
+        state = _train(engine, data, divides)
+        right = wanted[accumulation if divides else 1]
+        found[name] = max(float((state[key] - right[key]).abs().max()) for key in right)
+        assert engine.global_steps == engine.micro_steps == 3
+        assert engine.global_samples == sum(COUNTS) * 2 * MICRO
+        # DeepSpeed's engine tells it only while step() runs
+        assert engine.is_gradient_accumulation_boundary() is (call is zlaunch.initialize)
+        with pytest.raises(RuntimeError, match=r"is false: every engine\.step\(\) is a boundary"):
+            engine.set_gradient_accumulation_boundary(True)
+        with pytest.raises(RuntimeError, match="without a backward pass"):
+            engine.step()
+        engine.destroy()
+    with pytest.raises(zlaunch.ConfigError, match="train_batch"):
+        zlaunch.initialize(model=net(), config=config(1, MICRO, 1, **more, pipeline={"partition": "uniform"}))
+    stepping = {"step_in_backward": True}
+    with pytest.raises(zlaunch.ConfigError, match=r"step_in_backward: .*managed_gradient_accumulation"):
+        zlaunch.initialize(model=net(), config=config(2, MICRO, 1, zero=stepping, **more))
+    return found
+
+
+def test_the_script_decides_how_many_passes_a_step_has() -> None:
+    for found in run_workers(_errors, 2):
+        assert len(found) == 7
+        assert {name: error for name, error in found.items() if not error < 1e-6} == {}
+        assert all(found[f"stage {stage}"] < 1e-12 for stage in range(4))
