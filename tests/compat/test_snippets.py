@@ -19,6 +19,7 @@ from tests.limits import LIMIT_S
 from tests.ports import reserved_port
 from tests.runtime.workers import run_workers
 from zlaunch.compat.deepspeed.estimate import estimate_zero3_model_states_mem_needs
+from zlaunch.runtime.checkpoint.format.tensor_file import CheckpointError
 
 BASE = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "Adam", "params": {"lr": 0.001}}}
 
@@ -75,7 +76,10 @@ def _getting_started(folder: str) -> list[float]:
             break
     _, client_sd = model_engine.load_checkpoint(folder, "step3")
     assert client_sd["step"] == 3 and model_engine.global_steps == 4
-    assert model_engine.load_checkpoint(str(Path(folder, "nothing"))) == (None, None)
+    nothing = str(Path(folder, "nothing"))
+    assert model_engine.load_checkpoint(nothing, missing_ok=True) == (None, None)
+    with pytest.raises(CheckpointError, match="nothing: no such folder"):
+        model_engine.load_checkpoint(nothing)
     return losses
 
 

@@ -515,6 +515,10 @@ def test_command_line(tmp_path: Path) -> None:
                 ("adamw_8bit", {}, {}, "optimizer.type"),
             )
         ),
+        (
+            {"optimizer": {"type": "Adam", "params": {"bias_correction": False, "amsgrad": True}}},
+            "optimizer.params.bias_correction",
+        ),
         ({"autocast": {"enabled": True}}, "autocast"),
         ({"allow_tf32": True}, "allow_tf32"),
     ],

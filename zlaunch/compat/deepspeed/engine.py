@@ -27,6 +27,7 @@ from zlaunch.compat.deepspeed.timer import ThroughputTimer
 from zlaunch.compat.deepspeed.ulysses import UlyssesSPAttentionHF
 from zlaunch.compat.deepspeed.whole_steps import OneStage
 from zlaunch.runtime.api import choose_config
+from zlaunch.runtime.arguments import check_arguments, choose_model
 from zlaunch.runtime.build import build_engine
 from zlaunch.runtime.checkpoint.export.consolidate import consolidated_state_dict
 from zlaunch.runtime.data import EngineLoader
@@ -50,6 +51,7 @@ class DeepSpeedEngine(ConfigGetters, Engine):
 
     optimizer_class = ZeROOptimizer
     _is_compiled = False
+    _in_step = False
     loaded_checkpoint_tag: str | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -143,9 +145,19 @@ class DeepSpeedEngine(ConfigGetters, Engine):
 
     def step(self, lr_kwargs: Any = None) -> None:
         """Call the runtime's step."""
-        is_boundary = self.is_gradient_accumulation_boundary()
-        super().step(lr_kwargs)
+        self._in_step = True
+        try:
+            is_boundary = self.is_gradient_accumulation_boundary()
+            super().step(lr_kwargs)
+        finally:
+            self._in_step = False
         self.tput_timer.stop(global_step=is_boundary)
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Tell whether the next :meth:`step` applies the gradients; with ``managed_gradient_accumulation``
+        false, as in DeepSpeed, whether one runs.
+        """
+        return super().is_gradient_accumulation_boundary() and (self._is_managed or self._in_step)
 
     def allreduce_gradients(self, bucket_size: int | None = None) -> None:
         """Do nothing: :meth:`backward` reduces."""
@@ -210,8 +222,11 @@ class DeepSpeedEngine(ConfigGetters, Engine):
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
         custom_load_fn: Callable[..., Any] | None = None,
+        missing_ok: bool = False,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """Call the runtime's; return ``(None, None)`` where there is no checkpoint."""
+        """Call the runtime's; return ``(None, None)`` where there is no checkpoint. Raises CheckpointError
+        for a folder that does not exist, unless ``missing_ok``.
+        """
         if custom_load_fn is not None:
             raise NotInZlaunch(
                 "load_checkpoint(custom_load_fn=) is not in zlaunch: change the model after loading"
@@ -223,9 +238,9 @@ class DeepSpeedEngine(ConfigGetters, Engine):
             load_optimizer_states=load_optimizer_states,
             load_lr_scheduler_states=load_lr_scheduler_states,
             load_module_only=load_module_only,
+            missing_ok=missing_ok,
         )
         if path is None:
-            logger.warning("no checkpoint in %s: nothing was loaded", load_dir)
             return None, None
         self.loaded_checkpoint_tag = os.path.basename(path)
         return path, state
@@ -266,7 +281,7 @@ class DeepSpeedEngine(ConfigGetters, Engine):
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Call the runtime's; return the loss divided by the micro-batches of a step, as DeepSpeed does."""
         super().backward(loss, retain_graph, scale_wrt_gas)
-        return loss / self.gradient_accumulation_steps() if scale_wrt_gas else loss
+        return loss / self.averaging.accumulation if scale_wrt_gas else loss
 
     def deepspeed_io(
         self,
@@ -351,13 +366,23 @@ def initialize(
     """Call ``zlaunch.initialize`` with DeepSpeed's engine. A model that another engine has is taken from
     it.
     """
+    args, model = choose_model(args, model)
+    check_arguments(
+        args=args,
+        optimizer=optimizer,
+        model_parameters=model_parameters,
+        training_data=training_data,
+        lr_scheduler=lr_scheduler,
+        distributed_port=distributed_port,
+        dist_init_required=dist_init_required,
+        collate_fn=collate_fn,
+    )
     mpi.discover(distributed_port)
     chosen = choose_config(args, config, config_params)
-    if model is not None:
-        refuse_foreign_experts(model)
-        _take_over(model)
-        if mpu is sequence_groups:
-            note_parts(model, bool(UlyssesSPAttentionHF.whole_evaluations))
+    refuse_foreign_experts(model)
+    _take_over(model)
+    if mpu is sequence_groups:
+        note_parts(model, bool(UlyssesSPAttentionHF.whole_evaluations))
     use_deepspeeds_placeholders()
     engine, _, loader, scheduler = build_engine(
         PipelineEngine if isinstance(model, PipelineModule) else DeepSpeedEngine,
