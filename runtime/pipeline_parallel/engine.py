@@ -179,6 +179,9 @@ class Pipelined(WholeSteps):
         loss_fn: Callable[..., Tensor] | None,
         count: int,
     ) -> list[Any]:
+        stages = self._pipeline.stages
+        assert stages is not None
+        stages.check()
         micro_batches = self._next_ones(data_iter, count)
         axis = self._pipeline.axis
         device = axis.comm.device

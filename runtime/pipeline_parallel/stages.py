@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -110,6 +111,25 @@ class Stages:
         self._steps = 0
         self._tried: set[bool] = set()
         """Holds in which modes, training or not, a trial pass has computed a loss."""
+        self._is_under_way = False
+
+    def check(self) -> None:
+        """Raise ParameterError if earlier passes have ended in an exception here: the other stages still wait
+        in them, where no watch sees them, and this one would wait for them.
+        """
+        if self._is_under_way:
+            raise ParameterError(
+                "pipeline parallelism: an earlier pass ended in an exception on this stage, and the other "
+                "stages still wait in it: let the exception end the process, so that the run ends and can "
+                "resume from its last checkpoint"
+            )
+
+    @contextmanager
+    def _passes(self) -> Iterator[None]:
+        """Run passes of all stages."""
+        self._is_under_way = True
+        yield
+        self._is_under_way = False
 
     def train(self, micro_batches: Sequence[Any], key: Any) -> list[Tensor]:
         """Run forward and backward passes; return the losses on the last stage. ``key`` stands for the shapes
@@ -121,6 +141,11 @@ class Stages:
                 "pipeline.schedule: interleaved needs gradient_accumulation_steps that are a multiple of the "
                 f"{self.line.stages} stages, not {count}"
             )
+        with self._passes():
+            return self._train(micro_batches, key)
+
+    def _train(self, micro_batches: Sequence[Any], key: Any) -> list[Tensor]:
+        count = len(micro_batches)
         for module in self.modules.values():
             module.micro_batches = micro_batches
         metas = self._probe(key)
@@ -147,6 +172,10 @@ class Stages:
     @torch.no_grad()
     def evaluate(self, micro_batches: Sequence[Any], key: Any) -> list[Tensor]:
         """Run forward passes; return the losses on the last stage."""
+        with self._passes():
+            return self._evaluate(micro_batches, key)
+
+    def _evaluate(self, micro_batches: Sequence[Any], key: Any) -> list[Tensor]:
         for module in self.modules.values():
             module.micro_batches = micro_batches
         metas, losses = self._probe(key), []

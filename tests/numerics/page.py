@@ -31,7 +31,8 @@ which sums the gradients of the same micro-batches. Both are compared with float
 
 A tensor's error is the norm of the difference, relative to the tensor's norm. Models with rotary embeddings
 (marked R) see positions up to 32767. Models come from their constructor (`plain`), from `zero.Init` (`init`),
-from `from_pretrained` (`pretrained`), or get LoRA adapters of PEFT (`peft`).
+from `from_pretrained` (`pretrained`), or get LoRA adapters of PEFT (`peft`). Under `init` in 16 bits a model
+draws its initial values in 16 bits, so these are compared in shape alone.
 
 {cells} cells, {wrong} failed, {refused} refused with an error.
 {equal} cells have plain PyTorch's losses and gradients bit for bit in the first step.

@@ -230,6 +230,10 @@ def test_a_scripts_own_count_and_loss_are_shown(kind: str, tmp_path: Path) -> No
         assert [each["step"] for each in ours] == [1, 2] and all("loss" in each for each in ours)
 
 
+def _no_number() -> dict[str, float | torch.Tensor]:
+    return {"train_loss": torch.ones(2)}
+
+
 def _that_cannot_report(folder: str) -> str:
     path = Path(folder, "events")
     os.environ["ZLAUNCH_EVENT_FD"] = str(os.open(path, os.O_WRONLY | os.O_CREAT))
@@ -245,7 +249,7 @@ def _that_cannot_report(folder: str) -> str:
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         for _ in range(3):
             engine.backward(engine(torch.ones(2, 3)))
-            engine.step_metrics = lambda: {"train_loss": torch.ones(2)}  # a number that is none
+            engine.step_metrics = _no_number  # type: ignore[method-assign]
             engine.step()
     assert engine.global_steps == 3
     return printed.getvalue()

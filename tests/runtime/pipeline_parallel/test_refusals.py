@@ -229,6 +229,25 @@ def test_data_that_ends_early_on_one_rank_does_not_hang() -> None:
         run_workers(_ends_early, 2)
 
 
+def _goes_on_after_an_error() -> None:
+    rank = join()
+    engine = start(Network())
+
+    def failing(output: Tensor, labels: Tensor) -> Tensor:
+        raise ArithmeticError("this loss fails")
+
+    engine.train_batch(iter(micro_batches()), loss_fn)
+    if rank == 1:
+        with pytest.raises(ArithmeticError):
+            engine.train_batch(iter(micro_batches()), failing)
+    engine.train_batch(iter(micro_batches()), loss_fn)
+
+
+def test_a_stage_that_goes_on_after_an_error_does_not_hang() -> None:
+    with pytest.raises(WorkerError, match="an earlier pass ended in an exception on this stage"):
+        run_workers(_goes_on_after_an_error, 2)
+
+
 def _unusual_steps() -> Any:
     join()
     found: dict[str, Any] = {}
