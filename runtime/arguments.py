@@ -23,6 +23,11 @@ def choose_model(args: Any, model: Any) -> tuple[Any, nn.Module]:
     model. Raises ValueError for none or two, TypeError for anything else.
     """
     if isinstance(args, nn.Module):
+        if model is not None and not isinstance(model, nn.Module):
+            raise TypeError(
+                f"initialize: the first argument is args, not the model, and the second is the model, not "
+                f"{type(model).__name__}: hand them over by name, as model=, optimizer=, config="
+            )
         if model is not None:
             raise ValueError(
                 "initialize was given two models: args and model are both a torch.nn.Module. "

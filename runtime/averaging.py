@@ -68,12 +68,16 @@ class Averaging:
 
     def table(self) -> list[tuple[str, str, str]]:
         """Return name, value and reason of each factor, for people."""
-        data = f"data {self.samples}" if self.is_mean else 'data 1 (gradient_allreduce_op "sum")'
+        data = f"data-parallel ranks {self.samples}" if self.is_mean else '1 (gradient_allreduce_op "sum")'
         divisor = f"{self.divisor(is_predivided=False):g}"
         rows = [
-            ("a micro-batch's loss is divided by", f"{self.accumulation}", "gradient_accumulation_steps"),
-            ("the sum of gradients is divided by", divisor, f"{data} * sequence {self.sequence}"),
+            ("each loss is divided by", f"{self.accumulation}", "gradient_accumulation_steps"),
+            (
+                "gradients, summed over ranks, by",
+                divisor,
+                f"{data} * sequence ranks {self.sequence}",
+            ),
         ]
         if self.predivide != 1.0:
-            rows.append(("of that before it is sent", f"{self.predivide:g}", "prescale_gradients"))
+            rows.append(("of that before they are sent", f"{self.predivide:g}", "prescale_gradients"))
         return rows

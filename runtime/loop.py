@@ -14,6 +14,7 @@ from .averaging import Averaging
 from .config import Effective
 from .data import EngineLoader
 from .errors import LossScaleFloorError
+from .log import warn
 from .optim.sharded_optimizer import ShardedOptimizer
 from .precision.buffers import explained as explained_dtypes
 from .precision.loss_scaler import DeviceLossScaler, LossScaler, floor_error
@@ -21,6 +22,7 @@ from .precision.policy import Precision, cast_floats
 from .precision.step_result import StepResult
 from .step_losses import StepLosses
 from .zero.hooks import ShardedModel
+from .zero.output_tensors import tensors_in
 from .zero.saved_tensors import explained
 
 
@@ -89,6 +91,9 @@ class TrainingLoop(nn.Module):
         self._boundary: bool | None = None
         self._lr_arguments: dict[str, Any] = {}
         self._no_sync = False
+        self._counted = 0
+        """Counts the backward passes at the last :meth:`step` that only counted."""
+        self._has_warned_of_count = False
         self.last_loss: Tensor | None = None
         """Keeps the last micro-batch's loss."""
         comm = sharded.comm
@@ -271,7 +276,9 @@ class TrainingLoop(nn.Module):
                 return self.module(*args, **kwargs)
         except BaseException as error:
             self._sharded.abandon_forward()
-            better = explained(error) or explained_dtypes(error, self.module, self._precision.dtype)
+            better = explained(error) or explained_dtypes(
+                error, self.module, tensors_in((args, kwargs)), self._precision.dtype
+            )
             if better is not None:
                 raise better from error
             raise
@@ -368,9 +375,28 @@ class TrainingLoop(nn.Module):
         if self.is_gradient_accumulation_boundary():
             self._optimizer_step()
         else:
+            self._warn_of_own_count()
             self.accumulated += 1
         self.micro_steps += 1
         self._prepare_pass()
+
+    def _warn_of_own_count(self) -> None:
+        """Warn once where several backward passes come before a step() that only counts: the script seems to
+        count micro-batches by itself.
+        """
+        passes = self._reducer.passes
+        # fewer than before: a step has been made, or gradients have been dropped
+        new = passes - self._counted if passes >= self._counted else passes
+        self._counted = passes
+        if new > 1 and not self._has_warned_of_count:
+            self._has_warned_of_count = True
+            if self.global_rank == 0:
+                warn(
+                    f"engine.step() came after {new} backward passes and only counts as one of the "
+                    f"{self.gradient_accumulation_steps()} micro-batches of a step "
+                    "(gradient_accumulation_steps): call it after each backward pass, or, where the script "
+                    "counts by itself, set managed_gradient_accumulation to false"
+                )
 
     def _optimizer_step(self) -> None:
         if self._shard_step is None:
@@ -407,6 +433,7 @@ class TrainingLoop(nn.Module):
         self._losses.take(result.beside)
         self._result = result
         self.accumulated = 0  # here: what follows may raise, and the step is made
+        self._counted = 0
         self.global_steps += 1
         self.global_samples += samples
         try:

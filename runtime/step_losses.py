@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -33,8 +35,10 @@ class StepLosses:
         self._steps = self._equal = 0
         self._coming: list[HostCopy] = []
         self._has_warned = False
-        self.mean: Tensor | None = None
-        """Is the mean of the last step's losses, 0-dim float64 on the device: NaN where no rank had one."""
+        self.mean: float | Tensor | None = None
+        """Is the mean of the last step's losses, a number or 0-dim on the device; None where this rank had
+        none.
+        """
 
     def note(self, loss: Tensor) -> None:
         """Add the loss of one micro-batch, if it is a single number."""
@@ -65,12 +69,14 @@ class StepLosses:
         words = [(bits >> (_WORD_BITS * at) & mask).double() for at in range(_WORDS)]
         return torch.stack([own, count, *words, *(word.square() for word in words)])
 
-    def take(self, sums: Tensor) -> None:
-        """Take the sums over the ranks at the end of a step, and begin the next one."""
+    def take(self, sums: Sequence[float] | Tensor) -> None:
+        """Take the sums over the ranks at the end of a step, where they are, and begin the next one."""
         self.mean = sums[0] / sums[1] if self._count else None
         self.clear()
         if not self._compares:
             return
+        # what the host has stays there: work for the device would be waited for later
+        sums = sums if isinstance(sums, Tensor) else torch.tensor(sums, dtype=torch.float64)
         words, squares = sums[2 : 2 + _WORDS], sums[2 + _WORDS :]
         is_equal = (squares * self._world_size == words.square()).all()
         # zero and infinity are equal for other reasons than equal samples

@@ -11,6 +11,7 @@ from pydantic.fields import FieldInfo
 from . import optimizers
 from .cross_checks import LATER, cross, show
 from .field_types import Section, real
+from .foreign_keys import WAY_OUT
 from .known_keys import extra, join, names, section_of, unknown
 from .report import ConfigReport
 from .schema import Config
@@ -73,7 +74,7 @@ def _walk(data: dict[str, Any], model: type[Section], path: str, report: ConfigR
             if report.strict or (mistake and report.strict is None):
                 report.problems.append((here, advice))
             else:
-                report.warnings.append((here, f"{advice}, ignored"))
+                report.warnings.append((here, f"{advice.removesuffix(WAY_OUT)}, ignored"))
             continue
         if name in seen:
             report.problems.append((here, f"given twice, as {seen[name]} and as {key}"))

@@ -77,7 +77,7 @@ _ABSENT = {
     "fp8": "zlaunch trains in fp32, bf16 and fp16, not in fp8",
     "deepspeed_config": "this is a config of accelerate: give what stands in this section as the config",
 }
-_WAY_OUT = ' ("strict": false ignores it, if it is for something else)'
+WAY_OUT = ' ("strict": false ignores it, if it is for something else)'
 _OFF: tuple[Any, ...] = (None, False, "", "no", "none", "None", "false", "32", "32-true", "fp32", 32)
 """Values by which these keys ask for what is so without them."""
 
@@ -87,11 +87,11 @@ def find_wish(key: str, value: Any) -> str | None:
     switch = _find_switch(value)
     if key in FOREIGN and not _is_off(value, switch):
         here = FOREIGN[key]
-        return f"{_ABSENT[key] if not here else f'unknown key, this is {here} here'}{_WAY_OUT}"
+        return f"{_ABSENT[key] if not here else f'unknown key, this is {here} here'}{WAY_OUT}"
     if switch is not None:
         return (
             f"unknown section, and {switch}: true asks for a feature that zlaunch does not have by this name"
-            f"{_WAY_OUT}"
+            f"{WAY_OUT}"
         )
     return None
 

@@ -122,8 +122,9 @@ class DataTypes(Section):
     """Type of all floating-point buffers; null: each keeps its own, but for the running statistics of batch
     norm and the vectors of spectral norm, which torch wants in the parameters' type."""
     keep_in_fp32_modules: list[str] | None = ok(None)
-    """Patterns of names of buffers that are in fp32 under fp16 and bf16, * for any characters; null: those
-    that a transformers model lists itself; []: none."""
+    """Patterns, found anywhere in the name of a buffer (* is any characters), of buffers that are in fp32
+    under fp16 and bf16; parameters are not affected. null: those that a transformers model lists itself; []:
+    none."""
 
 
 @with_missing("aio")

@@ -34,7 +34,7 @@ class _SpreadState(MutableMapping[Any, Any]):
 
     def _refuse(self, *arguments: Any) -> NoReturn:
         raise OptimizerError(
-            "optimizer.state is spread over the ranks: zlaunch.safe_get_full_optimizer_state(parameter, "
+            "optimizer.state is kept by the engine: zlaunch.safe_get_full_optimizer_state(parameter, "
             '"exp_avg") gives one of a parameter, safe_set_full_optimizer_state sets it, '
             "engine.save_checkpoint saves all"
         )
@@ -45,7 +45,7 @@ class _SpreadState(MutableMapping[Any, Any]):
         if not self._has_warned:
             self._has_warned = True
             warn(
-                "optimizer.state is spread over the ranks and reads as empty: "
+                "optimizer.state is kept by the engine and reads as empty: "
                 'zlaunch.safe_get_full_optimizer_state(parameter, "exp_avg") gives an entry of a parameter'
             )
 
@@ -62,7 +62,7 @@ class _SpreadState(MutableMapping[Any, Any]):
         return False
 
     def __repr__(self) -> str:
-        return "<spread over the ranks>"
+        return "<kept by the engine>"
 
 
 class _LostState(_SpreadState):

@@ -194,24 +194,24 @@ class ShardedOptimizer:
                 unit.wait_unsharded()
                 unit.writes.bring()
         mine = self._reducer.used()
-        agreed = self._agree(mine, beside)
-        sums, agreed = agreed[: beside.numel()], agreed[beside.numel() :]
+        agreed, count = self._agree(mine, beside), beside.numel()
         by_device = self.decides_on_device and all(mine) and not (check_finite and has_hooks(self.outer))
         try:
             if by_device:
-                return self._step_on_device(agreed, sums, divisor, clip, check_finite)
-            return self._step_by_host(agreed, sums, float(divisor), clip, check_finite)
+                return self._step_on_device(agreed, count, divisor, clip, check_finite)
+            return self._step_by_host(agreed, count, float(divisor), clip, check_finite)
         finally:
             self._reducer.clear()
 
     def _step_by_host(
-        self, agreed: Tensor, sums: Tensor, divisor: float, clip: float, check_finite: bool
+        self, agreed: Tensor, count: int, divisor: float, clip: float, check_finite: bool
     ) -> StepResult:
         facts, marks = self._apart(agreed)
         if self._comm.world_size > 1 and bool(self._comm.differs(marks)):
             self._comm.raise_order()
         self._comm.order.forget()
-        square, stop, changed, *counts = facts.tolist()
+        numbers = facts.tolist()
+        beside, (square, stop, changed, *counts) = numbers[:count], numbers[count:]
         norm = math.sqrt(square) / divisor if square >= 0 else math.nan
         skipped = check_finite and not math.isfinite(norm)
         if not skipped:
@@ -221,27 +221,28 @@ class ShardedOptimizer:
             self._comm.drain()
             self._forget_replaced(changed)
             # a norm of infinity clips everything finite to nothing and leaves NaN, as torch's clipping does
-            self._apply([count > 0 for count in counts], divisor / coefficient if coefficient else math.inf)
-        return StepResult(norm, skipped, stop, beside=sums)
+            self._apply([ranks > 0 for ranks in counts], divisor / coefficient if coefficient else math.inf)
+        return StepResult(norm, skipped, stop, beside=beside)
 
     def _step_on_device(
-        self, agreed: Tensor, sums: Tensor, divisor: Scalar, clip: float, check_finite: bool
+        self, agreed: Tensor, count: int, divisor: Scalar, clip: float, check_finite: bool
     ) -> StepResult:
         """Step without a number that the host has to see: every parameter has a gradient.
 
         Where the ranks have used the model in different orders, nothing is changed, and the result says so.
         """
         facts, marks = self._apart(agreed)
+        beside, facts = facts[:count], facts[count:]
         norm, multiplier, found_inf = prepare_step(facts[0], divisor=divisor, clip=clip)
         differs = self._comm.differs(marks).to(found_inf.dtype)
         skip = torch.maximum(found_inf, differs) if check_finite else differs
         self._comm.drain()
         guarded = check_finite or self._comm.world_size > 1
         self._apply([True] * (facts.numel() - 3), 1.0 / multiplier, skip if guarded else None)
-        return StepResult(norm, skip, facts[1], differs, beside=sums)
+        return StepResult(norm, skip, facts[1], differs, beside=beside)
 
     def _apart(self, agreed: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the sums of facts, and those of the marks behind them."""
+        """Return the sums of what is beside the step and of its facts, and those of the marks behind them."""
         batches = sum(each.mark_count for each in self._comm.batches)
         at = agreed.numel() - len(self._comm.order.marks()) - batches
         return agreed[:at], agreed[at:]

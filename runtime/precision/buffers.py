@@ -7,7 +7,7 @@ wrong angle, and a rounded routing bias sends tokens to other experts.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -101,18 +101,29 @@ def choose_buffer_types(config: Config, trained: torch.dtype | None) -> BufferTy
     return BufferTypes(trained, dtype_named(section.buffer_dtype), None if listed is None else tuple(listed))
 
 
-def explained(error: BaseException, model: nn.Module, trained: torch.dtype | None) -> UnsupportedError | None:
-    """Return an error that says what to do where two dtypes met, and a buffer may be why; None for others."""
+def explained(
+    error: BaseException, model: nn.Module, inputs: Iterable[Tensor], trained: torch.dtype | None
+) -> UnsupportedError | None:
+    """Return an error that says what to do where two dtypes met, and an input or a buffer may be why; None
+    for others.
+    """
     if trained not in _HALF or not isinstance(error, RuntimeError) or not _MISMATCH.search(str(error)):
         return None
+    short = _HALF[trained]
+    wide = [each.dtype for each in inputs if each.is_floating_point() and each.dtype != trained]
+    if wide:
+        return UnsupportedError(
+            f"{error}. An input of the model is {wide[0]}, and the parameters are in {short}: convert it "
+            f'(x.to({trained})), or train in fp32 with "torch_autocast", which casts by itself'
+        )
     others = [n for n, b in model.named_buffers() if b.is_floating_point() and b.dtype != trained]
     if not others:
         return None
-    short = _HALF[trained]
     return UnsupportedError(
-        f"{error}. The parameters are in {short}, but buffers keep their dtype ({others[0]} is "
-        f"{model.get_buffer(others[0]).dtype}): cast what is computed from a buffer to the other operand's "
-        f'dtype, or set "data_types": {{"buffer_dtype": "{short}"}} in the config, which rounds all buffers'
+        f"{error}. The parameters are in {short}, and the buffer {others[0]} is "
+        f"{model.get_buffer(others[0]).dtype} (its own dtype, or by data_types in the config). Cast what is "
+        f'computed from it to {short}, or set "data_types": {{"buffer_dtype": "{short}"}}, which rounds all '
+        "buffers but those that keep_in_fp32_modules names"
     )
 
 

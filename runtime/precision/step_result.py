@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -16,11 +18,13 @@ class StepResult:
         stop: float | Tensor,
         differs: bool | Tensor = False,
         *,
-        beside: Tensor,
+        beside: Sequence[float] | Tensor,
     ) -> None:
         self._facts = (norm, skipped, stop, differs)
         self.beside = beside
-        """Holds the sums over the ranks of what the step was given beside its own numbers."""
+        """Holds the sums over the ranks of what the step was given beside its own numbers, on the device if
+        the host has not waited for the step's.
+        """
         self._values: tuple[float, ...] | None = None
         self._host: Tensor | None = None
         self._event: torch.cuda.Event | None = None

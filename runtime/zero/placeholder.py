@@ -225,8 +225,8 @@ def _hidden(name: str) -> None:
     text = (
         f"{name}.grad is not here: the engine has taken the gradient. To clip, set gradient_clipping in the "
         "config; the norm is engine.get_global_grad_norm() after the step; to read or change gradients "
-        "before it, zlaunch.safe_get_full_grad(parameter) and zlaunch.safe_set_full_grad(parameter, value), "
-        "but with step_in_backward, which uses it at once"
+        "before it, zlaunch.safe_get_full_grad(parameter) and zlaunch.safe_set_full_grad(parameter, value) "
+        "(not with step_in_backward, which uses a gradient at once)"
     )
     _object(text)
 

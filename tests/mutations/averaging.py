@@ -62,4 +62,11 @@ MUTATIONS: tuple[Mutation, ...] = (
         "the mean loss has micro-batches that were dropped",
         TESTS,
     ),
+    Mutation(
+        "runtime/loop.py",
+        "        if new > 1 and not self._has_warned_of_count:\n",
+        "        if new > 2 and not self._has_warned_of_count:\n",
+        "a script that counts micro-batches beside the engine is not told",
+        ("tests/runtime/test_unmanaged_accumulation.py",),
+    ),
 )

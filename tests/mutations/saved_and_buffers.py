@@ -102,8 +102,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "runtime/loop.py",
-        "explained(error) or explained_dtypes(error, self.module, self._precision.dtype)",
-        "explained(error)",
+        "            if better is not None:\n                raise better from error\n            raise\n",
+        "            raise\n",
         "a mismatch of dtypes does not say what to do",
         _BUFFERS,
     ),

@@ -327,9 +327,12 @@ def _plain(kind: str, targets: str | None, batch: Callable[[int], Batch] = text,
     return Family(f"{kind}Config", "AutoModelForCausalLM", {**TEXT, **sizes}, batch, targets=targets)
 
 
-# transformers replaces the head's bias by one of the same size when it ties weights
 # transformers computes the fan of a kernel that is sharded
 FAN = {"pretrained": "Fan in and fan out"}
+# transformers computes positions from the shape of a parameter that is sharded
+SINUSOIDS = {"pretrained": r"sinusoids\(\) missing"}
+# an eps of 1e-12 is zero in fp16: plain torch's gradients are NaN
+TINY_EPS = ("fp16",)
 
 
 def _encoder(
@@ -350,10 +353,15 @@ def _vision(
     targets: str | None,
     batch: Callable[[int], Batch] = images,
     refused: Mapping[str, str] = MappingProxyType({}),
+    not_in: tuple[str, ...] = (),
     **sizes: Any,
 ) -> Family:
-    model, settings = f"{kind}ForImageClassification", {**VISION, **sizes}
-    return Family(f"{kind}Config", model, settings, batch, classes, targets=targets, refused=refused)
+    return Family(
+        *(f"{kind}Config", f"{kind}ForImageClassification", {**VISION, **sizes}, batch, classes),
+        targets=targets,
+        refused=refused,
+        not_in=not_in,
+    )
 
 
 GPT2: dict[str, Any] = {"n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 2}
@@ -535,8 +543,8 @@ FAMILIES: dict[str, Family] = {
     ),
     # images
     "vit": _vision("ViT", r".*(query|value|q_proj|v_proj)"),
-    "deit": _vision("DeiT", r".*(query|value|q_proj|v_proj)"),
-    "beit": _vision("Beit", r".*(query|value|q_proj|v_proj)", drop_path_rate=0.0),
+    "deit": _vision("DeiT", r".*(query|value|q_proj|v_proj)", not_in=TINY_EPS),
+    "beit": _vision("Beit", r".*(query|value|q_proj|v_proj)", not_in=TINY_EPS, drop_path_rate=0.0),
     "dinov2": _vision("Dinov2", r".*(query|value|q_proj|v_proj)", mlp_ratio=2),
     "swin": _vision(
         "Swin",
@@ -577,6 +585,7 @@ FAMILIES: dict[str, Family] = {
         speech_pairs,
         targets=r".*(q_proj|v_proj)",
         frozen=r".*encoder.embed_positions.weight",
+        refused=SINUSOIDS,
     ),
     "speech_to_text": Family(
         "Speech2TextConfig",
@@ -603,6 +612,7 @@ FAMILIES: dict[str, Family] = {
         spectrograms,
         classes,
         targets=r".*(query|value|q_proj|v_proj)",
+        not_in=TINY_EPS,
     ),
     # texts with images
     "clip": Family(
@@ -638,6 +648,7 @@ FAMILIES: dict[str, Family] = {
         {"projection_dim": 8},
         text_and_images,
         contrast,
+        not_in=TINY_EPS,
         towers={
             "text_config": (
                 "BlipTextConfig",

@@ -9,7 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from tests.numerics.cell import PRECISIONS, RATIO, STEPS, Cell, Result
+from tests.numerics.cell import PRECISIONS, RATIO, STEPS, Cell, Result, cells_of
 from tests.numerics.families import FAMILIES
 
 RECORDED = Path(__file__).parents[1] / "data" / "numerics_deepspeed.json"
@@ -34,7 +34,7 @@ A tensor's error is the norm of the difference, relative to the tensor's norm. M
 from `from_pretrained` (`pretrained`), or get LoRA adapters of PEFT (`peft`). Under `init` in 16 bits a model
 draws its initial values in 16 bits, so these are compared in shape alone.
 
-{cells} cells, {wrong} failed, {refused} refused with an error.
+{cells} of the table's {all_cells} cells, {wrong} failed, {refused} refused with an error.
 {equal} cells have plain PyTorch's losses and gradients bit for bit in the first step.
 transformers {transformers}, peft {peft}, torch {torch}.
 
@@ -81,6 +81,7 @@ def page(results: Mapping[Cell, Result], deepspeed: Mapping[str, Mapping[str, An
         ratio=RATIO,
         floors=", ".join(f"{name} {precision.floor:.0e}" for name, precision in PRECISIONS.items()),
         cells=len(results),
+        all_cells=sum(len(cells_of(family)) for family in FAMILIES),
         wrong=len(wrong),
         refused=sum(result.refused for result in results.values()),
         equal=sum(result.equal for result in results.values()),

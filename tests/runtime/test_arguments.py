@@ -62,6 +62,7 @@ def _refusals() -> dict[str, list[str]]:
 
         attempts: list[dict[str, Any]] = [
             {"args": model, "model": nn.Linear(2, 2)},
+            {"args": model, "model": sgd},
             {},
             {"model": "gpt2"},
             {"model": engine},
@@ -96,6 +97,7 @@ def _refusals() -> dict[str, list[str]]:
 
 EXPECTED = (
     "two models: args and model are both",
+    "the second is the model, not SGD: hand them over by name",
     "needs a model",
     "model: expected a torch.nn.Module, got str",
     "hand over engine.module",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+from contextlib import redirect_stdout
 from typing import Any
 
 import pytest
@@ -84,3 +86,30 @@ def test_the_script_decides_how_many_passes_a_step_has() -> None:
         assert len(found) == 7
         assert {name: error for name, error in found.items() if not error < 1e-6} == {}
         assert all(found[f"stage {stage}"] < 1e-12 for stage in range(4))
+
+
+def _count_by_hand() -> tuple[str, int, str, int]:
+    """Return what two loops print, and how many steps they make: one counts by itself, one does not."""
+    join()
+    found: list[Any] = []
+    for by_hand in (True, False):
+        engine, *_ = zlaunch.initialize(model=net(), config=config(1, 2, 2))
+        with redirect_stdout(io.StringIO()) as printed:
+            for tokens in batches(3, 8):
+                for micro in tokens.split(4):
+                    engine.backward(loss_of(engine, micro[engine.global_rank * 2 :][:2]))
+                    if not by_hand:
+                        engine.step()
+                if by_hand:
+                    engine.step()
+        found += [printed.getvalue(), engine.global_steps]
+        engine.destroy()
+    first, steps, second, right = found
+    return first, steps, second, right
+
+
+def test_a_script_that_counts_beside_the_engine_is_told_once() -> None:
+    (first, steps, second, right), (other, *_) = run_workers(_count_by_hand, 2)
+    said = "engine.step() came after 2 backward passes and only counts as one of the 2 micro-batches"
+    assert (first.count(said), steps) == (1, 1) and said not in other
+    assert (said not in second, right) == (True, 3)

@@ -47,7 +47,8 @@ def check(file: str, world_size: int | None, effective: bool) -> None:
         widths = [min(60, max(len(row[column]) for row in rows)) for column in (0, 1)]
         for key, value, source in rows:
             click.echo(f"{key:<{widths[0]}}  {value:<{widths[1]}}  {source}")
-        click.echo()
+        ranks = f"{world_size} ranks" if world_size else "1 rank (--world-size N for others)"
+        click.echo(f"\nOn {ranks}:")
         for name, number, why in Averaging.of(resolved.config, find_mesh(loaded, world_size or 1)).table():
             click.echo(f"{name:<{widths[0]}}  {number:<{widths[1]}}  {why}")
     else:

@@ -191,6 +191,8 @@ def _messages() -> None:
     engine, *_ = zlaunch.initialize(model=Scaled(), config=settings)
     with pytest.raises(UnsupportedError, match=r'scale is torch\.float32.*"buffer_dtype": "bf16"'):
         engine(torch.ones(2, 8, dtype=torch.bfloat16))
+    with pytest.raises(UnsupportedError, match=r"An input of the model is torch\.float32"):
+        engine(torch.ones(2, 8))
     engine.destroy()
     settings["data_types"] = {"buffer_dtype": "bf16"}
     engine, *_ = zlaunch.initialize(model=Scaled(), config=settings)
