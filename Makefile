@@ -67,8 +67,10 @@ test-fast: $(WITH_TOOLS)
 	$(PY) -m pytest -n $(WORKERS) -m "not exhaustive" $(SLOW) tests/unit $(FLAGS)
 
 test-all: $(WITH_TOOLS)
-	$(PY) -m pytest -n $(WORKERS) --cpu-file=$(VENV)/cpu-test-all.json $(FLAGS)
-	$(MAKE) test-support
+	status=0; \
+	$(PY) -m pytest -n $(WORKERS) --cpu-file=$(VENV)/cpu-test-all.json $(FLAGS) || status=1; \
+	$(MAKE) test-support || status=1; \
+	exit $$status
 
 # Which quarter follows from the number of commits: tests/selection.py.
 test-quarter: $(WITH_TOOLS)
