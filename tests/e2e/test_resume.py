@@ -64,7 +64,11 @@ TRAIN = """
                 engine.save_checkpoint(folder)
             if engine.global_steps == die_at and not os.path.exists("died"):
                 engine.wait_for_checkpoint()
+                if engine.global_rank == 0:
+                    open("told", "w").close()  # the launcher knows of the checkpoint
                 if engine.global_rank == 1:
+                    while not os.path.exists("told"):
+                        time.sleep(0.01)
                     open("died", "w").close()
                     os.kill(os.getpid(), signal.SIGKILL)
                 time.sleep(600)
