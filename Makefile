@@ -19,7 +19,7 @@ export PYTHONUNBUFFERED := 1
 # Tests beside each other: one a core, from 2 to 4, and one more, since a fifth of their time is waiting.
 WORKERS := $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((1 + (n < 2 ? 2 : n > 4 ? 4 : n))))
 
-.PHONY: demo install test test-fast test-all test-quarter test-support test-smoke mutate numerics lint docs bench clean
+.PHONY: demo install test test-fast test-all test-every test-quarter test-support test-smoke mutate numerics lint docs bench clean
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -66,11 +66,12 @@ SLOW := $(addprefix --ignore=tests/unit/,project/test_packaging.py project/test_
 test-fast: $(WITH_TOOLS)
 	$(PY) -m pytest -n $(WORKERS) -m "not exhaustive" $(SLOW) tests/unit $(FLAGS)
 
-test-all: $(WITH_TOOLS)
-	status=0; \
-	$(PY) -m pytest -n $(WORKERS) --cpu-file=$(VENV)/cpu-test-all.json $(FLAGS) || status=1; \
-	$(MAKE) test-support || status=1; \
-	exit $$status
+# The second also where the first has failed.
+test-all:
+	$(MAKE) -k test-every test-support
+
+test-every: $(WITH_TOOLS)
+	$(PY) -m pytest -n $(WORKERS) --cpu-file=$(VENV)/cpu-test-all.json $(FLAGS)
 
 # Which quarter follows from the number of commits: tests/selection.py.
 test-quarter: $(WITH_TOOLS)

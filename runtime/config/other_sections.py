@@ -120,7 +120,7 @@ class DataTypes(Section):
     """Type of the parameters; must agree with fp16 and bf16."""
     buffer_dtype: Dtype | None = ok(None)
     """Type of all floating-point buffers; null: each keeps its own, but for the running statistics of batch
-    norm and the vectors of spectral norm, which torch wants in the parameters' type."""
+    and instance norm and the vectors of spectral norm, which torch wants in the parameters' type."""
     keep_in_fp32_modules: list[str] | None = ok(None)
     """Patterns, found anywhere in the name of a buffer (* is any characters), of buffers that are in fp32
     under fp16 and bf16; parameters are not affected. null: those that a transformers model lists itself; []:

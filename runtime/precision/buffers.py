@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 
@@ -135,7 +135,7 @@ def _meets_parameters(module: nn.Module, name: str) -> bool:
     """Tell whether torch's own code passes a buffer and a parameter to one operation, which refuses two
     dtypes: running statistics beside a weight, and the vectors of a spectral norm.
     """
-    if isinstance(module, _BatchNorm):
+    if isinstance(module, _NormBase):
         return bool(module.affine)
     if isinstance(module, _SpectralNorm):
         return True
