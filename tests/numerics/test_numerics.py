@@ -126,7 +126,8 @@ def test_the_page_names_failed_cells_and_deepspeeds_column(tmp_path: Path) -> No
         "vit": {"1": {"error": "planned too"}},
     }
     text = page(results, recorded)
-    assert "2 cells, 1 failed, 0 refused with an error.\n1 cells have" in text
+    whole = sum(len(cells_of(family)) for family in FAMILIES)
+    assert f"2 of the table's {whole} cells, 1 failed, 0 refused with an error.\n1 cells have" in text
     assert "| llama (R) |  | 2.0e-02 / 3.0e-02 |  |  | 5.0e-01 (not at 2) |" in text
     assert "| vit |  | failed |  |  | doesn't run |" in text
     assert "- `vit-bf16-3-peft`: ended with RuntimeError: planned\n" in text
