@@ -10,11 +10,15 @@ import pytest
 
 import zlaunch.compat.deepspeed
 from tests.compat.test_engine import _deepspeed
+from zlaunch.runtime.zero import placeholder
 
 
 @pytest.fixture(scope="module")
 def deepspeed() -> Iterator[Any]:
+    settings = placeholder.settings
+    before = settings.empty_placeholders, settings.lenient
     yield _deepspeed()
     zlaunch.compat.deepspeed.uninstall()
+    settings.empty_placeholders, settings.lenient = before  # or the next file of this process has them
     for name in [name for name in sys.modules if name.partition(".")[0] == "deepspeed"]:
         del sys.modules[name]
