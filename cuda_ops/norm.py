@@ -10,6 +10,7 @@ elements times a power of two, which is exact, and divided by its square in floa
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,6 +28,10 @@ _FEW = 1 << 5
 """Rows that are multiplied at a time: they stay in the cache."""
 _LOW, _HIGH, _SCALE = 2.0**-40, 2.0**60, 2.0**-75
 """Bound the norms of rows whose squares are in range, and scale those above; see norm.cu for its bounds."""
+_ENOUGH = 2.0**-50
+"""Is the sum of squares for each row from which a tensor's sum is right: a row that is out of range has less
+than ``_LOW`` squared, 2**-80, and one that is too large makes the sum infinite.
+"""
 
 
 @torch.no_grad()
@@ -62,9 +67,15 @@ def _sum_by_torch(tensor: Tensor) -> Tensor:
     off.
     """
     whole = tensor.numel() // _ROW * _ROW
-    parts = tensor[:whole].view(-1, _ROW), tensor[whole:].view(1, -1)
-    norms = torch.cat([_norms_of(rows) for rows in parts if rows.numel()] or [tensor.double()])
-    return norms.square().sum()
+    parts = [rows for rows in (tensor[:whole].view(-1, _ROW), tensor[whole:].view(1, -1)) if rows.numel()]
+    if not parts:
+        return tensor.double().sum()
+    if tensor.device.type == "cpu":
+        total = torch.stack([_norms_in_range(rows).double().square().sum() for rows in parts]).sum()
+        # what rows of small norms have lost counts for nothing in such a sum
+        if _ENOUGH * (whole // _ROW + 1) < float(total) < math.inf:
+            return total
+    return torch.cat([_norms_of(rows) for rows in parts]).square().sum()
 
 
 def _norms_of(rows: Tensor) -> Tensor:

@@ -38,8 +38,8 @@ MUTATIONS = (
     ),
     Mutation(
         "cuda_ops/norm.py",
-        "parts = tensor[:whole].view(-1, _ROW), tensor[whole:].view(1, -1)",
-        "parts = (tensor[:whole].view(-1, _ROW),)",
+        "for rows in (tensor[:whole].view(-1, _ROW), tensor[whole:].view(1, -1)) if",
+        "for rows in (tensor[:whole].view(-1, _ROW),) if",
         "the norm leaves out what does not fill a row",
         _TWINS,
     ),
