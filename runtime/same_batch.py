@@ -104,7 +104,9 @@ class SameBatch:
         parameters change before the step.
         """
         self.ranks, self.complaint = tuple(ranks), complaint
-        self._device, self._largest, self._every_pass = comm.device, largest, every_pass
+        self._device = comm.device
+        self._largest = largest
+        self._every_pass = every_pass
         self._passes = 0
         self._all = torch.zeros((), dtype=torch.int64, device=self._device)
         """Is a number of all passes so far."""
@@ -159,7 +161,9 @@ class SameValues:
         """``largest`` replaces each element of a tensor by the largest of the axis; ``complaint`` is what the
         error says.
         """
-        self._device, self._largest, self._complaint = device, largest, complaint
+        self._device = device
+        self._largest = largest
+        self._complaint = complaint
         self._first, self._passes = first, 0
 
     def check(self, values: Any) -> None:

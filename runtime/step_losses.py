@@ -28,7 +28,9 @@ class StepLosses:
 
     def __init__(self, device: torch.device, *, rank: int, world_size: int, samples: int) -> None:
         """``samples`` counts the ranks that train on different samples; 1 where losses are not compared."""
-        self._device, self._rank, self._world_size = device, rank, world_size
+        self._device = device
+        self._rank = rank
+        self._world_size = world_size
         self._samples = samples
         self._sum: Tensor | None = None
         self._count = 0

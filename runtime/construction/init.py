@@ -118,7 +118,9 @@ class _Builder:
     """Shards modules as soon as their constructors have returned."""
 
     def __init__(self, comm: Comm, stores: Offload, dtype: torch.dtype | None, types: BufferTypes) -> None:
-        self._comm, self._dtype, self._types = comm, dtype, types
+        self._comm = comm
+        self._dtype = dtype
+        self._types = types
         self._stores = stores
         self._under_construction: set[int] = set()
         self._touched: dict[int, Unit] = {}

@@ -46,7 +46,7 @@ ADAMW: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-4, "weight_
 
 @dataclass(frozen=True)
 class Precision:
-    """How a model computes, and how much of a difference is rounding."""
+    """Describe the precision of a cell, and how much of a difference is rounding."""
 
     section: Mapping[str, Any]
     """The section of the config."""
@@ -95,22 +95,22 @@ class Cell:
 
     @property
     def refused(self) -> str | None:
-        """What the error says; None where the cell has to work."""
+        """Return the pattern of the expected error; None if the cell has to work."""
         return FAMILIES[self.family].refused.get(self.way) if self.stage == 3 else None
 
 
 @dataclass
 class Result:
-    """What became of a cell."""
+    """Hold the outcome of a cell."""
 
     errors: dict[str, tuple[float, float]] = field(default_factory=dict)
     """Loss, gradients, weights, buffers: the runtime's error against float64, and plain torch's."""
     wrong: list[str] = field(default_factory=list)
-    """What differs and may not; empty where the cell is right."""
+    """Lists the differences that are failures; empty where the cell passes."""
     refused: bool = False
-    """Whether it was refused, as the family says."""
+    """Is true if the run ended with the error that the family expects."""
     equal: bool = False
-    """Whether the first step's losses and gradients are plain torch's to the bit."""
+    """Is true if the first step's losses and gradients equal plain torch's bit for bit."""
 
     def as_json(self) -> dict[str, Any]:
         """Give the result as plain data."""
@@ -129,7 +129,7 @@ Values = dict[str, Tensor]
 
 @dataclass
 class Record:
-    """What a training left behind."""
+    """Hold the numbers of one training run."""
 
     losses: list[Tensor] = field(default_factory=list)
     gradients: Values = field(default_factory=dict)
@@ -137,7 +137,7 @@ class Record:
     weights: Values = field(default_factory=dict)
     """The masters."""
     buffers: list[Values] = field(default_factory=list)
-    """Of each rank."""
+    """Holds the buffers of each rank."""
     names: list[str] = field(default_factory=list)
     """The keys of the model's state dict."""
 
@@ -321,7 +321,7 @@ def _state(model: nn.Module) -> Values:
 
 @dataclass
 class Trained:
-    """What an engine's training left behind, and what it saved."""
+    """Hold the numbers of an engine's training run and the contents of its saved files."""
 
     record: Record
     start: Values

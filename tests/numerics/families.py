@@ -271,7 +271,7 @@ class Family:
     loads a model, but not at stage 3.
     """
     refused: Mapping[str, str] = field(default_factory=dict)
-    """What the error says of ways that don't work at stage 3, as regular expressions."""
+    """Maps ways that fail at stage 3 to a pattern of the expected error."""
     not_in: tuple[str, ...] = ()
     """Precisions in which the model fails in plain torch as well."""
 
