@@ -79,20 +79,20 @@ test-quarter: $(WITH_TOOLS)
 
 # Needs Python 3.10 and 3.12, on PATH or in pyenv's folder; keeps its installations in .venv-support.
 test-support:
-	$(PYTHON) -m tests.support --keep-going --torch-index "$(TORCH_INDEX)"
+	$(PYTHON) -m tests.support --keep-going --torch-index "$(TORCH_INDEX)" $(SUPPORT)
 
 # The same versions, with few tests of every room that calls torch.
 test-smoke:
-	$(PYTHON) -m tests.support --smoke --keep-going --torch-index "$(TORCH_INDEX)"
+	$(PYTHON) -m tests.support --smoke --keep-going --torch-index "$(TORCH_INDEX)" $(SUPPORT)
 
 # Puts defects into copies of the source, one at a time, and runs the tests nearest to each.
 mutate: $(WITH_TOOLS)
 	$(PY) -m tests.mutations $(FLAGS)
 
 # Trains 75 tiny Hugging Face models in each precision, at each stage, built each way. FLAGS="--families llama" takes a
-# part; leave --write out by calling the module.
+# part; leave --write out by calling the module. What was interrupted goes on where it was.
 numerics: $(WITH_TOOLS)
-	$(PY) -m tests.numerics --write docs/numerics.md $(FLAGS)
+	$(PY) -m tests.numerics --keep $(VENV)/numerics.jsonl --write docs/numerics.md $(FLAGS)
 
 lint: $(WITH_TOOLS)
 	$(PY) -m ruff check .

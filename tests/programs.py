@@ -129,6 +129,10 @@ NEEDS = {
     )
 }
 
+SPACE = 14 * 10**9
+"""Bytes of disk that a whole run of CI takes: the project's installation, and one of torch with CUDA's
+libraries while pip unpacks it."""
+
 CLUSTER = (
     *("root", "namespaces", "ip", "ethtool", "nsenter", "unshare", "mount", "ps"),
     *("ssh", "ssh-keygen", "ssh-keyscan", "sshd", "slurmctld", "slurmd", "srun", "scontrol", "munged"),
@@ -156,6 +160,16 @@ def missing(names: tuple[str, ...]) -> str:
         NEEDS[name].uses if NEEDS[name].uses and not is_there(NEEDS[name].uses) else name for name in names
     ]
     return ", ".join(str(NEEDS[name]) for name in dict.fromkeys(wanted) if not is_there(name))
+
+
+def missing_space(needed: int = SPACE) -> list[str]:
+    """Return a line if the disk of this folder or of temporary files is too full to install everything."""
+    lines = []
+    for folder in (os.getcwd(), tempfile.gettempdir()):
+        free = shutil.disk_usage(folder).free
+        if free < needed:
+            lines.append(f"{needed / 1e9:.0f} GB on the disk of {folder} ({free / 1e9:.0f} GB are free)")
+    return lines[:1]
 
 
 def _missing_pythons() -> list[str]:
@@ -187,7 +201,7 @@ def main() -> int:
         return 0
     if args.apt:
         needs = [need for need in needs if not need.package]
-    lines = [*map(str, needs), *_missing_pythons()]
+    lines = [*map(str, needs), *_missing_pythons(), *missing_space()]
     if lines:
         print("The tests that need these would be skipped or fail:", *lines, sep="\n  ")
     return 1 if lines else 0

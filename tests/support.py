@@ -2,8 +2,8 @@
 
     python -m tests.support [--smoke] [--keep-going] [--torch-index URL]   # make test-support, test-smoke
 
-Each combination has a virtual environment in .venv-support, which is made on the first call and kept: two
-minutes and 5 GB each, where torch comes from PyPI with CUDA's libraries.
+Each combination has a virtual environment in .venv-support, which is made on the first call: two minutes and
+5 GB each, where torch comes from PyPI with CUDA's libraries. It is kept, unless --remove is given.
 
 What is run: tests/runtime and tests/unit, without those marked `exhaustive`. Left out are LEFT_OUT, a
 combination's own rooms, tests/matrix, and the tests of the command and of the alias (tests/e2e,
@@ -250,6 +250,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.support", description="Test other versions.")
     parser.add_argument("--smoke", action="store_true", help="run few tests of every room that calls torch")
     parser.add_argument("--keep-going", action="store_true", help="do not stop at the first that fails")
+    parser.add_argument("--remove", action="store_true", help="remove each installation after its tests")
     parser.add_argument(
         "--torch-index", default=TORCH_INDEX, metavar="URL", help="where to look for torch first"
     )
@@ -262,6 +263,8 @@ def main() -> int:
         except SupportError as error:
             good, line = False, f"not run: {error}"
         lines.append(f"{combination}: {line}")
+        if args.remove:
+            shutil.rmtree(combination.folder, ignore_errors=True)
         if not good and not args.keep_going:
             break
     print("\n".join(lines))

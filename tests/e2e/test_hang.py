@@ -82,6 +82,7 @@ def stand(launch: Launch) -> dict[int, dict[str, Any]]:
     return {rank: event for rank, event in last.items() if event["begun"]}
 
 
+@pytest.mark.exhaustive
 def test_stacks_says_where_the_ranks_are(tmp_path: Path) -> None:
     launch = Launch(
         tmp_path,

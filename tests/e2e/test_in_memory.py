@@ -84,7 +84,8 @@ def memory(launch: Launch) -> set[str]:
     return {folder for folder in re.findall(r"memory in (\S+)\n", text) if os.path.isdir(folder)}
 
 
-@pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("stage", [2, 3])
 def test_a_killed_run_goes_on_exactly_without_a_disk(tmp_path: Path, stage: int) -> None:
     straight = train(tmp_path / "straight", stage=stage)
     killed = train(tmp_path / "killed", stage=stage, die_at=13)

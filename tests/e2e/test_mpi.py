@@ -63,7 +63,7 @@ SCRIPT = """
 """
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", STARTERS)
 def test_a_script_of_deepspeed_finds_its_ranks_and_one_of_zlaunch_does_not_train_alone(
     tmp_path: Path, name: str

@@ -47,6 +47,7 @@ def test_a_trace_has_the_parts_of_its_steps(steps: str, count: int, tmp_path: Pa
     assert any(name.startswith("zlaunch::gather ") for name in names) and "aten::addmm" in names
 
 
+@pytest.mark.exhaustive
 def test_steps_that_never_come(tmp_path: Path) -> None:
     script = TRAIN.replace("OWN", "False")
     launch = run(tmp_path, "--no_local_rank", "--profile=9-10", script=script)
@@ -61,6 +62,7 @@ def test_a_script_with_a_profiler_of_its_own_trains(tmp_path: Path) -> None:
     assert "no trace in " in launch.out and not (tmp_path / "run" / "traces").exists()
 
 
+@pytest.mark.exhaustive
 def test_a_folder_that_takes_no_trace(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "traces").write_text("a file")

@@ -90,6 +90,7 @@ def test_a_grid_is_run_and_the_best_is_shown(folder: Path) -> None:
     assert "best: trial 5" in again.stdout
 
 
+@pytest.mark.exhaustive
 def test_a_sweep_that_is_ended_goes_on(folder: Path) -> None:
     (folder / "hosts").write_text("localhost slots=3\n")
     (folder / "grid.yaml").write_text("parameters:\n  --x: [1, 2, 3, 4, 5]\n")
@@ -124,6 +125,7 @@ def test_what_is_no_use_is_said(folder: Path) -> None:
     assert wrong.returncode == 2
 
 
+@pytest.mark.exhaustive
 def test_a_trial_that_never_came_into_the_queue_is_tried(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

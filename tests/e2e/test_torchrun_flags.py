@@ -89,6 +89,7 @@ def test_a_flag_that_cannot_work_is_one_line(tmp_path: Path) -> None:
     assert launch.err.startswith("zlaunch: error: --nnodes 1:4: ") and launch.err.count("\n") == 1
 
 
+@pytest.mark.exhaustive
 def test_a_script_without_accelerate_reads_its_config_file_too(tmp_path: Path) -> None:
     """`initialize` without a config takes what --deepspeed_config_file has named."""
     script = """

@@ -77,7 +77,13 @@ def test_every_access_is_ordered_and_every_wait_is_meant(group: str) -> None:
     check(results(group))
 
 
-@pytest.mark.parametrize("groups", [("on the device", "host", "disk"), ("on two",)], ids=["one rank", "two"])
+@pytest.mark.parametrize(
+    "groups",
+    [
+        pytest.param(("on the device", "host", "disk"), id="one rank", marks=pytest.mark.exhaustive),
+        pytest.param(("on two",), id="two"),
+    ],
+)
 def test_some_cases_are_in_order(groups: tuple[str, ...], pytestconfig: pytest.Config) -> None:
     """Run two cases of each group; other turns have others (see Note [Turns] in tests/selection.py)."""
     turn = pytestconfig.getoption("--turn")

@@ -172,7 +172,7 @@ def _by_itself(axis: str, call: str) -> None:
                 engine(torch.ones(2, 8))
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("axis", "call", "said"),
     [

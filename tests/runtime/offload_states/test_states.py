@@ -80,7 +80,7 @@ def _equal(stage: int) -> str:
     return "equal"
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("env", [{}, GLOO], ids=["shared", "gloo"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_training_is_the_same_to_the_bit(stage: int, env: dict[str, str]) -> None:

@@ -256,6 +256,7 @@ def _states_and_loads(folder: str) -> dict[str, bool]:
     return found
 
 
+@pytest.mark.exhaustive
 def test_loads_and_states_among_local_steps(tmp_path: Path) -> None:
     for found in run_workers(_states_and_loads, 2, str(tmp_path)):
         assert found == dict.fromkeys(("optimizer", "moment", "some", "weights", "recovered"), True)

@@ -12,7 +12,7 @@ import pytest
 
 from tests.limits import LIMIT_S
 from tests.needs import Needs
-from tests.programs import NEEDS, is_there
+from tests.programs import NEEDS, SPACE, is_there, missing_space
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -49,6 +49,14 @@ def test_packages_are_printed_for_apt() -> None:
     done = ask("--packages")
     assert done.returncode == 0, done.stderr
     assert done.stdout.split("\n") == [*sorted({need.package for need in PACKAGED}), ""]
+
+
+@pytest.mark.parametrize(("free", "is_enough"), [(SPACE - 1, False), (SPACE, True)])
+def test_a_full_disk_is_named(monkeypatch: pytest.MonkeyPatch, free: int, is_enough: bool) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=free))
+    lines = missing_space()
+    assert bool(lines) is not is_enough
+    assert is_enough or f"14 GB on the disk of {Path.cwd()} (14 GB are free" in lines[0]
 
 
 def item(*names: str, fixtures: tuple[str, ...] = ()) -> Any:
