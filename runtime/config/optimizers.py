@@ -27,7 +27,7 @@ class Optimizer(Section):
     """The optimizer to build when the script passes none."""
 
     type: str = Field()
-    """Adam, AdamW, SGD, Lion, Lamb, Muon, OneBitAdam, OneBitLamb, ZeroOneAdam (docs/optimizers.md) or another
+    """Adam, AdamW, SGD, Lion, Lamb, Muon, OneBitAdam, OneBitLamb, ZeroOneAdam (docs/guides/optimizers.md) or another
     class of torch.optim; upper and lower case do not matter."""
     params: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the optimizer."""

@@ -148,7 +148,7 @@ def test_names_that_are_not_here(tmp_path: Path) -> None:
         "init_inference is not",
     ):
         assert text in said
-    assert said.count("docs/from-deepspeed.md") == 5
+    assert said.count("docs/migrating/deepspeed.md") == 5
     assert "ImportError cannot import name 'no_such_name'" in said
     assert "No module named 'deepspeed.compression'" in said and "use torchao" in said
 

@@ -32,7 +32,7 @@ from tests.runtime.workers import run_workers
         ("deepspeed.pipe.module", "PipelineModule"),
         ("deepspeed.moe.mappings", "experts"),
         ("deepspeed.utils.timer", "tput_timer"),
-        ("deepspeed.no_such_module", "docs/from-deepspeed.md"),
+        ("deepspeed.no_such_module", "docs/migrating/deepspeed.md"),
     ],
 )
 def test_modules_that_are_not_here(deepspeed: Any, name: str, advice: str) -> None:

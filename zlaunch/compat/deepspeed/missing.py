@@ -57,7 +57,7 @@ MODULES = {
 }
 """Packages of DeepSpeed's, without its own name, and what to use for what is in them."""
 
-_MORE = "(docs/from-deepspeed.md has what there is; --compat none uses an installed DeepSpeed)"
+_MORE = "(docs/migrating/deepspeed.md has what there is; --compat none uses an installed DeepSpeed)"
 
 
 class NotInZlaunch(NotImplementedError):
