@@ -141,7 +141,7 @@ def _parse_words(words: list[str]) -> dict[str, str]:
             raise _BadLine(f"{short(word)} is not understood; write KEY=VALUE")
         near = difflib.get_close_matches(key.lower(), ["slots", "port"], n=1, cutoff=0.75)
         if near and key != near[0]:
-            raise _BadLine(f"unknown key in {short(word)}: did you mean {near[0]}?")
+            raise _BadLine(f"unknown option {short(word)}. Did you mean {f'{near[0]}={value}'!r}?")
         if key in values:
             raise _BadLine(f"{key}= is there twice; keep one")
         values[key] = value

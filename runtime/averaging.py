@@ -73,11 +73,11 @@ class Averaging:
         rows = [
             ("each loss is divided by", f"{self.accumulation}", "gradient_accumulation_steps"),
             (
-                "gradients, summed over ranks, by",
+                "the sum of gradients is divided by",
                 divisor,
                 f"{data} * sequence ranks {self.sequence}",
             ),
         ]
         if self.predivide != 1.0:
-            rows.append(("of that before they are sent", f"{self.predivide:g}", "prescale_gradients"))
+            rows.append(("of that, before the reduction", f"{self.predivide:g}", "prescale_gradients"))
         return rows

@@ -37,7 +37,7 @@ from .handles.module_methods import intercept_module
 from .handles.optimizer import ZeroOptimizer, guard
 from .in_memory.snapshots import make_checkpointer
 from .leaf_modules import mark_configured, mark_lists_of_experts
-from .log import say, set_level, show, warn
+from .log import detail, say, set_level, show, warn
 from .memory.advice import MemoryAdviser
 from .memory.estimate import Setting
 from .memory.preflight import preflight
@@ -108,9 +108,10 @@ def build_engine(
     if comm.rank == 0:
         for warning in (*loaded.warnings, *effective.guesses()):
             warn(warning)
+        for line in effective.resolved_auto():
+            detail(line)
         # DeepSpeed scripts get another engine class; defaults that differ from DeepSpeed's are told to them.
-        changed = effective.changed_defaults() if kind is not Engine else ()
-        for line in (*effective.resolved_auto(), *changed):
+        for line in effective.changed_defaults() if kind is not Engine else ():
             say(line)
     _check_parameters(model, comm)
     check_consistency(model, effective.digest(), comm)
@@ -372,6 +373,10 @@ def _shard(
             f"{rounded[0]} is one of {len(rounded)} parameters that keep_in_fp32_modules names, which keeps "
             f"buffers alone: parameters are rounded to {factory.dtype}, with masters in fp32"
         )
+    unmatched = types.unmatched(model)
+    # a stage of a pipeline has a part of the names
+    if unmatched and comm.mesh.pipeline == 1 and comm.rank == 0:
+        warn(f"data_types.keep_in_fp32_modules: {unmatched[0]!r} is in no name of a parameter or buffer")
     place_rest(model, comm, types)
     if offload is not None:
         trainable = (p for block in blocks for _, p in block.parameters if p.requires_grad)

@@ -34,6 +34,8 @@ class Environment:
     """``ZLAUNCH_KERNELS``: ``auto``, ``cupy`` or ``torch``; see ``cuda_ops.loader.set_mode``."""
     quiet: bool
     """``ZLAUNCH_QUIET=1``: warnings and errors are printed, information is not."""
+    verbose: bool
+    """``ZLAUNCH_VERBOSE=1``: details of the start are printed as well."""
     profile: str
     """``ZLAUNCH_PROFILE=10-12``: the steps of which rank 0 writes a trace."""
     debug_free: str
@@ -67,6 +69,7 @@ def read_environment() -> Environment:
         saved_tensor_hooks=os.environ.get("ZLAUNCH_SAVED_TENSOR_HOOKS", "1") != "0",
         kernels=os.environ.get("ZLAUNCH_KERNELS") or "auto",
         quiet=os.environ.get("ZLAUNCH_QUIET") == "1",
+        verbose=os.environ.get("ZLAUNCH_VERBOSE") == "1",
         profile=os.environ.get("ZLAUNCH_PROFILE", ""),
         debug_free=os.environ.get("ZLAUNCH_DEBUG_FREE", ""),
     )

@@ -1,7 +1,8 @@
 """Prints what the runtime has to say to its user; no other module of the runtime does, except commands.
 
 The config's ``log_level`` sets the level for the process; a quiet run (``ZLAUNCH_QUIET=1``, ``zlaunch -q``)
-prints only warnings, failures, and what its script has asked for.
+prints only warnings, failures, and what its script has asked for. A verbose run (``ZLAUNCH_VERBOSE=1``,
+``zlaunch -v``) prints the details of its start as well.
 """
 
 from __future__ import annotations
@@ -31,6 +32,12 @@ def say(text: str, file: TextIO | None = None) -> None:
     """Print a line of information."""
     if _least <= logging.INFO and not read_environment().quiet:
         print(f"zlaunch: {text}", file=file, flush=True)
+
+
+def detail(text: str, file: TextIO | None = None) -> None:
+    """Print a line of information that only ``zlaunch --verbose`` or the level ``"debug"`` asks for."""
+    if _least <= logging.DEBUG or read_environment().verbose:
+        say(text, file)
 
 
 def warn(text: str) -> None:

@@ -28,6 +28,8 @@ class Reported:
         self.step: float | None = None
         """Keeps its last step until the runtime has seen it."""
         self.tokens_at: float | None = None
+        self.has_total = False
+        """The script says how many steps there will be."""
 
 
 reported = Reported()
@@ -56,6 +58,7 @@ def report(**values: float | int | None) -> None:
             shown.setdefault("tokens_per_s", numbers["tokens"] / max(now - before, 1e-9))
     reported.names |= shown.keys() - {"step", "steps"}
     reported.step = numbers.get("step", reported.step)
+    reported.has_total = reported.has_total or "steps" in numbers
     if environment.event_fd is None:
         if environment.rank == 0:
             words = (f"{k} {v:.6g}" if isinstance(v, (int, float)) else f"{k} {v}" for k, v in shown.items())

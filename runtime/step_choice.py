@@ -13,7 +13,7 @@ from .collective_step.muon import Muon, MuonStep
 from .collective_step.step import CollectiveStep
 from .comm.collectives import Comm
 from .errors import OptimizerError
-from .log import say
+from .log import detail
 from .offload.background_step import BackgroundStep
 from .one_bit.lamb_step import OneBitLambStep
 from .one_bit.optimizers import OneBitAdam, OneBitLamb, OneBitOptimizer, ZeroOneAdam, agree_on_phase
@@ -74,7 +74,7 @@ def prepare(optimizer: torch.optim.Optimizer, comm: Comm, *, divides_layers: boo
             steps = optimizer.param_groups[0]["freeze_step"]
             zero_one = isinstance(optimizer, ZeroOneAdam)
             first = "signs of gradients, but where the variance learns" if zero_one else "whole gradients"
-            say(f"{name}: ranks exchange {first}, for {steps} steps, then signs of momentum")
+            detail(f"{name}: ranks exchange {first}, for {steps} steps, then signs of momentum")
         comm.link.pieces = comm.link.size * (BLOCK // ALIGN_NUMEL)  # no block crosses the end of a part
     if divides_layers and collective_step_of(optimizer) is not None:
         raise OptimizerError(

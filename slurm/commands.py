@@ -243,6 +243,35 @@ def has_gpus() -> bool:
     return re.search(r"\bgpu\b", result.stdout) is not None
 
 
+def node_sizes(partition: str | None) -> list[tuple[int, int]]:
+    """Return the CPU cores and the GPUs of each kind of node in a partition, the default one for None.
+
+    The list is empty where sinfo does not answer: on a machine that is not part of a cluster.
+    """
+    if shutil.which("sinfo") is None:
+        return []
+    try:
+        chosen = ["-p", partition] if partition is not None else []
+        result = _run(["sinfo", "-h", *chosen, "-o", "%P|%c|%G"], _QUERY_TIMEOUT_S)
+    except SlurmError:
+        return []
+    return read_node_sizes(result.stdout, default_only=partition is None)
+
+
+def read_node_sizes(text: str, *, default_only: bool) -> list[tuple[int, int]]:
+    """Read lines such as `gpu*|64+|gpu:a100:8(S:0-1),nic:1`; the default partition has the asterisk."""
+    found = []
+    for line in text.splitlines():
+        name, _, rest = line.strip().partition("|")
+        cores, _, gres = rest.partition("|")
+        match = re.match(r"\d+", cores)
+        if match is None or (default_only and not name.endswith("*")):
+            continue
+        gpus = re.findall(r"(?:^|,)gpu(?::[^:(),]+)?:(\d+)", gres)
+        found.append((int(match[0]), sum(map(int, gpus))))
+    return found
+
+
 def own_jobs() -> list[dict[str, str]]:
     """Return this user's jobs in SLURM's queue, as SLURM shows them. Raises SlurmError."""
     names = ("id", "name", "state", "nodes", "limit", "elapsed", "why")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from zlaunch.slurm.environment import SlurmError
 
@@ -53,7 +54,7 @@ class BatchScript:
     array: str | None = None
     job_name: str | None = None
     output: str | None = None
-    """File for the output; %j is the job's id, %x its name. Its folder must be there."""
+    """File for the output; %j is the job's id, %x its name. SLURM does not create its folder."""
     container: str | None = None
     """An image for enroot and pyxis."""
     modules: tuple[str, ...] = ()
@@ -73,19 +74,19 @@ class BatchScript:
     """A line of shell that takes this shell's place, instead of the one that runs zlaunch."""
 
     def __post_init__(self) -> None:
-        for option, number in (("nodes", self.nodes), ("cpus-per-task", self.cpus_per_task)):
+        for option, number in (("num_nodes", self.nodes), ("cpus_per_task", self.cpus_per_task)):
             if number is not None and number < 1:
                 raise SlurmError(f"--{option} {number}: must be at least 1")
         for option, value, form, example in (
-            ("gpus-per-node", self.gpus_per_node, _GPUS, "8 or a100:8"),
+            ("num_gpus", self.gpus_per_node, _GPUS, "8 or a100:8"),
             ("time", self.time, _TIME, "90, 24:00:00 or 2-12:00:00"),
             ("array", self.array, _ARRAY, "0-9, 1,3,5 or 0-99%4"),
             ("signal", self.signal, _SIGNAL, "USR1@120"),
         ):
             if value is not None and not form.fullmatch(str(value)):
                 raise SlurmError(f"--{option} {str(value)!r}: write it as {example}")
-        for option in ("partition", "account", "qos", "job-name", "output", "container"):
-            text = getattr(self, option.replace("-", "_"))
+        for option in ("partition", "account", "qos", "job_name", "output", "container"):
+            text = getattr(self, option)
             if text is not None and not (text and text.isprintable()):
                 raise SlurmError(f"--{option} {text!r}: must be one line of text without control characters")
         for line in self.sbatch:
@@ -108,7 +109,7 @@ class BatchScript:
             ("--setup", self.setup),
             ("--venv", (self.venv or "",)),
             ("--python", (self.python or "",)),
-            ("--zlaunch-args", self.zlaunch_args),
+            ("--zlaunch_args", self.zlaunch_args),
             ("script argument", (self.script, *self.script_args)),
         ):
             for word in words:
@@ -134,6 +135,30 @@ def time_limit_s(text: str) -> float:
     if not found:
         raise SlurmError(f"--time {text!r}: no time at all")
     return float(found)
+
+
+def cores_of(gpus: int | str, nodes: Sequence[tuple[int, int]]) -> int | None:
+    """Return the GPUs' share of a node's CPU cores, given the cores and GPUs of the partition's nodes.
+
+    Of different nodes the smallest share counts. None where no node has that many GPUs.
+    """
+    wanted = int(str(gpus).rpartition(":")[2])
+    return min((max(1, cores * wanted // has) for cores, has in nodes if has >= wanted), default=None)
+
+
+def output_folder(batch: BatchScript) -> Path | None:
+    """Return the folder of the job's output, which SLURM does not create; None where there is none.
+
+    Raises SlurmError where its name is not known before the job runs.
+    """
+    folder = Path(batch.output or "").parent
+    name = str(folder).replace("%x", batch.job_name or "%x").replace("%%", "%")
+    if re.search(r"%\d*[A-Za-z]", name):
+        raise SlurmError(
+            f"--output {batch.output}: SLURM creates no folders, and the name of {folder} is only known when "
+            "the job runs: use % in the file's name alone"
+        )
+    return None if name == "." else Path(name)
 
 
 def render(batch: BatchScript) -> str:

@@ -15,7 +15,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from ..errors import ParameterError
-from ..log import say
+from ..log import detail
 
 _NAMES = ("mlp", "feed_forward", "ffn")
 IGNORED = -100
@@ -109,7 +109,7 @@ def tile_mlps(model: nn.Module, tile_tokens: int | str) -> None:
         widths = [each.weight.shape[-1] for each in _linears(module)]
         size = widths[0] if tile_tokens == "auto" else int(tile_tokens)
         module.forward = TiledForward(module, name, size)
-    say(f"tiled_mlp: {len(found)} modules compute tiles of tokens, and again in the backward pass")
+    detail(f"tiled_mlp: {len(found)} modules compute tiles of tokens, and again in the backward pass")
 
 
 def _linears(module: nn.Module) -> list[Any]:

@@ -98,6 +98,11 @@ def _check_exists(folder: Path, *, missing_ok: bool) -> bool:
             f"{folder}: no such folder, so there is no checkpoint to load: correct the path. If a first run "
             "may start without one, use load_checkpoint(zlaunch.resume_dir(folder)) or missing_ok=True"
         )
+    if folder.is_file():
+        raise CheckpointError(
+            f"{folder}: is a file, expected the folder that was given to save_checkpoint: give its folder, "
+            "and the name of a save in it as tag"
+        )
     return folder.exists()
 
 

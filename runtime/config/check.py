@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Sequence
 from typing import Any, TypeVar, get_args
 
 from pydantic import ValidationError
@@ -11,13 +12,16 @@ from pydantic.fields import FieldInfo
 from . import optimizers
 from .cross_checks import LATER, cross, show
 from .field_types import Section, real
-from .foreign_keys import WAY_OUT
-from .known_keys import extra, join, names, section_of, unknown
+from .foreign_keys import CONTAINERS, FOREIGN, WAY_OUT, Advice, advise
+from .forms import as_switch, forms, required_form, section_form
+from .known_keys import extra, join, names, section_at, section_of, unknown
+from .other_names import read_optimizer, read_scheduler
 from .report import ConfigReport
-from .schema import Config
+from .schema import EDITOR_KEY, Config
 from .spellings import modern
 
 S = TypeVar("S", bound=Section)
+_OFFLOADED = "zero_optimization.offload_optimizer.device"
 _IGNORED = "not supported yet, ignored (it changes only speed or diagnostics)"
 _EXPECTED = {
     "bool_type": "true or false",
@@ -41,10 +45,19 @@ def check(data: dict[str, Any]) -> tuple[Config | None, ConfigReport]:
     if config is not None:
         _support(config, "", report)
         config = cross(config, report)
+    _say_the_way_out_once(report)
     if report.without_effect:
         keys = ", ".join(report.without_effect)
         report.warnings.append(("", f"no effect, docs/config.md says what holds instead: {keys}"))
     return config, report
+
+
+def _say_the_way_out_once(report: ConfigReport) -> None:
+    """Leave it to the last of the problems that it applies to."""
+    found = [index for index, (_, text) in enumerate(report.problems) if text.endswith(WAY_OUT)]
+    for index in found[:-1]:
+        here, text = report.problems[index]
+        report.problems[index] = (here, text.removesuffix(WAY_OUT))
 
 
 def _takes_auto(info: FieldInfo) -> bool:
@@ -63,6 +76,8 @@ def _walk(data: dict[str, Any], model: type[Section], path: str, report: ConfigR
     spellings = names(model)
     seen: dict[str, str] = {}
     for key, value in data.items():
+        if not path and key == EDITOR_KEY:
+            continue
         name = spellings.get(key)
         here = join(path, name or key)
         if name is None and model.model_config.get("extra") == "allow":
@@ -70,11 +85,13 @@ def _walk(data: dict[str, Any], model: type[Section], path: str, report: ConfigR
             report.given.add(here)
             continue
         if name is None:
-            advice, mistake = unknown(key, path, spellings, value)
-            if report.strict or (mistake and report.strict is None):
-                report.problems.append((here, advice))
-            else:
-                report.warnings.append((here, f"{advice.removesuffix(WAY_OUT)}, ignored"))
+            is_container = not path and key in CONTAINERS
+            inside = _look_inside(value, here) if is_container and isinstance(value, dict) else []
+            advice = unknown(key, path, spellings, value)
+            if advice.text not in [found.text for _, found in inside]:
+                inside.insert(0, (here, advice))
+            for place, found in inside:
+                _report(found, place, report)
             continue
         if name in seen:
             report.problems.append((here, f"given twice, as {seen[name]} and as {key}"))
@@ -92,6 +109,19 @@ def _walk(data: dict[str, Any], model: type[Section], path: str, report: ConfigR
             report.given.add(here)
             clean[name] = value
     return clean
+
+
+def _report(advice: Advice, here: str, report: ConfigReport) -> None:
+    if report.strict or (advice.is_mistake and report.strict is None):
+        report.problems.append((here, advice.text))
+    else:
+        report.warnings.append((here, f"{advice.text.removesuffix(WAY_OUT)}, ignored"))
+
+
+def _look_inside(section: dict[str, Any], path: str) -> list[tuple[str, Advice]]:
+    """Return what to say about the settings of another tool that stand in a section of that tool."""
+    found = [(join(path, key), advise(key, value)) for key, value in section.items()]
+    return [(here, advice) for here, advice in found if advice is not None and advice.is_mistake]
 
 
 def _named(clean: dict[str, Any], key: str, report: ConfigReport) -> None:
@@ -114,11 +144,7 @@ def _named(clean: dict[str, Any], key: str, report: ConfigReport) -> None:
         return
     canonical = {name.lower(): name for name in (*known, *later)}.get(kind.lower())
     if canonical is None:
-        close = difflib.get_close_matches(kind, known, 1, 0.5)
-        advice = f"did you mean {close[0]}?" if close else f"expected one of {', '.join(known)}"
-        if key == "optimizer" and "8bit" in kind.lower().replace("_", ""):
-            advice = 'state in 8 bits is optimizer.params.state_dtype "int8", with Adam, AdamW, SGD or Lion'
-        report.problems.append((f"{key}.type", f"{show(kind)} is not known, {advice}"))
+        report.problems.append((f"{key}.type", f"{show(kind)} is not known, {_meant(key, kind, known)}"))
         return
     if canonical in later:
         report.problems.append((f"{key}.type", f"{show(kind)} is not supported yet"))
@@ -145,12 +171,24 @@ def _named(clean: dict[str, Any], key: str, report: ConfigReport) -> None:
         part["params"] = _free_params(params, path, report)
 
 
+def _meant(key: str, kind: str, known: Sequence[str]) -> str:
+    """Return what to write for an unknown type of an optimizer or a scheduler."""
+    if read := read_optimizer(kind) if key == "optimizer" else read_scheduler(kind):
+        note = " (at stage 1, 2 or 3)" if _OFFLOADED in read else ""
+        return f"write {forms(read)}{note}"
+    lower = {name.lower(): name for name in known}
+    if close := difflib.get_close_matches(kind.lower(), lower, 1, 0.75):
+        return f"did you mean {lower[close[0]]}?"
+    return f"expected one of {', '.join(known)}"
+
+
 def _free_params(params: dict[str, Any], path: str, report: ConfigReport) -> dict[str, Any]:
     """Take arguments of a torch class as they are; YAML's numeric strings become numbers."""
     clean: dict[str, Any] = {}
     for name, value in params.items():
-        if name in optimizers.OTHER_NAMES:
-            report.problems.append((f"{path}.{name}", unknown(name, path, [optimizers.OTHER_NAMES[name]])[0]))
+        meant = FOREIGN[name].keys if name in FOREIGN else ()
+        if any(key.startswith(f"{path}.") and key != f"{path}.{name}" for key in meant):
+            report.problems.append((f"{path}.{name}", unknown(name, path, (), value).text))
         if value == "auto":
             report.auto.add(f"{path}.{name}")
             continue
@@ -169,23 +207,31 @@ def _validate(model: type[S], data: dict[str, Any], path: str, report: ConfigRep
             for item in error.errors(include_url=False):
                 loc = item["loc"]
                 here = ".".join(str(part) for part in ((path, *loc) if path else loc))
-                report.problems.append((here, _message(item)))  # type: ignore[arg-type]
+                report.problems.append((here, _message(item, here)))  # type: ignore[arg-type]
                 _drop(data, loc)
     return None
 
 
-def _message(item: dict[str, Any]) -> str:
-    kind = item["type"]
+def _message(item: dict[str, Any], path: str) -> str:
+    kind, value = item["type"], item["input"]
     context = item.get("ctx") or {}
     if kind == "missing":
-        return "is required"
+        return f"is required{required_form(path)}"
     if kind == "value_error":
         expected = str(context.get("error"))
     elif kind == "literal_error":
         expected = "one of " + str(context.get("expected")).replace("'", "").replace(" or ", ", ")
     else:
         expected = _EXPECTED.get(kind, "") or item["msg"]
-    return f"{show(item['input'])} is not allowed, expected {expected}"
+    if expected == _EXPECTED["dict_type"]:
+        section = section_at(path)
+        has_switch = section is not None and "enabled" in section.model_fields
+        example = section_form(path, value, has_switch)
+        expected += f": {example}" if example else ""
+    elif kind == "bool_type" and isinstance(value, str) and (switch := as_switch(value)) is not None:
+        quoted = value.strip().lower() in ("true", "false")
+        expected = f"{show(switch)}, without quotes" if quoted else show(switch)
+    return f"{show(value)} is not allowed, expected {expected}"
 
 
 def _drop(data: dict[str, Any], loc: tuple[int | str, ...]) -> None:

@@ -28,6 +28,9 @@ def cross(config: Config, report: ConfigReport) -> Config:
     _precision(config, report)
     if config.gradient_allreduce_op == "sum" and config.zero_optimization.stage == 3:
         problems.append(("gradient_allreduce_op", '"sum" is not allowed with ZeRO stage 3, expected "mean"'))
+    if config.gradient_predivide_factor != 1 and not config.prescale_gradients:
+        why = 'no effect without "prescale_gradients": true'
+        report.warnings.append(("gradient_predivide_factor", why))
     mode = "fp16" if config.fp16.enabled else "bf16" if config.bf16.enabled else "fp32"
     param = config.data_types.param_dtype
     unsettled = report.auto & {"fp16.enabled", "bf16.enabled"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
+import re
 import sys
 from collections.abc import Callable
 from typing import Annotated, Any, ClassVar, Literal
@@ -145,7 +146,9 @@ def _betas(value: Any) -> list[float]:
     numbers_ = [real(item) for item in value] if isinstance(value, (list, tuple)) else []
     good = [float(n) for n in numbers_ if n is not None and 0 <= n < 1]
     if len(good) != 2 or len(numbers_) != 2:
-        raise ValueError("two numbers from 0 up to, not including, 1")
+        written = [float(n) for n in re.findall(r"\d*\.\d+", value)] if isinstance(value, str) else []
+        example = written if len(written) == 2 and max(written) < 1 else [0.9, 0.999]
+        raise ValueError(f"two numbers from 0 up to, not including, 1, such as {example}")
     return good
 
 

@@ -17,6 +17,7 @@ _WORDS = {
     "Infinity": float("inf"),
     "-Infinity": float("-inf"),
 }
+_PYTHON = {"True": "true", "False": "false", "None": "null"}
 MAX_DEPTH = 64
 _STRINGS = json.JSONDecoder()
 
@@ -88,7 +89,8 @@ class _Reader:
             self.at = match.end()
             return float(word) if set(word) & set(".eE") else int(word)
         if word not in _WORDS:
-            raise self.problem(f"{word[:40]!r} is not a JSON value (strings need double quotes)")
+            right = f"write {_PYTHON[word]}" if word in _PYTHON else "strings need double quotes"
+            raise self.problem(f"{word[:40]!r} is not a JSON value ({right})")
         self.at = match.end()
         return _WORDS[word]
 
@@ -134,4 +136,6 @@ class _Reader:
         if self.peek() == ",":
             self.at += 1
         elif self.peek() != close:
-            raise self.problem(f'expected "," or "{close}"')
+            starts_another = self.peek() in ('"', "{", "[")
+            missing = ": a comma is missing before this" if starts_another else ""
+            raise self.problem(f'expected "," or "{close}"{missing}')

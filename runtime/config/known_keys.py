@@ -11,14 +11,28 @@ from typing import Any, get_args
 from pydantic.fields import FieldInfo
 
 from .field_types import Section
-from .foreign_keys import find_wish
-from .optimizers import OPTIMIZER_PARAMS, OTHER_NAMES, SCHEDULER_PARAMS
+from .foreign_keys import CONTAINERS, Advice, advise
+from .forms import form
+from .optimizers import OPTIMIZER_PARAMS, SCHEDULER_PARAMS
 from .schema import Config
 
 _NOTE = re.compile(r"[^A-Za-z]|comments?$")
 """Top-level keys that are somebody's own remarks, whatever they resemble: _comment, $schema, //."""
 _CLOSE = 0.75
-"""At the top level a key of another tool is no typo; inside a section any likeness counts."""
+"""Least likeness of a typo to the key that is meant: a wrong suggestion is worse than none."""
+_ALIKE = 0.9
+"""Least likeness of names that differ in their number of words."""
+_COMMON = frozenset(
+    (
+        *("classes", "copies", "data", "debug", "every", "fast", "gamma", "group", "metric", "mode", "names"),
+        *("offload", "online", "overwrite", "params", "passes", "plan", "profile", "project", "ratio"),
+        *("schedule", "stability", "team", "theta", "tol", "type", "verbose", "verbosity", "version"),
+        "workspace",
+    )
+)
+"""Keys of sections whose names scripts use for other things: at the top level nothing says what is meant."""
+_LONGEST = 100
+"""Most characters of a value that is shown in its right place."""
 
 
 def join(path: str, key: object) -> str:
@@ -68,27 +82,56 @@ def homes() -> dict[str, list[str]]:
     return found
 
 
-def unknown(key: str, path: str, known: Iterable[str], value: Any = None) -> tuple[str, bool]:
-    """Return what to say about an unknown key of the section ``path`` and its value, and whether it must be a
-    mistake.
+def section_at(path: str) -> type[Section] | None:
+    """Return the model of the section at a dotted path, or None if there is none."""
+    model: type[Section] | None = Config
+    for name in path.split(".") if path else ():
+        info = model.model_fields.get(name) if model else None
+        model = section_of(info) if info else None
+    return model
+
+
+def unknown(key: str, path: str, known: Iterable[str], value: Any = None) -> Advice:
+    """Return what to say about an unknown key of the section ``path`` and its value."""
+    known = list(known)
+    is_note = not path and _NOTE.match(key) is not None
+    if not is_note and (found := advise(key, value, path)) is not None:
+        return found
+    places = [place for place in homes().get(key, ()) if place != path]
+    if places and (path or key not in _COMMON):
+        example = form(join(places[0], key), value) if len(places) == 1 and value is not None else ""
+        shown = f": {example}" if example and len(example) <= _LONGEST else ""
+        return Advice(f"unknown key here, it belongs {_belongs(places)}{shown}", True)
+    if not is_note and (path or key not in CONTAINERS) and (close := _closest(key, known)):
+        return Advice(f"unknown key, did you mean {close}?", True)
+    if path == "" or len(known) > 12:
+        return Advice("unknown key", path != "")
+    return Advice(f"unknown key, expected one of {', '.join(known)}", True)
+
+
+def _closest(key: str, known: Iterable[str]) -> str:
+    """Return the known key that ``key`` is a typo of, or a part of; "" if none is close enough.
+
+    eval_batch_size is like train_batch_size, and is something else: each word must be like the known one.
     """
     known = list(known)
-    if OTHER_NAMES.get(key) in known:
-        return f"unknown key, did you mean {OTHER_NAMES[key]}?", True
-    if places := [place for place in homes().get(key, ()) if place != path]:
-        return f"unknown key here, it belongs {_belongs(places)}", True
-    is_note = not path and _NOTE.match(key) is not None
-    if not path and not is_note and (wish := find_wish(key, value)) is not None:
-        return wish, True
-    if path:
-        close = difflib.get_close_matches(key, known, 1)
-    else:
-        close = [] if is_note else difflib.get_close_matches(key, known, 1, _CLOSE)
-    if close:
-        return f"unknown key, did you mean {close[0]}?", True
-    if path == "" or len(known) > 12:
-        return "unknown key", path != ""
-    return f"unknown key, expected one of {', '.join(known)}", True
+    spelled = {name.lower(): name for name in known}
+    for near in difflib.get_close_matches(key.lower(), spelled, 5, _CLOSE):
+        if _is_typo(key.lower(), near):
+            return spelled[near]
+    parts = [name for name in known if f"_{name}_".startswith(f"_{key}_") or f"_{name}_".endswith(f"_{key}_")]
+    return parts[0] if "_" in key and len(parts) == 1 else ""
+
+
+def _is_typo(key: str, known: str) -> bool:
+    pairs = zip(key.split("_"), known.split("_"), strict=False)
+    if key.count("_") == known.count("_") and all(_ratio(*pair) >= _CLOSE for pair in pairs):
+        return True
+    return _ratio(key.replace("_", ""), known.replace("_", "")) >= _ALIKE
+
+
+def _ratio(one: str, other: str) -> float:
+    return difflib.SequenceMatcher(None, one, other).ratio()
 
 
 def _belongs(places: list[str]) -> str:

@@ -71,7 +71,9 @@ def load(source: str | os.PathLike[str] | Mapping[str, Any]) -> Loaded:
     raw = plain.copy(value, "", 0)
     problems = [*doubled, *plain.problems]
     if not isinstance(raw, dict):
-        problems.append(("", "expected an object of keys and values at the top"))
+        kind = "a list" if isinstance(raw, list) else "nothing" if raw is None else "a single value"
+        form = '{"KEY": VALUE, ...}'
+        problems.append(("", f"expected an object of keys and values at the top, {form}, not {kind}"))
         raw = {}
     config, report = check(raw)
     problems += report.problems
@@ -111,12 +113,16 @@ def _read(source: object) -> tuple[str, Any, list[tuple[str, str]]]:
             text = file.read(_MOST_CHARS + 1)
     except UnicodeDecodeError as error:
         _fail(path, f"not UTF-8 text (byte {error.start})")
+    except IsADirectoryError:
+        _fail(path, "this is a folder, expected a JSON or YAML file")
     except OSError as error:
         _fail(path, f"cannot be read: {error.strerror or error}")
     if len(text) > _MOST_CHARS:
         _fail(path, f"is larger than {_MOST_CHARS >> 20} MiB: that is no config")
     if not text.strip():
         _fail(path, "the file is empty")
+    if path.lower().endswith(".toml"):
+        _fail(path, "TOML is not supported, write the config as JSON or YAML")
     read = _parse_yaml if path.lower().endswith(_YAML) else _parse_json
     return os.path.basename(path), *read(text, path)
 

@@ -27,8 +27,8 @@ class Optimizer(Section):
     """The optimizer to build when the script passes none."""
 
     type: str = Field()
-    """Adam, AdamW, SGD, Lion, Lamb, Muon, OneBitAdam, OneBitLamb, ZeroOneAdam (docs/guides/optimizers.md) or another
-    class of torch.optim; upper and lower case do not matter."""
+    """Adam, AdamW, SGD, Lion, Lamb, Muon, OneBitAdam, OneBitLamb, ZeroOneAdam (docs/guides/optimizers.md)
+    or another class of torch.optim; upper and lower case do not matter."""
     params: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the optimizer."""
 
@@ -348,11 +348,6 @@ SCHEDULER_PARAMS: dict[str, type[Params]] = {
     "OneCycle": OneCycleParams,
     "LRRangeTest": LRRangeTestParams,
 }
-
-OTHER_NAMES = {"learning_rate": "lr", "learningRate": "lr"}
-OTHER_NAMES |= {"autocast": "torch_autocast", "allow_tf32": "tf32"}
-OTHER_NAMES |= {"tp": "tensor", "ep": "expert", "pp": "pipeline", "sp": "sequence", "dp": "data"}
-"""Names that other libraries have for a key, too far from ours for a typo."""
 
 _ADAM = {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}
 _PLAIN = {"lr": 1e-2, "weight_decay": 0.0}

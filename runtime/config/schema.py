@@ -157,6 +157,10 @@ class Config(Section):
         return dtype, 0.0 if given == "dynamic" else given, self.amp.min_loss_scale or 1.0
 
 
+EDITOR_KEY = "$schema"
+"""Key of a config that tells editors where its JSON Schema is; it changes nothing else."""
+
+
 def json_schema() -> Json:
     """Return the JSON Schema of a config file, with aliases and "auto" allowed."""
     schema = Config.model_json_schema()
@@ -179,6 +183,7 @@ def json_schema() -> Json:
             }
             for kind, model in by_type.items()
         ]
+    schema["properties"][EDITOR_KEY] = {"type": "string", "description": "where editors find this schema"}
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
 
 

@@ -18,7 +18,7 @@ from ..comm.collectives import Comm
 from ..comm.process_group import init_distributed
 from ..config import load
 from ..deadlock import watch as deadlock
-from ..log import say, set_level
+from ..log import detail, set_level
 from ..offload.manager import Offload
 from ..offload.options import init_stores
 from ..precision.buffers import BufferTypes
@@ -177,7 +177,7 @@ class _Builder:
         nbytes = sum(unit.layout.shard_numel * unit.dtype.itemsize for unit in self._alive)
         places = {"disk" if (t := u.values.tensor) is None else t.device.type for u in self._alive}
         dtypes = ", ".join(sorted({str(unit.dtype) for unit in self._alive}))
-        say(
+        detail(
             f"zero.Init: {numel:,} elements in {dtypes}, {nbytes / 2**20:,.1f} MiB on each rank "
             f"({', '.join(sorted(places))}), and {self._largest / 2**20:,.1f} MiB for one module at the peak"
         )

@@ -326,40 +326,41 @@ def check(s: Setting, free: Amounts, parameters_disk: int | None = None) -> None
 
 
 def describe(s: Setting, free: Amounts, present: Amounts, of_token: Activations | None = None) -> list[str]:
-    """Describe the plan in short lines, each in one unit. ``present`` is what the model takes before
-    ``initialize``, ``of_token`` what a token's activations take, where that is known.
+    """Describe the plan: a line with the most important amounts, then lines of details. ``present`` is what
+    the model takes before ``initialize``, ``of_token`` what a token's activations take, where known.
     """
     found = plan(s)
     total, most = found.total, peak(s, present)
     parts = (found.parameters.device, found.gradients.device, found.optimizer.device)
     unit, shown, *each = _in_one_unit(total.device, *parts, most.device)
-    start = f", at the start {each[3]} {unit}" if each[3] != shown else ""
-    lines = [
-        f"{'' if s.device_is_host else 'GPU '}memory of a rank: {shown} {unit} (parameters {each[0]}, "
-        f"gradients {each[1]}, optimizer {each[2]}){start}"
-    ]
+    of = "" if s.device_is_host else "GPU "
+    left = max(0, free.host - total.device - total.host if s.device_is_host else free.device - total.device)
     away = total.host - found.snapshot.host
-    if away or total.disk:
+    offloaded = f", {shown_bytes(away + total.disk)} offloaded" if away or total.disk else ""
+    details = []
+    if each[3] != shown:
+        details.append(f"{of}memory per rank during initialize: {each[3]} {unit}")
+    if offloaded:
         pinned = 0 if s.device_is_host else total.pinned - found.snapshot.pinned
-        unit, host, locked, start, disk = _in_one_unit(away, pinned, max(away, present.host), total.disk)
-        notes = [f"{locked} page-locked"] * (pinned > 0) + [f"at the start {start}"] * (start != host)
-        places = [f"{host} {unit} in host memory" + (f" ({', '.join(notes)})" if notes else "")]
-        lines.append(f"offloaded: {', '.join(places + [f'{disk} {unit} on disk'] * (total.disk > 0))}")
+        most_away = max(away, present.host)
+        away_unit, host, locked, start, disk = _in_one_unit(away, pinned, most_away, total.disk)
+        notes = [f"{locked} page-locked"] * (pinned > 0) + [f"{start} during initialize"] * (start != host)
+        places = [f"{host} {away_unit} in host memory" + (f" ({', '.join(notes)})" if notes else "")]
+        details.append(f"offloaded: {', '.join(places + [f'{disk} {away_unit} on disk'] * (total.disk > 0))}")
     if found.snapshot.host:
         what = "snapshots" if s.kept_snapshots else "asynchronous checkpoints"
-        lines.append(f"{what}: {shown_bytes(found.snapshot.host)} of host memory")
-    left = free.host - total.device - total.host if s.device_is_host else free.device - total.device
-    return [*lines, f"left for activations: {shown_bytes(max(0, left))}{_tokens(of_token, max(0, left))}"]
-
-
-def _tokens(each: Activations | None, left: int) -> str:
-    """Say how many tokens a micro-batch may have."""
-    if each is None or each.checkpointed is None:
-        return ""
-    return (
-        f", by {each.source} enough for a micro-batch of {_rounded(left // each.plain)} tokens, with every "
-        f"block checkpointed {_rounded(left // each.checkpointed)}"
+        details.append(f"{what}: {shown_bytes(found.snapshot.host)} of host memory")
+    if of_token is not None and of_token.checkpointed is not None:
+        details.append(
+            f"activations: {shown_bytes(left)} fit a micro-batch of {_rounded(left // of_token.plain)} "
+            f"tokens, or {_rounded(left // of_token.checkpointed)} with activation checkpointing in every "
+            f"block (estimated by {of_token.source})"
+        )
+    summary = (
+        f"{of}memory per rank: {shown} {unit} (parameters {each[0]}, gradients {each[1]}, optimizer "
+        f"{each[2]}){offloaded}, {shown_bytes(left)} left for activations"
     )
+    return [summary, *details]
 
 
 def _rounded(count: int) -> str:

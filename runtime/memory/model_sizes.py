@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import inspect
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -23,6 +24,8 @@ from ..zero.unit_policy import UNIT_NUMEL, ShardingOptions, plan_blocks
 Builder = Callable[[], nn.Module]
 SHARDED = ShardingOptions(shard_optimizer=True, shard_grads=True, shard_params=True)
 """Cuts a model into blocks as stage 3 does."""
+_HUB_NAME = re.compile(r"(?!.*\.json$)\w[\w.-]*(/\w[\w.-]*)?")
+_HUB_TIMEOUT_S = 10.0
 _UNITS = ((10**12, "T"), (10**9, "B"), (10**6, "M"), (1, ""))
 
 
@@ -91,24 +94,27 @@ def from_function(target: str) -> ModelSizes:
 
 
 def from_hugging_face(path: str) -> ModelSizes:
-    """Describe the model of a Hugging Face ``config.json``, or of the folder with it.
+    """Describe the model of a Hugging Face ``config.json``, of the folder with it, or of a name on the Hub.
 
     Raises MemoryPlanError.
     """
-    if not Path(path).exists():
-        raise MemoryPlanError(f"{path}: no such file or folder")
+    if not Path(path).exists() and not _HUB_NAME.fullmatch(path):
+        raise MemoryPlanError(f"{path}: no such file or folder, and no name of a model on the Hub")
     try:
         import transformers
     except ImportError:
         raise MemoryPlanError(
             "--hf_config needs transformers: pip install transformers (extra [hf])"
         ) from None
+    config: Any
     try:
-        config: Any = transformers.AutoConfig.from_pretrained(path)
+        config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
-        raise MemoryPlanError(
-            f"{path} is no config of a model that transformers {transformers.__version__} knows: {error}"
-        ) from None
+        if Path(path).exists() or isinstance(error, KeyError):
+            raise MemoryPlanError(
+                f"{path} is no config of a model that transformers {transformers.__version__} knows: {error}"
+            ) from None
+        config = _from_hub(path)
     names = list(getattr(config, "architectures", None) or [])
     kind = getattr(transformers, names[0], None) if names else None
 
@@ -119,7 +125,40 @@ def from_hugging_face(path: str) -> ModelSizes:
 
     found = _of_module(path, build, is_language_model=True, vocab=getattr(config, "vocab_size", None))
     positions = getattr(config, "max_position_embeddings", None)
-    return replace(found, positions=positions if isinstance(positions, int) else None)
+    hidden = getattr(config, "hidden_size", None)
+    return replace(
+        found,
+        positions=positions if isinstance(positions, int) else None,
+        hidden=hidden if isinstance(hidden, int) else None,
+    )
+
+
+def _from_hub(name: str) -> Any:
+    """Download a model's config. The Hub is asked once first: downloads try again for half a minute."""
+    import transformers
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import RepositoryNotFoundError
+
+    api = HfApi()
+    try:
+        api.model_info(name, timeout=_HUB_TIMEOUT_S)
+    except RepositoryNotFoundError:
+        raise MemoryPlanError(
+            f"{name}: no such file or folder, and no such model at {api.endpoint}"
+        ) from None
+    except Exception as error:  # of the Hub's client and the HTTP library below it, which changes
+        raise MemoryPlanError(
+            f"{name}: no such file or folder, and {api.endpoint} does not answer ({_first_line(error)}). "
+            "Download the model's config.json and name it, or give --params"
+        ) from None
+    try:
+        return transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        raise MemoryPlanError(f"{name} at {api.endpoint}: {_first_line(error)}") from None
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
 
 
 def _of_module(
@@ -158,9 +197,11 @@ def _find(target: str) -> Builder:
     own, sys.argv = sys.argv, [place]  # a script's arguments are not ours
     try:
         if place.endswith(".py"):
-            spec = importlib.util.spec_from_file_location(Path(place).stem, place)
+            # not the file's own name: a model in `json.py` must not take the place of that module
+            spec = importlib.util.spec_from_file_location(f"zlaunch_model_in_{Path(place).stem}", place)
             assert spec is not None and spec.loader is not None
             module = importlib.util.module_from_spec(spec)
+            sys.modules[spec.name] = module  # dataclasses of the file look for it there
             sys.path.insert(0, str(Path(place).resolve().parent))
             spec.loader.exec_module(module)
         else:

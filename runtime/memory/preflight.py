@@ -13,7 +13,7 @@ from ...cuda_ops.step_rules import needs_kernel
 from ..comm.collectives import Comm
 from ..environment import read_environment
 from ..errors import MemoryPlanError
-from ..log import say
+from ..log import detail, say
 from ..mesh.choice import kept_bytes
 from ..offload.manager import OffloadOptions
 from ..offload.options import mean_state_count
@@ -98,8 +98,10 @@ def preflight(
         # a stage keeps as many micro-batches as there are stages, in as much less of the layers
         mesh = comm.mesh
         of_token = activations_per_token(model, setting.dtype_bytes, mesh.sequence, mesh.tensor)
-        for line in describe(largest, free, present, of_token):
-            say(line)
+        summary, *details = describe(largest, free, present, of_token)
+        say(summary)
+        for line in details:
+            detail(line)
     problem = None
     try:
         check(setting, free, other_drive_bytes(offload, local))

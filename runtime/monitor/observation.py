@@ -22,6 +22,7 @@ from .flops_profiler import FlopsProfiler
 from .monitor import Monitor
 from .step_clock import COMMUNICATION, StepClock, TimedPart
 from .step_reporter import ReportedLoop, StepCosts, StepReporter
+from .total_steps import PlannedLoop, find_total_steps
 from .trace import StepTrace
 
 _NOTHING: Mapping[str, Any] = {}
@@ -29,7 +30,7 @@ Around = Callable[..., AbstractContextManager[None]]
 """Gives a context for a call: its name, and of a forward pass the model's arguments."""
 
 
-class ObservedLoop(ReportedLoop, Protocol):
+class ObservedLoop(ReportedLoop, PlannedLoop, Protocol):
     """Has a model and a device besides what is reported."""
 
     module: nn.Module
@@ -83,7 +84,7 @@ def observe(
     reporter = StepReporter(
         engine,
         every=config.steps_per_print,
-        total_steps=_total_steps(config),
+        total_steps=lambda: find_total_steps(config, engine),
         on_gpu=on_gpu,
         costs=costs,
     )
@@ -149,9 +150,3 @@ def _trace(rank: int, *, on_gpu: bool) -> StepTrace | None:
 def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[None]) -> Iterator[None]:
     with outer, inner:
         yield
-
-
-def _total_steps(config: Config) -> int | None:
-    """Return how many steps the run will make, where the config's schedule says it."""
-    total = config.scheduler.params.get("total_num_steps") if config.scheduler is not None else None
-    return int(total) if isinstance(total, (int, float)) and total > 0 else None

@@ -85,11 +85,13 @@ class StepReporter:
         loop: ReportedLoop,
         *,
         every: float | None,
-        total_steps: int | None,
+        total_steps: Callable[[], int | None],
         on_gpu: bool,
         costs: StepCosts,
     ) -> None:
-        """Report on ``loop``, in all ``every`` steps and at other times."""
+        """Report on ``loop``, in all ``every`` steps and at other times. ``total_steps`` returns how many
+        steps there will be, where that is known.
+        """
         self._loop, self._total_steps, self.on_gpu = loop, total_steps, on_gpu
         self._costs = costs
         self._moved = {"moved_mb": costs.moved_bytes(), "disk_mb": costs.disk_bytes()}
@@ -196,7 +198,8 @@ class StepReporter:
             return
         numbers = dict(zip(report.names, report.numbers.read(), strict=True))
         loss = {"loss": numbers.pop("train_loss")} if "train_loss" in numbers else {}
-        steps = {} if self._total_steps is None else {"steps": self._total_steps}
+        total = None if reported.has_total else self._total_steps()
+        steps = {} if total is None else {"steps": total}
         values = {"step": report.step, **steps, **loss, **numbers, **report.known}
         hidden = reported.names if self._counts_alike else {*reported.names, "step", "steps"}
         own = {name: value for name, value in values.items() if name not in hidden}

@@ -10,7 +10,7 @@ from torch import nn
 from ..comm.collectives import Comm
 from ..config import Config
 from ..errors import ParameterError
-from ..log import say
+from ..log import detail
 from .cut import StageAxis, leave_own
 from .engine import StagedModel
 from .line import Line, divide, find_line, weights_of
@@ -50,7 +50,7 @@ def divide_layers(model: nn.Module, config: Config, comm: Comm) -> StagedModel |
     tied = leave_own(line, axis)
     if comm.rank == 0:
         sizes = ", ".join(str(b - a) for a, b in pairwise(line.bounds))
-        say(f"pipeline parallelism: {stages} stages, {section.schedule}; layers of each part: {sizes}")
+        detail(f"pipeline parallelism: {stages} stages, {section.schedule}; layers of each part: {sizes}")
     return StagedModel(line, axis, tied, section.schedule, Passes(line))
 
 

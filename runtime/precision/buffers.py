@@ -65,6 +65,12 @@ class BufferTypes:
         """Return the names of parameters that the list names, and that are rounded nevertheless."""
         return [name for name, _ in self._named(model, model.named_parameters())]
 
+    def unmatched(self, model: nn.Module) -> list[str]:
+        """Return the patterns of the config's list that no name of a parameter or buffer matches."""
+        names = [name for name, _ in [*model.named_parameters(), *model.named_buffers()]]
+        patterns = self.listed or ()
+        return [each for each in patterns if not any(re.search(_glob(each), name) for name in names)]
+
     def _named(self, model: nn.Module, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         pattern = self._pattern(model)
         if pattern is not None:

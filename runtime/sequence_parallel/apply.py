@@ -13,7 +13,7 @@ from ..comm.collectives import Comm
 from ..config import Config
 from ..environment import read_environment
 from ..errors import ParameterError
-from ..log import say
+from ..log import detail, say
 from ..model_plans import causal_model, text_config
 from ..rank_mesh import MeshShape
 from .attention import heads_problem, note_engine
@@ -55,7 +55,8 @@ def share_sequences(model: nn.Module, config: Config, comm: Comm) -> LossParts |
         block = axis.size * comm.mesh.tensor
         crossing = f"; warning: groups of {block} ranks cross nodes of {local}" if local % block else ""
         how = "its script divides them" if owner is None else type(owner).__name__
-        say(f"sequence parallelism: {axis.size} ranks have parts of each sequence ({how}){crossing}")
+        tell = say if crossing else detail
+        tell(f"sequence parallelism: {axis.size} ranks have parts of each sequence ({how}){crossing}")
     return parts
 
 

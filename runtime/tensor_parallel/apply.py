@@ -15,7 +15,7 @@ from ..environment import read_environment
 from ..errors import ParameterError
 from ..expert_parallel.axis import ExpertAxis
 from ..expert_parallel.forward import DispatchForward
-from ..log import say
+from ..log import detail, say
 from ..mesh.choice import divides_layers
 from ..zero.unit import owner_of
 from .agreement import Agreement, SameOutputs, uses_dropout
@@ -109,15 +109,16 @@ def _tell(work: Decision) -> None:
             if samples == 1
             else f"{samples} such groups train on samples of their own"
         )
-        say(
+        tell = say if crossing else detail
+        tell(
             f"tensor parallelism: {axis.size} ranks share each layer ({len(work.boxes)} parameters are cut); "
             f"{groups}{crossing}"
         )
         for text in work.left_whole:
-            say(f"tensor parallelism: {text}")
+            detail(f"tensor parallelism: {text}")
     if experts is not None:
         total = max(experts.modules.values())
-        say(
+        detail(
             f"expert parallelism: each rank has {total // experts.axis.size} of {total} experts, in "
             f"{len(experts.modules)} module(s); {experts.axis.size} ranks together have all of them"
         )

@@ -85,6 +85,8 @@ def test_programs_and_child_processes_find_it_too(tmp_path: Path) -> None:
 def test_everybody_who_asks_is_told(tmp_path: Path) -> None:
     said = python(
         """
+        import os
+        os.environ["ZLAUNCH_VERBOSE"] = "1"
         import zlaunch.compat.deepspeed as ds
         assert not ds.is_installed()
         ds.install()

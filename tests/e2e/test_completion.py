@@ -77,7 +77,11 @@ def write_run(folder: Path, name: str, started: int, *, lives: bool) -> None:
         ("zlaunch checkpoint export ckpt out --dtype b", ["plain,bf16"]),
         ("zlaunch checkpoint ls ", ["dir,"]),
         ("zlaunch config check d", ["file,d"]),
-        ("zlaunch slurm script --gp", ["plain,--gpus-per-node", "plain,--gpus"]),
+        ("zlaunch slurm script --gp", ["plain,--gpus_per_node", "plain,--gpus"]),
+        ("zlaunch --num-n", ["plain,--num_nodes"]),
+        ("zlaunch run --num-n", ["plain,--num_nodes"]),
+        ("zlaunch run tr", ["file,tr"]),
+        ("zlaunch ru", ["file,ru", "plain,run"]),
         ("zlaunch slurm script train.py --gp", ["file,--gp"]),
         ("zlaunch slurm script -h", ["plain,-h"]),
         ("zlaunch help s", ["plain,slurm", "plain,stacks", "plain,stop", "plain,submit", "plain,sweep"]),
@@ -118,9 +122,9 @@ def test_torch_is_not_imported(line: str, tmp_path: Path) -> None:
 
 def test_zsh_and_fish_are_told_what_things_are(tmp_path: Path) -> None:
     zsh = zlaunch(tmp_path, _ZLAUNCH_COMPLETE="zsh_complete", COMP_WORDS="zlaunch sto", COMP_CWORD="1")
-    assert zsh.stdout.splitlines()[3:] == ["plain", "stop", "Stop a run and wait for its end."]
+    assert zsh.stdout.splitlines()[3:] == ["plain", "stop", "Stop a run and wait until it ends."]
     fish = zlaunch(tmp_path, _ZLAUNCH_COMPLETE="fish_complete", COMP_WORDS="zlaunch sto", COMP_CWORD="sto")
-    assert fish.stdout.splitlines()[1:] == ["plain,stop\tStop a run and wait for its end."]
+    assert fish.stdout.splitlines()[1:] == ["plain,stop\tStop a run and wait until it ends."]
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

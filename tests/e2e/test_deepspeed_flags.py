@@ -46,7 +46,7 @@ def test_a_log_for_each_rank(tmp_path: Path) -> None:
         (["--launcher", "mpich"], "--launcher mpich: use ssh, slurm or openmpi"),
         (["--launcher", "nonsense"], "--launcher nonsense: expected local, ssh, openssh, slurm or openmpi"),
         (["--launcher", "PDSH"], "--launcher ssh needs a --hostfile"),
-        (["--autotuning", "run"], "zlaunch does not search for a config"),
+        (["--autotuning", "run"], "use `zlaunch tune`"),
         (["--elastic_training"], "use --max_restarts N"),
         (["--min_elastic_nodes", "2"], "use --min_nodes N"),
         (["--venv_script", "x"], "use --venv DIR"),

@@ -50,7 +50,7 @@ def test_workers_get_their_place(tmp_path: Path) -> None:
         assert dump["file"] == str(tmp_path / "worker.py")
     assert dumps[0]["sid"] != dumps[1]["sid"]
     port = dumps[0]["env"]["MASTER_PORT"]
-    assert port == dumps[1]["env"]["MASTER_PORT"] and f"localhost:{port}" in launch.err
+    assert port == dumps[1]["env"]["MASTER_PORT"]
     assert json.loads(launch.out) == dumps[0], "the console shows rank 0"
     assert sorted(path.name for path in (launch.run_dir / "logs").iterdir()) == [
         ".times",

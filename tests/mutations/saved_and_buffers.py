@@ -87,6 +87,13 @@ MUTATIONS: tuple[Mutation, ...] = (
         _BUFFERS,
     ),
     Mutation(
+        "runtime/precision/buffers.py",
+        "if not any(re.search(_glob(each), name) for name in names)]",
+        "if not names]",
+        "a pattern of keep_in_fp32_modules that names nothing is silent",
+        _BUFFERS,
+    ),
+    Mutation(
         "runtime/replicated.py",
         "            if id(buffer) not in placed:\n",
         "            if True:\n",

@@ -18,11 +18,11 @@ _POLL_S = 0.1
 _BLOCK_BYTES = 1 << 16
 
 
-@click.command(cls=Command, context_settings=SETTINGS, short_help="Show what a detached run shows.")
+@click.command(cls=Command, context_settings=SETTINGS, short_help="Show the console of a detached run.")
 @click.argument("run", metavar="[RUN]", default="last")
-@count_option("-n", "--lines", low=0, default=100, show_default=True, help="Of what it has shown so far.")
+@count_option("-n", "--lines", low=0, default=100, show_default=True, help="Earlier lines to show first.")
 def attach(run: str, lines: int) -> int:
-    """Show what RUN, which was started with --detach, shows, until it ends; by default the `last` run.
+    """Show the console of RUN, which was started with --detach, until the run ends.  [default: last]
 
     Ctrl-C leaves the run alone. The exit code is the run's.
     """
@@ -48,11 +48,13 @@ def attach(run: str, lines: int) -> int:
         return 130
 
 
-@click.command(cls=Command, context_settings=SETTINGS, short_help="Wait for a run's end; exit as it does.")
+@click.command(
+    cls=Command, context_settings=SETTINGS, short_help="Wait until a run ends and exit with its code."
+)
 @click.argument("run", metavar="[RUN]", default="last")
-@seconds_option("--timeout", "To wait at most; then the exit code is 124.", low=0)
+@seconds_option("--timeout", "Give up after this many seconds, with exit code 124.", low=0)
 def wait(run: str, timeout: float | None) -> int:
-    """Wait until RUN, by default the `last` run, has ended. The exit code is the run's."""
+    """Wait until RUN ends and exit with its exit code.  [default: last]"""
     found = _here(meant(run), "wait")
     deadline = None if timeout is None else time.monotonic() + timeout
     while not found.now().has_ended:

@@ -13,7 +13,7 @@ from zlaunch.cli.commands import SETTINGS, count_option
 
 @click.group(context_settings=SETTINGS)
 def bench() -> None:
-    """Measure a disk, or the network between nodes."""
+    """Measure a disk or the network between nodes."""
 
 
 bench.add_command(net)
@@ -27,17 +27,17 @@ bench.add_command(net)
     default=1.0,
     show_default=True,
     metavar="GIB",
-    help="Of the file that is written and read.",
+    help="Size of the test file.",
 )
 @click.option(
-    "--params", type=float, metavar="N", help="Parameters of a model: how long would its step take?"
+    "--params", type=float, metavar="N", help="Also estimate the optimizer step of a model with N parameters."
 )
 @count_option(
-    "--world_size", default=1, show_default=True, help="Ranks that share the model's state, for --params."
+    "--world_size", default=1, show_default=True, help="Ranks that share the model's states, for --params."
 )
-@click.option("--json", "as_json", is_flag=True, help="Print all that was measured as JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Print all measurements as JSON.")
 def io(path: str, size: float, params: float | None, world_size: int, as_json: bool) -> None:
-    """Measure the disk under the folder PATH and print the best aio block for the config."""
+    """Measure the disk of folder PATH and print the best `aio` section."""
     from zlaunch.runtime.errors import DiskError
     from zlaunch.runtime.offload.disk_benchmark import Speed, measure
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from zlaunch.cli.commands import SETTINGS, with_options
+from zlaunch.cli.commands import SETTINGS, Command, with_options
 from zlaunch.cli.launch_options import WHERE
 from zlaunch.system.events import decode
 
@@ -21,7 +21,7 @@ _MOST_LINKS = 12
 _OPS = {"all_gather": "all-gather", "reduce_scatter": "reduce-scatter", "all_reduce": "all-reduce"}
 
 
-@click.command(context_settings=SETTINGS)
+@click.command(cls=Command, context_settings=SETTINGS)
 @with_options(WHERE)
 @click.option(
     "--size",
@@ -29,15 +29,15 @@ _OPS = {"all_gather": "all-gather", "reduce_scatter": "reduce-scatter", "all_red
     default=64.0,
     show_default=True,
     metavar="MIB",
-    help="Of the largest buffer.",
+    help="Size of the largest buffer.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print all that was measured as JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Print all measurements as JSON.")
 @click.pass_context
 def net(context: click.Context, /, size: float, as_json: bool, **given: Any) -> int:
-    """Measure collectives in and between nodes, and every link; say which node or link is slow.
+    """Measure collectives and links between ranks, and name slow ones.
 
-    Starts workers as a launch with these options does. Bandwidths are bus bandwidths, as of nccl-tests:
-    comparable with the speed of a link, whatever the number of ranks is.
+    It starts workers as a launch does and accepts the options of a launch that choose nodes and GPUs.
+    Bandwidths are bus bandwidths as in nccl-tests, comparable with the speed of a link.
     """
     from zlaunch.cli.run import run
 

@@ -29,19 +29,17 @@ _LOOK = (
 @click.command(
     cls=Command,
     context_settings=SETTINGS,
-    short_help="Pack what an issue needs about a run.",
+    short_help="Pack a run's logs and settings for a bug report.",
 )
 @click.argument("run", metavar="[RUN]", default="last")
-@click.option(
-    "-o", "--output", metavar="FILE", help="The archive.  [default: zlaunch-bundle-ID.tar.gz in this folder]"
-)
-@click.option("--force", is_flag=True, help="Replace the archive if it is there already.")
-@click.option("--dry_run", is_flag=True, help="Only list what would be in it.")
+@click.option("-o", "--output", metavar="FILE", help="Archive to write.  [default: zlaunch-bundle-ID.tar.gz]")
+@click.option("--force", is_flag=True, help="Overwrite an existing archive.")
+@click.option("--dry_run", is_flag=True, help="Only list the contents.")
 def bundle(run: str, output: str | None, force: bool, dry_run: bool) -> int:
-    """Pack what an issue needs to say about RUN, by default the `last` run, into one archive.
+    """Pack logs and settings of RUN into an archive for a bug report.  [default: last]
 
-    Logs are cut to their beginning and end. Passwords, tokens and keys are taken out wherever they can be
-    told by their name, their form, or this shell's variables; names of hosts, users and files stay.
+    zlaunch shortens long logs to their beginning and end. It removes passwords, tokens and keys that it
+    recognizes by name, form, or this shell's variables. Names of hosts, users and files stay.
     """
     found = find_run(meant(run))
     name = "zlaunch-bundle-" + re.sub(r"[^A-Za-z0-9_.-]", "_", found.record.run_id)[:_NAME_CHARACTERS]

@@ -17,13 +17,15 @@ if TYPE_CHECKING:
     from zlaunch.runtime.checkpoint.format.manifest import Checkpoint
 
 _TAG = click.option(
-    "-t", "--tag", help='Which checkpoint; default: what `latest` names. "auto": the newest whole.'
+    "-t",
+    "--tag",
+    help='Checkpoint to use; "auto" is the newest undamaged one.  [default: the one in `latest`]',
 )
 
 
-@click.group(context_settings=SETTINGS, short_help="Look at, check, export and import checkpoints.")
+@click.group(context_settings=SETTINGS, short_help="List, verify, export and import checkpoints.")
 def checkpoint() -> None:
-    """Look at checkpoints, check them, export and import weights."""
+    """List, verify, export and import checkpoints."""
 
 
 @contextmanager
@@ -91,7 +93,7 @@ def _summary(folder: Path) -> dict[str, Any]:
 @click.argument("folder")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON; times are seconds since the epoch.")
 def list_(folder: str, as_json: bool) -> None:
-    """Show the checkpoints of FOLDER, newest first."""
+    """List the checkpoints in FOLDER, newest first."""
     from zlaunch.runtime.checkpoint.format.manifest import LATEST, candidates
 
     path = Path(folder)
@@ -132,7 +134,7 @@ def list_(folder: str, as_json: bool) -> None:
 @_TAG
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def show(folder: str, tag: str | None, as_json: bool) -> None:
-    """Show what one checkpoint of FOLDER holds: its parameters, and the state kept for each."""
+    """Show the parameters and optimizer states of a checkpoint."""
     with _as_usage_error():
         opened = _open(folder, tag)
     manifest = opened.manifest
@@ -174,9 +176,9 @@ def show(folder: str, tag: str | None, as_json: bool) -> None:
 @checkpoint.command()
 @click.argument("folder")
 @_TAG
-@click.option("-a", "--all", "everything", is_flag=True, help="All checkpoints of FOLDER.")
+@click.option("-a", "--all", "everything", is_flag=True, help="Verify all checkpoints in FOLDER.")
 def verify(folder: str, tag: str | None, everything: bool) -> int:
-    """Read every byte of a checkpoint and compare it with its checksums; exit code 1 for damage."""
+    """Compare a checkpoint with its checksums. Exit code 1 means damage."""
     from zlaunch.runtime.checkpoint.format.manifest import candidates, verified
     from zlaunch.runtime.checkpoint.format.tensor_file import CheckpointError
 
@@ -205,22 +207,22 @@ def verify(folder: str, tag: str | None, everything: bool) -> int:
     type=click.Choice(["fp32", "bf16", "fp16"]),
     default="fp32",
     show_default=True,
-    help="Of floating tensors.",
+    help="Dtype of floating-point tensors.",
 )
-@click.option("--max_shard_size", metavar="SIZE", help="Of one file.  [default: 5GB]")
+@click.option("--max_shard_size", metavar="SIZE", help="Largest size of a file.  [default: 5GB]")
 @click.option(
     "--format",
     "kind",
     type=click.Choice(["safetensors", "bin", "dcp"]),
     default="safetensors",
     show_default=True,
-    help="bin is torch.save's, dcp torch.distributed.checkpoint's, with the optimizer's state.",
+    help="bin is the format of torch.save; dcp that of torch.distributed.checkpoint, with optimizer state.",
 )
-@click.option("--exclude_frozen_parameters", is_flag=True, help="Leave frozen parameters out.")
+@click.option("--exclude_frozen_parameters", is_flag=True, help="Leave out frozen parameters.")
 @click.option(
     "--like",
     metavar="DIR",
-    help="A Hugging Face model, whose config and tokenizer files are copied.  [default: what lies beside the "
+    help="Hugging Face model to copy config and tokenizer files from.  [default: the files beside the "
     "checkpoint]",
 )
 def export(
@@ -233,10 +235,10 @@ def export(
     kind: str,
     exclude_frozen_parameters: bool,
 ) -> None:
-    """Write the weights of a checkpoint of FOLDER to the folder OUT, as Hugging Face and torch read them.
+    """Export a checkpoint's weights for Hugging Face or torch.
 
-    Memory does not grow with the model. What is read is checked. A Hugging Face model's config and tokenizer
-    files go along.
+    It reads the checkpoint in FOLDER and writes the folder OUT. Memory use does not grow with the model. It
+    verifies checksums as it reads, and copies a Hugging Face model's config and tokenizer files.
     """
     from zlaunch.runtime.checkpoint.export.full_weights import (
         PRECISIONS,
@@ -281,14 +283,16 @@ def export(
 @checkpoint.command("import")
 @click.argument("source")
 @click.argument("out")
-@click.option("-t", "--tag", help="Which of several DeepSpeed checkpoints; default: what `latest` names.")
-@click.option("--as", "name", default="imported", show_default=True, metavar="TAG", help="The tag in OUT.")
+@click.option("-t", "--tag", help="DeepSpeed checkpoint to import.  [default: the one in `latest`]")
+@click.option(
+    "--as", "name", default="imported", show_default=True, metavar="TAG", help="Tag of the new checkpoint."
+)
 def import_(source: str, out: str, tag: str | None, name: str) -> None:
-    """Make a checkpoint in the folder OUT from SOURCE, for engine.load_checkpoint(OUT).
+    """Convert SOURCE into a checkpoint for engine.load_checkpoint(OUT).
 
-    SOURCE is a folder of DeepSpeed's save_checkpoint (ZeRO 1 to 3 with optimizer state, any ranks) or its
-    ds_to_universal, one of torch.distributed.checkpoint, a Hugging Face folder, a safetensors file, or a file
-    of torch.save with a state_dict. No code in it is run.
+    SOURCE is a checkpoint of DeepSpeed (save_checkpoint with ZeRO 1 to 3, or ds_to_universal), a folder of
+    torch.distributed.checkpoint, a Hugging Face folder, a safetensors file, or a state_dict of torch.save. No
+    code in it is run.
     """
     from zlaunch.runtime.checkpoint.convert.importer import read_foreign, write_foreign
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import pkgutil
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import click
@@ -32,18 +33,30 @@ SUBCOMMANDS = {
     "submit": "zlaunch.cli.submit:submit",
     "sweep": "zlaunch.cli.sweep:sweep",
     "tune": "zlaunch.cli.tune:tune",
+    "ui": "zlaunch.cli.ui:ui",
     "wait": "zlaunch.cli.attach:wait",
     "watch": "zlaunch.cli.watch:watch",
 }
 """Subcommand -> `module:attribute` of its click command."""
+COMMAND_GROUPS = {
+    "Run": ("attach", "wait", "stop"),
+    "Watch": ("ps", "logs", "watch", "report", "ui", "stacks", "bundle"),
+    "Jobs": ("submit", "queue", "cancel", "sweep"),
+    "Before a run": ("init", "config", "estimate", "tune", "doctor", "bench"),
+    "Clusters": ("slurm", "k8s"),
+    "Checkpoints": ("checkpoint",),
+}
+"""Title in the help -> its subcommands. The help lists what stands in no group under the title Others."""
+RUN = "run"
+"""The word that may stand in front of the command line of a launch."""
 SETTINGS: dict[str, Any] = {
     "token_normalize_func": lambda token: token.replace("-", "_"),
     "help_option_names": ["-h", "--help"],
     "max_content_width": 100,
 }
 """Settings of every command; groups hand them on to theirs."""
-OTHER_FLAGS = "nnodes"
-"""One of the flags of other launchers: where it is among the parameters, they all are."""
+SHORT = "zlaunch.short"
+"""Key of a context's meta: the help lists the first name of an option alone, without its aliases."""
 
 
 def load(name: str) -> click.Command:
@@ -56,7 +69,7 @@ def asked_for_help(words: list[str]) -> list[str]:
     """Return the arguments that show what `zlaunch help WORDS` asks for. Raises click.UsageError."""
     known = list(SUBCOMMANDS)
     command: click.Command | None = None
-    for word in words:
+    for word in words if words != [RUN] else ():
         if word not in known:
             import difflib
 
@@ -68,17 +81,65 @@ def asked_for_help(words: list[str]) -> list[str]:
     return [*words, "--help"]
 
 
-def message_of(error: click.ClickException) -> str:
-    """Return an error's text. It suggests the nearest option alone, and calls an integer a whole number."""
-    if isinstance(error, click.NoSuchOption) and error.possibilities:
-        import difflib
+def command_groups() -> Iterator[tuple[str, Sequence[str]]]:
+    """Yield the titles and names of the groups of subcommands."""
+    yield from COMMAND_GROUPS.items()
+    grouped = {name for names in COMMAND_GROUPS.values() for name in names}
+    if others := [name for name in SUBCOMMANDS if name not in grouped]:
+        yield "Others", others
 
-        best = difflib.get_close_matches(error.option_name, error.possibilities, n=1, cutoff=0)
-        error = click.NoSuchOption(error.option_name, possibilities=best, ctx=error.ctx)
+
+def message_of(error: click.ClickException) -> str:
+    """Return an error's text, with the option that was meant. An integer is a whole number."""
+    if isinstance(error, click.NoSuchOption):
+        from zlaunch.cli.other_words import unknown_option
+
+        return unknown_option(error)
     text = error.format_message()
     for kind, plain in (("integer", "whole number"), ("float", "number")):
         text = re.sub(rf"\bvalid {kind}( range)?\b", plain, text)
     return text
+
+
+class Option(click.Option):
+    """Has aliases, which short helps leave out, and may belong to a group of a launch's options.
+
+    The first long name is the option's, the others are aliases. Only the help of a launch lists the options
+    of a group; other commands that take them refer to it. There, hidden ones are listed too: the shells'
+    completion does not offer them.
+    """
+
+    def __init__(self, *args: Any, group: str | None = None, common: bool = False, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self.group = group
+        self.common = common
+
+    def get_help_extra(self, ctx: click.Context) -> Any:
+        """Return what stands in brackets behind the help: not that a number is at least 1."""
+        extra = super().get_help_extra(ctx)
+        extra.pop("range", None)
+        return extra
+
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
+        """Return the names and the help of the option; None where the help leaves it out."""
+        if self.group is not None and not getattr(ctx.command, "lists_launch_options", False):
+            return None
+        hidden = self.hidden
+        try:
+            self.hidden = hidden and self.group is None
+            record = super().get_help_record(ctx)
+        finally:
+            self.hidden = hidden
+        if record is None or SHORT not in ctx.meta:
+            return record
+        names, text = record
+        long = [name for name in self.opts if name.startswith("--")]
+        for alias in sorted(long[1:], key=len, reverse=True):
+            names = names.replace(f", {alias}", "")
+        return names, text
+
+
+option = functools.partial(click.option, cls=Option)
 
 
 def with_options(
@@ -96,18 +157,31 @@ def with_options(
 
 def count_option(*names: str, low: int = 1, **more: Any) -> Callable[..., Any]:
     """Make an option that takes a whole number."""
-    return click.option(*names, type=click.IntRange(min=low), metavar="N", **more)
+    return option(*names, type=click.IntRange(min=low), metavar="N", **more)
 
 
-def seconds_option(name: str, text: str, *, default: float | None = None, low: int = 0) -> Callable[..., Any]:
+def seconds_option(
+    name: str, text: str, *, default: float | None = None, low: int = 0, **more: Any
+) -> Callable[..., Any]:
     """Make an option that takes a number of seconds; a default that is not 0 is shown."""
     kind = click.FloatRange(min=low)
     shown = bool(default)
-    return click.option(name, type=kind, default=default, show_default=shown, metavar="SECONDS", help=text)
+    return option(name, type=kind, default=default, show_default=shown, metavar="SECONDS", help=text, **more)
 
 
 class Command(click.Command):
     """Turns the errors of a launch into click's usage errors: here and nowhere else."""
+
+    lists_launch_options = False
+    """Whether the help lists the options of a launch, or only refers to them."""
+
+    def format_options(self, context: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the command's own options, and where those of a launch are listed."""
+        context.meta[SHORT] = True
+        super().format_options(context, formatter)
+        if any(isinstance(each, Option) and each.group is not None for each in self.params):
+            formatter.write_paragraph()
+            formatter.write_text("`zlaunch --help-all` lists the options of a launch.")
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command."""
@@ -120,25 +194,14 @@ class Command(click.Command):
 class Group(Command, click.Group):
     """Holds subcommands whose launch errors become usage errors."""
 
+    command_class = Command
 
-class Launch(Command):
-    """Launches a script. Its help lists the subcommands; it also accepts the flags of other launchers."""
+    def resolve_command(
+        self, context: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find the subcommand. Raises click.UsageError that lists them."""
+        if self.get_command(context, args[0]) is None and not args[0].startswith("-"):
+            from zlaunch.cli.other_words import unknown_command
 
-    def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
-        """Parse the arguments; add the flags of other launchers where one is used: that takes 6 ms."""
-        try:
-            return super().parse_args(context, list(args))
-        except click.NoSuchOption:
-            if any(parameter.name == OTHER_FLAGS for parameter in self.params):
-                raise
-            from zlaunch.cli.torchrun_flags import torchrun_flags
-
-            self.params += torchrun_flags()
-            return super().parse_args(context, list(args))
-
-    def format_epilog(self, context: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the list of subcommands, and the command's own epilog below it."""
-        with formatter.section("Other commands"):
-            rows = [(f"zlaunch {name}", load(name).get_short_help_str(80)) for name in SUBCOMMANDS]
-            formatter.write_dl([*rows, ("zlaunch help [COMMAND]", "Show this, or the help of a command.")])
-        super().format_epilog(context, formatter)
+            raise click.UsageError(unknown_command(args[0], context.command_path, self.commands))
+        return super().resolve_command(context, args)

@@ -13,7 +13,7 @@ from pathlib import Path
 import click
 from click.shell_completion import CompletionItem, ShellComplete, get_completion_class
 
-from zlaunch.cli.commands import SUBCOMMANDS, load
+from zlaunch.cli.commands import RUN, SUBCOMMANDS, load
 from zlaunch.cli.run import run
 from zlaunch.cli.torchrun_flags import torchrun_flags
 from zlaunch.supervisor.found_runs import DEFAULT_FOLDER, find_runs
@@ -75,6 +75,11 @@ def _items(kind: type[ShellComplete], words: list[str], incomplete: str) -> list
     """Return how a line may go on after these words."""
     if words[:1] == ["help"]:
         return _commands(words[1:], incomplete)
+    if words[:1] == [RUN]:
+        words = words[1:]  # `zlaunch run X` means `zlaunch X`
+        is_first = False
+    else:
+        is_first = not words
     command, parent, rest = _command_of(words)
     if command is run:
         run.params += torchrun_flags()  # not shown, but the words after them are to be understood
@@ -82,9 +87,11 @@ def _items(kind: type[ShellComplete], words: list[str], incomplete: str) -> list
         _set_type(parameter)
     if _has_script(command, parent, rest):
         return [CompletionItem(incomplete, type="file")]  # all that follows is the script's
+    if incomplete.startswith("--"):  # options are offered with underscores
+        incomplete = f"--{incomplete[2:].replace('-', '_')}"
     shell = kind(command, {"parent": parent}, command.name or "", "_ZLAUNCH_COMPLETE")
     found = shell.get_completions(rest, incomplete)
-    return found if words or incomplete.startswith("-") else [*found, *_commands([], incomplete)]
+    return [*found, *_commands([], incomplete)] if is_first and not incomplete.startswith("-") else found
 
 
 def _command_of(words: Sequence[str]) -> tuple[click.Command, click.Context | None, list[str]]:
@@ -111,7 +118,9 @@ def _commands(words: Sequence[str], incomplete: str) -> list[CompletionItem[str]
         if name.startswith(incomplete)
     ]
     if not words and "help".startswith(incomplete):
-        found.append(CompletionItem("help", help="Show the help, or that of a command."))
+        found.append(CompletionItem("help", help="Show the help of a command."))
+    if not words and RUN.startswith(incomplete):
+        found.append(CompletionItem(RUN, help="Run a script."))
     return found
 
 

@@ -1,59 +1,112 @@
-"""`zlaunch config`: check a config file, or print the JSON Schema."""
+"""`zlaunch config`: check a config file, show what it means, or print the JSON Schema."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from zlaunch.cli.commands import SETTINGS
 
+if TYPE_CHECKING:
+    from zlaunch.runtime.config import Effective, Loaded
+
+_VALUE = 30
+"""Widest value that others are aligned with."""
+_WORLD_SIZE: Callable[[Any], Any] = click.option(
+    *("--world-size", "--world_size"),
+    type=click.IntRange(min=1),
+    default=None,
+    help="Number of ranks.",
+)
+
 
 @click.group(context_settings=SETTINGS)
 def config() -> None:
-    """Check config files."""
+    """Check and show config files."""
 
 
 @config.command()
 @click.argument("file")
-@click.option(
-    "--world-size", "--world_size", type=click.IntRange(min=1), default=None, help="Number of ranks."
-)
-@click.option("--effective", is_flag=True, help="Print every value and where it comes from.")
-def check(file: str, world_size: int | None, effective: bool) -> None:
+@_WORLD_SIZE
+def check(file: str, world_size: int | None) -> None:
     """Check FILE and print all its problems at once.
 
-    The batch keys are checked when the number of ranks is given.
+    With --world-size, also check that the batch sizes fit that number of ranks.
     """
+    loaded, _ = _read(file, world_size)
+    from zlaunch.runtime.config import open_values
+
+    under = " under the Hugging Face Trainer or accelerate" if open_values(loaded) else ""
+    click.echo(f"{loaded.origin}: ok{under}")
+
+
+@config.command()
+@click.argument("file")
+@_WORLD_SIZE
+def show(file: str, world_size: int | None) -> None:
+    """Print the values that a run with FILE uses, and where each comes from.
+
+    First the values that FILE sets or that follow from it, then the defaults, then the batch sizes and what
+    losses and gradients are divided by.
+    """
+    loaded, effective = _read(file, world_size or 1)
+    assert effective is not None
     from zlaunch.runtime.averaging import Averaging
-    from zlaunch.runtime.config import ConfigError, find_mesh, load, open_values, resolve
+    from zlaunch.runtime.config import find_mesh
+
+    table = effective.table()
+    given = [row for row in table if not row[2].startswith("default")]
+    _print(f"Set by {loaded.origin} or derived from it:", given)
+    click.echo()
+    _print("Defaults:", [row for row in table if row[2].startswith("default")])
+    mesh = find_mesh(loaded, world_size or 1)
+    ranks = f"{mesh.ranks} rank" + ("s" if mesh.ranks > 1 else "")
+    axes = " * ".join(f"{name} {size}" for name, size in mesh.axes.items())
+    rows = [
+        ("parallel axes", axes, "number of ranks and the section parallel"),
+        *((key, value, source) for key, value, source in table if key in _BATCH),
+        *Averaging.of(effective.config, mesh).table(),
+    ]
+    click.echo()
+    _print(f"On {ranks}{'' if world_size else ' (--world-size N for another number)'}:", rows)
+
+
+_BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
+
+def _read(file: str, world_size: int | None) -> tuple[Loaded, Effective | None]:
+    """Return a config, and the effective one if there is a number of ranks; print its warnings.
+
+    Exits with all problems at once.
+    """
+    from zlaunch.runtime.config import ConfigError, load, open_values, resolve
 
     warnings: tuple[str, ...] = ()
     try:
         loaded = load(file)
-        warnings = loaded.warnings
-        resolved = resolve(loaded, world_size=world_size or 1) if world_size or effective else None
+        warnings = (*loaded.warnings, *open_values(loaded))
+        effective = resolve(loaded, world_size=world_size) if world_size else None
     except ConfigError as error:
-        for warning in (*warnings, *error.warnings):
-            click.echo(f"warning: {warning}")
+        _warn((*warnings, *error.warnings))
         click.echo(str(error), err=True)
         sys.exit(2)
-    for warning in warnings:
-        click.echo(f"warning: {warning}")
-    for line in open_values(loaded):
-        click.echo(f"warning: {line}")
-    if effective and resolved is not None:
-        rows = [("key", "value", "source"), *resolved.table()]
-        widths = [min(60, max(len(row[column]) for row in rows)) for column in (0, 1)]
-        for key, value, source in rows:
-            click.echo(f"{key:<{widths[0]}}  {value:<{widths[1]}}  {source}")
-        ranks = f"{world_size} ranks" if world_size else "1 rank (--world-size N for others)"
-        click.echo(f"\nOn {ranks}:")
-        for name, number, why in Averaging.of(resolved.config, find_mesh(loaded, world_size or 1)).table():
-            click.echo(f"{name:<{widths[0]}}  {number:<{widths[1]}}  {why}")
-    else:
-        under = " under the Hugging Face Trainer or accelerate" if open_values(loaded) else ""
-        click.echo(f"{loaded.origin}: ok{under}")
+    _warn(warnings)
+    return loaded, effective
+
+
+def _warn(lines: Sequence[str]) -> None:
+    for line in lines:
+        click.echo(f"warning: {line}", err=True)
+
+
+def _print(title: str, rows: Sequence[tuple[str, str, str]]) -> None:
+    click.echo(title)
+    width = max(len(key) for key, _, _ in rows)
+    for key, value, source in rows:
+        click.echo(f"  {key:<{width}}  {value:<{_VALUE}}  {source}")
 
 
 @config.command()

@@ -1,4 +1,4 @@
-"""Ignore the flags of the `deepspeed` command that zlaunch has no use for, or say what to use instead."""
+"""Take the flags of the `deepspeed` command: accept those without effect, name what replaces the others."""
 
 from __future__ import annotations
 
@@ -7,22 +7,20 @@ from typing import Any
 
 import click
 
+from zlaunch.cli.commands import option
 from zlaunch.launchers.registry import NAMED, SSH
 
+_GROUP = "DeepSpeed's names"
 _WITHOUT_EFFECT = ("--no_ssh_check", "--force_multi")
 _INSTEAD = {
     "--min_elastic_nodes": (True, "use --min_nodes N, with --max_restarts N"),
     "--max_elastic_nodes": (True, "use --num_nodes N"),
-    "--elastic_training": (False, "use --max_restarts N, and --min_nodes N to go on without dead nodes"),
-    "--launcher_args": (
-        True,
-        "zlaunch makes no command line of pdsh, mpirun or srun that they could go to: use --ssh_config, or "
-        "#SBATCH lines in the batch script",
-    ),
-    "--save_pid": (False, "use zlaunch ps, zlaunch stop"),
-    "--autotuning": (True, "zlaunch does not search for a config: zlaunch config shows what one means"),
+    "--elastic_training": (False, "use --max_restarts N, and --min_nodes N to restart without failed nodes"),
+    "--launcher_args": (True, "use --ssh_config FILE for ssh, #SBATCH lines of the batch script for SLURM"),
+    "--save_pid": (False, "use `zlaunch ps` and `zlaunch stop`"),
+    "--autotuning": (True, "use `zlaunch tune`, which finds the fastest config"),
     "--venv_script": (True, "use --venv DIR, the virtual environment on the nodes"),
-    "--detect_nvlink_pairs": (False, "the devices are taken as they are: use --include"),
+    "--detect_nvlink_pairs": (False, "use --include FILTER to choose the GPUs"),
 }
 """Flag -> whether it has a value, and the answer."""
 _LEVELS = ("debug", "info", "warning", "error", "critical")
@@ -31,11 +29,36 @@ _OTHER_LAUNCHERS = ("mpich", "mvapich", "impi")
 
 
 def deepspeed_flags() -> list[Callable[..., Any]]:
-    """Return hidden click options for these flags; only the value of `--log_level` is handed on."""
-    found = [click.option(name, is_flag=True, hidden=True, expose_value=False) for name in _WITHOUT_EFFECT]
-    found += [click.option(name, **about) for name, about in answered(_INSTEAD, "DeepSpeed's").items()]
-    found.append(click.option("--config", hidden=True, expose_value=False, callback=_config, metavar="X"))
-    return [*found, click.option("--log_level", type=click.Choice(_LEVELS), default="info", hidden=True)]
+    """Return hidden click options for these flags. Only `--log_level` has a value that the command gets."""
+    found = [
+        option(
+            name, is_flag=True, hidden=True, expose_value=False, group=_GROUP, help="Accepted, has no effect."
+        )
+        for name in _WITHOUT_EFFECT
+    ]
+    found += [
+        option(name, group=_GROUP, **about) for name, about in answered(_INSTEAD, "DeepSpeed's").items()
+    ]
+    found.append(
+        option(
+            "--config",
+            hidden=True,
+            expose_value=False,
+            callback=_config,
+            metavar="FILE",
+            group=_GROUP,
+            help="Not accepted here: it goes after the script.",
+        )
+    )
+    level = option(
+        "--log_level",
+        type=click.Choice(_LEVELS),
+        default="info",
+        hidden=True,
+        group=_GROUP,
+        help="error and critical mean --quiet; the others have no effect.",
+    )
+    return [*found, level]
 
 
 def answered(flags: Mapping[str, tuple[bool, str]], owner: str) -> dict[str, dict[str, Any]]:
@@ -49,6 +72,8 @@ def answered(flags: Mapping[str, tuple[bool, str]], owner: str) -> dict[str, dic
             "expose_value": False,
             "is_flag": None if takes_value else True,
             "callback": _refusing(f"{name} is {owner}: {answer}"),
+            "metavar": "X" if takes_value else None,
+            "help": f"Not accepted: {answer}.",
         }
         for name, (takes_value, answer) in flags.items()
     }
@@ -64,7 +89,9 @@ def _refusing(text: str) -> Callable[..., None]:
 
 def _config(context: click.Context, parameter: click.Parameter, value: str | None) -> None:
     if value is not None:
-        raise click.UsageError(f"--config is the script's: put it after the script, SCRIPT --config {value}")
+        raise click.UsageError(
+            f"--config belongs to the script: put it after the script, SCRIPT --config {value}"
+        )
 
 
 def launcher_name(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:

@@ -43,15 +43,15 @@ _STYLES = {"error": "bold red", "warning": "yellow"}
 
 
 @click.command(
-    cls=Command, context_settings=SETTINGS, short_help="Check this machine, or hosts, before a launch."
+    cls=Command, context_settings=SETTINGS, short_help="Check this machine or hosts before a launch."
 )
 @click.option("-H", "--hostfile", metavar="FILE", help="Hosts to check.  [default: this machine]")
 @with_options(REACH)
-@click.option("--json", "as_json", is_flag=True, help="Print all that was found out as JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Print all findings as JSON.")
 def doctor(hostfile: str | None, as_json: bool, iface: str | None, **given: Any) -> int:
-    """Check this machine, or the hosts of a hostfile, for what a launch needs.
+    """Check that this machine or the hosts of a hostfile are ready for a launch.
 
-    Exit code 1: a launch would fail on some host.
+    It accepts the options of a launch that reach other nodes. Exit code 1 means that a launch would fail.
     """
     reports, problems = _findings(hostfile, iface, given)
     data = _as_data(reports, problems)

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 import click
 from click.core import ParameterSource
 
-from zlaunch.cli.commands import SETTINGS, count_option, with_options
+from zlaunch.cli.commands import SETTINGS, Command, count_option, with_options
 from zlaunch.cli.estimate_axes import AXES, given_axes
 from zlaunch.cli.estimate_speeds import SPEEDS, given_speeds, missing_text
+from zlaunch.cli.model_shape import VOCAB, shape_advice, usual_shape
 
 if TYPE_CHECKING:
     from zlaunch.runtime.memory.choices import Estimated, Machines
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from zlaunch.runtime.memory.transformer import Activations
     from zlaunch.runtime.step_time.simulate import Operations, StepTime
 
-_MISSING = "give MODEL with --input, --hf_config, or --params with --hidden, --layers and --vocab"
+_MISSING = "give MODEL with --input, --hf_config, or --params"
 _LEAST_COLUMNS = 130
 _SUFFIXES = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
@@ -35,61 +36,73 @@ def number(text: str) -> float:
     return number
 
 
-@click.command(context_settings=SETTINGS)
+def _is_number(text: str) -> bool:
+    try:
+        number(text)
+    except click.BadParameter:
+        return False
+    return True
+
+
+@click.command(cls=Command, context_settings=SETTINGS)
 @click.argument("model", required=False)
-@click.option("--hf_config", metavar="PATH", help="A Hugging Face config.json, or the folder with it.")
-@click.option("--params", type=number, metavar="N", help="Parameters, such as 13e9 or 13B.")
-@count_option("--hidden", help="Width of the transformer's layers, for --params.")
-@count_option("--layers", help="Number of its layers, for --params.")
-@count_option("--vocab", help="Size of its vocabulary, for --params.")
-@count_option("--nodes", default=1, show_default=True, help="Machines.")
-@count_option("--gpus", default=1, show_default=True, help="GPUs of a machine.")
+@click.option(
+    "--hf_config", metavar="PATH", help="Hugging Face config.json, its folder, or a model's name on the Hub."
+)
+@click.option("--params", type=number, metavar="N", help="Parameters of a transformer: 13e9 or 13B.")
+@count_option("--hidden", help="Hidden size, for --params.  [default: guessed from --params]")
+@count_option("--layers", help="Number of layers, for --params.  [default: guessed from --params]")
+@count_option("--vocab", help=f"Vocabulary size, for --params.  [default: {VOCAB}]")
+@count_option("--num_nodes", "--nodes", "nodes", default=1, show_default=True, help="Nodes.")
+@count_option("--num_gpus", "--gpus", "gpus", default=1, show_default=True, help="GPUs per node.")
 @with_options(AXES)
 @click.option("--gpu_mem", type=click.FloatRange(min=0.1), metavar="GIB", help="Memory of a GPU.")
-@click.option("--host_mem", type=click.FloatRange(min=0.1), metavar="GIB", help="Memory of a machine.")
-@count_option("--seq", default=2048, show_default=True, help="Tokens of a sample.")
-@count_option("--micro_batch", default=1, show_default=True, help="Samples of a forward pass on a GPU.")
-@click.option("--input", "shape", metavar="SHAPE", help="Input of MODEL: 8,3,224,224 or 8,128:int64.")
+@click.option("--host_mem", type=click.FloatRange(min=0.1), metavar="GIB", help="Host memory of a node.")
+@count_option("--seq", default=2048, show_default=True, help="Tokens per sample.")
+@count_option("--micro_batch", default=1, show_default=True, help="Samples per forward pass on a GPU.")
+@click.option("--input", "shape", metavar="SHAPE", help="Shape of MODEL's input: 8,3,224,224 or 8,128:int64.")
 @click.option(
     "--dtype",
     type=click.Choice(["bf16", "fp16", "fp32", "bf16-autocast", "fp16-autocast"]),
     default="bf16",
     show_default=True,
-    help="What the model computes in; autocast: fp32 under torch.autocast.",
+    help="Compute dtype; autocast means fp32 parameters under torch.autocast.",
 )
 @click.option(
     "--optimizer",
     type=click.Choice(["AdamW", "Lamb", "Lion", "Adagrad", "Muon", "SGD"], case_sensitive=False),
     default="AdamW",
     show_default=True,
-    help="AdamW and Lamb keep two numbers of each parameter, the others (SGD with momentum) one.",
+    help="AdamW and Lamb keep two states per parameter, the others one (SGD: with momentum).",
 )
 @click.option(
     "--state_dtype",
     type=click.Choice(["fp32", "bf16", "int8"]),
     default="fp32",
     show_default=True,
-    help="The optimizer's key of that name.",
+    help="Config key optimizer.params.state_dtype.",
 )
 @click.option(
     "--master_weights",
     type=click.Choice(["fp32", "stochastic"]),
     default="fp32",
     show_default=True,
-    help="bf16's key of that name, with one micro-batch a step.",
+    help="Config key bf16.master_weights, with one micro-batch per step.",
 )
 @click.option(
-    "--step_in_backward", is_flag=True, help="Count the key of that name at stages 2 and 3 without offload."
+    "--step_in_backward",
+    is_flag=True,
+    help="Config key step_in_backward, for stages 2 and 3 without offload.",
 )
 @click.option(
     "--for",
     "goal",
     type=click.Choice(["fits"], case_sensitive=False),
-    help="Print the config of the fastest that fits, with the reasons.",
+    help="Print the config of the fastest choice that fits, with reasons.",
 )
 @with_options(SPEEDS)
-@click.option("--plot", metavar="FILE", help="Draw the memory of a GPU to FILE, such as memory.png.")
-@click.option("--json", "as_json", is_flag=True, help="Print all numbers as JSON, in bytes.")
+@click.option("--plot", metavar="FILE", help="Draw the memory per GPU to FILE, such as memory.png.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, sizes in bytes.")
 def estimate(
     model: str | None,
     hf_config: str | None,
@@ -120,16 +133,18 @@ def estimate(
     as_json: bool,
     **speeds: float | None,
 ) -> None:
-    """Estimate the memory of a model's training.
+    """Estimate the memory per GPU to train a model.
 
-    It is that of each rank, at every stage and offload. MODEL is a function that builds the
-    module, as package.module:function or file.py:function. It is built without memory.
+    It shows every ZeRO stage and offload. MODEL is a function that builds the module, as
+    package.module:function or file.py:function; it is built without memory. With --params, the estimate is
+    for a transformer.
 
-    --simulate adds the least time of a step with one micro-batch: every phase takes as long as what is
-    slowest in it, with all else behind that. No run is faster; how near one comes is not known.
+    --simulate adds a lower bound of a step's time with one micro-batch, from measured speeds.
     """
+    if model is not None and _is_number(model):
+        raise click.UsageError(f"{model!r} is a number of parameters: use --params {model}")
     if sum(given is not None for given in (model, hf_config, params)) != 1:
-        raise click.UsageError("give one of MODEL, --hf_config and --params")
+        raise click.UsageError("give one of MODEL, --hf_config and --params, such as --params 7B")
     for name, value, needs in (
         *(("--hidden", hidden, params), ("--layers", layers, params), ("--vocab", vocab, params)),
         ("--input", shape, model),
@@ -192,9 +207,20 @@ def estimate(
         axes=axes,
     )
     own_seq = seq // sequence
+    notes = []
+    if params is not None:
+        guessed = []
+        if hidden is None and (guess := usual_shape(params)) is not None:
+            hidden, layers = guess
+            guessed.append(f"{layers} layers of hidden size {hidden:,} (--layers, --hidden)")
+        if vocab is None and hidden is not None:
+            vocab = VOCAB
+            guessed.append(f"vocabulary {vocab:,} (--vocab)")
+        if guessed:
+            notes.append(f"shape guessed from --params: {', '.join(guessed)}")
     try:
         if params is not None:
-            sizes = from_numbers(params, hidden, layers, vocab)
+            sizes = from_numbers(params, hidden, layers, vocab)  # with what was guessed of them
             own = of_one_rank(sizes, axes)
             activations = of_numbers(sizes, own_seq, micro_batch, kind.itemsize, tensor)
         else:
@@ -215,6 +241,7 @@ def estimate(
                 raise click.UsageError("--simulate needs the operations of MODEL: give --input")
     except MemoryPlanError as error:
         raise click.UsageError(str(error)) from None
+    notes += shape_advice(sizes.hidden, sizes.vocab)
     kept = choices.Bits(state_dtype, optimizer, master_weights == "stochastic")
     found = choices.compare(
         own, machines, activations, dtype_bytes=kind.itemsize, steps_in_backward=step_in_backward, kept=kept
@@ -226,6 +253,8 @@ def estimate(
         from zlaunch.cli.estimate_plot import write_plot
 
         write_plot(plot, _title(sizes, machines), found, machines)
+    for note in notes if as_json or goal else ():
+        click.echo(f"zlaunch estimate: {note}", err=True)
     if as_json:
         more = [] if work is None else [time.as_dict(work, machines.world_size) for time in times]
         click.echo(choices.as_json(found, machines, more))
@@ -266,6 +295,8 @@ def estimate(
         "" if model is not None and shape is None else f", {batch} {whose}"
     )
     _show(sizes, machines, activations, found, times, work, assumed)
+    for note in notes:
+        click.echo(note)
     if plot:
         click.echo(f"drawn: {plot}")
 

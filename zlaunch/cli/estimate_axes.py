@@ -13,10 +13,10 @@ if TYPE_CHECKING:
     from zlaunch.runtime.rank_mesh import MeshShape
 
 AXES = (
-    count_option("--tensor", default=1, show_default=True, help="Ranks that share each layer."),
-    count_option("--sequence", default=1, show_default=True, help="Ranks that share each sequence."),
-    count_option("--pipeline", default=1, show_default=True, help="Stages, which have different layers."),
-    count_option("--expert", default=1, show_default=True, help="Ranks that have different experts."),
+    count_option("--tensor", default=1, show_default=True, help="Tensor-parallel size."),
+    count_option("--sequence", default=1, show_default=True, help="Sequence-parallel size."),
+    count_option("--pipeline", default=1, show_default=True, help="Pipeline stages."),
+    count_option("--expert", default=1, show_default=True, help="Expert-parallel size."),
 )
 """Options of the command, in the order of its help."""
 

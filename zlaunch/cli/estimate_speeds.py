@@ -18,18 +18,20 @@ def _speed(name: str, metavar: str, text: str) -> Callable[..., Any]:
 
 
 SPEEDS = (
-    click.option("--simulate", is_flag=True, help="Add the least time of a step, from measured speeds."),
-    _speed("--tflops", "TFLOPS", "What the matrix products of a GPU reach"),
-    _speed("--link", "GB/S", "Bus bandwidth of the ranks' collectives, as bench net prints"),
-    _speed("--host_link", "GB/S", "Between a GPU and host memory, in each direction"),
-    _speed("--host_bandwidth", "GB/S", "Memory bandwidth of a machine"),
-    _speed("--nvme_read", "GB/S", "Drives of a machine that are read, as bench io prints"),
-    _speed("--nvme_write", "GB/S", "Drives of a machine that are written"),
+    click.option(
+        "--simulate", is_flag=True, help="Add a lower bound of the step time, from measured speeds."
+    ),
+    _speed("--tflops", "TFLOPS", "Matrix-product speed of a GPU"),
+    _speed("--link", "GB/S", "Bus bandwidth of collectives, from `zlaunch bench net`"),
+    _speed("--host_link", "GB/S", "Bandwidth between a GPU and host memory, per direction"),
+    _speed("--host_bandwidth", "GB/S", "Host memory bandwidth of a node"),
+    _speed("--nvme_read", "GB/S", "Read bandwidth of a node's drives, from `zlaunch bench io`"),
+    _speed("--nvme_write", "GB/S", "Write bandwidth of a node's drives"),
     click.option(
         "--measured",
         multiple=True,
         metavar="FILE",
-        help="What `zlaunch bench net --json` or `bench io --json` has printed; also several times.",
+        help="Output of `zlaunch bench net --json` or `bench io --json`; repeatable.",
     ),
 )
 """Options of the command, in the order of its help."""

@@ -17,7 +17,7 @@ _OF_RUNTIME = "it belongs into the training runtime that a TrainJob names; or us
 
 @click.group(cls=Group, context_settings=SETTINGS)
 def k8s() -> None:
-    """Make manifests for Kubernetes."""
+    """Write manifests for Kubernetes."""
 
 
 @k8s.command(context_settings=_SETTINGS)
@@ -31,21 +31,25 @@ def k8s() -> None:
 @click.option("--image", required=True, metavar="IMAGE", help="Container image with zlaunch and the script.")
 @click.option("--name", metavar="NAME", help="Name of the job.  [default: the script's]")
 @click.option("--namespace", metavar="NAME", help="Namespace of the cluster.")
-@count_option("--nodes", default=1, show_default=True, help="Pods, one for each node.")
-@count_option("--gpus", low=0, default=0, show_default=True, help="GPUs of each pod.")
-@count_option("--workers", help="Workers of each pod.  [default: one a GPU, or one]")
-@click.option("--cpus", metavar="N", help="Cores of each pod: 16 or 500m.")
+@count_option(
+    "--num_nodes", "--nodes", "nodes", default=1, show_default=True, help="Nodes; each runs in a pod."
+)
+@count_option("--num_gpus", "--gpus", "gpus", low=0, default=0, show_default=True, help="GPUs per node.")
+@count_option("--workers", help="Workers per node.  [default: one per GPU, or 1]")
+@click.option("--cpus", metavar="N", help="CPU cores of each pod: 16 or 500m.")
 @click.option("--memory", metavar="SIZE", help="Memory of each pod: 64Gi.")
-@click.option("--env", "env", multiple=True, metavar="KEY=VALUE", help="Variable; may be repeated.")
+@click.option("--env", "env", multiple=True, metavar="KEY=VALUE", help="Environment variable; repeatable.")
 @click.option(
-    "--mount", "mounts", multiple=True, metavar="CLAIM:PATH", help="Volume of a claim; may be repeated."
+    "--mount", "mounts", multiple=True, metavar="CLAIM:PATH", help="Volume claim to mount; repeatable."
 )
 @click.option("--shm", metavar="SIZE", help="Size of /dev/shm.  [default: what the memory allows]")
-@count_option("--restarts", low=0, default=0, help="Begin anew so many times after a failure.")
+@count_option(
+    "--max_restarts", "--restarts", "restarts", low=0, default=0, help="Restart up to N times after failures."
+)
 @click.option(
     "--runtime", metavar="NAME", help="Training runtime of a TrainJob.  [default: torch-distributed]"
 )
-@click.option("--zlaunch_args", metavar="ARGS", help='Options of zlaunch: "--log_ranks all".')
+@click.option("--zlaunch_args", metavar="ARGS", help='Options of zlaunch, such as "--log_ranks all".')
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT [ARGS]...")
 def script(
     command: tuple[str, ...],
@@ -62,7 +66,8 @@ def script(
 ) -> None:
     """Print the manifest that runs SCRIPT with zlaunch in pods, for `kubectl apply -f -`.
 
-    SCRIPT is the path in the image. Options before it are Kubernetes'; everything after it is the script's.
+    SCRIPT is the path in the image. Options before it are Kubernetes'. Everything after it goes to
+    the script.
     """
     import shlex
 
@@ -71,7 +76,7 @@ def script(
     from zlaunch.kubernetes.manifests import KubernetesJob, job_set, train_job
 
     if not command or not command[0]:
-        raise click.UsageError("no script given; see zlaunch k8s script --help")
+        raise click.UsageError("no script given: zlaunch k8s script --image IMAGE SCRIPT [ARGS]")
     try:
         own = shlex.split(zlaunch_args or "")
     except ValueError as error:
@@ -84,7 +89,7 @@ def script(
         **sizes,
     )
     if kind == "trainjob":
-        for option, given in (("mount", mounts), ("shm", shm), ("restarts", restarts)):
+        for option, given in (("mount", mounts), ("shm", shm), ("max_restarts", restarts)):
             if given:
                 raise LaunchError(f"--{option}: {_OF_RUNTIME}")
         manifest = train_job(job, runtime=runtime or "torch-distributed")

@@ -1,15 +1,25 @@
-"""Define the options of the command that launches. `doctor` shares those that reach other nodes."""
+"""Define the options of the command that launches, in the groups of its long help.
+
+Other commands share some: `doctor` those that reach other nodes, `bench net` those that choose the ranks.
+"""
 
 from __future__ import annotations
 
 import re
+from functools import partial
 
 import click
 
-from zlaunch.cli.commands import count_option, seconds_option
+from zlaunch.cli.commands import count_option, option, seconds_option
 from zlaunch.cli.deepspeed_flags import deepspeed_flags, launcher_name
 from zlaunch.launchers.registry import NAMED
 from zlaunch.plan.options import COMPAT_CHOICES
+
+_PLACE = "Where to run"
+_WORKERS = "Workers"
+_FAILURES = "Failures"
+_OUTPUT = "Output"
+_SLURM = "SLURM"
 
 
 def _steps(_context: click.Context, _option: click.Parameter, text: str | None) -> str | None:
@@ -22,128 +32,184 @@ def _steps(_context: click.Context, _option: click.Parameter, text: str | None) 
     return text
 
 
+_place = partial(option, group=_PLACE)
+_worker = partial(option, group=_WORKERS)
+_output = partial(option, group=_OUTPUT)
+
 REACH = (
-    click.option("--ssh_port", type=click.IntRange(1, 65535), metavar="PORT", help="Port of sshd."),
-    click.option("--ssh_config", metavar="FILE", help="Instead of ~/.ssh/config."),
-    click.option(
-        "--ssh_accept_new", is_flag=True, help="Trust host keys that are not known yet, and remember them."
+    _place("--ssh_port", type=click.IntRange(1, 65535), metavar="PORT", help="Port of sshd on the nodes."),
+    _place("--ssh_config", metavar="FILE", help="ssh configuration to use instead of ~/.ssh/config."),
+    _place("--ssh_accept_new", is_flag=True, help="Accept and store host keys that ssh does not know yet."),
+    _place(
+        "--remote_python", metavar="PATH", help="Python on the nodes.  [default: the path of this Python]"
     ),
-    click.option(
-        "--remote_python", metavar="PATH", help="Python on the nodes.  [default: the path of this one]"
-    ),
-    click.option("--venv", metavar="DIR", help="Virtual environment on the nodes; its Python is taken."),
-    click.option("--iface", metavar="NAME", help="Network interface for rendezvous and traffic."),
+    _place("--venv", metavar="DIR", help="Virtual environment on the nodes, whose Python runs the workers."),
+    _place("--iface", metavar="NAME", help="Network interface for the rendezvous, NCCL and Gloo."),
 )
 """Lists the options that reach other nodes."""
 WHERE = (
     count_option(
         "--num_gpus",
         "--num_accelerators",
-        help="Workers on each node: one a GPU; without a GPU any number.  [default: all GPUs, or 1]",
+        group=_PLACE,
+        common=True,
+        help="Workers per node, one per GPU.  [default: all GPUs]",
     ),
-    click.option("-H", "--hostfile", metavar="FILE", help="Hosts to run on: lines of HOST slots=N."),
-    count_option("--num_nodes", help="Use the first N hosts."),
-    click.option("-i", "--include", metavar="FILTER", help="Hosts and slots to use: node1:0,2-3@node[2-4]."),
-    click.option("-e", "--exclude", metavar="FILTER", help="Hosts and slots to leave out, in the same form."),
-    click.option(
+    _place(
+        "-H",
+        "--hostfile",
+        metavar="FILE",
+        common=True,
+        help="Hosts to run on, one line `HOST slots=N` each.",
+    ),
+    count_option("--num_nodes", group=_PLACE, common=True, help="Use only the first N hosts."),
+    _place(
+        "-i",
+        "--include",
+        metavar="FILTER",
+        common=True,
+        help="Hosts and GPUs to use: node1:0,2-3@node[2-4].",
+    ),
+    _place("-e", "--exclude", metavar="FILTER", help="Hosts and GPUs to leave out: node1:0,2-3@node[2-4]."),
+    _place(
         "--launcher",
         metavar=f"[{'|'.join(NAMED)}]",
         callback=launcher_name,
-        help="How to reach the nodes; openssh is the ssh program.  [default: found out, and said]",
+        help="How to start the agents on the nodes; openssh runs the ssh program.  [default: auto]",
     ),
-    click.option(
-        "--master_port", type=int, default=0, metavar="PORT", help="Rendezvous port; 0 takes a free one."
+    _place(
+        "--master_port",
+        type=int,
+        default=0,
+        metavar="PORT",
+        help="Rendezvous port.  [default: a free port]",
     ),
-    click.option(
-        "--master_addr", metavar="ADDR", help="Rendezvous address.  [default: one of node 0 that all reach]"
+    _place(
+        "--master_addr",
+        metavar="ADDR",
+        help="Rendezvous address.  [default: an address of node 0 that all nodes reach]",
     ),
     *REACH,
-    seconds_option("--connect_timeout", "For a node to answer at the start.", default=60.0, low=1),
-    click.option(
-        "--env", multiple=True, metavar="KEY[=VAL]", help="Export a variable to the nodes; repeatable."
+    seconds_option(
+        "--connect_timeout",
+        "Fail if a node does not answer within this many seconds at the start.",
+        default=60.0,
+        low=1,
+        group=_PLACE,
+    ),
+    _worker(
+        "--env",
+        multiple=True,
+        metavar="KEY[=VAL]",
+        help="Export an environment variable to all workers; repeatable.",
     ),
 )
 """Lists the options that choose the ranks of a run and reach their nodes."""
 LAUNCH = (
     *WHERE,
-    click.option("--no_ssh", is_flag=True, help="The same command is started on each node by hand."),
-    click.option(
-        "--node_rank", type=int, metavar="N", help="Which of the nodes this is, of those started by hand."
+    _place("--no_ssh", is_flag=True, help="You start the same command on every node yourself."),
+    _place(
+        "--node_rank", type=int, metavar="N", help="Rank of this node, where you start every node yourself."
     ),
-    *deepspeed_flags(),
-    click.option("--workdir", metavar="DIR", help="Folder to run in on every node.  [default: this one]"),
-    seconds_option("--heartbeat", "A node silent for so long is lost.", default=15.0, low=1),
+    _place("--workdir", metavar="DIR", help="Working directory on every node.  [default: the current one]"),
+    _worker(
+        "--bind_cores_to_rank", is_flag=True, help="Bind each worker to its share of the node's CPU cores."
+    ),
+    _worker("--bind_core_list", metavar="CORES", help="Cores to share out between the workers: 0-7,16-23."),
+    _worker("-m", "--module", is_flag=True, help="SCRIPT is a module name, as with python -m."),
+    _worker(
+        "--no_python", is_flag=True, help="SCRIPT is an executable, not Python; it gets no --local_rank."
+    ),
+    _worker(
+        "--no_preload",
+        is_flag=True,
+        help="Start each worker as a new process instead of forking one that has imported torch.",
+    ),
+    _worker("--no_local_rank", is_flag=True, help="Do not pass --local_rank=N to the script."),
+    _worker(
+        "--compat",
+        type=click.Choice(COMPAT_CHOICES),
+        help="Module that `import deepspeed` loads: deepspeed loads zlaunch, none the real DeepSpeed, auto "
+        "zlaunch if DeepSpeed is not installed.  [default: auto]",
+    ),
     count_option(
         "--max_restarts",
         low=0,
         default=0,
         show_default=True,
-        help="Start all workers anew after a failure, so many times.",
+        group=_FAILURES,
+        common=True,
+        help="Restart up to N times after failures.",
     ),
-    count_option("--min_nodes", help="Go on without dead nodes while N are left."),
-    count_option("--spares", help="Keep the last N hosts for the place of dead ones."),
+    count_option(
+        "--min_nodes",
+        group=_FAILURES,
+        help="Restart without failed nodes as long as N nodes remain; needs --max_restarts.",
+    ),
+    count_option(
+        "--spares", group=_FAILURES, help="Reserve the last N hosts as spares that replace failed hosts."
+    ),
+    seconds_option(
+        "--heartbeat",
+        "Declare a node dead after this many seconds without a heartbeat.",
+        default=15.0,
+        low=1,
+        group=_FAILURES,
+    ),
     seconds_option(
         "--hang_timeout",
-        "Stop, with the stacks of all ranks, when no rank has written anything for so long.",
+        "Stop and print the stacks of all ranks after this many seconds without output.  [default: off]",
         default=0.0,
+        group=_FAILURES,
     ),
-    click.option(
-        "--requeue",
-        is_flag=True,
-        help="In SLURM: requeue the job after a stop asked for by SIGUSR1 or SIGTERM.",
+    seconds_option(
+        "--grace",
+        "Seconds between SIGTERM and SIGKILL when workers are stopped.  [default: 3, with --requeue 25]",
+        group=_FAILURES,
     ),
-    click.option(
-        "--bind_cores_to_rank", is_flag=True, help="Give each worker its share of the node's cores."
-    ),
-    click.option("--bind_core_list", metavar="CORES", help="The same, of these cores: 0-7,16-23."),
-    click.option(
+    _output(
         "--run_dir",
         "--enable_each_rank_log",
         metavar="DIR",
-        help="Logs, plan, events.  [default: runs/TIME-ID]",
+        common=True,
+        help="Folder of logs and events.  [default: runs/TIME-ID]",
     ),
-    click.option(
+    _output(
         "--log_ranks",
         metavar="RANKS",
-        help="Ranks shown on the console: 0,2-3 or all; the logs have every rank.  [default: 0]",
+        help="Ranks whose output the console shows: 0,2-3 or all. The log files have every rank.  "
+        "[default: 0]",
     ),
     count_option(
-        "--log_max_mb", help="Of each rank's log keep the newest N MB, in two files.  [default: all]"
+        "--log_max_mb",
+        group=_OUTPUT,
+        help="Keep only the newest N MB of each rank's log, in two files.  [default: no limit]",
     ),
-    click.option(
+    _output(
         "--profile",
         metavar="STEPS",
         callback=_steps,
-        help="Write a trace of these steps, such as 10 or 10-12, of rank 0: traces in the run's folder.",
+        help="Write a profiler trace of rank 0 for step 10, or for steps 10-12, into the run's folder.",
     ),
-    click.option("-m", "--module", is_flag=True, help="The script is a module name, as in python -m."),
-    click.option(
-        "--no_python", is_flag=True, help="The script is a program of any kind; it gets no --local_rank."
-    ),
-    click.option(
-        "--no_preload", is_flag=True, help="Start each worker by itself, not as forks of one process."
-    ),
-    click.option("--no_local_rank", is_flag=True, help="Do not pass --local_rank=N to the script."),
-    seconds_option(
-        "--grace",
-        "Time between SIGTERM and SIGKILL when the run is stopped.  [default: 3; with --requeue 25]",
-    ),
-    click.option(
-        "--compat",
-        type=click.Choice(COMPAT_CHOICES),
-        help="What `import deepspeed` is: auto, zlaunch where the real one is not installed; deepspeed, "
-        "zlaunch in any case; none, the real one.  [default: auto]",
-    ),
-    click.option(
+    _output(
         "--detach",
         is_flag=True,
-        help="Print the run's name and return; the run goes on without this terminal: zlaunch attach.",
+        common=True,
+        help="Run in the background and print the run's name.",
     ),
-    click.option("--dry_run", is_flag=True, help="Print the plan and start nothing."),
-    click.option("--json", "as_json", is_flag=True, help="With --dry_run: the plan as JSON."),
-    click.option("--run_id", hidden=True),
-    click.option("--parent", type=int, hidden=True),
-    click.option("--first_attempt", type=int, default=0, hidden=True),
-    click.option("-q", "--quiet", is_flag=True, help="Show only the workers' output and failures."),
+    _output("--dry_run", is_flag=True, common=True, help="Print the plan and start nothing."),
+    _output("--json", "as_json", is_flag=True, help="Print the plan of --dry_run as JSON."),
+    _output("-q", "--quiet", is_flag=True, help="Show only the workers' output and failures."),
+    _output("-v", "--verbose", is_flag=True, help="Show how the launcher, memory and mesh were chosen."),
+    option(
+        "--requeue",
+        is_flag=True,
+        group=_SLURM,
+        help="Requeue the SLURM job when SIGUSR1 or SIGTERM stops the run.",
+    ),
+    *deepspeed_flags(),
+    option("--run_id", hidden=True),
+    option("--parent", type=int, hidden=True),
+    option("--first_attempt", type=int, default=0, hidden=True),
 )
 """Lists the options of the command that launches."""

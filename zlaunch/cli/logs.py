@@ -43,18 +43,20 @@ def _moment(_context: click.Context, _option: click.Parameter, text: str | None)
 
 @click.command(cls=Command, context_settings=SETTINGS, short_help="Print the output of a run's ranks.")
 @click.argument("run", metavar="[RUN]", default="last")
-@click.option("-f", "--follow", is_flag=True, help="Go on until the run has ended; Ctrl-C leaves it alone.")
-@click.option("--rank", "chosen", metavar="RANKS", help="Such as 0,3-4.  [default: all]")
-@count_option("-n", "--lines", low=0, help="Only the last ones of each rank, and with -f what follows.")
-@click.option("-t", "--timestamps", is_flag=True, help="Put before each line when it came.")
+@click.option(
+    "-f", "--follow", is_flag=True, help="Follow the output until the run ends. Ctrl-C does not stop the run."
+)
+@click.option("--rank", "chosen", metavar="RANKS", help="Ranks to show, such as 0,3-4.  [default: all]")
+@count_option("-n", "--lines", low=0, help="Show only the last N lines of each rank.")
+@click.option("-t", "--timestamps", is_flag=True, help="Prefix each line with its time.")
 @click.option(
     "--since",
     metavar="WHEN",
     callback=_moment,
-    help="Only what came since: 90s, 10m, 2h, 1d ago, 13:05, a date.",
+    help="Show only output since 90s, 10m, 2h, 1d (ago), 13:05 or a date.",
 )
-@click.option("--stdout", "only", flag_value="stdout", help="Only standard output.")
-@click.option("--stderr", "only", flag_value="stderr", help="Only standard error.")
+@click.option("--stdout", "only", flag_value="stdout", help="Show only standard output.")
+@click.option("--stderr", "only", flag_value="stderr", help="Show only standard error.")
 def logs(
     run: str,
     follow: bool,
@@ -64,9 +66,9 @@ def logs(
     since: float | None,
     only: str | None,
 ) -> int:
-    """Print what the ranks of RUN have printed; by default of the `last` run.
+    """Print the output of RUN's ranks.  [default: last]
 
-    Standard output and error of a rank are one log. Each line has its rank in front where there are several.
+    The log of a rank has its standard output and error. With several ranks, each line starts with its rank.
     """
     if lines is not None and (since is not None or only is not None):
         raise click.UsageError("--lines does not go with --since, --stdout and --stderr")

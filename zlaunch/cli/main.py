@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import click
 
-from zlaunch.cli.commands import SUBCOMMANDS, asked_for_help, load, message_of
+from zlaunch.cli.commands import RUN, SUBCOMMANDS, asked_for_help, load, message_of
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -33,6 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         _check_folder()
         if args[:1] == ["help"]:
             args = asked_for_help(args[1:])
+        if args[:1] == [RUN]:
+            del args[0]  # `zlaunch run X` means `zlaunch X`
         if args and args[0] in SUBCOMMANDS:
             name = f"zlaunch {args[0]}"
             command: click.Command = load(args.pop(0))

@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -19,21 +18,19 @@ from zlaunch.errors import LaunchError
 if TYPE_CHECKING:
     from zlaunch.queue.store import QueuedJob, Store
 
-_COMMAND = 50
-"""Characters of a command in the table."""
 _WAIT_S = 60.0
 _POLL_S = 0.05
 
 
-@click.command(cls=Command, context_settings=SETTINGS, short_help="Show the queue's jobs.")
+@click.command(cls=Command, context_settings=SETTINGS, short_help="List queued and running jobs.")
 @QUEUE_OPTION
-@click.option("-a", "--all", "show_all", is_flag=True, help="Also those that have ended.")
+@click.option("-a", "--all", "show_all", is_flag=True, help="Show ended jobs too.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON; times are seconds since the epoch.")
 def queue(chosen_queue: QueueName | None, show_all: bool, as_json: bool) -> int:
-    """Show the jobs of this user that wait and run: of zlaunch's queue on this machine, or of SLURM's."""
+    """List your queued and running jobs, in zlaunch's queue on this machine or in SLURM."""
     if choose_queue(chosen_queue) == "slurm":
         return _show_slurm(as_json=as_json, show_all=show_all)
-    from zlaunch.queue.daemon import text_of
+    from zlaunch.queue.job_text import JOB_COLUMNS, job_row
     from zlaunch.queue.wake import ensure_daemon
 
     store, folder = _open()
@@ -50,15 +47,8 @@ def queue(chosen_queue: QueueName | None, show_all: bool, as_json: bool) -> int:
         return 0
     from zlaunch.cli.tables import make_table, stdout_console
 
-    columns = ("job", "run", "state", "priority", "slots", "since", "why", "command")
-    rows = [
-        (
-            *(str(job.id), _name(job), _state(job), str(job.submission.priority), text_of(job.slots)),
-            *(_elapsed(job), _why(job), shorten(" ".join(job.submission.command), _COMMAND)),
-        )
-        for job in jobs
-    ]
-    stdout_console().print(make_table(columns, rows, whole=("run",)))
+    rows = [job_row(job) for job in jobs]
+    stdout_console().print(make_table(JOB_COLUMNS, rows, whole=("run",)))
     return 0
 
 
@@ -68,43 +58,6 @@ def _open() -> tuple[Store, Path]:
 
     folder = queue_folder()
     return Store(folder), folder
-
-
-def _name(job: QueuedJob) -> str:
-    from zlaunch.supervisor.run_folder import name_of
-
-    return name_of(Path(job.submission.run_dir))
-
-
-def _state(job: QueuedJob) -> str:
-    if job.state == "ended":
-        return f"ended {job.exit_code}"
-    return {"": job.state, "preempt": "making room"}.get(job.wish, "stopping")
-
-
-def _why(job: QueuedJob) -> str:
-    """Return why a job ended as it did, or what it waits for."""
-    from zlaunch.supervisor import run_record
-    from zlaunch.supervisor.run_folder import name_of
-
-    if job.state != "waiting":
-        return job.why
-    demand = job.submission.demand
-    count = (demand.per_node or max(map(len, demand.pool.values()))) * demand.nodes
-    after = [
-        name_of(path)
-        for path in map(Path, job.submission.after)
-        if (known := run_record.read(path)) is not None
-        and (known.ended is None or run_record.is_queued(path))
-    ]
-    waits = f"after {', '.join(after)}" if after else f"for {count} slot{'s' * (count > 1)}"
-    return f"{job.why}; {waits}" if job.why else waits
-
-
-def _elapsed(job: QueuedJob) -> str:
-    since = {"waiting": job.submitted, "running": job.started, "ended": job.ended}[job.state]
-    minutes, seconds = divmod(max(0, int(time.time() - (since or job.submitted))), 60)
-    return f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d}"
 
 
 def _as_data(job: QueuedJob) -> dict[str, Any]:
@@ -141,13 +94,13 @@ def _show_slurm(*, as_json: bool, show_all: bool) -> int:
 # -- cancel
 
 
-@click.command(cls=Command, context_settings=SETTINGS, short_help="Take jobs out of the queue, or end them.")
+@click.command(cls=Command, context_settings=SETTINGS, short_help="Remove jobs from the queue, or stop them.")
 @QUEUE_OPTION
 @click.argument("runs", metavar="JOB|RUN...", nargs=-1, required=True)
 def cancel(chosen_queue: QueueName | None, runs: tuple[str, ...]) -> int:
-    """Take jobs out of the queue; those that run are stopped, and waited for.
+    """Remove jobs from the queue. Running jobs are stopped.
 
-    Exit code 1: one of them has not ended within a minute.
+    Exit code 1 means that a job did not end within a minute.
     """
     if choose_queue(chosen_queue) == "slurm":
         from zlaunch.slurm import commands
@@ -199,11 +152,13 @@ def _find(store: Store, texts: Sequence[str]) -> list[QueuedJob]:
 
 
 def _await_end(store: Store, asked: Sequence[int]) -> int:
+    from zlaunch.queue.job_text import job_name
+
     deadline = time.monotonic() + _WAIT_S
     for job_id in asked:
         while (job := store.find(job_id)) is not None and job.state != "ended":
             if time.monotonic() > deadline:
-                text = f"job {job_id} has not ended within {_WAIT_S:g} s: zlaunch stacks {_name(job)}"
+                text = f"job {job_id} has not ended within {_WAIT_S:g} s: zlaunch stacks {job_name(job)}"
                 print(f"zlaunch cancel: error: {text}", file=sys.stderr)
                 return 1
             time.sleep(_POLL_S)

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import click
 
 from zlaunch import __version__
-from zlaunch.cli.commands import OTHER_FLAGS, SETTINGS, SUBCOMMANDS, Launch, with_options
+from zlaunch.cli.commands import SETTINGS, SUBCOMMANDS, with_options
+from zlaunch.cli.launch_command import OTHER_FLAGS, Launch, help_all_option
 from zlaunch.cli.launch_options import LAUNCH
 from zlaunch.launchers import registry
 from zlaunch.plan.options import Options, python_there
@@ -28,18 +29,21 @@ if TYPE_CHECKING:
 
 _SETTINGS = {**SETTINGS, "allow_interspersed_args": False}
 _ENDS_WITH_JOB = "a job ends with the command that it was started for: leave it out"
-_EPILOG = "A script with the name of a command: zlaunch ./ps"
+_EPILOG = "To run a script that has the name of a command, write its path: zlaunch ./ps"
 
 
 @click.command(cls=Launch, context_settings=_SETTINGS, epilog=_EPILOG)
 @with_options(LAUNCH)
+@help_all_option
 @click.version_option(__version__, message="zlaunch %(version)s")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT [ARGS]...")
 def run(command: tuple[str, ...], **given: Any) -> int:
-    """Run SCRIPT on every GPU (or on CPU workers) of this machine, of the hosts of a hostfile, or of a SLURM
-    job; stop all when one fails.
+    """Run your PyTorch script on every GPU: one machine, a list of hosts, or a SLURM job. If a worker fails,
+    zlaunch stops the rest and says which and why.
 
-    Options before SCRIPT are zlaunch's; everything after it is the script's, untouched.
+    zlaunch's options go before SCRIPT. Everything after SCRIPT goes to the script unchanged. Option names may
+    contain dashes or underscores: --num-gpus is --num_gpus. `zlaunch run SCRIPT` means `zlaunch SCRIPT`.
+    Without a GPU the workers run on the CPU.
     """
     if given["as_json"] and not given["dry_run"]:
         raise click.UsageError("--json goes with --dry_run")
@@ -117,6 +121,10 @@ def prepare(command: tuple[str, ...], given: dict[str, Any]) -> Chosen:
     mode = check_command(
         command, module=given["module"], no_python=given["no_python"], folder=given["workdir"]
     )
+    if not given["quiet"] and (
+        misplaced := checks.launch_options_of_the_script(command, module=given["module"])
+    ):
+        print(f"zlaunch: warning: {misplaced}", file=sys.stderr)
     allocation = own_allocation(os.environ)
     take_pod(given, allocation)
     options = _options(command, mode, given)
@@ -184,6 +192,7 @@ def _options(
         max_restarts=given["max_restarts"],
         spares=given["spares"] or 0,
         quiet=given["quiet"],
+        verbose=given["verbose"],
         **{
             name: given[name]
             for name in (
@@ -202,7 +211,7 @@ def check_command(
     from zlaunch.plan import checks
 
     if not command or not command[0]:
-        raise click.UsageError("no script given; see zlaunch --help")
+        raise click.UsageError("no script given: zlaunch SCRIPT [ARGS]; `zlaunch -h` shows the options")
     if module and no_python:
         raise click.UsageError("--module and --no_python exclude each other")
     if module:
@@ -212,7 +221,13 @@ def check_command(
         checks.check_program(command[0])
         return "exec"
     if folder is None or os.path.isdir(folder):  # a folder that only the nodes have is theirs to check
-        checks.check_script(os.path.join(folder or "", command[0]), SUBCOMMANDS)
+        path = os.path.join(folder or "", command[0])
+        if not os.path.exists(path):
+            from zlaunch.cli.other_words import meant_command
+
+            if advice := meant_command(command):
+                raise click.UsageError(f"no script {command[0]!r}: {advice}")
+        checks.check_script(path, SUBCOMMANDS)
     return "script"
 
 
@@ -243,8 +258,11 @@ def _launch(launcher: Launcher, why: str, ranks: list[int] | None, given: dict[s
         point_latest(Path(run_dir))
     if given["detach"] and not _goes_on_alone(launcher, quiet=given["quiet"]):
         return 0
-    console = Console(ranks, quiet=given["quiet"])
-    console.message(f"{launcher.where} (launcher {launcher.name}: {why})")
+    console = Console(ranks, quiet=given["quiet"], verbose=given["verbose"])
+    console.message(f"{launcher.options.program.name} on {launcher.where}")
+    console.detail(f"launcher {launcher.name}: {why}")
+    if (plan := launcher.known_plan()) is not None and plan.master_addr:
+        console.detail(f"rendezvous at {plan.master_addr}:{plan.master_port}")
     console.message(f"logs in {os.path.relpath(run_dir)}")
     limits = Limits(
         max_restarts=given["max_restarts"],

@@ -72,19 +72,19 @@ def _living(text: str, command: str) -> FoundRun:
 # -- ps ----------------------------------------------------------------------------------------
 
 
-@click.command(
-    cls=Command, context_settings=SETTINGS, short_help="Show the runs of a folder, or the ranks of one."
-)
+@click.command(cls=Command, context_settings=SETTINGS, short_help="List runs, or the ranks of a run.")
 @click.argument("folder", metavar="[DIR|RUN]", default=DEFAULT_FOLDER)
-@click.option("-a", "--all", "show_all", is_flag=True, help="Also the runs that have ended.")
-@click.option("--clean", is_flag=True, help="List the runs that have ended, and remove them with their logs.")
-@click.option("-y", "--yes", is_flag=True, help="With --clean: do not ask.")
+@click.option("-a", "--all", "show_all", is_flag=True, help="Show ended runs too.")
+@click.option("--clean", is_flag=True, help="List ended runs and remove them with their logs.")
+@click.option("-y", "--yes", is_flag=True, help="With --clean, do not ask.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON; times are seconds since the epoch.")
 def ps(folder: str, show_all: bool, clean: bool, yes: bool, as_json: bool) -> int:
-    """Show the runs of a folder (default: runs), or the ranks of one run; `last` is the newest.
+    """List the runs in a folder, or the ranks of a run.  [default: runs]
 
-    States of a run: running; ended with an exit code; gone, when the launcher was killed; on HOST, when its
-    launcher is there and only there can be seen more.
+    `last` means the newest run. You can shorten run names.
+
+    States: running, ended (with the exit code), gone (the launcher was killed), on HOST (the launcher is on
+    another host, where you can see more).
     """
     if (yes and not clean) or (clean and (as_json or show_all)):
         raise click.UsageError("--yes goes with --clean, and --all and --json do not")
@@ -163,20 +163,20 @@ def _duration(seconds: float) -> str:
 # -- stop --------------------------------------------------------------------------------------
 
 
-@click.command(cls=Command, context_settings=SETTINGS, short_help="Stop a run and wait for its end.")
+@click.command(cls=Command, context_settings=SETTINGS, short_help="Stop a run and wait until it ends.")
 @click.argument("run", metavar="RUN")
 @click.option(
     "--signal",
     "name",
     type=click.Choice(list(_SIGNALS), case_sensitive=False),
-    help="USR1: save and stop. KILL: the launcher alone; its agents then stop the workers.  [default: TERM; "
-    "INT for a run with --requeue, which TERM would put back into the queue]",
+    help="USR1 asks the script to save and stop. KILL kills the launcher, and the agents stop the workers.  "
+    "[default: TERM; INT for a run with --requeue, because TERM requeues it]",
 )
-@seconds_option("--timeout", "To wait for the end.", default=30.0)
+@seconds_option("--timeout", "Give up waiting after this many seconds.", default=30.0)
 def stop(run: str, name: str | None, timeout: float) -> int:
-    """Stop RUN, a run's folder, its name under runs or `last`, and wait for its end.
+    """Stop RUN and wait until it ends.
 
-    Exit code 0: stopped; 1: it did not end in time; 2: there is nothing here to stop.
+    RUN is a run's name or folder, or `last`. Exit codes: 0 stopped, 1 not ended in time, 2 no running run.
     """
     run = meant(run)
     found = _living(run, "stop")
@@ -208,14 +208,14 @@ def _not_ended(run: str, name: str, timeout_s: float) -> str:
 # -- stacks ------------------------------------------------------------------------------------
 
 
-@click.command(cls=Command, context_settings=SETTINGS, short_help="Show where every rank of a run is.")
+@click.command(cls=Command, context_settings=SETTINGS, short_help="Print the Python stacks of a run's ranks.")
 @click.argument("run", metavar="[RUN]", default="last")
-@click.option("--rank", "chosen", metavar="RANKS", help="Such as 0,3-4.  [default: all that are running]")
+@click.option("--rank", "chosen", metavar="RANKS", help="Ranks to show, such as 0,3-4.  [default: all]")
 def stacks(run: str, chosen: str | None) -> int:
-    """Show where every rank of RUN, by default of the newest run, is.
+    """Print the Python stacks of RUN's ranks while the run continues.  [default: last]
 
-    First a line for the ranks of each place, with the collective that they wait in, then the Python stacks of
-    all threads. The run goes on. Exit code 1: some ranks did not answer; they are named.
+    The first lines group the ranks by where they are and name the collective that they wait in. Exit code 1
+    means that the named ranks did not answer.
     """
     run = meant(run)
     found = _living(run, "stacks")

@@ -5,90 +5,110 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from zlaunch.cli.commands import SETTINGS, SUBCOMMANDS, Group, with_options
+from zlaunch.cli.commands import SETTINGS, SUBCOMMANDS, Group, option, with_options
 from zlaunch.errors import LaunchError
 
 if TYPE_CHECKING:
     from zlaunch.slurm.script import BatchScript
 
-_GROUP_SETTINGS = {**SETTINGS, "token_normalize_func": lambda token: token.replace("_", "-")}
 _SETTINGS = {"allow_interspersed_args": False}
 
 _OPTIONS = (
-    click.option(
-        "-N", "--nodes", type=int, default=1, show_default=True, metavar="N", help="Number of nodes."
+    option(
+        "--num_nodes", "--nodes", "-N", "nodes", type=int, default=1, metavar="N", help="Nodes.  [default: 1]"
     ),
-    click.option("--gpus-per-node", "--gpus", metavar="N", help="GPUs of each node: 8 or a100:8."),
-    click.option(
-        "-c", "--cpus-per-task", type=int, metavar="N", help="Cores of each node, for all its workers."
+    option(
+        "--num_gpus",
+        "--gpus_per_node",
+        "--gpus",
+        "gpus_per_node",
+        metavar="N",
+        help="GPUs per node: 8 or a100:8.",
     ),
-    click.option("-t", "--time", metavar="TIME", help="Time limit: 90 (minutes), 24:00:00, 2-12:00:00."),
-    click.option("-p", "--partition", metavar="NAME", help="Partition of the cluster."),
-    click.option("-A", "--account", metavar="NAME", help="Account to charge."),
-    click.option("--qos", metavar="NAME", help="Quality of service."),
-    click.option("--array", metavar="LIST", help="Job array: 0-9, 1,3 or 0-99%4."),
-    click.option("-J", "--job-name", metavar="NAME", help="Name of the job.  [default: the script's]"),
-    click.option("--output", metavar="FILE", help="SLURM's output file: %x-%j.out.  [default: slurm-%j.out]"),
-    click.option("--container", metavar="IMAGE", help="Image to run in, by enroot and pyxis."),
-    click.option("--load", "modules", multiple=True, metavar="NAME", help="Module to load; may be repeated."),
-    click.option(
-        "--setup", multiple=True, metavar="LINE", help="Line of shell before the start; may be repeated."
+    option(
+        "-c",
+        "--cpus_per_task",
+        type=int,
+        metavar="N",
+        help="CPU cores per node, for all its workers.  [default: the GPUs' share of a node, if sinfo tells]",
     ),
-    click.option("--venv", metavar="DIR", help="Virtual environment to activate."),
-    click.option("--python", metavar="FILE", help="Interpreter for zlaunch.  [default: zlaunch on PATH]"),
-    click.option(
-        "--signal", metavar="SIG@SECONDS", help="Signal to zlaunch before the time limit: USR1@120."
+    option("-t", "--time", metavar="TIME", help="Time limit: 90 (minutes), 24:00:00, 2-12:00:00."),
+    option("-p", "--partition", metavar="NAME", help="Partition of the cluster."),
+    option("-A", "--account", metavar="NAME", help="Account to charge."),
+    option("--qos", metavar="NAME", help="Quality of service."),
+    option("--array", metavar="LIST", help="Job array: 0-9, 1,3 or 0-99%4."),
+    option("-J", "--job_name", metavar="NAME", help="Name of the job.  [default: the script's name]"),
+    option(
+        "--output",
+        metavar="FILE",
+        help="Output file of the job, such as logs/%x-%j.out. zlaunch creates its folder.  "
+        "[default: slurm-%j.out]",
     ),
-    click.option("--requeue", is_flag=True, help="Let SLURM start the job again after a preemption."),
-    click.option(
+    option("--container", metavar="IMAGE", help="Container image to run in, with enroot and pyxis."),
+    option(
+        "--load", "modules", multiple=True, metavar="NAME", help="Environment module to load; repeatable."
+    ),
+    option("--setup", multiple=True, metavar="LINE", help="Shell line to run before the start; repeatable."),
+    option("--venv", metavar="DIR", help="Virtual environment to activate."),
+    option("--python", metavar="FILE", help="Python that runs zlaunch.  [default: zlaunch on PATH]"),
+    option(
+        "--signal",
+        metavar="SIG@SECONDS",
+        help="Signal that SLURM sends this many seconds before the time limit: USR1@120.",
+    ),
+    option("--requeue", is_flag=True, help="Let SLURM requeue the job after a preemption or node failure."),
+    option(
         "--sbatch",
         multiple=True,
         metavar="OPTION",
-        help='Any other option of sbatch: "--nice=5"; may be repeated.',
+        help='Any other option of sbatch, such as "--nice=5"; repeatable.',
     ),
-    click.option("--zlaunch-args", metavar="ARGS", help='Options of zlaunch: "--log_ranks all".'),
+    option("--zlaunch_args", metavar="ARGS", help='Options of zlaunch, such as "--log_ranks all".'),
 )
 
 
-@click.group(cls=Group, context_settings=_GROUP_SETTINGS)
+@click.group(cls=Group, context_settings=SETTINGS)
 def slurm() -> None:
-    """Make and submit SLURM batch files."""
+    """Write and submit SLURM batch files."""
 
 
 @slurm.command(context_settings=_SETTINGS)
 @with_options(_OPTIONS)
-@click.option("-o", "--write", "file", metavar="FILE", help="Write it there instead of printing it.")
+@click.option("-o", "--write", "file", metavar="FILE", help="Write the file instead of printing it.")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT [ARGS]...")
 def script(command: tuple[str, ...], file: str | None, **options: Any) -> None:
     """Print the sbatch file that runs SCRIPT with zlaunch.
 
-    Options before SCRIPT are SLURM's; everything after it is the script's.
+    Options before SCRIPT are SLURM's. Everything after SCRIPT goes to the script.
     """
     _check_given(command)
-    text = _render(_batch_script(command, options))
+    batch = _batch_script(command, options)
+    text = _render(batch)
     if file is None:
         sys.stdout.flush()
         sys.stdout.buffer.write(text)
-        return
-    try:
-        Path(file).write_bytes(text)
-    except (OSError, ValueError) as error:
-        raise click.UsageError(f"-o {file}: {getattr(error, 'strerror', None) or error}") from None
+    else:
+        try:
+            Path(file).write_bytes(text)
+        except (OSError, ValueError) as error:
+            raise click.UsageError(f"-o {file}: {getattr(error, 'strerror', None) or error}") from None
+    warn_of_one_core(batch)
 
 
 @slurm.command(context_settings=_SETTINGS)
 @with_options(_OPTIONS)
-@click.option("-f", "--follow", is_flag=True, help="Show the output until the job has ended.")
+@click.option("-f", "--follow", is_flag=True, help="Show the job's output until it ends.")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT [ARGS]...")
 def submit(command: tuple[str, ...], follow: bool, **options: Any) -> int:
     """Submit SCRIPT, or an existing FILE.sbatch, and print the job's id.
 
-    With --follow the exit code is 0 only if the job completed.
+    With --follow, the exit code is 0 if the job completed.
     """
     from zlaunch.slurm.commands import submit as hand_over
 
@@ -106,7 +126,7 @@ def submit(command: tuple[str, ...], follow: bool, **options: Any) -> int:
 
 def _check_given(command: tuple[str, ...]) -> None:
     if not command or not command[0]:
-        raise click.UsageError("no script given; see zlaunch slurm --help")
+        raise click.UsageError("no script given: zlaunch slurm script [OPTIONS] SCRIPT [ARGS]")
 
 
 def _batch_script(command: tuple[str, ...], options: dict[str, Any]) -> BatchScript:
@@ -118,19 +138,49 @@ def _batch_script(command: tuple[str, ...], options: dict[str, Any]) -> BatchScr
     try:
         zlaunch_args = tuple(shlex.split(options["zlaunch_args"] or ""))
     except ValueError as error:
-        raise click.UsageError(f"--zlaunch-args {options['zlaunch_args']!r}: {error}") from None
+        raise click.UsageError(f"--zlaunch_args {options['zlaunch_args']!r}: {error}") from None
     job_name = options["job_name"] or Path(name).stem or None
-    return BatchScript(
+    batch = BatchScript(
         script=name,
         script_args=tuple(args),
         **{**options, "zlaunch_args": zlaunch_args, "job_name": job_name},
     )
+    return with_cores(batch)
+
+
+def with_cores(batch: BatchScript) -> BatchScript:
+    """Return the file with its number of CPU cores if sinfo tells it: the GPUs' share of a node's."""
+    from zlaunch.slurm.commands import node_sizes
+    from zlaunch.slurm.script import cores_of
+
+    if batch.cpus_per_task is not None or batch.gpus_per_node is None or _is_exclusive(batch):
+        return batch
+    return replace(batch, cpus_per_task=cores_of(batch.gpus_per_node, node_sizes(batch.partition)))
+
+
+def warn_of_one_core(batch: BatchScript) -> None:
+    """Tell the user where a file asks for no number of cores: SLURM then gives each node's task one."""
+    if batch.cpus_per_task is None and not _is_exclusive(batch):
+        text = "SLURM may give each node a single CPU core. Ask for more with --cpus_per_task N"
+        click.echo(f"zlaunch: warning: {text}", err=True)
+
+
+def _is_exclusive(batch: BatchScript) -> bool:
+    """Return whether the job gets all cores of its nodes."""
+    return any(line.startswith(("--exclusive", "-c", "--cpus-per")) for line in batch.sbatch)
 
 
 def _render(batch: BatchScript) -> bytes:
-    from zlaunch.slurm.script import render
+    """Return the text of the file, and create the folder of the job's output: SLURM does not."""
+    from zlaunch.slurm.script import output_folder, render
 
-    return os.fsencode(render(batch))
+    text = os.fsencode(render(batch))
+    if (folder := output_folder(batch)) is not None:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise click.UsageError(f"--output {batch.output}: {folder}: {error.strerror}") from None
+    return text
 
 
 def _submit_script(command: tuple[str, ...], options: dict[str, Any]) -> str:
@@ -143,7 +193,9 @@ def _submit_script(command: tuple[str, ...], options: dict[str, Any]) -> str:
     with tempfile.TemporaryDirectory(prefix="zlaunch-") as folder:  # sbatch keeps a copy
         path = Path(folder, f"{Path(command[0]).stem or 'job'}.sbatch")
         path.write_bytes(_render(batch))
-        return hand_over(path)
+        job_id = hand_over(path)
+    warn_of_one_core(batch)
+    return job_id
 
 
 def _check_existing(command: tuple[str, ...], options: dict[str, Any]) -> None:

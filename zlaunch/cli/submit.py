@@ -27,36 +27,42 @@ QUEUE_OPTION = click.option(
     "--queue",
     "chosen_queue",
     type=click.Choice(("local", "slurm")),
-    help="zlaunch's own, or SLURM.  [default: slurm where it is installed, and said]",
+    help="zlaunch's own queue, or SLURM's.  [default: slurm if sbatch is configured, else local]",
 )
 
 
 @click.command(
     cls=Command,
     context_settings={**SETTINGS, "allow_interspersed_args": False},
-    short_help="Queue a run: it starts when there are slots for it.",
+    short_help="Queue a run; it starts when enough GPUs are free.",
 )
 @QUEUE_OPTION
-@click.option("--priority", type=int, default=0, metavar="N", help="Higher ones go first.  [default: 0]")
-@click.option("--after", multiple=True, metavar="RUN|JOB", help="Start when it has ended well; repeatable.")
-@click.option("--time", "limit", metavar="TIME", help="Stop it after 90 (minutes), 24:00:00, 2-12:00:00.")
-@count_option("--retries", low=0, default=0, help="After a failure queue it again, so many times.")
+@click.option(
+    "--priority", type=int, default=0, metavar="N", help="Runs with a higher N start first.  [default: 0]"
+)
+@click.option(
+    "--after", multiple=True, metavar="RUN|JOB", help="Start after this run or job succeeds; repeatable."
+)
+@click.option("--time", "limit", metavar="TIME", help="Time limit: 90 (minutes), 24:00:00, 2-12:00:00.")
+@count_option("--retries", low=0, default=0, help="Queue the run again after a failure, up to N times.")
 @click.option(
     "--preemptible",
     is_flag=True,
-    help="A higher priority may have it save, by SIGUSR1, and wait again: for scripts that do.",
+    help="Let a run with a higher priority interrupt this one: SIGUSR1 asks the script to save and exit.",
 )
-@click.option("--sbatch", multiple=True, metavar="OPTION", help='SLURM: more for sbatch, such as "-p gpu".')
+@click.option(
+    "--sbatch", multiple=True, metavar="OPTION", help='SLURM: an option of sbatch, such as "-p gpu".'
+)
 @with_options(LAUNCH)
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT [ARGS]...")
 @click.pass_context
 def submit(
     context: click.Context, /, command: tuple[str, ...], chosen_queue: QueueName | None, **given: Any
 ) -> int:
-    """Queue SCRIPT, with the options of a run, and print the run's name; in SLURM the job's id.
+    """Queue SCRIPT and print the run's name, or the job's id in SLURM.
 
-    Its slots are any that are free, of this machine or the hostfile: --num_gpus on each of --num_nodes hosts.
-    First come, first served; no slot is given twice. Then: zlaunch queue, wait, logs -f, cancel.
+    The options of a launch (`zlaunch --help-all`) are accepted too. The run starts when --num_gpus GPUs are
+    free on --num_nodes hosts, in the order of submission. See also zlaunch queue, wait, logs -f, cancel.
     """
     asked = read_line(context, command, chosen_queue, given)
     if asked.queue == "slurm":
@@ -222,6 +228,7 @@ def _umask() -> int:
 
 
 def _submit_to_slurm(asked: Asked) -> int:
+    from zlaunch.cli.slurm import warn_of_one_core
     from zlaunch.slurm.commands import submit as hand_over
     from zlaunch.slurm.script import render
 
@@ -232,6 +239,7 @@ def _submit_to_slurm(asked: Asked) -> int:
         job = hand_over(path)
     print(job)
     if not asked.given["quiet"]:
+        warn_of_one_core(batch)
         print(f"zlaunch: job {job} of SLURM: zlaunch queue, cancel {job}; slurm-{job}.out", file=sys.stderr)
     return 0
 
@@ -239,6 +247,7 @@ def _submit_to_slurm(asked: Asked) -> int:
 def batch_of(asked: Asked) -> BatchScript:
     """Return the sbatch file of a run. Raises click.UsageError and LaunchError."""
     from zlaunch.cli.run import check_command
+    from zlaunch.cli.slurm import with_cores
     from zlaunch.plan.checks import check_configs
     from zlaunch.slurm.commands import has_gpus
     from zlaunch.slurm.script import BatchScript
@@ -269,7 +278,7 @@ def batch_of(asked: Asked) -> BatchScript:
     extra = [*about["sbatch"]]
     if about["after"]:
         extra.append(f"--dependency=afterok:{':'.join(about['after'])}")
-    return BatchScript(
+    batch = BatchScript(
         script=command[0],
         script_args=command[1:],
         zlaunch_args=tuple(words),
@@ -281,3 +290,4 @@ def batch_of(asked: Asked) -> BatchScript:
         requeue=given["requeue"] or about["preemptible"],
         sbatch=tuple(extra),
     )
+    return with_cores(batch)

@@ -24,20 +24,22 @@ _SETTINGS = {**SETTINGS, "ignore_unknown_options": True, "allow_interspersed_arg
 _POLL_S = 0.5
 
 
-@click.command(
-    cls=Command, context_settings=_SETTINGS, short_help="Try many values of a script's parameters."
+@click.command(cls=Command, context_settings=_SETTINGS, short_help="Search a script's hyperparameters.")
+@click.option(
+    "--dir", "folder", metavar="DIR", help="Folder for results.  [default: sweeps/NAME, for NAME.yaml]"
 )
-@click.option("--dir", "folder", metavar="DIR", help="For all results.  [default: sweeps/NAME of FILE]")
-@click.option("--at_once", type=click.IntRange(1), metavar="N", help="SLURM: so many runs at a time.")
+@click.option(
+    "--at_once", type=click.IntRange(1), metavar="N", help="SLURM: at most N runs at the same time."
+)
 @click.argument("file", metavar="FILE")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="[SUBMIT OPTIONS] SCRIPT [ARGS]...")
 def sweep(folder: str | None, at_once: int | None, file: str, command: tuple[str, ...]) -> int:
-    """Run SCRIPT with many values of its parameters, each as `zlaunch submit` does, and show the best; in
-    SLURM as a job array.
+    """Run SCRIPT with many values of its hyperparameters and show the best.
 
-    FILE lists them: a grid or random samples in YAML, or rows of a CSV. A name like --hidden is an argument
-    of the script, one like optimizer.params.lr a key of its config. With early_stopping runs that are behind
-    others are stopped. The same command goes on where it was ended; Ctrl-C leaves the queued runs alone.
+    Each trial is a run of `zlaunch submit`, or a task of a job array in SLURM. FILE has the values: a grid or
+    random samples in YAML, or rows of a CSV. A name such as --hidden is an argument of the script; a name
+    such as optimizer.params.lr is a key of its config. With early_stopping, zlaunch stops trials that fall
+    behind. Ctrl-C leaves queued trials in the queue. The same command resumes the sweep.
     """
     from zlaunch.sweep.space import read_space
     from zlaunch.sweep.trials import digits_of, hold, open_trials
@@ -53,7 +55,7 @@ def sweep(folder: str | None, at_once: int | None, file: str, command: tuple[str
     hold(where)
     queue: TrialQueue
     if asked.queue == "slurm":
-        queue = SlurmQueue(where, digits_of(space), at_once)
+        queue = SlurmQueue(where, digits_of(space.trials), at_once)
     else:
         queue = LocalQueue(where)
     queue.find()

@@ -13,6 +13,7 @@ from typing import Any
 
 import click
 
+from zlaunch.cli.commands import Option
 from zlaunch.cli.deepspeed_flags import answered
 from zlaunch.launchers.batch_systems import read_job
 from zlaunch.launchers.registry import LOCAL
@@ -27,6 +28,25 @@ _SAME = {
     "deepspeed_hostfile": "hostfile",
 }
 """Flag -> zlaunch's name for it."""
+_GROUP = "torchrun's and accelerate's names"
+_HELP = {
+    **{flag: f"Same as --{option}." for flag, option in _SAME.items()},
+    "nnodes": "Same as --num_nodes.",
+    "nproc_per_node": "Same as --num_gpus; also gpu, cpu or auto.",
+    "num_processes": "Workers on all nodes together.",
+    "num_cpu_threads_per_process": "Set OMP_NUM_THREADS of the workers.",
+    "rdzv_endpoint": "Same as --master_addr HOST and --master_port PORT.",
+    "rdzv_backend": "c10d or static; has no effect.",
+    "tee": "Same as --log_ranks all.",
+    "redirects": "Accepted, has no effect: every rank has a log file.",
+    "standalone": "Run on this machine only.",
+    "mixed_precision": "Handed on to accelerate: no, fp16 or bf16.",
+    "use_deepspeed": "Handed on to accelerate.",
+    "deepspeed_config_file": "Handed on to accelerate, after zlaunch has checked it.",
+    "gradient_accumulation_steps": "Handed on to accelerate.",
+}
+"""Flag -> its help; those without one have no effect."""
+_NO_EFFECT = "Accepted, has no effect."
 _NUMBERS = (
     *("num_machines", "machine_rank", "main_process_port", "num_processes"),
     "num_cpu_threads_per_process",
@@ -70,7 +90,7 @@ _INSTEAD = {
     "--cpu": (False, "hide the GPUs: CUDA_VISIBLE_DEVICES= zlaunch ..."),
     "--tpu": (False, "zlaunch runs on GPUs and CPUs"),
     "--use_fsdp": (False, "zero_optimization.stage 3 in the config shards the parameters too"),
-    "--use_megatron_lm": (False, "zlaunch has ZeRO stages 0 to 3: see docs/config.md"),
+    "--use_megatron_lm": (False, "use the section `parallel` of the config"),
     "--deepspeed_multinode_launcher": (True, "use --launcher ssh, slurm or openmpi"),
     "--deepspeed_inclusion_filter": (True, "use --include FILTER"),
     "--deepspeed_exclusion_filter": (True, "use --exclude FILTER"),
@@ -100,22 +120,27 @@ class Surroundings:
 
 def torchrun_flags() -> list[click.Option]:
     """Return hidden click options for these flags; :func:`take_flags` translates their values."""
+
+    def flag(name: str, *short: str, **more: Any) -> click.Option:
+        metavar = None if more.get("is_flag") else more.pop("metavar", "X")
+        text = _HELP.get(name, _NO_EFFECT)
+        return Option([f"--{name}", *short], hidden=True, metavar=metavar, help=text, group=_GROUP, **more)
+
     found = []
     for name in _NUMBERS:
         low = 0 if name in ("machine_rank", "main_process_port") else 1
-        found.append(click.Option([f"--{name}"], type=click.IntRange(min=low), hidden=True))
-    for name in _TEXTS:
-        short = ("-t",) if name == "tee" else ()
-        found.append(click.Option([f"--{name}", *short], hidden=True))
-    found += [click.Option([f"--{name}"], is_flag=True, hidden=True) for name in _SWITCHES]
-    kinds = click.Choice(["no", "fp16", "bf16"])
+        found.append(flag(name, type=click.IntRange(min=low), metavar="N"))
+    found += [flag(name, *(("-t",) if name == "tee" else ())) for name in _TEXTS]
+    found += [flag(name, is_flag=True) for name in _SWITCHES]
     found += [
-        click.Option(["--redirects", "-r"], hidden=True),
-        click.Option(["--rdzv_backend"], hidden=True, callback=_backend),
-        click.Option(["--mixed_precision"], type=kinds, hidden=True),
+        flag("redirects", "-r"),
+        flag("rdzv_backend", callback=_backend),
+        flag("mixed_precision", type=click.Choice(["no", "fp16", "bf16"])),
     ]
-    found += [click.Option([flag], hidden=True, expose_value=False) for flag in _WITHOUT_EFFECT]
-    found += [click.Option([flag], **about) for flag, about in answered(_INSTEAD, "not zlaunch's").items()]
+    found += [flag(name.lstrip("-"), expose_value=False) for name in _WITHOUT_EFFECT]
+    found += [
+        Option([name], group=_GROUP, **about) for name, about in answered(_INSTEAD, "not zlaunch's").items()
+    ]
     return found
 
 
@@ -202,8 +227,8 @@ def _nodes(text: str | None) -> int | None:
         raise click.UsageError(f"--nnodes {text}: expected a number of nodes")
     if match[2] is not None and int(match[2]) != int(match[1]):
         raise click.UsageError(
-            f"--nnodes {text}: a run does not grow: give the number of nodes, and with a --hostfile "
-            f"--min_nodes {match[1]} --max_restarts N to go on without dead ones"
+            f"--nnodes {text}: a run does not grow. Give the number of nodes; with --hostfile, "
+            f"--min_nodes {match[1]} --max_restarts N restarts without failed nodes"
         )
     return int(match[1])
 

@@ -23,26 +23,25 @@ _OWN = ("steps", "warmup", "time_limit", "dir")
 _SETTINGS = {**SETTINGS, "ignore_unknown_options": True, "allow_interspersed_args": False}
 
 
-@click.command(cls=Command, context_settings=_SETTINGS, short_help="Find the fastest config by short runs.")
-@count_option("--steps", default=10, show_default=True, help="Timed steps of a run.")
-@count_option("--warmup", low=0, default=3, show_default=True, help="Steps before them.")
+@click.command(cls=Command, context_settings=_SETTINGS, short_help="Find the fastest config with short runs.")
+@count_option("--steps", default=10, show_default=True, help="Timed steps per run.")
+@count_option("--warmup", low=0, default=3, show_default=True, help="Steps before the timed ones.")
 @click.option(
     "--time_limit",
     type=click.FloatRange(min=1),
     default=300.0,
     show_default=True,
     metavar="SECONDS",
-    help="Of a run.",
+    help="Time limit of a run.",
 )
-@click.option("--dir", "folder", default="tune", show_default=True, metavar="DIR", help="For all results.")
+@click.option("--dir", "folder", default="tune", show_default=True, metavar="DIR", help="Folder for results.")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="[LAUNCH OPTIONS] SCRIPT [ARGS]...")
 def tune(steps: int, warmup: int, time_limit: float, folder: str, command: tuple[str, ...]) -> int:
-    """Try stages, offload, micro-batches and buckets in short runs of SCRIPT; write the fastest config.
+    """Try stages, offload, micro-batches and buckets in short runs, and write the fastest config.
 
-    SCRIPT is started as `zlaunch [LAUNCH OPTIONS] SCRIPT [ARGS]...` starts it, again and again, and has to
-    take its config as --config, --deepspeed_config or --deepspeed FILE. The samples of a step stay the same.
-    Each run is ended after its steps; what the script writes when it begins, each run writes. The same
-    command goes on where it was ended; Ctrl-C leaves the best so far.
+    It starts `zlaunch [LAUNCH OPTIONS] SCRIPT [ARGS]...` once per trial and stops it after a few steps.
+    SCRIPT must take its config as --config, --deepspeed_config or --deepspeed FILE. All trials have the same
+    global batch size. Ctrl-C keeps the best config so far. The same command resumes the search.
     """
     from zlaunch.tuning.results import TuningResults
     from zlaunch.tuning.trial import TrialLimits

@@ -21,13 +21,13 @@ _MANY = 1000
 """Lines of a picture that is no screen."""
 
 
-@click.command(cls=Command, context_settings=SETTINGS, short_help="Show how a run stands, until it ends.")
+@click.command(cls=Command, context_settings=SETTINGS, short_help="Show a run's progress until it ends.")
 @click.argument("run", metavar="[RUN]", default="last")
-@click.option("--once", is_flag=True, help="Show it once, as into a pipe.")
+@click.option("--once", is_flag=True, help="Print the progress once.")
 def watch(run: str, once: bool) -> int:
-    """Show progress, loss, speed, where a step's time goes, and every rank of RUN; by default of the `last`.
+    """Show progress, loss, speed, step times and ranks of RUN.  [default: last]
 
-    Ctrl-C ends this, not the run. On another machine: ssh -t HOST zlaunch watch RUN.
+    Ctrl-C does not stop the run. From another machine, use ssh -t HOST zlaunch watch RUN.
     """
     from rich.console import Console
     from rich.live import Live

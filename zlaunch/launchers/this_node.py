@@ -40,9 +40,11 @@ class ThisNodeLauncher(Launcher):
 
     @property
     def where(self) -> str:
-        """Return this machine and the rendezvous."""
-        plan = self.first_plan
-        return f"{plan.nodes[0].host}, rendezvous {plan.master_addr}:{plan.master_port}"
+        """Return this machine and its workers."""
+        node = self.first_plan.nodes[0]
+        kind = "GPU" if node.workers[0].env.get("CUDA_VISIBLE_DEVICES") else "CPU"
+        plural = "s" if len(node.workers) > 1 else ""
+        return f"{node.host}: {len(node.workers)} {kind} worker{plural}"
 
     def known_plan(self) -> Plan:
         """Return the plan of the first attempt."""
@@ -87,17 +89,18 @@ class ThisNodeLauncher(Launcher):
 
 def _await_address(host: str, timeout_s: float, say: Say) -> None:
     """Wait until a name has an address: a pod's may come a little after the pod. Raises NodeError."""
-    started = said_at = time.monotonic()
+    started = time.monotonic()
     while True:
         try:
             socket.getaddrinfo(host, None)
+            say("", 0.0)
             return
         except (OSError, UnicodeError) as error:
             now = time.monotonic()
             if now - started >= timeout_s:
+                say("", 0.0)
                 text = f"--master_addr {host} has no address: {error}; looked for {timeout_s:g} s"
                 raise NodeError(host, text) from None
-            if now - said_at >= SLOW_S:
-                said_at = now
-                say(f"waiting for an address of {host} ({now - started:.0f} s)")
+            if now - started >= SLOW_S:
+                say(f"an address of {host}", now - started)
             time.sleep(min(0.5, timeout_s))

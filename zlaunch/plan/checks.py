@@ -24,6 +24,10 @@ if TYPE_CHECKING:
 _CONFIG_SUFFIXES = (".json", ".yaml", ".yml")
 _TORCH_USERS = {"torch", "zlaunch", "deepspeed", "transformers", "accelerate", "lightning", "torchvision"}
 _CONFIG_USERS = {"zlaunch", "deepspeed", "transformers", "accelerate"}
+_OF_LAUNCHERS = {"num_gpus", "num_nodes", "nproc_per_node", "nnodes", "hostfile", "include", "exclude"}
+_OF_LAUNCHERS |= {"num_accelerators", "max_restarts", "dry_run", "detach", "log_ranks", "hang_timeout"}
+_OF_LAUNCHERS |= {"master_port", "master_addr", "node_rank", "launcher"}
+"""Options of launchers that hardly any script has."""
 _MOST_RANKS = 1 << 20
 _MOST_CORES = 1 << 16
 _DISTINCTIVE_KEYS = {"zero_optimization", "train_micro_batch_size_per_gpu"}
@@ -39,7 +43,7 @@ def check_script(name: str, commands: Collection[str]) -> None:
     if path.exists() and not path.is_dir():
         raise LaunchError(f"{name!r} can be read only once, and every worker reads it: save it to a file")
     if path.is_dir():
-        raise LaunchError(f"{name!r} is a folder without a __main__.py")
+        raise LaunchError(f"{name!r} is a folder without a __main__.py: name the script in it")
     try:
         beside = os.listdir(path.parent)
     except OSError:
@@ -68,16 +72,25 @@ def _check_is_python(path: Path) -> None:
         raise LaunchError(f"cannot read the script {str(path)!r}: {error.strerror}") from None
     if path.suffix in _CONFIG_SUFFIXES:
         raise LaunchError(f"{str(path)!r} is no script but a config: zlaunch SCRIPT --config {path.name}")
+    if path.suffix == ".ipynb":
+        raise LaunchError(
+            f"{str(path)!r} is a notebook: convert it, jupyter nbconvert --to script {path.name}, or train "
+            "from its cells with zlaunch.notebook(function)"
+        )
+    if path.suffix in (".sbatch", ".slurm"):
+        raise LaunchError(f"{str(path)!r} is a batch file: submit it, sbatch {path.name}")
     first = start.split(b"\n", 1)[0]
     if path.suffix == ".py":
         return  # whatever its first line says: Python runs it
     if start.startswith(b"\x7fELF") or (first.startswith(b"#!") and b"python" not in first):
-        raise LaunchError(f"{str(path)!r} is not a Python script; to run a program give --no_python")
+        raise LaunchError(f"{str(path)!r} is not a Python script: --no_python runs other programs")
 
 
 def check_module(name: str) -> None:
     """Check that the module's top-level package can be found; nothing of it is imported."""
     top = name.partition(".")[0]
+    if name.endswith(".py") and Path(name).is_file():
+        raise LaunchError(f"{name!r} is a file, and -m takes the name of a module: leave out -m")
     if _find(top) is None:
         raise LaunchError(f"no module named {top!r}")
 
@@ -112,6 +125,30 @@ def _imported(name: str, *, module: bool) -> set[str]:
     lines = re.findall(r"^[ \t]*(?:from[ \t]+(\w+)|import[ \t]+([\w., \t]+))", text, re.MULTILINE)
     named = {word.strip().partition(".")[0] for one, many in lines for word in (one, *many.split(","))}
     return {word.partition(" ")[0] for word in named}
+
+
+def launch_options_of_the_script(command: Sequence[str], *, module: bool) -> str | None:
+    """Return a warning where the script gets an option that was meant for zlaunch.
+
+    That is one of a launcher alone, and the script's source does not name it.
+    """
+    given = [word for word in command[1:] if word.startswith("--")]
+    names = {word: word.partition("=")[0][2:].replace("-", "_") for word in given}
+    suspects = {word: name for word, name in names.items() if name in _OF_LAUNCHERS}
+    if not suspects:
+        return None
+    try:
+        text = _source_of(command[0], module=module).read_text(encoding="utf-8", errors="replace")
+    except (OSError, ImportError, ValueError):
+        return None
+    text = text.replace("-", "_")
+    misplaced = [word for word, name in suspects.items() if name not in text]
+    if not misplaced:
+        return None
+    return (
+        f"{', '.join(misplaced)} stands after {command[0]} and goes to the script. "
+        f"If it is for zlaunch, put it before {command[0]}"
+    )
 
 
 def _source_of(name: str, *, module: bool) -> Path:

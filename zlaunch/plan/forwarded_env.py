@@ -18,7 +18,7 @@ _PREFIXES = (
 """Variables for communication, torch and its compilers, Python and its threads, libraries, trackers."""
 _NAMES = (
     *("LD_LIBRARY_PATH", "LD_PRELOAD", "GLIBC_TUNABLES", "TZ", "LANG", "LC_ALL"),
-    *("ZLAUNCH_SHARED_MEMORY", "ZLAUNCH_DEBUG_FREE", "ZLAUNCH_QUIET"),
+    *("ZLAUNCH_SHARED_MEMORY", "ZLAUNCH_DEBUG_FREE", "ZLAUNCH_QUIET", "ZLAUNCH_VERBOSE"),
 )
 _NEVER = ("CUDA_VISIBLE_DEVICES",)
 """Variables that each node sets for itself."""

@@ -48,6 +48,7 @@ class Options:
     spares: int = 0
     """The last so many hosts take part only when others are gone."""
     quiet: bool = False
+    verbose: bool = False
     node_rank: int | None = None
     """With --no_ssh: which of the nodes this is."""
     pod: bool = False
@@ -69,6 +70,8 @@ class Options:
             env["ZLAUNCH_PROFILE"] = self.profile
         if self.quiet:
             env["ZLAUNCH_QUIET"] = "1"
+        if self.verbose:
+            env["ZLAUNCH_VERBOSE"] = "1"
         if self.compat is not None:
             env["ZLAUNCH_COMPAT"] = self.compat
         compat = env.get("ZLAUNCH_COMPAT") or os.environ.get("ZLAUNCH_COMPAT") or "auto"

@@ -28,7 +28,6 @@ from zlaunch.system.events import Event
 from zlaunch.system.processes import PASSED_SIGNALS, Process, adopt_orphans, signal_name, sweep
 from zlaunch.view.bottleneck import what_bounds
 from zlaunch.view.console import Console
-from zlaunch.view.progress import RunProgress
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _OUTPUT_IN_FLIGHT = 256
@@ -38,6 +37,8 @@ _PATIENCE_S = 0.3
 _MARGIN_S = 6.0
 """Seconds beyond the grace period: for settling, sweeping, a slow machine."""
 _LONGEST_WAIT_S = 60.0
+_WAITED_S = 1.0
+"""Seconds between two words about a slow start; the console decides which ones are shown."""
 _PAUSE_SENT_S = 0.5
 """Seconds in which the threads of ssh connections send the word before the process stands still."""
 _WAKE: Event = {"type": "wake"}
@@ -75,13 +76,14 @@ class Controller:
         self.sessions: dict[int, Process] = {}
         """The workers of this machine that have not ended, by rank."""
         self.starting = set(self.hosts)
-        self.started_at = self.said_at = time.monotonic()
+        self.started_at = time.monotonic()
+        self.wait_told_at = self.started_at + SLOW_S - _WAITED_S
         self.signum = 0
         self.signalled_at = 0.0
         self.save_asked = False
         self.deadline = float("inf")
         self.run_dir = Path(plan.run_dir)
-        self.progress = RunProgress()
+        self.progress = console.progress
 
     def run(self) -> Outcome:
         """Hand out the plan, follow the run to its end, and return its outcome."""
@@ -120,9 +122,10 @@ class Controller:
     # -- the run -------------------------------------------------------------------------------
 
     def _hand_out(self) -> None:
-        self.files.event(
-            {"type": "start", "attempt": self.attempt, "hosts": [node.host for node in self.plan.nodes]}
-        )
+        hosts = [node.host for node in self.plan.nodes]
+        start: Event = {"type": "start", "attempt": self.attempt, "hosts": hosts, "time": time.time()}
+        self.files.event(start)
+        self.progress.take(start)
         for index, link in enumerate(self.links):
             threading.Thread(target=self._read, args=(index, link), daemon=True).start()
             link.transport.send(asdict(self.plan.for_node(index)))
@@ -160,6 +163,7 @@ class Controller:
                 self._on_quiet()
             else:
                 self._on_event(index, event)
+            self.console.tick()
             stop_at = self.verdict.stop_at
             if stop_at is not None and self.deadline == float("inf") and time.monotonic() >= stop_at:
                 self._stop_after_failure()
@@ -170,16 +174,16 @@ class Controller:
         if self.verdict.stop_at is not None and self.deadline == float("inf"):
             moments.append(self.verdict.stop_at)
         if self.starting:
-            moments.append(self.said_at + SLOW_S)
+            moments.append(self.wait_told_at + _WAITED_S)
         left = min(moments) - time.monotonic()
-        return max(0.0, min(left, self.hang.next_s(), _LONGEST_WAIT_S))
+        return max(0.0, min(left, self.hang.next_s(), self.console.next_tick_s(), _LONGEST_WAIT_S))
 
     def _on_quiet(self) -> None:
         """Do what is due when nothing has happened for a while."""
         now = time.monotonic()
-        if self.starting and now >= self.said_at + SLOW_S:
-            self.said_at = now
-            self.console.message(f"{self._still_starting()} ({now - self.started_at:.0f} s)")
+        if self.starting and now >= self.wait_told_at + _WAITED_S:
+            self.wait_told_at = now
+            self.console.waiting(self._still_starting(), now - self.started_at)
         if self.hang.due():
             self._pass_on(signal.SIGUSR2, None)
         elif self.hang.over() and self.deadline == float("inf"):
@@ -190,7 +194,7 @@ class Controller:
         hosts = [n.host for n in self.plan.nodes if any(w.rank in self.starting for w in n.workers)]
         where = hosts[0] if len(hosts) == 1 else f"{hosts[0]} and {len(hosts) - 1} more"
         what = self.plan.preload[0] if self.plan.preload else "the workers' start"
-        return f"waiting for {what} on {where}"
+        return f"{what} on {where}"
 
     def _stop_after_failure(self) -> None:
         if len(self.sessions) or len(self.plan.nodes) > 1:
@@ -229,6 +233,8 @@ class Controller:
         self.files.event(event)
         if kind == "spawn":
             self.starting.discard(event["rank"])
+            if not self.starting:
+                self.console.waiting("", 0.0)
             if self.links[index].transport.local:
                 self.sessions[event["rank"]] = Process(event["pid"], event["start_ticks"])
         elif kind == "notice":
@@ -330,6 +336,7 @@ class Controller:
     def _on_suspend(self, _signum: int, _frame: FrameType | None) -> None:
         """Stop this process as Ctrl-Z asks; the nodes are told, so that they do not take it for dead."""
         self.heartbeat.pause()
+        self.console.step_aside()
         for link in self.links:
             link.transport.send({"cmd": "pause"})
         time.sleep(_PAUSE_SENT_S if self.heartbeat.watches else 0.0)

@@ -69,13 +69,22 @@ class Rank:
 
 def find_runs(folder: Path) -> list[FoundRun]:
     """Find the runs in a folder, the oldest first; those under SLURM steps lie one folder deeper."""
-    found = []
+    return look_into(folder)[0]
+
+
+def look_into(folder: Path) -> tuple[list[FoundRun], list[Path]]:
+    """Find the runs in a folder as `find_runs` does, and the folders of runs whose record cannot be read."""
+    found, broken = [], []
     for pattern in ("*/launcher.json", "*/*/launcher.json"):
         for path in folder.glob(pattern):
+            if path.parent.is_symlink():  # as `latest` is
+                continue
             known = run_record.read(path.parent)
-            if known is not None and not path.parent.is_symlink():  # as `latest` is
+            if known is None:
+                broken.append(path.parent)
+            else:
                 found.append(FoundRun(str(path.parent.relative_to(folder)), path.parent, known))
-    return sorted(found, key=lambda run: (run.record.came, run.name))
+    return sorted(found, key=lambda run: (run.record.came, run.name)), sorted(broken)
 
 
 def find_run(text: str) -> FoundRun:

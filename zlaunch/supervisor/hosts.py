@@ -74,7 +74,7 @@ class _PreparedSpares:
             self._thread.start()
 
     def _run(self) -> None:
-        found, _ = self._connect(self._missing, lambda text: None) if self._missing else ([], [])
+        found, _ = self._connect(self._missing, lambda what, seconds: None) if self._missing else ([], [])
         for node in found:
             with suppress(OSError):  # the first ping says that it is gone
                 node.link.transport.send(self._order)
@@ -166,7 +166,7 @@ class Returns:
 
     def _run(self) -> None:
         while self._hosts and not self._end.wait(_LOOK_S):
-            nodes, _ = self._connect(self._hosts, lambda text: None)
+            nodes, _ = self._connect(self._hosts, lambda what, seconds: None)
             close_all(nodes)
             for node in nodes:
                 self._hosts.remove(node.host)

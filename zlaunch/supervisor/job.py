@@ -121,7 +121,7 @@ def _signals_between_attempts() -> Iterator[Callable[[], None]]:
 
 
 def _run(job: Job, console: Console, limits: Limits) -> Outcome:
-    agents = Agents(job.connect, console.message)
+    agents = Agents(job.connect, console.waiting)
     try:
         return _attempts(job, agents, console, limits)
     finally:

@@ -83,15 +83,17 @@ class Node:
         return self.link.host
 
 
-Say = Callable[[str], None]
-"""Tells the user what a start is waiting for."""
+Say = Callable[[str, float], None]
+"""Tells the user what a start is waiting for, and for how many seconds; empty text ends it."""
+_SAID_S = 1.0
+"""Seconds between two such words."""
 
 
 def connect(
     hosts: Sequence[str],
     open_transport: Callable[[str], Transport],
     timeout_s: float,
-    say: Say = lambda text: None,
+    say: Say = lambda what, seconds: None,
 ) -> tuple[list[Node], list[NodeError]]:
     """Start an agent on every host at once; return the nodes that answered, in order, and the others' errors.
 
@@ -127,7 +129,7 @@ def _all(
     work: Callable[[str], Node | Event],
     give_up: Callable[[str], str],
     timeout_s: float,
-    say: Say = lambda text: None,
+    say: Say = lambda what, seconds: None,
 ) -> list[Node | Event | NodeError]:
     """Call `work(host)` for every host in threads, and return the results in order.
 
@@ -147,13 +149,14 @@ def _all(
         except Exception as error:
             ended.put((host, NodeError(host, f"{type(error).__name__}: {error}")))
 
-    started = said_at = time.monotonic()
+    started = time.monotonic()
+    said_at = started + SLOW_S - _SAID_S
     while len(outcomes) < len(hosts):
         while waiting and len(deadlines) < PARALLEL:
             host = waiting.pop()
             deadlines[host] = time.monotonic() + timeout_s
             threading.Thread(target=run, args=(host,), daemon=True).start()
-        moment = min(*deadlines.values(), said_at + SLOW_S)
+        moment = min(*deadlines.values(), said_at + _SAID_S)
         try:
             host, outcome = ended.get(timeout=max(0.0, moment - time.monotonic()))
             if deadlines.pop(host, None) is not None:
@@ -163,11 +166,12 @@ def _all(
             for host in [host for host, deadline in deadlines.items() if deadline <= now]:
                 del deadlines[host]
                 outcomes[host] = NodeError(host, f"no answer within {timeout_s:g} s: {give_up(host)}")
-            if deadlines and now >= said_at + SLOW_S:
+            if deadlines and now >= said_at + _SAID_S:
                 said_at = now
                 first, more = next(iter(deadlines)), len(hosts) - len(outcomes) - 1
                 others = f" and {more} more" if more else ""
-                say(f"waiting for {first}{others} ({now - started:.0f} s)")
+                say(f"{first}{others}", now - started)
+    say("", 0.0)
     return [outcomes[host] for host in hosts]
 
 

@@ -129,9 +129,9 @@ def hold(folder: Path) -> int:
     return fd
 
 
-def digits_of(space: SweepSpace) -> int:
+def digits_of(trials: Sequence[object]) -> int:
     """Return how many digits the folders of a sweep's trials have."""
-    return max(3, len(str(len(space.trials))))
+    return max(3, len(str(len(trials))))
 
 
 def open_trials(
@@ -150,7 +150,7 @@ def open_trials(
             if any(folder.glob("*/launcher.json")) or any(standing(p) != "new" for p in folder.glob("*/")):
                 raise LaunchError(f"{folder} has the runs of another sweep or command: give another --dir")
             write_private(path, json.dumps(about, indent=1) + "\n")
-        digits = digits_of(space)
+        digits = digits_of(space.trials)
         trials = []
         for number, values in enumerate(space.trials, start=1):
             own = (folder / f"{number:0{digits}d}").resolve()
@@ -159,6 +159,22 @@ def open_trials(
     except OSError as error:
         raise LaunchError(f"{error.filename or folder}: {error.strerror}") from None
     return trials
+
+
+def read_trials(folder: Path, standing: Callable[[Path], str]) -> tuple[list[SweepTrial], str]:
+    """Return the trials of a sweep that somebody else runs, and its goal. Raises LaunchError."""
+    path = folder / "sweep.json"
+    try:
+        space = run_record.read_json(path)["space"]
+        given, metric, goal = space["trials"], str(space["metric"]), str(space["goal"])
+        digits = digits_of(given)
+        trials = [
+            SweepTrial(number, dict(values), (folder / f"{number:0{digits}d}").resolve(), metric, standing)
+            for number, values in enumerate(given, start=1)
+        ]
+    except (KeyError, TypeError, ValueError):
+        raise LaunchError(f"{path} cannot be read") from None
+    return trials, goal
 
 
 def with_values(config: Mapping[str, Any], values: Mapping[str, object]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ COLORS = ("#2f6fde", "#d9580d", "#1c8f5f", "#a23db5", "#b8860b", "#c42b3b", "#4d
 _WIDTH, _HEIGHT = 560, 260
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 12, 12, 34
 _BAR, _GAP, _NAMES = 16, 6, 150
+_SPARK_WIDTH, _SPARK_HEIGHT = 120, 28
 _TICKS = 5
 _LEAST = 1e-300
 """Is the least difference that an axis shows; of smaller ones parts are no numbers."""
@@ -97,6 +98,22 @@ def bar_chart(rows: Sequence[tuple[str, Mapping[str, float]]], names: Sequence[s
         drawn.append(f'<text x="{across + 4:.1f}" y="{top + _BAR - 4}">{label(whole)} {escape(unit)}</text>')
     height = len(rows) * (_BAR + _GAP)
     return f'<svg viewBox="0 0 {_WIDTH} {height}" role="img">{"".join(drawn)}</svg>{legend(names)}'
+
+
+def spark(values: Sequence[float]) -> str:
+    """Draw finite values as a small curve without axes; return "" for fewer than two."""
+    if len(values) < 2:
+        return ""
+    low, high = min(values), max(values)
+    scale = (_SPARK_HEIGHT - 4) / (high - low) if high - low > _LEAST else 0.0
+    step = (_SPARK_WIDTH - 4) / (len(values) - 1)
+    points = " ".join(
+        f"{2 + index * step:.1f},{_SPARK_HEIGHT - 2 - (value - low) * scale:.1f}"
+        for index, value in enumerate(values)
+    )
+    title = f"<title>{label(values[0])} to {label(values[-1])}</title>"
+    line = f'<polyline points="{points}" stroke="{COLORS[0]}">{title}</polyline>'
+    return f'<svg class="spark" viewBox="0 0 {_SPARK_WIDTH} {_SPARK_HEIGHT}" role="img">{line}</svg>'
 
 
 def legend(names: Sequence[str]) -> str:

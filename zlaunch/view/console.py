@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import select
 import shutil
 import sys
@@ -10,18 +11,31 @@ import time
 from collections.abc import Collection, Mapping
 from typing import Any, BinaryIO
 
+from zlaunch.view.progress import RunProgress
+from zlaunch.view.screen import LineBelow, is_in_foreground
+
 _PARTIAL_LINE_BYTES = 1 << 16
 _BAR_S = 1.0
 """Seconds between two shown states of a line that overwrites itself (a progress bar), with several ranks."""
-_KEEP_S = 10.0
-"""Seconds after which the status line is left standing, so that a look back shows how the numbers went."""
+_REDRAW_S = 1.0
+"""Seconds after which the progress bar is drawn anew: its clock, the terminal's width."""
+_FASTEST_S = 0.1
+"""Seconds that one drawing of the progress bar is used for at least."""
+_PROMPT_S = 0.5
+"""Seconds after which a step shows that rank 0's unfinished line is no prompt."""
+_FIRST_WAIT_S = 5.0
+"""Seconds of waiting after which a pipe gets a line; then at twice the time, each time."""
+_MOST_AMOUNTS = 8
+"""Ranks whose memory a line lists one by one."""
+_MOVES = re.compile(rb"\x1b\[[0-9;]*[A-HJSTfsu]")
+"""Sequences that move the cursor away from its line."""
 
 
 class Console:
     """Passes bytes through untouched for one rank, prefixes whole lines for several.
 
-    In a terminal the metrics are one status line below the output; elsewhere each report is a line. Whatever
-    happens to the terminal or the file behind it, the run goes on: its logs have everything.
+    In a terminal a progress bar is the last line; elsewhere each report that is to be printed is a line.
+    Whatever happens to the terminal or the file behind it, the run continues: its logs have everything.
     """
 
     def __init__(
@@ -29,6 +43,7 @@ class Console:
         ranks: Collection[int] | None,
         *,
         quiet: bool = False,
+        verbose: bool = False,
         out: BinaryIO | None = None,
         err: BinaryIO | None = None,
         terminal: bool | None = None,
@@ -36,21 +51,31 @@ class Console:
         self._ranks = None if ranks is None else frozenset(ranks)
         """The ranks to show; None: all of them."""
         self._prefixed = ranks is None or len(ranks) > 1
-        self._quiet = quiet
+        self._quiet, self._verbose = quiet, verbose and not quiet
         given = {"stdout": (out, sys.stdout), "stderr": (err, sys.stderr)}
         # Python has no object for a descriptor that was closed when it started.
         self._streams: dict[str, BinaryIO] = {
             name: binary or text.buffer for name, (binary, text) in given.items() if binary or text
         }
-        shown = self._streams.get("stdout")
-        self._terminal = (shown is not None and shown.isatty()) if terminal is None else terminal
+        self._on_screen = {
+            n for n, f in self._streams.items() if (f.isatty() if terminal is None else terminal)
+        }
+        """The streams that a terminal shows."""
+        self._has_bar = "stdout" in self._on_screen and not quiet and (terminal or not _is_dumb())
         self._failed: set[str] = set()
         self._bar_at: dict[tuple[int, str], float] = {}
-        self._kept_at = time.monotonic()
         self._partial: dict[tuple[int, str], bytes] = {}
         self._memory_gb: dict[int, float] = {}
-        self._status = ""
-        self._at_line_start = True
+        self.progress = RunProgress()
+        """Where the run stands; the controller hands it the events."""
+        self._own: dict[str, str] = {}
+        self._waiting = ""
+        self._next_wait_s = _FIRST_WAIT_S
+        self._below = LineBelow()
+        self._line = b""
+        self._line_at = self._drawn_at = -_REDRAW_S
+        self._output_at = -_PROMPT_S
+        self._has_ended = False
 
     @property
     def is_read(self) -> bool:
@@ -75,6 +100,11 @@ class Console:
         if not self._quiet:
             self.text(f"zlaunch: {text}")
 
+    def detail(self, text: str) -> None:
+        """Show a message that only --verbose asks for."""
+        if self._verbose:
+            self.message(text)
+
     def error(self, text: str) -> None:
         """Show an error on stderr, also with --quiet."""
         self.text(f"zlaunch: error: {text}")
@@ -83,45 +113,74 @@ class Console:
         """Show lines as they are on stderr, also with --quiet."""
         self._write("stderr", f"{text}\n".encode("utf-8", "surrogateescape"))
 
+    def waiting(self, what: str, seconds: float) -> None:
+        """Show what the run has waited for so long: in a terminal as one line that updates, elsewhere in a
+        line now and then. Empty text ends it.
+        """
+        if not what:
+            self._next_wait_s = _FIRST_WAIT_S
+        if self._has_bar:
+            self._waiting = f"zlaunch: waiting for {what} ({seconds:.0f} s)" if what else ""
+            self._redraw()
+        elif what and seconds >= self._next_wait_s:
+            self._next_wait_s = 2 * seconds
+            self.message(f"waiting for {what} ({seconds:.0f} s)")
+
     def metrics(self, event: Mapping[str, Any]) -> None:
-        """Show rank 0's metrics as a line; the other ranks only add their memory to it."""
+        """Show rank 0's metrics; the other ranks only add their memory to them."""
         values = event.get("values")
         if self._quiet or not isinstance(values, dict):
             return
         memory = values.get("memory_gb")
         if isinstance(memory, (int, float)):
             self._memory_gb[event["rank"]] = float(memory)
-        if event["rank"] != 0 or not (self._terminal or event.get("printed", True)):
+        if event["rank"] != 0:
             return
-        is_step = "engine_step" in values or "step" in values
-        text = metrics_line(
-            values, [self._memory_gb[rank] for rank in sorted(self._memory_gb)] if is_step else []
-        )
-        if "engine_step" not in values:  # the script's own report
-            text = " ".join([*([text] if text else []), *_own_words(values)])
-        if not text:
-            return
-        if self._terminal:
-            now = time.monotonic()
-            if self._status and self._at_line_start and now - self._kept_at >= _KEEP_S:
-                self._kept_at = now
-                self._put("stdout", b"\n")
-            else:
-                self._hide_status()
-            self._status = text
-            self._show_status()
-        else:
+        by_script = "engine_step" not in values
+        is_printed = event.get("printed", True) and not (self._has_bar and by_script)
+        if is_printed and (text := self._metrics_text(values, by_script=by_script)):
             self._write("stdout", text.encode() + b"\n")
+        if self._has_bar:
+            self._own |= own_words(values) if by_script else {}
+            self._has_ended = False
+            self._waiting = ""
+            self._redraw(is_step=True)
+
+    def _metrics_text(self, values: Mapping[str, Any], *, by_script: bool) -> str:
+        is_step = "engine_step" in values or "step" in values
+        memory = [self._memory_gb[rank] for rank in sorted(self._memory_gb)] if is_step else []
+        text = metrics_line(values, memory)
+        return " ".join([*([text] if text else []), *(own_words(values).values() if by_script else ())])
+
+    def tick(self) -> None:
+        """Draw the progress bar anew if it is time to; call it within `next_tick_s` seconds."""
+        if self.next_tick_s() <= 0:
+            self._redraw()
+
+    def next_tick_s(self) -> float:
+        """Return the seconds until `tick` has something to do; infinite without a bar."""
+        if not self._has_bar or self._has_ended or not (self._waiting or self.progress.ranks):
+            return float("inf")
+        return max(0.0, self._drawn_at + _REDRAW_S - time.monotonic())
+
+    def step_aside(self) -> None:
+        """Erase the progress bar until the next tick: somebody else gets the terminal."""
+        self._put("stdout", self._below.erased())
 
     def close(self) -> None:
-        """Show unfinished lines and leave the last status standing, at the end of an attempt."""
+        """Show unfinished lines and leave the last state of the bar standing, at the end of an attempt."""
+        self._waiting = ""
         for (rank, stream), rest in self._partial.items():
             if rest:
                 self._write(stream, b"[rank %d] %s\n" % (rank, rest))
         self._partial.clear()
-        if self._status and self._at_line_start:
-            self._put("stdout", b"\n")
-        self._status = ""
+        if self._has_bar and not self._has_ended:
+            self._line_at = -_FASTEST_S
+            line, erased = self._bar(), self._below.erased()
+            if line:
+                self._put("stdout", erased + b"\n" * self._below.is_unfinished + line + b"\n")
+                self._below.passed(b"\n")
+        self._has_ended = True
 
     def _prefix_lines(self, rank: int, stream: str, data: bytes) -> bytes:
         key = rank, stream
@@ -136,28 +195,79 @@ class Console:
         if len(rest) > _PARTIAL_LINE_BYTES:
             lines, rest = [*lines, rest], b""
         self._partial[key] = rest
+        if self._on_screen:  # a move within one rank's lines would end in another's
+            lines = [_MOVES.sub(b"", line) for line in lines]
         return b"".join(b"[rank %d] %s\n" % (rank, line) for line in lines)
 
     def _write(self, stream: str, data: bytes) -> None:
-        self._hide_status()
+        if stream not in self._on_screen:
+            self._put(stream, data)
+            return
+        was_free = self._below.is_free(self._columns())
+        erased = self._below.erased()
+        self._below.passed(data)
+        self._output_at = time.monotonic()
+        # where the cursor was moved about, the next bytes may follow at once: the next tick looks again
+        drawn = self._drawn() if was_free and stream == "stdout" else b""
+        if stream == "stdout":
+            self._put(stream, erased + data + drawn)
+            return
+        self._put("stdout", erased)
         self._put(stream, data)
-        self._at_line_start = data.endswith(b"\n")
-        self._show_status()
+        self._put("stdout", self._drawn() if was_free else b"")
 
-    def _hide_status(self) -> None:
-        if self._status and self._at_line_start:
-            self._put("stdout", b"\r\x1b[K")
+    def _redraw(self, *, is_step: bool = False) -> None:
+        self._drawn_at = time.monotonic()
+        self._put("stdout", self._below.erased() + self._drawn(is_step=is_step))
 
-    def _show_status(self) -> None:
-        """Show the status only below a finished line: a worker may be drawing a progress bar or a prompt."""
-        if self._status and self._at_line_start:
-            width = shutil.get_terminal_size().columns - 1
-            self._put("stdout", self._status[:width].encode())
+    def _drawn(self, *, is_step: bool = False) -> bytes:
+        """Return what draws the line where it may be, see Note [The line below]; nothing elsewhere.
+        ``is_step``: rank 0 has just made a step.
+        """
+        below = self._below
+        may_be_prompt = below.is_unfinished and not below.overwrites_itself
+        if is_step and time.monotonic() - self._output_at >= _PROMPT_S:
+            may_be_prompt = False  # who waits for an answer makes no step
+        if not self._has_bar or self._has_ended or may_be_prompt:
+            return b""
+        if not below.is_free(self._columns()) or not self._is_in_foreground():
+            return b""
+        line = self._waiting.encode()[: self._width()] if self._waiting else self._bar()
+        return below.drawn(line) if line else b""
+
+    def _bar(self) -> bytes:
+        now = time.monotonic()
+        if now - self._line_at >= _FASTEST_S:
+            if not self.progress.ranks:
+                return b""
+            from zlaunch.view.bar import draw_bar  # rich takes its time
+
+            encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+            text = draw_bar(self.progress, self._own, time.time(), self._width(), encoding)
+            self._line, self._line_at = text.encode(encoding, "replace"), now
+        return self._line
+
+    def _columns(self) -> int:
+        try:
+            columns = os.get_terminal_size(self._streams["stdout"].fileno()).columns
+        except (OSError, ValueError, KeyError):
+            columns = 0
+        return columns or shutil.get_terminal_size().columns
+
+    def _width(self) -> int:
+        """Return the columns that a line may have: in the last one, terminals differ."""
+        return max(1, self._columns() - 1)
+
+    def _is_in_foreground(self) -> bool:
+        try:
+            return is_in_foreground(self._streams["stdout"].fileno())
+        except (OSError, ValueError, KeyError):
+            return True
 
     def _put(self, stream: str, data: bytes) -> None:
         """Write all data; a reader that has gone (`| head`), a full disk or a lost terminal ends nothing."""
         file = self._streams.get(stream)
-        if file is None:
+        if file is None or not data:
             return
         try:
             _write_all(file, data)
@@ -168,7 +278,7 @@ class Console:
         except (OSError, ValueError) as error:
             if stream not in self._failed:
                 self._failed.add(stream)
-                self.error(f"cannot write to {stream}: {error}; the run goes on, its logs have the output")
+                self.error(f"cannot write to {stream}: {error}; the run continues, its logs have the output")
 
 
 def _write_all(file: BinaryIO, data: bytes) -> None:
@@ -185,6 +295,11 @@ def _write_all(file: BinaryIO, data: bytes) -> None:
             rest = rest[os.write(fd, rest) :]
         except BlockingIOError:
             select.select([], [fd], [])
+
+
+def _is_dumb() -> bool:
+    """Tell whether the terminal says that it cannot move its cursor."""
+    return os.environ.get("TERM", "").lower() in ("dumb", "unknown")
 
 
 def _last_state(line: bytes) -> bytes:
@@ -206,19 +321,26 @@ _LINE = (
 )
 
 
-def _own_words(values: Mapping[str, Any]) -> list[str]:
-    """Write the values that a line has no words of its own for."""
+def own_words(values: Mapping[str, Any]) -> dict[str, str]:
+    """Write the values that a line has no words of its own for, by name."""
     known = (*_LINE, "memory_gb", "host_gb", "gpu_use", "tokens", "micro_tokens", "moved_mb", "disk_mb")
-    return [
-        f"{name} {value:.4g}"
+    return {
+        name: f"{name} {value:.4g}"
         for name, value in values.items()
         if name not in known and isinstance(value, (int, float))
-    ]
+    }
 
 
 def _is_share(value: object) -> bool:
     """Tell whether a value can be a share: a script may report a number of its own under the name."""
     return isinstance(value, (int, float)) and 0 <= value <= 1
+
+
+def _memory(amounts: Collection[float]) -> str:
+    """Write the memory of each rank; of many ranks the least and the most."""
+    if len(amounts) > _MOST_AMOUNTS:
+        return f"{min(amounts):.2f}-{max(amounts):.2f}"
+    return " ".join(f"{amount:.2f}" for amount in amounts)
 
 
 def metrics_line(values: Mapping[str, Any], memory_gb: Collection[float]) -> str:
@@ -243,5 +365,5 @@ def metrics_line(values: Mapping[str, Any], memory_gb: Collection[float]) -> str
         *(shown("mfu", "MFU {:.1%}") if _is_share(values.get("mfu")) else shown("mfu", "mfu {:.3g}")),
     ]
     if memory_gb:
-        words.append("mem " + " ".join(f"{value:.2f}" for value in memory_gb) + " GB")
+        words.append(f"mem {_memory(memory_gb)} GB")
     return " ".join(words)

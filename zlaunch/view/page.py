@@ -13,7 +13,7 @@ from zlaunch.view.bottleneck import find_bottleneck
 from zlaunch.view.charts import Curve, bar_chart, line_chart
 from zlaunch.view.progress import TIMES, RunProgress, span
 
-_STYLE = """
+STYLE = """
 :root{color-scheme:light dark;--fg:#1d232b;--bg:#fff;--soft:#6a7480;--line:#dfe3e8;--card:#f7f8fa}
 @media(prefers-color-scheme:dark){:root{--fg:#e6e9ee;--bg:#14181d;--soft:#98a2ae;--line:#303842;
 --card:#1b2027}}
@@ -23,7 +23,7 @@ h1{font-size:1.5rem;margin:0 0 .2rem}h2{font-size:1.1rem;margin:1.8rem 0 .6rem}
 h3{font-size:.95rem;margin:0 0 .4rem}
 .soft,svg text{color:var(--soft);fill:var(--soft)}.verdict{font-size:1.15rem;padding:.7rem 1rem;
 background:var(--card);border-left:4px solid #2f6fde;margin:1rem 0}.bad{border-color:#c42b3b}
-.grid-of-charts{display:grid;grid-template-columns:repeat(auto-fill,minmax(460px,1fr));gap:1rem}
+.grid-of-charts{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(460px,100%),1fr));gap:1rem}
 .card{background:var(--card);border:1px solid var(--line);border-radius:8px;padding:.8rem}
 svg{width:100%;height:auto;font-size:11px}.grid{stroke:var(--line);fill:none}polyline{fill:none;stroke-width:1.8}
 .legend{display:flex;flex-wrap:wrap;gap:.2rem 1rem;font-size:.85rem}.legend i{display:inline-block;width:.8em;
@@ -31,6 +31,7 @@ height:.8em;border-radius:2px;margin-right:.35em}
 table{border-collapse:collapse;font-size:.9rem}td,th{text-align:left;padding:.15rem 1rem .15rem 0;
 border-bottom:1px solid var(--line);vertical-align:top}pre{overflow:auto;background:var(--card);padding:.8rem;
 font-size:.82rem;border:1px solid var(--line);border-radius:8px}
+@media(max-width:760px){svg{font-size:15px}}
 """
 _CHARTS = (
     ("Speed", ("tokens_per_s", "samples_per_s")),
@@ -62,16 +63,20 @@ class RunPage:
 def write_page(runs: Sequence[RunPage]) -> str:
     """Return the page's HTML. With several runs their curves are drawn in the same charts."""
     title = " and ".join(run.name for run in runs)
-    body = [f"<h1>{escape(title)}</h1>"]
-    body.append(f'<div class="soft">written by zlaunch report, {time.strftime("%Y-%m-%d %H:%M:%S")}</div>')
-    for run in runs:
-        body.append(_verdict(run, named=len(runs) > 1))
+    written = f"written by zlaunch report, {time.strftime('%Y-%m-%d %H:%M:%S')}"
+    body = f'<h1>{escape(title)}</h1><div class="soft">{written}</div>{page_body(runs)}'
+    head = f'<meta charset="utf-8"><title>{escape(title)}</title><style>{STYLE}</style>'
+    view = '<meta name="viewport" content="width=device-width, initial-scale=1">'
+    return f'<!doctype html><html lang="en"><head>{head}{view}</head><body>{body}</body></html>\n'
+
+
+def page_body(runs: Sequence[RunPage]) -> str:
+    """Return the HTML below the title: what bounds the step, curves, and the details of each run."""
+    body = [_verdict(run, named=len(runs) > 1) for run in runs]
     body.append(f'<h2>Curves</h2><div class="grid-of-charts">{"".join(_curves(runs))}</div>')
     for run in runs:
         body += _details(run, named=len(runs) > 1)
-    head = f'<meta charset="utf-8"><title>{escape(title)}</title><style>{_STYLE}</style>'
-    view = '<meta name="viewport" content="width=device-width, initial-scale=1">'
-    return f'<!doctype html><html lang="en"><head>{head}{view}</head><body>{"".join(body)}</body></html>\n'
+    return "".join(body)
 
 
 def _verdict(run: RunPage, *, named: bool) -> str:

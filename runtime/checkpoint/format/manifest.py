@@ -317,6 +317,11 @@ def find(folder: str | os.PathLike[str], tag: str | None = None) -> Path | None:
     path = folder / tag
     if tag and not path.exists() and put_aside(folder, tag).exists():
         return put_aside(folder, tag)  # killed between putting the old one aside and the new one in its place
+    if tag == LATEST and path.is_file():
+        raise CheckpointError(
+            f"{path}: is the file that names the newest save, not a save: leave the tag out, or give "
+            'tag="auto" for the newest that is whole'
+        )
     if not tag or not path.is_dir():
         raise CheckpointError(f"{folder}: has no checkpoint {tag!r}{advice(folder)}")
     return path

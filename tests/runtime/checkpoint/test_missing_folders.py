@@ -42,6 +42,11 @@ def _loads(folder: str) -> int:
             said, _ = _load(engine, f"{folder}/nowhere", tag=tag)
             assert "nowhere: no such folder" in said and "missing_ok=True" in said, said
             assert _load(engine, f"{folder}/nowhere", tag=tag, missing_ok=True) == ((None, none), "")
+        for tag in (None, "auto", "global_step1"):
+            said, _ = _load(engine, f"{folder}/named/latest", tag=tag, missing_ok=True)
+            assert "latest: is a file, expected the folder" in said, said
+        said, _ = _load(engine, f"{folder}/named", tag="latest")
+        assert "latest: is the file that names the newest save" in said, said
         for tag in (None, "auto"):
             result, out = _load(engine, f"{folder}/empty", tag=tag)
             assert result == (None, none)
@@ -59,6 +64,8 @@ def _loads(folder: str) -> int:
 
 def test_a_mistyped_folder_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
+    (tmp_path / "named").mkdir()
+    (tmp_path / "named" / "latest").write_text("global_step1")
     assert run_workers(_loads, 2, str(tmp_path)) == [0, 1]
 
 

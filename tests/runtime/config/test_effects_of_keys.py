@@ -116,7 +116,7 @@ def _said(level: str | None) -> str:
 )
 def test_log_level_decides_what_is_said(level: str | None, info: bool, warning: bool) -> None:
     (said,) = run_workers(_said, 1, level)
-    assert ("memory of a rank" in said) is info
+    assert ("memory per rank" in said) is info
     assert ("warning: <dict>: sparse_gradients" in said) is ("warning: something" in said) is warning
 
 

@@ -228,7 +228,7 @@ def _dtype_of_the_config() -> list[str]:
 
 
 def test_init_takes_the_dtype_of_the_config_and_says_what_it_keeps() -> None:
-    ((line,),) = run_workers(_dtype_of_the_config, 1)
+    ((line,),) = run_workers(_dtype_of_the_config, 1, env={"ZLAUNCH_VERBOSE": "1"})
     numel = sum(p.numel() for p in net().parameters())
     assert "torch.bfloat16" in line and "MiB on each rank" in line and "for one module at the peak" in line
     assert numel <= int(line.split()[2].replace(",", "")) <= numel + 16 * len(list(net().parameters()))

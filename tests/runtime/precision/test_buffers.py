@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -195,8 +197,13 @@ def _messages() -> None:
     with pytest.raises(UnsupportedError, match=r"An input of the model is torch\.float32"):
         engine(torch.ones(2, 8))
     engine.destroy()
-    settings["data_types"] = {"buffer_dtype": "bf16"}
-    engine, *_ = zlaunch.initialize(model=Scaled(), config=settings)
+    settings["data_types"] = {"buffer_dtype": "bf16", "keep_in_fp32_modules": ["firs*", "sclae"]}
+    said = io.StringIO()
+    with redirect_stdout(said):
+        engine, *_ = zlaunch.initialize(model=Scaled(), config=settings)
+    is_first = torch.distributed.get_rank() == 0
+    assert ("'sclae' is in no name of a parameter or buffer" in said.getvalue()) is is_first
+    assert "'firs*' is in" not in said.getvalue()
     assert engine(torch.ones(2, 8, dtype=torch.bfloat16)).dtype == torch.bfloat16
     engine.destroy()
     # a transformers model with its own list that is built in 16 bits, before values are loaded into it

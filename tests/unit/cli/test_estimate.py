@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -148,7 +151,7 @@ def test_a_picture_of_the_memory(tmp_path: Path) -> None:
     assert "drawn: memory.png" in drawn.stdout
     data = (tmp_path / "memory.png").read_bytes()
     assert data.startswith(b"\x89PNG\r\n") and len(data) > 10_000
-    assert call(tmp_path, "--params", "1e9", "--plot", "memory.svg", "--json").returncode == 0
+    assert call(tmp_path, "--params", "1000", "--plot", "memory.svg", "--json").returncode == 0
     assert "activations are not known" in (tmp_path / "memory.svg").read_text()
     (tmp_path / "folder.png").mkdir()
     refused = call(tmp_path, *numbers, "--plot", "folder.png")
@@ -168,12 +171,16 @@ def test_no_picture_without_matplotlib(
     [
         ([], "give one of MODEL, --hf_config and --params"),
         (["--params", "1e9", "--for", "fits"], "--for fits needs --gpu_mem"),
-        (["--params", "1e9", "--gpu_mem", "80", "--for", "fits"], "--for fits needs the activations"),
+        (["model.py:Net", "--gpu_mem", "80", "--for", "fits"], "--for fits needs the activations"),
         ([*BIG, "--gpu_mem", "8", "--for", "fits"], "a model of 1T parameters does not fit on 1 GPU with"),
         (["model.py:Net", "--hidden", "8"], "--hidden goes with --params"),
         (["--params", "1e9", "--input", "8"], "--input goes with MODEL"),
         (["model.py:Net", "--seq", "8"], "--seq does not go with MODEL"),
-        (["--hf_config", "nowhere"], "nowhere: no such file or folder"),
+        (
+            ["--hf_config", "./nowhere"],
+            "./nowhere: no such file or folder, and no name of a model on the Hub",
+        ),
+        (["7B"], "'7B' is a number of parameters: use --params 7B"),
         (
             ["model.py:Net", "--input", "7,7"],
             "on fake tensors, with an input of 7,7 in bfloat16; of token ids",
@@ -188,7 +195,7 @@ def test_no_picture_without_matplotlib(
         (["model.py:Net", "--gpus", "2", "--tensor", "2"], "Net has no plan for tensor parallelism"),
         (["--params", "1e9", "--gpus", "8", "--tensor", "3"], "--tensor 3: that takes a multiple of 3 GPUs"),
         (["--params", "1e9", "--gpus", "2", "--expert", "2"], "give MODEL or --hf_config"),
-        (["--params", "1e9", "--gpus", "2", "--pipeline", "2"], "give --hidden and --layers"),
+        (["--params", "1000", "--gpus", "2", "--pipeline", "2"], "give --hidden and --layers"),
         ([*BIG, "--gpus", "97", "--pipeline", "97"], "96 layers cannot be divided into 97 stages"),
         ([*BIG, "--gpus", "8", "--sequence", "8", "--seq", "1001"], "--seq 1001 cannot be divided by"),
         ([*BIG, "--gpus", "2", "--tensor", "2", "--simulate"], "does not know what --tensor sends"),
@@ -219,6 +226,131 @@ def test_mistakes(
     assert main(["estimate", *args]) == 2
     said = capsys.readouterr().err
     assert text in said and "Traceback" not in said
+
+
+def test_the_shape_is_guessed_from_the_number_of_parameters(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["estimate", "--params", "7B", "--gpu_mem", "80", "--num-gpus", "8"]
+    assert main([*given, "--json"]) == 0
+    shown = capsys.readouterr()
+    rows = [row for row in json.loads(shown.out) if row["offload_optimizer"] == "none"]
+    totals = {row["stage"]: row["gpu"]["total"] for row in rows if not row["activation_checkpointing"]}
+    assert totals[0] > totals[1] > totals[2] > totals[3] and {row["fits"] for row in rows} == {True, False}
+    guess = (
+        "shape guessed from --params: 32 layers of hidden size 4,096 (--layers, --hidden), vocabulary 32,000"
+    )
+    assert guess in shown.err
+    assert main([*given, "--hidden", "4096", "--layers", "32", "--vocab", "32000", "--json"]) == 0
+    same = capsys.readouterr()
+    assert (same.out, same.err) == (shown.out, "")
+    assert main([*given, "--for", "fits"]) == 0
+    fitting = capsys.readouterr()
+    assert '"stage": 1' in fitting.out and guess in fitting.err
+
+
+@pytest.mark.parametrize(
+    ("hidden", "vocab", "said"),
+    [
+        ("1600", "50257", ["vocabulary 50,257 is not a multiple of 64: pad it to 50,304"]),
+        ("1000", "50304", ["hidden size 1,000 is not a multiple of 64: 1,024 makes"]),
+        ("1024", "50304", []),
+    ],
+)
+def test_advice_on_shapes(
+    hidden: str, vocab: str, said: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["estimate", "--params", "1.5B", "--hidden", hidden, "--layers", "24", "--vocab", vocab]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if "multiple of 64" in line]
+    assert len(lines) == len(said) and all(
+        line.startswith(text) for line, text in zip(lines, said, strict=True)
+    )
+
+
+class _Hub(BaseHTTPRequestHandler):
+    """Answers for one model as the Hugging Face Hub does."""
+
+    def do_HEAD(self) -> None:
+        self._answer(with_body=False)
+
+    def do_GET(self) -> None:
+        self._answer(with_body=True)
+
+    def _answer(self, *, with_body: bool) -> None:
+        config = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "vocab_size": 101}
+        config |= {"n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": 128}
+        answers = {
+            "/api/models/org/tiny": {"id": "org/tiny", "sha": "1" * 40, "siblings": []},
+            "/org/tiny/resolve/main/config.json": config,
+            f"/org/tiny/resolve/{'1' * 40}/config.json": config,
+        }
+        found = answers.get(self.path.partition("?")[0])
+        body = json.dumps({"error": "Repository not found"} if found is None else found).encode()
+        self.send_response(404 if found is None else 200)
+        if found is None:
+            self.send_header("X-Error-Code", "RepoNotFound")
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("ETag", '"1"')
+        self.send_header("X-Repo-Commit", "1" * 40)
+        self.end_headers()
+        if with_body:
+            self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+
+@pytest.fixture
+def hub() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Hub)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.mark.exhaustive
+def test_a_name_on_the_hub(hub: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In processes of their own, because the Hub's client reads its address when it is imported."""
+    for name in (
+        "HF_HUB_OFFLINE",
+        "TRANSFORMERS_OFFLINE",
+        "http_proxy",
+        "HTTP_PROXY",
+        "ALL_PROXY",
+        "all_proxy",
+    ):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HF_ENDPOINT", hub)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    found = call(tmp_path, "--hf_config", "org/tiny", "--seq", "64")
+    assert found.returncode == 0, found.stderr
+    numel = 101 * 64 + 128 * 64 + 2 * (12 * 64 * 64 + 13 * 64) + 2 * 64
+    assert f"org/tiny: {numel:,} parameters" in found.stdout
+    assert "vocabulary 101 is not a multiple of 64: pad it to 128" in found.stdout
+    other = call(tmp_path, "--hf_config", "org/none")
+    assert (
+        other.returncode == 2
+        and f"org/none: no such file or folder, and no such model at {hub}" in other.stderr
+    )
+
+
+@pytest.mark.parametrize("reached", [False, True])
+def test_a_name_that_the_hub_does_not_have(
+    reached: bool, hub: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("no_proxy", "*")
+    endpoint = hub if reached else "http://127.0.0.1:9"
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", endpoint)
+    assert main(["estimate", "--hf_config", "org/none"]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    if reached:
+        assert f"org/none: no such file or folder, and no such model at {hub}" in said
+    else:
+        assert "org/none: no such file or folder, and http://127.0.0.1:9 does not answer (" in said
+        assert "Download the model's config.json and name it, or give --params" in said
 
 
 def test_steps_in_the_backward_pass_need_less_at_stages_2_and_3(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -9,9 +10,10 @@ from collections.abc import Iterator
 import click
 import pytest
 
-from zlaunch.cli.commands import SUBCOMMANDS, load
+from zlaunch.cli.commands import COMMAND_GROUPS, SUBCOMMANDS, Option, command_groups, load
 from zlaunch.cli.main import main
 from zlaunch.cli.run import run
+from zlaunch.cli.torchrun_flags import torchrun_flags
 
 
 def every_command() -> Iterator[tuple[list[str], click.Command]]:
@@ -50,15 +52,81 @@ def test_all_ways_to_ask_for_help_give_the_same(
     assert "-h, --help" in shown[0]
 
 
-def test_the_help_has_a_line_for_every_command(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    main(["--help"])
-    lines = capsys.readouterr().out.splitlines()
+def shown_at(columns: int, *words: str) -> list[str]:
+    """The lines that a terminal of this width shows."""
+    environ = {**os.environ, "COLUMNS": str(columns)}
+    command = [sys.executable, "-m", "zlaunch", *words]
+    done = subprocess.run(command, capture_output=True, text=True, env=environ, check=True)
+    return done.stdout.splitlines()
+
+
+def test_the_help_fits_a_terminal_of_24_lines() -> None:
+    lines = shown_at(80, "-h")
+    assert len(lines) <= 23, "and the prompt"
+    assert max(map(len, lines)) <= 80
+    options = [line.split()[0].rstrip(",") for line in lines if line.startswith("  -")]
+    assert 8 <= len(options) <= 11 and {"--num_gpus", "-H", "--dry_run", "-h"} <= set(options)
+    text = " ".join(lines)
+    for title, names in command_groups():
+        assert title in text and ", ".join(names) in " ".join(text.split())
+    assert "--num_accelerators" not in text, "aliases are in the long help"
+
+
+def test_every_command_is_in_one_group() -> None:
+    grouped = [name for _, names in command_groups() for name in names]
+    assert sorted(grouped) == sorted(SUBCOMMANDS)
+    assert [title for title, _ in command_groups()] == list(COMMAND_GROUPS), "there are no others"
+
+
+def test_the_long_help_has_every_option_and_command() -> None:
+    lines = shown_at(80, "--help-all")
+    assert "--help_all" in " ".join(lines) and lines == shown_at(80, "--help_all")
+    names = {word.strip(",") for line in lines for word in line.split() if word.startswith("-")}
+    options = [each for each in run.params if isinstance(each, Option) and (each.group or not each.hidden)]
+    assert [name for each in (*options, *torchrun_flags()) for name in each.opts if name not in names] == []
+    titles = [line[:-1] for line in lines if line.endswith(":") and not line.startswith(" ")]
+    groups = ["Where to run", "Workers", "Failures", "Output", "SLURM", "DeepSpeed's names"]
+    assert titles[: len(groups)] == groups
     for name in SUBCOMMANDS:
         (line,) = [line for line in lines if line.split()[:2] == ["zlaunch", name]]
         assert line.endswith("."), f"{line!r} goes on in the next line"
+
+
+@pytest.mark.parametrize("words", [["submit"], ["doctor"], ["bench", "net"]], ids=" ".join)
+def test_other_commands_refer_to_the_options_of_a_launch(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    main([*words, "-h"])
+    shown = capsys.readouterr().out
+    assert "`zlaunch --help-all` lists the options of a launch." in shown
+    assert "--ssh_port" not in shown and shown.count("\n") < 30
+
+
+def test_run_is_a_launch(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = []
+    for words in (["-h"], ["run", "-h"], ["help", "run"]):
+        assert main(words) == 0
+        shown.append(capsys.readouterr().out)
+    assert shown[0] == shown[1] == shown[2]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "estimate --params 1e9 --num{}gpus 8 --gpu{}mem 80 --for fits",
+        "slurm script --num{}nodes 2 --num{}gpus 2 --cpus{}per{}task 8 --job{}name x t.py",
+        "slurm script --nodes 2 --gpus{}per{}node 2 --cpus{}per{}task 8 t.py",
+        "k8s script --image me/x --num{}nodes 2 --num{}gpus 2 --max{}restarts 1 t.py",
+        "k8s script --image me/x --nodes 2 --gpus 2 --restarts 1 t.py",
+        "bundle --dry{}run nosuch",
+    ],
+)
+def test_dashes_and_underscores_are_the_same(line: str, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    shown = []
+    for between in "_-":
+        assert main(line.replace("{}", between).split()) == (2 if "nosuch" in line else 0)
+        shown.append(capfdbinary.readouterr())
+    assert shown[0] == shown[1]
 
 
 @pytest.mark.parametrize(
@@ -85,16 +153,16 @@ def test_a_launch_imports_no_other_command() -> None:
 @pytest.mark.parametrize(
     ("words", "answer"),
     [
-        (["--num_gpu", "2", "x.py"], "No such option '--num_gpu'. Did you mean '--num_gpus'?"),
+        (["--num_gpu", "2", "x.py"], "No such option --num_gpu. Did you mean --num_gpus?"),
         (
             ["--nproc_per_nod", "2", "x.py"],
-            "No such option '--nproc_per_nod'. Did you mean '--nproc_per_node'?",
+            "No such option --nproc_per_nod. Did you mean --nproc_per_node?",
         ),
         (["--num_gpus", "two", "x.py"], "'two' is not a whole number."),
         (["--hang_timeout", "long", "x.py"], "'long' is not a number."),
         (["chekpoint", "ls"], "no script 'chekpoint', did you mean `zlaunch checkpoint`?"),
         (["last"], "no script 'last', did you mean `zlaunch ps last`, or stop or stacks?"),
-        (["ps", "--claen"], "Did you mean '--clean'?"),
+        (["ps", "--claen"], "Did you mean --clean?"),
     ],
 )
 def test_a_slip_is_answered_with_what_was_meant(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from click.testing import CliRunner
 
 from zlaunch.cli.init import init
 from zlaunch.cli.main import main
-from zlaunch.runtime.config import load
+from zlaunch.runtime.config import json_schema, load
 
 GIVEN = {"--script": "train.py", "--gpus": "2x8", "--gpu_mem": "80", "--params": "7B", "--batch": "256"}
 
@@ -32,20 +33,40 @@ def test_it_asks_five_questions(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert result.output.count("[") == 5
     config = load("ds.json").config
-    assert (config.train_batch_size, config.train_micro_batch_size_per_gpu) == (256, 1)
+    assert (config.train_batch_size, config.train_micro_batch_size_per_gpu) == (256, 2)
     assert config.zero_optimization.stage == 1 and config.bf16.enabled
-    assert "hosts: write a line for each of the 2 nodes: NAME slots=8" in result.output
+    assert "hosts: write one line for each of the 2 nodes: NAME slots=8" in result.output
     assert "then: zlaunch --hostfile hosts --num_gpus 8 train.py --config ds.json" in result.output
 
 
 def test_answers_are_options_and_slurm_gets_a_batch_file(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["init", *words(), "--partition", "gpu", "--time", "10", "--config", "a.json"]) == 0
     out = capsys.readouterr().out
-    assert "[" not in out and "then: sbatch a.sbatch" in out
+    assert "[" not in out and "micro-batch 2" in out and "then: sbatch a.sbatch" in out
     lines = Path("a.sbatch").read_text().splitlines()
     for line in ("--nodes=2", "--gpus-per-node=8", "--partition=gpu", "--time=10"):
         assert f"#SBATCH {line}" in lines
     assert lines[-1] == "exec zlaunch train.py --config a.json"
+
+
+def test_the_micro_batch_is_the_largest_that_fits_the_fastest_stage() -> None:
+    found = {}
+    for gib in ("24", "40", "80"):
+        assert main(["init", *words(params="1B", gpus="8", gpu_mem=gib), "--force"]) == 0
+        config = load("ds.json").config
+        found[gib] = (config.zero_optimization.stage, config.train_micro_batch_size_per_gpu)
+    assert found == {"24": (0, 2), "40": (0, 4), "80": (0, 16)}
+    assert main(["init", *words(params="1B", gpus="8", batch="24"), "--force"]) == 0
+    assert load("ds.json").config.train_micro_batch_size_per_gpu == 3, "it divides the samples of a GPU"
+
+
+def test_nodes_and_gpus_have_the_names_of_a_launch(capsys: pytest.CaptureFixture[str]) -> None:
+    given = {name: value for name, value in GIVEN.items() if name != "--gpus"}
+    rest = [word for option in given.items() for word in option]
+    assert main(["init", *rest, "--num_gpus", "8", "--num-nodes", "2"]) == 0
+    assert "zlaunch --hostfile hosts --num_gpus 8 train.py" in capsys.readouterr().out
+    assert main(["init", *rest, "--num_gpus", "2x8", "--num_nodes", "4", "--force"]) == 2
+    assert "--num_gpus 2x8 and --num_nodes 4 say different things" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("params", ["0", "100K", "50M", "350M", "13B"])
@@ -60,7 +81,7 @@ def test_models_of_any_size(params: str) -> None:
         ({"gpus": "many"}, "'many' GPUs: write a number, or 2x8"),
         ({"gpus": "0"}, "'0' GPUs: write a number"),
         ({"params": "seven"}, "'seven' is no number of 1 or more, such as 13e9 or 13B"),
-        ({"batch": "100"}, "100 samples are no multiple of 16 GPUs: take 96 or 112"),
+        ({"batch": "100"}, "100 samples are no multiple of 16 GPUs: use 96 or 112"),
         ({"params": "900T"}, "does not fit on 16 GPUs of 80 GiB"),
         ({"time": "soon"}, "--time 'soon': write it as 90"),
         ({"config": "none/ds.json"}, "none/ds.json: cannot be written: No such file"),
@@ -74,5 +95,20 @@ def test_mistakes(changes: dict[str, str], said: str, capsys: pytest.CaptureFixt
 def test_nothing_is_overwritten_unasked(capsys: pytest.CaptureFixture[str]) -> None:
     Path("ds.json").write_text("mine")
     assert main(["init", *words()]) == 2
-    assert "ds.json is there already" in capsys.readouterr().err and Path("ds.json").read_text() == "mine"
+    assert (
+        "ds.json exists: overwrite it with --force" in capsys.readouterr().err
+        and Path("ds.json").read_text() == "mine"
+    )
     assert main(["init", *words(), "--force"]) == 0 and load("ds.json").config.bf16.enabled
+
+
+def test_editors_find_the_schema_beside_the_config(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("configs").mkdir()
+    assert main(["init", *words(params="0"), "--config", "configs/a.json"]) == 0
+    assert (
+        "zlaunch.schema.json: lets editors such as VS Code check and complete a.json"
+        in capsys.readouterr().out
+    )
+    loaded = load("configs/a.json")
+    assert not loaded.warnings and loaded.raw["$schema"] == "./zlaunch.schema.json"
+    assert json.loads(Path("configs/zlaunch.schema.json").read_text()) == json_schema()

@@ -136,6 +136,15 @@ def test_what_builds_no_model_is_named(target: str, text: str) -> None:
         from_function(target)
 
 
+def test_a_file_with_a_dataclass(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(
+        "from __future__ import annotations\nfrom dataclasses import dataclass\nimport torch\n"
+        "@dataclass\nclass Size:\n    width: int = 3\n"
+        "def build():\n    return torch.nn.Linear(Size().width, 2, bias=False)\n"
+    )
+    assert from_function(f"{tmp_path}/model.py:build").numel == 6
+
+
 def test_layers_that_are_larger_than_the_model() -> None:
     with pytest.raises(MemoryPlanError, match="more than the 1e\\+09 of --params"):
         from_numbers(1e9, 8192, 80, None)

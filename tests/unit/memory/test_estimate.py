@@ -175,9 +175,9 @@ def test_the_plan_says_how_many_tokens_fit() -> None:
     assert of_token.checkpointed == 48 * 3200 + 50257 * 12
     said = describe(setting(2, 8), free, used, of_token)[-1]
     left = free.device - plan(setting(2, 8)).total.device
-    assert said.startswith("left for activations: ")
-    assert f"for a micro-batch of {left // of_token.plain // 100 * 100:,} tokens, with every block" in said
-    assert said.endswith(f" checkpointed {left // of_token.checkpointed // 1000 * 1000:,}")
+    assert said.startswith("activations: ")
+    assert f"fit a micro-batch of {left // of_token.plain // 100 * 100:,} tokens, or " in said
+    assert f" {left // of_token.checkpointed // 1000 * 1000:,} with activation checkpointing in every" in said
     part = types.SimpleNamespace(n_embd=1600, vocab_size=5)
     for other in (None, part, types.SimpleNamespace(hidden_size="x")):
         model.config = other
@@ -186,26 +186,27 @@ def test_the_plan_says_how_many_tokens_fit() -> None:
     assert activations_per_token(headless, 2) is None
 
 
-def test_the_lines_are_short_and_have_one_unit_each() -> None:
+def test_the_plan_is_a_line_and_its_details_have_one_unit_each() -> None:
     free = Amounts(device=24 * GIB, host=64 * GIB)
     offloaded = setting(2, 8, optimizer=Tier.HOST)
     assert describe(offloaded, free, Amounts(device=GIB)) == [
-        "GPU memory of a rank: 2.0 GiB (parameters 1.9, gradients 0.2, optimizer 0.0)",
+        "GPU memory per rank: 2.0 GiB (parameters 1.9, gradients 0.2, optimizer 0.0), 1.6 GiB offloaded, "
+        "22.0 GiB left for activations",
         "offloaded: 1.6 GiB in host memory (0.7 page-locked)",
-        "left for activations: 22.0 GiB",
     ]
     on_disk = setting(3, 8, optimizer=Tier.DISK, parameters=Tier.HOST)
     assert describe(on_disk, free, Amounts(host=4 * GIB))[1] == (
-        "offloaded: 0.5 GiB in host memory (0.5 page-locked, at the start 4.0), 1.9 GiB on disk"
+        "offloaded: 0.5 GiB in host memory (0.5 page-locked, 4.0 during initialize), 1.9 GiB on disk"
     )
     on_cpu = replace(setting(0), device_is_host=True)
     assert describe(on_cpu, free, Amounts(device=20 * GIB)) == [
-        "memory of a rank: 16.8 GiB (parameters 1.9, gradients 3.7, optimizer 11.2), at the start 20.2 GiB",
-        "left for activations: 47.2 GiB",
+        "memory per rank: 16.8 GiB (parameters 1.9, gradients 3.7, optimizer 11.2), 47.2 GiB left for "
+        "activations",
+        "memory per rank during initialize: 20.2 GiB",
     ]
     tiny = replace(on_cpu, blocks=[4096, 3])
-    assert describe(tiny, free, Amounts())[0] == (
-        "memory of a rank: 72.1 KiB (parameters 8.0, gradients 16.0, optimizer 48.0)"
+    assert describe(tiny, free, Amounts())[0].startswith(
+        "memory per rank: 72.1 KiB (parameters 8.0, gradients 16.0, optimizer 48.0), "
     )
 
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import copy
+import html
 import re
-import shlex
+from collections.abc import Iterator
 from pathlib import Path
 
 import click
 import pytest
 
 import zlaunch
+from docs.command_pages import expand
+from tests.docs_commands import command_lines
 from zlaunch.cli.commands import SUBCOMMANDS, load
 from zlaunch.cli.run import run
 
@@ -18,7 +21,17 @@ ROOT = Path(__file__).resolve().parents[3]
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *PAGES, *(ROOT / "benchmarks").rglob("*.md")])
 NAMES = [str(path.relative_to(ROOT)) for path in DOCUMENTS]
-README = (ROOT / "README.md").read_text()
+REPOSITORY = "https://github.com/zlaunch/zlaunch"
+RAW = "https://raw.githubusercontent.com/zlaunch/zlaunch"
+
+
+def in_repository(url: str) -> str | None:
+    """Return the path, with its anchor, that a link to our repository on the web leads to; None for others.
+
+    The README's links are absolute: PyPI shows it without the files beside it.
+    """
+    match = re.fullmatch(rf"{REPOSITORY}/(?:blob|tree|raw)/main/(.+)|{RAW}/main/(.+)", url)
+    return match and (match[1] or match[2])
 
 
 def anchors(path: Path) -> set[str]:
@@ -30,10 +43,12 @@ def anchors(path: Path) -> set[str]:
 @pytest.mark.parametrize("document", DOCUMENTS, ids=NAMES)
 def test_every_link_leads_somewhere(document: Path) -> None:
     for target in re.findall(r"\]\(([^)\s]+)\)", document.read_text()):
-        if target.startswith(("https://", "http://")):
+        ours = in_repository(target)
+        if ours is None and target.startswith(("https://", "http://")):
             continue
-        name, _, anchor = target.partition("#")
-        path = document.parent / name if name else document
+        name, _, anchor = (ours or target).partition("#")
+        folder = document.parent if ours is None else ROOT
+        path = folder / name if name else document
         assert path.exists(), f"{document.name}: {target}"
         assert not anchor or anchor in anchors(path), f"{document.name}: {target}"
 
@@ -50,43 +65,14 @@ def test_every_test_that_is_named_exists(document: Path) -> None:
     assert not set(re.findall(r"`(test_\w+)(?:\.py)?`", text)) - known
 
 
-def test_the_readme_is_among_them_and_has_links() -> None:
-    assert "README.md" in NAMES and "docs/status.md" in NAMES
-    for name in ("docs/status.md", "docs/config.md", "constraints.txt"):
-        assert f"]({name})" in README
-
-
-def test_every_flag_of_the_readmes_table_exists() -> None:
-    known = {name for each in run.params for name in (*each.opts, *each.secondary_opts)} | {"-h", "--help"}
-    table = README.partition("## The flags")[2].partition("\n## ")[0]
-    rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `-")]
-    flags = {flag for row in rows for flag in re.findall(r"(?<![\w-])--?[a-zA-Z_]\w*", row)}
-    assert len(flags) > 30 and sorted(flags - known) == []
-
-
-def test_every_command_is_in_the_readme() -> None:
-    for name in SUBCOMMANDS:
-        command = load(name)
-        assert f"zlaunch {name}" in README
-        for inner in command.commands if isinstance(command, click.Group) else ():
-            assert re.search(
-                rf"zlaunch {name} {inner}\b|zlaunch {name} [^`]*`, `{inner}\b|`{inner} ", README
-            ), inner
-
-
-COMMAND_LINES = [
-    (page.name, line.strip())
-    for page in PAGES
-    for line in page.read_text().splitlines()
-    if line.startswith("    zlaunch ") and "..." not in line
-]
+COMMAND_LINES = command_lines()
 
 
 @pytest.mark.parametrize(
-    ("page", "line"), COMMAND_LINES, ids=[f"{page}: {line}" for page, line in COMMAND_LINES]
+    ("place", "words"), COMMAND_LINES, ids=[f"{place}: {' '.join(words)}" for place, words in COMMAND_LINES]
 )
-def test_every_command_line_of_the_pages_is_understood(page: str, line: str) -> None:
-    words = shlex.split(line.partition(" > ")[0], comments=True)[1:]
+def test_every_command_line_of_the_pages_is_understood(place: str, words: list[str]) -> None:
+    words = words[1:]
     command: click.Command = copy.copy(run)
     command.params = list(run.params)  # flags of other launchers are added there
     parent = None
@@ -104,6 +90,30 @@ def test_every_command_is_in_its_reference() -> None:
     blocks = re.findall(r":module: (\S+)\n +:command: (\S+)\n +:prog_name: zlaunch(?: (\S+))?\n", text)
     assert {name: f"{module}:{command}" for module, command, name in blocks if name} == SUBCOMMANDS
     assert blocks[0] == ("zlaunch.cli.run", "run", "")
+
+
+def subcommands(name: str, command: click.Command) -> Iterator[tuple[str, click.Command]]:
+    """Yield a command and all below it, with the words that call each."""
+    yield name, command
+    for inner in command.commands.values() if isinstance(command, click.Group) else ():
+        yield from subcommands(f"{name} {inner.name}", inner)
+
+
+def test_the_reference_shows_every_option_and_subcommand() -> None:
+    page = expand((ROOT / "docs" / "cli.md").read_text())
+    shown = html.unescape(re.sub(r"<[^>]+>", "", page))
+    commands = [("zlaunch", run), *((f"zlaunch {name}", load(name)) for name in SUBCOMMANDS)]
+    every = [each for name, command in commands for each in subcommands(name, command)]
+    options = {
+        option
+        for _, command in every
+        for each in command.params
+        if isinstance(each, click.Option) and not each.hidden
+        for option in (*each.opts, *each.secondary_opts)
+    }
+    assert len(options) > 100
+    assert sorted(option for option in options if not re.search(rf"(?<![\w-]){option}(?![\w-])", shown)) == []
+    assert [name for name, _ in every if name not in shown] == []
 
 
 def test_every_public_name_is_in_its_reference() -> None:

@@ -6,6 +6,7 @@ import ast
 import importlib
 import os
 import pkgutil
+import re
 import shutil
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
 
 import zlaunch
 from tests.limits import LIMIT_S
@@ -24,7 +26,7 @@ LINKED = ("runtime", "cuda_ops", "hostfiles", "slurm")
 """Top-level folders that are packages inside zlaunch, by links."""
 LAUNCHER = (
     *("errors", "hostfiles", "slurm", "system", "plan", "node", "transports", "view", "supervisor"),
-    *("kubernetes", "launchers", "queue", "sweep", "cli"),
+    *("kubernetes", "launchers", "queue", "sweep", "ui", "cli"),
 )
 """The launcher's rooms: each imports only those before it."""
 
@@ -83,8 +85,9 @@ def test_wheel_holds_all_packages_under_one_name(wheel: Path) -> None:
 
 ARCHIVED = ("zlaunch", *LINKED, "tests", "docs", "examples", "benchmarks")
 AT_THE_TOP = (
-    *("CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "MANIFEST.in", "Makefile", "README.md"),
+    *("CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "LICENSE", "MANIFEST.in", "Makefile", "README.md"),
     *("constraints.txt", "mkdocs.yml", "pyproject.toml", "setup.py"),
+    *("Dockerfile", "SECURITY.md", "environment.yml"),
 )
 
 
@@ -144,6 +147,55 @@ def test_the_description_of_the_package(unpacked: Path) -> None:
     kinds = {line.partition(": ")[2].partition(" ::")[0] for line in head if line.startswith("Classifier: ")}
     assert {"Operating System", "Intended Audience", "Topic", "Development Status"} <= kinds
     assert not [line for line in head if "License ::" in line], "the expression says it"
+    assert f"Version: {zlaunch.__version__}" in head and "Description-Content-Type: text/markdown" in head
+    links = {line.partition(": ")[2].partition(",")[0] for line in head if line.startswith("Project-URL: ")}
+    assert {"Homepage", "Repository", "Documentation", "Issues", "Changelog"} <= links
+
+
+def test_one_version_everywhere() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    newest = re.search(r"^## (\S+) - (\S+)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert newest is not None
+    assert citation["version"] == newest[1] == zlaunch.__version__
+    assert str(citation["date-released"]) == newest[2]
+
+
+def test_the_command_of_the_wheel_works_in_any_folder(unpacked: Path, tmp_path: Path) -> None:
+    """Call what pip writes into `bin/zlaunch`, and `python -m zlaunch`."""
+    (scripts,) = (path.read_text() for path in unpacked.glob("*.dist-info/entry_points.txt"))
+    assert "zlaunch = zlaunch.__main__:main" in scripts.splitlines()
+    script = "import sys; from zlaunch.__main__ import main; sys.argv = ['zlaunch', '-h']; sys.exit(main())"
+    assert python(script, tmp_path, unpacked).startswith("Usage: zlaunch")
+    module = "import runpy, sys; sys.argv = ['', '--version']; runpy.run_module('zlaunch', {}, '__main__')"
+    assert python(module, tmp_path, unpacked) == f"zlaunch {zlaunch.__version__}"
+
+
+def test_the_modules_of_the_wheel_are_imported_from_it(unpacked: Path, tmp_path: Path) -> None:
+    code = """if True:
+        import importlib, sys
+        for name in ("runtime", "runtime.config", "hostfiles", "slurm", "cuda_ops", "jobs"):
+            print(importlib.import_module("zlaunch." + name).__file__)
+        print("torch" in sys.modules)
+    """
+    *files, torch_loaded = python(code, tmp_path, unpacked).splitlines()
+    assert len(files) == 6 and all(Path(file).is_relative_to(unpacked) for file in files)
+    assert torch_loaded == "False"
+
+
+@pytest.mark.exhaustive
+def test_the_wheel_trains_in_a_folder_without_the_repository(unpacked: Path, tmp_path: Path) -> None:
+    shutil.copy(ROOT / "examples" / "quickstart" / "zero3.py", tmp_path / "train.py")
+    done = subprocess.run(
+        [sys.executable, "-m", "zlaunch", "--num_gpus", "2", "train.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(unpacked)},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(re.findall(r"^step \d+: loss ", done.stdout, re.MULTILINE)) == 5
+    assert list((tmp_path / "runs").glob("*/plan.json"))
 
 
 @pytest.fixture(scope="module")

@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from tests.limits import LIMIT_S
 from zlaunch.cli.main import main
 from zlaunch.slurm import commands as queue
-from zlaunch.slurm.commands import was_cancelled
+from zlaunch.slurm.commands import read_node_sizes, was_cancelled
 from zlaunch.slurm.environment import SlurmError
-from zlaunch.slurm.script import BatchScript, render
+from zlaunch.slurm.script import BatchScript, cores_of, render
 
 TEMPLATES = Path(__file__).resolve().parents[3] / "slurm" / "templates"
 
@@ -168,16 +168,16 @@ def test_signals_go_to_the_batch_shell(signal: str) -> None:
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"nodes": 0}, "--nodes 0: must be at least 1"),
-        ({"cpus_per_task": -1}, "--cpus-per-task -1: must be at least 1"),
-        ({"gpus_per_node": 0}, "--gpus-per-node '0': write it as 8 or a100:8"),
-        ({"gpus_per_node": "a100"}, "--gpus-per-node 'a100'"),
+        ({"nodes": 0}, "--num_nodes 0: must be at least 1"),
+        ({"cpus_per_task": -1}, "--cpus_per_task -1: must be at least 1"),
+        ({"gpus_per_node": 0}, "--num_gpus '0': write it as 8 or a100:8"),
+        ({"gpus_per_node": "a100"}, "--num_gpus 'a100'"),
         ({"time": "1h"}, "--time '1h': write it as 90, 24:00:00"),
         ({"time": "1:00\n#SBATCH --uid=0"}, "--time "),
         ({"array": "a"}, "--array 'a': write it as 0-9"),
         ({"signal": "usr1"}, "--signal 'usr1': write it as USR1@120"),
         ({"signal": "USR1@120\n"}, "--signal "),
-        ({"job_name": "a\nb"}, r"--job-name 'a\nb': must be one line"),
+        ({"job_name": "a\nb"}, r"--job_name 'a\nb': must be one line"),
         ({"partition": ""}, "--partition '': must be one line"),
         ({"output": "a\rb"}, r"--output 'a\rb'"),
         ({"container": "a\0"}, r"--container 'a\x00'"),
@@ -453,7 +453,7 @@ def test_script_writes_a_file(tmp_path: Path, capfd: pytest.CaptureFixture[str])
         (["script"], "no script given"),
         (["submit"], "no script given"),
         (["script", "--time", "soon", "t.py"], "--time 'soon': write it as 90"),
-        (["script", "--zlaunch-args", "'", "t.py"], '--zlaunch-args "\'": No closing quotation'),
+        (["script", "--zlaunch-args", "'", "t.py"], '--zlaunch_args "\'": No closing quotation'),
         (["script", "-o", "/no/such/dir/f", "t.py"], "-o /no/such/dir/f: No such file or directory"),
         (["submit", "/no/such/dir/t.py"], "no script '/no/such/dir/t.py'"),
         (["submit", "none.sbatch"], "no file 'none.sbatch'"),
@@ -516,3 +516,65 @@ def test_submit_and_follow(
 def test_who_cancels_a_job_does_not_want_it_back(state: str, run: str, limit: str, cancelled: bool) -> None:
     text = f"JobId=1 JobName=x\n   JobState={state} Reason=None\n   RunTime={run} TimeLimit={limit}\n"
     assert was_cancelled(text) == cancelled
+
+
+SINFO = "cpu*|16|(null)\ngpu|64+|gpu:a100:8(S:0-1),nic:1\ngpu|32|gpu:4\nbig|128|gpu:8"
+
+
+@pytest.mark.parametrize(
+    ("partition", "gpus", "cores"),
+    [
+        ("gpu", 8, 64),
+        ("gpu", "a100:4", 32),
+        ("gpu", 2, 16),
+        ("big", 1, 16),
+        (None, 2, None),
+        ("gpu", 9, None),
+    ],
+)
+def test_a_job_gets_its_gpus_share_of_a_nodes_cores(
+    partition: str | None, gpus: int | str, cores: int | None
+) -> None:
+    """As sinfo tells: without an option it lists all partitions, and the default one has an asterisk."""
+    lines = [line for line in SINFO.splitlines() if partition in (None, line.partition("|")[0])]
+    sizes = read_node_sizes("\n".join(lines), default_only=partition is None)
+    assert cores_of(gpus, sizes) == cores
+
+
+def test_the_file_asks_for_cores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    program = tmp_path / "bin" / "sinfo"
+    program.parent.mkdir()
+    program.write_text("#!/bin/sh\necho 'gpu*|64|gpu:8'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    line = ["slurm", "script", "--num_gpus", "2", "t.py"]
+    assert main(line) == 0
+    shown = capfd.readouterr()
+    assert "#SBATCH --cpus-per-task=16\n" in shown.out and shown.err == ""
+    assert "SRUN_CPUS_PER_TASK" in shown.out, "srun has to be told as well"
+    program.write_text("#!/bin/sh\nexit 1\n")
+    assert main(line) == 0
+    shown = capfd.readouterr()
+    assert "cpus-per-task" not in shown.out
+    said = (
+        "zlaunch: warning: SLURM may give each node a single CPU core. Ask for more with --cpus_per_task N\n"
+    )
+    assert shown.err == said
+
+
+def test_the_folder_of_the_output_is_created(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    line = ["slurm", "script", "-c", "8", "--output"]
+    assert main([*line, "logs/%x/%x-%j.out", "dir/train.py"]) == 0
+    assert (tmp_path / "logs" / "train").is_dir()
+    assert main([*line, "%x-%j.out", "train.py"]) == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["logs"]
+    capfd.readouterr()
+    assert main([*line, "logs/%j/out", "train.py"]) == 2
+    assert capfd.readouterr().err.startswith(
+        "zlaunch slurm: error: --output logs/%j/out: SLURM creates no folders"
+    )

@@ -60,18 +60,55 @@ def test_metrics_are_lines_in_a_pipe() -> None:
     assert lines[1] == "step 11 mem 0.41 0.42 GB"
 
 
-def test_metrics_are_a_status_line_in_a_terminal() -> None:
-    shown, out, _ = console(0, terminal=True)
-    shown.metrics({"rank": 0, "values": {"step": 1}})
-    shown.output(0, "stdout", b"hello\n")
-    shown.output(0, "stdout", b"progress")
-    shown.metrics({"rank": 0, "values": {"step": 2}})
-    shown.output(0, "stdout", b" done\n")
-    shown.close()
-    clear = b"\r\x1b[K"
-    assert out.getvalue() == b"".join(
-        [b"step 1", clear, b"hello\n", b"step 1", clear, b"progress", b" done\n", b"step 2", b"\n"]
-    )
+def test_many_ranks_have_the_range_of_their_memory_in_a_line() -> None:
+    shown, out, _ = console(0)
+    for rank in range(1, 9):
+        shown.metrics({"rank": rank, "values": {"step": 1, "memory_gb": rank / 10}})
+    shown.metrics({"rank": 0, "values": {"step": 1, "memory_gb": 0.4}})
+    assert out.getvalue() == b"step 1 mem 0.10-0.80 GB\n"
+
+
+def test_waiting_is_said_ever_less_often_in_a_pipe() -> None:
+    shown, out, err = console(0)
+    for seconds in range(5, 60):
+        shown.waiting("n2", seconds)
+    shown.waiting("", 0.0)
+    shown.waiting("torch on n1", 6)
+    assert out.getvalue() == b""
+    told = [f"zlaunch: waiting for n2 ({seconds} s)" for seconds in (5, 10, 20, 40)]
+    assert err.getvalue().decode().splitlines() == [*told, "zlaunch: waiting for torch on n1 (6 s)"]
+
+
+def test_details_are_for_a_verbose_run() -> None:
+    for options, count in (({}, 0), ({"verbose": True}, 1), ({"verbose": True, "quiet": True}, 0)):
+        shown, _, err = console(0, **options)
+        shown.detail("launcher local")
+        assert err.getvalue().count(b"zlaunch: launcher local\n") == count
+
+
+@pytest.mark.parametrize("name", ["dumb", "unknown"])
+def test_a_terminal_that_cannot_move_its_cursor_gets_lines(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", name)
+    ours, theirs = os.openpty()
+    with open(theirs, "wb") as terminal:
+        shown = Console([0], out=terminal, err=terminal)
+        event = {"type": "metrics", "rank": 0, "time": 1.0, "values": {"engine_step": 1, **VALUES}}
+        shown.progress.take(event)
+        shown.metrics(event)
+        shown.waiting("torch", 7)
+        shown.close()
+        shown.text("end")
+        found = b""
+        while not found.endswith(b"end\r\n"):
+            found += os.read(ours, 4096)
+    os.close(ours)
+    assert found.decode().splitlines() == [
+        "step 10/100 loss 2.312 lr 3.0e-04 scale 65536 norm 0.52 12345 tok/s mem 0.41 GB",
+        "zlaunch: waiting for torch (7 s)",
+        "end",
+    ]
 
 
 def test_quiet_leaves_only_the_workers() -> None:
@@ -89,17 +126,6 @@ def test_progress_bars_of_several_ranks_are_shown_now_and_then() -> None:
     assert out.getvalue().startswith(b"[rank 3] ") and out.getvalue().count(b"\n") == 1, "seen, no flood"
     shown.output(3, "stdout", b"\r100%\r\n")
     assert out.getvalue().endswith(b"[rank 3] 100%\n"), "what a terminal would show in the end"
-
-
-def test_the_status_line_leaves_a_trail(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = [0.0]
-    monkeypatch.setattr("zlaunch.view.console.time.monotonic", lambda: clock[0])
-    shown, out, _ = console(0, terminal=True)
-    for step in range(5):
-        clock[0] += 6.0
-        shown.metrics({"rank": 0, "values": {"step": step}})
-    standing = out.getvalue().replace(b"\r\x1b[K", b"<").split(b"\n")
-    assert [line.rpartition(b"<")[2] for line in standing] == [b"step 0", b"step 2", b"step 4"]
 
 
 def test_a_full_disk_behind_the_console_is_told_once(capfd: pytest.CaptureFixture[str]) -> None:

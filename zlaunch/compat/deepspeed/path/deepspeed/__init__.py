@@ -20,7 +20,7 @@ from zlaunch.compat.deepspeed.missing import missing_function as _missing_functi
 from zlaunch.compat.deepspeed.missing import name_missing_modules as _name_missing_modules
 from zlaunch.compat.deepspeed.optimizer import DeepSpeedOptimizer
 from zlaunch.runtime.data import EngineLoader as DeepSpeedDataLoader
-from zlaunch.runtime.log import say as _say
+from zlaunch.runtime.log import detail as _detail
 
 from . import (
     accelerator,
@@ -63,4 +63,7 @@ __getattr__ = _absent("deepspeed")
 _name_missing_modules()
 
 if int(_os.environ.get("RANK") or 0) == 0:
-    _say(f"`import deepspeed` is zlaunch {_zlaunch.__version__} (--compat none: the real one)", _sys.stderr)
+    _detail(
+        f"`import deepspeed` is zlaunch {_zlaunch.__version__}; --compat none imports the real one",
+        _sys.stderr,
+    )

@@ -1,0 +1,73 @@
+"""Test `zlaunch config show`: the effective config, and where each value comes from."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from zlaunch.cli.config import config as cli
+
+SOURCE = {
+    "train_batch_size": 16,
+    "gradient_accumulation_steps": 2,
+    "optimizer": {"type": "adamw", "params": {"lr": 1e-4, "weight_decay": "auto"}},
+    "parallel": {"tensor": 2},
+    "wandb": {"project": "secret-free"},
+}
+
+
+def show(folder: Path, source: dict[str, Any], *options: str) -> Result:
+    file = folder / "ds.json"
+    file.write_text(json.dumps(source), encoding="utf-8")
+    return CliRunner().invoke(cli, ["show", str(file), *options])
+
+
+def rows(text: str) -> dict[str, list[str]]:
+    """Return key -> value and source of each line, as far as columns are apart."""
+    split = [[word.strip() for word in line.split("  ") if word.strip()] for line in text.splitlines()]
+    return {words[0]: words[1:] for words in split if len(words) == 3}
+
+
+def test_every_value_with_its_source(tmp_path: Path) -> None:
+    done = show(tmp_path, SOURCE, "--world-size", "4")
+    assert done.exit_code == 0, done.output
+    given, defaults, on_ranks = done.output.split("\n\n")[:3]
+    assert given.strip().startswith("Set by ds.json or derived from it:")
+    assert rows(given)["train_batch_size"] == ["16", "ds.json"]
+    assert rows(given)["train_micro_batch_size_per_gpu"][0] == "4"
+    assert rows(given)["train_micro_batch_size_per_gpu"][1].startswith("derived: train_batch_size 16 / ")
+    assert rows(given)["optimizer.params.weight_decay"] == ["0.01", "auto: torch's default for AdamW"]
+    assert "fp16.enabled" not in given and rows(defaults)["fp16.enabled"] == ["false", "default"]
+    assert len(rows(given)) + len(rows(defaults)) > 250
+    assert on_ranks.startswith("On 4 ranks:")
+    assert rows(on_ranks)["parallel axes"][0] == "data 2 * tensor 2"
+    assert rows(on_ranks)["each loss is divided by"][0] == "2"
+    assert rows(on_ranks)["the sum of gradients is divided by"][0] == "2"
+
+
+def test_without_a_number_of_ranks(tmp_path: Path) -> None:
+    done = show(tmp_path, {"train_batch_size": 3})
+    assert done.exit_code == 0 and "On 1 rank (--world-size N for another number):" in done.output
+
+
+def test_warnings_are_not_among_the_values(tmp_path: Path) -> None:
+    done = show(tmp_path, {"train_batch_size": 3, "_note": 1, "gradient_clipping": "auto"})
+    assert [line.partition(": ds.json: ")[0] for line in done.stderr.splitlines()] == ["warning", "warning"]
+    assert "_note" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ({"bf16": True}, '"bf16": {"enabled": true}'),
+        ({"train_batch_size": 6}, "6 is not a multiple of world size 4"),
+        ({}, "batch size is not known"),
+    ],
+)
+def test_a_config_that_is_no_good(tmp_path: Path, source: dict[str, Any], expected: str) -> None:
+    done = show(tmp_path, source, "--world-size", "4")
+    assert done.exit_code == 2 and expected in done.stderr and done.stdout == ""

@@ -1,0 +1,166 @@
+"""Test the advice for command lines that new users of torchrun, accelerate, deepspeed and srun write.
+
+The table was written from the user's side: what somebody types on the first day, and what they need to read.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from zlaunch.cli.main import main
+from zlaunch.system.devices import Devices
+
+MISTAKES: dict[str, tuple[str, ...]] = {
+    # Words of other launchers
+    "--gpus 2 train.py": ("--gpus", "--num_gpus"),
+    "--nproc 8 train.py": ("--nproc", "--num_gpus"),
+    "--nodes 2 train.py": ("--nodes", "--num_nodes"),
+    "--ntasks 2 train.py": ("--ntasks", "--num_gpus"),
+    "--ntasks-per-node 2 train.py": ("--num_gpus",),
+    "--gpus-per-node 2 train.py": ("--num_gpus",),
+    "-n 2 train.py": ("-n", "--num_gpus"),
+    "-np 2 train.py": ("-n", "--num_gpus"),
+    "-N 2 train.py": ("-N", "--num_nodes"),
+    "--gpus-per-task=1 train.py": ("--gpus_per_task", "--num_gpus"),
+    "--world-size 8 train.py": ("--world_size", "--num_gpus"),
+    "--hosts a,b train.py": ("--hosts", "--hostfile"),
+    "--nodelist n[1-2] train.py": ("--nodelist", "--include"),
+    "--partition gpu train.py": ("--partition", "zlaunch slurm script"),
+    "--port 29500 train.py": ("--port", "--master_port"),
+    "--resume train.py": ("--resume", "after the script"),
+    "--deepspeed ds.json train.py": ("--deepspeed", "after the script"),
+    "--config ds.json train.py": ("--config", "after the script"),
+    "--background train.py": ("--background", "--detach"),
+    "--verbose-log train.py": ("No such option", "--verbose"),
+    "--frobnicate train.py": ("No such option", "`zlaunch --help-all`"),
+    "--lr 1e-4 train.py": ("--lr", "after the script"),
+    "--num_gpsu 2 train.py": ("--num_gpsu", "Did you mean --num_gpus"),
+    "--nun-nodes 2 train.py": ("--nun_nodes", "Did you mean --num_nodes"),
+    "--autotuning run train.py": ("--autotuning", "zlaunch tune"),
+    # Commands that have another name here
+    "launch train.py": ("zlaunch train.py",),
+    "train --lr 1": ("zlaunch SCRIPT",),
+    "status": ("zlaunch ps",),
+    "list": ("zlaunch ps",),
+    "version": ("zlaunch --version",),
+    "kill 20260101-000000-abcdef": ("zlaunch stop 20260101-000000-abcdef",),
+    "resume": ("zlaunch SCRIPT", "load_checkpoint"),
+    "export ckpt out": ("zlaunch checkpoint export ckpt out",),
+    "info": ("zlaunch doctor",),
+    "squeue": ("zlaunch queue",),
+    "chekpoint ls": ("chekpoint", "zlaunch checkpoint"),
+    "estimat --params 7B": ("estimat", "zlaunch estimate"),
+    # Scripts
+    "trian.py": ("trian.py", "train.py"),
+    "nothing_like_it.py": ("nothing_like_it.py", "no script"),
+    "python train.py": ("python", "zlaunch train.py"),
+    "python3 -u train.py": ("python3", "zlaunch train.py"),
+    "torchrun --nproc_per_node 2 train.py": ("torchrun", "leave it out"),
+    "accelerate launch train.py": ("accelerate", "leave it out"),
+    "srun train.py": ("srun", "leave it out"),
+    "train": ("train.py",),
+    "notes.ipynb": ("notes.ipynb", "notebook"),
+    "project": ("project", "folder"),
+    "run.sh": ("run.sh", "--no_python"),
+    "job.sbatch": ("job.sbatch", "sbatch job.sbatch"),
+    "": ("no script", "zlaunch -h"),
+    "-m train.py": ("train.py", "leave out -m"),
+    # Values
+    "--num_gpus all train.py": ("--num_gpus", "'all'", "whole number"),
+    "--num_gpus 0 train.py": ("--num_gpus", "0"),
+    "--num_gpus": ("--num_gpus", "requires an argument"),
+    "--master-port=abc train.py": ("--master_port", "'abc'", "whole number"),
+    "--master_port 99999 train.py": ("--master_port", "99999"),
+    "--hostfile hosts.txt train.py": ("hosts.txt", "No such file"),
+    "--hostfile bad_hosts train.py": ("bad_hosts:1", "slots=8"),
+    "--include localhost:x train.py": ("--include", "localhost:x"),
+    "--include n9 --hostfile hosts train.py": ("n9", "n1, n2"),
+    "--launcher torchrun train.py": ("--launcher torchrun", "ssh"),
+    "--num_nodes 3 --hostfile hosts train.py": ("--num_nodes", "3", "2"),
+    "--num_gpus 16 --hostfile hosts train.py": ("16", "8"),
+    # Commands
+    "stop": ("RUN",),
+    "stop nosuch": ("nosuch", "zlaunch ps"),
+    "logs nosuch": ("nosuch", "zlaunch ps"),
+    "watch nosuch": ("nosuch", "zlaunch ps"),
+    "estimate 7B": ("7B", "--params 7B"),
+    "estimate --model 7B": ("--model", "--params"),
+    "slurm train.py": ("train.py", "zlaunch slurm script"),
+    "config ds.json": ("ds.json", "zlaunch config"),
+    "checkpoint out": ("out", "zlaunch checkpoint"),
+    "submit": ("no script",),
+    "submit --gpus 2 train.py": ("--gpus", "--num_gpus"),
+    "init --gpu 2": ("--gpu", "--num_gpus"),
+    "tune --gpus 2 train.py": ("--num_gpus",),
+}
+"""What is typed after `zlaunch` -> what the one line of the answer must contain."""
+
+ACCEPTED = {
+    "run train.py": 1,
+    "run --num_gpus 3 train.py": 3,
+    "--nproc-per-node=3 train.py": 3,
+    "--nproc_per_node 3 train.py": 3,
+    "--num-gpus 3 train.py": 3,
+    "--num_accelerators=3 train.py": 3,
+    "--num-processes 3 train.py": 3,
+    "./train.py": 1,
+    "--num-gpus 2 -- train.py": 2,
+}
+"""What works, in the words of others -> the number of workers in the plan."""
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder as a new user has it, on a machine without GPU and SLURM."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("COLUMNS", "80")
+    for name in ("train.py", "run.sh", "job.sbatch", "notes.ipynb"):
+        Path(name).write_text("#!/bin/bash\n" if name.endswith(("sh", "sbatch")) else "{}\n")
+    Path("project").mkdir()
+    Path("project", "main.py").write_text("")
+    Path("ds.json").write_text('{"train_batch_size": 8}')
+    Path("hosts").write_text("n1 slots=8\nn2 slots=8\n")
+    Path("bad_hosts").write_text("n1 slot=8\n")
+
+
+@pytest.mark.parametrize("line", MISTAKES)
+def test_a_mistake_gets_advice_in_one_line(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(line.split()) == 2
+    shown = capsys.readouterr()
+    assert shown.out == "" and shown.err.count("\n") == 1 and shown.err.startswith("zlaunch")
+    assert [part for part in MISTAKES[line] if part not in shown.err] == [], shown.err
+
+
+def test_an_option_behind_the_script_is_the_scripts_and_zlaunch_says_so(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["--dry_run", "train.py", "--num-gpus", "2", "--lr", "1"]) == 0
+    said = "zlaunch: warning: --num-gpus stands after train.py and goes to the script."
+    assert said in capsys.readouterr().err
+    Path("train.py").write_text("parser.add_argument('--num_gpus')")
+    assert main(["--dry_run", "train.py", "--num-gpus", "2"]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_more_gpus_than_there_are(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    devices = Devices(("0", "1"), None)
+    monkeypatch.setattr("zlaunch.launchers.local.discover", lambda environ: devices)
+    assert main(["--num_gpus", "8", "train.py"]) == 2
+    said = capsys.readouterr().err
+    assert said == "zlaunch: error: --num_gpus 8: this machine has 2 GPUs\n"
+
+
+@pytest.mark.parametrize("line", ACCEPTED)
+def test_the_words_of_other_launchers_work(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    first, *rest = line.split()
+    plan = ["--dry-run", "--json"]
+    words = [first, *plan, *rest] if first == "run" else [*plan, first, *rest]
+    assert main(words) == 0
+    (node,) = json.loads(capsys.readouterr().out)["nodes"]
+    assert len(node["workers"]) == ACCEPTED[line]

@@ -1,0 +1,167 @@
+"""Map the words of other launchers to zlaunch's, for the messages about unknown options and commands."""
+
+from __future__ import annotations
+
+import difflib
+import shlex
+from collections.abc import Iterable, Sequence
+
+import click
+
+_OPTIONS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(
+        (
+            *(
+                "gpu",
+                "gpus",
+                "ngpus",
+                "n_gpus",
+                "gpus_per_node",
+                "gpus_per_task",
+                "devices",
+                "n",
+                "np",
+                "nproc",
+            ),
+            *("ntasks", "ntasks_per_node", "tasks_per_node", "workers", "world_size"),
+        ),
+        ("num_gpus",),
+    ),
+    **dict.fromkeys(("node", "nodes", "n_nodes", "N", "num_hosts"), ("num_nodes",)),
+    **dict.fromkeys(("host", "hosts", "machinefile", "host_file"), ("hostfile",)),
+    **dict.fromkeys(("nodelist", "w"), ("include",)),
+    "x": ("exclude",),
+    "port": ("master_port",),
+    **dict.fromkeys(("output", "log", "logs", "o"), ("run_dir", "output")),
+    **dict.fromkeys(("background", "daemon", "d"), ("detach",)),
+    **dict.fromkeys(("test", "check", "plan", "dryrun"), ("dry_run",)),
+    **dict.fromkeys(("retries", "restarts", "max_retries"), ("max_restarts",)),
+    **dict.fromkeys(("ip", "addr", "address"), ("master_addr",)),
+    **dict.fromkeys(("export", "set_env", "envs"), ("env",)),
+    **dict.fromkeys(("chdir", "cwd", "wdir", "workspace"), ("workdir",)),
+    **dict.fromkeys(("model", "size", "model_size"), ("params",)),
+    **dict.fromkeys(("memory", "gpu_memory", "vram"), ("gpu_mem",)),
+}
+"""Unknown option -> zlaunch's options with that meaning; a command's message names the first it has."""
+_OF_THE_SCRIPT = (
+    *("resume", "resume_from_checkpoint", "deepspeed", "deepspeed_config", "zero", "lr", "learning_rate"),
+    *("epochs", "num_epochs", "num_train_epochs", "batch_size", "train_batch_size", "seed", "local_rank"),
+    *(
+        "per_device_train_batch_size",
+        "model_name_or_path",
+        "dataset",
+        "output_dir",
+        "num_workers",
+        "bf16",
+        "fp16",
+    ),
+)
+"""Options that training scripts take, not launchers."""
+_OF_SLURM = (
+    "partition",
+    "p",
+    "account",
+    "A",
+    "time",
+    "t",
+    "qos",
+    "array",
+    "mem",
+    "cpus_per_task",
+    "job_name",
+)
+_PROGRAMS = (
+    *("python", "python3", "torchrun", "deepspeed", "accelerate", "srun", "mpirun", "mpiexec", "horovodrun"),
+    *("torchx", "sudo"),
+)
+"""Programs that users write in front of the script."""
+_RUN_AGAIN = (
+    "start the same script again, `zlaunch SCRIPT [ARGS]`, and let it call engine.load_checkpoint(DIR)"
+)
+_COMMANDS = {
+    "train": "write `zlaunch SCRIPT [ARGS]`, such as `zlaunch train.py`",
+    "resume": f"{_RUN_AGAIN} to resume from the newest checkpoint",
+    "restart": f"{_RUN_AGAIN}; --max_restarts N restarts after a failure",
+    "version": "write `zlaunch --version`",
+}
+"""Word in a command's place -> what to do."""
+_SAME_ARGUMENTS = {
+    "status": "ps",
+    "list": "ps",
+    "ls": "ps",
+    "jobs": "queue",
+    "squeue": "queue",
+    "sbatch": "submit",
+    "kill": "stop",
+    "scancel": "cancel",
+    "export": "checkpoint export",
+    "convert": "checkpoint export",
+    "info": "doctor",
+    "env": "doctor",
+    "check": "doctor",
+    "tail": "logs -f",
+    "monitor": "watch",
+    "top": "watch",
+    "launch": "",
+    "exec": "",
+    "start": "",
+}
+"""Word in a command's place -> zlaunch's command that takes the same arguments."""
+_LEAST_LIKENESS = 0.75
+
+
+def unknown_option(error: click.NoSuchOption) -> str:
+    """Return the message about an unknown option. It names a near option only where it is really near."""
+    text = f"No such option {error.option_name}"
+    if error.ctx is None:
+        return f"{text}."
+    known = [name for each in error.ctx.command.get_params(error.ctx) for name in each.opts]
+    bare = error.option_name.lstrip("-")
+    for ours in _OPTIONS.get(bare, ()):
+        if f"--{ours}" in known:
+            return f"{text}: use --{ours}."
+    if "--num_gpus" in known and bare in _OF_THE_SCRIPT:
+        return f"{text}. An option of the script goes after the script: SCRIPT {error.option_name}"
+    if near := difflib.get_close_matches(error.option_name, known, n=1, cutoff=_LEAST_LIKENESS):
+        return f"{text}. Did you mean {near[0]}?"
+    if "--detach" in known and bare in _OF_SLURM:
+        dashed = error.option_name.replace("_", "-")
+        return f"{text}. Options of sbatch go into a batch file: zlaunch slurm script {dashed} ... SCRIPT"
+    if "--help_all" in known:
+        return f"{text}. `zlaunch --help-all` lists all options."
+    return f"{text}. `{error.ctx.command_path} -h` lists the options."
+
+
+def meant_command(words: Sequence[str]) -> str | None:
+    """Return what to write instead of these words, where the first is a command or program of others."""
+    name, rest = words[0], list(words[1:])
+    if name in _COMMANDS:
+        return _COMMANDS[name]
+    if name in _SAME_ARGUMENTS:
+        command = _SAME_ARGUMENTS[name].split()
+        return f"write `{_line(command, rest if command else rest or ['SCRIPT'])}`"
+    program = name.rpartition("/")[2]
+    if program in _PROGRAMS or program.startswith("python3."):
+        if program == "accelerate" and rest[:1] == ["launch"]:
+            rest = rest[1:]
+        if program.startswith("python"):
+            while rest and rest[0].startswith("-") and rest[0] not in ("-m", "-c"):
+                rest = rest[1:]
+            if rest[:1] == ["-c"]:
+                return f"save the code to a file, because every worker runs it; {program} is not needed"
+        return f"zlaunch starts the workers itself, so leave it out: `{_line([], rest or ['SCRIPT'])}`"
+    return None
+
+
+def unknown_command(name: str, group: str, known: Iterable[str]) -> str:
+    """Return the message about a word that is no command of a group."""
+    names = list(known)
+    text = f"No such command {name!r}."
+    if near := difflib.get_close_matches(name, names, n=1):
+        return f"{text} Did you mean `{group} {near[0]}`?"
+    *others, last = (f"`{group} {each}`" for each in names)
+    return f"{text} Use {' or '.join(filter(None, (', '.join(others), last)))}."
+
+
+def _line(command: Sequence[str], rest: Sequence[str]) -> str:
+    return shlex.join(["zlaunch", *command, *rest])

@@ -1,0 +1,57 @@
+"""Describe a job of the queue in words, for `zlaunch queue` and `zlaunch ui`."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from textwrap import shorten
+
+from zlaunch.queue.daemon import text_of
+from zlaunch.queue.store import QueuedJob
+from zlaunch.supervisor import run_record
+from zlaunch.supervisor.run_folder import name_of
+
+JOB_COLUMNS = ("job", "run", "state", "priority", "slots", "since", "why", "command")
+_COMMAND = 50
+"""Characters of a command in the table."""
+
+
+def job_row(job: QueuedJob) -> tuple[str, ...]:
+    """Return the cells of a job for JOB_COLUMNS."""
+    return (
+        *(str(job.id), job_name(job), _state(job), str(job.submission.priority), text_of(job.slots)),
+        *(_elapsed(job), _why(job), shorten(" ".join(job.submission.command), _COMMAND)),
+    )
+
+
+def job_name(job: QueuedJob) -> str:
+    """Return the name of a job's run."""
+    return name_of(Path(job.submission.run_dir))
+
+
+def _state(job: QueuedJob) -> str:
+    if job.state == "ended":
+        return f"ended {job.exit_code}"
+    return {"": job.state, "preempt": "making room"}.get(job.wish, "stopping")
+
+
+def _why(job: QueuedJob) -> str:
+    """Return why a job ended as it did, or what it waits for."""
+    if job.state != "waiting":
+        return job.why
+    demand = job.submission.demand
+    count = (demand.per_node or max(map(len, demand.pool.values()))) * demand.nodes
+    after = [
+        name_of(path)
+        for path in map(Path, job.submission.after)
+        if (known := run_record.read(path)) is not None
+        and (known.ended is None or run_record.is_queued(path))
+    ]
+    waits = f"after {', '.join(after)}" if after else f"for {count} slot{'s' * (count > 1)}"
+    return f"{job.why}; {waits}" if job.why else waits
+
+
+def _elapsed(job: QueuedJob) -> str:
+    since = {"waiting": job.submitted, "running": job.started, "ended": job.ended}[job.state]
+    minutes, seconds = divmod(max(0, int(time.time() - (since or job.submitted))), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d}"

@@ -1,0 +1,65 @@
+"""Collect the queue's jobs and the sweeps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from zlaunch.queue.ending import settle
+from zlaunch.queue.store import QueuedJob, Store
+from zlaunch.queue.wake import queue_folder
+from zlaunch.supervisor import run_record
+from zlaunch.supervisor.found_runs import FoundRun
+from zlaunch.sweep.trials import SweepTrial, ranked, read_trials
+
+SWEEPS = "sweeps"
+"""Folder in which `zlaunch sweep` keeps sweeps."""
+_ENDED = 20
+"""Jobs that have ended and are shown."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShownSweep:
+    """Holds a sweep for its page: its trials, the best first."""
+
+    name: str
+    metric: str
+    trials: list[SweepTrial]
+
+
+def all_jobs() -> list[QueuedJob]:
+    """Return the jobs of the queue, the oldest first. Raises LaunchError."""
+    return Store(queue_folder()).jobs("waiting", "running", "ended")
+
+
+def shown_jobs() -> list[QueuedJob]:
+    """Return the jobs that wait and run, and below them the last ones that have ended. Raises LaunchError."""
+    jobs = all_jobs()
+    ended = [job for job in jobs if job.state == "ended"]
+    return [*(job for job in jobs if job.state != "ended"), *reversed(ended[-_ENDED:])]
+
+
+def find_sweeps(folder: Path) -> list[Path]:
+    """Return the folders of sweeps: under `sweeps`, under ``folder``, and those of the queue's jobs."""
+    found = [*Path(SWEEPS).glob("*/sweep.json"), *folder.glob("*/sweep.json"), folder / "sweep.json"]
+    found += [Path(job.submission.run_dir).parent / "sweep.json" for job in all_jobs()]
+    return sorted({path.parent.resolve() for path in found if path.is_file()})
+
+
+def open_trials_of(folder: Path, name: str) -> ShownSweep:
+    """Return the sweep in a folder with what its trials have reported. Raises LaunchError."""
+    trials, goal = read_trials(folder, standing)
+    for trial in trials:
+        trial.read()
+    return ShownSweep(name, trials[0].metric if trials else "metric", ranked(trials, goal))
+
+
+def standing(folder: Path) -> str:
+    """Return how a trial stands by its folder alone, in the words of `SweepTrial.standing`."""
+    known = run_record.read(folder)
+    if known is None:
+        return "new"
+    state = settle(FoundRun(folder.name, folder, known)).state
+    if state.startswith("on "):
+        return "running"
+    return "ended killed" if state in ("gone", "ended None") else state

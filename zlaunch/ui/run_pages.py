@@ -1,0 +1,84 @@
+"""Follow a run's files and describe the run as a page: for `zlaunch report` and `zlaunch ui`."""
+
+from __future__ import annotations
+
+import math
+import shlex
+import time
+from collections.abc import Iterator, Sequence
+
+from zlaunch.supervisor import run_record
+from zlaunch.supervisor.event_file import EventFile
+from zlaunch.supervisor.found_runs import FoundRun
+from zlaunch.supervisor.redact import redact
+from zlaunch.system.events import Event
+from zlaunch.view.page import RunPage
+from zlaunch.view.progress import RunProgress, span
+
+_EVENTS_BETWEEN_LOOKS = 256
+"""Events that are read between two looks at the clock."""
+
+
+class RunReader:
+    """Reads the events of a run, and later those that have come."""
+
+    def __init__(self, run: FoundRun) -> None:
+        self.progress = RunProgress()
+        self._events = EventFile(run.path / "events.jsonl")
+        self._coming: Iterator[Event] | None = None
+        self._kept: list[Event] = []
+
+    def advance(self, seconds: float = math.inf) -> bool:
+        """Read what has come, for at most ``seconds``; return whether all has been read. Raises OSError."""
+        until = time.monotonic() + seconds
+        coming = self._events.read() if self._coming is None else self._coming
+        self._coming = None
+        for count, event in enumerate(coming, 1):  # one by one: there may be millions
+            self.progress.take(event)
+            if event.get("type") in ("exception", "environment"):
+                self._kept.append(event)
+            if count % _EVENTS_BETWEEN_LOOKS == 0 and time.monotonic() >= until:
+                self._coming = coming
+                return False
+        return True
+
+    def page(self, run: FoundRun) -> RunPage:
+        """Describe the run by what has been read; ``run`` is the run as it stands now."""
+        content = run_record.read_json(run.path / "config.effective.json").get("config")
+        known = next((event for event in reversed(self._kept) if event.get("type") == "environment"), {})
+        return RunPage(
+            run.name,
+            _facts(run, self.progress),
+            self.progress,
+            content if isinstance(content, dict) else {},
+            _failures(self._kept, self.progress),
+            {name: value for name, value in known.items() if name not in ("type", "rank", "time")},
+        )
+
+
+def _facts(run: FoundRun, progress: RunProgress) -> list[tuple[str, str]]:
+    record = run.record
+    end = record.ended or progress.last or record.started
+    rows = [
+        ("command", shlex.join(("zlaunch", *record.command))),
+        ("hosts", ", ".join(record.hosts)),
+        ("ranks", str(record.world_size)),
+        ("started", time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(progress.started or record.started))),
+        ("state", f"{run.state}, after {span(max(0.0, end - (progress.started or record.started)))}"),
+    ]
+    if progress.step is not None:
+        rows.append(("steps", f"{progress.step}" + (f" of {progress.steps}" if progress.steps else "")))
+    if progress.checkpoints:
+        rows.append(("last checkpoint", progress.checkpoints[-1][1]))
+    return rows
+
+
+def _failures(events: Sequence[Event], progress: RunProgress) -> list[str]:
+    """Return tracebacks, lost nodes and other errors."""
+    found = [
+        redact(f"rank {event.get('rank')} on {event.get('host')}\n{event.get('traceback')}")[0]
+        for event in events
+        if event.get("type") == "exception"
+    ]
+    told = tuple(f"rank {event.get('rank')}: " for event in events if event.get("type") == "exception")
+    return found + [redact(text)[0] for text in progress.failures if not text.startswith(told)]
