@@ -31,7 +31,7 @@ height:.8em;border-radius:2px;margin-right:.35em}
 table{border-collapse:collapse;font-size:.9rem}td,th{text-align:left;padding:.15rem 1rem .15rem 0;
 border-bottom:1px solid var(--line);vertical-align:top}pre{overflow:auto;background:var(--card);padding:.8rem;
 font-size:.82rem;border:1px solid var(--line);border-radius:8px}
-@media(max-width:760px){svg{font-size:15px}}
+@media(max-width:760px){svg{font-size:15px;overflow:visible}}
 """
 _CHARTS = (
     ("Speed", ("tokens_per_s", "samples_per_s")),

@@ -85,8 +85,8 @@ def test_an_answer_reads_for_a_limited_time(tmp_path: Path, monkeypatch: pytest.
     seen = board.runs()
     assert [run.is_read for run in seen] == [False] * 3 and seen[0].state == "ended 0"
     monkeypatch.setattr(room, "_LIST_S", 60.0)
-    assert [(run.is_read, run.step) for run in board.runs()] == [(True, 600)] * 3
-    reader = RunReader(look_into(tmp_path)[0][0])
+    assert [(run.is_read, run.step) for run in board.runs()] == [(True, 600), (True, 600), (True, 3)]
+    reader = RunReader(look_into(tmp_path)[0][-1])
     assert not reader.advance(0.0) and (reader.progress.step or 0) < 600
     assert reader.advance() and reader.progress.step == 600, "it goes on where it stopped"
 
@@ -124,4 +124,4 @@ def test_another_run_in_the_same_folder(tmp_path: Path) -> None:
         (path / file).unlink()
     (path / "logs").rmdir()
     write_run(tmp_path, "run", run_id="another", steps=2)
-    assert board.runs()[0].step == 2 and board.open(["run"])[0].page.progress.step == 2
+    assert board.runs()[0].losses == (4.0, 2.0) and board.open(["run"])[0].page.progress.step == 2

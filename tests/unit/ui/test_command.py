@@ -20,6 +20,14 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
+@pytest.fixture(autouse=True)
+def _no_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    def serve(board: object, access: object, listener: socket.socket) -> None:
+        listener.close()
+
+    monkeypatch.setattr(server, "serve", serve)
+
+
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     """Return the one line that refuses a command line."""
     assert main(["ui", *arguments]) == 2
@@ -67,11 +75,7 @@ def test_the_browser_gets_no_token_on_its_command_line(
         opened.append((address, page.read_text(), page.stat().st_mode & 0o777))
         return True
 
-    def do_not_serve(board: object, access: object, listener: socket.socket) -> None:
-        listener.close()
-
     monkeypatch.setattr("webbrowser.open", note)
-    monkeypatch.setattr(server, "serve", do_not_serve)
     assert main(["ui"]) == 0 and not opened, "without a display it would be a browser in the terminal"
     monkeypatch.setenv("DISPLAY", ":0")
     assert main(["ui", "--no_browser"]) == 0 and not opened
