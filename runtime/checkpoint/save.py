@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import shutil
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -70,6 +71,8 @@ class Save:
         self._link = link
         self._source, self._target = source, target
         self._comm = source.sharded.comm
+        # The age of a checkpoint is that of its state. A save in the background may end after a later one.
+        self._taken_at = time.time()
         self._writer: FileWriter | None = None
         self._whole_writer: FileWriter | None = None
         self._later: list[ShardBlock] = []
@@ -180,7 +183,8 @@ class Save:
     def _complete(self, parts: Sequence[Mapping[str, Any]]) -> None:
         target = self._target
         files = {name: entry for part in parts for name, entry in part["files"].items()}
-        write_manifest(target.temporary, _entries(self._source, target, parts), self._whole, files)
+        entries = {"time": self._taken_at, **_entries(self._source, target, parts)}
+        write_manifest(target.temporary, entries, self._whole, files)
         put_in_place(target.temporary, target.folder / target.tag)
 
     def _give_up(self) -> None:

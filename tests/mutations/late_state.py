@@ -109,4 +109,25 @@ MUTATIONS: tuple[Mutation, ...] = (
         "the state of a whole parameter is taken for a number of its group",
         ("tests/unit/optim/test_initial_state.py",),
     ),
+    Mutation(
+        "runtime/checkpoint/save.py",
+        'entries = {"time": self._taken_at, **_entries(',
+        "entries = {**_entries(",
+        "a snapshot that is complete late counts as newer than the disk's later state",
+        ("tests/runtime/in_memory/test_snapshots.py",),
+    ),
+    Mutation(
+        "zlaunch/supervisor/run_folder.py",
+        "        if time.monotonic() >= until:\n",
+        "        if True:\n",
+        "the queue's next attempt is refused while the former launcher closes its files",
+        ("tests/unit/supervisor/test_run_folder.py",),
+    ),
+    Mutation(
+        "runtime/memory/activations.py",
+        "            if not parameter.requires_grad:\n",
+        "            if False:\n",
+        "the activations of a model with frozen layers cannot be estimated",
+        ("tests/unit/cli/test_estimate.py",),
+    ),
 )

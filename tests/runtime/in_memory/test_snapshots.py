@@ -6,6 +6,7 @@ import errno
 import io
 import os
 import shutil
+import threading
 from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -15,8 +16,10 @@ import pytest
 import torch
 
 import zlaunch
+from tests.limits import LIMIT_S
 from tests.runtime.models import batches, config, loss_of, net
 from tests.runtime.workers import join, run_workers
+from zlaunch.runtime.checkpoint import save
 from zlaunch.runtime.checkpoint.format.tensor_file import CheckpointError
 from zlaunch.runtime.in_memory import transfers
 
@@ -116,12 +119,24 @@ def test_a_node_of_several_ranks_gives_copies_of_all(tmp_path: Path) -> None:
 
 
 def _disk(folder: str, last: int) -> tuple[int, str | None]:
+    """Save on disk while an earlier step's snapshot is still being written in the background."""
     join()
-    engine = engine_of(folder, [0, 0], 2)
-    engine.client_state = dict
-    train(engine, 0, last)
-    engine.save_checkpoint(f"{folder}/disk")
-    engine.destroy()
+    saved = threading.Event()
+    write = save.write_manifest
+
+    def write_late(path: Path, *entries: Any) -> None:
+        if "disk" not in path.parts:
+            saved.wait(LIMIT_S)
+        write(path, *entries)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(save, "write_manifest", write_late)
+        engine = engine_of(folder, [0, 0], 2)
+        engine.client_state = dict
+        train(engine, 0, last)
+        engine.save_checkpoint(f"{folder}/disk")
+        saved.set()
+        engine.destroy()
     os.environ["ZLAUNCH_MEMORY_DIR"] = f"{folder}/node0"
     again = engine_of(folder, [0, 0], 2)
     again.checkpoints._snapshots._memory = Path(f"{folder}/node0/engine_0")
