@@ -5,12 +5,15 @@ from __future__ import annotations
 import fcntl
 import os
 import socket
+import time
 from pathlib import Path
 
 from zlaunch.errors import LaunchError
 from zlaunch.supervisor import run_record
 
 _PROBE_BYTES = 1 << 16
+_ENDING_S = 2.0
+"""How long a launcher that has ended may still hold the folder."""
 
 
 def make_run_dir(path: Path, *, shared: bool = False) -> int | None:
@@ -34,9 +37,12 @@ def make_run_dir(path: Path, *, shared: bool = False) -> int | None:
         raise LaunchError(f"--run_dir {path}: cannot write there: {error.strerror}") from None
     if shared:
         return None
-    lock = _lock(path)
-    if lock is None:
-        raise LaunchError(f"--run_dir {path}: another launch has just begun there")
+    # A launcher that ends closes its files one by one: its queue may start the next attempt in between.
+    until = time.monotonic() + _ENDING_S
+    while (lock := _lock(path)) is None:
+        if time.monotonic() >= until:
+            raise LaunchError(f"--run_dir {path}: another launch has just started there")
+        time.sleep(0.02)
     return lock
 
 
