@@ -6,6 +6,7 @@ import logging
 import re
 import sys
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -17,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.hooks import RemovableHandle
 
 from ..activation.checkpointing import checkpoint_blocks
 from ..errors import MemoryPlanError
@@ -116,6 +118,11 @@ def _peak(
                 parameter.register_post_accumulate_grad_hook(_drop)  # type: ignore[no-untyped-call]
         given = fake_inputs(sequence, micro_batch, dtype, inputs)
         tracker: Any = MemTracker()
+        for parameter in module.parameters():
+            if not parameter.requires_grad:
+                # the tracker hooks every parameter that has no handles yet; torch refuses frozen ones
+                none = RemovableHandle(OrderedDict())
+                tracker._param_to_grad_hook_handles[parameter] = (none, none)
         tracker.track_external(module)
         with tracker, _Workspaces():  # type: ignore[no-untyped-call]
             with around():

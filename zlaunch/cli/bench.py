@@ -9,6 +9,7 @@ import click
 
 from zlaunch.cli.bench_net import net
 from zlaunch.cli.commands import SETTINGS, count_option
+from zlaunch.cli.estimate import number
 
 
 @click.group(context_settings=SETTINGS)
@@ -30,7 +31,10 @@ bench.add_command(net)
     help="Size of the test file.",
 )
 @click.option(
-    "--params", type=float, metavar="N", help="Also estimate the optimizer step of a model with N parameters."
+    "--params",
+    callback=lambda _context, _option, text: None if text is None else number(text),
+    metavar="N",
+    help="Also estimate the optimizer step of a model with N parameters, such as 7B.",
 )
 @count_option(
     "--world_size", default=1, show_default=True, help="Ranks that share the model's states, for --params."

@@ -117,7 +117,7 @@ def test_bench_io(tmp_path: Path) -> None:
     assert len(found["measured"]) == 12 and all(row["read"] > 0 < row["write"] for row in found["measured"])
     assert found["aio"]["block_size"] in {row["block_size"] for row in found["measured"]}
     done = subprocess.run(
-        [*command, "--params=7e9", "--world_size=8"], capture_output=True, text=True, timeout=LIMIT_S
+        [*command, "--params=7B", "--world_size=8"], capture_output=True, text=True, timeout=LIMIT_S
     )
     assert '"aio": {"block_size"' in done.stdout and "s a step" in done.stdout
     assert list(tmp_path.iterdir()) == []

@@ -39,6 +39,11 @@ class Net(nn.Module):
 def wide(width):
     return Net()
 
+def frozen():
+    net = Net()
+    net.blocks[0].requires_grad_(False)
+    return net
+
 def broken():
     raise RuntimeError("my own")
 """
@@ -420,3 +425,14 @@ def test_what_does_not_fit_is_told_what_would_make_it_smaller(capsys: pytest.Cap
     assert main(["estimate", *model, *tight, "--state_dtype", "int8"]) == 2
     said = capsys.readouterr().err
     assert "NVMe was not tried" in said and "--state_dtype int8," not in said
+
+
+def test_activations_of_a_model_with_frozen_layers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "model.py").write_text(MODEL)
+    monkeypatch.chdir(tmp_path)
+    target = ["--input", "32,64", "--dtype", "fp32", "--gpu_mem", "8"]
+    assert main(["estimate", "model.py:frozen", *target]) == 0, capsys.readouterr().err
+    shown = capsys.readouterr().out
+    assert "--input 32,64" in shown and "frozen" in shown
