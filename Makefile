@@ -90,7 +90,7 @@ mutate: $(WITH_TOOLS)
 	$(PY) -m tests.mutations $(FLAGS)
 
 # Trains 75 tiny Hugging Face models in each precision, at each stage, built each way. FLAGS="--families llama" takes a
-# part; leave --write out by calling the module. What was interrupted goes on where it was.
+# part; leave --write out by calling the module. An interrupted run resumes.
 numerics: $(WITH_TOOLS)
 	$(PY) -m tests.numerics --keep $(VENV)/numerics.jsonl --write docs/numerics.md $(FLAGS)
 

@@ -17,13 +17,13 @@ _BLOCK = re.compile(
     re.MULTILINE,
 )
 _EXTRA = re.compile(r"\s+\[((?:default|required|[\d.]*<?=?x)[^\[\]]*)\](?=\s|$)")
-"""What click puts behind a help: its default and the range of a number."""
+"""Matches the default and the range that click appends to a help text."""
 _CODE = re.compile(
     r'((?<![\w/-])--?[a-zA-Z][\w-]*(?:=[^\s,.;:"]+)?|[^\s"]*[\[{<*_][^\s"]*?(?=[.,;:)"]*(?:\s|$)))'
 )
-"""What looks like an option, a pattern or a key."""
+"""Matches options, patterns and config keys, which the page shows as code."""
 _LEVEL = 3
-"""Of a command's heading; those below it are one lower."""
+"""Level of the heading of a command; option groups are one level lower."""
 _OTHERS = "Other options"
 
 

@@ -139,7 +139,7 @@ def figures() -> list[str]:
         f"stage 3 at {beside_fsdp2:.2f} times FSDP2's, stages 1 to 3 at {min(beside_deepspeed):.2f} to "
         f"{max(beside_deepspeed):.2f} times DeepSpeed's.",
         f"Slower: loading a checkpoint runs at {load:.2f} times the speed of `torch.load`, "
-        f"a pipeline step at {beside_pipelining:.2f} times that of `torch.distributed.pipelining`.",
+        f"a pipeline step at {beside_pipelining:.2f} times the speed of `torch.distributed.pipelining`.",
         f"Recovery: zlaunch resumed after {len(recovery['zlaunch']['kills'])} of "
         f"{recovery['arguments']['kills']} kills; torchrun resumed after "
         f"{len(recovery['torchrun']['kills'])} and then hung.",

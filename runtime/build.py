@@ -111,8 +111,9 @@ def build_engine(
         for line in effective.resolved_auto():
             detail(line)
         # DeepSpeed scripts get another engine class; defaults that differ from DeepSpeed's are told to them.
-        for line in effective.changed_defaults() if kind is not Engine else ():
-            say(line)
+        if kind is not Engine:
+            for line in effective.changed_defaults():
+                say(line)
     _check_parameters(model, comm)
     check_consistency(model, effective.digest(), comm)
     share_layers(model, effective.config, comm)

@@ -262,8 +262,10 @@ def read_node_sizes(text: str, *, default_only: bool) -> list[tuple[int, int]]:
     """Read lines such as `gpu*|64+|gpu:a100:8(S:0-1),nic:1`; the default partition has the asterisk."""
     found = []
     for line in text.splitlines():
-        name, _, rest = line.strip().partition("|")
-        cores, _, gres = rest.partition("|")
+        fields = line.strip().split("|", 2)
+        if len(fields) < 3:
+            continue
+        name, cores, gres = fields
         match = re.match(r"\d+", cores)
         if match is None or (default_only and not name.endswith("*")):
             continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Generator, Iterator
@@ -40,6 +41,16 @@ class _Scheduling(LoadScopeScheduling):
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> _Scheduling:
     return _Scheduling(config, log)
+
+
+@pytest.fixture(autouse=True)
+def _level_of_messages() -> Iterator[None]:
+    """Restore the level of the runtime's messages, which commands and configs set for the whole process."""
+    yield
+    # importing it here would import torch for the launcher's tests
+    log: Any = sys.modules.get("zlaunch.runtime.log")
+    if log is not None:
+        log._least = logging.INFO
 
 
 @pytest.fixture(autouse=True)

@@ -86,7 +86,7 @@ class Command:
 
 @dataclass(frozen=True)
 class Page:
-    """What a page asks its reader to do, from top to bottom."""
+    """Hold the files and commands of a page, from top to bottom."""
 
     name: str
     steps: tuple[File | Command, ...]
@@ -97,7 +97,7 @@ class Page:
         return [step for step in self.steps if isinstance(step, Command)]
 
     def runs(self, *places: str) -> bool:
-        """Whether a command of the page runs in one of the places."""
+        """Return whether a command of the page runs in one of the places."""
         return any(command.place in places for command in self.commands)
 
     def beginning(self, *places: str) -> Page:
@@ -112,7 +112,7 @@ class _Fence:
     info: str
     lines: tuple[str, ...]
     rule: str | None
-    """What stands in the comment above it."""
+    """The text of the comment above the block: where it runs."""
 
 
 def documents() -> list[Path]:
@@ -241,7 +241,9 @@ def _fences(name: str, text: str) -> Iterator[_Fence]:
             else:
                 inside.append(line.removeprefix(opened["indent"]))
         elif fence is not None:
-            opened, start, inside = fence, number, []
+            opened = fence
+            start = number
+            inside = []
         elif comment := _COMMENT.match(line):
             rule, rule_line = comment["rule"], number
         elif rule is not None and line.strip():
@@ -278,7 +280,9 @@ def _rule(name: str, fence: _Fence) -> tuple[str, set[str]]:
     """Return where a console block runs, and which of `_FLAGS` it has."""
     if fence.rule is None:
         return "here", set()
-    place, _, rest = (part.strip() for part in fence.rule.partition(","))
+    words = fence.rule.split(",", 1)
+    place = words[0].strip()
+    rest = words[1].strip() if len(words) > 1 else ""
     if place not in PLACES:
         raise PageError(f"{name}:{fence.line}: `run: {place}` is none of {', '.join(PLACES)}")
     if place == "never":

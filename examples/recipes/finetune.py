@@ -20,7 +20,7 @@ HERE = Path(__file__).parent
 
 @dataclass
 class Recipe:
-    """What is trained, and on what."""
+    """Select the model, its adapters and the data."""
 
     model: str = field(
         default=str(HERE / "models/llama-7b"),

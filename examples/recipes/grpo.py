@@ -22,7 +22,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 @dataclass
 class Recipe:
-    """What is trained."""
+    """Select the model."""
 
     model: str = field(default=str(HERE / "models/llama-7b"), metadata={"help": "Hub name or folder"})
     tiny: bool = field(default=False, metadata={"help": "a few steps of a tiny model, also on CPU workers"})

@@ -39,7 +39,9 @@ def main() -> None:
     zlaunch.add_config_arguments(parser)
     args = parser.parse_args()
     if args.tiny:
-        args.length, args.rows, args.steps = TINY_LENGTH, 64, TINY_STEPS
+        args.length = TINY_LENGTH
+        args.rows = 64
+        args.steps = TINY_STEPS
 
     torch.manual_seed(0)
     with zlaunch.zero.Init(config=args.deepspeed_config):  # at stage 3 no rank ever holds the whole model

@@ -28,7 +28,7 @@ class ForeignKey:
     convert: Callable[[Any], Written] = lambda value: {}
     """Returns what to write for a value of the other tool, or nothing if the value does not tell."""
     note: str = ""
-    """What to do where no key does, or what to know beside the key."""
+    """Advice where no key has the same effect, or a remark on the key."""
     off: tuple[Any, ...] = ()
     """Values that ask for nothing, beside those of ``_OFF``; they are compared with what is to be written."""
     must_read: bool = False

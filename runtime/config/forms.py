@@ -1,4 +1,4 @@
-"""What to write: a key and its value as the JSON of a config file, for messages that show the right form."""
+"""Writes a key and its value as the JSON of a config file, for messages that show the right form."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _SHOWN = {
     "scheduler.type": "WarmupLR",
     "data_types.grad_accum_dtype": "fp32",
 }
-"""What such a key has in the message when the value does not fit it."""
+"""Example values by key, for messages about values that do not fit."""
 
 
 def form(path: str, value: Any) -> str:

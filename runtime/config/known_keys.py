@@ -85,7 +85,9 @@ def homes() -> dict[str, list[str]]:
 def section_at(path: str) -> type[Section] | None:
     """Return the model of the section at a dotted path, or None if there is none."""
     model: type[Section] | None = Config
-    for name in path.split(".") if path else ():
+    if not path:
+        return model
+    for name in path.split("."):
         info = model.model_fields.get(name) if model else None
         model = section_of(info) if info else None
     return model

@@ -11,7 +11,7 @@ _BITS = re.compile(r"([48])_?bits?")
 _WRAPPING = re.compile(
     r"^.*\.|32_?bits?|[48]_?bits?|paged|deepspeed|torch|fused|foreach|apex|anyprecision|hf|bnb|npu|xla|cpu|gpu"
 )
-"""What Hugging Face, bitsandbytes and DeepSpeed put around the name of an optimizer."""
+"""Matches prefixes and suffixes that Hugging Face, bitsandbytes and DeepSpeed add to an optimizer's name."""
 
 _SCHEDULES = {
     "linear": "WarmupDecayLR",

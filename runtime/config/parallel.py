@@ -17,7 +17,7 @@ class Parallel(Section):
     """Groups of ranks that have the whole model, each with its own samples; "auto": all that the other axes
     leave. Ranks of the expert axis have their own samples, too."""
     tensor: Count = ok(1)
-    """Ranks that share each layer's computation (zlaunch's own key for tensor_parallel.autotp_size)."""
+    """Size of the tensor-parallel group (zlaunch's key for tensor_parallel.autotp_size)."""
     expert: Count = ok(1)
     """Ranks with different samples that have different experts of a mixture of experts, and compute with them
     for one another (zlaunch's own key for expert_parallel.autoep_size)."""
@@ -32,10 +32,10 @@ class Parallel(Section):
 
 @with_missing("tensor_parallel")
 class TensorParallel(Section):
-    """Tensor parallelism: the ranks of an axis share each layer's computation."""
+    """Tensor parallelism: splits the weights of each layer between ranks."""
 
     autotp_size: Whole = ok(0)
-    """Ranks that share each layer's computation; 0 and 1 are off."""
+    """Size of the tensor-parallel group; 0 and 1 turn it off."""
     plan: dict[str, str] | None = ok(None)
     """Styles of modules and parameters by name, "*" for any number, such as {"layers.*.mlp.up": "colwise"};
     null takes the model's own plan, as Hugging Face models have it (zlaunch's own key)."""
@@ -95,7 +95,7 @@ class HasAxes(Protocol):
 
 
 def tensor_size(config: HasAxes) -> int:
-    """Return how many ranks share each layer's computation."""
+    """Return the size of the tensor-parallel group."""
     return max(config.parallel.tensor, config.tensor_parallel.autotp_size, 1)
 
 

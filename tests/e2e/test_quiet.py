@@ -53,7 +53,9 @@ def test_warnings_are_said_in_any_case(tmp_path: Path) -> None:
 @pytest.mark.exhaustive
 def test_who_needs_no_notice_of_deepspeeds_defaults_gets_none(tmp_path: Path) -> None:
     launch = trained(tmp_path)
-    start, loaded, own = [line for line in launch.out.splitlines() if not line.startswith("loss")]
+    lines = [line for line in launch.out.splitlines() if not line.startswith("loss")]
+    assert len(lines) == 3, lines
+    start, loaded, own = lines
     assert start.startswith("zlaunch: memory per rank: ") and loaded.startswith("zlaunch: loaded ")
     assert own == "my own line"
 

@@ -35,7 +35,8 @@ def rows(text: str) -> dict[str, list[str]]:
 def test_every_value_with_its_source(tmp_path: Path) -> None:
     done = show(tmp_path, SOURCE, "--world-size", "4")
     assert done.exit_code == 0, done.output
-    given, defaults, on_ranks = done.output.split("\n\n")[:3]
+    parts = done.output.split("\n\n")
+    given, defaults, on_ranks = parts[:3]
     assert given.strip().startswith("Set by ds.json or derived from it:")
     assert rows(given)["train_batch_size"] == ["16", "ds.json"]
     assert rows(given)["train_micro_batch_size_per_gpu"][0] == "4"

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from zlaunch.cli.main import main
-from zlaunch.runtime import log
 
 MODEL = """
 import torch
@@ -50,12 +49,6 @@ def broken():
 
 
 BIG = ["--params", "1e12", "--hidden", "12288", "--layers", "96", "--vocab", "50257"]
-
-
-@pytest.fixture(autouse=True)
-def _level_of_messages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The command makes the runtime of its process quiet: other tests have this one."""
-    monkeypatch.setattr(log, "_least", log._least)
 
 
 def call(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
