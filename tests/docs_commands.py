@@ -12,8 +12,8 @@ it ends:
     <!-- run: never, REASON -->  nowhere
 
 Behind a place, ``fails`` says that the last command exits with another code than 0, and ``any order`` that
-several processes print at once: <!-- run: slurm, any order, fails -->. Without a comment a block runs on CPU
-workers of this machine, and each command has to exit with 0.
+several processes print at once, or one to stdout and stderr: <!-- run: slurm, any order, fails -->. Without a
+comment a block runs on CPU workers of this machine, and each command has to exit with 0.
 
 The steps of a page share a folder and a shell, and run from top to bottom as a reader would run them; a block
 of another place is left out. Outputs are compared in shape: `_STEPS` lists what may differ, `_PASSING` what

@@ -57,6 +57,7 @@ def test_a_node_that_answers_late_is_named(cluster: Testbed, tmp_path: Path) -> 
     assert any(text.startswith("n2 answers late: ") for text in found["slow"]), found["slow"]
 
 
+@pytest.mark.exhaustive
 def test_in_a_slurm_job(cluster: Testbed, tmp_path: Path) -> None:
     prefix = ("salloc", "--quiet", "-N2", f"--gres=gpu:{cluster.slots}")
     found = bench_net(tmp_path, "--num_gpus=1", prefix=prefix, env=cluster.env())

@@ -168,6 +168,7 @@ def test_a_noisy_and_slow_bashrc(cluster: Testbed, tmp_path: Path) -> None:
         cluster.bashrc.write_text("")
 
 
+@pytest.mark.exhaustive
 def test_twelve_agents_behind_one_sshd(cluster: Testbed, tmp_path: Path) -> None:
     """Its MaxStartups is the default, 10:30:100."""
     names = [f"m{i:02d}" for i in range(1, 13)]

@@ -114,6 +114,7 @@ def test_everybody_who_asks_is_told(tmp_path: Path) -> None:
     assert said.count("zlaunch: `import deepspeed` is zlaunch") == 1
 
 
+@pytest.mark.exhaustive
 def test_names_that_are_not_here(tmp_path: Path) -> None:
     said = python(
         """

@@ -201,6 +201,7 @@ def test_a_slow_start_says_what_it_waits_for(tmp_path: Path) -> None:
     wait_until(lambda: not alive(run_id), "nothing is left")
 
 
+@pytest.mark.exhaustive
 def test_pods_train_together(tmp_path: Path) -> None:
     """Two launchers with PyTorchJob's variables, as two pods would have them."""
     script = """

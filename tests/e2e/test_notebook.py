@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.e2e.helpers import ROOT
 from tests.limits import LIMIT_S
 
@@ -52,6 +54,7 @@ print("end")
 """
 
 
+@pytest.mark.exhaustive
 def test_functions_of_the_program(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
     result = subprocess.run(

@@ -55,6 +55,7 @@ def test_steps_that_never_come(tmp_path: Path) -> None:
     assert "no trace: the run ended after 6 steps, before step 9" in launch.out
 
 
+@pytest.mark.exhaustive
 def test_a_script_with_a_profiler_of_its_own_trains(tmp_path: Path) -> None:
     script = TRAIN.replace("OWN", "True")
     launch = run(tmp_path, "--no_local_rank", "--profile=2", script=script)

@@ -263,6 +263,7 @@ for _ in range(2):
 """
 
 
+@pytest.mark.exhaustive
 def test_an_error_of_an_earlier_cell_keeps_nothing_from_ending(tmp_path: Path) -> None:
     env = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
     subprocess.run([sys.executable, "-c", AGAIN], env=env, check=True, timeout=LIMIT_S)

@@ -365,6 +365,7 @@ engine.save_checkpoint(folder)
 """
 
 
+@pytest.mark.exhaustive
 def test_a_process_ends_and_says_so(tmp_path: Path) -> None:
     """Ctrl-C in a save leaves no thread behind; a save that fails after the last step is a failure."""
     script = tmp_path / "script.py"

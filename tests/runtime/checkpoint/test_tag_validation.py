@@ -7,6 +7,7 @@ import os
 from contextlib import redirect_stdout
 from pathlib import Path
 
+import pytest
 import torch
 
 import zlaunch
@@ -46,6 +47,7 @@ def _save(folder: str, how: str | None, asynchronous: bool) -> tuple[str, str, l
     return problem, said.getvalue(), there
 
 
+@pytest.mark.exhaustive
 def test_different_tags(tmp_path: Path) -> None:
     tags = "rank 0 under the tag 'of0', rank 1 under the tag 'of1', rank 2 under the tag 'of2'"
     for case, *ranks in zip(CASES, *run_workers(_save_each, 3, str(tmp_path)), strict=True):

@@ -164,6 +164,7 @@ SCRIPT = """
 """
 
 
+@pytest.mark.exhaustive
 def test_host_memory_that_really_runs_out() -> None:
     assert resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY, "the test sets this itself"
     command = [sys.executable, "-c", textwrap.dedent(SCRIPT)]

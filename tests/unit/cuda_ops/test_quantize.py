@@ -134,7 +134,7 @@ def compare_quantize(
 # -- here, on the CPU
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(3)
 @BITS
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("block", BLOCKS)

@@ -213,6 +213,7 @@ def said(unpacked: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return python(code, folder, unpacked).splitlines()
 
 
+@pytest.mark.exhaustive
 def test_the_deepspeed_alias_comes_with_it(wheel: Path, unpacked: Path, said: list[str]) -> None:
     version, file = said[1].split("|")
     assert version == "0.19.8" and Path(file).is_relative_to(unpacked)
@@ -221,6 +222,7 @@ def test_the_deepspeed_alias_comes_with_it(wheel: Path, unpacked: Path, said: li
     assert program.external_attr >> 16 & 0o111  # pip keeps it executable
 
 
+@pytest.mark.exhaustive
 def test_users_own_runtime_and_config_stay_theirs(unpacked: Path, said: list[str]) -> None:
     own_runtime, own_config, package, engine = said[0].split("|")
     assert (own_runtime, own_config) == ("my runtime", "my config")
