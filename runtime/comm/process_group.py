@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import atexit
 import os
-import socket
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -76,21 +76,35 @@ def init_distributed(
                 "MASTER_ADDR and MASTER_PORT are set: start with zlaunch or torchrun"
             )
         else:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-            with socket.socket() as probe:
-                probe.bind(("127.0.0.1", 0))
-                port = probe.getsockname()[1]
-            dist.init_process_group(
-                backend, init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1, **options
-            )
+            # in this process's memory: a port on the loopback interface could be taken before torch binds it
+            with _loopback():
+                dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, **options)
         atexit.register(end_process)
     ends_well(dist.group.WORLD)
     return device
 
 
+@contextmanager
+def _loopback() -> Iterator[None]:
+    """Have gloo take the loopback interface: the address of the host's name may not be this machine's.
+
+    The variable is unset afterwards: this process's environment is also that of the jobs it launches, whose
+    nodes would then connect to themselves.
+    """
+    if "GLOO_SOCKET_IFNAME" in os.environ:
+        yield
+        return
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    try:
+        yield
+    finally:
+        del os.environ["GLOO_SOCKET_IFNAME"]
+
+
 def new_group(ranks: list[int], **options: Any) -> Any:
     """Make a group of some ranks. Collective for all ranks; no ProcessGroup is returned outside of it."""
-    group = dist.new_group(ranks, **options)
+    with _loopback() if dist.get_world_size() == 1 else nullcontext():
+        group = dist.new_group(ranks, **options)
     if isinstance(group, dist.ProcessGroup):
         ends_well(group)
     return group

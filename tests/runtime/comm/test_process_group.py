@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 
 import torch
@@ -37,3 +38,22 @@ def _end_at_once() -> int:
 
 def test_a_group_ends_while_its_thread_frees_the_tensors() -> None:
     assert run_workers(_end_at_once, 2) == [ROUNDS, ROUNDS]
+
+
+ALONE = """
+import os, torch, torch.distributed as dist, zlaunch
+from zlaunch.runtime.comm.process_group import new_group
+
+zlaunch.init_distributed()
+total = torch.ones(1)
+dist.all_reduce(total, group=new_group([0]))
+dist.barrier()
+print(dist.get_world_size(), total.item(), os.environ.get("GLOO_SOCKET_IFNAME"))
+"""
+
+
+def test_a_world_of_one_process_leaves_no_trace_in_the_environment() -> None:
+    """Jobs that the process launches later get its environment: `lo` would keep their nodes apart."""
+    env = {name: value for name, value in os.environ.items() if name not in ("GLOO_SOCKET_IFNAME", "RANK")}
+    done = subprocess.run([sys.executable, "-c", ALONE], env=env, capture_output=True, text=True, check=True)
+    assert done.stdout == "1 1.0 None\n"
