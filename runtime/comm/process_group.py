@@ -39,12 +39,19 @@ def init_distributed(
     dist_backend: str | None = None,
     *,
     timeout: timedelta | None = None,
-    **ignored: Any,
 ) -> torch.device:
-    """Set up torch.distributed from the environment, once; without one, a world of this process alone.
+    """Set up torch.distributed from the environment, once. Without an environment the world is this process.
 
-    The backend is NCCL (and gloo for CPU tensors) where there is a GPU, else gloo. Further keywords of
-    DeepSpeed's function are accepted. Returns this rank's device.
+    Args:
+        dist_backend: ``"nccl"``, ``"gloo"``, or None for NCCL on GPUs (with gloo for CPU tensors) and gloo
+            without one.
+        timeout: of torch.distributed's collectives; None for torch's default.
+
+    Returns:
+        This rank's device.
+
+    Raises:
+        RuntimeError: Ranks would share a GPU, or only a part of the environment is set.
     """
     environment = read_environment()
     device = torch.device("cpu")

@@ -63,7 +63,6 @@ def init_distributed(
     config: Any = None,
     rank: int = -1,
     world_size: int = -1,
-    **ignored: Any,
 ) -> None:
     """Set up torch.distributed from the environment, that of MPI included, or from these arguments, once; a
     lone process without an environment is a world of one.
