@@ -168,6 +168,8 @@ class _Builder:
             for parameter in list(unit.parameters):
                 if id(parameter) not in used:
                     unit.hand_over(parameter)
+            if placeholder.settings.empty_placeholders:
+                unit.empty_placeholders()
 
     def _say(self) -> None:
         """Print what the ranks keep, since no plan has been made yet."""

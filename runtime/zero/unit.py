@@ -139,19 +139,31 @@ class Unit:
                 self.full[slot.offset : slot.stop].view(shape)
                 for slot, shape in zip(self.layout.slots, self.shapes, strict=True)
             ]
-            # each parameter at a separate address
-            nans = torch.full((len(self.shapes), 1), float("nan"), dtype=self.dtype, device=self.device)
-            self.has_empty_placeholders = self.shard_params and placeholder.settings.empty_placeholders
-            self._placeholders = [
-                nan.view(()).expand(0 if placeholder.settings.empty_placeholders else shape)
-                for nan, shape in zip(nans, self.shapes, strict=True)
-            ]
+            # constructors read the shapes of what is sharded already, such as torch's MultiheadAttention
+            empty = placeholder.settings.empty_placeholders and not self.provisional
+            self.has_empty_placeholders = self.shard_params and empty
+            self._placeholders = self._make_placeholders(empty=empty)
         self._own_classes = [placeholder.own_class(parameter) for parameter in self.parameters]
         self._kinds = [placeholder.kinds_for(kind) for kind in self._own_classes]
         for parameter in self.parameters:
             placeholder.adopt(parameter, self)
         self._point(self._views, [kinds.managed for kinds in self._kinds])
         return flat
+
+    def _make_placeholders(self, *, empty: bool) -> list[Tensor]:
+        """Make what parameters are while they are sharded: NaN in their shapes, or no elements."""
+        # each parameter at a separate address
+        nans = torch.full((len(self.shapes), 1), float("nan"), dtype=self.dtype, device=self.device)
+        return [
+            nan.view(()).expand(0 if empty else shape) for nan, shape in zip(nans, self.shapes, strict=True)
+        ]
+
+    def empty_placeholders(self) -> None:
+        """Leave parameters no elements while they are sharded, as DeepSpeed does, once the model is built."""
+        self.has_empty_placeholders = True
+        self._placeholders = self._make_placeholders(empty=True)
+        if self.state is UnitState.SHARDED:
+            self._point(self._placeholders, [kinds.sharded for kinds in self._kinds])
 
     def _point(self, tensors: Sequence[Tensor], kinds: Sequence[type[nn.Parameter]]) -> None:
         """Set every parameter's memory and class."""

@@ -110,6 +110,18 @@ def _sharded_construction() -> list[Any]:
 
     assert maybe_zero_3(parameter).shape == (64, 32)
 
+    class Reset(nn.Module):
+        """Initializes a child that is sharded already, by its shapes, as transformers does SigLIP's."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(16, 2)
+            self.attention._reset_parameters()
+
+    with deepspeed.zero.Init(config_dict_or_path={**BASE, "zero_optimization": {"stage": 3}}):
+        reset = Reset()
+    assert reset.attention.in_proj_weight.shape == torch.Size([0])
+
     with deepspeed.zero.Init(config_dict_or_path={**BASE, "zero_optimization": {"stage": 3}}):
         embedding: Any = nn.Embedding(50, 16)
     with deepspeed.zero.GatheredParameters(embedding.weight, modifier_rank=0):
