@@ -133,7 +133,7 @@ def _check(
     if packed.numel() != wanted:
         raise ValueError(f"{packed_name} has {packed.numel()} bytes, expected {wanted} for {values.numel()}")
     if packed.storage_offset() % _SCALE_BYTES or packed.data_ptr() % _SCALE_BYTES:
-        raise ValueError(f"{packed_name} begins at an address that is no multiple of {_SCALE_BYTES}")
+        raise ValueError(f"{packed_name} begins at an address that is not a multiple of {_SCALE_BYTES}")
 
 
 def _quantize(

@@ -126,7 +126,7 @@ def _check(name: str, values: Tensor, packed: Tensor) -> None:
     if packed.numel() != wanted:
         raise ValueError(f"packed has {packed.numel()} bytes, expected {wanted} for {values.numel()}")
     if packed.data_ptr() % 4:
-        raise ValueError("packed begins at an address that is no multiple of 4")
+        raise ValueError("packed begins at an address that is not a multiple of 4")
 
 
 def _check_sum(name: str, other: Tensor | None, values: Tensor) -> None:

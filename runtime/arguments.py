@@ -26,24 +26,23 @@ def choose_model(args: Any, model: Any) -> tuple[Any, nn.Module]:
         if model is not None and not isinstance(model, nn.Module):
             raise TypeError(
                 f"initialize: the first argument is args, not the model, and the second is the model, not "
-                f"{type(model).__name__}: hand them over by name, as model=, optimizer=, config="
+                f"{type(model).__name__}: pass them by name, as model=, optimizer=, config="
             )
         if model is not None:
             raise ValueError(
                 "initialize was given two models: args and model are both a torch.nn.Module. "
-                "Hand over one, as model="
+                "Pass one, as model="
             )
         args, model = None, args
     if model is None:
-        raise ValueError("initialize needs a model: hand it over as model=")
+        raise ValueError("initialize needs a model: pass it as model=")
     _expect("model", model, "a torch.nn.Module", lambda value: isinstance(value, nn.Module))
     kind = type(model).__name__
     if isinstance(model, Engine):
-        raise TypeError(f"model is a {kind}, an engine already: hand over engine.module")
+        raise TypeError(f"model is a {kind}, an engine already: pass engine.module")
     if _WRAPPERS & {base.__name__ for base in type(model).__mro__}:
         raise TypeError(
-            f"model is a {kind}, and the engine averages gradients itself: hand over the model inside, its "
-            ".module"
+            f"model is a {kind}, and the engine averages gradients itself: pass the model inside, its .module"
         )
     return args, model
 
@@ -97,7 +96,7 @@ def _refuse_wrapper(optimizer: Any) -> None:
     if isinstance(inner, torch.optim.Optimizer) and inner is not optimizer:
         raise TypeError(
             f"initialize: optimizer: {type(optimizer).__name__} is a wrapper around {type(inner).__name__}: "
-            "hand over its .optimizer, the torch optimizer itself"
+            "pass its .optimizer, the torch optimizer itself"
         )
 
 

@@ -130,7 +130,8 @@ def build_engine(
     if hasattr(kind, "train_batch") and not effective.config.managed_gradient_accumulation:
         raise ConfigError(
             [
-                f"{loaded.origin}: managed_gradient_accumulation: false does not go with a pipeline, whose "
+                f"{loaded.origin}: managed_gradient_accumulation: false cannot be combined with "
+                f"a pipeline, whose "
                 "train_batch() counts the micro-batches of a step: remove it"
             ]
         )
@@ -414,7 +415,7 @@ def _make_scheduler(given: Any, effective: Effective, optimizer: torch.optim.Opt
             if not any(id(group) in own for group in scheduled.param_groups):
                 raise OptimizerError(
                     f"lr_scheduler: {type(made).__name__} sets the learning rates of another optimizer than "
-                    f"the engine's {type(optimizer).__name__}: hand over that optimizer as well, or a "
+                    f"the engine's {type(optimizer).__name__}: pass that optimizer as well, or a "
                     "callable that makes the scheduler from an optimizer"
                 )
         return made

@@ -78,7 +78,7 @@ def prepare(optimizer: torch.optim.Optimizer, comm: Comm, *, divides_layers: boo
         comm.link.pieces = comm.link.size * (BLOCK // ALIGN_NUMEL)  # no block crosses the end of a part
     if divides_layers and collective_step_of(optimizer) is not None:
         raise OptimizerError(
-            f"optimizer {name} looks at whole parameters, and the axes tensor, expert "
+            f"optimizer {name} needs whole parameters, and the axes tensor, expert "
             "and pipeline divide them: use it without these axes, or an optimizer that treats every element "
             "by itself (Adam, AdamW, SGD, Lion)"
         )

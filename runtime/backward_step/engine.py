@@ -125,7 +125,7 @@ def choose_backward_step(
         )
     if whole or collective_step_of(optimizer) is not None:
         raise OptimizerError(
-            f"optimizer {type(optimizer).__name__} looks at whole parameters or at other ranks, and {_KEY} "
+            f"optimizer {type(optimizer).__name__} needs whole parameters or data of other ranks, and {_KEY} "
             "steps each unit by itself: leave the key out, or use an optimizer that treats every element by "
             "itself (Adam, AdamW, SGD, Lion)"
         )

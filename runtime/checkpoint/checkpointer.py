@@ -365,7 +365,7 @@ class Checkpointer:
         if saved is not None and scheduler is not None and saved["class"] not in (None, kind):
             raise CheckpointError(
                 f"{folder}: has the state of the schedule {saved['class']}, and the engine's is {kind}: "
-                "load_lr_scheduler_states=False begins it anew"
+                "load_lr_scheduler_states=False restarts it"
             )
 
     def _go_on_from(self, facts: Mapping[str, Any], schedule: Mapping[str, Any] | None) -> None:

@@ -55,7 +55,7 @@ def check_model(checkpoint: Checkpoint, sharded: ShardedModel, *, strict: bool) 
         advice = " (load_module_strict=False loads what fits)" if strict and fits else ""
         more = f", and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
         raise CheckpointError(
-            f"{checkpoint.folder}: is not of this model: {'; '.join(problems[:_SHOWN])}{more}{advice}"
+            f"{checkpoint.folder}: is from another model: {'; '.join(problems[:_SHOWN])}{more}{advice}"
         )
 
 

@@ -127,7 +127,7 @@ def _newest_whole(comm: Comm, folder: Path, *, node_local: bool) -> Path | None:
         if not node_local or all(save == saves[0] for save in saves):
             return folder / str(name)
     if names:
-        raise CheckpointError(f"{folder}: none of its {len(names)} checkpoints is whole: {first}")
+        raise CheckpointError(f"{folder}: none of its {len(names)} checkpoints is complete: {first}")
     return None
 
 

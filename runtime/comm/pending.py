@@ -17,7 +17,7 @@ _LOOK = timedelta(seconds=1)
 
 
 class Pending:
-    """Represents something under way. This base class represents what has ended already."""
+    """Represents something under way. This base class represents what has already ended."""
 
     __slots__ = ()
 
@@ -44,7 +44,7 @@ class Pending:
 
 
 DONE = Pending()
-"""Represents what has ended already."""
+"""Represents what has already ended."""
 
 
 class _Then(Pending):

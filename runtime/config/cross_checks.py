@@ -23,7 +23,7 @@ def show(value: Any) -> str:
 
 
 def cross(config: Config, report: ConfigReport) -> Config:
-    """Report keys that do not go together; return the config without what has no meaning in it."""
+    """Report keys that do not require each other; return the config without what has no meaning in it."""
     problems = report.problems
     _precision(config, report)
     if config.gradient_allreduce_op == "sum" and config.zero_optimization.stage == 3:
@@ -65,9 +65,9 @@ def _optimizer(config: Config, report: ConfigReport) -> None:
     if not wide and kind == "SGD" and not params.get("momentum"):
         report.problems.append((at, "SGD without momentum keeps no state: remove it, or set momentum"))
     if not wide and params.get("amsgrad"):
-        report.problems.append((at, "does not go with amsgrad, remove one of them"))
+        report.problems.append((at, "cannot be combined with amsgrad, remove one of them"))
     if params.get("bias_correction") is False and params.get("amsgrad"):
-        why = "false does not go with amsgrad, remove one of them"
+        why = "false cannot be combined with amsgrad, remove one of them"
         report.problems.append(("optimizer.params.bias_correction", why))
     if on_disk and (not wide or config.bf16.master_weights == "stochastic"):
         where = "bf16.master_weights" if wide else at

@@ -76,7 +76,7 @@ class Config(Section):
     communication_data_type: Dtype | None = ok(None)
     """Type in which gradients are reduced; null is the model's."""
     zero_allow_untested_optimizer: Bool = ok(False)
-    """Give flat shards to an optimizer that is not known to treat every element by itself; without it such an
+    """Give flat shards to an optimizer that is not known to be element-wise; without it such an
     optimizer is refused, but at stage 0 and on one rank.
     """
     zero_force_ds_cpu_optimizer: Bool = always(True, "what cannot be offloaded is refused in any case")

@@ -79,7 +79,7 @@ class ExpertPlan:
             fitting = [str(n) for n in range(1, total + 1) if total % n == 0]
             raise ParameterError(
                 f"expert parallelism: the {total} experts of {name} cannot be divided by {size} ranks; "
-                f"sizes that would do: {', '.join(fitting)}"
+                f"possible sizes: {', '.join(fitting)}"
             )
         return total
 
@@ -87,7 +87,7 @@ class ExpertPlan:
         step = total // self.axis.size
         if any(part[0] != ((0, total),) for part in parts):
             raise ParameterError(
-                f"expert parallelism: {name} is cut between experts by the tensor axis already"
+                f"expert parallelism: {name} is already split between experts by the tensor axis"
             )
         return tuple(
             (((place * step, (place + 1) * step),), *part[1:])

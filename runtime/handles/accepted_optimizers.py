@@ -64,7 +64,7 @@ def needs_whole_tensors(
     if allowed:
         return False
     raise OptimizerError(
-        f"optimizer {name} is not known to treat every element by itself, and {place}: sums over a parameter "
+        f"optimizer {name} is not known to be element-wise, and {place}: sums over a parameter "
         "or a group (trust ratios, estimated rates) would be wrong there. If it does, set "
         '"zero_allow_untested_optimizer": true; if not, use stage 0 or one rank, without offload_optimizer'
     )

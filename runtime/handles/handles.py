@@ -201,7 +201,7 @@ class Handles:
         self._check_here()
         if any(part.leaf is None for part in self._step.slices):
             raise OptimizerError(
-                "the optimizer's state rests on NVMe: use engine.save_checkpoint and load_checkpoint"
+                "the optimizer's state is on NVMe: use engine.save_checkpoint and load_checkpoint"
             )
         return self._step
 

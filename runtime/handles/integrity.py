@@ -121,7 +121,7 @@ class GroupIntegrity:
                 )
         if len(groups) != len(self._expected):
             raise ParameterError(
-                "the optimizer has further param groups: use optimizer.add_param_group to train them"
+                "the optimizer has new param groups: use optimizer.add_param_group to train them"
             )
 
 

@@ -72,7 +72,7 @@ class Snapshots(Checkpointer):
         self._taken = steps
         if client_state is None:
             raise CheckpointError(
-                "checkpoint.in_memory: a restart goes on from a step at which the script has not saved, so "
+                "checkpoint.in_memory: a restart resumes from a step at which the script has not saved, so "
                 "set engine.client_state to a function that returns its state, {} if it has none, before the "
                 "first step; or leave the key out"
             )

@@ -99,7 +99,7 @@ def from_hugging_face(path: str) -> ModelSizes:
     Raises MemoryPlanError.
     """
     if not Path(path).exists() and not _HUB_NAME.fullmatch(path):
-        raise MemoryPlanError(f"{path}: no such file or folder, and no name of a model on the Hub")
+        raise MemoryPlanError(f"{path}: no such file or folder, and no model of that name on the Hub")
     try:
         import transformers
     except ImportError:
@@ -112,7 +112,7 @@ def from_hugging_face(path: str) -> ModelSizes:
     except (OSError, ValueError, KeyError) as error:
         if Path(path).exists() or isinstance(error, KeyError):
             raise MemoryPlanError(
-                f"{path} is no config of a model that transformers {transformers.__version__} knows: {error}"
+                f"{path} is not a model config that transformers {transformers.__version__} knows: {error}"
             ) from None
         config = _from_hub(path)
     names = list(getattr(config, "architectures", None) or [])

@@ -72,7 +72,7 @@ def divide(wanted: int | str, key: str, nodes: Sequence[NodeRanks]) -> Mesh:
         return Mesh(world_size, len(nodes[0].ranks))
     assert isinstance(wanted, int)
     fitting = [size for size in range(1, world_size + 1) if world_size % size == 0 and not _cuts(size, nodes)]
-    advice = f"sizes that fit: {', '.join(map(str, fitting))}"
+    advice = f"possible sizes: {', '.join(map(str, fitting))}"
     if world_size % wanted:
         raise ConfigError([f"{key}: {wanted} does not divide the {world_size} ranks; {advice}"])
     if _cuts(wanted, nodes):

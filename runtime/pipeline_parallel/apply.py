@@ -29,7 +29,7 @@ def divide_layers(model: nn.Module, config: Config, comm: Comm) -> StagedModel |
         if isinstance(vars(module).get("forward"), (LayerForward, OutsideForward)):
             raise ParameterError(
                 f"{name} belongs to the pipeline of an earlier engine, of which each rank has some layers: "
-                "build the model anew, and load a checkpoint or the state_dict"
+                "rebuild the model and load a checkpoint or the state_dict"
             )
     if comm.mesh.pipeline == 1:
         return None

@@ -83,7 +83,7 @@ class PartModule(nn.Module):
             raise ParameterError(
                 f"pipeline parallelism: layer {run.stop - 1} hands on {list(meta[0])} in {meta[1]} for "
                 f"micro-batch {int(number)}, and {list(self.meta[0])} in {self.meta[1]} for the first one of "
-                "the same inputs' shapes: these have to be alike"
+                "the same inputs' shapes: these must match"
             )
         count(CHANNEL, run.captured.numel())
         # older torch detaches in place what was sent, which views do not allow

@@ -115,7 +115,7 @@ class WholeSteps:
             data_iter = self._own_data
         if iter(data_iter) is not data_iter:
             raise ParameterError(
-                f"data_iter is a {type(data_iter).__name__}, which would begin anew in each step: give "
+                f"data_iter is a {type(data_iter).__name__}, which would restart in each step: give "
                 "iter(...) of it, made once"
             )
         return list(islice(data_iter, count))

@@ -90,7 +90,7 @@ def build_optimizer(
         if not arguments.pop("bias_correction", True):
             maker = partial(UncorrectedAdam, decoupled=decoupled)
             if arguments.pop("amsgrad", False):
-                raise ValueError("optimizer.params.bias_correction: false does not go with amsgrad")
+                raise ValueError("optimizer.params.bias_correction: false cannot be combined with amsgrad")
             for key in ("fused", "foreach"):  # there is one implementation
                 arguments.pop(key, None)
         # DeepSpeed's default for both is no decay; torch's AdamW has 0.01.

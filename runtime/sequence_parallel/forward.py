@@ -149,7 +149,7 @@ class SequenceForward(_Forward):
         if value.dim() == 0 or name.startswith(("cu_seq", "max_length")):
             return value  # about the batch
         raise ParameterError(
-            f"sequence parallelism: it is not known how to divide the input {name}, {list(value.shape)}"
+            f"sequence parallelism: zlaunch cannot divide the input {name}, {list(value.shape)}"
         )
 
     def _check_padding(self, mask: Any) -> None:

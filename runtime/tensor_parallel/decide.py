@@ -110,7 +110,7 @@ class Decision:
             fitting = [n for n in range(1, heads + 1) if fits(n)]
             raise ParameterError(
                 f"tensor parallelism: {size} ranks cannot share {counted(heads, 'attention head')} and "
-                f"{counted(keys, 'key-value head')}; sizes that would do: {', '.join(map(str, fitting))}"
+                f"{counted(keys, 'key-value head')}; possible sizes: {', '.join(map(str, fitting))}"
             )
 
     def _plan_module(self, name: str, module: nn.Module, style: str) -> None:
@@ -143,7 +143,7 @@ class Decision:
         ):
             raise ParameterError(
                 f"tensor parallelism: {name} is {_kind(module)}: {style} is for torch.nn.Linear "
-                "(adapters and quantised layers cannot be cut)"
+                "(adapters and quantized layers cannot be split)"
             )
         weight = self._own_weight(name, module)
         if weight.dim() != 2:
@@ -184,7 +184,7 @@ class Decision:
             if getattr(module, key, None) is not None and key not in module._parameters:
                 raise ParameterError(
                     f"tensor parallelism: {name}.{key} is computed from other parameters (a parametrization, "
-                    "a norm or pruning), which cannot be cut: leave the module out of the plan, or make it "
+                    "a norm or pruning), which cannot be split: leave the module out of the plan, or make it "
                     "plain"
                 )
         return module.weight
@@ -217,7 +217,9 @@ class Decision:
             raise ParameterError(f"tensor parallelism: {name} is {_kind(module)}, not an Embedding")
         for option in ("max_norm", "scale_grad_by_freq", "sparse"):
             if getattr(module, option):
-                raise ParameterError(f"tensor parallelism: {name}: an embedding with {option} cannot be cut")
+                raise ParameterError(
+                    f"tensor parallelism: {name}: an embedding with {option} cannot be split"
+                )
         weight = self._own_weight(name, module)
         dim = 0 if style == "embedding_rowwise" else 1
         total, size = weight.shape[dim], self.axis.size
@@ -282,7 +284,7 @@ class Decision:
         if not names or getattr(model, "loss_type", None) not in (None, "ForCausalLM"):
             raise ParameterError(
                 "tensor_parallel.vocab_parallel_loss needs a Hugging Face model with the loss ForCausalLM, "
-                f"whose head is cut by its plan; {type(model).__name__} is not one"
+                f"whose head is split by its plan; {type(model).__name__} is not one"
             )
         self.forwards[names[0]] = forward = ColumnForward(head, self.axis)
         forward.is_followed = False  # the loss knows of parts
@@ -296,13 +298,15 @@ class Decision:
             sizes = ", ".join(fitting[:_SHOWN] + ["..."] * (len(fitting) > _SHOWN))
             raise ParameterError(
                 f"tensor parallelism: {name} of shape {list(parameter.shape)} cannot be divided by "
-                f"{self.axis.size}{'; sizes that would do: ' if sizes else ''}{sizes}"
+                f"{self.axis.size}{'; possible sizes: ' if sizes else ''}{sizes}"
             )
         self._set(parameter, boxes, name)
 
     def _set(self, parameter: Tensor, boxes: tuple[Box, ...], name: str) -> None:
         if self.boxes.setdefault(id(parameter), boxes) != boxes:
-            raise ParameterError(f"tensor parallelism: {name} would be cut in two ways: its modules share it")
+            raise ParameterError(
+                f"tensor parallelism: {name} would be split in two ways, because two modules share it"
+            )
 
 
 def _cut_boxes(shape: Sequence[int], dim: int, size: int, parts: int = 1) -> tuple[Box, ...] | None:

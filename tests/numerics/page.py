@@ -98,7 +98,7 @@ def page(results: Mapping[Cell, Result], deepspeed: Mapping[str, Mapping[str, An
         lines += ["", "## Failed cells", ""]
         lines += [f"- `{cell}`: {result.wrong[0].splitlines()[0]}" for cell, result in wrong.items()]
     if refused := [f"`{cell}`" for cell, result in results.items() if result.refused]:
-        lines += ["", "## Refused cells", "", ", ".join(refused) + "."]
+        lines += ["", "## Refused cells", "", REFUSED, "", ", ".join(refused) + "."]
     reasons: dict[str, list[str]] = defaultdict(list)
     for family, stages in deepspeed.items():
         for number, stage in stages.items():
@@ -114,6 +114,12 @@ def page(results: Mapping[Cell, Result], deepspeed: Mapping[str, Mapping[str, An
         ]
         lines += [f"- `{reason}`: {', '.join(where)}" for reason, where in reasons.items()]
     return text + "\n".join(lines) + "\n"
+
+
+REFUSED = """\
+`from_pretrained` at stage 3 ends with an error: transformers initializes loaded modules a second time and
+reads the shapes of parameters that are already sharded. DeepSpeed 0.19.8 ends with the same errors. Load
+such a model before `TrainingArguments` or `HfDeepSpeedConfig` exist; `initialize` shards it then."""
 
 
 def _row(columns: Iterable[str]) -> str:

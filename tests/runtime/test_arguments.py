@@ -97,13 +97,13 @@ def _refusals() -> dict[str, list[str]]:
 
 EXPECTED = (
     "two models: args and model are both",
-    "the second is the model, not SGD: hand them over by name",
+    "the second is the model, not SGD: pass them by name",
     "needs a model",
     "model: expected a torch.nn.Module, got str",
-    "hand over engine.module",
-    "hand over the model inside, its .module",
-    "optimizer: Wrapped is a wrapper around SGD: hand over its .optimizer",
-    "optimizer: WrappedToo is a wrapper around SGD: hand over its .optimizer",
+    "pass engine.module",
+    "pass the model inside, its .module",
+    "optimizer: Wrapped is a wrapper around SGD: pass its .optimizer",
+    "optimizer: WrappedToo is a wrapper around SGD: pass its .optimizer",
     "optimizer: expected a torch.optim.Optimizer, a callable that makes one from parameter groups, or None",
     "optimizer: expected a torch.optim.Optimizer",
     "optimizer: the callable returned str, expected a torch.optim.Optimizer",

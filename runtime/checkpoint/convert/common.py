@@ -97,7 +97,8 @@ def load_torch(path: Path, allowed: Sequence[Any] = ()) -> Any:
     except pickle.UnpicklingError as error:
         text = str(error).partition("\n")[0] if "GLOBAL" not in str(error) else _unknown(str(error))
         raise CheckpointError(
-            f"{path}: holds objects that are not loaded, for they could run any code ({text}): save it again "
+            f"{path}: contains pickled objects, which could run code and are not loaded "
+            f"({text}): save it again "
             "with tensors, numbers and strings alone"
         ) from None
     except (RuntimeError, OSError, EOFError, LookupError, ValueError) as error:

@@ -171,7 +171,7 @@ def _entries(folder: Path) -> list[_Entry]:
         ]
     except _Refused as error:
         raise CheckpointError(
-            f"{path}: holds objects that are not loaded, for they could run any code ({error})"
+            f"{path}: contains pickled objects, which could run code and are not loaded ({error})"
         ) from None
     except (OSError, EOFError, pickle.UnpicklingError, LookupError, *_MALFORMED) as error:
         raise CheckpointError(f"{path}: is not a file of torch.distributed.checkpoint: {error}") from None
@@ -316,7 +316,7 @@ def _loaded(folder: Path, entry: _Entry) -> Iterator[Any]:
         except pickle.UnpicklingError:
             name = ".".join(map(str, entry.path))
             raise CheckpointError(
-                f"{path}: {name} holds objects that are not loaded, for they could run any code"
+                f"{path}: {name} contains pickled objects, which could run code and are not loaded"
             ) from None
         except (OSError, RuntimeError, EOFError, LookupError, ValueError) as error:
             raise CheckpointError(

@@ -213,7 +213,7 @@ def _open(checkpoint_dir: str | os.PathLike[str], tag: str | None) -> Checkpoint
         raise CheckpointError(f"{checkpoint_dir}: no such folder")
     path = find(checkpoint_dir, tag)
     if path is None:
-        raise CheckpointError(f"{checkpoint_dir}: no checkpoint is there (no file {LATEST!r})")
+        raise CheckpointError(f"{checkpoint_dir}: no checkpoint found (no file {LATEST!r})")
     return Checkpoint(path)
 
 
@@ -249,7 +249,7 @@ def load_state_dict_from_zero_checkpoint(
     if state and len(result.unexpected_keys) == len(state):
         raise CheckpointError(
             f"{checkpoint_dir}: none of its {len(state)} weights has a name of the model's, such as "
-            f"{next(iter(state))}: it is of another model"
+            f"{next(iter(state))}: it is from another model"
         )
     for keys, what in (
         (result.missing_keys, "has no weights of the model, which are left as they were"),

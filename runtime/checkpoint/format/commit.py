@@ -149,7 +149,7 @@ def prepare(target: SaveTarget) -> None:
         sync_folder(target.folder.parent)
     final = target.folder / target.tag
     if final.exists() and not is_checkpoint(final) and (not final.is_dir() or any(final.iterdir())):
-        raise CheckpointError(f"{final}: is there and is no checkpoint: take another tag, or remove it")
+        raise CheckpointError(f"{final}: exists and is not a checkpoint: use another tag, or remove it")
     for left in [entry for entry in target.folder.iterdir() if entry.is_dir()]:
         if (_TEMPORARY.fullmatch(left.name) or _DELETED.fullmatch(left.name)) and left != target.temporary:
             with suppress(FileNotFoundError):  # another process cleans, too

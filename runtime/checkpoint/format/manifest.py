@@ -200,13 +200,13 @@ def read_manifest(folder: Path) -> dict[str, Any]:
                 "use the version of zlaunch that wrote it"
             )
         if checksum(content) != content["crc32"] or content["format"] != FORMAT:
-            raise ValueError("its checksum does not fit")
+            raise ValueError("its checksum does not match")
     except FileNotFoundError:
         if list(folder.glob("*model_states.pt")):
             raise CheckpointError(
                 f"{folder}: was written by DeepSpeed: `zlaunch checkpoint import {folder} OUT` converts it"
             ) from None
-        raise CheckpointError(f"{folder}: no checkpoint is there (no {MANIFEST})") from None
+        raise CheckpointError(f"{folder}: no checkpoint found (no {MANIFEST})") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path}: is damaged ({error}): take another checkpoint") from None
     return content

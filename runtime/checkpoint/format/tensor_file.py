@@ -64,7 +64,7 @@ class File:
         size = os.fstat(self._fd).st_size
         if size != self._nbytes:
             self.close()
-            raise CheckpointError(f"{path}: has {size} bytes, not {self._nbytes}: it is not whole")
+            raise CheckpointError(f"{path}: has {size} bytes, expected {self._nbytes}: it is damaged")
         header = bytearray(8)
         self._bytes(0, memoryview(header))
         length = int.from_bytes(header, "little")
@@ -177,7 +177,7 @@ class File:
             except OSError as error:
                 raise CheckpointError(f"{self.path}: cannot be read: {error.strerror}") from None
             if count == 0:
-                raise CheckpointError(f"{self.path}: ends at {offset + done}: it is not whole")
+                raise CheckpointError(f"{self.path}: ends at {offset + done}: it is truncated")
             done += count
 
     def _bytes(self, offset: int, view: memoryview) -> None:

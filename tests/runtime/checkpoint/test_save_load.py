@@ -449,7 +449,7 @@ def test_mistakes_have_one_clear_message_on_every_rank(tmp_path: Path) -> None:
         "slash": "tag 'a/b': must be a plain name",
         "file": f"{Path(__file__).name}: File exists",
         "no tag": "has no checkpoint 'global_step7'; 'global_step1' looks whole, and tag=\"auto\"",
-        "names": "is not of this model: more.weight is not in it; more.bias is not in it; never.weight is",
+        "names": "is from another model: more.weight is not in it; more.bias is not in it; never.weight is",
         "shape": "never.weight has shape [31, 200] in it and [31, 7] in the model",
         "amsgrad": "was saved with amsgrad False, and the optimizer has True",
         "optimizer": "has the state of AdamW, and the optimizer is SGD: load_optimizer_states=False",

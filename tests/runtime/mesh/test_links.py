@@ -70,14 +70,14 @@ def test_divisions() -> None:
     assert divide(2, "key", nodes).shard_groups() == [range(0, 2), range(2, 4), range(4, 6), range(6, 8)]
     assert divide(4, "key", nodes).replica_groups() == [range(i, 8, 4) for i in range(4)]
     assert divide(8, "key", nodes).count == 1
-    with pytest.raises(ConfigError, match="key: 3 does not divide the 8 ranks; sizes that fit: 1, 2, 4, 8"):
+    with pytest.raises(ConfigError, match="key: 3 does not divide the 8 ranks; possible sizes: 1, 2, 4, 8"):
         divide(3, "key", nodes)
     uneven = [NodeRanks("a", range(4)), NodeRanks("b", range(4, 6))]
     with pytest.raises(ConfigError, match=r'"node" needs .* equal numbers of ranks; a has 4, b has 2'):
         divide("node", "key", uneven)
     with pytest.raises(
         ConfigError,
-        match="groups of 3 ranks would cut nodes in pieces; a has 4, b has 2; sizes that fit: 1, 2, 6",
+        match="groups of 3 ranks would cut nodes in pieces; a has 4, b has 2; possible sizes: 1, 2, 6",
     ):
         divide(3, "key", uneven)
 

@@ -208,7 +208,7 @@ def _refused(family: str, changes: dict[str, Any], inputs: dict[str, Any]) -> st
     [
         ("llama", {"attention": "eager"}, {}, 'load it with attn_implementation="sdpa"'),
         ("llama", {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 24}, {},
-         "3 attention heads and 3 key-value heads cannot be divided by 2 ranks; sizes that would do: 1, 3"),
+         "3 attention heads and 3 key-value heads cannot be divided by 2 ranks; possible sizes: 1, 3"),
         ("llama", {}, {"input_ids": torch.ones(2, 7).long(), "labels": None},
          "7 tokens cannot be divided by 2 ranks"),
         ("llama", {}, {"labels": torch.ones(8, 10).long()}, "labels is [8, 10], but there are 12 tokens"),

@@ -95,7 +95,7 @@ def test_a_folder_with_files_of_the_user_stays(tmp_path: Path) -> None:
 def test_what_is_no_checkpoint_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "step2").mkdir()
     (tmp_path / "step2" / "notes.txt").write_text("mine")
-    with pytest.raises(CheckpointError, match="is no checkpoint: take another tag"):
+    with pytest.raises(CheckpointError, match="is not a checkpoint: use another tag"):
         save_beside(tmp_path)
     assert (tmp_path / "step2" / "notes.txt").read_text() == "mine"
 

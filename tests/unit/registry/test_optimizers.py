@@ -75,7 +75,7 @@ def test_settings_of_a_group_win_over_those_of_the_config() -> None:
     [
         ("Nonesuch", {}, "optimizer.type: 'Nonesuch' is not known"),
         ("lr_scheduler", {}, "is not known"),
-        ("Adam", {"bias_correction": False, "amsgrad": True}, "false does not go with amsgrad"),
+        ("Adam", {"bias_correction": False, "amsgrad": True}, "false cannot be combined with amsgrad"),
         ("NAdam", {"bias_correction": True}, "bias_correction"),
         ("Adam", {"learning_rate": 1.0}, "learning_rate"),
         ("AdamW", {"lr": -1.0}, "does not accept"),
