@@ -107,5 +107,5 @@ def limit(pool: Mapping[str, Sequence[int]], num_gpus: int | None) -> Pool:
 def _not_empty(pool: Pool) -> Pool:
     pool = {host: slots for host, slots in pool.items() if slots}
     if not pool:
-        raise FilterError("the filter leaves no slot to run on")
+        raise FilterError("the filter excludes every slot")
     return pool

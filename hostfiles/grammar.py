@@ -87,7 +87,7 @@ def parse(text: str, name: str) -> list[HostEntry]:
         raise HostfileError("\n".join(problems))
     if not entries:
         why = "every host has slots=0" if first else "no host in it"
-        raise HostfileError(f"{name}: {why}; write one a line, such as: worker-0 slots=8")
+        raise HostfileError(f"{name}: {why}; write one per line, such as: worker-0 slots=8")
     return entries
 
 
@@ -143,7 +143,7 @@ def _parse_words(words: list[str]) -> dict[str, str]:
         if near and key != near[0]:
             raise _BadLine(f"unknown option {short(word)}. Did you mean {f'{near[0]}={value}'!r}?")
         if key in values:
-            raise _BadLine(f"{key}= is there twice; keep one")
+            raise _BadLine(f"{key}= is given twice; keep one")
         values[key] = value
     return values
 
@@ -169,11 +169,16 @@ def _hosts(text: str) -> list[str]:
     try:
         hosts = expand_pattern(text)
     except HostListError as error:
-        raise _BadLine(f"{error}; write one host or pattern a line") from None
+        raise _BadLine(f"{error}; write one host or pattern per line") from None
     for host in hosts:
-        if not _HOST.fullmatch(host):
+        if not is_host(host):
             raise _BadLine(f"{short(host)} is not a host name")
     return hosts
+
+
+def is_host(text: str) -> bool:
+    """Tell whether a text can be a host's name."""
+    return _HOST.fullmatch(text) is not None
 
 
 def _checked_ipv6(text: str) -> str:

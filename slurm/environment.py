@@ -57,6 +57,8 @@ class Allocation:
     """Index in ``nodes`` of the node this process runs on."""
     restart_count: int = 0
     """How often the job was requeued."""
+    ends_at: int | None = None
+    """When the job's time limit ends, in seconds since the epoch."""
     het_size: int = 1
     """Number of components of a heterogeneous job; the nodes are those of one of them."""
 
@@ -118,6 +120,7 @@ def read(environ: Mapping[str, str], *, has_terminal: bool = False) -> Allocatio
         localid=_number(environ, "SLURM_LOCALID") if inside else None,
         nodeid=nodeid if inside else None,
         restart_count=_number(environ, "SLURM_RESTART_COUNT") or 0,
+        ends_at=_number(environ, "SLURM_JOB_END_TIME"),
         het_size=_number(environ, "SLURM_HET_SIZE", "SLURM_PACK_SIZE") or 1,
     )
 
@@ -162,7 +165,7 @@ def _hosts(environ: Mapping[str, str], name: str) -> list[str]:
     except HostListError as error:
         raise SlurmError(f"{name}={short(text)}: {error}") from None
     if len(set(hosts)) < len(hosts):
-        raise SlurmError(f"{name}={short(text)}: a node is there twice")
+        raise SlurmError(f"{name}={short(text)}: a node appears twice")
     return hosts
 
 

@@ -133,7 +133,7 @@ def time_limit_s(text: str) -> float:
         hours, (minutes, seconds) = 0, (*parts, 0)[:2]
     found = ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
     if not found:
-        raise SlurmError(f"--time {text!r}: no time at all")
+        raise SlurmError(f"--time {text!r}: must be more than 0")
     return float(found)
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 
 from zlaunch.errors import LaunchError, ZlaunchError
 from zlaunch.node.function_call import CALL, ERROR, PATH, RESULT
+from zlaunch.runtime.trust import Folder, check_folder, make_folder
 
 if TYPE_CHECKING:
     from zlaunch.supervisor.found_runs import FoundRun
@@ -65,10 +66,10 @@ def launch(
     import cloudpickle  # type: ignore[import-untyped, unused-ignore]
 
     if slurm is not None and queue == "local":
-        raise LaunchError('zlaunch.launch: queue="local" and slurm=... exclude each other')
+        raise LaunchError('zlaunch.launch: queue="local" and slurm=... cannot be used together')
     for option in options:
         if option.partition("=")[0].replace("-", "_") in _NOT_HERE:
-            raise LaunchError(f"zlaunch.launch: {option} does not go in options; there is detach=True")
+            raise LaunchError(f"zlaunch.launch: {option} is not an option here; there is detach=True")
     queue = "slurm" if slurm is not None else queue
     try:
         call = cloudpickle.dumps((function, args, kwargs))
@@ -77,7 +78,8 @@ def launch(
     folder = Path("runs", f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(3).hex()}").absolute()
     own = _call_folder(folder)
     try:
-        own.mkdir(parents=True)
+        make_folder(folder)
+        own.mkdir(mode=0o700)
         (own / PATH).write_text(json.dumps([os.path.abspath(entry) for entry in sys.path]))
         (own / CALL).write_bytes(call)
     except OSError as error:
@@ -132,10 +134,15 @@ class FunctionJob:
         """Take the folder of a run that ``launch`` has started."""
         self.folder = Path(folder).resolve()
         self._process: subprocess.Popen[bytes] | None = None
+        self._owner = os.getpid()
         self._slurm: str | None = self._about().get("slurm") if (self.folder / "call").is_dir() else None
         self._asked_at, self._slurm_ended = 0.0, False
         if not (_call_folder(self.folder) / CALL).exists():
-            raise LaunchError(f"{self.folder}: zlaunch.launch has started no function there")
+            raise LaunchError(f"{self.folder}: zlaunch.launch did not start a function there")
+        try:
+            check_folder(self.folder)
+        except OSError as error:
+            raise LaunchError(str(error)) from None
 
     def __repr__(self) -> str:
         return f"<zlaunch job {self.name}>"
@@ -166,8 +173,8 @@ class FunctionJob:
         """Tell whether it has ended."""
         from zlaunch.system.processes import start_ticks
 
-        if self._process is not None:
-            return self._process.poll() is not None
+        if (process := self._child()) is not None:
+            return process.poll() is not None
         found = self._found()
         if found is not None:
             return found.has_ended
@@ -176,6 +183,12 @@ class FunctionJob:
             self._slurm = known["slurm"]
             return self._has_left_slurm()
         return known.get("pid") is None or start_ticks(known["pid"]) != known["start_ticks"]
+
+    def _child(self) -> subprocess.Popen[bytes] | None:
+        """Return the launcher, if this process has started it: only a parent can wait for it, and no fork of
+        the parent.
+        """
+        return self._process if self._owner == os.getpid() else None
 
     def _about(self) -> dict[str, Any]:
         """Return what is known of how it was started; nothing while it is being started."""
@@ -220,14 +233,12 @@ class FunctionJob:
         error = self.exception(timeout)
         if error is not None:
             raise error
-        import cloudpickle
-
-        return [cloudpickle.loads(path.read_bytes()) for path in self._files(RESULT)]
+        return self._loaded(RESULT)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Wait, and return the exception that ``result`` raises; None where all has gone well."""
         self.wait(timeout)
-        errors = self._errors()
+        errors = self._loaded(ERROR)
         if errors:
             first = min(errors, key=lambda about: about["time"])
             said = JobFailedError(f"rank {first['rank']} of {self.name}:\n\n{first['traceback']}")
@@ -260,14 +271,17 @@ class FunctionJob:
     def _all(self, pattern: str) -> list[Path]:
         return sorted(_call_folder(self.folder).glob(pattern))
 
-    def _errors(self) -> list[dict[str, Any]]:
+    def _loaded(self, pattern: str) -> list[Any]:
+        """Load files of the last attempt, by rank: see Note [Trust by owner] in runtime/trust.py."""
         import cloudpickle
 
-        return [cloudpickle.loads(path.read_bytes()) for path in self._files(ERROR)]
+        names = [path.name for path in self._files(pattern)]
+        with Folder(self.folder) as folder:
+            return [cloudpickle.loads((_call_folder(folder.path) / name).read_bytes()) for name in names]
 
     def _exit_code(self) -> int:
-        if self._process is not None:
-            return self._process.wait()
+        if (process := self._child()) is not None:
+            return process.wait()
         found = self._found()
         code = None if found is None else found.record.exit_code
         return 1 if code is None else code
@@ -297,8 +311,8 @@ class FunctionJob:
         """End it, or take it out of its queue, and wait for that; False where it had ended already."""
         if self.done():
             return False
-        if self._process is not None:
-            self._process.send_signal(signal.SIGTERM)
+        if (process := self._child()) is not None:
+            process.send_signal(signal.SIGTERM)
         elif self._slurm is not None:
             from zlaunch.slurm.commands import cancel
 

@@ -56,7 +56,7 @@ def group_getter(mpu: Any) -> Callable[[], Any]:
         getter = getattr(mpu, name, None)
         if callable(getter):
             return getter  # type: ignore[no-any-return]
-    raise TypeError(f"mpu_ must have get_model_parallel_group(), {type(mpu).__name__} has not")
+    raise TypeError(f"mpu_: {type(mpu).__name__} has no get_model_parallel_group()")
 
 
 @dataclass(frozen=True, slots=True)

@@ -130,7 +130,7 @@ class LabelledForward:
             return self._inner(*args, **kwargs)
         keep = given.get("logits_to_keep", 0)
         if not isinstance(keep, int) or keep:
-            raise ParameterError(f"{_KEY}: a training pass with logits_to_keep has no tiled loss")
+            raise ParameterError(f"{_KEY}: tiled loss does not support training with logits_to_keep")
         shifted = given.get("shift_labels")
         if shifted is None:
             shifted = functional.pad(labels, (0, 1), value=IGNORED)[..., 1:]

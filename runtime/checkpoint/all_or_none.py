@@ -27,7 +27,7 @@ def all_or_none(exchange: Exchange, rank: int, action: Callable[[], Any], *, own
     try:
         answers = exchange((None if own else result, problem))
     except RuntimeError as error:  # what torch raises when a connection breaks
-        raise CheckpointError(f"another rank ended in the middle of it: {error}") from None
+        raise CheckpointError(f"another rank ended during it: {error}") from None
     problems = [text for _, text in answers if text]
     if problems:
         raise CheckpointError(problems[0])

@@ -85,7 +85,8 @@ def init_distributed(
         else:
             # in this process's memory: a port on the loopback interface could be taken before torch binds it
             with _loopback():
-                dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, **options)
+                store = dist.HashStore()  # type: ignore[attr-defined]  # documented, and not in its __all__
+                dist.init_process_group(backend, store=store, rank=0, world_size=1, **options)
         atexit.register(end_process)
     ends_well(dist.group.WORLD)
     return device

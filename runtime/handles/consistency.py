@@ -29,11 +29,11 @@ def check_consistency(model: nn.Module, config_digest: str, comm: Comm) -> None:
     for rank, (other, config) in enumerate(everyone):
         if config != reference_config:
             raise RankMismatchError(
-                f"rank {rank} has another config than rank 0: give every rank the same file"
+                f"rank {rank} has a different config from rank 0: give every rank the same file"
             )
         difference = first_difference(reference, other)
         if difference:
-            raise RankMismatchError(f"rank {rank} has another model than rank 0: {difference}")
+            raise RankMismatchError(f"rank {rank} has a different model from rank 0: {difference}")
 
 
 def first_difference(reference: Sequence[Signature], other: Sequence[Signature]) -> str | None:

@@ -219,6 +219,7 @@ def check_mark(state_dict: Mapping[str, Any], own: Mapping[str, Any]) -> None:
         if given.get(key) != value:
             raise OptimizerError(
                 f"this state dict has the shards of another {key.replace('_', ' ')} ({given.get(key)}, here "
-                f"{value}): optimizer.state_dict() is each rank's own part. Use engine.save_checkpoint and "
+                f"{value}): optimizer.state_dict() holds only this rank's shards. Use "
+                f"engine.save_checkpoint and "
                 "load_checkpoint, which fit any number of ranks and any stage"
             )

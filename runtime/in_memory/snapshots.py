@@ -23,6 +23,7 @@ from ..environment import read_environment
 from ..log import say, warn
 from ..offload.transfer import HostLink
 from ..report import announce
+from ..trust import make_folder
 from .transfers import Places, send_files
 
 _numbers = itertools.count()
@@ -275,6 +276,7 @@ def make_checkpointer(
     section, folder = effective.config.checkpoint.in_memory, read_environment().memory_dir
     named["effective"] = effective
     if section is not None and folder is not None:
+        make_folder(Path(folder))
         snapshots = Snapshots(*parts, section=section, folder=Path(folder), link=make_link(), **named)
         return CheckpointerWithSnapshots(*parts, snapshots=snapshots, link=make_link(), **named)
     if section is not None and read_environment().rank == 0:

@@ -116,10 +116,10 @@ def _of_numbers(model: ModelSizes, mesh: MeshShape) -> ModelSizes:
     root, *layers = (-(-block // mesh.tensor) for block in model.blocks)
     if mesh.expert > 1:
         raise MemoryPlanError(
-            "which parameters are experts' is not known by numbers: give MODEL or --hf_config"
+            "numbers do not tell which parameters belong to experts: give MODEL or --hf_config"
         )
     if mesh.pipeline > 1 and model.layers is None:
-        raise MemoryPlanError("what a stage has is not known without layers: give --hidden and --layers")
+        raise MemoryPlanError("the size of a stage depends on the layers: give --hidden and --layers")
     if mesh.pipeline > len(layers):
         raise MemoryPlanError(f"{len(layers)} layers cannot be divided into {mesh.pipeline} stages")
     # the words may be needed at both ends

@@ -77,7 +77,7 @@ def divide(wanted: int | str, key: str, nodes: Sequence[NodeRanks]) -> Mesh:
         raise ConfigError([f"{key}: {wanted} does not divide the {world_size} ranks; {advice}"])
     if _cuts(wanted, nodes):
         counts = ", ".join(f"{node.name} has {len(node.ranks)}" for node in nodes)
-        raise ConfigError([f"{key}: groups of {wanted} ranks would cut nodes in pieces; {counts}; {advice}"])
+        raise ConfigError([f"{key}: groups of {wanted} ranks would split nodes; {counts}; {advice}"])
     return Mesh(world_size, wanted)
 
 

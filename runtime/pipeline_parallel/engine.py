@@ -100,7 +100,7 @@ class Pipelined(WholeSteps):
 
     def _refuse(self, what: str) -> NoReturn:
         raise ParameterError(
-            f"pipeline parallelism: {what} is not there, since ranks have different layers: call "
+            f"pipeline parallelism: {what} is not available, because ranks hold different layers: call "
             "engine.train_batch(data_iter) for a step, engine.eval_batch(data_iter) for an evaluation"
         )
 

@@ -73,7 +73,7 @@ def find_line(model: nn.Module) -> tuple[str, list[nn.Module]]:
     _, name, module = max(found, key=lambda each: each[0])
     if len({id(each) for each in module}) < len(module):
         raise ParameterError(
-            f"pipeline parallelism: {name} has one module as several layers, which stages cannot have: "
+            f"pipeline parallelism: {name} uses one module as several layers, which stages do not support: "
             "deepspeed.pipe.PipelineModule takes such a list"
         )
     return name, list(module)

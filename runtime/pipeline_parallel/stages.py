@@ -74,7 +74,7 @@ class PartModule(nn.Module):
             return found.reshape(1).to(torch.float64, copy=True)  # of one dtype, whatever the model's is
         if not isinstance(run.captured, Tensor):
             raise ParameterError(
-                f"pipeline parallelism: a stage hands on one tensor, but layer {run.stop - 1} returns a "
+                f"pipeline parallelism: a stage passes on one tensor, but layer {run.stop - 1} returns a "
                 f"{type(run.captured).__name__}: join the tensors (torch.cat), compute the others again in "
                 "the layers that need them, or choose other boundaries by pipeline.partition"
             )

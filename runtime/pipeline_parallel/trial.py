@@ -61,7 +61,7 @@ class ForeignValues(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
             made = [each for each in tree_leaves(found) if isinstance(each, Tensor)]
             if not made and isinstance(found, (bool, int, float)):
                 raise ParameterError(
-                    "pipeline parallelism: the model looks at a value that is another stage's, by "
+                    "pipeline parallelism: the model reads a value that only another stage has, through "
                     f"{func._schema.name.removeprefix('aten::')}"
                 )
             for each in made:

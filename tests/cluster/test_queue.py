@@ -99,7 +99,7 @@ def test_slurm_has_the_same_words(cluster: Testbed, tmp_path: Path) -> None:
         (("submit", "--after=x", "train.py"), "the id of a job"),
         (("submit", "--time=soon", "train.py"), "--time 'soon'"),
         (("submit", "missing.py"), "missing.py"),
-        (("cancel", "x"), "no job's id of SLURM"),
+        (("cancel", "x"), "not a SLURM job ID"),
         (("cancel", "999999"), "999999"),
     ):
         done = shell.call(*arguments)
@@ -179,7 +179,7 @@ def test_a_sweep_is_an_array_of_slurm(cluster: Testbed, tmp_path: Path) -> None:
     ended = shell.call("cancel", str(where / "005"))
     assert ended.returncode == 2 and "CANCELLED" in ended.stderr, ended
     refused = shell.call("sweep", "grid.yaml", "--sbatch=-p all --array=3", "trial.py")
-    assert refused.returncode == 2 and "job array has its own" in refused.stderr
+    assert refused.returncode == 2 and "the sweep sets this option itself" in refused.stderr
 
 
 def test_a_function_runs_as_a_job_of_slurm(cluster: Testbed, tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def test_cpu_workers_are_one_run_or_the_run_ends_with_the_reason(tmp_path: Path)
         assert "gradient 1.5" in own, own
         for line in (f"plain MULTI_CPU {sizes}", f"state MULTI_CPU {sizes}", f"plugin DEEPSPEED {sizes}"):
             assert line in own, (line, own)
-    assert "accelerate takes this worker for a run of its own, and it is one of 2" in launch.err
+    assert "accelerate treats this worker as a separate run, but it is one of 2" in launch.err
     assert launch.wait() == 1
 
 

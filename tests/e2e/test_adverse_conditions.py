@@ -296,7 +296,7 @@ def test_a_master_that_has_no_address(tmp_path: Path) -> None:
     [
         (("--log_ranks=0-99999999999",), "not a range of ranks"),
         (("--log_ranks=1-0",), "not a range of ranks"),
-        (("--bind_core_list=0-99999999999",), "so many cores"),
+        (("--bind_core_list=0-99999999999",), "that many cores"),
         (("--config", "ds.json"), "put it after the script"),
         (("--master_addr=",), "--master_addr is empty"),
         (("--hostfile=nothere",), "hostfile nothere: No such file"),
@@ -390,7 +390,7 @@ def test_signals_between_attempts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "answer"),
     [
-        (["ds.json"], "is no script but a config"),
+        (["ds.json"], "is a config, not a script"),
         (["/dev/stdin"], "can be read only once"),
         (["--run_dir", "", "ds.json"], "--run_dir is empty"),
         (["x" * 300], "File name too long"),

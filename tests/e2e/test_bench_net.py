@@ -34,7 +34,7 @@ def test_the_table(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ([], "there is one rank, and no network"),
+        ([], "one rank has no network"),
         (["--hostfile", "none"], "none"),
         (["--size", "0"], "--size"),
         (["train.py"], "unexpected extra argument"),

@@ -177,7 +177,7 @@ def test_logs_that_are_a_link_to_elsewhere(tmp_path: Path) -> None:
         (["nothing"], "no run 'nothing'"),
         (
             ["run", "-o", "here"],
-            "here is there already: name another file with -o, or replace it with --force",
+            "here already exists: name another file with -o, or replace it with --force",
         ),
         (["run", "-o", "."], "is a folder: name a file with -o"),
         (["run", "-o", "no/where"], "cannot write no/where: No such file or directory"),

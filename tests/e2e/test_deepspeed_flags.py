@@ -52,7 +52,7 @@ def test_a_log_for_each_rank(tmp_path: Path) -> None:
         (["--venv_script", "x"], "use --venv DIR"),
         (["--launcher_args", "-p"], "--ssh_config"),
         (["--save_pid"], "zlaunch ps"),
-        (["--no_ssh"], "--no_ssh and --node_rank N go together"),
+        (["--no_ssh"], "--no_ssh and --node_rank N require each other"),
         (["--no_ssh", "--node_rank", "0"], "--no_ssh needs a --hostfile with slots"),
         (
             ["--no_ssh", "--node_rank", "2", "--num_nodes=2", "--num_gpus=1", "--master_addr=x"],

@@ -163,4 +163,4 @@ def test_streams_times_and_the_newest_part_of_logs(folder: Path) -> None:
     assert stamped.startswith("20") and stamped.endswith(" why\n") and stamped.count(":") == 2
     assert zlaunch(folder, "logs", "--since=2099-01-01").stdout == ""
     said = zlaunch(folder, "logs", "--since=yesterday")
-    assert said.returncode == 2 and "is no moment" in said.stderr
+    assert said.returncode == 2 and "is not a time" in said.stderr

@@ -238,6 +238,10 @@ def test_metrics_and_quiet(tmp_path: Path) -> None:
         event = {"type": "metrics", "rank": 0, "time": 0.0, "values": values}
         fd = int(os.environ["ZLAUNCH_EVENT_FD"])
         os.write(fd, b"scribble\\n" + json.dumps(event).encode() + b"\\n" + b'{"type": "done"}\\n')
+        # the agent's own words: the end of an attempt, a heartbeat; and half a character
+        odd = {"type": "metrics", "stays": True, "beat": "x", "host": 7, "values": {"a": "b"}}
+        os.write(fd, json.dumps(odd).encode() + b"\\n")
+        os.write(fd, b'{"type": "checkpoint", "tag": "\\\\ud83d", "folder": "/saved", "step": 1}\\n')
         os.system("echo child")
         print("end")
     """
@@ -245,6 +249,7 @@ def test_metrics_and_quiet(tmp_path: Path) -> None:
     assert sorted(launch.out.splitlines()) == ["child", "end", "step 1/2 loss 2.5 mem 0.50 GB"], launch.err
     assert launch.events("metrics")[0]["values"]["loss"] == 2.5
     assert not launch.events("output")
+    assert "checkpoint ? is in /saved" in launch.err
     quiet = run(tmp_path, "-q", script=script)
     assert (quiet.out, quiet.err) == ("child\nend\n", "")
 
@@ -257,14 +262,14 @@ def test_metrics_and_quiet(tmp_path: Path) -> None:
         (["nowhere/train.py"], "there is no folder 'nowhere'"),
         (["--module", "no_such_module"], "no module named 'no_such_module'"),
         (["--no_python", "no-such-program"], "no program 'no-such-program'"),
-        (["--module", "--no_python", "x"], "exclude each other"),
+        (["--module", "--no_python", "x"], "cannot be used together"),
         (["--num_gpus", "0", "train.py"], "--num_gpus"),
         (["--num_gpu", "1", "train.py"], "--num_gpus"),
-        (["-i", "localhost:0", "-e", "localhost:1", "train.py"], "exclude each other"),
-        (["--num_gpus", "1", "-i", "localhost", "train.py"], "does not go with"),
+        (["-i", "localhost:0", "-e", "localhost:1", "train.py"], "cannot be used together"),
+        (["--num_gpus", "1", "-i", "localhost", "train.py"], "cannot be combined with"),
         (["-i", "worker-1:0", "train.py"], "unknown host 'worker-1'"),
         (["-i", "localhost:a", "train.py"], "'a' is not a slot"),
-        (["-e", "localhost:0", "train.py"], "leaves no slot"),
+        (["-e", "localhost:0", "train.py"], "excludes every slot"),
         (["--master_port", "70000", "train.py"], "from 1 to 65535"),
         (["--log_ranks", "5", "train.py"], "no rank 5"),
         (["--run_dir", "train.py/x", "train.py"], "cannot write there"),
@@ -386,7 +391,7 @@ def test_variables_given_go_to_local_workers_too(tmp_path: Path) -> None:
     launch = run(tmp_path, "--env=MINE=x y", script=script)
     assert launch.log(0) == "a b x y\n", launch.err
     for option, words in (
-        ("--env=RANK=3", "every worker gets its own"),
+        ("--env=RANK=3", "zlaunch sets this variable"),
         ("--ssh_port=99", "--ssh_port has no effect here"),
         ("--requeue", "not inside a SLURM job"),
     ):
@@ -421,6 +426,6 @@ def test_a_folder_with_a_living_run_is_refused(tmp_path: Path) -> None:
         [sys.executable, "-m", "zlaunch", f"--run_dir={launch.run_dir}", "worker.py"],
         cwd=tmp_path, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
-    assert second.returncode == 2 and "a run is going on there" in second.stderr
+    assert second.returncode == 2 and "a job is running there" in second.stderr
     launch.process.terminate()
     assert launch.wait() == 143

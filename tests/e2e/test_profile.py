@@ -75,4 +75,4 @@ def test_a_folder_that_takes_no_trace(tmp_path: Path) -> None:
 @pytest.mark.parametrize("steps", ["0", "5-3", "x", "3-", "-3", ""])
 def test_mistakes(steps: str, tmp_path: Path) -> None:
     launch = run(tmp_path, f"--profile={steps}", script="print(1)")
-    assert launch.process.returncode == 2 and "is no step, or first and last one" in launch.err
+    assert launch.process.returncode == 2 and "is not a step or a range of steps" in launch.err

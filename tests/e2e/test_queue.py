@@ -8,11 +8,13 @@ import os
 import random
 import shutil
 import signal
+import sqlite3
 import subprocess
 import sys
 import textwrap
 import time
 from collections import Counter
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ import pytest
 
 from tests.e2e.helpers import ROOT, alive
 from tests.e2e.test_runs import zlaunch
-from tests.limits import MATRIX_LIMIT_S, wait_until
+from tests.limits import LIMIT_S, MATRIX_LIMIT_S, wait_until
 from zlaunch.queue.wake import LOG, queue_folder
 
 SCRIPT = """
@@ -131,7 +133,7 @@ def test_cancelled_stopped_late_and_tried_again(folder: Path) -> None:
     assert zlaunch(folder, "cancel", "--queue=local", running).returncode == 0
     assert zlaunch(folder, "wait", running).returncode == 128 + signal.SIGTERM
     again = zlaunch(folder, "cancel", "--queue=local", job)
-    assert again.returncode == 2 and f"job {job} has ended already" in again.stderr
+    assert again.returncode == 2 and f"job {job} has already ended" in again.stderr
     assert not has_begun(folder, waiting)
     # a time limit; a failure that is tried again, in the same folder
     late = submit(folder, "--num_gpus=1", "--time=0:0:1", "train.py", FOR_EVER, "0")
@@ -184,6 +186,110 @@ def test_what_cannot_take_the_signal_yet_makes_room_too(folder: Path) -> None:
     (folder / "go").touch()
     assert zlaunch(folder, "wait", low).returncode == 0
     assert queue(folder)[low]["attempt"] == 1
+
+
+SURROUNDINGS = """
+    import json, os, resource, sys
+    about = {"python": sys.executable, "cwd": os.getcwd(), "nice": os.getpriority(os.PRIO_PROCESS, 0)}
+    about["cpus"] = sorted(os.sched_getaffinity(0))
+    about["files"] = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    with open(sys.argv[1], "w") as file:
+        json.dump(about, file)
+"""
+
+
+def second_venv(folder: Path) -> Path:
+    """Make a virtual environment with another interpreter and the packages of this one; return its Python."""
+    own, other = Path(sys.prefix), folder / "venv"
+    (other / "bin").mkdir(parents=True)
+    shutil.copy(own / "pyvenv.cfg", other)
+    (other / "lib").symlink_to(own / "lib")
+    (other / "bin" / "python").symlink_to(os.path.realpath(sys.executable))
+    return other / "bin" / "python"
+
+
+def test_a_job_runs_as_it_was_submitted_whatever_the_daemon_is(folder: Path) -> None:
+    """The first submitter's daemon runs the jobs of all others."""
+    (folder / "about.py").write_text(textwrap.dedent(SURROUNDINGS))
+    blocker = submit(folder, "--num_gpus=6", "train.py", FOR_EVER, "0")
+    wait_until(lambda: has_begun(folder, blocker), "the first submitter's run, and with it the daemon")
+    python, cpu = second_venv(folder), sorted(os.sched_getaffinity(0))[-1]
+    own_nice = os.getpriority(os.PRIO_PROCESS, 0)
+    become = textwrap.dedent(f"""
+        import os, resource, sys
+        os.setpriority(os.PRIO_PROCESS, 0, {own_nice + 1})
+        os.sched_setaffinity(0, [{cpu}])
+        resource.setrlimit(resource.RLIMIT_NOFILE, (300, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+        from zlaunch.cli.main import main
+        sys.exit(main(sys.argv[1:]))
+    """)
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [str(python), "-c", become, *OPTIONS, "--num_gpus=1", "about.py", "second"]
+    done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=LIMIT_S)
+    assert done.returncode == 0, done.stderr
+    second, third = done.stdout.strip(), submit(folder, "--num_gpus=1", "about.py", "third")
+    (folder / "go").touch()
+    for run in (second, third):
+        assert zlaunch(folder, "wait", run).returncode == 0
+    about = {name: json.loads((folder / name).read_text()) for name in ("second", "third")}
+    assert about["second"]["python"] == str(python) and about["third"]["python"] == sys.executable
+    assert (about["second"]["nice"], about["third"]["nice"]) == (own_nice + 1, own_nice)
+    assert about["second"]["cpus"] == [cpu] and len(about["third"]["cpus"]) >= 1
+    assert about["second"]["files"] == 300 != about["third"]["files"]
+
+
+def test_whoever_waits_sees_the_end_without_daemon_and_launcher(folder: Path) -> None:
+    """As after an OOM kill of both: nobody but the one who waits is there to see it."""
+    run = submit(folder, "--num_gpus=1", "train.py", FOR_EVER, "0")
+    wait_until(lambda: has_begun(folder, run), "the run")
+    for pid in daemons():
+        os.kill(pid, signal.SIGKILL)
+    os.kill(json.loads((folder / "runs" / run / "launcher.json").read_text())["pid"], signal.SIGKILL)
+    done = zlaunch(folder, "wait", run)
+    assert done.returncode == 128 + signal.SIGKILL and "lost" in done.stderr
+    [listed] = json.loads(zlaunch(folder, "ps", "--all", "--json").stdout)
+    assert (listed["state"], listed["cause"]) == ("ended 137", "lost")
+    assert not alive(run)
+
+
+def test_a_row_of_another_version_harms_no_other(folder: Path) -> None:
+    blocker = submit(folder, "--num_gpus=6", "train.py", FOR_EVER, "0")
+    wait_until(lambda: has_begun(folder, blocker), "the first run")
+    foreign = submit(folder, "--num_gpus=1", "train.py", "0", "0")
+    with closing(sqlite3.connect(queue_folder() / "jobs.sqlite")) as base, base:
+        base.execute(
+            "UPDATE jobs SET schema = 99, version = '9.9', submission = '{}' WHERE state = 'waiting'"
+        )
+    later = submit(folder, "--num_gpus=1", "train.py", "0", "0")
+    for command in (("queue", "--queue=local"), ("ps",)):
+        done = zlaunch(folder, *command)
+        assert done.returncode == 0 and "zlaunch 9.9" in " ".join(done.stdout.split()), done
+    (folder / "go").touch()
+    assert zlaunch(folder, "wait", later).returncode == 0
+    done = zlaunch(folder, "cancel", "--queue=local", "2")
+    assert (done.returncode, done.stdout) == (0, "job 2: cancelled\n")
+    assert zlaunch(folder, "wait", foreign).returncode == 128 + signal.SIGTERM
+
+
+def test_one_dead_host_does_not_eat_the_queue(folder: Path) -> None:
+    """A job that meets the dead host fails within a second, and the next one would take its place there."""
+    (folder / "hosts").write_text("nowhere.invalid slots=1\nlocalhost slots=1\n")
+    where = ("--num_nodes=1", "--num_gpus=1", "--connect_timeout=5", "--retries=1")
+    runs = [submit(folder, *where, "train.py", "0", "0") for _ in range(3)]
+    codes = [zlaunch(folder, "wait", run).returncode for run in runs]
+    assert codes == [0, 0, 0]
+    log = (queue_folder() / LOG).read_text()
+    assert log.count("nowhere.invalid rests for 30 s") == 1
+
+
+@pytest.mark.exhaustive  # the steps take half a minute; tests/unit/queue/test_daemon.py has them without it
+def test_a_launcher_that_is_suspended_ends_when_it_is_cancelled(folder: Path) -> None:
+    run = submit(folder, "--num_gpus=6", "train.py", FOR_EVER, "0")
+    wait_until(lambda: has_begun(folder, run), "the run")
+    os.kill(json.loads((folder / "runs" / run / "launcher.json").read_text())["pid"], signal.SIGSTOP)
+    done = zlaunch(folder, "cancel", "--queue=local", run)
+    assert done.returncode == 0, done
+    assert not alive(run) and queue(folder)[run]["cause"] == "stopped"
 
 
 @pytest.mark.exhaustive
@@ -263,7 +369,7 @@ def test_what_cannot_be_queued_is_refused(folder: Path) -> None:
         (("--after=never", "train.py"), "no run 'never'"),
         (("--time=soon", "train.py"), "--time 'soon': write it as"),
         (("--detach", "train.py"), "No such option"),
-        (("--sbatch=-p x", "train.py"), "--sbatch goes with --queue slurm"),
+        (("--sbatch=-p x", "train.py"), "--sbatch needs --queue slurm"),
         (("--requeue", "train.py"), "--preemptible and --retries"),
         (("--config=ds.json", "train.py"), "--config"),
     ):

@@ -17,7 +17,7 @@ from tests.e2e.helpers import Launch
 from tests.limits import wait_until
 from zlaunch.cli.main import main
 from zlaunch.runtime.preemption import REQUEUE_EXIT_CODE
-from zlaunch.supervisor.failure import SAVED_CODE
+from zlaunch.supervisor.end import SAVED_CODE
 
 TRAIN = """
     import os, signal, sys, time, torch, zlaunch
@@ -196,7 +196,7 @@ def test_ls_show_and_verify(saved: Path, tmp_path: Path, capfd: pytest.CaptureFi
     said = command(
         capfd, "export", saved, tmp_path / "out", "--format", "dcp", "--max_shard_size", "1GB", code=2
     )
-    assert "--max_shard_size is not for --format dcp" in said
+    assert "--max_shard_size does not work with --format dcp" in said
     for own in (saved, saved / "global_step20"):
         said = command(capfd, "import", own, tmp_path / "again", code=2)
         assert "is a checkpoint of zlaunch already: load it as it is" in said

@@ -88,7 +88,7 @@ def test_a_run_is_listed_shown_and_stopped(launch: Launch, tmp_path: Path) -> No
     assert {r["state"] for r in ps(tmp_path, "run")["ranks"]} == {"killed by SIGTERM"}
     for command in ("stop", "stacks"):
         again = zlaunch(tmp_path, command, "run")
-        assert again.returncode == 2 and "run has ended already" in again.stderr
+        assert again.returncode == 2 and "run has already ended" in again.stderr
         assert again.stderr.count("\n") == 1
 
 
@@ -177,11 +177,11 @@ def test_names_below_runs_and_names_that_are_wrong(tmp_path: Path) -> None:
     assert [r["run"] for r in ps(tmp_path, "-a")] == ["slurm-7.0/task_00000"]
     assert zlaunch(tmp_path, "ps").stdout == "no run is running in runs; 1 has ended: --all\n"
     for name, words in (
-        ("slurm-7.0/task_00000", "has ended already"),
-        ("slurm-7.0/task_0000", "has ended already"),
+        ("slurm-7.0/task_00000", "has already ended"),
+        ("slurm-7.0/task_0000", "has already ended"),
         ("slurm-7.0/task_0001", "no run 'slurm-7.0/task_0001', did you mean 'slurm-7.0/task_00000'?"),
         ("slurm-7.0", "is a folder of runs: name one of them, such as runs/slurm-7.0/task_00000"),
-        (str(step), "has ended already"),
+        (str(step), "has already ended"),
         (str(step / "logs"), "no launcher.json"),
         ("zzz", "`zlaunch ps --all` shows what there is"),
     ):
@@ -201,9 +201,9 @@ def test_last_is_the_newest_run(tmp_path: Path) -> None:
         (tmp_path / name).rename(tmp_path / "runs" / name)
     assert ps(tmp_path, "last")["run"] == "newer"
     for command in ("stop", "stacks"):
-        assert "runs/newer has ended already" in zlaunch(tmp_path, command, "last").stderr
+        assert "runs/newer has already ended" in zlaunch(tmp_path, command, "last").stderr
     (tmp_path / "runs" / "older").rename(tmp_path / "runs" / "last")  # what has the name is meant
-    assert "last has ended already" in zlaunch(tmp_path, "stop", "last").stderr
+    assert "last has already ended" in zlaunch(tmp_path, "stop", "last").stderr
     assert ps(tmp_path, "last")["run"] == "last"
 
 

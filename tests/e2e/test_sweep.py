@@ -112,7 +112,7 @@ def test_what_is_no_use_is_said(folder: Path) -> None:
     process = start(folder, "sweep", "grid.yaml", *COMMAND, "--x=1", "--steps=2", "--pause=go")
     wait_until((folder / "sweeps" / "grid" / "002" / "launcher.json").exists, "all trials queued")
     other = zlaunch(folder, "sweep", "grid.yaml", *COMMAND, "--x=1")
-    assert other.returncode == 2 and "another `zlaunch sweep` is at work" in other.stderr
+    assert other.returncode == 2 and "another `zlaunch sweep` is using" in other.stderr
     own = folder / "sweeps" / "grid" / "002"
     wait_until((own / "logs" / "rank_00000.log").exists, "the second trial runs")
     own.rename(folder / "gone")
@@ -191,9 +191,9 @@ def test_what_cannot_be_tried_is_refused_before_anything_is_queued(folder: Path)
     for arguments, text in (
         (("grid.yaml", *COMMAND), "lr"),
         (("none.yaml", *COMMAND), "none.yaml: No such file"),
-        (("keys.yaml", *COMMAND[:-1]), "is a key of a config"),
+        (("keys.yaml", *COMMAND[:-1]), "is a config key"),
         (("deep.yaml", *COMMAND), "train_batch_size is 1 in the config"),
-        (("keys.yaml", "--run_dir=x", *COMMAND), "--run_dir does not go with sweep"),
+        (("keys.yaml", "--run_dir=x", *COMMAND), "--run_dir cannot be used with sweep"),
         (("--at_once=2", "keys.yaml", *COMMAND), "--at_once: SLURM's"),
         (("keys.yaml",), "no script given"),
     ):

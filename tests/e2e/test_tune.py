@@ -152,10 +152,13 @@ def test_a_script_without_an_engine_is_run_once(folder: Path) -> None:
     ("arguments", "text"),
     [
         ([], "no script given"),
-        (["train.py"], "has to be given one config to tune"),
+        (["train.py"], "needs one config to tune"),
         (["train.py", "--config", "none.json"], "none.json: no such config"),
-        (["--num_gpus", "1", "--steps", "3", "train.py", "--config", "ds.json"], "--steps is tune's: put it"),
-        (["--run_dir", "x", "train.py", "--config", "ds.json"], "--run_dir does not go with tune"),
+        (
+            ["--num_gpus", "1", "--steps", "3", "train.py", "--config", "ds.json"],
+            "--steps is an option of tune",
+        ),
+        (["--run_dir", "x", "train.py", "--config", "ds.json"], "--run_dir cannot be used with tune"),
         (["--num_gpus", "0", "train.py", "--config", "ds.json"], "--num_gpus"),
         (["train.py", "--config", "bad.json"], "bad.json"),
     ],

@@ -46,8 +46,8 @@ MUTATIONS = (
     ),
     Mutation(
         "zlaunch/plan/forwarded_env.py",
-        "(Path.home(), Path.cwd()) if folders is None",
-        "(Path.cwd(), Path.home()) if folders is None",
+        "for folder in (home(), Path.cwd()) if folder is not None",
+        "for folder in (Path.cwd(), home()) if folder is not None",
         "the home folder's env file beats the current one's",
         ("tests/unit/plan/test_forwarded_env.py",),
     ),
@@ -130,8 +130,8 @@ MUTATIONS = (
     ),
     Mutation(
         "zlaunch/supervisor/verdict.py",
-        "if code == failures.SAVED_CODE and self.may_have_saved and known is None:",
-        "if code == failures.SAVED_CODE and known is None:",
+        "if code == SAVED_CODE and self.may_have_saved and known is None:",
+        "if code == SAVED_CODE and known is None:",
         "a script's own exit code 75 counts as saved",
         ("tests/unit/supervisor/test_controller.py",),
     ),
@@ -214,8 +214,8 @@ MUTATIONS = (
     ),
     Mutation(
         "zlaunch/queue/store.py",
-        "state = 'ended', wish = '', environ = '{}', ended = ?",
-        "state = 'ended', wish = '', ended = ?",
+        "state = 'ended', wish = '', environ = '{}', submission = ?",
+        "state = 'ended', wish = '', submission = ?",
         "the secrets of an ended job's environment stay on disk",
         ("tests/unit/queue/test_store.py",),
     ),

@@ -17,6 +17,7 @@ _BOUNDS = ("tests/unit/sweep/test_bounds.py",)
 _COMET = ("tests/unit/monitor/test_comet_interval.py",)
 _MERGE = ("tests/unit/config/test_merge_keys.py",)
 _JOB = ("tests/unit/supervisor/test_job.py",)
+_LEASE = ("tests/unit/node/test_lease.py",)
 _UPLINK = ("tests/unit/node/test_uplink.py",)
 _ENDING = ("tests/unit/queue/test_ending.py",)
 _DAEMON = ("tests/unit/queue/test_daemon.py",)
@@ -190,8 +191,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "zlaunch/supervisor/heartbeat.py",
         "        self._paused = False\n"
-        "        self._heard = [time.monotonic()] * len(self._links)\n\n    def heard",
-        "        self._heard = [time.monotonic()] * len(self._links)\n\n    def heard",
+        "        self._heard = [boot_clock.now_s()] * len(self._links)\n\n    def heard",
+        "        self._heard = [boot_clock.now_s()] * len(self._links)\n\n    def heard",
         "a launcher that goes on after Ctrl-Z sends no pings",
         _HEARTBEAT,
     ),
@@ -204,7 +205,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "zlaunch/supervisor/heartbeat.py",
-        "        if self._period_s > 0:\n            self._heard = [time.monotonic()] * len(self._links)\n",
+        "        if self._period_s > 0:\n            self._heard = [boot_clock.now_s()] * len(self._links)\n",
         "        if self._period_s > 0:\n",
         "the time that a start takes counts as silence",
         _HEARTBEAT,
@@ -369,8 +370,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "zlaunch/supervisor/job.py",
-        "or outcome.save_asked or outcome.refused:",
-        "or outcome.refused:",
+        "or outcome.signum or outcome.save_asked:",
+        "or outcome.signum:",
         "a run that has saved and wants to end is started again",
         _JOB,
     ),
@@ -412,38 +413,81 @@ MUTATIONS: tuple[Mutation, ...] = (
     # -- what an agent takes for silence
     Mutation(
         "zlaunch/node/uplink.py",
-        "            self._heard_at, self._paused = time.monotonic(), False\n",
-        "            self._heard_at = time.monotonic()\n",
-        "half a command after a pause leaves the agent waiting for a day",
+        "stop_at is None or now < stop_at:",
+        "stop_at is None or now < stop_at + grace_s:",
+        "the grace period lies behind the lease",
         _UPLINK,
     ),
     Mutation(
         "zlaunch/node/uplink.py",
-        "            self._heard_at, self._paused = time.monotonic(), False\n",
-        "            self._paused = False\n",
+        '                self.lease.extend(float(command["lease"]))\n',
+        "                pass\n",
         "an agent leaves a launcher that it hears",
         _UPLINK,
     ),
     Mutation(
         "zlaunch/node/uplink.py",
-        "if self.heartbeat_s and silent_s > self.heartbeat_s:",
-        "if silent_s > self.heartbeat_s:",
-        "an agent on the launcher's machine takes its silence for its end",
+        "return not self.lease_is_over()",
+        "return True",
+        "a plan that has been on its way for long starts a second set of ranks",
         _UPLINK,
     ),
     Mutation(
         "zlaunch/node/uplink.py",
-        "        self.heartbeat_s, self._heard_at = None, time.monotonic()",
+        "        self.heartbeat_s, self._heard_at = None, boot_clock.now_s()",
         "        self.heartbeat_s = None",
         "after a long attempt an agent does not wait for the next plan",
         _UPLINK,
     ),
     Mutation(
         "zlaunch/node/uplink.py",
-        "            if self.outbox.pending < before:\n                moved_at = time.monotonic()\n",
+        "            if self.outbox.pending < before:\n                moved_at = boot_clock.now_s()\n",
         "",
         "a long output is cut off at its end",
         _UPLINK,
+    ),
+    # -- leases
+    Mutation(
+        "zlaunch/supervisor/heartbeat.py",
+        "        return last + self._period_s\n",
+        "        return boot_clock.now_s() + self._period_s\n",
+        "a node that is silent gets longer and longer leases",
+        _LEASE,
+    ),
+    Mutation(
+        "zlaunch/supervisor/clock_bound.py",
+        "        self._present = min(self._present, now - beat)\n",
+        "        self._present = now - beat\n",
+        "answers that are read late make leases shorter",
+        ("tests/unit/supervisor/test_heartbeat.py",),
+    ),
+    Mutation(
+        "zlaunch/node/uplink.py",
+        "end = boot_clock.now_s() + heartbeat_s if lease_end is None else lease_end",
+        "end = boot_clock.now_s() + heartbeat_s",
+        "the lease of a plan begins when it arrives, however long it was on its way",
+        _UPLINK,
+    ),
+    Mutation(
+        "zlaunch/supervisor/heartbeat.py",
+        "return max(self._until(index), self._long_until[index]) + _LATE_S",
+        "return self._until(index) + _LATE_S",
+        "a node that waits for a stopped launcher runs beside its successor",
+        ("tests/unit/supervisor/test_heartbeat.py",),
+    ),
+    Mutation(
+        "zlaunch/supervisor/job.py",
+        "            _await_leases(outcome.left, console)\n",
+        "            pass\n",
+        "the next attempt begins while a lost node still runs",
+        _JOB,
+    ),
+    Mutation(
+        "zlaunch/supervisor/verdict.py",
+        '            return End(self.code, "stopped")\n',
+        '            return End(self.code, "failed")\n',
+        "a run that the user has stopped is tried again",
+        ("tests/unit/supervisor/test_controller.py",),
     ),
     # -- the queue
     Mutation(
@@ -455,54 +499,108 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "zlaunch/queue/ending.py",
-        '    if job.state == "waiting" and not store.end(job.id, "waiting", code, why):\n'
-        "        return False\n",
-        "",
+        "    if not store.end(job, end, why):\n        return False\n",
+        "    store.end(job, end, why)\n",
         "a run that was started meanwhile is marked as ended",
         _ENDING,
     ),
     Mutation(
         "zlaunch/queue/ending.py",
-        "    elif job is None and time.time() - found.record.started > _ORPHAN_S:",
-        "    elif job is None:",
+        "        if time.time() - run.record.started > _ORPHAN_S:",
+        "        if True:",
         "a run whose submit is on its way has failed",
         _ENDING,
     ),
     Mutation(
         "zlaunch/queue/daemon.py",
-        '        self._store.ask(job, "cancelling" if job.wish == "cancel" else "timeout")\n',
-        "",
+        'elif self._store.ask(job, "cancelling" if job.wish == "cancel" else "timeout"):',
+        "else:",
         "a job beyond its time limit is signalled at every look, which kills it",
         _DAEMON,
     ),
     Mutation(
-        "zlaunch/queue/daemon.py",
-        '        elif job.wish == "timeout":\n'
-        '            self._end(job, code, f"time limit of {job.submission.time_s:g} s")\n',
-        "",
+        "zlaunch/queue/judge.py",
+        'if job.wish == "timeout":',
+        "if False:",
         "the end at a time limit is not explained",
         _DAEMON,
     ),
     Mutation(
-        "zlaunch/queue/daemon.py",
-        "attempt=job.attempt + 1, failures=job.failures + 1)",
-        "attempt=job.attempt + 1, failures=job.failures)",
+        "zlaunch/queue/judge.py",
+        "return Judgement(end, why, again, failures + 1, refusals)",
+        "return Judgement(end, why, again, failures, refusals)",
         "a failing job is tried again for ever",
         _DAEMON,
     ),
     Mutation(
-        "zlaunch/queue/daemon.py",
-        'elif code in (SAVED_CODE, _UNREADY) and job.wish == "preempt":',
-        "elif code in (SAVED_CODE, _UNREADY):",
+        "zlaunch/queue/judge.py",
+        'job.wish == "preempt" and (end.cause',
+        "(end.cause",
         "a run that has saved by itself begins again",
         _DAEMON,
     ),
     Mutation(
-        "zlaunch/queue/daemon.py",
-        "if time.monotonic() - since < job.submission.grace_s + _AGENTS_S:",
-        "if False:",
+        "zlaunch/queue/lost.py",
+        "    return not run_processes(name)\n",
+        "    return True\n",
         "slots are given away while the agents of a killed launcher still use them",
         _DAEMON,
+    ),
+    Mutation(
+        "zlaunch/queue/lost.py",
+        "lost_for_s >= heartbeat_s + _LEASE_S",
+        "True",
+        "the slots of other hosts are given away before their leases have run out",
+        _DAEMON,
+    ),
+    Mutation(
+        "zlaunch/queue/judge.py",
+        'end.cause in ("failed", "lost") and failures',
+        "end.code not in (2, 130, 143) and failures",
+        "what a worker's own signal ends is never tried again",
+        _DAEMON,
+    ),
+    Mutation(
+        "zlaunch/queue/daemon.py",
+        "            resting,\n        )",
+        "            (),\n        )",
+        "one dead host eats the queue",
+        _DAEMON,
+    ),
+    Mutation(
+        "zlaunch/queue/daemon.py",
+        "return job.started_clock + job.submission.time_s - boot_clock.now_s()",
+        "return (job.started or 0.0) + job.submission.time_s - time.time()",
+        "a clock step ends a job at its time limit",
+        _DAEMON,
+    ),
+    Mutation(
+        "zlaunch/queue/stop.py",
+        "        if name := run_id(job):\n            sweep(name)\n",
+        "",
+        "what a killed launcher leaves keeps running on slots that are free",
+        _DAEMON,
+    ),
+    Mutation(
+        "zlaunch/queue/process_settings.py",
+        "                os.setpriority(os.PRIO_PROCESS, 0, self.nice)\n",
+        "                pass\n",
+        "a job runs with the nice value of the first submitter",
+        ("tests/unit/queue/test_process_settings.py",),
+    ),
+    Mutation(
+        "zlaunch/queue/store.py",
+        "        except _UnreadableRowError as error:\n            job = _unreadable(row, str(error))\n",
+        "        except ZeroDivisionError as error:\n            job = _unreadable(row, str(error))\n",
+        "one row of another version stops the whole queue",
+        ("tests/unit/queue/test_store.py",),
+    ),
+    Mutation(
+        "zlaunch/supervisor/found_runs.py",
+        "        if not self.record.is_of_other_namespace:\n",
+        "        if True:\n",
+        "a run in a container of this host is gone",
+        ("tests/unit/supervisor/test_found_runs.py",),
     ),
     # -- signals outside of a queued run
     Mutation(
@@ -521,9 +619,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "zlaunch/cli/queued.py",
-        '        code = zlaunch(["--run_id", run_id, "--first_attempt", number, *arguments])\n'
-        "        _ignore_signals()\n",
-        '        code = zlaunch(["--run_id", run_id, "--first_attempt", number, *arguments])\n',
+        '"--first_attempt", str(request.attempt), *arguments])\n        _ignore_signals()\n',
+        '"--first_attempt", str(request.attempt), *arguments])\n',
         "a signal after the run keeps its end from being written",
         _QUEUED,
     ),

@@ -36,7 +36,7 @@ def attach(run: str, lines: int) -> int:
         with open(path, "rb") as file:
             file.seek(offset_of_last(path, lines))
             while True:
-                has_ended = found.now().has_ended  # asked first: what comes afterwards is still read
+                has_ended = settle(found.now()).has_ended  # asked first: what comes afterwards is still read
                 while block := file.read(_BLOCK_BYTES):
                     sys.stdout.buffer.write(block)
                 sys.stdout.flush()
@@ -57,7 +57,11 @@ def wait(run: str, timeout: float | None) -> int:
     """Wait until RUN ends and exit with its exit code.  [default: last]"""
     found = _here(meant(run), "wait")
     deadline = None if timeout is None else time.monotonic() + timeout
-    while not found.now().has_ended:
+    has_warned = False
+    while not (now := settle(found.now())).has_ended:
+        if now.note and not has_warned:  # nobody will start it
+            print(f"zlaunch wait: warning: {run} {now.shown_state}", file=sys.stderr)
+            has_warned = True
         if deadline is not None and time.monotonic() >= deadline:
             print(f"zlaunch wait: error: {run} has not ended within {timeout:g} s", file=sys.stderr)
             return 124
@@ -76,8 +80,10 @@ def _here(text: str, command: str) -> FoundRun:
 
 def _exit_code(found: FoundRun) -> int:
     """Return the exit code of a run that has ended."""
-    if found.record.exit_code is not None:
-        return found.record.exit_code
+    if (end := found.record.end) is not None:
+        if end.cause != "finished":
+            print(f"zlaunch: {found.name}: {end.words} (exit code {end.code})", file=sys.stderr)
+        return end.code
     where = os.path.relpath(found.path)
     print(f"zlaunch: error: {where}: the launcher was killed and wrote no exit code", file=sys.stderr)
     return 1

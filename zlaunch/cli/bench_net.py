@@ -55,7 +55,7 @@ def net(context: click.Context, /, size: float, as_json: bool, **given: Any) -> 
             shutil.rmtree(folder, ignore_errors=True)
     if result is not None:  # else rank 0 belongs to another task of the SLURM step
         if sum(map(len, result["nodes"])) == 1:
-            raise click.UsageError("there is one rank, and no network: --num_gpus N or --hostfile FILE")
+            raise click.UsageError("one rank has no network to measure: use --num_gpus N or --hostfile FILE")
         _show(result, names, as_json=as_json)
     return code
 

@@ -51,8 +51,8 @@ def _open(folder: str, tag: str | None) -> Checkpoint:
         others = [other.name for other in candidates(Path(folder))]
         advice = f"; --tag takes one of {', '.join(others[:5])}" if others else ""
         if tag == "auto":
-            raise CheckpointError(f"{folder}: has no whole checkpoint")
-        raise CheckpointError(f"{folder}: no checkpoint is there (no file {LATEST!r}){advice}")
+            raise CheckpointError(f"{folder}: has no complete checkpoint")
+        raise CheckpointError(f"{folder}: no checkpoint found (no file {LATEST!r}){advice}")
     return Checkpoint(path)
 
 
@@ -253,10 +253,13 @@ def export(
         if kind == "dcp":
             if exclude_frozen_parameters:
                 raise ValueError(
-                    "--exclude_frozen_parameters is not for --format dcp, which has all of a state"
+                    "--exclude_frozen_parameters does not work with --format dcp, which stores "
+                    "the whole state"
                 )
             if max_shard_size is not None:
-                raise ValueError("--max_shard_size is not for --format dcp, whose files torch divides")
+                raise ValueError(
+                    "--max_shard_size does not work with --format dcp: torch chooses the file sizes"
+                )
             from zlaunch.runtime.checkpoint.export.distributed import export_distributed
 
             for path in export_distributed(opened, out, dtype=PRECISIONS[dtype]):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import click
 
+from zlaunch.runtime.trust import Folder, check_folder
 from zlaunch.supervisor import run_record
 from zlaunch.supervisor.detach import CONSOLE_LOG
 from zlaunch.supervisor.found_runs import FoundRun, own_pids
@@ -60,6 +61,10 @@ def _kept_because(run: FoundRun) -> str | None:
             return f"only {run.record.host} can tell whether it has ended: run zlaunch ps --clean there"
         if run.state == "running":
             return "it is going on"
+    try:
+        check_folder(run.path)
+    except OSError as error:
+        return str(error)
     if is_locked(run.path):
         return "a launch has just begun there"
     if alive := own_pids(run):
@@ -88,17 +93,19 @@ def _remove(run: FoundRun) -> None:
         print(f"{run.path}: stays: another run has begun there")
         return
     try:
-        for path in sorted(_ours(run.path), key=lambda path: path.name == "launcher.json"):
-            path.unlink()
+        with Folder(run.path) as folder_checked:
+            ours = _ours(folder_checked.path)
+            for path in sorted(ours, key=lambda path: path.name == "launcher.json"):
+                path.unlink()
         above = run.path.absolute().parent
-        ours = (above,) if above.name == "runs" or above.name.startswith("slurm-") else ()
+        group = (above,) if above.name == "runs" or above.name.startswith("slurm-") else ()
         latest = above / "latest"
         for folder in (
             run.path / "logs" / TIMES,
             run.path / "logs",
             run.path / QUEUE_FOLDER,
             run.path,
-            *ours,
+            *group,
         ):
             if folder == above and latest.is_symlink() and not latest.exists():
                 latest.unlink()

@@ -64,7 +64,7 @@ def complete(instruction: str) -> int:
         words, incomplete = shell.get_completion_args()
     except (KeyError, ValueError):
         raise click.UsageError(
-            f"{instruction} is for the shell, which sets COMP_WORDS and COMP_CWORD"
+            f"{instruction} is called by the shell, which sets COMP_WORDS and COMP_CWORD"
         ) from None
     for item in _items(kind, words, incomplete):
         click.echo(shell.format_completion(item))

@@ -96,7 +96,7 @@ def _options(folder: str, hostfile: str, iface: str | None, given: dict[str, Any
     try:
         workdir = os.getcwd()
     except FileNotFoundError:
-        raise LaunchError("the current folder is gone: go to another one") from None
+        raise LaunchError("the current folder was removed: change to another one") from None
     return Options(
         program=Program("script", "", ()),
         run_id="doctor",

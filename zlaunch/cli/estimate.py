@@ -32,7 +32,7 @@ def number(text: str) -> float:
     except ValueError:
         number = 0.0
     if not 1 <= number < float("inf"):
-        raise click.BadParameter(f"{text!r} is no number of 1 or more, such as 13e9 or 13B")
+        raise click.BadParameter(f"{text!r} is not a number of at least 1, such as 13e9 or 13B")
     return number
 
 
@@ -154,15 +154,17 @@ def estimate(
     for name in ("seq", "micro_batch"):
         given = click.get_current_context().get_parameter_source(name) is not ParameterSource.DEFAULT
         if given and model is not None:
-            raise click.UsageError(f"--{name} does not go with MODEL, whose --input has all sizes")
+            raise click.UsageError(f"--{name} cannot be combined with MODEL, whose --input gives all sizes")
     if (hidden is None) != (layers is None):
-        raise click.UsageError("--hidden and --layers go together")
+        raise click.UsageError("--hidden and --layers require each other")
     if goal and gpu_mem is None:
         raise click.UsageError("--for fits needs --gpu_mem")
     if goal and (simulate or plot):
-        raise click.UsageError("--for fits prints a config alone: leave out --simulate and --plot")
+        raise click.UsageError("--for fits only prints a config: remove --simulate and --plot")
     if step_in_backward and dtype.startswith("fp16"):
-        raise click.UsageError("--step_in_backward does not go with fp16, whose steps may have to be skipped")
+        raise click.UsageError(
+            "--step_in_backward cannot be combined with fp16, whose steps may have to be skipped"
+        )
     if master_weights == "stochastic" and dtype != "bf16":
         raise click.UsageError(f"--master_weights stochastic needs --dtype bf16, and it is {dtype}")
     for name, is_narrow in (
@@ -170,7 +172,7 @@ def estimate(
         ("--master_weights stochastic", master_weights == "stochastic"),
     ):
         if is_narrow and optimizer in ("Adagrad", "Lamb", "Muon"):
-            raise click.UsageError(f"{name} goes with AdamW, Lion and SGD, not with {optimizer}")
+            raise click.UsageError(f"{name} works with AdamW, Lion and SGD, not with {optimizer}")
     known = given_speeds(simulate, measured, speeds)
     axes = given_axes(
         nodes * gpus, seq, tensor, sequence, pipeline, expert, simulate=simulate, has_input=shape is not None

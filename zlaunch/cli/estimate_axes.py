@@ -45,8 +45,10 @@ def given_axes(
     if seq % sequence:
         raise click.UsageError(f"--seq {seq} cannot be divided by --sequence {sequence}")
     if sequence > 1 and has_input:
-        raise click.UsageError("--sequence does not go with --input: give it what a rank has of a sequence")
+        raise click.UsageError(
+            "--sequence cannot be combined with --input: give --input one rank's share of a sequence"
+        )
     if world_size % product:
         shown = ", ".join(f"{name} {sizes[name]}" for name in given)
-        raise click.UsageError(f"{shown}: that takes a multiple of {product} GPUs, not {world_size}")
+        raise click.UsageError(f"{shown}: needs a multiple of {product} GPUs, not {world_size}")
     return MeshShape(world_size // product, expert, sequence, tensor, pipeline)

@@ -71,7 +71,7 @@ def _report(file: str) -> Any:
     except OSError as error:
         raise click.UsageError(f"--measured {file}: {error.strerror}") from None
     except ValueError as error:
-        raise click.UsageError(f"--measured {file} is no JSON: {error}") from None
+        raise click.UsageError(f"--measured {file} is not JSON: {error}") from None
 
 
 def missing_text(times: Sequence[StepTime]) -> str:

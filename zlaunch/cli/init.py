@@ -73,7 +73,9 @@ def init(
     )
     if batch % world:
         below = max(world, batch // world * world)
-        raise LaunchError(f"{batch} samples are no multiple of {world} GPUs: use {below} or {below + world}")
+        raise LaunchError(
+            f"{batch} samples are not a multiple of {world} GPUs: use {below} or {below + world}"
+        )
     text, said = _config(numel, nodes, count, gpu_mem, seq, batch)
     job = batch_script = None
     if batch_file is not None:
@@ -120,7 +122,7 @@ def _shape(text: str, given: int | None) -> tuple[int, int]:
     if not nodes or not count:
         raise LaunchError(f"{text!r} GPUs: write a number, or 2x8 for 2 nodes with 8 GPUs")
     if given not in (None, nodes):
-        raise LaunchError(f"--num_gpus {text} and --num_nodes {given} say different things")
+        raise LaunchError(f"--num_gpus {text} and --num_nodes {given} contradict each other")
     return nodes, count
 
 

@@ -28,7 +28,7 @@ def _steps(_context: click.Context, _option: click.Parameter, text: str | None) 
         return None
     found = re.fullmatch(r"([1-9][0-9]{0,8})(?:-([1-9][0-9]{0,8}))?", text)
     if found is None or int(found[2] or found[1]) < int(found[1]):
-        raise click.BadParameter(f"{text!r} is no step, or first and last one, such as 10-12")
+        raise click.BadParameter(f"{text!r} is not a step or a range of steps such as 10-12")
     return text
 
 

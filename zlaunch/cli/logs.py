@@ -14,6 +14,7 @@ import click
 
 from zlaunch.cli.commands import SETTINGS, Command, count_option
 from zlaunch.plan.checks import parse_ranks
+from zlaunch.queue.ending import settle
 from zlaunch.supervisor.found_runs import find_run, meant
 from zlaunch.supervisor.rank_logs import OLDER, LogPiece, LogReader, times_path
 from zlaunch.view.console import Console
@@ -37,7 +38,7 @@ def _moment(_context: click.Context, _option: click.Parameter, text: str | None)
         return datetime.fromisoformat(text).timestamp()
     except ValueError:
         raise click.BadParameter(
-            f"{text!r} is no moment: 90s, 10m, 2h or 1d ago, 13:05, or 2026-01-31T13:05"
+            f"{text!r} is not a time: 90s, 10m, 2h or 1d ago, 13:05, or 2026-01-31T13:05"
         ) from None
 
 
@@ -71,7 +72,7 @@ def logs(
     The log of a rank has its standard output and error. With several ranks, each line starts with its rank.
     """
     if lines is not None and (since is not None or only is not None):
-        raise click.UsageError("--lines does not go with --since, --stdout and --stderr")
+        raise click.UsageError("--lines cannot be combined with --since, --stdout and --stderr")
     found = find_run(meant(run))
     wanted = None if chosen is None else parse_ranks("--rank", chosen)
     known = max([found.record.world_size, *(rank + 1 for rank in _files(found.path / "logs", None))])
@@ -85,12 +86,12 @@ def logs(
         )
     readers: dict[int, LogReader] = {}
     while True:
-        has_ended = not follow or found.now().has_ended  # asked first: what comes afterwards is still read
+        has_ended = not follow or settle(found.now()).has_ended  # asked first: what comes later is still read
         for rank, path in _files(found.path / "logs", wanted).items():
             try:
                 if rank not in readers:
                     if show.needs_times and not times_path(path).exists():
-                        raise click.UsageError(f"{path} has no times beside it: an older zlaunch wrote it")
+                        raise click.UsageError(f"{path} has no timestamps: an older zlaunch wrote it")
                     readers[rank] = _reader(path, lines)
                 for piece in readers[rank].read(_BLOCK_BYTES):
                     show(rank, piece)

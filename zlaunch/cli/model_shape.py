@@ -23,7 +23,7 @@ def usual_shape(numel: float) -> tuple[int, int] | None:
 
 
 def shape_advice(hidden: int | None, vocab: int | None) -> list[str]:
-    """Return a line for each side of the model's matrices that is no multiple of 64."""
+    """Return a line for each side of the model's matrices that is not a multiple of 64."""
     lines = []
     if vocab is not None and vocab % _TILE:
         lines.append(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +18,7 @@ from zlaunch.cli.submit import QUEUE_OPTION, QueueName, choose_queue
 from zlaunch.errors import LaunchError
 
 if TYPE_CHECKING:
-    from zlaunch.queue.store import QueuedJob, Store
+    from zlaunch.queue.store import Job, Store
 
 _WAIT_S = 60.0
 _POLL_S = 0.05
@@ -30,13 +32,17 @@ def queue(chosen_queue: QueueName | None, show_all: bool, as_json: bool) -> int:
     """List your queued and running jobs, in zlaunch's queue on this machine or in SLURM."""
     if choose_queue(chosen_queue) == "slurm":
         return _show_slurm(as_json=as_json, show_all=show_all)
+    from zlaunch.queue.ending import settle_queue
     from zlaunch.queue.job_text import JOB_COLUMNS, job_row
-    from zlaunch.queue.wake import ensure_daemon
 
     store, folder = _open()
-    jobs = store.jobs("waiting", "running", *(("ended",) if show_all else ()))
-    if any(job.state != "ended" for job in jobs):
-        ensure_daemon(folder)
+    try:
+        settle_queue(store, folder)
+    except LaunchError as error:  # the list is right, but nothing will start
+        print(f"zlaunch queue: warning: {error}", file=sys.stderr)
+    jobs = store.rows("waiting", "running")
+    if show_all:
+        jobs = sorted([*jobs, *itertools.chain.from_iterable(store.ended_pages())], key=lambda job: job.id)
     if as_json:
         print(json.dumps([_as_data(job) for job in jobs], indent=2))
         return 0
@@ -47,8 +53,9 @@ def queue(chosen_queue: QueueName | None, show_all: bool, as_json: bool) -> int:
         return 0
     from zlaunch.cli.tables import make_table, stdout_console
 
-    rows = [job_row(job) for job in jobs]
-    stdout_console().print(make_table(JOB_COLUMNS, rows, whole=("run",)))
+    stdout_console().print(make_table(JOB_COLUMNS, map(job_row, jobs), whole=("run",)))
+    for host, seconds in store.resting().items():
+        print(f"{host} rests for {seconds:.0f} s, because it has refused a run")
     return 0
 
 
@@ -60,9 +67,13 @@ def _open() -> tuple[Store, Path]:
     return Store(folder), folder
 
 
-def _as_data(job: QueuedJob) -> dict[str, Any]:
+def _as_data(job: Job) -> dict[str, Any]:
+    from zlaunch.queue.store import UnreadableJob
+
+    if isinstance(job, UnreadableJob):
+        return {**asdict(job), "run": job.run_id, "dir": job.run_dir, "why": f"unreadable: {job.text}"}
     given = job.submission
-    names = ("id", "state", "slots", "attempt", "submitted", "started", "ended", "exit_code", "why")
+    names = ("id", "state", "slots", "attempt", "submitted", "started", "ended", "exit_code", "cause", "why")
     return {
         **{name: getattr(job, name) for name in names},
         "run": given.run_id,
@@ -76,7 +87,7 @@ def _show_slurm(*, as_json: bool, show_all: bool) -> int:
     from zlaunch.slurm.commands import own_jobs
 
     if show_all:
-        raise click.UsageError("--all: what has ended is in SLURM's accounting: sacct")
+        raise click.UsageError("--all: ended jobs are in SLURM's accounting; use sacct")
     jobs = own_jobs()
     if as_json:
         print(json.dumps(jobs, indent=2))
@@ -109,7 +120,9 @@ def cancel(chosen_queue: QueueName | None, runs: tuple[str, ...]) -> int:
         for text in runs:
             run = task_of(Path(text)) or text
             if not run.partition("_")[0].isdecimal():
-                raise click.UsageError(f"{run!r} is no job's id of SLURM; for zlaunch's own: --queue local")
+                raise click.UsageError(
+                    f"{run!r} is not a SLURM job ID; use --queue local for zlaunch's own queue"
+                )
             commands.cancel(run)
             print(f"{run}: cancelled")
         return 0
@@ -121,18 +134,19 @@ def cancel(chosen_queue: QueueName | None, runs: tuple[str, ...]) -> int:
     jobs = _find(store, runs)
     for job in jobs:
         if job.state == "ended":
-            text = f"job {job.id} has ended already, with code {job.exit_code}"
+            text = f"job {job.id} has already ended, with code {job.exit_code}"
             if len(jobs) == 1:
                 raise click.UsageError(text)
             print(text)
             continue
         cancel_job(store, job)
         asked.append(job.id)
-    ensure_daemon(folder)
+    if asked and (store.rows("running") or store.has_waiting()):
+        ensure_daemon(folder)
     return _await_end(store, asked)
 
 
-def _find(store: Store, texts: Sequence[str]) -> list[QueuedJob]:
+def _find(store: Store, texts: Sequence[str]) -> list[Job]:
     """Return the jobs that were named, by number or as runs. Raises LaunchError."""
     from zlaunch.queue.ending import settle
     from zlaunch.supervisor.found_runs import find_run, meant
@@ -146,7 +160,7 @@ def _find(store: Store, texts: Sequence[str]) -> list[QueuedJob]:
             raise LaunchError(f"there is no job {text}: zlaunch queue --all")
         known = store.of_run(settle(find_run(meant(text))).path)
         if known is None:
-            raise LaunchError(f"{text} is no run of the queue: zlaunch stop {text}")
+            raise LaunchError(f"{text} is not a run of the queue: zlaunch stop {text}")
         found.append(known)
     return found
 

@@ -1,7 +1,7 @@
 """Run one attempt at a queued run: `python -m zlaunch.cli.queued`, which the queue's daemon starts.
 
-Its arguments: the queue's folder, the job's number, the attempt's, the run's id, the descriptor of the
-attempt's lock, and a command line of zlaunch. What becomes of it is noted there: it depends on no daemon.
+Its arguments: the daemon's request (`zlaunch/queue/start_request.py`) and a command line of zlaunch. What
+becomes of it is noted in the attempt's files: it depends on no daemon.
 
 Note [Signals of a queued run]
 The daemon signals an attempt from the moment that its `begun` is there: a time limit or a cancellation may
@@ -17,9 +17,12 @@ import signal
 import sys
 from pathlib import Path
 
+import zlaunch as zlaunch_package
+from zlaunch import __version__
 from zlaunch.cli.main import main as zlaunch
 from zlaunch.errors import LaunchError
 from zlaunch.queue.attempt import Attempt
+from zlaunch.queue.start_request import StartRequest
 from zlaunch.queue.wake import ensure_daemon
 from zlaunch.supervisor import run_record
 from zlaunch.system.processes import signal_name
@@ -36,10 +39,16 @@ class _Stopped(BaseException):
 
 
 def main() -> int:
-    """Launch, note the exit code, and have the daemon see it, which may have to be started anew."""
-    folder, job, number, run_id, lock, *arguments = sys.argv[1:]
-    os.set_inheritable(int(lock), False)
-    attempt = Attempt(Path(folder), int(job), int(number))
+    """Launch, note the end, and have the daemon see it, which may have to be started anew."""
+    try:
+        request = StartRequest.read(sys.argv[1])
+    except LaunchError as error:
+        print(f"zlaunch: error: {error}", file=sys.stderr)
+        return 2
+    arguments = sys.argv[2:]
+    os.set_inheritable(request.lock, False)
+    folder = Path(request.folder)
+    attempt = Attempt(folder, request.job, request.attempt)
     try:
         _handle_signals()
         try:
@@ -47,22 +56,36 @@ def main() -> int:
         except OSError as error:
             print(f"zlaunch: error: the queue's folder {folder}: {error.strerror}", file=sys.stderr)
             return 1
+        _become_as_submitted(request)
         sys.argv[1:] = arguments  # as it is recorded
-        code = zlaunch(["--run_id", run_id, "--first_attempt", number, *arguments])
+        code = zlaunch(["--run_id", request.run_id, "--first_attempt", str(request.attempt), *arguments])
         _ignore_signals()
     except _Stopped as stopped:
         _ignore_signals()
         code = _code_of(stopped, arguments)
     try:
-        attempt.end(code)
+        attempt.end(run_record.own_end(arguments[arguments.index("--run_dir") + 1], code))
     except OSError as error:  # the daemon that has started this process sees its exit code
         print(f"zlaunch: warning: the queue's folder {folder}: {error.strerror}", file=sys.stderr)
-    os.close(int(lock))
+    os.close(request.lock)
     try:
-        ensure_daemon(Path(folder))
+        ensure_daemon(folder)
     except LaunchError as error:
         print(f"zlaunch: warning: {error}", file=sys.stderr)
     return code
+
+
+def _become_as_submitted(request: StartRequest) -> None:
+    """Restore the submitter's settings; say what differs from what was submitted."""
+    own = str(Path(zlaunch_package.__file__).parent)
+    if not request.version:
+        text = "submitted with zlaunch 0.2.0 or older: it runs with the daemon's Python and settings"
+        print(f"zlaunch: {text}", file=sys.stderr)
+    elif (request.version, request.path) != (__version__, own):
+        before, now = f"{request.version} in {request.path}", f"{__version__} in {own}"
+        print(f"zlaunch: submitted with zlaunch {before}, runs with {now}", file=sys.stderr)
+    if request.settings is not None and (missed := request.settings.restore()):
+        print(f"zlaunch: warning: not as submitted: {'; '.join(missed)}", file=sys.stderr)
 
 
 def _handle_signals() -> None:

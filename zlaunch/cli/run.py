@@ -52,7 +52,7 @@ def run(command: tuple[str, ...], **given: Any) -> int:
     if given["dry_run"]:
         if plan is None:
             raise click.UsageError(
-                "--dry_run: the hostfile has hosts without slots=N, so only a launch can tell"
+                "--dry_run: the hostfile has hosts without slots=N, and only a launch asks them"
             )
         from zlaunch.plan import checks
 
@@ -107,13 +107,13 @@ def prepare(command: tuple[str, ...], given: dict[str, Any]) -> Chosen:
     given["log_ranks"] = given["log_ranks"] or "0"
     given["no_ssh"] = given["no_ssh"] or given["node_rank"] is not None
     if given["no_ssh"] and given["node_rank"] is None:
-        raise click.UsageError("--no_ssh and --node_rank N go together")
+        raise click.UsageError("--no_ssh and --node_rank N require each other")
     for name in ("master_addr", "run_dir"):
         if given[name] is not None and not given[name].strip():
             raise click.UsageError(f"--{name} is empty")
     given["quiet"] = given["quiet"] or given["log_level"] in ("error", "critical")
     if given["include"] is not None and given["exclude"] is not None:
-        raise click.UsageError("--include and --exclude exclude each other")
+        raise click.UsageError("--include and --exclude cannot be used together")
     from zlaunch.launchers.pods import take_pod
     from zlaunch.plan import checks
     from zlaunch.slurm.commands import own_allocation
@@ -213,7 +213,7 @@ def check_command(
     if not command or not command[0]:
         raise click.UsageError("no script given: zlaunch SCRIPT [ARGS]; `zlaunch -h` shows the options")
     if module and no_python:
-        raise click.UsageError("--module and --no_python exclude each other")
+        raise click.UsageError("--module and --no_python cannot be used together")
     if module:
         checks.check_module(command[0])
         return "module"
@@ -244,6 +244,7 @@ def _print_plan(plan: Plan, mesh: MeshShape | None, *, as_json: bool) -> None:
 
 
 def _launch(launcher: Launcher, why: str, ranks: list[int] | None, given: dict[str, Any]) -> int:
+    from zlaunch.supervisor import run_record
     from zlaunch.supervisor.job import Limits, run_job
     from zlaunch.supervisor.run_folder import make_run_dir, point_latest
     from zlaunch.system.processes import die_with_parent
@@ -258,10 +259,13 @@ def _launch(launcher: Launcher, why: str, ranks: list[int] | None, given: dict[s
         point_latest(Path(run_dir))
     if given["detach"] and not _goes_on_alone(launcher, quiet=given["quiet"]):
         return 0
+    plan = launcher.known_plan()
+    world = plan.world_size if plan is not None else 0
+    run_record.begun(run_dir, launcher.options.run_id, launcher.hosts, world, given["first_attempt"])
     console = Console(ranks, quiet=given["quiet"], verbose=given["verbose"])
     console.message(f"{launcher.options.program.name} on {launcher.where}")
     console.detail(f"launcher {launcher.name}: {why}")
-    if (plan := launcher.known_plan()) is not None and plan.master_addr:
+    if plan is not None and plan.master_addr:
         console.detail(f"rendezvous at {plan.master_addr}:{plan.master_port}")
     console.message(f"logs in {os.path.relpath(run_dir)}")
     limits = Limits(

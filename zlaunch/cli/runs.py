@@ -19,7 +19,8 @@ from zlaunch.cli.clean import clean_up
 from zlaunch.cli.commands import SETTINGS, Command, seconds_option
 from zlaunch.errors import LaunchError
 from zlaunch.plan.checks import parse_ranks
-from zlaunch.queue.ending import settle
+from zlaunch.queue.ending import settle, settle_all
+from zlaunch.runtime.trust import check_folder
 from zlaunch.supervisor import run_record
 from zlaunch.supervisor.event_file import EventFile
 from zlaunch.supervisor.found_runs import (
@@ -53,13 +54,22 @@ def _living(text: str, command: str) -> FoundRun:
     if run.state == "queued":
         raise click.UsageError(f"{text} waits in the queue: zlaunch cancel {text} takes it out")
     if known.ended is not None:
-        raise click.UsageError(f"{text} has ended already, at {_moment(known.ended)}, code {known.exit_code}")
+        code = f"code {known.exit_code}" + (f" ({known.end.words})" if known.end is not None else "")
+        raise click.UsageError(f"{text} has already ended, at {_moment(known.ended)}, {code}")
     if run.is_elsewhere:
         program = f"{sys.executable} -m zlaunch"  # whatever the PATH is there
         there = f"ssh {known.host} {program} {command} {run.path.absolute()}"
         raise click.UsageError(f"the launcher of {text} is on {known.host}: {there}")
+    if known.is_of_other_namespace and run.state == "running":
+        raise click.UsageError(
+            f"the launcher of {text} is in another container on this host: zlaunch {command} there"
+        )
     if not known.is_running():
-        raise click.UsageError(f"{text} has ended already: its launcher (process {known.pid}) is gone")
+        raise click.UsageError(f"{text} has already ended: its launcher (process {known.pid}) is gone")
+    try:
+        check_folder(run.path)  # the process that a record names is signalled
+    except OSError as error:
+        raise click.UsageError(f"{text} is not your run: {error}") from None
     try:
         os.kill(known.pid, 0)
     except PermissionError:
@@ -87,7 +97,7 @@ def ps(folder: str, show_all: bool, clean: bool, yes: bool, as_json: bool) -> in
     another host, where you can see more).
     """
     if (yes and not clean) or (clean and (as_json or show_all)):
-        raise click.UsageError("--yes goes with --clean, and --all and --json do not")
+        raise click.UsageError("--yes needs --clean; --all and --json cannot be combined with it")
     folder = meant(folder)
     path = Path(folder)
     if (
@@ -98,14 +108,14 @@ def ps(folder: str, show_all: bool, clean: bool, yes: bool, as_json: bool) -> in
         path = Path(DEFAULT_FOLDER, folder)
     known = run_record.read(path)
     if known is not None:
-        run = FoundRun(path.name or str(path), path, known)
+        run = settle(FoundRun(path.name or str(path), path, known))
         if clean:
             return clean_up([run], yes=yes)
         _show_run(run, read_ranks(run), as_json=as_json)
         return 0
     if not path.is_dir() and folder != DEFAULT_FOLDER:
         raise click.UsageError(f"there is no folder {folder!r}")
-    everything = [settle(run) for run in find_runs(path)]
+    everything = settle_all(find_runs(path))
     if clean:
         return clean_up(everything, yes=yes)
     chosen = [run for run in everything if show_all or run.state.startswith(("running", "queued", "on "))]
@@ -135,7 +145,7 @@ def _row(run: FoundRun) -> tuple[str, ...]:
     until = known.ended if known.ended is not None else time.time()
     elapsed = "-" if run.state == "gone" else _duration(until - known.started)
     return (
-        *(run.name, run.state, shown, str(known.world_size)),
+        *(run.name, run.shown_state, shown, str(known.world_size)),
         *(_moment(known.started), elapsed, str(known.attempt), shorten(" ".join(known.command), _COMMAND)),
     )
 
@@ -148,7 +158,7 @@ def _show_run(run: FoundRun, ranks: Sequence[Rank], *, as_json: bool) -> None:
 
     rows = [(str(r.rank), r.host, str(r.pid), r.state) for r in ranks]
     columns = ("rank", "host", "pid", "state")
-    stdout_console().print(make_table(columns, rows, title=f"{run.name}: {run.state}"))
+    stdout_console().print(make_table(columns, rows, title=f"{run.name}: {run.shown_state}"))
 
 
 def _moment(epoch_s: float) -> str:

@@ -114,7 +114,7 @@ def submit(command: tuple[str, ...], follow: bool, **options: Any) -> int:
 
     _check_given(command)
     if follow and options["array"] is not None:
-        raise click.UsageError("--follow goes with one job, not with --array")
+        raise click.UsageError("--follow works with one job, not with --array")
     if command[0].endswith(".sbatch"):
         _check_existing(command, options)
         job_id = hand_over(command[0])
@@ -202,7 +202,7 @@ def _check_existing(command: tuple[str, ...], options: dict[str, Any]) -> None:
     if not os.path.isfile(command[0]):
         raise click.UsageError(f"no file {command[0]!r}")
     if len(command) > 1 or any(value not in (None, (), False, 1) for value in options.values()):
-        raise click.UsageError(f"{command[0]}: options and arguments of a finished file belong into the file")
+        raise click.UsageError(f"{command[0]}: options and arguments of a finished file belong in the file")
 
 
 def _follow(job_id: str) -> int:

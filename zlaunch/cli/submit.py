@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import click
 
+import zlaunch
 from zlaunch.cli.commands import SETTINGS, Command, count_option, with_options
 from zlaunch.cli.launch_options import LAUNCH
 
@@ -96,7 +97,7 @@ def read_line(
     chosen = choose_queue(queue, uses_hosts=any(given[name] for name in ("hostfile", "include", "exclude")))
     about = {name: given[name] for name in _ABOUT}
     if chosen == "local" and about["sbatch"]:
-        raise click.UsageError("--sbatch goes with --queue slurm")
+        raise click.UsageError("--sbatch needs --queue slurm")
     others = {name: value for name, value in given.items() if name not in _ABOUT}
     return Asked(chosen, command, _given_options(context), {**others, **_NOT_HERE}, about)
 
@@ -141,14 +142,16 @@ def enqueue(asked: Asked) -> tuple[int, Path]:
     from zlaunch.cli.run import prepare
     from zlaunch.plan.plan import without_secrets
     from zlaunch.queue.demand import find_demand
-    from zlaunch.queue.store import Store, Submission
+    from zlaunch.queue.process_settings import ProcessSettings
+    from zlaunch.queue.store import QueuedJob, Store, Submission
     from zlaunch.queue.wake import check_daemon, queue_folder
     from zlaunch.slurm.script import time_limit_s
     from zlaunch.supervisor import run_record
     from zlaunch.supervisor.detach import CONSOLE_LOG
+    from zlaunch.supervisor.end import End
     from zlaunch.supervisor.found_runs import find_run, meant
     from zlaunch.supervisor.run_folder import make_run_dir
-    from zlaunch.system.processes import uninterrupted
+    from zlaunch.system.processes import python_module_argv, uninterrupted
 
     _, command, options, given, about = asked
     if given["requeue"]:
@@ -156,7 +159,7 @@ def enqueue(asked: Asked) -> tuple[int, Path]:
     known = Store(queue_folder())
     after = tuple(
         found.submission.run_dir
-        if run.isdecimal() and (found := known.find(int(run))) is not None
+        if run.isdecimal() and isinstance(found := known.find(int(run)), QueuedJob)
         else str(find_run(meant(run)).path.resolve())
         for run in about["after"]
     )
@@ -181,6 +184,10 @@ def enqueue(asked: Asked) -> tuple[int, Path]:
         retries=about["retries"],
         preemptible=about["preemptible"],
         grace_s=o.grace_s,
+        heartbeat_s=launcher.run.heartbeat_s,
+        starter=python_module_argv("zlaunch.cli.queued"),
+        path=str(Path(zlaunch.__file__).parent),
+        settings=ProcessSettings.of_this_process(),
     )
     per_node = demand.per_node or max(map(len, demand.pool.values()))
     shown = without_secrets([*(word for _, word in options), *command])
@@ -197,14 +204,14 @@ def enqueue(asked: Asked) -> tuple[int, Path]:
         try:
             job = known.add(submission, environ)
         except BaseException:
-            run_record.left_queue(path, 2)
+            run_record.left_queue(path, End(2, "refused"))
             raise
     return job, path
 
 
 def _told(job: int, path: Path, *, quiet: bool) -> int:
     """Say what the run is called, and have it started."""
-    from zlaunch.queue.wake import ensure_daemon, queue_folder
+    from zlaunch.queue.wake import queue_folder, replace_older_daemon
     from zlaunch.supervisor.detach import ended_at_logout
     from zlaunch.supervisor.run_folder import name_of
 
@@ -212,7 +219,7 @@ def _told(job: int, path: Path, *, quiet: bool) -> int:
     print(name, flush=True)
     if not quiet:
         print(f"zlaunch: job {job} of the queue: zlaunch queue, wait {name}, cancel {name}", file=sys.stderr)
-    ensure_daemon(queue_folder())
+    replace_older_daemon(queue_folder())
     if advice := ended_at_logout():
         print(f"zlaunch: warning: {advice}", file=sys.stderr)
     return 0

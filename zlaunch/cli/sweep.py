@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from zlaunch.sweep.trials import SweepTrial
 
 _SETTINGS = {**SETTINGS, "ignore_unknown_options": True, "allow_interspersed_args": False}
-_POLL_S = 0.5
+_POLL_S = 1.0
 
 
 @click.command(cls=Command, context_settings=_SETTINGS, short_help="Search a script's hyperparameters.")
@@ -45,7 +45,7 @@ def sweep(folder: str | None, at_once: int | None, file: str, command: tuple[str
     from zlaunch.sweep.trials import digits_of, hold, open_trials
 
     if file.startswith("-"):
-        raise click.UsageError(f"the file of parameters comes before the options of its runs, not {file}")
+        raise click.UsageError(f"put the parameter file before the options of its runs, not {file}")
     asked = _asked(command)
     space = read_space(Path(file))
     where = Path(folder if folder is not None else f"sweeps/{Path(file).stem}")
@@ -80,7 +80,7 @@ def _asked(words: Sequence[str]) -> Asked:
     if not asked.command:
         raise click.UsageError("no script given; see zlaunch sweep --help")
     if asked.given["run_dir"] is not None:
-        raise click.UsageError("--run_dir does not go with sweep: --dir DIR, before FILE")
+        raise click.UsageError("--run_dir cannot be used with sweep: --dir DIR, before FILE")
     return asked
 
 
@@ -94,7 +94,7 @@ def _config_of(asked: Asked, space: SweepSpace) -> str | None:
     configs = {value for _, value, _ in config_arguments(asked.command[1:])}
     if len(configs) != 1:
         raise click.UsageError(
-            f"parameter {keys[0]} is a key of a config, and {asked.command[0]} has to be given one: "
+            f"parameter {keys[0]} is a config key, and {asked.command[0]} has to be given one: "
             "--config, --deepspeed_config or --deepspeed FILE, a name that ends in .json, .yaml or .yml"
         )
     return configs.pop()
@@ -134,18 +134,23 @@ class _Sweep:
         left = list(self.trials)
         while True:
             self.queue.look()
+            before = len(left)
             for trial in list(left):
+                state = trial.state
+                if state == "queued":
+                    continue
                 # Asked first: what comes afterwards is still read.
-                has_ended = trial.has_ended or not trial.is_begun
+                has_ended = trial.has_ended or state == "new"
                 new = trial.read()
                 is_behind = self.halving is not None and not self.halving.goes_on(trial.number, new)
                 if has_ended:
                     left.remove(trial)
                     click.echo(f"{trial.number:3d}  {_shown(trial.values)}: {_outcome(trial)}")
                     self._miss_metric(trial)
-                    write_results(self.folder, self.trials)
                 elif is_behind and not trial.is_stopped:
                     self._stop(trial)
+            if len(left) < before:
+                write_results(self.folder, self.trials)
             if not left:
                 return
             time.sleep(_POLL_S)

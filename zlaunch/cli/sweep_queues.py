@@ -42,14 +42,17 @@ class LocalQueue:
         from zlaunch.queue.wake import queue_folder
         from zlaunch.supervisor import run_record
 
-        self._folder = queue_folder()
+        self._folder, self._trials = queue_folder(), folder
         self._store = Store(self._folder)
-        known = {job.submission.run_dir for job in self._store.jobs("waiting", "running", "ended")}
+        self._known = self._store.states_under(folder)
+        """Folder of a trial -> how its job stood at the last look: one question for all of them."""
+        self._ended: dict[Path, str] = {}
+        """How trials ended that the queue has forgotten."""
         for path in folder.resolve().glob("*/launcher.json"):
             record = run_record.read(path.parent)
             is_marked = record is not None and not record.pid and run_record.is_queued(path.parent)
-            if is_marked and str(path.parent) not in known:  # a sweep was killed before it was in the queue
-                path.unlink()
+            if is_marked and str(path.parent) not in self._known:
+                path.unlink()  # a sweep was killed before it was in the queue
 
     def check(self, asked: Asked) -> None:
         prepare(asked.command, dict(asked.given))
@@ -65,25 +68,32 @@ class LocalQueue:
         pass
 
     def look(self) -> None:
-        pass
+        from zlaunch.queue.ending import settle_queue
+
+        settle_queue(self._store, self._folder)
+        self._known = self._store.states_under(self._trials)
 
     def standing(self, folder: Path) -> str:
+        if (known := self._known.get(str(folder))) is None:
+            return self._ended.get(folder) or self._standing_alone(folder)
+        state, code = known
+        return {"waiting": "queued", "running": "running"}.get(state, f"ended {code}")
+
+    def _standing_alone(self, folder: Path) -> str:
+        """Return how a trial stands that is not in the queue, by its folder."""
         from zlaunch.queue.ending import settle
         from zlaunch.supervisor import run_record
         from zlaunch.supervisor.found_runs import FoundRun
 
-        known = run_record.read(folder)
-        if known is None:
+        record = run_record.read(folder)
+        if record is None:
             return "new"
-        state = settle(FoundRun(folder.name, folder, known)).state
-        if not state.startswith(("ended", "gone")):
-            return state
-        code = (run_record.read(folder) or known).exit_code  # as it has been settled
-        if code is None and (job := self._store.of_run(folder)) is not None:  # it could not be written
-            if job.state != "ended":
-                return "running"
-            code = job.exit_code
-        return f"ended {'killed' if code is None else code}"
+        found = settle(FoundRun(folder.name, folder, record))
+        if not found.has_ended:
+            return found.state
+        code = found.record.exit_code
+        self._ended[folder] = f"ended {'killed' if code is None else code}"
+        return self._ended[folder]
 
     def cancel(self, folder: Path) -> None:
         from zlaunch.queue.ending import cancel_job
@@ -101,7 +111,7 @@ class SlurmQueue:
         from zlaunch.sweep.job_array import JobArray
 
         if "\\" in str(folder.resolve()):
-            raise click.UsageError(f"--dir {folder}: SLURM takes no backslash in the name of a job's output")
+            raise click.UsageError(f"--dir {folder}: SLURM allows no backslash in the name of a job's output")
         self._array, self._at_once = JobArray(folder, digits), at_once
         self.find, self.look = self._array.find, self._array.look
         self.standing, self.cancel = self._array.standing, self._array.cancel
@@ -109,7 +119,7 @@ class SlurmQueue:
     def check(self, asked: Asked) -> None:
         for option in " ".join(asked.about["sbatch"]).split():
             if option.startswith(("--array", "-a", "--output", "-o", "--comment", "-J", "--job-name")):
-                raise click.UsageError(f"--sbatch {option!r}: a sweep's job array has its own")
+                raise click.UsageError(f"--sbatch {option!r}: the sweep sets this option itself")
         batch_of(asked)
 
     def submit(self, asked: Asked, trials: Mapping[int, Asked]) -> None:

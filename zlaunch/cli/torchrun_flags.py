@@ -147,7 +147,7 @@ def torchrun_flags() -> list[click.Option]:
 def _backend(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
     if value not in (None, "c10d", "static"):
         raise click.UsageError(
-            f"--rdzv_backend {value}: the workers meet at node 0 alone; use c10d or static"
+            f"--rdzv_backend {value}: workers rendezvous only at node 0; use c10d or static"
         )
     return value
 
@@ -208,7 +208,7 @@ def _take(out: dict[str, Any], option: str, value: Any, said: str) -> None:
     if value is None or value == unset:
         return
     if out[option] not in (unset, value):
-        raise click.UsageError(f"{said} and --{option} {out[option]} say different things")
+        raise click.UsageError(f"{said} and --{option} {out[option]} contradict each other")
     out[option] = value
 
 
@@ -227,7 +227,7 @@ def _nodes(text: str | None) -> int | None:
         raise click.UsageError(f"--nnodes {text}: expected a number of nodes")
     if match[2] is not None and int(match[2]) != int(match[1]):
         raise click.UsageError(
-            f"--nnodes {text}: a run does not grow. Give the number of nodes; with --hostfile, "
+            f"--nnodes {text}: the number of nodes is fixed. Give the number of nodes; with --hostfile, "
             f"--min_nodes {match[1]} --max_restarts N restarts without failed nodes"
         )
     return int(match[1])
@@ -246,7 +246,7 @@ def _take_nodes(out: dict[str, Any], here: Surroundings, *, standalone: bool) ->
     if standalone:
         if nodes not in (None, 1) or rank not in (None, 0) or hostfile is not None:
             raise click.UsageError(
-                "--standalone is this machine alone: it goes with no hostfile or other nodes"
+                "--standalone means this machine only: remove the hostfile and the options for other nodes"
             )
         nodes, rank, out["launcher"] = 1, None, out["launcher"] or LOCAL
     if nodes == 1 and rank == 0 and hostfile is None:
@@ -262,10 +262,10 @@ def _take_nodes(out: dict[str, Any], here: Surroundings, *, standalone: bool) ->
         )
     if rank is not None and hostfile is None:
         if nodes is None:
-            raise click.UsageError(f"--node_rank {rank}: say how many nodes there are with --nnodes N")
+            raise click.UsageError(f"--node_rank {rank}: give the number of nodes with --nnodes N")
         if out["master_addr"] is None:
             raise click.UsageError(
-                f"--node_rank {rank}: say where node 0 is, with --master_addr or --rdzv_endpoint HOST:PORT"
+                f"--node_rank {rank}: give node 0's address with --master_addr or --rdzv_endpoint HOST:PORT"
             )
     out["num_nodes"], out["node_rank"], out["no_ssh"] = nodes, rank, rank is not None
 
@@ -286,9 +286,11 @@ def _take_workers(out: dict[str, Any], here: Surroundings, each: str | None, tot
         _take(out, "num_gpus", int(each), f"--nproc_per_node {each}")
     if total is not None:
         if nodes is None and elsewhere:
-            raise click.UsageError("--num_processes is of all nodes: use --num_gpus N, the workers of each")
+            raise click.UsageError(
+                "--num_processes counts the workers of all nodes: use --num_gpus N, the workers of each"
+            )
         if total % (nodes or 1):
-            raise click.UsageError(f"--num_processes {total}: cannot be shared out evenly to {nodes} nodes")
+            raise click.UsageError(f"--num_processes {total}: cannot be divided evenly among {nodes} nodes")
         _take(out, "num_gpus", total // (nodes or 1), f"--num_processes {total}")
     if out["node_rank"] is not None and out["hostfile"] is None and out["num_gpus"] is None:
         out["num_gpus"] = here.gpus or 1  # as on the other nodes

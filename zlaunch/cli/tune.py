@@ -77,7 +77,7 @@ def _tuned_command(given: Sequence[str]) -> TunedCommand:
     except click.NoSuchOption as error:
         if error.option_name.lstrip("-").replace("-", "_") in _OWN:
             raise click.UsageError(
-                f"{error.option_name} is tune's: put it before the options of a launch"
+                f"{error.option_name} is an option of tune: put it before the options of the launch"
             ) from None
         raise
     command = tuple(launch.params["command"])
@@ -85,11 +85,11 @@ def _tuned_command(given: Sequence[str]) -> TunedCommand:
         raise click.UsageError("no script given; see zlaunch tune --help")
     for name in ("run_dir", "dry_run", "max_restarts"):
         if launch.params[name]:
-            raise click.UsageError(f"--{name} does not go with tune")
+            raise click.UsageError(f"--{name} cannot be used with tune")
     configs = [value for _, value, _ in config_arguments(command[1:])]
     if len(set(configs)) != 1:
         raise click.UsageError(
-            f"{command[0]} has to be given one config to tune: --config, --deepspeed_config or --deepspeed "
+            f"{command[0]} needs one config to tune: --config, --deepspeed_config or --deepspeed "
             "FILE, a name that ends in .json, .yaml or .yml"
         )
     folder = launch.params["workdir"] or ""
@@ -118,7 +118,7 @@ class _Tuning:
         first = self.measure(Variant())  # it shows the batch sizes, on which the rest depends
         if first.verdict == NO_STEP:
             raise LaunchError(
-                f"{self.tuned.command[0]} made no step: it has to train with an engine of zlaunch.initialize"
+                f"{self.tuned.command[0]} made no step: train with an engine from zlaunch.initialize"
             )
         search(self._space(), self.measure)
         placements = [trial.variant.placement for trial in self.results.trials]

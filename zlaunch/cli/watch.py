@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from zlaunch.cli.commands import SETTINGS, Command
+from zlaunch.queue.ending import settle
 from zlaunch.supervisor.event_file import EventFile
 from zlaunch.supervisor.found_runs import FoundRun, find_run, meant
 from zlaunch.view.progress import RunProgress
@@ -42,7 +43,7 @@ def watch(run: str, once: bool) -> int:
         return 0
     with Live(console=console, auto_refresh=False) as live:
         while True:
-            state = found.now().state  # asked first: what comes afterwards is still read
+            state = settle(found.now()).state  # asked first: what comes afterwards is still read
             progress.take_all(events.read())
             live.update(_draw(found, progress, console.height), refresh=True)
             if state.startswith(("ended", "gone")):
@@ -53,4 +54,4 @@ def watch(run: str, once: bool) -> int:
 def _draw(run: FoundRun, progress: RunProgress, height: int) -> RenderableType:
     from zlaunch.view.live import draw
 
-    return draw(progress, run.name, run.now().state, time.time(), height)
+    return draw(progress, run.name, run.now().shown_state, time.time(), height)

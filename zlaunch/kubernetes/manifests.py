@@ -52,7 +52,7 @@ class KubernetesJob:
         for option, text in (("cpus", self.cpus), ("memory", self.memory)):
             _check_amount(option, text)
         if not self.image or not self.image.isprintable() or " " in self.image:
-            raise LaunchError(f"--image {self.image!r}: is no name of an image")
+            raise LaunchError(f"--image {self.image!r}: not an image name")
 
     def metadata(self) -> dict[str, str]:
         """Return the manifest's metadata."""

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
@@ -22,11 +24,14 @@ from zlaunch.system.processes import python_module_argv
 
 if TYPE_CHECKING:
     from zlaunch.slurm.environment import Allocation
+    from zlaunch.supervisor.end import End
     from zlaunch.supervisor.verdict import Outcome
 
 FOR_SSH = ("ssh_port", "ssh_config", "ssh_accept_new")
 FOR_SEVERAL_NODES = (*FOR_SSH, "iface", "remote_python", "venv", "min_nodes", "spares")
 NEEDS_NODES = "it needs a --hostfile or a SLURM job of several nodes"
+_CLOCKS_S = 5.0
+"""Seconds by which the clocks of SLURM's machines may differ."""
 
 
 class Launcher(Job):
@@ -84,6 +89,13 @@ class Launcher(Job):
 
             requeue(os.environ, say)
         return outcome.code
+
+    def end_of(self, outcome: Outcome) -> End:
+        """Return the end of a run. SIGTERM at the end of the SLURM job's time is its time limit."""
+        end, allocation = outcome.end, self.allocation
+        ends_at = None if allocation is None else allocation.ends_at
+        is_late = ends_at is not None and time.time() >= ends_at - _CLOCKS_S
+        return replace(end, cause="timed out") if is_late and end.code == 128 + signal.SIGTERM else end
 
     def is_requeued(self, outcome: Outcome) -> bool:
         """Tell whether the SLURM job is to be put back into the queue."""

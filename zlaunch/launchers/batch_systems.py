@@ -11,7 +11,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from zlaunch.errors import LaunchError
-from zlaunch.hostfiles.hostlist import HostListError, expand
+from zlaunch.hostfiles.grammar import is_host
+from zlaunch.hostfiles.hostlist import HostListError, expand, short
 from zlaunch.plan.options import own_names
 
 _INSIDE = ("ZLAUNCH_RUN_ID", "LOCAL_RANK")
@@ -68,6 +69,11 @@ def _flux_hosts() -> list[str]:
 
 def _job(system: str, number: str | None, hosts: Iterable[str]) -> BatchJob | None:
     found = tuple(dict.fromkeys(hosts))
+    if bad := [host for host in found if not is_host(host)]:
+        raise LaunchError(
+            f"{system} says that {short(bad[0])} is a host of this job, which is not a host name; give a "
+            "--hostfile, or --launcher local"
+        )
     return BatchJob(f"{system} job{f' {number}' if number else ''}", found) if found else None
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -22,7 +22,7 @@ from zlaunch.supervisor.nodes import close_all, connect, sweep_hosts
 
 if TYPE_CHECKING:
     from zlaunch.slurm.environment import Allocation
-    from zlaunch.supervisor.nodes import Node, Rendezvous, Say
+    from zlaunch.supervisor.nodes import Left, Node, Rendezvous, Say
     from zlaunch.transports import Transport
 
 
@@ -78,9 +78,9 @@ class ClusterLauncher(Launcher):
         close_all([node for node in nodes if node.host not in chosen])
         return [node for node in nodes if node.host in chosen], errors
 
-    def sweep(self, hosts: Sequence[str], run_id: str) -> None:
-        """End the processes that a run has left on hosts whose agents have died."""
-        sweep_hosts(hosts, self.open_transport, run_id)
+    def sweep(self, lost: Mapping[str, Left], run_id: str) -> frozenset[str]:
+        """End the processes that a run has left on hosts whose agents have died; return those without any."""
+        return sweep_hosts(lost, self.open_transport, run_id)
 
     def plan(self, nodes: Sequence[Node], rendezvous: Rendezvous | None, attempt: int) -> Plan:
         """Make the plan for the nodes that are there. Raises NodeError."""

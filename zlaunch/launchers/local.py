@@ -35,9 +35,9 @@ class LocalLauncher(ThisNodeLauncher):
         """Return the slots that were chosen. Raises LaunchError."""
         o = self.options
         if o.num_nodes not in (None, 1):
-            raise LaunchError(f"--num_nodes {o.num_nodes}: there is this machine alone; give a --hostfile")
+            raise LaunchError(f"--num_nodes {o.num_nodes}: this is the only machine; give a --hostfile")
         if o.num_gpus is not None and (o.include is not None or o.exclude is not None):
-            raise LaunchError("--num_gpus does not go with --include or --exclude")
+            raise LaunchError("--num_gpus cannot be combined with --include or --exclude")
         devices, count = self._devices, len(self._devices.tokens)
         option, text = ("--include", o.include) if o.include is not None else ("--exclude", o.exclude)
         if text is not None:

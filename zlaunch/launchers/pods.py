@@ -56,7 +56,7 @@ def read_pod(environ: Mapping[str, str]) -> Pod | None:
     if not address:
         raise LaunchError(f"PET_NNODES={nodes} is set, but neither PET_MASTER_ADDR nor MASTER_ADDR is")
     if not 0 <= rank < nodes:
-        raise LaunchError(f"this pod is said to be node {rank} of {nodes}: they are counted from 0")
+        raise LaunchError(f"this pod is node {rank} of {nodes}: nodes count from 0")
     ports = {**environ, **({"PET_RDZV_PORT": port} if port else {})}
     named = [name for name in ("PET_MASTER_PORT", "PET_RDZV_PORT", "MASTER_PORT") if ports.get(name)]
     return Pod(rank, nodes, _workers(environ), address, _number(ports, named[0], 0) if named else 0)
@@ -83,7 +83,7 @@ def take_pod(given: dict[str, Any], allocation: Allocation | None) -> None:
     if given["num_nodes"] not in (None, pod.nodes):
         raise LaunchError(f"--num_nodes {given['num_nodes']}: {where}")
     if given.get("num_processes") is not None:
-        raise LaunchError(f"--num_processes is of all nodes: {where}; use --num_gpus N")
+        raise LaunchError(f"--num_processes counts the workers of all nodes: {where}; use --num_gpus N")
     given.update(pod=True, no_ssh=True, node_rank=pod.node_rank, num_nodes=pod.nodes)
     given["num_gpus"] = given["num_gpus"] or pod.workers
     given["master_addr"] = given["master_addr"] or pod.master_addr
@@ -124,7 +124,7 @@ def _nodes(environ: Mapping[str, str]) -> int | None:
     if colon and low != high:
         raise LaunchError(
             f"PET_NNODES={text}: an elastic number of nodes is not supported; set one number, "
-            "and let Kubernetes start the pods anew after a failure"
+            "and let Kubernetes restart the pods after a failure"
         )
     return _number({"PET_NNODES": low}, "PET_NNODES", 1) if text else None
 

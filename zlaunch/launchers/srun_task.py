@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ from zlaunch.plan.plan import Plan
 
 if TYPE_CHECKING:
     from zlaunch.slurm.environment import Allocation
+    from zlaunch.supervisor.end import End
     from zlaunch.supervisor.verdict import Outcome
 
 _SRUN_DECIDES = "srun has started this task and decides; start zlaunch by sbatch or salloc for it"
@@ -81,6 +83,11 @@ class SrunTaskLauncher(ThisNodeLauncher):
             attempt,
             part=Part(first, world, place.rank_of_node, place.nodes),
         )
+
+    def end_of(self, outcome: Outcome) -> End:
+        """Return the end of a run. SIGHUP says that another task of the step has failed."""
+        end = super().end_of(outcome)
+        return replace(end, cause="failed") if outcome.signum == signal.SIGHUP else end
 
     def on_end(self, outcome: Outcome, say: Callable[[str], None]) -> int:
         """Tell the other tasks of a failure here; after one there, end with code 0: theirs is the step's."""

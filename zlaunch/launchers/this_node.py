@@ -18,7 +18,7 @@ from zlaunch.transports.local import open_local
 
 if TYPE_CHECKING:
     from zlaunch.slurm.environment import Allocation
-    from zlaunch.supervisor.nodes import Rendezvous, Say
+    from zlaunch.supervisor.nodes import Left, Rendezvous, Say
 
 
 class ThisNodeLauncher(Launcher):
@@ -67,8 +67,9 @@ class ThisNodeLauncher(Launcher):
         """Return this machine's plan of an attempt."""
         return self.first_plan if attempt == 0 else self.own_plan(attempt)
 
-    def sweep(self, hosts: Sequence[str], run_id: str) -> None:
+    def sweep(self, lost: Mapping[str, Left], run_id: str) -> frozenset[str]:
         """Do nothing: the launcher itself sees to what is left on its machine."""
+        return frozenset(lost)
 
     def spec(
         self, host: str, slots: Sequence[int], tokens: Sequence[str], env: Mapping[str, str]

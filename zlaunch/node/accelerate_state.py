@@ -72,7 +72,7 @@ def _adapt(module: ModuleType) -> None:
             world = os.environ["WORLD_SIZE"]
             kind._reset_state()
             raise RuntimeError(
-                f"accelerate takes this worker for a run of its own, and it is one of {world}: each would "
+                f"accelerate treats this worker as a separate run, but it is one of {world}: each would "
                 "train on all of the data. For CPU workers make the Accelerator with cpu=True, or beside "
                 'DeepSpeed\'s plugin with kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")]; or '
                 "start one worker"

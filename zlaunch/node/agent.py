@@ -7,8 +7,9 @@ itself it ends the run only on SIGTERM and when the launcher is gone. After the 
 the plan of the next attempt, until the launcher hangs up.
 
 How long it stays in a state: without a plan, as long as the launcher said (`hello`); with workers, as long as
-the launcher lives and, where it is on another machine, is heard; stopping, the grace period; handing over the
-last output, as long as the launcher takes some of it.
+the launcher lives and, where it is on another machine, the lease lasts (Note [Lease] in `lease.py`);
+stopping, the grace period within the lease; handing over the last output, as long as the launcher takes some
+of it.
 """
 
 from __future__ import annotations
@@ -30,14 +31,16 @@ from zlaunch.node.preload import Preloader, pids_of, start_standby
 from zlaunch.node.rendezvous import Handshake
 from zlaunch.node.uplink import Uplink, take_user_input
 from zlaunch.node.watchdog import fork_under_watchdog
-from zlaunch.node.worker import CHUNK_BYTES, Batch, Worker, read_chunk, spawn, why_not_started
+from zlaunch.node.worker import CHUNK_BYTES, Batch, Worker, blames_host, read_chunk, spawn, why_not_started
 from zlaunch.plan.plan import Plan, WorkerPlan
-from zlaunch.system.events import WORKER_EVENTS, Event
+from zlaunch.system import boot_clock
+from zlaunch.system.events import WORKER_EVENTS, Event, in_envelope
 from zlaunch.system.processes import (
     PASSED_SIGNALS,
     adopt_orphans,
     kill,
     open_pidfd,
+    pid_namespace,
     run_processes,
     signal_groups,
     signal_name,
@@ -73,7 +76,7 @@ class Agent:
         self.reading_output = True
         self.plan: Plan | None = None
         self.uplink.await_plan()
-        self.handshake = Handshake(self.send, self.descriptors.watch)
+        self.handshake = Handshake(self._answer, self.descriptors.watch)
         self.workers: dict[int, Worker] = {}
         self.batch: Batch | None = None
         """Workers that are being forked."""
@@ -97,8 +100,9 @@ class Agent:
         while not self.ended:
             self.descriptors.watch_outbox(self.outbox)
             self._hold_back_output()
+            longest_s = self.uplink.next_s(self._grace_s(), self.poll_s)
             now = time.monotonic()
-            self.descriptors.wait(self.ending.wait_s(now, self.poll_s, all_exited=self._all_exited()))
+            self.descriptors.wait(self.ending.wait_s(now, longest_s, all_exited=self._all_exited()))
             self._reap()
             self._tick()
         self.uplink.hand_over()
@@ -155,9 +159,10 @@ class Agent:
         command = message.get("cmd")
         if command is None:
             if self.plan is None:
-                self._start(Plan.from_dict(message))
+                lease_end = message.pop("lease", None)
+                self._start(Plan.from_dict(message), lease_end)
         elif command == "ping":
-            self._report("pong")
+            self._report("pong", beat=boot_clock.now_s(), pauses=message.get("pauses", 0))
         elif command == "stop":
             self.stop("the launcher asked for it", message.get("grace_s"))
         elif command == "kill":
@@ -179,9 +184,7 @@ class Agent:
         """Forward one chunk; False when there is nothing (yet or any more)."""
         chunk = read_chunk(fd)
         if chunk:
-            text = chunk.decode("utf-8", "surrogateescape")
-            rank = worker.plan.rank
-            self.send({"type": "output", "rank": rank, "stream": worker.streams[fd], "text": text})
+            self.outbox.put_output(worker.plan.rank, worker.streams[fd], chunk)
         elif chunk is not None:
             self.descriptors.unwatch(fd)
             worker.finished_fds.add(fd)
@@ -190,14 +193,16 @@ class Agent:
     def _on_worker_event(self, worker: Worker) -> bool:
         chunk = read_chunk(worker.event_fd)
         for event in worker.events.feed(chunk or b""):
-            if event.get("type") not in WORKER_EVENTS:
-                continue
-            self.send({**event, "rank": worker.plan.rank, "host": self._host()})
+            if event.get("type") in WORKER_EVENTS:
+                self.send(in_envelope(worker.plan.rank, event))
         if chunk == b"":
             self.descriptors.unwatch(worker.event_fd)
         return bool(chunk)
 
     # -- workers -------------------------------------------------------------------------------
+
+    def _grace_s(self) -> float:
+        return self.plan.grace_s if self.plan else 0.0
 
     def _host(self) -> str:
         return self.plan.nodes[0].host if self.plan else socket.gethostname()
@@ -206,13 +211,21 @@ class Agent:
         """Send an event with this node's name and the time."""
         self.send({"type": kind, "host": self._host(), **about, "time": time.time()})
 
-    def _start(self, plan: Plan) -> None:
+    def _answer(self, event: Event) -> None:
+        """Answer the launcher before there is a plan."""
+        self.send({**event, "beat": boot_clock.now_s()})
+
+    def _start(self, plan: Plan, lease_end: float | None) -> None:
         self.plan = plan
-        self.uplink.heartbeat_s = plan.heartbeat_s
+        is_in_time = self.uplink.take_plan(plan.heartbeat_s, lease_end)
         listener = self.handshake.close()
         if listener is not None:
             self.descriptors.unwatch(listener)
-        self._report("agent", pid=os.getpid())
+        own = os.getpid()
+        self._report("agent", pid=own, start_ticks=start_ticks(own) or 0, pid_namespace=pid_namespace())
+        if not is_in_time:
+            self._leave("the plan came too late: the launcher may have given this node up", 0.0)
+            return
         if plan.preload:
             try:
                 standby, self.standby = self.standby, None
@@ -259,7 +272,8 @@ class Agent:
             try:
                 self._watch_worker(spawn(worker, self.plan.cwd, self.user_input))
             except OSError as error:
-                self._report("error", message=why_not_started(error, worker, self.plan))
+                text = why_not_started(error, worker, self.plan)
+                self._report("error", message=text, refused=blames_host(error))
                 self.stop("a worker could not be started")
                 return
 
@@ -346,8 +360,10 @@ class Agent:
         if self.asked_by_signal:
             got = f"the agent got {self.asked_by_signal}"
             self._leave("the agent's watchdog was killed" if self._is_alone() else got)
-        if silence := self.uplink.too_silent():
+        if silence := self.uplink.too_silent(self._grace_s()):
             self._leave(silence)
+        if self.uplink.lease_is_over():
+            self.ending.kill(time.monotonic())
         if self.plan is None or self.ended:
             return
         due = self.ending.due(time.monotonic(), all_exited=self._all_exited())

@@ -25,11 +25,13 @@ from zlaunch.node.lost_peers import talk_of
 from zlaunch.system.processes import PASSED_SIGNALS, die_with_parent
 
 _SAVED_CODE = 75
-"""failure.SAVED_CODE, without an import before the script's own."""
+"""end.SAVED_CODE, without an import before the script's own."""
 _OUR_FILES = {__file__, runpy.__file__, "<frozen runpy>"}
 _OUR_FOLDER = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _EVENT_FD_FLOOR = 200
 _TRACEBACK_LIMIT_CHARS = 1 << 18
+_FRAMES = 500
+"""The frames of a longer traceback that are shown at its beginning, and at its end."""
 
 
 def main() -> None:
@@ -173,6 +175,7 @@ def _print(error: BaseException) -> str:
     if isinstance(error, ZlaunchError):
         _end_in_user_code(stripped)
     error.__traceback__ = stripped
+    _shorten(error)
     text = "".join(traceback.format_exception(type(error), error, stripped))
     sys.last_type, sys.last_value, sys.last_traceback = type(error), error, stripped
     short = "".join(traceback.format_exception_only(type(error), error)).strip()
@@ -183,6 +186,23 @@ def _print(error: BaseException) -> str:
         return text
     sys.excepthook(type(error), error, stripped)
     return text
+
+
+def _shorten(error: BaseException | None) -> None:
+    """Leave out the middle of a deep recursion's traceback: a million frames take many seconds to format."""
+    known: set[int] = set()
+    while error is not None and id(error) not in known:
+        known.add(id(error))
+        frames = []
+        at = error.__traceback__
+        while at is not None:
+            frames.append(at)
+            at = at.tb_next
+        if len(frames) > 2 * _FRAMES:
+            frames[_FRAMES - 1].tb_next = frames[-_FRAMES]
+            if sys.version_info >= (3, 11):
+                error.add_note(f"{len(frames) - 2 * _FRAMES:,} frames in the middle are not shown")
+        error = error.__cause__ or error.__context__
 
 
 def _end_in_user_code(frames: TracebackType | None) -> None:

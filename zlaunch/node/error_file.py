@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+from pathlib import Path
+
+from zlaunch.runtime.trust import make_folder
 
 _NAME = "TORCHELASTIC_ERROR_FILE"
 _LIMIT_CHARS = 1 << 20
@@ -18,7 +21,7 @@ def offer() -> str | None:
         return None
     path = os.path.join(folder, f"error_{os.environ.get('RANK', '0')}.json")
     try:
-        os.makedirs(folder, mode=0o700, exist_ok=True)
+        make_folder(Path(folder))
         if os.path.exists(path):  # an earlier attempt's
             os.unlink(path)
     except OSError:

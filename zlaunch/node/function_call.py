@@ -10,6 +10,8 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from zlaunch.runtime.trust import check_folder
+
 CALL, PATH = "call.pkl", "path.json"
 RESULT, ERROR = "result_*.pkl", "error_*.pkl"
 """Patterns of the files that hold what ranks gave back, or raised: the star is ATTEMPT_RANK."""
@@ -19,7 +21,9 @@ def main() -> None:
     """Call the function that the folder holds and leave its result, or its exception, there."""
     import cloudpickle  # type: ignore[import-untyped, unused-ignore]
 
-    folder, number = Path(sys.argv[1]), int(os.environ["RANK"])
+    folder = Path(sys.argv[1])
+    check_folder(folder)
+    number = int(os.environ["RANK"])
     rank = f"{int(os.environ['ZLAUNCH_RESTART_COUNT']):04d}_{number:06d}"
     known = json.loads((folder / PATH).read_text())
     sys.path += [entry for entry in known if entry not in sys.path]

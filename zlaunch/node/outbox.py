@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from zlaunch.system.events import Event, encode
+from zlaunch.system.events import Event, encode, encode_output
 
 _FULL_BYTES = 8 << 20
 
@@ -32,6 +32,12 @@ class Outbox:
         """Queue an event and write what the pipe takes."""
         if not self.lost:
             self._pending += encode(event)
+            self.flush()
+
+    def put_output(self, rank: int, stream: str, data: bytes) -> None:
+        """Queue what a worker has printed, and write what the pipe takes."""
+        if not self.lost:
+            self._pending += encode_output(rank, stream, data)
             self.flush()
 
     def flush(self) -> None:

@@ -13,7 +13,7 @@ from functools import partial
 
 from zlaunch.system.events import Event
 from zlaunch.system.network import interface_of, open_listener, own_address_towards
-from zlaunch.system.processes import sweep
+from zlaunch.system.processes import Process, pid_namespace, run_processes, sweep
 
 
 class Handshake:
@@ -36,11 +36,22 @@ class Handshake:
 
             self._send(own_checkup(str(message["workdir"]), message["nccl_setting"]).as_event())
         elif command == "sweep":
-            self._send({"type": "swept", "count": sweep(str(message["run_id"]))})
+            self._sweep(message)
         elif command == "listen":
             self._listen(int(message["port"]), str(message["token"]).encode())
         elif command == "reach":
             self._reach(message["addresses"], int(message["port"]), str(message["token"]).encode())
+
+    def _sweep(self, message: Event) -> None:
+        """End what is left of a run whose agent here has died: by the run's id and by the sessions of the
+        agent and its workers, as far as they are known. The answer says whether certainly nothing is left.
+        """
+        run_id = str(message["run_id"])
+        here = message["pid_namespace"] != 0 and message["pid_namespace"] == pid_namespace()
+        sessions = [Process(int(pid), int(ticks)) for pid, ticks in message["sessions"]] if here else []
+        count = sweep(run_id, sessions)
+        is_clean = here and not run_processes(run_id, sessions)
+        self._send({"type": "swept", "count": count, "clean": is_clean})
 
     def _listen(self, port: int, token: bytes) -> None:
         """Take a port and tell everyone who connects that it is us; asked again, keep a port that will do."""

@@ -37,17 +37,18 @@ def fork_under_watchdog() -> int:
     """
     adopt_orphans()
     watchdog = os.getpid()
+    memory_folder = memory.new_folder(watchdog)
     child = os.fork()
     if child:
-        _watch_over(child)
+        _watch_over(child, memory_folder)
     # Signals to the watchdog's process group are not meant for the agent too: the watchdog passes them on.
     os.setsid()
     die_with_parent(watchdog, signal.SIGTERM)
-    os.environ["ZLAUNCH_MEMORY_DIR"] = memory.folder_of(watchdog)
+    os.environ["ZLAUNCH_MEMORY_DIR"] = memory_folder
     return watchdog
 
 
-def _watch_over(child: int) -> NoReturn:
+def _watch_over(child: int, memory_folder: str) -> NoReturn:
     """Wait for the agent, end what it has left, and end as it did."""
     status = 1 << 8
     try:
@@ -73,7 +74,7 @@ def _watch_over(child: int) -> NoReturn:
         if not _reap():
             sweep(ancestor=os.getpid(), reap=_reap)
     finally:
-        memory.remove(memory.folder_of(os.getpid()))
+        memory.remove(memory_folder)
         code = os.waitstatus_to_exitcode(status)
         if code < 0:
             signal.pthread_sigmask(signal.SIG_SETMASK, ())

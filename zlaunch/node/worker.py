@@ -137,6 +137,12 @@ def spawn(plan: WorkerPlan, cwd: str, user_input: int | None = None) -> Worker:
     return Worker(plan, process.pid, {out: "stdout", err: "stderr"}, events)
 
 
+def blames_host(error: OSError) -> bool:
+    """Tell whether a worker that could not be started may start on another host."""
+    cause = error.__cause__
+    return isinstance(cause, OSError) and cause.errno not in (errno.ENOEXEC, errno.E2BIG)
+
+
 def why_not_started(error: OSError, worker: WorkerPlan, plan: Plan) -> str:
     """Return what to tell the user about a worker of this node that could not be started."""
     host = plan.nodes[0].host

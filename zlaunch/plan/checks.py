@@ -71,7 +71,7 @@ def _check_is_python(path: Path) -> None:
     except OSError as error:
         raise LaunchError(f"cannot read the script {str(path)!r}: {error.strerror}") from None
     if path.suffix in _CONFIG_SUFFIXES:
-        raise LaunchError(f"{str(path)!r} is no script but a config: zlaunch SCRIPT --config {path.name}")
+        raise LaunchError(f"{str(path)!r} is a config, not a script: zlaunch SCRIPT --config {path.name}")
     if path.suffix == ".ipynb":
         raise LaunchError(
             f"{str(path)!r} is a notebook: convert it, jupyter nbconvert --to script {path.name}, or train "
@@ -216,7 +216,7 @@ def parse_cores(text: str) -> tuple[int, ...]:
         if not numbers:
             raise LaunchError(f"{option}: {token!r} is not a core or a range such as 0-3")
         if numbers.stop > _MOST_CORES:
-            raise LaunchError(f"{option}: {token!r}: there is no machine with so many cores")
+            raise LaunchError(f"{option}: {token!r}: no machine has that many cores")
         cores += numbers
     if len(set(cores)) < len(cores):
         raise LaunchError(f"{option}: a core is named twice")

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from zlaunch.errors import LaunchError
+from zlaunch.system.user import home
 
 _PREFIXES = (
     *("NCCL_", "GLOO_", "UCX_", "FI_", "MV2_"),
@@ -56,7 +57,9 @@ def requested_env(
     Raises EnvError, also for a variable that each worker gets from the launcher.
     """
     chosen: dict[str, str] = {}
-    for folder in (Path.home(), Path.cwd()) if folders is None else folders:
+    if folders is None:
+        folders = [folder for folder in (home(), Path.cwd()) if folder is not None]
+    for folder in folders:
         for name in ENV_FILES:
             chosen |= read_env_file(folder / name)
     for item in given:
@@ -64,7 +67,7 @@ def requested_env(
         if not _KEY.fullmatch(key):
             raise EnvError(f"--env {item!r}: {key!r} is not a variable's name")
         if key in OWN:
-            raise EnvError(f"--env {key}: every worker gets its own from zlaunch")
+            raise EnvError(f"--env {key}: zlaunch sets this variable for every worker")
         if not equals and key not in environ:
             raise EnvError(f"--env {key}: it is not set here; write --env {key}=VALUE")
         chosen[key] = value if equals else environ[key]

@@ -89,7 +89,7 @@ class Options:
             missing = sorted(set(self.core_list) - set(cores))
             if missing:
                 raise LaunchError(
-                    f"--bind_core_list: {host} has no core {missing[0]} for us; it has {len(cores)}"
+                    f"--bind_core_list: {host} has no core {missing[0]} available; it has {len(cores)}"
                 )
             cores = self.core_list
         return split_cores(cores, workers)
@@ -98,7 +98,7 @@ class Options:
 def python_there(venv: str | None, remote_python: str | None) -> str:
     """Return the interpreter on the nodes. Raises LaunchError."""
     if venv is not None and remote_python is not None:
-        raise LaunchError("--venv and --remote_python exclude each other")
+        raise LaunchError("--venv and --remote_python cannot be used together")
     return remote_python or (f"{venv}/bin/python" if venv else sys.executable)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from textwrap import shorten
 
 from zlaunch.queue.daemon import text_of
-from zlaunch.queue.store import QueuedJob
+from zlaunch.queue.store import Job, QueuedJob
 from zlaunch.supervisor import run_record
 from zlaunch.supervisor.run_folder import name_of
 
@@ -16,17 +16,27 @@ _COMMAND = 50
 """Characters of a command in the table."""
 
 
-def job_row(job: QueuedJob) -> tuple[str, ...]:
+def job_row(job: Job) -> tuple[str, ...]:
     """Return the cells of a job for JOB_COLUMNS."""
+    if not isinstance(job, QueuedJob):
+        about = f"{job.text}; zlaunch cancel {job.id} removes it"
+        state = f"{job.state}, unreadable"
+        return str(job.id), job_name(job), state, "", text_of(job.slots), "", about, ""
     return (
         *(str(job.id), job_name(job), _state(job), str(job.submission.priority), text_of(job.slots)),
         *(_elapsed(job), _why(job), shorten(" ".join(job.submission.command), _COMMAND)),
     )
 
 
-def job_name(job: QueuedJob) -> str:
-    """Return the name of a job's run."""
-    return name_of(Path(job.submission.run_dir))
+def job_name(job: Job) -> str:
+    """Return the name of a job's run; "?" where it is not known."""
+    path = run_dir_of(job)
+    return "?" if path == Path() else name_of(path)
+
+
+def run_dir_of(job: Job) -> Path:
+    """Return the folder of a job's run; an empty path where it is not known."""
+    return Path(job.submission.run_dir if isinstance(job, QueuedJob) else job.run_dir)
 
 
 def _state(job: QueuedJob) -> str:

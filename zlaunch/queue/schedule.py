@@ -7,7 +7,7 @@ once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -28,6 +28,11 @@ class Demand:
     nodes: int
     per_node: int | None
     """None: on each host all that the pool has of it."""
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Return what equal demands have in common, as a key of a dictionary."""
+        return (self.nodes, self.per_node, *self.pool.items())
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +65,24 @@ class Assignments:
     preempted: list[int] = field(default_factory=list)
 
 
-def decide(waiting: Iterable[Waiting], running: Iterable[Running]) -> Assignments:
-    """Give free slots to waiting jobs: none is given twice, or to a job while an earlier one waits for it."""
+def decide(
+    waiting: Iterable[Waiting], running: Iterable[Running], resting: Collection[str] = ()
+) -> Assignments:
+    """Give free slots to waiting jobs: none is given twice, or to a job while an earlier one waits for it.
+
+    Nobody gets or reserves slots of hosts that are `resting`.
+    """
     found, board = Assignments(), _Board(running)
+    settled: dict[tuple[object, ...], tuple[int, int]] = {}
+    """Priority and demand -> the board as it was when a job with these changed nothing: nor does the next."""
     for job in sorted(waiting, key=lambda job: (-job.priority, job.id)):
+        kind, before = (job.priority, *job.demand.key), board.progress
+        if settled.get(kind) == before:
+            continue
         cost = partial(board.cost, job.priority)
-        chosen = _cheapest(job.demand, cost)
+        chosen = _cheapest(job.demand, cost, resting)
         if chosen is None:
+            settled[kind] = before
             continue
         unknown, by_force, _, soon = _total(map(cost, _each(chosen)))
         if not (unknown or by_force or soon):
@@ -74,6 +90,8 @@ def decide(waiting: Iterable[Waiting], running: Iterable[Running]) -> Assignment
         elif by_force and not unknown:
             found.preempted += board.preempt(chosen)
         board.blocked |= set(_each(chosen))
+        if board.progress == before:
+            settled[kind] = before
     return found
 
 
@@ -85,6 +103,11 @@ class _Board:
         self._holders = {slot: job for job in jobs for slot in _each(job.slots)}
         self._leaving = {job.id for job in jobs if job.ends}
         self.blocked: set[_Slot] = set()
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Return what changes whenever costs change: slots only become blocked, and jobs only leave."""
+        return len(self.blocked), len(self._leaving)
 
     def cost(self, priority: int, slot: _Slot) -> _Cost:
         """Return what is in the way of a slot for a job of this priority."""
@@ -114,10 +137,12 @@ def _total(costs: Iterable[_Cost]) -> _Cost:
     return unknown, by_force, priorities, soon
 
 
-def _cheapest(demand: Demand, cost: Callable[[_Slot], _Cost]) -> Slots | None:
+def _cheapest(demand: Demand, cost: Callable[[_Slot], _Cost], resting: Collection[str]) -> Slots | None:
     """Return the slots with the least in their way; None where the pool is too small for the demand."""
     offers: dict[str, tuple[_Cost, tuple[int, ...]]] = {}
     for host, numbers in demand.pool.items():
+        if host in resting:
+            continue
         count = len(numbers) if demand.per_node is None else demand.per_node
         best = sorted((cost((host, number)), number) for number in numbers)[:count]
         if 0 < count == len(best):

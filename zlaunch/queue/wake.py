@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import os
 import select
 import socket
 import subprocess
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
 from zlaunch.errors import LaunchError
-from zlaunch.system.processes import python_module_argv
+from zlaunch.system.processes import pid_namespace, python_module_argv, start_ticks
+from zlaunch.system.user import state_folder
 
 _LOCK, _WAKE = "daemon.lock", "wake"
 LOG = "daemon.log"
 _START_S = 60.0
+_OLDER_S = 10.0
+"""Seconds in which the daemon of an older zlaunch ends that has met a job of this one."""
+_TESTING_S = 0.5
+"""How long others may hold the lock who only test whether there is a daemon."""
+_POLL_S = 0.02
 
 
 def queue_folder(environ: Mapping[str, str] = os.environ) -> Path:
@@ -26,7 +34,7 @@ def queue_folder(environ: Mapping[str, str] = os.environ) -> Path:
     """
     base = environ.get("XDG_STATE_HOME", "")
     if not os.path.isabs(base):  # the specification has such a one ignored
-        base = os.path.expanduser("~/.local/state")
+        base = str(state_folder())
     path = Path(base, "zlaunch", f"queue-{socket.gethostname()}")
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -44,9 +52,32 @@ def queue_folder(environ: Mapping[str, str] = os.environ) -> Path:
 
 def take_lock(folder: Path) -> int | None:
     """Become the queue's one daemon while the returned descriptor is open; None where there is another."""
+    until = time.monotonic() + _TESTING_S
+    while (fd := _lock(folder, fcntl.LOCK_EX)) is None:
+        if time.monotonic() >= until:
+            return None
+        time.sleep(_POLL_S)
+    here = {"pid": os.getpid(), "start_ticks": start_ticks(os.getpid()), "pid_namespace": pid_namespace()}
+    try:
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, json.dumps(here).encode(), 0)
+    except OSError:  # a full disk: the lock counts
+        pass
+    return fd
+
+
+def has_daemon(folder: Path) -> bool:
+    """Tell whether there is a daemon."""
+    fd = _lock(folder, fcntl.LOCK_SH)  # so that those who test are not in each other's way
+    if fd is not None:
+        os.close(fd)
+    return fd is None
+
+
+def _lock(folder: Path, kind: int) -> int | None:
     fd = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(fd, kind | fcntl.LOCK_NB)
     except OSError as error:
         os.close(fd)
         if error.errno in (errno.EAGAIN, errno.EACCES):
@@ -85,16 +116,44 @@ def wake(folder: Path) -> None:
 
 def check_daemon(folder: Path) -> bool:
     """Tell whether there is a daemon. Raises LaunchError where none can be started."""
-    fd = take_lock(folder)
-    if fd is None:
-        return True
-    os.close(fd)
+    try:
+        if has_daemon(folder):
+            return True
+    except OSError as error:
+        raise LaunchError(f"the queue's folder {folder}: {error.strerror}") from None
     if "ZLAUNCH_RUN_ID" in os.environ:
         raise LaunchError(
             "the queue's daemon cannot be started inside a run, which would end it at its own end: "
             "first run `zlaunch queue` outside, with something in the queue"
         )
     return False
+
+
+def replace_older_daemon(folder: Path) -> None:
+    """Start a daemon after a job was added. The daemon of a zlaunch up to 0.2.0 ends when it reads a job of
+    this one, and would start none. Raises LaunchError where it stays.
+    """
+    ensure_daemon(folder)
+    until = time.monotonic() + _OLDER_S
+    while has_daemon(folder) and not _is_current(folder):
+        if time.monotonic() >= until:
+            raise LaunchError(
+                "the queue's daemon is of an older zlaunch and cannot start this job: wait until its jobs "
+                "have ended, then run `zlaunch queue`"
+            )
+        time.sleep(_POLL_S)
+    ensure_daemon(folder)
+
+
+def _is_current(folder: Path) -> bool:
+    """Tell whether the daemon has written down who it is, as versions after 0.2.0 do."""
+    try:
+        known = json.loads((folder / _LOCK).read_text())
+        if known["pid_namespace"] != pid_namespace():
+            return True  # its process id says nothing here
+        return bool(start_ticks(known["pid"]) == known["start_ticks"])
+    except (OSError, ValueError, TypeError, KeyError):
+        return False
 
 
 def ensure_daemon(folder: Path) -> None:

@@ -32,10 +32,10 @@ def check_target(path: Path, *, force: bool) -> None:
     if not os.path.lexists(path):
         return
     if not force:
-        raise LaunchError(f"{path} is there already: name another file with -o, or replace it with --force")
+        raise LaunchError(f"{path} already exists: name another file with -o, or replace it with --force")
     if not path.is_file():
         raise LaunchError(
-            f"{path} is no plain file, which --force does not replace: name another one with -o"
+            f"{path} is not a regular file, so --force does not replace it: name another one with -o"
         )
 
 

@@ -20,7 +20,7 @@ from zlaunch.plan.plan import Plan
 from zlaunch.supervisor import run_record
 from zlaunch.supervisor.hang import HangWatch
 from zlaunch.supervisor.heartbeat import Heartbeat
-from zlaunch.supervisor.nodes import SLOW_S, Link
+from zlaunch.supervisor.nodes import SLOW_S, Left, Link
 from zlaunch.supervisor.run_files import RunFiles
 from zlaunch.supervisor.signal_wakeup import SignalWakeup
 from zlaunch.supervisor.verdict import Outcome, Verdict
@@ -75,6 +75,13 @@ class Controller:
         self.verdict = Verdict(plan, console)
         self.sessions: dict[int, Process] = {}
         """The workers of this machine that have not ended, by rank."""
+        self.started: dict[int, list[Process]] = {index: [] for index in range(len(links))}
+        """The agent and the workers of each node, as far as they have been reported."""
+        self.pid_namespaces: dict[int, int] = {}
+        self.running = set(self.hosts)
+        """Ranks whose end has not been reported."""
+        self.gone: set[int] = set()
+        """Nodes whose agents are gone without a word, or silent."""
         self.starting = set(self.hosts)
         self.started_at = time.monotonic()
         self.wait_told_at = self.started_at + SLOW_S - _WAITED_S
@@ -117,7 +124,12 @@ class Controller:
             self.console.close()
         if bound := what_bounds(self.progress, self.hosts):
             self.console.message(bound)
-        return self.verdict.outcome(self.signum, save_asked=self.save_asked, regroups=self.regrouping)
+        return self.verdict.outcome(
+            self.signum,
+            save_asked=self.save_asked,
+            regroups=self.regrouping,
+            vanished=len(self.gone) == len(self.links),
+        )
 
     # -- the run -------------------------------------------------------------------------------
 
@@ -128,7 +140,9 @@ class Controller:
         self.progress.take(start)
         for index, link in enumerate(self.links):
             threading.Thread(target=self._read, args=(index, link), daemon=True).start()
-            link.transport.send(asdict(self.plan.for_node(index)))
+            link.transport.send(
+                {**asdict(self.plan.for_node(index)), "lease": self.heartbeat.first_grant(index)}
+            )
             if self.signum:
                 self._stop()  # this agent had no plan yet when the signal came
         self.heartbeat.start()
@@ -137,7 +151,7 @@ class Controller:
         """Put one agent's events of this attempt into the queue. Each reader thread runs this."""
         try:
             for event in link.events:
-                self.heartbeat.heard(index)
+                self.heartbeat.heard(index, event)
                 if event.get("type") == "output":
                     # While the console takes nothing, answers wait behind output: not the node's silence.
                     with self.heartbeat.excused(index):
@@ -204,13 +218,28 @@ class Controller:
     def _lose(self, index: int, how: str) -> None:
         """Give up a node; its agent, if it lives, stops its workers when it hears nothing."""
         link = self.links[index]
+        self.gone.add(index)
         self.verdict.errors.append(f"{link.host} {how}")
         self.verdict.lost.add(link.host)
+        self._note_left(index)
         self.files.event({"type": "lost", "host": link.host, "why": how})
         link.transport.kill()
 
+    def _note_left(self, index: int) -> None:
+        """Note what a lost node may still run: nothing where all its workers are known to be dead, or where
+        this process itself ends what is left.
+        """
+        link, workers, ends = self.links[index], self.plan.nodes[index].workers, self.heartbeat.give_up(index)
+        if not link.transport.local and any(worker.rank in self.running for worker in workers):
+            namespace = self.pid_namespaces.get(index, 0)
+            self.verdict.left[link.host] = Left(ends, tuple(self.started[index]), namespace)
+
     def _on_event(self, index: int, event: Event) -> None:
         kind = event.get("type")
+        if kind == "script":
+            rank = event["rank"]
+            event = {**event["event"], "rank": rank, "host": self.hosts[rank]}
+            kind = event["type"]
         if kind == "output":
             self.room.release()
             self._on_output(event)
@@ -235,12 +264,18 @@ class Controller:
             self.starting.discard(event["rank"])
             if not self.starting:
                 self.console.waiting("", 0.0)
+            process = Process(event["pid"], event["start_ticks"])
+            self.started[index].append(process)
             if self.links[index].transport.local:
-                self.sessions[event["rank"]] = Process(event["pid"], event["start_ticks"])
+                self.sessions[event["rank"]] = process
+        elif kind == "agent":
+            self.started[index].append(Process(event["pid"], event["start_ticks"]))
+            self.pid_namespaces[index] = event["pid_namespace"]
         elif kind == "notice":
             self.console.message(event["message"])
         elif kind == "metrics":
             self.hang.activity()
+            self.verdict.has_progressed = True
             self.progress.take(event)
             self.console.metrics(event)
         elif kind in ("environment", "standing"):
@@ -248,7 +283,7 @@ class Controller:
             self.hang.standing(event)
         elif kind == "checkpoint":
             self.hang.activity()
-            self.verdict.may_have_saved = True
+            self.verdict.may_have_saved = self.verdict.has_progressed = True
             run_record.saved(self.plan, event)
             self.console.message(f"checkpoint {event.get('tag')} is in {event.get('folder')}")
             self._regroup()
@@ -258,10 +293,13 @@ class Controller:
             self.verdict.exception(event)
         elif kind == "exit":
             self.sessions.pop(event["rank"], None)  # the agent ends what it has left; its id is free now
+            self.running.discard(event["rank"])
             self.verdict.exit(event)
             self.hang.exited(event)
         elif kind == "error":
             self.verdict.errors.append(event["message"])
+            if event.get("refused"):
+                self.verdict.refused_by.append(self.links[index].host)
         elif kind == "stopping":
             if self.deadline == float("inf"):
                 self._on_stop_by_agent(event)
@@ -295,8 +333,8 @@ class Controller:
 
     def _on_output(self, event: Event) -> None:
         rank = event["rank"]
-        self.hang.output(rank, event["text"])
-        data = event["text"].encode("utf-8", "surrogateescape")
+        data = event["data"]
+        self.hang.output(rank, data)
         self.files.output(rank, event["stream"], data)
         self.verdict.output(rank, data)
         self.console.output(rank, event["stream"], data)
@@ -306,6 +344,7 @@ class Controller:
         if index not in self.open_nodes:
             return
         self.open_nodes.discard(index)
+        self.gone.add(index)
         transport = self.links[index].transport
         code = transport.close(timeout_s=2.0)
         if transport.local:
@@ -314,6 +353,7 @@ class Controller:
             how = f"exit code {code}" if code is not None and code >= 0 else "killed, or the node went down"
             self.verdict.lost.add(transport.host)
             self.verdict.died.add(transport.host)
+            self._note_left(index)
         text = f"agent on {transport.host} died ({how})"
         if said := transport.diagnostics():
             text += "\n  it said: " + said.replace("\n", "\n  ")
@@ -337,13 +377,9 @@ class Controller:
         """Stop this process as Ctrl-Z asks; the nodes are told, so that they do not take it for dead."""
         self.heartbeat.pause()
         self.console.step_aside()
-        for link in self.links:
-            link.transport.send({"cmd": "pause"})
         time.sleep(_PAUSE_SENT_S if self.heartbeat.watches else 0.0)
         os.kill(os.getpid(), signal.SIGSTOP)
-        self.heartbeat.forgive()
-        for link in self.links:
-            link.transport.send({"cmd": "ping"})
+        self.heartbeat.resume()
 
     def _on_signal(self, signum: int, _frame: FrameType | None) -> None:
         """Stop from the handler, not from the loop: the main thread may be stuck at a halted terminal."""
@@ -400,5 +436,5 @@ class Controller:
                 index, event = self.queue.get_nowait()
             except queue.Empty:
                 return
-            if event.get("type") in ("output", "exit", "exception"):
+            if event.get("type") in ("output", "exit", "script"):
                 self._on_event(index, event)

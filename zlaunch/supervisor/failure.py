@@ -16,11 +16,6 @@ LOST_PEER_S = 3.0
 
 TAIL_LINES = 20
 
-SAVED_CODE = 75
-"""Exit code of a worker that has saved and ended because it was asked to: "start me again" (EX_TEMPFAIL). The
-runtime uses this number as well.
-"""
-
 
 @dataclass(frozen=True, slots=True)
 class Failure:
@@ -55,6 +50,25 @@ def one_event_s(talk: str) -> float:
 def is_port_taken(text: str) -> bool:
     """Tell whether an exception says that another process has the rendezvous port."""
     return any(word in text for word in ("EADDRINUSE", "address already in use", "Address already in use"))
+
+
+_BAD_DEVICE = (
+    "No CUDA GPUs are available",
+    "no CUDA-capable device is detected",
+    "CUDA-capable device(s) is/are busy or unavailable",
+    "all CUDA-capable devices are busy or unavailable",
+    "CUDA driver initialization failed",
+    "CUDA unknown error",
+    "CUDA error: initialization error",
+    "CUDA error: system not yet initialized",
+    "uncorrectable ECC error",
+)
+"""What torch and CUDA say where a GPU or its driver is broken, and no script can be to blame."""
+
+
+def is_bad_device(text: str) -> bool:
+    """Tell whether an exception says that a GPU, or its driver, does not work."""
+    return any(words in text for words in _BAD_DEVICE)
 
 
 def choose(failures: Iterable[Failure]) -> Failure:

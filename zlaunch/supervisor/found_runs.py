@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from zlaunch.errors import LaunchError
 from zlaunch.supervisor import run_record
+from zlaunch.supervisor.run_folder import is_locked
+from zlaunch.system import boot_clock
 from zlaunch.system.events import decode
 from zlaunch.system.processes import signal_name
 
@@ -28,6 +30,8 @@ class FoundRun:
     name: str
     path: Path
     record: RunRecord
+    note: str = ""
+    """Why nobody will start it although it is queued."""
 
     @property
     def is_elsewhere(self) -> bool:
@@ -42,9 +46,26 @@ class FoundRun:
             return f"ended {self.record.exit_code}"
         if self.is_elsewhere:
             return f"on {self.record.host}"
-        if waits and not self.record.is_running():
-            return "queued"
-        return "running" if self.record.is_running() else "gone"
+        if self._has_launcher():
+            return "running"
+        return "queued" if waits else "gone"
+
+    def _has_launcher(self) -> bool:
+        """Tell whether its launcher lives on this host. One in another pid namespace is known by its lock."""
+        if not self.record.is_of_other_namespace:
+            return self.record.is_running()
+        is_now = self.record.boot in ("", boot_clock.boot_id())
+        return is_now and self.record.ended is None and is_locked(self.path)
+
+    @property
+    def shown_state(self) -> str:
+        """Return the state as people read it: of an end also the cause, unless the exit code 0 says it."""
+        state, end = self.state, self.record.end
+        if self.note and state == "queued":
+            return f"queued; {self.note}"
+        if end is None or end.cause == "finished" or not state.startswith("ended"):
+            return state
+        return f"{state} ({end.words})"
 
     @property
     def has_ended(self) -> bool:
@@ -100,7 +121,7 @@ def find_run(text: str) -> FoundRun:
         if (path / "launcher.json").exists():
             raise LaunchError(f"{path / 'launcher.json'} cannot be read")
     if places[0].is_dir():
-        raise LaunchError(f"{text!r} is no run's folder: there is no launcher.json in it")
+        raise LaunchError(f"{text!r} is not a run's folder: it has no launcher.json")
     names = [run.name for run in find_runs(Path(DEFAULT_FOLDER))]
     names += [str(run.path) for run in find_runs(places[0].parent)]
     near = difflib.get_close_matches(text, names, n=1)
@@ -124,7 +145,9 @@ def meant(text: str) -> str:
         ]
         if len(found) > 1:
             names = ", ".join(run.name for run in found[-3:])
-            raise LaunchError(f"{text!r} is the beginning of {len(found)} runs, such as {names}: give more")
+            raise LaunchError(
+                f"{text!r} is the beginning of {len(found)} runs, such as {names}: use a longer prefix"
+            )
         return str(found[0].path) if found else text
     if not (known := find_runs(Path(DEFAULT_FOLDER))):
         raise LaunchError(

@@ -29,7 +29,8 @@ class HangWatch:
         self._last = time.monotonic()
         self._asked: float | None = None
         self._collected = False
-        self._texts: dict[int, str] = {}
+        self._written: dict[int, bytes] = {}
+        """What the ranks have written since they were asked for their stacks."""
         self._standing: dict[int, Stand] = {}
         self._ended: dict[int, int] = {}
         """The exit codes of ranks that have ended, by rank."""
@@ -52,11 +53,11 @@ class HangWatch:
         self._ended[event["rank"]] = event["returncode"]
         self._standing.pop(event["rank"], None)
 
-    def output(self, rank: int, text: str) -> None:
+    def output(self, rank: int, data: bytes) -> None:
         """Record a rank's output; after the stacks were asked for, it belongs to them."""
         self.activity()
         if self._asked is not None:
-            self._texts[rank] = self._texts.get(rank, "") + text
+            self._written[rank] = self._written.get(rank, b"") + data
 
     def next_s(self) -> float:
         """Return the seconds until something may be due."""
@@ -87,10 +88,11 @@ class HangWatch:
             have = "have" if len(ranks) > 1 else "has"
             parts.append(f"  {named(sorted(ranks), self._hosts)} {have} ended with code {code}")
         left = self._hosts.keys() - self._ended.keys()
-        parts += [f"  {line}" for line in where(self._texts, self._standing, self._hosts, left)]
+        texts = {rank: data.decode("utf-8", "replace") for rank, data in self._written.items()}
+        parts += [f"  {line}" for line in where(texts, self._standing, self._hosts, left)]
         parts.append("  what each was doing:")
-        for rank in sorted(self._texts):
-            lines = self._texts[rank].splitlines()[-_STACK_LINES:]
+        for rank in sorted(texts):
+            lines = texts[rank].splitlines()[-_STACK_LINES:]
             parts += [f"  rank {rank}:", *(f"    | {line}" for line in lines)]
         return "\n".join(parts)
 

@@ -39,6 +39,11 @@ class Agents:
         self._nodes |= {node.host: node for node in found}
         return [self._nodes[host] for host in hosts if host in self._nodes], errors
 
+    def show_life(self) -> None:
+        """Have the agents that are there wait for their plan a while longer."""
+        for node in self._nodes.values():
+            node.link.transport.send({"cmd": "ping", "idle_s": _IDLE_S})
+
     def keep(self, links: Sequence[Link]) -> None:
         """Take note that only these are left."""
         self._nodes = {node.host: node for node in self._nodes.values() if node.link in links}

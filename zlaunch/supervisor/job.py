@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import signal
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from zlaunch.errors import NodeError
+from zlaunch.errors import LaunchError, NodeError
 from zlaunch.plan.options import Options
 from zlaunch.plan.plan import Plan
 from zlaunch.supervisor import run_record
 from zlaunch.supervisor.controller import STOP_SIGNALS, Controller
+from zlaunch.supervisor.end import REFUSED_CODE, End
 from zlaunch.supervisor.hosts import Agents, Hosts, Returns
-from zlaunch.supervisor.nodes import Node, Rendezvous, Say, find_rendezvous
+from zlaunch.supervisor.nodes import Left, Node, Rendezvous, Say, find_rendezvous
 from zlaunch.supervisor.verdict import Outcome
+from zlaunch.system import boot_clock
 from zlaunch.system.processes import PASSED_SIGNALS, signal_name
 from zlaunch.view.console import Console
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 5.0, 60.0
+"""Seconds between attempts while hosts refuse; doubled each time."""
+_SHORT_WAIT_S = 2.0
+"""Seconds of a wait that the user need not be told about."""
 
 
 class Job(ABC):
@@ -39,8 +47,14 @@ class Job(ABC):
         """Make the plan for the nodes that answered; one node has no rendezvous. Raises NodeError."""
 
     @abstractmethod
-    def sweep(self, hosts: Sequence[str], run_id: str) -> None:
-        """End what is left of a run on hosts whose agents have died."""
+    def sweep(self, lost: Mapping[str, Left], run_id: str) -> frozenset[str]:
+        """End what is left of a run on hosts whose agents have died; return those where certainly nothing is
+        left.
+        """
+
+    def end_of(self, outcome: Outcome) -> End:
+        """Return the end of a run, as its record has it."""
+        return outcome.end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,12 +87,14 @@ def run_job(job: Job, console: Console, limits: Limits) -> Outcome:
             at_end()  # a second signal must not end this report of the first
             console.message(f"stopped by {signal_name(stopped.signum)}")
             outcome = Outcome(128 + stopped.signum, signum=stopped.signum)
-        except BaseException:
+        except BaseException as error:
             at_end()
-            run_record.ended(job.options.run_dir, 1)
+            refused = isinstance(error, LaunchError)
+            end = End(REFUSED_CODE, "refused") if refused else End(1, "failed")
+            run_record.ended(job.options.run_dir, end)
             raise
         at_end()
-        run_record.ended(job.options.run_dir, outcome.code)
+        run_record.ended(job.options.run_dir, job.end_of(outcome))
     return outcome
 
 
@@ -130,14 +146,17 @@ def _run(job: Job, console: Console, limits: Limits) -> Outcome:
 
 def _attempts(job: Job, agents: Agents, console: Console, limits: Limits) -> Outcome:
     hosts = Hosts(job.hosts, limits.spares, limits.min_nodes)
-    attempt, restarts, port_retried = limits.first_attempt, 0, False
+    attempt, restarts, port_retried, pause_s = limits.first_attempt, 0, False, _FIRST_PAUSE_S
     while True:
         outcome = _attempt(job, agents, hosts, console, limits, attempt)
-        attempt += 1
+        if not outcome.signum:
+            _await_leases(outcome.left, console)
+        attempt += outcome.started
+        pause_s = pause_s if outcome.refused_by else _FIRST_PAUSE_S
         if outcome.regroups:
             console.message(f"going on with {len(hosts.used)} of {hosts.wanted} nodes")
             continue
-        if outcome.code == 0 or outcome.signum or outcome.save_asked or outcome.refused:
+        if outcome.code == 0 or outcome.signum or outcome.save_asked:
             return outcome
         if outcome.port_taken and not port_retried and not job.options.master_port:
             port_retried = True
@@ -146,9 +165,27 @@ def _attempts(job: Job, agents: Agents, console: Console, limits: Limits) -> Out
             console.message(said)
         elif restarts < limits.max_restarts:
             restarts += 1
-            console.message(f"restart {restarts} of {limits.max_restarts}")
+            when = f" in {pause_s:g} s" if outcome.refused_by else ""
+            console.message(f"restart {restarts} of {limits.max_restarts}{when}")
+            if outcome.refused_by:  # what keeps a host out, such as its reboot, takes a while
+                agents.show_life()
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         else:
             return outcome
+
+
+def _await_leases(left: Mapping[str, Left], console: Console) -> None:
+    """Wait until lost nodes run nothing any more (Note [Lease] in `zlaunch/node/lease.py`). Otherwise a rank
+    could be there twice, and both would save into one folder.
+    """
+    ends = max((each.lease_ends for each in left.values()), default=0.0)
+    wait_s = ends - boot_clock.now_s()
+    if wait_s > _SHORT_WAIT_S:
+        hosts = ", ".join(sorted(left))
+        console.message(f"waiting {wait_s:.0f} s: until then, workers on {hosts} may still run")
+    while (wait_s := ends - boot_clock.now_s()) > 0:
+        time.sleep(wait_s)
 
 
 def _attempt(
@@ -168,7 +205,7 @@ def _attempt(
             if len(hosts.used) > 1:
                 text = f"{len(errors)} of {len(hosts.used)} nodes cannot take part; nothing was started"
                 console.error(text)
-            return _GIVEN_UP
+            return _refused_by(errors)
         console.message(said)
         nodes, errors = agents.connect(hosts.used)
     try:
@@ -181,7 +218,7 @@ def _attempt(
         plan = replace(job.plan(nodes, rendezvous, attempt), restarts=limits.may_go_on)
     except NodeError as error:
         console.error(f"{error.host}: {error.text}")
-        return _GIVEN_UP
+        return _refused_by([error])
     returns = Returns(job.connect, hosts.absent)
     agents.prepare(hosts.spares, plan)
     controller = Controller(
@@ -201,8 +238,11 @@ def _attempt(
         hosts.take_back(host)
     agents.keep([controller.links[index] for index in controller.waiting])
     if outcome.died:
-        job.sweep(sorted(outcome.died), plan.run_id)
+        died = {host: outcome.left.get(host, Left()) for host in sorted(outcome.died)}
+        clean = job.sweep(died, plan.run_id)
+        outcome = replace(outcome, left={host: at for host, at in outcome.left.items() if host not in clean})
     return outcome
 
 
-_GIVEN_UP = Outcome(2, refused=True)
+def _refused_by(errors: Sequence[NodeError]) -> Outcome:
+    return Outcome(REFUSED_CODE, refused_by=tuple(error.host for error in errors), started=False)

@@ -6,13 +6,17 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 
 from zlaunch.errors import NodeError
+from zlaunch.supervisor.clock_bound import ClockBound
+from zlaunch.system import boot_clock
 from zlaunch.system.events import Event
 from zlaunch.system.facts import Facts
+from zlaunch.system.processes import Process
 from zlaunch.transports import Transport
 
 PARALLEL = 64
@@ -35,7 +39,14 @@ class Link:
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
         self.host = transport.host
-        self.events: Iterator[Event] = iter(transport.events())
+        self.clock = ClockBound()
+        self.events: Generator[Event, None, None] = self._noted(transport.events())
+
+    def _noted(self, events: Iterator[Event]) -> Generator[Event, None, None]:
+        for event in events:
+            if "beat" in event:
+                self.clock.hear(float(event["beat"]), boot_clock.now_s())
+            yield event
 
     def ask(self, message: Event, answer: str) -> Event:
         """Send a command and wait for the event that answers it. Raises NodeError when the agent ends.
@@ -54,6 +65,8 @@ class Link:
         if self.transport.close(timeout_s=2.0) is None:
             self.transport.kill()
             self.transport.close(timeout_s=2.0)
+        with suppress(ValueError):  # another thread still reads, to the end that it sees now
+            self.events.close()
 
 
 def _why_no_agent(code: int | None, said: str) -> str:
@@ -252,20 +265,39 @@ def find_rendezvous(
     return Rendezvous(address, port, (own, *(iface or str(answer["interface"]) for answer in reached)))
 
 
-def sweep_hosts(hosts: Sequence[str], open_transport: Callable[[str], Transport], run_id: str) -> None:
-    """End the processes of a run on hosts whose agent and watchdog are dead. A host that is down has none."""
+@dataclass(frozen=True, slots=True)
+class Left:
+    """Describes what a node that is lost may still run, and until when."""
+
+    lease_ends: float = 0.0
+    """When its workers are dead, whatever has become of it, on this CLOCK_BOOTTIME: Note [Lease]."""
+    sessions: tuple[Process, ...] = ()
+    """Its agent and workers, as far as they are known."""
+    pid_namespace: int = 0
+    """Where these process ids hold; 0: unknown."""
+
+
+def sweep_hosts(
+    lost: Mapping[str, Left], open_transport: Callable[[str], Transport], run_id: str
+) -> frozenset[str]:
+    """End the processes of a run on hosts whose agent and watchdog are dead; return the hosts that have said
+    that nothing is left. A host that is down says nothing.
+    """
 
     def work(host: str) -> Event:
         link = links[host] = Link(open_transport(host))
-        return link.ask({"cmd": "sweep", "run_id": run_id, "idle_s": _SWEEP_S}, "swept")
+        about = {"sessions": lost[host].sessions, "pid_namespace": lost[host].pid_namespace}
+        return link.ask({"cmd": "sweep", "run_id": run_id, "idle_s": _SWEEP_S, **about}, "swept")
 
     def give_up(host: str) -> str:
         return "it does not answer"
 
     links: dict[str, Link] = {}
-    _all(hosts, work, give_up, _SWEEP_S)
+    answers = _all(tuple(lost), work, give_up, _SWEEP_S)
     for link in links.values():
         link.transport.kill()
+    said = zip(lost, answers, strict=True)
+    return frozenset(host for host, answer in said if isinstance(answer, dict) and answer["clean"])
 
 
 def close_all(nodes: Sequence[Node]) -> None:

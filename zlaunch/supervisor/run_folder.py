@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 from zlaunch.errors import LaunchError
+from zlaunch.runtime.trust import UntrustedError, make_folder
 from zlaunch.supervisor import run_record
 
 _PROBE_BYTES = 1 << 16
@@ -21,22 +22,25 @@ def make_run_dir(path: Path, *, shared: bool = False) -> int | None:
     out while it is open.
 
     `shared`: launchers of other nodes, which are parts of this run, may use it too (and two pods may have one
-    host's name), and nobody is kept out. Raises LaunchError.
+    host's name), and they are not kept out. Raises LaunchError.
     """
     known = None if shared else run_record.read(path)
     if known is not None and known.host == socket.gethostname() and known.is_running():
-        raise LaunchError(f"--run_dir {path}: a run is going on there (process {known.pid})")
+        raise LaunchError(f"--run_dir {path}: a job is running there (process {known.pid})")
     try:
-        (path / "logs").mkdir(parents=True, exist_ok=True)
+        make_folder(path)
+        (path / "logs").mkdir(exist_ok=True)
         probe = path / f".writable-{os.getpid()}"
         try:
             probe.write_bytes(bytes(_PROBE_BYTES))  # an empty file can be made on a full disk
         finally:
             probe.unlink(missing_ok=True)
+    except UntrustedError as error:
+        raise LaunchError(f"--run_dir {error}; or use another folder") from None
     except OSError as error:
         raise LaunchError(f"--run_dir {path}: cannot write there: {error.strerror}") from None
     if shared:
-        return None
+        return _lock(path, fcntl.LOCK_SH)
     # A launcher that ends closes its files one by one: its queue may start the next attempt in between.
     until = time.monotonic() + _ENDING_S
     while (lock := _lock(path)) is None:
@@ -70,11 +74,11 @@ def is_locked(path: Path) -> bool:
     return fd is None
 
 
-def _lock(path: Path) -> int | None:
+def _lock(path: Path, how: int = fcntl.LOCK_EX) -> int | None:
     """Lock a run's folder while the returned descriptor is open; None where another launch has locked it."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(fd, how | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(fd)
         return None

@@ -8,12 +8,15 @@ import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from zlaunch.plan.plan import Plan, Program, without_secrets
-from zlaunch.system.processes import start_ticks
+from zlaunch.runtime.trust import check_folder
+from zlaunch.supervisor.end import End
+from zlaunch.system import boot_clock
+from zlaunch.system.processes import pid_namespace, start_ticks
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,19 +35,39 @@ class RunRecord:
     attempt: int = 0
     ended: float | None = None
     exit_code: int | None = None
+    cause: str | None = None
+    """Why it ended, see `zlaunch.supervisor.end`. Versions up to 0.2.0 wrote none."""
+    bad_hosts: tuple[str, ...] = ()
+    """The hosts that refused to run it."""
     asked: float | None = None
     """When a queue was asked for it."""
+    boot: str = ""
+    """The boot of the host that `start_ticks` counts from; "" where it is not known."""
+    pid_namespace: int = 0
+    """The pid namespace that `pid` belongs to; 0 where it is not known."""
 
     @property
     def came(self) -> float:
         """Return when its command line was given, which orders runs."""
         return self.started if self.asked is None else self.asked
 
+    @property
+    def end(self) -> End | None:
+        """Return how it ended; None while nobody has written it down."""
+        return End.from_json(asdict(self))
+
+    @property
+    def is_of_other_namespace(self) -> bool:
+        """Whether the launcher runs in another pid namespace (a container), and its id means nothing here."""
+        return self.pid_namespace not in (0, pid_namespace())
+
     def is_running(self) -> bool:
-        """Tell whether the launcher lives; the answer holds on the launcher's host only."""
-        return self.ended is None and start_ticks(self.pid) == self.start_ticks
+        """Tell whether the launcher lives; the answer holds in the pid namespace of the launcher only."""
+        is_now = self.boot in ("", boot_clock.boot_id())
+        return is_now and self.ended is None and start_ticks(self.pid) == self.start_ticks
 
 
+_FIELDS = frozenset(field.name for field in fields(RunRecord))
 CHECKPOINT = "checkpoint.json"
 
 
@@ -91,15 +114,26 @@ def begun(run_dir: str, run_id: str, hosts: Sequence[str], world_size: int, atte
         started=time.time(),
         attempt=attempt,
         asked=None if asked is None else asked.asked,
+        boot=boot_clock.boot_id(),
+        pid_namespace=pid_namespace(),
     )
     _write(_path(run_dir), asdict(record))
 
 
-def ended(run_dir: str, exit_code: int) -> None:
+def ended(run_dir: str, end: End) -> None:
     """Record how a run ended, if it had begun."""
     record = read(run_dir)
     if record is not None and record.pid == os.getpid():
-        _write(_path(run_dir), asdict(replace(record, ended=time.time(), exit_code=exit_code)))
+        _write(_path(run_dir), {**asdict(record), **end.as_json(), "ended": time.time()})
+
+
+def own_end(run_dir: str, exit_code: int) -> End:
+    """Return the end that this process has recorded for a run, or what its exit code says where it has not: a
+    launch that was refused before the run began.
+    """
+    record = read(run_dir)
+    end = record.end if record is not None and record.pid == os.getpid() else None
+    return end or End.of_code(exit_code)
 
 
 # -- runs that wait in a queue
@@ -131,11 +165,11 @@ def is_queued(run_dir: str | Path) -> bool:
     return _queued_mark(run_dir).exists()
 
 
-def left_queue(run_dir: str | Path, exit_code: int) -> None:
-    """Record that the queue has done with a run, and its exit code."""
+def left_queue(run_dir: str | Path, end: End) -> None:
+    """Record that the queue has done with a run, and how it ended."""
     if (record := read(run_dir)) is not None:
         ended = time.time() if record.ended is None else record.ended
-        _write(_path(run_dir), asdict(replace(record, ended=ended, exit_code=exit_code)))
+        _write(_path(run_dir), {**asdict(record), **end.as_json(), "ended": ended})
     try:
         _queued_mark(run_dir).unlink(missing_ok=True)
     except OSError:  # a folder that nobody can write any more
@@ -176,6 +210,8 @@ def resume_folder(
     if job:
         paths |= set(Path(run_dir).parent.glob(f"*/{CHECKPOINT}"))
     for path in paths:
+        if not _is_trusted(path.parent):
+            continue  # training resumes from where the file says
         content = read_json(path)
         try:
             mine = attempt > 0 and content["run_id"] == run_id
@@ -188,15 +224,31 @@ def resume_folder(
     return max(found)[1] if found else None
 
 
+def _is_trusted(folder: Path) -> bool:
+    try:
+        check_folder(folder)
+    except OSError:
+        return False
+    return True
+
+
 def read(run_dir: str | Path) -> RunRecord | None:
     """Read the record of a run's folder; None when there is none."""
     data = read_json(_path(run_dir))
     try:
-        record = RunRecord(**{**data, "hosts": tuple(data["hosts"]), "command": tuple(data["command"])})
+        bad_hosts = tuple(data.get("bad_hosts", ()))
+        lists = {"hosts": tuple(data["hosts"]), "command": tuple(data["command"]), "bad_hosts": bad_hosts}
+        mine = {name: data[name] for name in _FIELDS & data.keys()}  # a later version may have more
+        record = RunRecord(**{**mine, **lists})
     except (TypeError, KeyError):
         return None
-    texts = (record.run_id, record.host, *record.hosts, *record.command)
-    numbers = (record.pid, record.start_ticks, record.world_size, record.attempt, record.started)
+    cause = () if record.cause is None else (record.cause,)
+    own = (record.run_id, record.host, record.boot, *cause)
+    texts = (*own, *record.hosts, *record.command, *record.bad_hosts)
+    numbers = (
+        *(record.pid, record.start_ticks, record.pid_namespace),
+        *(record.world_size, record.attempt, record.started),
+    )
     known = all(isinstance(text, str) for text in texts)
     known = known and all(isinstance(number, (int, float)) for number in numbers)
     ends = (record.ended, record.exit_code, record.asked)

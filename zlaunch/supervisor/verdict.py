@@ -7,13 +7,15 @@ clocks of hosts may differ.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from zlaunch.plan.plan import Plan
 from zlaunch.supervisor import failure as failures
+from zlaunch.supervisor.end import SAVED_CODE, End
 from zlaunch.supervisor.failure import Failure
+from zlaunch.supervisor.nodes import Left
 from zlaunch.supervisor.rank_logs import log_path
 from zlaunch.system.events import Event
 from zlaunch.system.processes import signal_name
@@ -38,10 +40,31 @@ class Outcome:
     """Tells whether nothing was wrong but the rendezvous port."""
     save_asked: bool = False
     """Tells whether the workers were asked to save and stop."""
+    saved: bool = False
+    """Tells whether the workers have saved and want to be started again."""
     regroups: bool = False
     """Tells whether the attempt was ended for one with nodes that are back."""
-    refused: bool = False
-    """Tells whether nothing was started: the nodes cannot run this, and trying again would not help."""
+    refused_by: tuple[str, ...] = ()
+    """Hosts that could not take part, or could not start a worker."""
+    started: bool = True
+    """Tells whether the nodes have got a plan."""
+    vanished: bool = False
+    """Tells whether the agents of all nodes are gone without a word."""
+    left: Mapping[str, Left] = field(default_factory=dict, compare=False)
+    """What lost nodes may still run, by host."""
+
+    @property
+    def end(self) -> End:
+        """Return the end with its cause."""
+        if self.signum:
+            return End(self.code, "stopped")
+        if self.refused_by:
+            return End(self.code, "host refused", self.refused_by)
+        if self.vanished:
+            return End(self.code, "lost")
+        if self.saved:
+            return End(self.code, "saved")
+        return End(self.code, "failed" if self.code else "finished")
 
 
 class Verdict:
@@ -55,6 +78,16 @@ class Verdict:
         """The exit code where an agent, and no worker, ended the run."""
         self.lost: set[str] = set()
         self.died: set[str] = set()
+        self.left: dict[str, Left] = {}
+        self.refused_by: list[str] = []
+        self.has_progressed = False
+        """Whether a worker has reported a step or saved."""
+        self._with_gpu = {
+            worker.rank
+            for node in plan.nodes
+            for worker in node.workers
+            if worker.env.get("CUDA_VISIBLE_DEVICES")
+        }
         self.stop_at: float | None = None
         """When the other workers are to be stopped (monotonic seconds): a failure has been seen, and a better
         cause may show up until then.
@@ -91,7 +124,7 @@ class Verdict:
         known = self.failures.get(rank)
         if event["after_stop"]:
             return  # our own doing
-        if code == failures.SAVED_CODE and self.may_have_saved and known is None:
+        if code == SAVED_CODE and self.may_have_saved and known is None:
             self._saved = True
             return
         if known is not None:
@@ -110,9 +143,21 @@ class Verdict:
     def _stop_by(self, moment: float) -> None:
         self.stop_at = moment if self.stop_at is None else min(self.stop_at, moment)
 
-    def outcome(self, signum: int, *, save_asked: bool, regroups: bool = False) -> Outcome:
-        """Say what went wrong, if anything, and return how the attempt ended."""
-        found = Outcome(0, lost=frozenset(self.lost), died=frozenset(self.died), save_asked=save_asked)
+    def outcome(
+        self, signum: int, *, save_asked: bool, regroups: bool = False, vanished: bool = False
+    ) -> Outcome:
+        """Say what went wrong, if anything, and return how the attempt ended. `vanished`: no agent is left
+        that would have said so.
+        """
+        found = Outcome(
+            0,
+            lost=frozenset(self.lost),
+            died=frozenset(self.died),
+            save_asked=save_asked,
+            left=self.left,
+            vanished=vanished and not self.failures,
+            refused_by=() if self.failures else tuple(self.refused_by),
+        )
         if signum:
             self._console.message(f"stopped by {signal_name(signum)}")
             return replace(found, code=128 + signum, signum=signum)
@@ -136,10 +181,17 @@ class Verdict:
             )
             code = first.exit_code
             port_taken = failures.is_port_taken(first.exception)
+            if self._device_refused(first):
+                found = replace(found, refused_by=(first.host,))
         elif self._saved and not code:
             self._console.message("the run has saved, as it was asked to, and wants to be started again")
-            return replace(found, code=failures.SAVED_CODE, save_asked=True)
+            return replace(found, code=SAVED_CODE, save_asked=True, saved=True)
         return replace(found, code=code, port_taken=port_taken)
+
+    def _device_refused(self, failure: Failure) -> bool:
+        """Tell whether a GPU that the node has reported did not work at the start: another host may do."""
+        at_start = not self.has_progressed and failure.rank in self._with_gpu
+        return at_start and failures.is_bad_device(failure.exception)
 
     def _others(self) -> str:
         """Say what became of ranks that others may have lost although they have not failed."""

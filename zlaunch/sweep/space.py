@@ -99,7 +99,7 @@ def _rows(lines: Iterable[str]) -> tuple[Values, ...]:
         if names.count(name) > 1:
             raise _SpaceError(f"parameter {name} has two columns")
     if not rows:
-        raise _SpaceError("there are no rows below the names of the parameters")
+        raise _SpaceError("no rows below the parameter names")
     for number, row in rows:
         if None in row or None in row.values():
             raise _SpaceError(f"line {number} does not have {len(reader.fieldnames or ())} values")
@@ -133,7 +133,7 @@ def _number(text: str) -> Value:
 
 def _space(content: object) -> SweepSpace:
     if not isinstance(content, dict):
-        raise _SpaceError("it has to have the key `parameters`, with names and values below it")
+        raise _SpaceError("the key `parameters` is missing: put names and values below it")
     unknown = [str(key) for key in content if key not in _KEYS]
     if unknown:
         raise _SpaceError(f"{unknown[0]}: unknown key{_near(unknown[0], _KEYS)}")
@@ -153,7 +153,7 @@ def _space(content: object) -> SweepSpace:
     else:
         samples, seed = _count(content, "samples"), content.get("seed", 0)
         if isinstance(seed, bool) or not isinstance(seed, int):
-            raise _SpaceError(f"seed: {seed!r} is no whole number")
+            raise _SpaceError(f"seed: {seed!r} is not a whole number")
         trials = _random(parameters, samples, random.Random(seed))
     metric, goal = content.get("metric", "loss"), content.get("goal", "min")
     if not isinstance(metric, str) or not metric:

@@ -82,9 +82,11 @@ class SweepTrial:
         """Return `new`, `queued`, `running`, `done`, `stopped early`, `failed` with its exit code, or `gone`
         where its folder is.
         """
+        state, _, code = self.standing(self.folder).partition(" ")
+        if state == "queued":
+            return state
         if not self.folder.exists():
             return "gone"
-        state, _, code = self.standing(self.folder).partition(" ")
         if state != "ended":
             return state
         if code == "0":
@@ -123,7 +125,7 @@ def hold(folder: Path) -> int:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(fd)
-            raise LaunchError(f"{folder}: another `zlaunch sweep` is at work in it") from None
+            raise LaunchError(f"{folder}: another `zlaunch sweep` is using it") from None
     except OSError as error:
         raise LaunchError(f"{error.filename or folder}: {error.strerror}") from None
     return fd
@@ -186,7 +188,7 @@ def with_values(config: Mapping[str, Any], values: Mapping[str, object]) -> dict
         for key in above:
             inner = section.setdefault(key, {})
             if not isinstance(inner, dict):
-                raise LaunchError(f"parameter {name}: {key} is {inner!r} in the config, no section")
+                raise LaunchError(f"parameter {name}: {key} is {inner!r} in the config, not a section")
             section = inner
         section[last] = value
     return changed

@@ -91,6 +91,14 @@ def start_ticks(pid: int) -> int | None:
         return None
 
 
+def pid_namespace() -> int:
+    """Return the number of this process's pid namespace; 0 where /proc does not say it."""
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return 0
+
+
 def is_stopped(process: Process) -> bool:
     """Tell whether a signal has stopped a process (SIGSTOP)."""
     try:

@@ -11,10 +11,11 @@ from contextlib import suppress
 from pathlib import Path
 
 from zlaunch.errors import NodeError
-from zlaunch.system.events import Event, decode, encode
+from zlaunch.system.events import AgentStream, Event, encode
 from zlaunch.system.processes import python_module_argv, sweep
 
 _DIAGNOSTICS_BYTES = 4096
+_CHUNK_BYTES = 1 << 18
 _NOT_INHERITED = ("ZLAUNCH_RUN_ID", "ZLAUNCH_RESUME_DIR", "ZLAUNCH_STDIN_FD")
 _KILL_S = 2.0
 
@@ -66,10 +67,10 @@ class LocalTransport:
 
     def events(self) -> Iterator[Event]:
         """Yield events until the agent's stdout ends."""
-        for line in self._stdout:
-            event = decode(line)
-            if event is not None:
-                yield event
+        stream = AgentStream()
+        with self._stdout:
+            while not stream.damaged and (chunk := os.read(self._stdout.fileno(), _CHUNK_BYTES)):
+                yield from stream.feed(chunk)
 
     def close(self, timeout_s: float) -> int | None:
         """Close stdin, which tells a living agent to stop, and wait."""
@@ -89,6 +90,10 @@ class LocalTransport:
         if self.local and self._process.poll() is None:
             sweep(ancestor=self._process.pid, timeout_s=_KILL_S)
         self._process.kill()
+        with suppress(subprocess.TimeoutExpired):  # the kernel may hold it
+            self._process.wait(_KILL_S)
+        with suppress(OSError):
+            self._stdin.close()
 
     def diagnostics(self) -> str:
         """Return the end of the agent's stderr."""

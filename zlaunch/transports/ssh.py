@@ -18,7 +18,7 @@ from typing import Any
 import paramiko
 
 from zlaunch.errors import NodeError
-from zlaunch.system.events import Event, LineBuffer, encode
+from zlaunch.system.events import AgentStream, Event, encode
 from zlaunch.transports.ssh_config import HostSettings
 
 # It would print tracebacks of its threads; what matters comes to us as exceptions.
@@ -76,15 +76,16 @@ class SshTransport:
         self._outgoing.put(encode(message))
 
     def _write(self) -> None:
-        with contextlib.suppress(OSError):  # it is gone; its reader sees that too
+        # It is gone; its reader sees that too. A connection that was cut raises any of these.
+        with contextlib.suppress(OSError, EOFError, paramiko.SSHException):
             while (data := self._outgoing.get()) is not None:
                 self._channel.sendall(data)
             self._channel.shutdown_write()
 
     def events(self) -> Iterator[Event]:
         """Yield events until the channel ends; lines that are not events (a noisy shell) are passed over."""
-        buffer = LineBuffer()
-        while True:
+        stream = AgentStream()
+        while not stream.damaged:
             try:
                 chunk = self._channel.recv(_CHUNK_BYTES)
             except OSError:
@@ -92,7 +93,7 @@ class SshTransport:
             self._take_stderr()
             if not chunk:
                 return
-            yield from buffer.feed(chunk)
+            yield from stream.feed(chunk)
 
     def _take_stderr(self) -> None:
         while self._channel.recv_stderr_ready():

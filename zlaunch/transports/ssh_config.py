@@ -6,7 +6,6 @@ to do.
 
 from __future__ import annotations
 
-import getpass
 import os
 import shutil
 import subprocess
@@ -14,10 +13,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from zlaunch.errors import NodeError
+from zlaunch.system.user import user_name
 from zlaunch.transports.openssh import reason_for_openssh
 
 _CONNECT_TIMEOUT_S = 15.0
 _ASK_S = 30.0
+_NO_USER = "No user exists for uid"
+"""What OpenSSH says to users who are not in /etc/passwd."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +77,7 @@ def _resolve(host: str, user: str | None, port: int | None, config: str | None, 
     return HostSettings(
         alias=host,
         hostname=first("hostname", host),
-        user=user or first("user", getpass.getuser()),
+        user=user or first("user", user_name()),
         port=port or int(first("port", "22")),
         identity_files=tuple(path for path in identities if os.path.isfile(path)),
         identities_only=first("identitiesonly", "no") == "yes",
@@ -98,7 +100,10 @@ def _ask_openssh(host: str, user: str | None, port: int | None, config: str | No
     except subprocess.TimeoutExpired:  # a Match exec that hangs
         raise NodeError(host, f"ssh -G has not answered within {_ASK_S:g} s") from None
     if answer.returncode:
-        raise NodeError(host, f"ssh -G does not accept it: {answer.stderr.strip()}")
+        said = answer.stderr.strip()
+        if _NO_USER in said:
+            raise NodeError(host, f"ssh needs an entry for you in /etc/passwd: {said}")
+        raise NodeError(host, f"ssh -G does not accept it: {said}")
     options: dict[str, list[str]] = {}
     for line in answer.stdout.splitlines():
         key, _, value = line.partition(" ")

@@ -43,7 +43,7 @@ class TuningResults:
         except OSError as error:
             raise LaunchError(f"{folder}: {error.strerror}") from None
         except (ValueError, KeyError, TypeError):
-            raise LaunchError(f"{folder} cannot be read: remove it to begin anew") from None
+            raise LaunchError(f"{folder} cannot be read: remove it to start over") from None
 
     @property
     def _path(self) -> Path:

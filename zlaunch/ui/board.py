@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from zlaunch.errors import LaunchError
-from zlaunch.queue.ending import settle
+from zlaunch.queue.ending import settle, settle_all
 from zlaunch.supervisor import run_record
 from zlaunch.supervisor.found_runs import FoundRun, look_into
 from zlaunch.supervisor.rank_logs import LogReader, log_path
 from zlaunch.supervisor.redact import redact
 from zlaunch.ui.html import as_text
-from zlaunch.ui.jobs import ShownSweep, all_jobs, find_sweeps, open_trials_of
+from zlaunch.ui.jobs import ShownSweep, find_sweeps, open_trials_of, run_folders
 from zlaunch.ui.run_pages import RunReader
 from zlaunch.view.page import RunPage
 from zlaunch.view.progress import RunProgress
@@ -95,6 +95,10 @@ class Board:
         """Return the runs of the folder, the newest first; broken ones last."""
         with self._lock:
             found, broken = look_into(self.folder)
+            try:
+                found = settle_all(found)
+            except LaunchError:  # the queue's page says it
+                pass
             until = time.monotonic() + _LIST_S
             known = [self._summary(run, until) for run in reversed(found)]
             there = {run.path for run in found}
@@ -148,8 +152,7 @@ class Board:
 
     def _elsewhere(self) -> Iterator[Path]:
         """Yield the folders of the runs that the queue and the sweeps have."""
-        for job in all_jobs():
-            yield Path(job.submission.run_dir)
+        yield from run_folders()
         for sweep in find_sweeps(self.folder):
             yield from (path.parent for path in sweep.resolve().glob("*/launcher.json"))
 
@@ -162,7 +165,6 @@ class Board:
     def _summary(self, run: FoundRun, until: float) -> RunSummary:
         entry = self._entry(run)
         try:
-            run = settle(run)
             signature = _signature(run)
             if entry.summary is None or entry.signature != signature:
                 left = until - time.monotonic()

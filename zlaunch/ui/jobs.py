@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zlaunch.queue.ending import settle
-from zlaunch.queue.store import QueuedJob, Store
+from zlaunch.queue.store import Job, Store
 from zlaunch.queue.wake import queue_folder
 from zlaunch.supervisor import run_record
 from zlaunch.supervisor.found_runs import FoundRun
@@ -27,22 +27,22 @@ class ShownSweep:
     trials: list[SweepTrial]
 
 
-def all_jobs() -> list[QueuedJob]:
-    """Return the jobs of the queue, the oldest first. Raises LaunchError."""
-    return Store(queue_folder()).jobs("waiting", "running", "ended")
+def run_folders() -> list[Path]:
+    """Return the folders of the queue's runs, the oldest first. Raises LaunchError."""
+    return Store(queue_folder()).run_dirs()
 
 
-def shown_jobs() -> list[QueuedJob]:
+def shown_jobs() -> list[Job]:
     """Return the jobs that wait and run, and below them the last ones that have ended. Raises LaunchError."""
-    jobs = all_jobs()
-    ended = [job for job in jobs if job.state == "ended"]
-    return [*(job for job in jobs if job.state != "ended"), *reversed(ended[-_ENDED:])]
+    store = Store(queue_folder())
+    ended: list[Job] = next(store.ended_pages(), [])
+    return [*store.rows("waiting", "running"), *ended[:_ENDED]]
 
 
 def find_sweeps(folder: Path) -> list[Path]:
     """Return the folders of sweeps: under `sweeps`, under ``folder``, and those of the queue's jobs."""
     found = [*Path(SWEEPS).glob("*/sweep.json"), *folder.glob("*/sweep.json"), folder / "sweep.json"]
-    found += [Path(job.submission.run_dir).parent / "sweep.json" for job in all_jobs()]
+    found += [path.parent / "sweep.json" for path in run_folders()]
     return sorted({path.parent.resolve() for path in found if path.is_file()})
 
 

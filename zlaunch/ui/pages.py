@@ -5,10 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from zlaunch.queue.job_text import JOB_COLUMNS, job_row
-from zlaunch.queue.store import QueuedJob
+from zlaunch.queue.job_text import JOB_COLUMNS, job_row, run_dir_of
+from zlaunch.queue.store import Job
 from zlaunch.ui.board import Board, OpenedRun, RunSummary
 from zlaunch.ui.html import Html, address, as_text, html, join
 from zlaunch.ui.jobs import ShownSweep
@@ -152,7 +151,7 @@ def runs_page(opened: Sequence[OpenedRun]) -> Page:
 # -- queue and sweeps
 
 
-def queue_page(board: Board, jobs: Sequence[QueuedJob], sweeps: Sequence[str]) -> Page:
+def queue_page(board: Board, jobs: Sequence[Job], sweeps: Sequence[str]) -> Page:
     """Return the jobs of the queue and the list of sweeps."""
     parts = [Html("<h2>Queue</h2>")]
     parts.append(_jobs(board, jobs) if jobs else Html("<p>The queue is empty: zlaunch submit fills it.</p>"))
@@ -168,11 +167,11 @@ def queue_page(board: Board, jobs: Sequence[QueuedJob], sweeps: Sequence[str]) -
     return Page("Queue and sweeps", join(parts))
 
 
-def _jobs(board: Board, jobs: Sequence[QueuedJob]) -> Html:
+def _jobs(board: Board, jobs: Sequence[Job]) -> Html:
     rows = []
     for job in jobs:
         number, name, state, *rest = job_row(job)
-        link = address("/run", name=board.shown_as(Path(job.submission.run_dir)))
+        link = address("/run", name=board.shown_as(run_dir_of(job)))
         first = html(
             '<td>{number}</td><td><a href="{link}">{name}</a></td>', number=number, link=link, name=name
         )

@@ -64,7 +64,7 @@ def _facts(run: FoundRun, progress: RunProgress) -> list[tuple[str, str]]:
         ("hosts", ", ".join(record.hosts)),
         ("ranks", str(record.world_size)),
         ("started", time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(progress.started or record.started))),
-        ("state", f"{run.state}, after {span(max(0.0, end - (progress.started or record.started)))}"),
+        ("state", f"{run.shown_state}, after {span(max(0.0, end - (progress.started or record.started)))}"),
     ]
     if progress.step is not None:
         rows.append(("steps", f"{progress.step}" + (f" of {progress.steps}" if progress.steps else "")))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, TypeVar
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from zlaunch.runtime.config import MeshShape
 
 
+T = TypeVar("T")
 _COLUMNS = "sequence", "tensor"
 """Names the axes whose ranks share samples, and stand in one row."""
 _CROSSING = {
@@ -25,6 +26,8 @@ _CROSSING = {
 }
 """Says what a group of ranks that crosses nodes means, by its axis."""
 
+_FIRST, _LAST = 56, 8
+"""Rows of a table that are shown; rich takes seconds for the 8,000 workers of 1,000 nodes."""
 _REPEATED = ("GROUP_", "ROLE_", "TORCHELASTIC_")
 """Begin the names of torchrun's variables, which say the same once more."""
 
@@ -37,18 +40,28 @@ def plan_table(plan: Plan, mesh: MeshShape | None = None) -> RenderableType:
     names = ("rank", "host", *(("mesh",) if mesh else ()), "own environment", "command")
     for name in names:
         table.add_column(name, overflow="fold")
-    for node in plan.nodes:
-        for worker in node.workers:
-            own = (
-                f"{key}={value}"
-                for key, value in worker.env.items()
-                if (key, value) not in shared and not key.startswith(_REPEATED)
-            )
-            place = [_place(mesh, worker.rank)] if mesh else []
-            rest = Text("\n".join(own)), Text(shlex.join(worker.argv))
-            table.add_row(str(worker.rank), node.host, *place, *rest)
+    rows = [(node.host, worker) for node in plan.nodes for worker in node.workers]
+    for row in _ends(rows):
+        if row is None:
+            table.add_row("...", f"{len(rows) - _FIRST - _LAST} more workers: --json shows all")
+            continue
+        host, worker = row
+        own = (
+            f"{key}={value}"
+            for key, value in worker.env.items()
+            if (key, value) not in shared and not key.startswith(_REPEATED)
+        )
+        place = [_place(mesh, worker.rank)] if mesh else []
+        table.add_row(str(worker.rank), host, *place, Text("\n".join(own)), Text(shlex.join(worker.argv)))
     drawn = [] if mesh is None else [_draw(plan, mesh)]
     return Group(table, *drawn, Text("\n".join(_facts(plan, dict(shared)))))
+
+
+def _ends(rows: Sequence[T]) -> list[T | None]:
+    """Return the first and the last rows of a long table, with None for those between."""
+    if len(rows) <= _FIRST + _LAST:
+        return list(rows)
+    return [*rows[:_FIRST], None, *rows[-_LAST:]]
 
 
 def _place(mesh: MeshShape, rank: int) -> str:
@@ -64,7 +77,10 @@ def _draw(plan: Plan, mesh: MeshShape) -> RenderableType:
     for position in range(mesh.sequence * mesh.tensor):
         places = mesh.coordinates(position)
         table.add_column(", ".join(f"{axis} {places[axis]}" for axis in _COLUMNS if axis in places))
-    for ranks in mesh.groups(*_COLUMNS):
+    for ranks in _ends(mesh.groups(*_COLUMNS)):
+        if ranks is None:
+            table.add_row("...")
+            continue
         name = _row(mesh, ranks[0], *_COLUMNS)
         table.add_row(name, *(f"rank {rank} on {hosts[rank]}" for rank in ranks))
     texts = []

@@ -320,7 +320,7 @@ def _dies(folder: str) -> str:
 def test_a_rank_that_dies_while_it_saves(tmp_path: Path) -> None:
     with suppress(WorkerError, TypeError):  # rank 1 brings no result
         run_workers(_dies, 2, str(tmp_path))
-    assert "another rank ended in the middle of it" in (tmp_path / "message").read_text()
+    assert "another rank ended during it" in (tmp_path / "message").read_text()
     assert Path(tmp_path, "latest").read_text() == "global_step0"
     path, problems = newest_whole(tmp_path)
     assert path is not None and path.name == "global_step0" and problems == []

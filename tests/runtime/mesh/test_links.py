@@ -77,7 +77,7 @@ def test_divisions() -> None:
         divide("node", "key", uneven)
     with pytest.raises(
         ConfigError,
-        match="groups of 3 ranks would cut nodes in pieces; a has 4, b has 2; possible sizes: 1, 2, 6",
+        match="groups of 3 ranks would split nodes; a has 4, b has 2; possible sizes: 1, 2, 6",
     ):
         divide(3, "key", uneven)
 

@@ -173,10 +173,10 @@ def test_no_picture_without_matplotlib(
         ([*BIG, "--gpu_mem", "8", "--for", "fits"], "a model of 1T parameters does not fit on 1 GPU with"),
         (["model.py:Net", "--hidden", "8"], "--hidden goes with --params"),
         (["--params", "1e9", "--input", "8"], "--input goes with MODEL"),
-        (["model.py:Net", "--seq", "8"], "--seq does not go with MODEL"),
+        (["model.py:Net", "--seq", "8"], "--seq cannot be combined with MODEL"),
         (
             ["--hf_config", "./nowhere"],
-            "./nowhere: no such file or folder, and no name of a model on the Hub",
+            "./nowhere: no such file or folder, and no model of that name on the Hub",
         ),
         (["7B"], "'7B' is a number of parameters: use --params 7B"),
         (
@@ -191,20 +191,23 @@ def test_no_picture_without_matplotlib(
         (["nowhere.py:Net"], "nowhere.py: no such file"),
         (["script.py:Net"], 'What trains belongs under `if __name__ == "__main__":`'),
         (["model.py:Net", "--gpus", "2", "--tensor", "2"], "Net has no plan for tensor parallelism"),
-        (["--params", "1e9", "--gpus", "8", "--tensor", "3"], "--tensor 3: that takes a multiple of 3 GPUs"),
+        (["--params", "1e9", "--gpus", "8", "--tensor", "3"], "--tensor 3: needs a multiple of 3 GPUs"),
         (["--params", "1e9", "--gpus", "2", "--expert", "2"], "give MODEL or --hf_config"),
         (["--params", "1000", "--gpus", "2", "--pipeline", "2"], "give --hidden and --layers"),
         ([*BIG, "--gpus", "97", "--pipeline", "97"], "96 layers cannot be divided into 97 stages"),
         ([*BIG, "--gpus", "8", "--sequence", "8", "--seq", "1001"], "--seq 1001 cannot be divided by"),
         ([*BIG, "--gpus", "2", "--tensor", "2", "--simulate"], "does not know what --tensor sends"),
-        (["model.py:Net", "--input", "8,64", "--gpus", "2", "--sequence", "2"], "does not go with --input"),
-        (["--params", "7x"], "'7x' is no number of 1 or more"),
+        (
+            ["model.py:Net", "--input", "8,64", "--gpus", "2", "--sequence", "2"],
+            "cannot be combined with --input",
+        ),
+        (["--params", "7x"], "'7x' is not a number of at least 1"),
         (["--params", "1e9", "--tflops", "100"], "--tflops goes with --simulate"),
         (["--params", "1e9", "--measured", "x.json"], "--measured goes with --simulate"),
         (["--params", "1e9", "--simulate", "--link", "0"], "0.0 is not in the range x>0"),
         (["--params", "1e9", "--simulate", "--measured", "x.json"], "--measured x.json: No such file"),
-        (["--params", "1e9", "--simulate", "--measured", "model.py"], "--measured model.py is no JSON"),
-        (["--params", "1e9", "--gpu_mem", "8", "--for", "fits", "--simulate"], "leave out --simulate"),
+        (["--params", "1e9", "--simulate", "--measured", "model.py"], "--measured model.py is not JSON"),
+        (["--params", "1e9", "--gpu_mem", "8", "--for", "fits", "--simulate"], "remove --simulate"),
         (["model.py:Net", "--simulate"], "--simulate needs the operations of MODEL: give --input"),
         (["--params", "1e9", "--plot", "memory.xyz"], "unknown suffix '.xyz'; there is "),
         (["--params", "1e9", "--plot", "nowhere/memory.png"], "--plot nowhere/memory.png: no such folder"),
@@ -402,7 +405,7 @@ def test_other_optimizers_are_counted(capsys: pytest.CaptureFixture[str]) -> Non
     assert [of_optimizer(name) // numel for name in ("lion", "Adagrad", "SGD", "Lamb")] == [8, 8, 8, 12]
     for narrow in (["--state_dtype", "int8"], ["--master_weights", "stochastic"]):
         assert main(["estimate", *model, "--optimizer", "Muon", *narrow]) == 2
-        assert "goes with AdamW, Lion and SGD, not with Muon" in capsys.readouterr().err
+        assert "works with AdamW, Lion and SGD, not with Muon" in capsys.readouterr().err
     fits = ["--for", "fits", "--gpu_mem", "24", "--optimizer", "Lion"]
     assert main(["estimate", *model, *fits]) == 0
     assert '"type": "Lion"' in capsys.readouterr().out

@@ -66,7 +66,7 @@ def test_nodes_and_gpus_have_the_names_of_a_launch(capsys: pytest.CaptureFixture
     assert main(["init", *rest, "--num_gpus", "8", "--num-nodes", "2"]) == 0
     assert "zlaunch --hostfile hosts --num_gpus 8 train.py" in capsys.readouterr().out
     assert main(["init", *rest, "--num_gpus", "2x8", "--num_nodes", "4", "--force"]) == 2
-    assert "--num_gpus 2x8 and --num_nodes 4 say different things" in capsys.readouterr().err
+    assert "--num_gpus 2x8 and --num_nodes 4 contradict each other" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("params", ["0", "100K", "50M", "350M", "13B"])
@@ -80,8 +80,8 @@ def test_models_of_any_size(params: str) -> None:
     [
         ({"gpus": "many"}, "'many' GPUs: write a number, or 2x8"),
         ({"gpus": "0"}, "'0' GPUs: write a number"),
-        ({"params": "seven"}, "'seven' is no number of 1 or more, such as 13e9 or 13B"),
-        ({"batch": "100"}, "100 samples are no multiple of 16 GPUs: use 96 or 112"),
+        ({"params": "seven"}, "'seven' is not a number of at least 1, such as 13e9 or 13B"),
+        ({"batch": "100"}, "100 samples are not a multiple of 16 GPUs: use 96 or 112"),
         ({"params": "900T"}, "does not fit on 16 GPUs of 80 GiB"),
         ({"time": "soon"}, "--time 'soon': write it as 90"),
         ({"config": "none/ds.json"}, "none/ds.json: cannot be written: No such file"),

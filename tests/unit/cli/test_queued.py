@@ -17,7 +17,9 @@ from pathlib import Path
 from zlaunch.cli import queued
 from zlaunch.plan.plan import Plan
 from zlaunch.queue.attempt import Attempt
+from zlaunch.queue.start_request import StartRequest
 from zlaunch.supervisor import run_record
+from zlaunch.supervisor.end import End
 
 folder = Path(sys.argv[1])
 begin, end = Attempt.begin, Attempt.end
@@ -29,7 +31,7 @@ def send(signum):
 def run(code):
     # as run_job does: its handlers are gone when the outcome is known
     run_record.begun(str(folder), "id", ("localhost",), 1)
-    run_record.ended(str(folder), code)
+    run_record.ended(str(folder), End.of_code(code))
     return code
 
 def as_begun(signum):
@@ -77,7 +79,9 @@ for number, (moment, signum) in enumerate(cases):
     if not pid:
         lock = os.dup(0)
         (folder / "launcher.json").unlink(missing_ok=True)
-        sys.argv[1:] = [str(folder), str(number), "0", "id", str(lock), "--run_dir", str(folder), "x.py"]
+        about = {"folder": str(folder), "job": number, "attempt": 0, "run_id": "id", "lock": lock}
+        request = StartRequest(**about, version="", path="", settings=None)
+        sys.argv[1:] = [request.as_text(), "--run_dir", str(folder), "x.py"]
         moment(signum)
         os._exit(queued.main())
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])

@@ -68,7 +68,7 @@ def test_errors_against_the_pool(apply: object, text: str, words: str) -> None:
 
 
 def test_nothing_left_is_an_error() -> None:
-    with pytest.raises(FilterError, match="leaves no slot"):
+    with pytest.raises(FilterError, match="excludes every slot"):
         exclude(POOL, parse("worker-0@worker-1@gpu7:0"))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -172,3 +173,22 @@ def test_the_first_task_that_fails_ends_the_others_and_is_the_code(
         assert (signal.getsignal(signal.SIGHUP) is signal.SIG_IGN) is cancels
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize(
+    ("outcome", "ends_in_s", "cause"),
+    [
+        (Outcome(143, signum=signal.SIGTERM), 600, "stopped"),
+        (Outcome(143, signum=signal.SIGTERM), 0, "timed out"),
+        (Outcome(143), 0, "timed out"),  # the agents got the signal
+        (Outcome(1), 0, "failed"),
+        (Outcome(129, signum=signal.SIGHUP), 600, "failed"),  # another task of the step has
+    ],
+)
+def test_the_cause_of_an_end_in_slurm(
+    monkeypatch: pytest.MonkeyPatch, outcome: Outcome, ends_in_s: int, cause: str
+) -> None:
+    plan_of(monkeypatch, TASKS)
+    launcher = SrunTaskLauncher(OPTIONS, replace(TASKS, ends_at=int(time.time()) + ends_in_s))
+    end = launcher.end_of(outcome)
+    assert (end.code, end.cause) == (outcome.code, cause)

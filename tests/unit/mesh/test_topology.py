@@ -51,7 +51,7 @@ def test_groups_of_whole_nodes_that_are_not_equal() -> None:
     ],
 )
 def test_groups_that_would_cut_a_node_are_refused(size: int, counts: tuple[int, ...], fitting: str) -> None:
-    with pytest.raises(ConfigError, match=f"groups of {size} ranks would cut .* possible sizes: {fitting}$"):
+    with pytest.raises(ConfigError, match=f"of {size} ranks would split .* possible sizes: {fitting}$"):
         divide(size, "key", nodes(*counts))
 
 

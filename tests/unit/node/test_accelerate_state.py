@@ -91,5 +91,5 @@ def test_a_worker_that_still_is_a_run_of_its_own_ends_with_the_reason(kind: Any)
     made = kind()
     made.processes = 1
     for _ in range(2):
-        with pytest.raises(RuntimeError, match="run of its own, and it is one of 2"):
+        with pytest.raises(RuntimeError, match="as a separate run, but it is one of 2"):
             made()

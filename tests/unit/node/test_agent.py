@@ -16,6 +16,8 @@ from zlaunch.node.agent import Agent
 from zlaunch.node.ending import Due, Ending
 from zlaunch.node.worker import Worker
 from zlaunch.plan.plan import NodePlan, Plan, WorkerPlan
+from zlaunch.system import boot_clock
+from zlaunch.system.events import AgentStream
 from zlaunch.system.processes import Process
 
 WORKERS = (WorkerPlan(0, 0, {}, ("x",)), WorkerPlan(1, 1, {}, ("x",)))
@@ -68,7 +70,7 @@ class Scene:
     def said(self) -> list[dict[str, Any]]:
         """Return the events since the last call."""
         try:
-            return [json.loads(line) for line in os.read(self.events, 1 << 20).splitlines()]
+            return list(AgentStream().feed(os.read(self.events, 1 << 20)))
         except BlockingIOError:
             return []
 
@@ -108,8 +110,8 @@ def test_output_and_events_go_up_with_the_workers_rank_and_others_are_dropped(sc
     scene.agent._on_output(worker, next(iter(worker.streams)))
     scene.agent._on_worker_event(worker)
     output, metrics = scene.said()
-    assert output["text"].encode("utf-8", "surrogateescape") == b"caf\xc3\xa9\xff"
-    assert (metrics["type"], metrics["rank"], metrics["host"]) == ("metrics", 0, "n1")
+    assert (output["rank"], output["data"]) == (0, b"caf\xc3\xa9\xff")
+    assert metrics == {"type": "script", "rank": 0, "event": {"type": "metrics", "rank": 7}}
 
 
 def test_it_reports_an_end_and_decides_nothing(scene: Scene) -> None:
@@ -170,7 +172,8 @@ def test_a_run_may_take_longer_than_an_agent_waits_for_a_plan(
     assert scene.said()[-1]["type"] == "done"
     scene.agent._tick()
     assert scene.agent.plan is None and not scene.agent.ended
-    monkeypatch.setattr(time, "monotonic", lambda: now + 1000.0)
+    later = boot_clock.now_s() + 1000.0
+    monkeypatch.setattr(boot_clock, "now_s", lambda: later)
     scene.agent._tick()
     assert scene.agent.ended
 
@@ -229,3 +232,82 @@ def test_a_stop_kills_after_the_grace_period_and_at_once_when_told() -> None:
     ending.stop(0.0, 3.0)
     ending.kill(1.0)
     assert ending.due(1.0, all_exited=False) is Due.KILL
+
+
+# -- the lease
+
+
+class Clock:
+    """The clock that leases count on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1000.0
+        monkeypatch.setattr(boot_clock, "now_s", lambda: self.now)
+
+
+def hello(scene: Scene) -> float:
+    """The agent's first beat."""
+    scene.tell({"cmd": "hello", "idle_s": 900})
+    beat: float = scene.said()[0]["beat"]
+    return beat
+
+
+def test_the_workers_are_dead_when_the_lease_ends_whatever_grace_was_given(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock(monkeypatch)
+    beat = hello(scene)
+    scene.start(heartbeat_s=15.0, grace_s=20.0, lease=beat + 15.0)
+    clock.now += 9.9
+    scene.agent._tick()
+    assert scene.signals == []
+    clock.now += 0.2
+    scene.agent._tick()
+    assert [signum for _, signum in scene.signals] == [signal.SIGTERM, signal.SIGCONT]
+    clock.now += 4.3
+    scene.agent._tick()
+    assert len(scene.signals) == 2, "they may save until shortly before the end"
+    clock.now += 0.3
+    scene.agent._tick()
+    assert scene.signals[-1][1] == signal.SIGKILL and scene.agent.ended
+
+
+def test_a_stop_that_was_asked_for_before_the_cut_ends_with_the_lease(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock(monkeypatch)
+    beat = hello(scene)
+    scene.start(heartbeat_s=15.0, lease=beat + 15.0)
+    scene.tell({"cmd": "stop", "grace_s": 600.0})
+    clock.now += 14.6
+    scene.agent._tick()
+    assert scene.signals[-1][1] == signal.SIGKILL and scene.agent.ended
+
+
+def test_pings_are_answered_with_a_beat_and_extend_the_lease(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock(monkeypatch)
+    beat = hello(scene)
+    scene.start(heartbeat_s=15.0, lease=beat + 15.0)
+    for _ in range(10):
+        clock.now += 10.0
+        scene.tell({"cmd": "ping", "lease": beat + 25.0, "pauses": 2})
+        (pong,) = [event for event in scene.said() if event["type"] == "pong"]
+        assert (pong["beat"], pong["pauses"]) == (clock.now, 2)
+        beat = pong["beat"]
+        scene.agent._tick()
+    assert scene.signals == []
+
+
+def test_a_plan_that_comes_after_its_lease_starts_nothing(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock(monkeypatch)
+    beat = hello(scene)
+    clock.now += 100.0
+    scene.start(heartbeat_s=15.0, lease=beat + 90.0)
+    scene.agent._tick()
+    said = scene.said()
+    assert [event["type"] for event in said] == ["agent", "stopping", "done"] and "too late" in said[1]["why"]
+    assert scene.pipes == {} and scene.agent.ended

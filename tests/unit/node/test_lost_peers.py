@@ -20,7 +20,7 @@ GLOO = (
     [
         (RuntimeError(GLOO), "lost"),
         (PeerLost("rank 1 has gone"), "lost"),
-        (CheckpointError(f"another rank ended in the middle of it: {GLOO}"), "lost"),
+        (CheckpointError(f"another rank ended during it: {GLOO}"), "lost"),
         (CheckpointError("ckpt: no checkpoint is there"), ""),
         (dist.DistBackendError("NCCL error: remote process exited"), "failed"),
         (dist.DistNetworkError("Broken pipe"), "failed"),

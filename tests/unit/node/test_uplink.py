@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import select
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +12,7 @@ import pytest
 
 from zlaunch.node import uplink as module
 from zlaunch.node.uplink import Uplink, take_user_input
+from zlaunch.system import boot_clock
 
 HOUR_S = 3600.0
 
@@ -22,7 +22,7 @@ class Scene:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1000.0
-        monkeypatch.setattr(time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(boot_clock, "now_s", lambda: self.now)
         stdin, self.commands = os.pipe()
         self.events, stdout = os.pipe()
         os.set_blocking(self.events, False)
@@ -37,7 +37,7 @@ class Scene:
     def silence_after(self, seconds: float) -> str:
         """What is wrong with the silence after so many seconds more."""
         self.now += seconds
-        return self.uplink.too_silent()
+        return self.uplink.too_silent(20.0)
 
     def hang_up(self) -> None:
         os.close(self.commands)
@@ -73,52 +73,59 @@ def test_before_the_plan_the_launcher_says_how_long_it_may_take(scene: Scene) ->
     assert scene.silence_after(900.0) == "", "after an attempt the time counts anew"
 
 
-def test_with_a_plan_the_launcher_must_be_heard_within_a_heartbeat(scene: Scene) -> None:
-    scene.uplink.heartbeat_s = 60.0
-    assert scene.silence_after(60.0) == ""
-    scene.tell({"cmd": "ping"})
-    assert scene.silence_after(60.0) == ""
-    assert scene.uplink.read() == [], "a look that finds nothing is no sign of life"
-    assert scene.silence_after(0.1) == "the launcher has been silent for 60 s"
+def test_with_a_plan_the_launcher_must_extend_the_lease(scene: Scene) -> None:
+    assert scene.uplink.take_plan(60.0, 1060.0)
+    assert scene.silence_after(39.0) == "", "the grace period of 20 s lies within the lease"
+    scene.tell({"cmd": "ping", "lease": 1070.0})
+    assert scene.silence_after(10.9) == ""
+    assert scene.uplink.read() == [], "a look that finds nothing extends nothing"
+    assert "the launcher has not been heard for 11 s" in scene.silence_after(0.2)
+    assert not scene.uplink.lease_is_over()
+    scene.now += 19.5
+    assert scene.uplink.lease_is_over()
 
 
-def test_half_a_command_is_a_sign_of_life(scene: Scene) -> None:
-    scene.uplink.heartbeat_s = 60.0
-    scene.now += 50.0
-    os.write(scene.commands, b'{"cmd": ')
-    scene.uplink.read()
-    assert scene.silence_after(60.0) == ""
-    os.write(scene.commands, b'"pause"}\n')
-    scene.uplink.read()
-    os.write(scene.commands, b'{"cmd": ')
-    scene.uplink.read()
-    assert scene.silence_after(61.0) == "the launcher has been silent for 60 s", "the pause is over"
+def test_commands_without_a_lease_extend_none(scene: Scene) -> None:
+    """Whatever the network has delayed or sent once more."""
+    scene.uplink.take_plan(60.0, 1060.0)
+    for _ in range(6):
+        scene.now += 9.0
+        scene.tell({"cmd": "ping", "lease": 1060.0}, {"cmd": "signal", "signum": 0}, {"cmd": "ping"})
+    assert scene.uplink.too_silent(20.0)
+
+
+def test_a_plan_that_has_been_on_its_way_too_long_is_not_begun(scene: Scene) -> None:
+    scene.now += 100.0
+    assert not scene.uplink.take_plan(60.0, 1090.0)
+    assert scene.uplink.take_plan(60.0, 1130.0)
+    assert scene.uplink.take_plan(60.0, None), "a launcher that knows no beat of it has just sent it"
 
 
 def test_a_launcher_on_this_machine_may_be_silent_for_ever(scene: Scene) -> None:
-    scene.uplink.heartbeat_s = 0.0
-    assert scene.silence_after(1000 * HOUR_S) == ""
+    assert scene.uplink.take_plan(0.0, None)
+    assert scene.silence_after(1000 * HOUR_S) == "" and not scene.uplink.lease_is_over()
+    assert scene.uplink.next_s(3.0, 1.0) == 1.0
 
 
-def test_a_paused_launcher_may_be_silent_for_a_day_and_until_it_is_heard(scene: Scene) -> None:
-    scene.uplink.heartbeat_s = 60.0
-    scene.tell({"cmd": "ping"}, {"cmd": "pause"})
-    assert scene.silence_after(24 * HOUR_S) == ""
-    assert scene.silence_after(1.0) == "the launcher has been stopped for 24 hours"
-    scene.tell({"cmd": "ping"})
-    assert scene.silence_after(61.0) == "the launcher has been silent for 60 s"
+def test_a_launcher_that_is_stopped_grants_a_day_until_it_continues(scene: Scene) -> None:
+    scene.uplink.take_plan(60.0, 1060.0)
+    scene.tell({"cmd": "ping", "lease": 1060.0}, {"cmd": "pause", "lease": 1000.0 + 24 * HOUR_S})
+    assert scene.silence_after(23 * HOUR_S) == ""
+    scene.tell({"cmd": "ping", "lease": scene.now + 60.0})
+    assert scene.silence_after(39.0) == "" and scene.silence_after(2.0)
 
 
-def test_a_pause_that_something_follows_is_over(scene: Scene) -> None:
-    scene.uplink.heartbeat_s = 60.0
-    scene.tell({"cmd": "pause"}, {"cmd": "ping"})
-    assert scene.silence_after(61.0) == "the launcher has been silent for 60 s"
+def test_the_agent_wakes_for_the_lease(scene: Scene) -> None:
+    scene.uplink.take_plan(3.0, None)
+    assert scene.uplink.next_s(20.0, 9.0) == pytest.approx(2.0), "a third of it is left for the grace period"
+    scene.now += 2.5
+    assert scene.uplink.next_s(20.0, 9.0) == pytest.approx(0.2), "SIGKILL comes a little before the end"
 
 
 @pytest.fixture
 def full(scene: Scene) -> Scene:
     """A scene with more output than its pipe takes."""
-    scene.uplink.outbox.put({"type": "output", "text": "x" * (1 << 20)})
+    scene.uplink.outbox.put_output(0, "stdout", b"x" * (1 << 20))
     assert scene.uplink.outbox.pending
     return scene
 
@@ -181,13 +188,13 @@ def test_a_launcher_that_has_hung_up_is_waited_for_a_moment(
 
     full.uplink.heartbeat_s = 0.0
     asked = waits(full, monkeypatch, hang_up)
-    assert asked == [module._PAUSE_S, module._GOODBYE_S - 1.0]
+    assert asked == [module._HALTED_S, module._GOODBYE_S - 1.0]
 
 
 def test_a_paused_launcher_gets_the_rest_within_a_day(full: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    full.uplink.heartbeat_s = 60.0
-    full.tell({"cmd": "pause"})
-    assert waits(full, monkeypatch) == [module._PAUSE_S]
+    full.uplink.take_plan(60.0, None)
+    full.tell({"cmd": "pause", "lease": full.now + 24 * HOUR_S})
+    assert waits(full, monkeypatch) == [pytest.approx(24 * HOUR_S, abs=1.0)]
 
 
 def test_the_users_input_is_taken_once_and_not_inherited(

@@ -132,6 +132,15 @@ def test_table_shows_every_rank_and_shared_settings_once() -> None:
     assert "LOCAL_RANK=1" in text and "127.0.0.1:29500" in text and "train.py --local_rank=0" in text
 
 
+def test_a_long_table_shows_its_ends() -> None:
+    out = StringIO()
+    nodes = [NodeSpec(f"n{number}", 8, 8) for number in range(20)]
+    Console(file=out, width=140).print(plan_table(plan(*nodes)))
+    text = out.getvalue()
+    assert "96 more workers: --json shows all" in text
+    assert text.count("train.py --local_rank=") == 64 and "RANK=159\n" in text.replace(" ", "\n")
+
+
 @pytest.mark.parametrize(
     ("mesh", "drawn", "warnings"),
     [

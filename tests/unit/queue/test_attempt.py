@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from zlaunch.queue.attempt import Attempt, forget
+from zlaunch.supervisor.end import End
 from zlaunch.system.processes import start_ticks
 
 
@@ -22,9 +23,9 @@ def test_what_has_become_of_an_attempt_is_known(tmp_path: Path) -> None:
     os.close(lock)
     assert attempt.standing() == ("alive", None)
     os.close(copy)
-    assert attempt.standing() == ("killed", None)
-    attempt.end(7)
-    assert attempt.standing() == ("ended", 7)
+    assert attempt.standing() == ("lost", None)
+    attempt.end(End(7, "host refused", ("n1",)))
+    assert attempt.standing() == ("ended", End(7, "host refused", ("n1",)))
     assert Attempt(tmp_path, 7, 3).standing() == ("not begun", None)
     assert Attempt(tmp_path, 77, 2).standing() == ("not begun", None)
     forget(tmp_path, 7)

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.unit.queue.test_store import submission
+from zlaunch.errors import LaunchError
 from zlaunch.queue import ending as module
-from zlaunch.queue.ending import CANCELLED, cancel_job, end_job, settle
+from zlaunch.queue.attempt import Attempt
+from zlaunch.queue.ending import CANCELLED, cancel_job, end_job, settle, settle_all
 from zlaunch.queue.schedule import Slots
-from zlaunch.queue.store import QueuedJob, Store, Wish
-from zlaunch.queue.wake import queue_folder
+from zlaunch.queue.store import Job, QueuedJob, State, Store, UnreadableJob, Wish
+from zlaunch.queue.wake import queue_folder, take_lock
 from zlaunch.supervisor import run_record
+from zlaunch.supervisor.end import End
 from zlaunch.supervisor.found_runs import FoundRun
 
 SLOTS: Slots = {"localhost": (0,)}
@@ -27,13 +32,14 @@ class Scene:
         self.path = folder / "run"
         self.path.mkdir()
         run_record.queued(str(self.path), "run", ["localhost"], 1, ["x.py"])
-        self.store = Store(queue_folder())
+        self.folder = queue_folder()
+        self.store = Store(self.folder)
         self.id = self.store.add(submission(run_dir=str(self.path)), {})
 
     @property
     def job(self) -> QueuedJob:
         found = self.store.find(self.id)
-        assert found is not None
+        assert isinstance(found, QueuedJob)
         return found
 
     @property
@@ -44,10 +50,14 @@ class Scene:
 
 
 @pytest.fixture
-def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Scene:
+def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setattr(module, "_looked_at", {})
-    return Scene(tmp_path)
+    made = Scene(tmp_path)
+    lock = take_lock(made.folder)  # nobody starts a daemon
+    assert lock is not None
+    yield made
+    os.close(lock)
 
 
 def test_a_job_that_waits_is_cancelled_at_once_in_its_run_too(scene: Scene) -> None:
@@ -92,8 +102,10 @@ def test_a_job_that_has_changed_since_it_was_read_is_cancelled_too(scene: Scene)
 
 def test_a_job_that_has_ended_stays_as_it_ended(scene: Scene) -> None:
     waiting = scene.job
-    assert end_job(scene.store, waiting, 3, "exit code 3") and scene.run.state == "ended 3"
-    assert not end_job(scene.store, waiting, CANCELLED, "cancelled"), "it does not wait any more"
+    assert end_job(scene.store, scene.folder, waiting, End(3, "failed"), "exit code 3")
+    assert scene.run.shown_state == "ended 3 (failed)"
+    again = end_job(scene.store, scene.folder, waiting, End(CANCELLED, "stopped"), "cancelled")
+    assert not again, "it does not wait any more"
     cancel_job(scene.store, waiting)
     cancel_job(scene.store, scene.job)
     assert (scene.job.exit_code, scene.job.why, scene.run.state) == (3, "exit code 3", "ended 3")
@@ -102,7 +114,7 @@ def test_a_job_that_has_ended_stays_as_it_ended(scene: Scene) -> None:
 def test_a_waiting_job_that_was_started_meanwhile_keeps_its_place_in_the_queue(scene: Scene) -> None:
     waiting = scene.job
     scene.store.start(scene.id, SLOTS)
-    assert not end_job(scene.store, waiting, 1, "not started")
+    assert not end_job(scene.store, scene.folder, waiting, End(1, "refused"), "not started")
     assert scene.run.state == "queued" and scene.job.state == "running"
 
 
@@ -111,8 +123,78 @@ def test_a_run_that_is_in_the_queue_stays_queued(scene: Scene) -> None:
 
 
 def test_a_run_whose_job_has_ended_is_ended_as_that(scene: Scene) -> None:
-    scene.store.end(scene.id, "waiting", 5, "why")  # its folder could not be written
-    assert settle(scene.run).state == "ended 5"
+    scene.store.end(scene.job, End(5, "timed out"), "why")  # its folder could not be written
+    assert settle(scene.run).shown_state == "ended 5 (timed out)"
+
+
+@pytest.mark.parametrize("has_ended", [True, False])
+def test_whoever_looks_settles_a_run_whose_daemon_and_launcher_were_killed(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, has_ended: bool
+) -> None:
+    monkeypatch.setattr("zlaunch.queue.lost.run_processes", lambda run_id: [])
+    monkeypatch.setattr("zlaunch.queue.lost._SETTLING_S", 0.0)
+    scene.store.start(scene.id, SLOTS)
+    attempt = Attempt(scene.folder, scene.id, 0)
+    lock = attempt.lock()
+    assert lock is not None
+    attempt.begin()
+    assert settle(scene.run).state == "queued"
+    if has_ended:
+        attempt.end(End(7, "failed"))
+    os.close(lock)
+    module._looked_at.clear()
+    end = End(7, "failed") if has_ended else End(137, "lost")
+    assert settle(scene.run).record.end == end
+    assert (scene.job.state, scene.job.end) == ("ended", end)
+
+
+def test_an_attempt_that_has_not_begun_is_the_daemons_to_judge(scene: Scene) -> None:
+    scene.store.start(scene.id, SLOTS)
+    assert settle(scene.run).state == "queued" and scene.job.state == "running"
+
+
+@pytest.mark.parametrize("look", [settle, lambda run: settle_all([run])[0]])
+def test_whoever_looks_at_a_job_that_waits_starts_the_daemon(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, look: Callable[[FoundRun], FoundRun]
+) -> None:
+    started: list[Path] = []
+    monkeypatch.setattr(module, "has_daemon", lambda folder: False)
+    monkeypatch.setattr(module, "ensure_daemon", started.append)
+    assert look(scene.run).shown_state == "queued" and started == [scene.folder]
+
+    def fail(folder: Path) -> None:
+        raise LaunchError("no daemon can be started")
+
+    monkeypatch.setattr(module, "ensure_daemon", fail)
+    module._looked_at.clear()
+    found = look(scene.run)
+    assert found.shown_state == "queued; no daemon can be started", "nobody will start it"
+
+
+def test_a_run_whose_row_cannot_be_read_is_shown_as_that_and_can_be_cancelled(scene: Scene) -> None:
+    with scene.store._open() as base:
+        base.execute("UPDATE jobs SET schema = 99, version = '9.9'")
+    store = Store(scene.folder)
+    for run in (settle(scene.run), *settle_all([scene.run])):
+        assert run.state == "queued" and "written by zlaunch 9.9" in run.shown_state
+    job = store.find(scene.id)
+    assert isinstance(job, UnreadableJob)
+    cancel_job(store, job)
+    assert scene.run.state == f"ended {CANCELLED}" and not store.rows("waiting")
+
+
+def test_many_runs_are_settled_with_one_question(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, ...]] = []
+    rows = Store.rows
+
+    def noted(store: Store, *states: State) -> list[Job]:
+        asked.append(states)
+        return rows(store, *states)
+
+    monkeypatch.setattr(Store, "rows", noted)
+    monkeypatch.setattr(Store, "of_run", None)
+    assert [run.state for run in settle_all([scene.run] * 3)] == ["queued"] * 3
+    assert asked == [("waiting", "running")]
 
 
 @pytest.fixture

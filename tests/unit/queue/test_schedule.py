@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from zlaunch.queue import schedule
 from zlaunch.queue.schedule import Assignments, Demand, Running, Slots, Waiting, decide
 
 TWO_HOSTS: Slots = {"a": (0, 1, 2), "b": (0, 1, 2)}
@@ -72,6 +74,30 @@ def test_the_lowest_priority_makes_room() -> None:
 def test_nobody_is_preempted_where_that_does_not_help() -> None:
     running = [holding(1, {"a": (0,)}, preemptible=True), holding(2, {"a": (1,)})]
     assert decide([Waiting(3, 9, demand(1, None, {"a": (0, 1)}))], running) == Assignments()
+
+
+def test_a_host_that_rests_gets_no_job_and_is_reserved_for_none() -> None:
+    both, one = demand(2, 1), demand(1, 1)
+    assert decide([Waiting(1, 0, one)], [], ["a"]).starts == {1: {"b": (0,)}}
+    # The first needs both hosts: what is free of the other goes to the second.
+    assert decide([Waiting(1, 0, both), Waiting(2, 0, one)], [], ["a"]).starts == {2: {"b": (0,)}}
+    assert decide([Waiting(1, 0, one)], [], ["a", "b"]) == Assignments()
+
+
+def test_equal_jobs_that_wait_are_weighed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sweep has a thousand of them, and the daemon decides whenever anything changes."""
+    weighed: list[Demand] = []
+    cheapest = schedule._cheapest
+
+    def noted(demand: Demand, *rest: Any) -> Slots | None:
+        weighed.append(demand)
+        return cheapest(demand, *rest)
+
+    monkeypatch.setattr(schedule, "_cheapest", noted)
+    waiting = [Waiting(number, 0, demand(1, 2)) for number in range(1000)]
+    running = [holding(2000, {"a": (0, 1, 2)}), holding(2001, {"b": (0,)})]
+    assert decide(waiting, running).starts == {0: {"b": (1, 2)}}
+    assert len(weighed) < 10
 
 
 @dataclass

@@ -56,7 +56,7 @@ def test_outside_slurm_there_is_nothing() -> None:
 
 
 def test_batch_script() -> None:
-    assert read({**BATCH, "SLURM_RESTART_COUNT": "2"}) == Allocation(
+    assert read({**BATCH, "SLURM_RESTART_COUNT": "2", "SLURM_JOB_END_TIME": "1795787057"}) == Allocation(
         job_id="42",
         nodes=(
             AllocatedNode("node1", 16, 1, 2),
@@ -66,6 +66,7 @@ def test_batch_script() -> None:
         inside_step=False,
         ntasks=3,
         restart_count=2,
+        ends_at=1795787057,
     )
 
 
@@ -131,7 +132,7 @@ def test_gpus(variables: dict[str, str], gpus: int | None) -> None:
     [
         ("SLURM_JOB_ID", "x", "not a number"),
         ("SLURM_JOB_NODELIST", "n[1-", "a bracket is not closed"),
-        ("SLURM_JOB_NODELIST", "n1,n1", "a node is there twice"),
+        ("SLURM_JOB_NODELIST", "n1,n1", "a node appears twice"),
         ("SLURM_STEP_NODELIST", "n[3-1]", "runs backwards"),
         ("SLURM_STEP_ID", "-1", "not a number"),
         ("SLURM_PROCID", "first", "not a number"),

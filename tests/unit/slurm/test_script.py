@@ -457,7 +457,7 @@ def test_script_writes_a_file(tmp_path: Path, capfd: pytest.CaptureFixture[str])
         (["script", "-o", "/no/such/dir/f", "t.py"], "-o /no/such/dir/f: No such file or directory"),
         (["submit", "/no/such/dir/t.py"], "no script '/no/such/dir/t.py'"),
         (["submit", "none.sbatch"], "no file 'none.sbatch'"),
-        (["submit", "--follow", "--array=0-1", "t.py"], "--follow goes with one job, not with --array"),
+        (["submit", "--follow", "--array=0-1", "t.py"], "--follow works with one job, not with --array"),
     ],
 )
 def test_user_errors_are_one_line(command: list[str], words: str, capfd: pytest.CaptureFixture[str]) -> None:
@@ -480,7 +480,7 @@ def test_submit_makes_a_file_or_takes_one(
     assert capfd.readouterr().out == "42\n42\n"
     for command in (["--nodes", "2", str(ready)], [str(ready), "more"]):
         assert main(["slurm", "submit", *command]) == 2
-        assert "belong into the file" in capfd.readouterr().err
+        assert "belong in the file" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(("state", "code"), [("COMPLETED", 0), ("FAILED", 1)])

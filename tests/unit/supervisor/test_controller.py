@@ -18,9 +18,12 @@ from tests.limits import FOR_EVER_S
 from zlaunch.plan.plan import NodePlan, Plan, WorkerPlan
 from zlaunch.supervisor import run_record
 from zlaunch.supervisor.controller import Controller
+from zlaunch.supervisor.end import End
 from zlaunch.supervisor.nodes import Link
 from zlaunch.supervisor.verdict import Outcome
-from zlaunch.system.events import Event
+from zlaunch.system import boot_clock
+from zlaunch.system.events import WORKER_EVENTS, Event, in_envelope
+from zlaunch.system.processes import Process
 from zlaunch.view.console import Console
 
 
@@ -63,11 +66,12 @@ class FakeTransport:
 class Scene:
     """A run on two nodes of one worker each."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, heartbeat_s: float = 0.0, env: dict[str, str] | None = None) -> None:
         nodes = tuple(
-            NodePlan(host, (WorkerPlan(rank, 0, {}, ("x",)),)) for rank, host in enumerate(("n0", "n1"))
+            NodePlan(host, (WorkerPlan(rank, 0, env or {}, ("x",)),))
+            for rank, host in enumerate(("n0", "n1"))
         )
-        self.plan = Plan("id", str(folder), "n0", 1, nodes, cwd="/", grace_s=0.5)
+        self.plan = Plan("id", str(folder), "n0", 1, nodes, cwd="/", grace_s=0.5, heartbeat_s=heartbeat_s)
         self.agents = [FakeTransport("n0"), FakeTransport("n1")]
         self.err = io.BytesIO()
         console = Console([0], out=io.BytesIO(), err=self.err, terminal=False)
@@ -76,7 +80,9 @@ class Scene:
     def say(self, rank: int, *events: Event) -> None:
         """Have the agent of a rank say something, in order, before the run begins."""
         for event in events:
-            self.agents[rank].words.put({"rank": rank, "host": f"n{rank}", **event})
+            by_script = event["type"] in WORKER_EVENTS
+            said = in_envelope(rank, event) if by_script else {"rank": rank, "host": f"n{rank}", **event}
+            self.agents[rank].words.put(said)
 
     def end(self, rank: int, code: int = 0, **more: Any) -> None:
         """Have a worker end, and its agent stay for the launcher's word where it failed."""
@@ -126,6 +132,100 @@ def test_an_agent_that_dies_without_a_word_is_a_lost_node(scene: Scene) -> None:
     assert "agent on n1 died" in scene.shown() and scene.agents[0].commands() == ["stop"]
 
 
+# -- causes
+
+
+def test_the_cause_of_an_end(scene: Scene) -> None:
+    scene.end(0)
+    scene.end(1)
+    assert scene.run().end == End(0, "finished")
+
+
+def test_a_signal_that_nobody_of_us_has_sent_is_a_failure(scene: Scene) -> None:
+    scene.end(1, code=-signal.SIGTERM)
+    assert scene.run().end == End(143, "failed")
+
+
+def test_the_user_s_signal_is_a_stop(scene: Scene) -> None:
+    scene.controller._on_signal(signal.SIGTERM, None)
+    assert scene.run().end == End(143, "stopped")
+
+
+def test_a_worker_that_cannot_be_started_is_the_host_s_refusal(scene: Scene) -> None:
+    scene.say(1, {"type": "error", "message": "cannot start rank 1 on n1: no memory", "refused": True})
+    scene.say(1, {"type": "stopping", "why": "a worker could not be started", "grace_s": 0.5})
+    scene.say(1, {"type": "done", "stays": False})
+    assert scene.run().end == End(1, "host refused", ("n1",))
+
+
+BROKEN_GPU = {
+    "type": "exception",
+    "exception": "torch.AcceleratorError: CUDA error: uncorrectable ECC error encountered",
+    "traceback": "",
+    "talk": "",
+}
+
+
+@pytest.mark.parametrize(("has_gpu", "progress", "cause"), [
+    (True, [], "host refused"),
+    (True, [{"type": "checkpoint", "tag": "t", "folder": "/saved", "step": 1}], "failed"),
+    (False, [], "failed"),
+])  # fmt: skip
+def test_a_gpu_that_does_not_work_at_the_start_is_the_host_s_refusal(
+    tmp_path: Path, scene: Scene, has_gpu: bool, progress: list[Event], cause: str
+) -> None:
+    scene = Scene(tmp_path, env={"CUDA_VISIBLE_DEVICES": "0"} if has_gpu else {})
+    scene.say(1, *progress, BROKEN_GPU)
+    scene.end(1, code=1)
+    end = scene.run().end
+    assert (end.code, end.cause) == (1, cause) and end.hosts == (("n1",) if has_gpu and not progress else ())
+
+
+def test_one_agent_that_dies_is_a_failure_and_all_are_a_loss(scene: Scene) -> None:
+    scene.agents[1].words.put(None)
+    assert scene.run().end == End(1, "failed")
+
+
+def test_a_run_whose_agents_are_all_gone_is_lost(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    for agent in scene.agents:
+        monkeypatch.setattr(agent, "send", agent.told.append)  # nobody is there any more
+        agent.words.put(None)
+    assert scene.run().end == End(1, "lost")
+
+
+# -- what lost nodes may still run
+
+
+def test_a_lost_node_may_run_its_workers_until_its_lease_ends(tmp_path: Path, scene: Scene) -> None:
+    scene = Scene(tmp_path, heartbeat_s=40.0)
+    scene.say(1, {"type": "agent", "pid": 11, "start_ticks": 5, "pid_namespace": 3})
+    scene.say(1, {"type": "spawn", "local_rank": 0, "pid": 12, "start_ticks": 6})
+    scene.agents[1].words.put(None)
+    before = boot_clock.now_s()
+    found = scene.run().left
+    assert list(found) == ["n1"] and 0.0 <= found["n1"].lease_ends - before - 40.0 < FOR_EVER_S
+    assert found["n1"].sessions == (Process(11, 5), Process(12, 6)) and found["n1"].pid_namespace == 3
+
+
+def test_a_node_whose_workers_have_all_ended_runs_nothing(scene: Scene) -> None:
+    scene.say(1, {"type": "exit", "returncode": 0, "after_stop": False, "reason": ""})
+    scene.agents[1].words.put(None)
+    outcome = scene.run()
+    assert outcome.died == {"n1"} and outcome.left == {}
+
+
+def test_the_plan_goes_out_with_a_lease(tmp_path: Path, scene: Scene) -> None:
+    scene = Scene(tmp_path, heartbeat_s=40.0)
+    for link in scene.controller.links:
+        link.clock.hear(0.0, 100.0)  # the agent's clock is 100 s behind
+    scene.end(0)
+    scene.end(1)
+    before = boot_clock.now_s()
+    assert scene.run().code == 0
+    for agent in scene.agents:
+        assert 0.0 <= agent.told[0]["lease"] + 100.0 - 40.0 - before < FOR_EVER_S
+
+
 def test_an_agent_that_does_not_stop_in_time_is_given_up(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -172,7 +272,7 @@ def test_agents_get_the_grace_period_and_some_more(scene: Scene) -> None:
 
 
 def test_output_and_events_are_written_down(scene: Scene, tmp_path: Path) -> None:
-    scene.say(0, {"type": "output", "stream": "stdout", "text": "hello\n"})
+    scene.say(0, {"type": "output", "stream": "stdout", "data": b"hello\n"})
     scene.say(0, {"type": "checkpoint", "tag": "t", "folder": "/saved", "step": 1})
     scene.end(0)
     scene.end(1)

@@ -5,21 +5,24 @@ from __future__ import annotations
 import io
 import os
 import signal
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from zlaunch.errors import NodeError
+from zlaunch.errors import LaunchError, NodeError
 from zlaunch.plan.options import Options
 from zlaunch.plan.plan import NodePlan, Plan, Program, WorkerPlan
 from zlaunch.supervisor import job as module
 from zlaunch.supervisor import run_record
+from zlaunch.supervisor.end import End
 from zlaunch.supervisor.job import Job, Limits, run_job
-from zlaunch.supervisor.nodes import Node, Rendezvous, Say
+from zlaunch.supervisor.nodes import Left, Node, Rendezvous, Say
 from zlaunch.supervisor.verdict import Outcome
+from zlaunch.system import boot_clock
 from zlaunch.view.console import Console
 
 FAILED = Outcome(7)
@@ -47,6 +50,8 @@ class FakeJob(Job):
         self.connected: list[str] = []
         self.ended: list[str] = []
         self.swept: list[tuple[Sequence[str], str]] = []
+        self.clean: frozenset[str] = frozenset()
+        """Hosts that say, when they are swept, that nothing is left."""
         self.met: list[Rendezvous | None] = []
 
     @property
@@ -59,7 +64,8 @@ class FakeJob(Job):
         return nodes, [NodeError(host, "is down") for host in hosts if host in self.down]
 
     def node(self, host: str) -> Node:
-        link: Any = SimpleNamespace(host=host, end=lambda: self.ended.append(host))
+        transport = SimpleNamespace(send=lambda message: None)
+        link: Any = SimpleNamespace(host=host, end=lambda: self.ended.append(host), transport=transport)
         facts: Any = None
         return Node(link, facts)
 
@@ -69,8 +75,9 @@ class FakeJob(Job):
         made = tuple(NodePlan(node.host, (worker,)) for node in nodes)
         return Plan("id", self.options.run_dir, "", 1, made, cwd="/", grace_s=0.0)
 
-    def sweep(self, hosts: Sequence[str], run_id: str) -> None:
-        self.swept.append((hosts, run_id))
+    def sweep(self, lost: Mapping[str, Left], run_id: str) -> frozenset[str]:
+        self.swept.append((list(lost), run_id))
+        return self.clean
 
 
 class Scene:
@@ -115,8 +122,12 @@ class Scene:
         return self.err.getvalue().decode()
 
     def recorded(self) -> int | None:
+        end = self.end()
+        return None if end is None else end.code
+
+    def end(self) -> End | None:
         record = run_record.read(self.job.options.run_dir)
-        return None if record is None else record.exit_code
+        return None if record is None else record.end
 
 
 MakeScene = Callable[..., Scene]
@@ -131,6 +142,28 @@ def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MakeScene:
         return made
 
     return make
+
+
+class Slept(list[float]):
+    """The seconds that were slept, of a clock that jumps over them; `act` is called for each."""
+
+    act: Callable[[float], None]
+
+
+@pytest.fixture
+def slept(monkeypatch: pytest.MonkeyPatch) -> Slept:
+    made, real = Slept(), boot_clock.now_s
+    made.act = made.append
+    jumped = 0.0
+
+    def sleep(seconds: float) -> None:
+        nonlocal jumped
+        jumped += seconds
+        made.act(seconds)
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    monkeypatch.setattr(boot_clock, "now_s", lambda: real() + jumped)
+    return made
 
 
 def test_a_run_that_ends_well_has_one_attempt_and_leaves_no_agent(scene: MakeScene) -> None:
@@ -160,10 +193,9 @@ def test_a_failure_is_tried_again_as_often_as_the_limit_says(scene: MakeScene, r
     [
         Outcome(143, signum=signal.SIGTERM),
         Outcome(75, save_asked=True),
-        Outcome(2, refused=True),
     ],
 )
-def test_what_was_stopped_saved_or_refused_is_not_tried_again(scene: MakeScene, outcome: Outcome) -> None:
+def test_what_was_stopped_or_has_saved_is_not_tried_again(scene: MakeScene, outcome: Outcome) -> None:
     assert scene().run(outcome, max_restarts=3) == outcome
 
 
@@ -217,13 +249,31 @@ def test_nodes_that_are_down_at_the_start_are_replaced_or_end_it(scene: MakeScen
     assert one.attempts == [(0, ("a", "s"))] and "b: is down" in one.said()
     two = scene("a", "b")
     two.job.down = {"b"}
-    outcome = two.run(max_restarts=3)
-    assert (outcome.code, outcome.refused, two.attempts) == (2, True, [])
+    outcome = two.run()
+    assert (outcome.code, two.attempts) == (2, [])
+    assert outcome.end == End(2, "host refused", ("b",))
     assert "1 of 2 nodes cannot take part; nothing was started" in two.said() and two.job.ended == ["a"]
 
 
-def test_a_plan_that_a_node_cannot_carry_out_is_no_failure_to_try_again(
-    scene: MakeScene, monkeypatch: pytest.MonkeyPatch
+def test_hosts_that_do_not_answer_use_restarts_with_growing_pauses(scene: MakeScene, slept: Slept) -> None:
+    one = scene("a", "b")
+    one.job.down = {"b"}
+
+    def wait(seconds: float) -> None:
+        slept.append(seconds)
+        if len(slept) == 3:
+            one.job.down = set()  # it has booted
+
+    slept.act = wait
+    assert one.run(FAILED, Outcome(0), max_restarts=4) == Outcome(0)
+    assert slept == [5.0, 10.0, 20.0] and one.said().count("b: is down") == 3
+    assert "restart 3 of 4 in 20 s" in one.said() and "restart 4 of 4\n" in one.said()
+    assert one.attempts == [(0, ("a", "b")), (1, ("a", "b"))], "what was not started is no attempt"
+    assert one.job.connected == ["a", "b"] and one.end() == End(0, "finished")
+
+
+def test_a_plan_that_a_node_cannot_carry_out_is_the_host_s_refusal(
+    scene: MakeScene, monkeypatch: pytest.MonkeyPatch, slept: Slept
 ) -> None:
     one = scene("a")
 
@@ -231,7 +281,56 @@ def test_a_plan_that_a_node_cannot_carry_out_is_no_failure_to_try_again(
         raise NodeError("a", "has no such GPU")
 
     monkeypatch.setattr(one.job, "plan", plan)
-    assert one.run(max_restarts=3).code == 2 and "a: has no such GPU" in one.said()
+    assert one.run(max_restarts=1).end == End(2, "host refused", ("a",))
+    assert one.said().count("a: has no such GPU") == 2 and slept == [5.0]
+
+
+def test_what_no_other_host_cures_is_refused_at_once(
+    scene: MakeScene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = scene("a")
+    run_record.begun(one.job.options.run_dir, "id", ["a"], 1)
+
+    def plan(*_: Any) -> Plan:
+        raise LaunchError("--include: there is no such slot")
+
+    monkeypatch.setattr(one.job, "plan", plan)
+    with pytest.raises(LaunchError):
+        one.run(max_restarts=3)
+    assert one.end() == End(2, "refused")
+
+
+# -- leases
+
+
+def left(seconds: float, *hosts: str) -> dict[str, Left]:
+    return {host: Left(boot_clock.now_s() + seconds) for host in hosts}
+
+
+def test_the_next_attempt_waits_until_a_lost_node_runs_nothing(scene: MakeScene, slept: Slept) -> None:
+    one = scene("a", "b", "s")
+    outcome = Outcome(1, lost=frozenset(["a"]), died=frozenset(["a"]), left=left(9.0, "a"))
+    assert one.run(outcome, Outcome(0), spares=1) == Outcome(0)
+    assert 8.0 < sum(slept) < 9.5
+    assert "waiting 9 s: until then, workers on a may still run" in one.said()
+
+
+def test_the_end_of_a_run_waits_as_well_as_a_queue_starts_the_next_one(
+    scene: MakeScene, slept: Slept
+) -> None:
+    one = scene("a", "b")
+    assert one.run(Outcome(1, lost=frozenset(["a"]), left=left(1.0, "a"))).code == 1
+    assert 0.5 < sum(slept) < 1.5 and "waiting" not in one.said(), "a moment is not worth a word"
+    slept.clear()
+    assert one.run(Outcome(143, signum=15, lost=frozenset(["a"]), left=left(30.0, "a"))).signum == 15
+    assert slept == [], "whoever stops a run starts no other"
+
+
+def test_a_node_that_says_that_nothing_is_left_is_not_waited_for(scene: MakeScene, slept: Slept) -> None:
+    one = scene("a", "b", "s")
+    one.job.clean = frozenset(["a"])
+    outcome = Outcome(1, lost=frozenset(["a"]), died=frozenset(["a"]), left=left(9.0, "a"))
+    assert one.run(outcome, Outcome(0), spares=1) == Outcome(0) and slept == []
 
 
 def test_nodes_that_are_back_begin_an_attempt_without_a_restart(
@@ -295,9 +394,9 @@ def test_a_signal_after_the_last_attempt_changes_nothing(
 ) -> None:
     ended = run_record.ended
 
-    def signalled(run_dir: str, code: int) -> None:
+    def signalled(run_dir: str, end: End) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
-        ended(run_dir, code)
+        ended(run_dir, end)
 
     monkeypatch.setattr(run_record, "ended", signalled)
     one = scene("a")

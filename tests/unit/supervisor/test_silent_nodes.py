@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import queue
-import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -11,11 +10,15 @@ from typing import Any
 import pytest
 
 from tests.limits import FOR_EVER_S
+from zlaunch.supervisor.clock_bound import ClockBound
 from zlaunch.supervisor.heartbeat import Heartbeat
+from zlaunch.system import boot_clock
 from zlaunch.system.events import Event
 
 PERIOD_S = 40.0
 PAUSE_S = PERIOD_S / 4
+PING = {"cmd": "ping", "lease": None, "pauses": 0}
+"""A ping to a node that has not been heard of before the run: without a lease."""
 
 
 class Scene:
@@ -23,10 +26,13 @@ class Scene:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1000.0
-        monkeypatch.setattr(time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(boot_clock, "now_s", lambda: self.now)
         self.events: queue.SimpleQueue[tuple[int, Event]] = queue.SimpleQueue()
         self.sent: list[list[Event]] = [[], []]
-        links: Any = [SimpleNamespace(transport=SimpleNamespace(send=sent.append)) for sent in self.sent]
+        links: Any = [
+            SimpleNamespace(clock=ClockBound(), transport=SimpleNamespace(send=sent.append))
+            for sent in self.sent
+        ]
         self.heart = Heartbeat(links, PERIOD_S, self.events)
 
     def rounds(self, *seconds: float, first: Callable[[], object] = lambda: None) -> None:
@@ -69,7 +75,7 @@ def test_a_node_is_silent_after_a_period_and_reported_once(scene: Scene) -> None
     assert scene.silent() == [], "a whole period may pass"
     scene.rounds(*[PAUSE_S] * 4, first=scene.hears_one)
     assert scene.silent() == [0]
-    assert scene.sent == [[{"cmd": "ping"}] * 8] * 2
+    assert scene.sent == [[PING] * 8] * 2
 
 
 def test_a_launcher_that_stood_still_has_heard_nobody_and_blames_nobody(scene: Scene) -> None:
@@ -88,11 +94,11 @@ def test_a_round_that_is_a_little_late_forgives_nothing(scene: Scene) -> None:
 def test_a_paused_launcher_sends_no_pings_until_it_goes_on(scene: Scene) -> None:
     scene.heart.pause()
     scene.rounds(PAUSE_S)
-    assert scene.sent == [[], []]
+    assert [[each["cmd"] for each in sent] for sent in scene.sent] == [["pause"]] * 2
     scene.now += 2 * PERIOD_S
     scene.heart.forgive()
     scene.rounds(PAUSE_S)
-    assert scene.sent == [[{"cmd": "ping"}]] * 2 and scene.silent() == []
+    assert [sent[1:] for sent in scene.sent] == [[{**PING, "pauses": 1}]] * 2 and scene.silent() == []
 
 
 def test_a_node_that_nobody_listens_to_is_excused_and_its_time_counts_from_then(scene: Scene) -> None:
@@ -124,7 +130,7 @@ def test_silence_counts_from_the_start_and_an_end_ends_the_thread(monkeypatch: p
     monkeypatch.setattr("threading.Thread.start", lambda thread: threads.append(thread))
     link: Any = None
     heart = Heartbeat([link], FOR_EVER_S, queue.SimpleQueue())
-    heart._heard = [time.monotonic() - 2 * FOR_EVER_S]
+    heart._heard = [boot_clock.now_s() - 2 * FOR_EVER_S]
     heart.start()
     assert heart.watches and heart.silence_s(0) < 2 * FOR_EVER_S
     heart.stop()

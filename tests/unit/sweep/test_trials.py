@@ -82,7 +82,7 @@ def test_a_folder_of_another_sweep_is_refused(tmp_path: Path) -> None:
 
 def test_a_sweep_is_alone_in_its_folder_and_keeps_its_command_to_itself(tmp_path: Path) -> None:
     fd = hold(tmp_path / "a" / "b")
-    with pytest.raises(LaunchError, match="another `zlaunch sweep` is at work in it"):
+    with pytest.raises(LaunchError, match="another `zlaunch sweep` is using it"):
         hold(tmp_path / "a" / "b")
     os.close(fd)
     os.close(hold(tmp_path / "a" / "b"))

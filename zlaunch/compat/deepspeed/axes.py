@@ -60,7 +60,7 @@ def take_over_sizes(model: nn.Module | None, config: Any, mpu: Any = None) -> An
         size = sequence_groups.get_sequence_parallel_world_size()
         sequence[f"register_with_transformers(sequence_parallel_size={size})"] = size
         if tensor or tensor_size(load(config).config) > 1:
-            raise ConfigError(["register_with_transformers: not together with ranks that share layers"])
+            raise ConfigError(["register_with_transformers: not supported with tensor parallelism"])
     _check_accelerate(config, tensor, sequence)
     staged = model if isinstance(model, PipelineModule) else None
     stages = _said_stages(staged)
@@ -107,7 +107,7 @@ def _check_accelerate(config: Any, tensor: dict[str, int], sequence: dict[str, i
     section = loaded.config.tensor_parallel
     if tensor_size(loaded.config) > max((section.autotp_size, *tensor.values(), 1)):
         raise ConfigError(
-            ["parallel.tensor: accelerate and the Trainer read tensor_parallel.autotp_size: write that"]
+            ["parallel.tensor: accelerate and the Trainer read tensor_parallel.autotp_size: use that key"]
         )
     if sequence_size(loaded.config) > max((*sequence.values(), 1)):
         raise ConfigError(

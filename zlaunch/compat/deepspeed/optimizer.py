@@ -90,7 +90,7 @@ class ZeROOptimizer(ZeroOptimizer, DeepSpeedOptimizer):
         only.
         """
         if self._engine.zero_optimization_stage() < 3:
-            raise AttributeError("parameter_offload: parameters are sharded at stage 3 alone")
+            raise AttributeError("parameter_offload: parameters are sharded only at stage 3")
         return _Hooks(self._engine.module)
 
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:

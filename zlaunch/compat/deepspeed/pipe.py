@@ -116,7 +116,7 @@ class PipelineModule(nn.Module):
     ``engine.train_batch(data_iter)`` trains on pairs of inputs and labels.
 
     Layers are modules, LayerSpecs and TiedLayerSpecs, which are built here, and functions. Each gets what the
-    one before has returned; a stage hands on one tensor.
+    one before has returned; a stage passes on one tensor.
     """
 
     def __init__(

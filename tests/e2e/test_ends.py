@@ -1,0 +1,62 @@
+"""Test what commands say about the end of a run: its cause beside its exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.helpers import ROOT, Launch
+from tests.limits import LIMIT_S, wait_until
+from tests.ports import reserved_port
+
+SLEEPS = "import time; print('ready', flush=True); time.sleep(600)"
+SIGNALS_ITSELF = "import os, signal; os.kill(os.getpid(), signal.SIGTERM)"
+
+
+def zlaunch(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "zlaunch", *words],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+
+
+@pytest.mark.parametrize(
+    ("script", "stops", "cause", "words"),
+    [(SIGNALS_ITSELF, False, "failed", "failed"), (SLEEPS, True, "stopped", "stopped by user")],
+)
+def test_a_signal_of_the_user_and_one_of_nobody_are_told_apart(
+    tmp_path: Path, script: str, stops: bool, cause: str, words: str
+) -> None:
+    launch = Launch(
+        tmp_path, "--num_gpus=1", "--no_local_rank", script=script, env={"PYTHONWARNINGS": "error"}
+    )
+    if stops:
+        wait_until(lambda: "ready" in launch.out, "the worker")
+        launch.process.terminate()
+    assert launch.wait() == 143, launch.err
+    assert "Warning" not in launch.err, "pipes are closed"
+    record = json.loads((launch.run_dir / "launcher.json").read_text())
+    assert (record["exit_code"], record["cause"], record["bad_hosts"]) == (143, cause, [])
+    assert f"ended 143 ({words})" in zlaunch(tmp_path, "ps", "--all", ".").stdout
+    waited = zlaunch(tmp_path, "wait", "run")
+    assert waited.returncode == 143 and f"run: {words} (exit code 143)" in waited.stderr
+
+
+def test_hosts_that_refuse_are_named(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("127.0.0.9 slots=1\n")
+    with reserved_port() as port:
+        options = ("--hostfile=hosts", "--launcher=ssh", f"--ssh_port={port}")
+        launch = Launch(tmp_path, *options, script="pass")
+        assert launch.wait() == 2, launch.err
+    record = json.loads((launch.run_dir / "launcher.json").read_text())
+    assert (record["exit_code"], record["cause"], record["bad_hosts"]) == (2, "host refused", ["127.0.0.9"])
+    assert "connection refused" in launch.err

@@ -1,0 +1,50 @@
+"""Test what an ssh connection that is cut does to its threads, with a connection that the test makes."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import paramiko
+import pytest
+
+from zlaunch.transports.ssh import SshTransport
+
+
+class CutChannel:
+    """A channel whose connection is cut: what is written raises an error."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+        self.status_event = threading.Event()
+
+    def exec_command(self, command: str) -> None:
+        return
+
+    def sendall(self, data: bytes) -> None:
+        raise self.error
+
+    def shutdown_write(self) -> None:
+        raise self.error
+
+    def recv_stderr_ready(self) -> bool:
+        return False
+
+
+@pytest.mark.parametrize(
+    "error", [EOFError(), OSError("Socket is closed"), paramiko.SSHException("timed out")]
+)
+def test_a_connection_that_is_cut_prints_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", seen.append)
+    about = SimpleNamespace(
+        set_keepalive=lambda seconds: None, open_session=lambda timeout: CutChannel(error)
+    )
+    client: Any = SimpleNamespace(get_transport=lambda: about, close=lambda: None)
+    transport = SshTransport("n1", client, [], "python", 1.0)
+    transport.send({"cmd": "ping"})
+    transport._writer.join()
+    assert seen == [] and transport.close(timeout_s=0.0) is None

@@ -1,0 +1,79 @@
+"""Say how a run ended: an exit code, its cause, and the hosts that are to blame."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Literal, get_args
+
+Cause = Literal["finished", "failed", "refused", "host refused", "stopped", "saved", "timed out", "lost"]
+"""Why a run ended.
+
+- finished: every worker ended with code 0.
+- failed: a worker failed: an exception, an exit code, a signal that zlaunch did not send, a hang.
+- refused: no worker was started, for a reason that other hosts do not cure: options, the config, the plan.
+- host refused: no worker was started, because of hosts: ssh fails, no answer, no Python, a missing device.
+- stopped: the user stopped it: Ctrl-C, a signal to the launcher, `zlaunch stop`, `zlaunch cancel`.
+- saved: it saved as it was asked to, and is to be started again.
+- timed out: its time limit passed: `--time`, or SLURM's.
+- lost: the launcher was killed, or every agent was. Nobody wrote an end.
+"""
+
+SAVED_CODE: Final = 75
+"""Exit code of a worker that has saved and ended because it was asked to: "start me again" (EX_TEMPFAIL). The
+runtime uses this number as well.
+"""
+REFUSED_CODE: Final = 2
+
+_WORDS: Final[Mapping[Cause, str]] = {"stopped": "stopped by user", "saved": "saved and stopped"}
+_STOP_CODES: Final = tuple(128 + signum for signum in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM))
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """Describes the end of a run or of one attempt of a queue."""
+
+    code: int
+    """The launcher's exit code."""
+    cause: Cause
+    hosts: tuple[str, ...] = ()
+    """The hosts that refused; empty with every other cause."""
+
+    @property
+    def words(self) -> str:
+        """Return the cause as people read it beside the code: "timed out", "stopped by user"."""
+        if self.cause == "host refused" and self.hosts:
+            return f"host refused: {', '.join(self.hosts)}"
+        return _WORDS.get(self.cause, self.cause)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the entries of `launcher.json` and of a queue's attempt."""
+        return {"exit_code": self.code, "cause": self.cause, "bad_hosts": self.hosts}
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> End | None:
+        """Read the entries of `as_json`; None where there is no exit code.
+
+        A cause that this version does not know reads as "failed". Versions up to 0.2.0 wrote no cause: their
+        exit code tells it.
+        """
+        code, cause, hosts = content.get("exit_code"), content.get("cause"), content.get("bad_hosts")
+        if not isinstance(code, int) or isinstance(code, bool):
+            return None
+        if cause is None:
+            return cls.of_code(code)
+        listed = hosts if isinstance(hosts, (list, tuple)) else ()
+        named = tuple(host for host in listed if isinstance(host, str))
+        return cls(code, cause if cause in get_args(Cause) else "failed", named)
+
+    @classmethod
+    def of_code(cls, code: int) -> End:
+        """Return the end that an exit code tells best, where nobody has written down the cause."""
+        if code == 0:
+            return cls(code, "finished")
+        if code == SAVED_CODE:
+            return cls(code, "saved")
+        if code == REFUSED_CODE:
+            return cls(code, "refused")
+        return cls(code, "stopped" if code in _STOP_CODES else "failed")
