@@ -233,7 +233,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         results: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     except ValueError:
-        parser.error(f"{path} is no JSON: move it away, or choose another --out")
+        parser.error(f"{path} is not JSON: move it away, or choose another --out")
     if results and results.get("rehearsed", False) != args.rehearse:
         parser.error(f"{path} is of {'real runs' if args.rehearse else 'a rehearsal'}: choose another --out")
     results["rehearsed"] = args.rehearse
