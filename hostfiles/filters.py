@@ -11,7 +11,7 @@ import difflib
 from collections.abc import Mapping, Sequence
 
 from zlaunch.errors import LaunchError
-from zlaunch.hostfiles.hostlist import HostListError, expand_pattern, ranges
+from zlaunch.hostfiles.hostlist import MAX_HOSTS, HostListError, expand_pattern, ranges
 
 Pool = dict[str, tuple[int, ...]]
 """Host -> its slots, both in rank order."""
@@ -29,6 +29,7 @@ class FilterError(LaunchError, ValueError):
 def parse(text: str) -> Selection:
     """Read a filter; several mentions of one host are merged, and a bare host covers its slots."""
     selection: Selection = {}
+    chosen = 0
     for part in text.split("@"):
         host, colon, slots = (piece.strip() for piece in part.partition(":"))
         if not host:
@@ -37,6 +38,11 @@ def parse(text: str) -> Selection:
         for name in _parse_hosts(host, part.strip()):
             known = selection.get(name, frozenset())
             selection[name] = None if named is None or known is None else known | named
+            chosen += len(named or ())
+            if len(selection) > MAX_HOSTS or chosen > _MOST_SLOTS:
+                raise FilterError(
+                    f"{part.strip()!r}: more than {MAX_HOSTS} hosts or {_MOST_SLOTS} slots with it"
+                )
     return selection
 
 

@@ -13,7 +13,7 @@ import re
 from dataclasses import dataclass
 
 from zlaunch.errors import LaunchError
-from zlaunch.hostfiles.hostlist import HostListError, expand_pattern, short
+from zlaunch.hostfiles.hostlist import MAX_HOSTS, HostListError, expand_pattern, short
 
 _NUMBER = re.compile(r"\d{1,6}", re.ASCII)
 _HOST = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
@@ -76,6 +76,8 @@ def parse(text: str, name: str) -> list[HostEntry]:
         try:
             found = _parse_line(words, number) if words else []
             for entry in found:
+                if len(first) > MAX_HOSTS:
+                    raise HostfileError(f"{name}:{number}: more than {MAX_HOSTS} hosts")
                 known = first.setdefault(entry.host.lower(), entry)
                 if known is not entry:
                     raise _BadLine(_repeated(entry, known))

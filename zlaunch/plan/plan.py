@@ -15,7 +15,8 @@ from typing import Any, Literal
 
 SECRET_WORDS = (
     r"TOKEN(?!IZER|S)|SECRET|PASSW|PASSPHRASE|CREDENTIAL|COOKIE|AUTH(?!OR(?!IZATION))|KEY(?![A-Z])|"
-    r"(?<![A-Z])PAT(?![A-Z])|(?<![A-Z])(?:PG)?PASS(?![A-Z])"
+    r"(?<![A-Z])PAT(?![A-Z])|(?<![A-Z])(?:PG)?PASS(?![A-Z])|"
+    r"(?<![A-Z])PW(?![A-Z])|WEBHOOK"
 )
 """Words in the names of variables and options whose values are secret."""
 # No [\w.-]* in front: searching for it would take the square of the length of a long argument.

@@ -27,6 +27,10 @@ FAMILIES = {
     "GitLab": r"glpat-[\w-]{16,}",
     "NVIDIA": r"nvapi-[\w-]{16,}",
     "PyPI": r"pypi-[\w-]{32,}",
+    "npm": r"npm_[A-Za-z0-9]{16,}",
+    "Docker": r"dckr_pat_[\w-]{16,}",
+    "Slack webhook": r"hooks\.slack\.com/(?:services|workflows)/[\w/-]{16,}",
+    "Discord webhook": r"discord(?:app)?\.com/api/webhooks/\d+/[\w-]{16,}",
 }
 """Tokens that can be told by their form, wherever they stand."""
 FAMILIES_OF_WORDS = {
@@ -34,6 +38,8 @@ FAMILIES_OF_WORDS = {
     "Google": r"AIza[\w-]{30,}",
     "OpenAI": r"sk-[\w-]{16,}",
     "Slack": r"xox[a-z]-[\w-]{10,}",
+    "Google, access": r"ya29\.[\w-]{16,}",
+    "SendGrid": r"SG\.[\w-]{16,}\.[\w-]{16,}",
     "JSON web token": r"eyJ[\w-]{5,}\.[\w-]{5,}\.[\w-]*",
     "header": r"(?:Bearer|Basic)[ ]+[\w.~+/-]{16,}=*",
 }
@@ -50,6 +56,14 @@ _PRIVATE_KEY = re.compile(
 )
 _COOKIE = re.compile(r"\bCookie:[ \t]*([^\r\n\"']+)", re.IGNORECASE)
 _ADDRESS = re.compile(IN_ADDRESS)
+IN_CONTEXT = {
+    "signature of a shared address": r"[?&]sig=([\w%+/=-]{16,})",
+    "sshpass": r"\bsshpass[ \t]+-p[ \t]*(VALUE)",
+    "mysql": r"\b(?:mysql|mysqldump|mysqladmin|mariadb)\b[^\n|;]{0,500}?[ \t]-p(VALUE)",
+    "curl": r"\bcurl\b[^\n|;]{0,500}?[ \t](?:-u|--user)[ \t=]*([\"']?[^\s:]+:VALUE)",
+    "netrc": r"\blogin[ \t]+\S+\s+password[ \t]+(VALUE)",
+}
+"""Secrets that can be told by what stands before them. The group is what is taken out."""
 
 _WORD = re.compile(SECRET_WORDS, re.IGNORECASE)
 _NAME_END = re.compile(r"[\w.-]*")
@@ -63,7 +77,7 @@ _QUOTED = re.compile(
     re.MULTILINE,
 )
 _REMOVED = rf"(?:{re.escape(NOT_SHOWN)}|\(left out\))"  # one word, although it has a blank
-_BARE = re.compile(rf"(?:{_REMOVED}|\S)+")
+_BARE = re.compile(rf"(?:{_REMOVED}|[^\s\x1b])+")
 _MEMBER = re.compile(rf"(?:{_REMOVED}|[^\s,}}\]])+")
 _WHOLE_LINE = re.compile(
     rf"(?:(?:Basic|Bearer|Digest|Token)[ \t]+)?(?:{_REMOVED}|\S)+(?=[ \t]*(?:\r|\n|#|$))", re.IGNORECASE
@@ -77,6 +91,9 @@ _SHORT_NUMBER = re.compile(r"[\[({]*[-+]?\d{1,6}[,;)}\]]*")
 _ERRORS = ("error", "exception", "warning")
 _OF_MODELS = re.compile("TOKEN|KEY", re.IGNORECASE)
 """Words that names of plain numbers have as well: pad_token_id, num_key_value_heads."""
+
+
+_IN_CONTEXT = tuple(re.compile(form.replace("VALUE", _BARE.pattern)) for form in IN_CONTEXT.values())
 
 
 def secret_values(environ: Mapping[str, str]) -> tuple[str, ...]:
@@ -195,9 +212,10 @@ def _by_form(text: str) -> Iterator[Span]:
             yield match.span()
     for match in _ADDRESS.finditer(text):
         yield match.start() + len("://"), match.end() - 1
-    for match in _COOKIE.finditer(text):
-        if not _HARMLESS.fullmatch(match[1]):
-            yield match.span(1)
+    for pattern in (_COOKIE, *_IN_CONTEXT):
+        for match in pattern.finditer(text):
+            if not _HARMLESS.fullmatch(match[1]):
+                yield match.span(1)
 
 
 def _by_name(text: str) -> Iterator[Span]:

@@ -10,6 +10,7 @@ import json
 import math
 import random
 import re
+import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,8 +29,11 @@ _KEYS = ("method", "parameters", "samples", "seed", "metric", "goal", "early_sto
 _RANGES = ("uniform", "log_uniform", "int_uniform")
 _DIGITS = 1000
 """A number with more is infinite, and so a text."""
+_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C, if libyaml was there
 _MOST = 100_000
-"""Trials of a grid; more are a mistake."""
+"""Trials of a sweep; more are a mistake."""
+_MOST_VALUES = 10_000_000
+"""Values of all trials."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +63,10 @@ def read_space(path: Path) -> SweepSpace:
         text = path.read_text(encoding="utf-8-sig")
         if path.suffix == ".csv":
             return SweepSpace(_rows(io.StringIO(text, newline="")))
-        _check_twice(yaml.compose(text, Loader=yaml.SafeLoader))
-        content = yaml.safe_load(text)
+        loader = _LOADER(text)
+        node = loader.get_single_node()
+        _check_twice(node, {})
+        content = None if node is None else loader.construct_document(node)
     except OSError as error:
         raise LaunchError(f"{path}: {error.strerror}") from None
     except RecursionError:
@@ -79,25 +85,38 @@ class _SpaceError(ValueError):
     """Says what is wrong with a key."""
 
 
-def _check_twice(node: yaml.Node | None) -> None:
-    """Refuse a key that is there twice, of which YAML takes the last. Raises _SpaceError."""
-    if isinstance(node, yaml.MappingNode):
-        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-        for key in keys:
-            if keys.count(key) > 1:
-                raise _SpaceError(f"{key} is there twice")
-        for _, value in node.value:
-            _check_twice(value)
+def _check_twice(node: yaml.Node | None, visited: dict[int, bool]) -> None:
+    """Refuse a key that is given twice, of which YAML takes the last. Raises _SpaceError or RecursionError.
+
+    ``visited`` nodes are passed over: aliases of aliases can stand for billions of copies of one node. They
+    are true while what is in them is looked at.
+    """
+    if not isinstance(node, yaml.MappingNode):
+        return
+    if visited.get(id(node)):
+        raise RecursionError
+    if id(node) in visited:
+        return
+    visited[id(node)] = True
+    keys: set[str] = set()
+    for key, value in node.value:
+        if isinstance(key, yaml.ScalarNode):
+            if key.value in keys:
+                raise _SpaceError(f"{key.value} is given twice")
+            keys.add(key.value)
+        _check_twice(value, visited)
+    visited[id(node)] = False
 
 
 def _rows(lines: Iterable[str]) -> tuple[Values, ...]:
     reader = csv.DictReader(lines)
     rows = [(reader.line_num, row) for row in reader]
-    names = list(reader.fieldnames or ())
-    for name in names:
+    names: set[str] = set()
+    for name in reader.fieldnames or ():
         _check_name(name)
-        if names.count(name) > 1:
+        if name in names:
             raise _SpaceError(f"parameter {name} has two columns")
+        names.add(name)
     if not rows:
         raise _SpaceError("no rows below the parameter names")
     for number, row in rows:
@@ -144,7 +163,7 @@ def _space(content: object) -> SweepSpace:
         _check_name(name)
     method = content.get("method", "grid")
     if method not in ("grid", "random"):
-        raise _SpaceError(f"method: {method!r} is neither grid nor random")
+        raise _SpaceError(f"method: {reprlib.repr(method)} is neither grid nor random")
     if method == "grid":
         for key in ("samples", "seed"):
             if key in content:
@@ -153,13 +172,13 @@ def _space(content: object) -> SweepSpace:
     else:
         samples, seed = _count(content, "samples"), content.get("seed", 0)
         if isinstance(seed, bool) or not isinstance(seed, int):
-            raise _SpaceError(f"seed: {seed!r} is not a whole number")
+            raise _SpaceError(f"seed: {reprlib.repr(seed)} is not a whole number")
         trials = _random(parameters, samples, random.Random(seed))
     metric, goal = content.get("metric", "loss"), content.get("goal", "min")
     if not isinstance(metric, str) or not metric:
-        raise _SpaceError(f"metric: {metric!r} is no name")
+        raise _SpaceError(f"metric: {reprlib.repr(metric)} is not a name")
     if goal not in ("min", "max"):
-        raise _SpaceError(f"goal: {goal!r} is neither min nor max")
+        raise _SpaceError(f"goal: {reprlib.repr(goal)} is neither min nor max")
     return SweepSpace(trials, metric, goal, _early_stopping(content.get("early_stopping")))
 
 
@@ -170,15 +189,16 @@ def _near(name: str, known: Sequence[str]) -> str:
 
 def _check_name(name: object) -> None:
     if not isinstance(name, str) or not _NAME.fullmatch(name):
+        shown = reprlib.repr(name)
         raise _SpaceError(
-            f"parameter {name!r}: write --name for an argument of the script, or a.key of its config"
+            f"parameter {shown}: write --name for an argument of the script, or a.key of its config"
         )
 
 
 def _count(content: Mapping[str, Any], key: str, low: int = 1) -> int:
     number = content.get(key)
     if isinstance(number, bool) or not isinstance(number, int) or number < low:
-        raise _SpaceError(f"{key}: a whole number of at least {low} is needed, not {number!r}")
+        raise _SpaceError(f"{key}: a whole number of at least {low} is needed, not {reprlib.repr(number)}")
     return number
 
 
@@ -213,9 +233,8 @@ def _listed(name: str, given: object) -> list[Value] | None:
         raise _SpaceError(f"parameters.{name}: the list is empty")
     for value in values:
         if not isinstance(value, (str, int, float, bool, type(None))):
-            raise _SpaceError(
-                f"parameters.{name}: {value!r} is neither text nor a number, true, false or null"
-            )
+            shown = reprlib.repr(value)
+            raise _SpaceError(f"parameters.{name}: {shown} is neither text nor a number, true, false or null")
     return [_read(name, value) for value in values]
 
 
@@ -225,12 +244,20 @@ def _grid(parameters: Mapping[str, object]) -> tuple[Values, ...]:
         if values is None:
             raise _SpaceError(f"parameters.{name}: a range goes with `method: random`; a grid needs a list")
     lists = [values or [] for values in columns.values()]
-    if (count := math.prod(map(len, lists))) > _MOST:
-        raise _SpaceError(f"parameters: these are {count} trials, more than {_MOST}")
+    _check_number("parameters", math.prod(map(len, lists)), len(lists))
     return tuple(dict(zip(columns, row, strict=True)) for row in itertools.product(*lists))
 
 
+def _check_number(key: str, trials: int, parameters: int) -> None:
+    """Refuse more trials than a sweep can have run. Raises _SpaceError."""
+    most = min(_MOST, _MOST_VALUES // parameters)
+    if trials > most:
+        shown = str(trials) if trials < 10**18 else "more than 10**18"
+        raise _SpaceError(f"{key}: these are {shown} trials, the limit is {most}")
+
+
 def _random(parameters: Mapping[str, object], samples: int, chance: random.Random) -> tuple[Values, ...]:
+    _check_number("samples", samples, len(parameters))
     listed = {name: _listed(name, given) for name, given in parameters.items()}
     trials = []
     for _ in range(samples):
@@ -257,14 +284,14 @@ def _drawn(name: str, kind: str, ends: object, chance: random.Random) -> Value:
         or not all(map(math.isfinite, numbers))
         or numbers[0] > numbers[1]
     ):
-        raise _SpaceError(f"parameters.{name}.{kind}: takes [LOW, HIGH], not {ends!r}")
+        raise _SpaceError(f"parameters.{name}.{kind}: takes [LOW, HIGH], not {reprlib.repr(ends)}")
     low, high = numbers
     if kind == "int_uniform":
         if not (isinstance(low, int) and isinstance(high, int)):
-            raise _SpaceError(f"parameters.{name}.{kind}: takes whole numbers, not {ends!r}")
+            raise _SpaceError(f"parameters.{name}.{kind}: takes whole numbers, not {reprlib.repr(ends)}")
         return chance.randint(low, high)
     if kind == "log_uniform":
         if low <= 0:
-            raise _SpaceError(f"parameters.{name}.{kind}: takes numbers above 0, not {ends!r}")
+            raise _SpaceError(f"parameters.{name}.{kind}: takes numbers above 0, not {reprlib.repr(ends)}")
         return math.exp(chance.uniform(math.log(low), math.log(high)))
     return chance.uniform(low, high)

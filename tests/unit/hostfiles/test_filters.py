@@ -132,3 +132,11 @@ def test_include_and_exclude_share_the_pool(
     for host, all_slots in pool.items():
         assert sorted(kept.get(host, ()) + dropped.get(host, ())) == list(all_slots)
     assert list(kept) == [host for host in pool if host in kept]
+
+
+@pytest.mark.parametrize(
+    "text", ["@".join(f"h{n}[1-9999]" for n in range(8)), "@".join(f"h{n}:0-99999" for n in range(12))]
+)
+def test_a_filter_that_stands_for_too_much_is_refused(text: str) -> None:
+    with pytest.raises(FilterError, match="more than 65536 hosts or 1000000 slots with it"):
+        parse(text)

@@ -208,3 +208,9 @@ def test_entries_survive_being_written_and_read(
         expected.append(HostEntry(host, slots, user, port, line))
         line += 1 + after.count("\n")
     assert parse(text, "hosts") == expected
+
+
+def test_lines_that_stand_for_too_many_hosts_are_refused() -> None:
+    text = "\n".join(f"rack{n}node[1-9999] slots=8" for n in range(8))
+    with pytest.raises(HostfileError, match="hosts:7: more than 65536 hosts"):
+        parse(text, "hosts")

@@ -46,6 +46,26 @@ HF = "hf_" + "aB3" * 11
         ("-----BEGIN RSA PRIVATE KEY-----\nMII\nabc=\n-----END RSA PRIVATE KEY-----\nrest", "*\nrest"),
         ("-----BEGIN PRIVATE KEY-----\nMII\nabc", "*"),
         ("\x1b[32m'api_key'\x1b[0m: \x1b[32m'abc'\x1b[0m", "\x1b[32m'api_key'\x1b[0m: \x1b[32m'*'\x1b[0m"),
+        ("\x1b[36mHF_TOKEN\x1b[0m=\x1b[33mabc\x1b[0m x", "\x1b[36mHF_TOKEN\x1b[0m=\x1b[33m*\x1b[0m x"),
+        (
+            "DB_PW=abc SLACK_WEBHOOK=https://x/y SLACK_WEBHOOK_URL: 'https://z'",
+            "DB_PW=* SLACK_WEBHOOK=* SLACK_WEBHOOK_URL: '*'",
+        ),
+        (
+            "post to https://hooks.slack.com/services/T00000000/B00000000/abcdefgh now",
+            "post to https://* now",
+        ),
+        ("https://discord.com/api/webhooks/123456/abcdefghijklmnopqr", "https://*"),
+        (
+            "https://a.blob.core.windows.net/c?se=1&sig=abc%2Fdefghijklmnop%3D&sp=r",
+            "https://a.blob.core.windows.net/c?se=1&sig=*&sp=r",
+        ),
+        ("npm_0123456789abcdefghij dckr_pat_0123456789abcdefghij", "* *"),
+        ("ya29.0123456789abcdefghij SG.0123456789abcdefg.0123456789abcdefg", "* *"),
+        ("sshpass -p abc ssh host; sshpass -pabc ssh host", "sshpass -p * ssh host; sshpass -p* ssh host"),
+        ("mysql -u bob -pabc db | cat -p", "mysql -u bob -p* db | cat -p"),
+        ("curl -s -u bob:abc https://x; curl --user=bob:abc y", "curl -s -u * https://x; curl --user=* y"),
+        ("machine h login bob password abc\nmachine", "machine h login bob password *\nmachine"),
         ("\x1b[0msk-0123456789abcdef 'a\\nsk-0123456789abcdef'", "\x1b[0m* 'a\\n*'"),
     ],
 )

@@ -19,10 +19,16 @@ TOKENS = {
     "GitLab": [f"glpat-{SOME[:20]}", "glpat-ab_cd-ef0123456789"],
     "NVIDIA": [f"nvapi-{SOME}", f"nvapi-_{SOME}-x"],
     "PyPI": [f"pypi-AgEIcHlwaS5vcmc{SOME}"],
+    "npm": [f"npm_{SOME}"],
+    "Docker": [f"dckr_pat_{SOME}-x"],
+    "Slack webhook": [f"hooks.slack.com/services/T0/B0/{SOME}", f"hooks.slack.com/workflows/{SOME}"],
+    "Discord webhook": [f"discord.com/api/webhooks/1234/{SOME}", f"discordapp.com/api/webhooks/1/{SOME}"],
     "AWS": ["AKIA0123456789ABCDEF", "ASIA0123456789ABCDEF"],
     "Google": [f"AIza{SOME}12"],
     "OpenAI": [f"sk-{SOME}", f"sk-proj-{SOME}_x"],
     "Slack": [f"xox{kind}-0123456789-{SOME}" for kind in "abpre"],
+    "Google, access": [f"ya29.{SOME}"],
+    "SendGrid": [f"SG.{SOME}.{SOME}"],
     "JSON web token": ["eyJhbGciOi.eyJzdWIiOiIx.abc_-", "eyJhbGciOi.eyJzdWIiOiIx."],
     "header": ["Bearer 0123456789abcdef", "Basic dXNlcjpwYXNzd29yZA=="],
 }
@@ -38,6 +44,8 @@ NAMES = {
     "KEY": ("WANDB_API_KEY", "api-key", "key"),
     "PAT": ("GITHUB_PAT", "pat", "MY_PAT_1"),
     "PASS": ("PASS", "SMTP_PASS", "PGPASS", "my_pgpass"),
+    "PW": ("DB_PW", "pw", "admin-pw"),
+    "WEBHOOK": ("SLACK_WEBHOOK", "webhook_url"),
 }
 """Names of variables and options whose values are secret, by the word that says so."""
 PLAIN = (
@@ -51,7 +59,7 @@ PLAIN = (
         "PATH",
         "pattern",
     ),
-    *("PYTHONPATH", "bypass", "PASSES", "compassion", "SPATIAL", "LD_LIBRARY_PATH"),
+    *("PWD", "OLDPWD", "PYTHONPATH", "bypass", "PASSES", "compassion", "SPATIAL", "LD_LIBRARY_PATH"),
 )
 """Names with letters of secret words in them."""
 

@@ -85,5 +85,5 @@ def test_a_grid_may_be_as_large_as_the_limit_and_no_larger(
 ) -> None:
     monkeypatch.setattr(module, "_MOST", 6)
     assert len(read(tmp_path, "parameters: {a: [1, 2], b: [1, 2, 3]}\n").trials) == 6
-    with pytest.raises(LaunchError, match="these are 8 trials, more than 6"):
+    with pytest.raises(LaunchError, match="these are 8 trials, the limit is 6"):
         read(tmp_path, "parameters: {a: [1, 2], b: [1, 2, 3, 4]}\n")

@@ -89,7 +89,7 @@ def test_a_script_gets_its_arguments_as_they_are_written(tmp_path: Path) -> None
         ("parameters: {a: [1]}\nearly_stopping: true", "takes min_steps and factor"),
         ("parameters: {a: [1]}\nearly_stopping: {factor: 2}", "early_stopping.min_steps"),
         ("parameters: {a: [1]}\nearly_stopping: {min_steps: 2, factor: 1}", "early_stopping.factor"),
-        ("parameters: {a: [1], a: [2]}", "a is there twice"),
+        ("parameters: {a: [1], a: [2]}", "a is given twice"),
         ("parameters: [", "cannot be read"),
         ("\x00", "cannot be read"),
     ],
@@ -139,3 +139,32 @@ def test_typos_are_known(tmp_path: Path) -> None:
         read_space(write(tmp_path, "parameter:\n  --x: [1]\n"))
     with pytest.raises(LaunchError, match=r"early_stopping\.factr: unknown key, did you mean factor"):
         read_space(write(tmp_path, "parameters:\n  --x: [1]\nearly_stopping: {min_steps: 1, factr: 2}\n"))
+
+
+def many(values: str, count: int) -> str:
+    return "parameters: {" + ", ".join(f"--p{n}: {values}" for n in range(count)) + "}"
+
+
+LAUGHS = "".join(f"  --y{n}: &a{n + 1} [{', '.join([f'*a{n}'] * 10)}]\n" for n in range(40))
+"""Lists of ten times the list before: together 10**40 values."""
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (f"parameters:\n  --x: &a0 [1]\n{LAUGHS}", "is neither text nor a number"),
+        (
+            "method: random\nsamples: 1000000000\nparameters: {a: [1]}",
+            "1000000000 trials, the limit is 100000",
+        ),
+        (f"method: random\nsamples: 9000\n{many('[1]', 2_000)}", "9000 trials, the limit is 5000"),
+        (many("[1, 2, 3]", 100), "more than 10**18 trials"),
+        (many("[1]", 2_000)[:-1] + ", --p7: [2]}", "--p7 is given twice"),
+    ],
+)
+def test_files_that_stand_for_too_much_are_refused_at_once(text: str, words: str, tmp_path: Path) -> None:
+    """Without limits, the memory or the time of these has no end."""
+    (tmp_path / "s.yaml").write_text(text)
+    with pytest.raises(LaunchError) as caught:
+        read_space(tmp_path / "s.yaml")
+    assert words in str(caught.value) and len(str(caught.value)) < 1000
