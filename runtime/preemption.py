@@ -44,13 +44,32 @@ def resume_dir(default: str | None = None) -> str | None:
 
     Under zlaunch: where this run had saved before it was restarted (``--max_restarts``), or before its SLURM
     job was requeued. ``default`` is for all other runs: a folder that is taken if it has a checkpoint.
+
+    Raises:
+        RuntimeError: This is a trial of a sweep, and ``default`` has a checkpoint of another trial.
     """
-    told = read_environment().resume_dir
-    if told is not None or default is None:
-        return told
+    environment = read_environment()
+    if environment.resume_dir is not None or default is None:
+        return environment.resume_dir
     folder = os.path.expanduser(default)
     tagged = os.path.join(glob.escape(folder), "*", "manifest.json")
-    return folder if os.path.exists(os.path.join(folder, "latest")) or glob.glob(tagged) else None
+    if not os.path.exists(os.path.join(folder, "latest")) and not glob.glob(tagged):
+        return None
+    _refuse_anothers(folder, environment.run_dir)
+    return folder
+
+
+def _refuse_anothers(folder: str, run_dir: str | None) -> None:
+    """Keep a sweep's trial from another one's checkpoint: it would train nothing more, and report success."""
+    if run_dir is None or not os.path.exists(os.path.join(os.path.dirname(run_dir), "sweep.json")):
+        return
+    if not os.path.realpath(folder).startswith(os.path.realpath(run_dir) + os.sep):
+        trial = os.path.basename(run_dir)
+        raise RuntimeError(
+            f"resume_dir: {folder} has a checkpoint, and trial {trial} of the sweep shares that folder with "
+            "the others: save below os.environ['ZLAUNCH_RUN_DIR'], which each trial has for itself. To start "
+            "all trials from one checkpoint, call engine.load_checkpoint on its folder"
+        )
 
 
 def requested() -> bool:

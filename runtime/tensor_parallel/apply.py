@@ -94,9 +94,8 @@ def _refuse_cut(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(vars(module).get("forward"), (SharedForward, DispatchForward)):
             raise ParameterError(
-                f"{name or type(module).__name__} holds only this rank's shard, from an earlier "
-                f"engine: build "
-                "the model anew, and load the state_dict of the sharded one"
+                f"{name or type(module).__name__} holds only this rank's shard, from an earlier engine: "
+                "rebuild the model, and load the state_dict of the sharded one"
             )
 
 

@@ -409,7 +409,7 @@ def test_what_an_engine_refuses() -> None:
                 r"eval_batch(return_logits=True)",
                 r"eval_batch(compute_loss=False)",
                 r"eval_batch(reduce_output='max')",
-                r"engine(...) is not there",
+                r"engine(...) is not available",
                 r"a pair of inputs and labels, not int",
                 r"goes with stages 0 and 1",
             ],

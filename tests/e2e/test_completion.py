@@ -136,7 +136,10 @@ def test_there_is_a_script_for_each_shell(shell: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("asked", "answer"),
-    [("tcsh_source", "there is bash_source, zsh_source, fish_source"), ("bash_complete", "for the shell")],
+    [
+        ("tcsh_source", "there is bash_source, zsh_source, fish_source"),
+        ("bash_complete", "called by the shell"),
+    ],
 )
 def test_other_requests_are_one_line(asked: str, answer: str, tmp_path: Path) -> None:
     done = zlaunch(tmp_path, _ZLAUNCH_COMPLETE=asked)

@@ -282,7 +282,7 @@ def test_settings_of_a_config_are_those_of_its_engine() -> None:
 
 
 def test_an_mpu_that_is_none() -> None:
-    with pytest.raises(TypeError, match=r"mpu_ must have get_model_parallel_group\(\), int has not"):
+    with pytest.raises(TypeError, match=r"mpu_: int has no get_model_parallel_group"):
         zlaunch.checkpointing.configure(3)
 
 

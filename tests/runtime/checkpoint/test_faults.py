@@ -228,7 +228,7 @@ def _load_damaged(folder: str) -> list[str]:
     with pytest.raises(CheckpointError) as caught:
         engine.load_checkpoint(folder)
     messages.append(str(caught.value))
-    with pytest.raises(CheckpointError, match="none of its 1 checkpoints is whole"):
+    with pytest.raises(CheckpointError, match="none of its 1 checkpoints is complete"):
         engine.load_checkpoint(folder, tag="auto")
     try:
         train_engine(engine, batches(1, 12))

@@ -60,7 +60,7 @@ def _spares(folder: str) -> list[str]:
             (root / "global_step2" / "notes.txt").write_text("mine")
     (root / "mine").mkdir()
     (root / "mine" / "tokenizer.json").write_text("{}")
-    with pytest.raises(CheckpointError, match="mine: is there and is no checkpoint"):
+    with pytest.raises(CheckpointError, match="mine: exists and is not a checkpoint"):
         engine.save_checkpoint(root, tag="mine")
     (root / "best" / "tokenizer.json").write_text("{}")
     engine.save_checkpoint(root, tag="best")

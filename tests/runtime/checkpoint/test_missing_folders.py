@@ -90,3 +90,18 @@ def test_weights_of_another_model_are_no_success(tmp_path: Path, capsys: pytest.
     assert torch.equal(same.weight, larger.weight) and not capsys.readouterr().err
     with pytest.raises(zlaunch.CheckpointError, match="no such folder"):
         zlaunch.load_state_dict_from_zero_checkpoint(same, tmp_path / "nowhere")
+
+
+def test_trials_of_a_sweep_do_not_share_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("shared", "sweep/001/ckpt"):
+        (tmp_path / name / "global_step1").mkdir(parents=True)
+        (tmp_path / name / "global_step1" / "manifest.json").touch()
+    monkeypatch.setenv("ZLAUNCH_RUN_DIR", str(tmp_path / "sweep" / "001"))
+    monkeypatch.delenv("ZLAUNCH_RESUME_DIR", raising=False)
+    shared, own = str(tmp_path / "shared"), str(tmp_path / "sweep" / "001" / "ckpt")
+    assert (zlaunch.resume_dir(shared), zlaunch.resume_dir(own)) == (shared, own)
+    (tmp_path / "sweep" / "sweep.json").touch()
+    assert zlaunch.resume_dir(own) == own
+    assert zlaunch.resume_dir(str(tmp_path / "none")) is None
+    with pytest.raises(RuntimeError, match=r"shared has a checkpoint, and trial 001 of the sweep"):
+        zlaunch.resume_dir(shared)

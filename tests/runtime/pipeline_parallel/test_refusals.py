@@ -163,9 +163,9 @@ SAID = [
     "norm, a MultiheadAttention, cannot be left out",
     "is 2, and pipeline parallelism goes with stages 0 and 1",
     "is 3, and pipeline parallelism goes with stages 0 and 1",
-    "engine(...) is not there",
-    "engine.backward() is not there",
-    "engine.step() is not there",
+    "engine(...) is not available",
+    "engine.backward() is not available",
+    "engine.step() is not available",
     "needs a data_iter, or the training_data",
     "a pair of inputs and labels, not Tensor",
     "were given different batches",
@@ -297,7 +297,7 @@ def _without_stages(stages: int) -> Any:
     given = iter(micro_batches())
     losses = [engine.train_batch(given, loss_fn).item() for _ in range(3)]
     losses.append(engine.eval_batch(given, loss_fn, num_micro_batches=3).item())
-    with pytest.raises(zlaunch.ParameterError, match="is a list, which would begin anew"):
+    with pytest.raises(zlaunch.ParameterError, match="is a list, which would restart"):
         engine.train_batch(micro_batches(), loss_fn)
     with pytest.raises(StopIteration, match=r"ended after 1 of 2"):
         engine.train_batch(iter(micro_batches(1)), loss_fn)

@@ -184,7 +184,7 @@ def _used_again() -> list[str]:
 
 def test_a_model_that_is_cut_already_is_refused() -> None:
     for said in run_workers(_used_again, 2):
-        assert len(said) == 4 and all("of an earlier engine" in each for each in said)
+        assert len(said) == 4 and all("from an earlier engine" in each for each in said)
 
 
 class _Mixture(nn.Module):

@@ -160,7 +160,11 @@ def _mismatch(kind: str) -> str:
 
 @pytest.mark.parametrize(
     ("kind", "text"),
-    [("depth", "layers.2"), ("shape", "layers.1.up.weight has shape [50, 24]"), ("config", "another config")],
+    [
+        ("depth", "layers.2"),
+        ("shape", "layers.1.up.weight has shape [50, 24]"),
+        ("config", "a different config"),
+    ],
 )
 def test_ranks_that_differ_are_named(kind: str, text: str) -> None:
     for message in run_workers(_mismatch, 2, kind):

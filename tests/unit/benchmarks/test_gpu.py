@@ -55,7 +55,7 @@ def test_what_was_measured_stays(
     monkeypatch.setattr(gpu, "GROUPS", {"all": (Part("late", ("json.tool",), 60, ()),)})
     assert main(["--out", str(tmp_path), "--minutes", "0.01"]) == 0
     assert json.loads(path.read_text())["late"] == {"result": {"step_s": 1}}
-    for text, words in (('{"rehearsed": true}', "is of a rehearsal"), ("{", "is no JSON")):
+    for text, words in (('{"rehearsed": true}', "is of a rehearsal"), ("{", "is not JSON")):
         path.write_text(text)
         with pytest.raises(SystemExit):
             main(["--out", str(tmp_path)])
