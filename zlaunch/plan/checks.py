@@ -111,6 +111,8 @@ def shared_imports(name: str, *, module: bool) -> tuple[str, ...]:
 
     Judged by its own source, without running it: a wrong guess costs no more than the time of an import.
     """
+    if module and name.startswith("zlaunch.node."):
+        return ()  # ours, which imports zlaunch without torch
     named = _imported(name, module=module)
     found = ("torch",) if named & _TORCH_USERS else ()
     return (*found, "zlaunch.runtime.api") if named & {"zlaunch", "deepspeed"} else found
