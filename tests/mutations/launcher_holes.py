@@ -334,8 +334,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "zlaunch/sweep/space.py",
-        "(count := math.prod(map(len, lists))) > _MOST",
-        "(count := math.prod(map(len, lists))) >= _MOST",
+        "if trials > most:",
+        "if trials >= most:",
         "a grid as large as the limit is refused",
         _BOUNDS,
     ),
