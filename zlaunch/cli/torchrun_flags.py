@@ -66,6 +66,7 @@ _VARIABLES = {
 _WITHOUT_EFFECT = ("--rdzv_id", "--monitor_interval", "--start_method")
 """With a value: a run has its own id, workers are watched all the time, and are processes in any case."""
 _IN_THE_CONFIG = "put it into the config file: --deepspeed_config_file"
+_SHARDED = "use zero_optimization.stage of the config: 3 shards parameters too, 2 keeps them whole"
 _INSTEAD = {
     "--rdzv_conf": (True, "use --node_rank R, and --connect_timeout SECONDS"),
     "--local_addr": (True, "use --iface NAME"),
@@ -89,7 +90,28 @@ _INSTEAD = {
     "--dynamo_backend": (True, "call torch.compile in the script"),
     "--cpu": (False, "hide the GPUs: CUDA_VISIBLE_DEVICES= zlaunch ..."),
     "--tpu": (False, "zlaunch runs on GPUs and CPUs"),
-    "--use_fsdp": (False, "zero_optimization.stage 3 in the config shards the parameters too"),
+    "--use_fsdp": (False, _SHARDED),
+    "--fsdp_version": (True, _SHARDED),
+    "--fsdp_sharding_strategy": (True, _SHARDED),
+    "--fsdp_reshard_after_forward": (True, _SHARDED),
+    "--fsdp_auto_wrap_policy": (
+        True,
+        "zlaunch finds the layers to shard; zero_optimization.leaf_module keeps one whole",
+    ),
+    "--fsdp_transformer_layer_cls_to_wrap": (True, "zlaunch finds the layers to shard"),
+    "--fsdp_min_num_params": (True, "use zero_optimization.stage3_param_persistence_threshold of the config"),
+    "--fsdp_offload_params": (
+        True,
+        "use zero_optimization.offload_param and offload_optimizer of the config",
+    ),
+    "--fsdp_activation_checkpointing": (True, "use activation_checkpointing of the config"),
+    "--fsdp_state_dict_type": (True, "engine.save_checkpoint shards, engine.save_16bit_model saves one file"),
+    "--fsdp_cpu_ram_efficient_loading": (True, "use zlaunch.zero.Init in the script"),
+    **dict.fromkeys(
+        ("--fsdp_backward_prefetch", "--fsdp_forward_prefetch", "--fsdp_use_orig_params"),
+        (True, "leave it out: zlaunch does so by itself"),
+    ),
+    "--fsdp_sync_module_states": (True, "leave it out: ranks start from rank 0's parameters"),
     "--use_megatron_lm": (False, "use the section `parallel` of the config"),
     "--deepspeed_multinode_launcher": (True, "use --launcher ssh, slurm or openmpi"),
     "--deepspeed_inclusion_filter": (True, "use --include FILTER"),

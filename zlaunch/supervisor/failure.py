@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -150,7 +151,8 @@ def without_stacks(lines: Sequence[str]) -> list[str]:
 
 
 def _hint(tail: Sequence[str]) -> str:
-    if any("unrecognized arguments:" in line and "--local_rank" in line for line in tail):
+    # argparse's words, or those of a parser of the script's own: "ValueError: Unknown config key: local_rank"
+    if any(re.search(r"[Ee]rror: .*\blocal_rank\b", line) for line in tail):
         return (
             "the script does not know --local_rank; start it with zlaunch --no_local_rank (LOCAL_RANK is set)"
         )
