@@ -452,7 +452,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "        return last + self._period_s\n",
         "        return boot_clock.now_s() + self._period_s\n",
         "a node that is silent gets longer and longer leases",
-        _LEASE,
+        ("tests/unit/supervisor/test_heartbeat.py",),
     ),
     Mutation(
         "zlaunch/supervisor/clock_bound.py",

@@ -48,6 +48,18 @@ def test_what_was_heard_ends_the_silence(scene: Scene) -> None:
     assert scene.heartbeat.silence_s(0) == 0
 
 
+def test_a_node_that_is_silent_is_granted_nothing_more(scene: Scene) -> None:
+    scene.hear_beat()
+    scene.heartbeat._ping(0)
+    ends = scene.granted_s()
+    scene.now += 20
+    scene.heartbeat._ping(0)
+    assert scene.granted_s() == ends
+    scene.hear_beat()
+    scene.heartbeat._ping(0)
+    assert scene.granted_s() == ends + 20
+
+
 def test_time_in_which_nobody_listened_is_no_silence(scene: Scene) -> None:
     """While the console takes nothing, a node's answers wait behind its output."""
     with scene.heartbeat.excused(0):
