@@ -36,8 +36,8 @@ def heads_problem(axis_size: int, heads: int, key_heads: int) -> str:
     sizes = ", ".join(str(n) for n in range(1, heads + 1) if fits(n))
     return (
         f"sequence parallelism: {counted(heads, 'attention head')} and "
-        f"{counted(key_heads, 'key-value head')} cannot be divided by {axis_size} ranks; sizes that would "
-        f"do: {sizes}"
+        f"{counted(key_heads, 'key-value head')} cannot be divided by {axis_size} ranks; "
+        f"possible sizes: {sizes}"
     )
 
 
