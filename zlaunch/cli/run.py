@@ -52,7 +52,8 @@ def run(command: tuple[str, ...], **given: Any) -> int:
     if given["dry_run"]:
         if plan is None:
             raise click.UsageError(
-                "--dry_run: the hostfile has hosts without slots=N, and only a launch asks them"
+                "--dry_run: how many workers each node has is only known at launch. Give --num_gpus N, or "
+                "slots=N for each host of the hostfile"
             )
         from zlaunch.plan import checks
 
