@@ -83,9 +83,16 @@ def test_no_python_runs_anything(tmp_path: Path) -> None:
 
 
 def test_bytes_survive_to_console_and_log(tmp_path: Path) -> None:
-    script = "import os\nos.write(1, bytes(range(256)) * 300 + b'no newline')"
+    script = """
+        import os
+        os.write(1, bytes(range(256)) * 3000)
+        for number in range(2000):
+            os.write(1, b"%d " % number)
+        os.write(1, b'\\n{"type":"done","stays":false}\\n{"type":"output","bytes":9}\\nno newline')
+    """
     launch = run(tmp_path, script=script)
-    expected = bytes(range(256)) * 300 + b"no newline"
+    expected = bytes(range(256)) * 3000 + b"".join(b"%d " % number for number in range(2000))
+    expected += b'\n{"type":"done","stays":false}\n{"type":"output","bytes":9}\nno newline'
     assert launch.log_bytes(0) == expected
     assert launch.out_path.read_bytes() == expected
 

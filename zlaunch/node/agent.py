@@ -27,6 +27,7 @@ from zlaunch.node.death import likely_reason
 from zlaunch.node.descriptors import Descriptors
 from zlaunch.node.ending import Due, Ending
 from zlaunch.node.oom import oom_counters, oom_rose
+from zlaunch.node.pacing import Pacing
 from zlaunch.node.preload import Preloader, pids_of, start_standby
 from zlaunch.node.rendezvous import Handshake
 from zlaunch.node.uplink import Uplink, take_user_input
@@ -35,6 +36,7 @@ from zlaunch.node.worker import CHUNK_BYTES, Batch, Worker, blames_host, read_ch
 from zlaunch.plan.plan import Plan, WorkerPlan
 from zlaunch.system import boot_clock
 from zlaunch.system.events import WORKER_EVENTS, Event, in_envelope
+from zlaunch.system.pipes import widen
 from zlaunch.system.processes import (
     PASSED_SIGNALS,
     adopt_orphans,
@@ -50,6 +52,10 @@ from zlaunch.system.processes import (
 
 _DRAIN_LIMIT_BYTES = 4 << 20
 """Bytes that a dead worker's pipe may still give: a grandchild can go on writing for ever."""
+
+_PIPE_BYTES = 1 << 16
+"""What a pipe holds by default."""
+_ALL_PIPES_BYTES = 8 << 20
 
 
 class Agent:
@@ -74,6 +80,7 @@ class Agent:
     def _await_plan(self) -> None:
         """Begin anew, without a plan."""
         self.reading_output = True
+        self.pacing = Pacing()
         self.plan: Plan | None = None
         self.uplink.await_plan()
         self.handshake = Handshake(self._answer, self.descriptors.watch)
@@ -105,6 +112,7 @@ class Agent:
             self.descriptors.wait(self.ending.wait_s(now, longest_s, all_exited=self._all_exited()))
             self._reap()
             self._tick()
+            self.pacing.end_round()
         self.uplink.hand_over()
         return 0
 
@@ -118,6 +126,10 @@ class Agent:
                 self.descriptors.unwatch(stream)
                 if self.reading_output:
                     self.descriptors.watch(stream, partial(self._on_output, worker, stream))
+            if worker.event_fd not in worker.finished_fds:
+                self.descriptors.unwatch(worker.event_fd)
+                if self.reading_output:
+                    self.descriptors.watch(worker.event_fd, partial(self._on_worker_event, worker))
 
     # -- input ---------------------------------------------------------------------------------
 
@@ -185,6 +197,7 @@ class Agent:
         chunk = read_chunk(fd)
         if chunk:
             self.outbox.put_output(worker.plan.rank, worker.streams[fd], chunk)
+            self.pacing.took(len(chunk))
         elif chunk is not None:
             self.descriptors.unwatch(fd)
             worker.finished_fds.add(fd)
@@ -194,10 +207,26 @@ class Agent:
         chunk = read_chunk(worker.event_fd)
         for event in worker.events.feed(chunk or b""):
             if event.get("type") in WORKER_EVENTS:
-                self.send(in_envelope(worker.plan.rank, event))
+                self._pass_up(worker, event)
+        if worker.events.left_out:
+            self._leave_out(worker, "its line is too long")
         if chunk == b"":
             self.descriptors.unwatch(worker.event_fd)
+            worker.finished_fds.add(worker.event_fd)
         return bool(chunk)
+
+    def _pass_up(self, worker: Worker, event: Event) -> None:
+        try:
+            self.send(in_envelope(worker.plan.rank, event))
+        except ValueError as error:
+            self._leave_out(worker, str(error))
+
+    def _leave_out(self, worker: Worker, why: str) -> None:
+        """Say once that the launcher does not get all that a script reports."""
+        if not worker.has_left_out:
+            worker.has_left_out = True
+            text = f"rank {worker.plan.rank} on {self._host()} has reported something that zlaunch leaves out"
+            self._report("notice", message=f"{text}: {why}")
 
     # -- workers -------------------------------------------------------------------------------
 
@@ -281,11 +310,19 @@ class Agent:
         plan = worker.plan
         self.workers[worker.pid] = worker
         for fd in worker.streams:
+            widen(fd, self._pipe_bytes())
             self.descriptors.watch(fd, partial(self._on_output, worker, fd))
         self.descriptors.watch(worker.event_fd, partial(self._on_worker_event, worker))
         self._wake_at_end_of(worker.pid)
         ticks = start_ticks(worker.pid) or 0
         self._report("spawn", rank=plan.rank, local_rank=plan.local_rank, pid=worker.pid, start_ticks=ticks)
+
+    def _pipe_bytes(self) -> int:
+        """Return the size of a pipe for output. All together are bounded: beyond /proc/sys/fs/
+        pipe-user-pages-soft, a user's new pipes have room for a page or two.
+        """
+        count = len(self.plan.nodes[0].workers) if self.plan else 1
+        return max(_PIPE_BYTES, min(CHUNK_BYTES, _ALL_PIPES_BYTES // (2 * count)))
 
     def _wake_at_end_of(self, pid: int) -> None:
         pidfd = open_pidfd(pid)

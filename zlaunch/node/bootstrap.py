@@ -21,6 +21,7 @@ from typing import NoReturn
 
 from zlaunch.errors import ZlaunchError
 from zlaunch.node import accelerate_state, error_file
+from zlaunch.node.long_traceback import shorten
 from zlaunch.node.lost_peers import talk_of
 from zlaunch.system.processes import PASSED_SIGNALS, die_with_parent
 
@@ -30,8 +31,6 @@ _OUR_FILES = {__file__, runpy.__file__, "<frozen runpy>"}
 _OUR_FOLDER = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _EVENT_FD_FLOOR = 200
 _TRACEBACK_LIMIT_CHARS = 1 << 18
-_FRAMES = 500
-"""The frames of a longer traceback that are shown at its beginning, and at its end."""
 
 
 def main() -> None:
@@ -175,8 +174,8 @@ def _print(error: BaseException) -> str:
     if isinstance(error, ZlaunchError):
         _end_in_user_code(stripped)
     error.__traceback__ = stripped
-    _shorten(error)
-    text = "".join(traceback.format_exception(type(error), error, stripped))
+    left_out = shorten(error)
+    text = left_out + "".join(traceback.format_exception(type(error), error, stripped))
     sys.last_type, sys.last_value, sys.last_traceback = type(error), error, stripped
     short = "".join(traceback.format_exception_only(type(error), error)).strip()
     plain = sys.excepthook is sys.__excepthook__ or sys.excepthook.__module__.startswith("torch.distributed")
@@ -184,25 +183,9 @@ def _print(error: BaseException) -> str:
         first = short.splitlines()[0]
         print(f"zlaunch: rank {os.environ['RANK']} has lost another rank: {first}", file=sys.stderr)
         return text
+    print(left_out, end="", file=sys.stderr)
     sys.excepthook(type(error), error, stripped)
     return text
-
-
-def _shorten(error: BaseException | None) -> None:
-    """Leave out the middle of a deep recursion's traceback: a million frames take many seconds to format."""
-    known: set[int] = set()
-    while error is not None and id(error) not in known:
-        known.add(id(error))
-        frames = []
-        at = error.__traceback__
-        while at is not None:
-            frames.append(at)
-            at = at.tb_next
-        if len(frames) > 2 * _FRAMES:
-            frames[_FRAMES - 1].tb_next = frames[-_FRAMES]
-            if sys.version_info >= (3, 11):
-                error.add_note(f"{len(frames) - 2 * _FRAMES:,} frames in the middle are not shown")
-        error = error.__cause__ or error.__context__
 
 
 def _end_in_user_code(frames: TracebackType | None) -> None:

@@ -10,6 +10,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from zlaunch.node.long_traceback import shorten
 from zlaunch.runtime.trust import check_folder
 
 CALL, PATH = "call.pkl", "path.json"
@@ -32,7 +33,8 @@ def main() -> None:
         result = function(*args, **kwargs)
         _write(folder / RESULT.replace("*", rank), cloudpickle.dumps(result))
     except Exception as error:
-        about = {"time": time.time(), "rank": number, "traceback": traceback.format_exc()}
+        left_out = shorten(error)
+        about = {"time": time.time(), "rank": number, "traceback": left_out + traceback.format_exc()}
         _write(folder / ERROR.replace("*", rank), cloudpickle.dumps({**about, "error": _sent(error)}))
         raise
 

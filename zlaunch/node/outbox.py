@@ -30,14 +30,15 @@ class Outbox:
 
     def put(self, event: Event) -> None:
         """Queue an event and write what the pipe takes."""
-        if not self.lost:
-            self._pending += encode(event)
-            self.flush()
+        self._send(encode(event))
 
     def put_output(self, rank: int, stream: str, data: bytes) -> None:
         """Queue what a worker has printed, and write what the pipe takes."""
+        self._send(encode_output(rank, stream, data))
+
+    def _send(self, data: bytes) -> None:
         if not self.lost:
-            self._pending += encode_output(rank, stream, data)
+            self._pending += data
             self.flush()
 
     def flush(self) -> None:

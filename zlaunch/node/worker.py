@@ -16,7 +16,7 @@ from zlaunch.plan.plan import Plan, WorkerPlan
 from zlaunch.system.events import LineBuffer
 from zlaunch.system.processes import PASSED_SIGNALS
 
-CHUNK_BYTES = 1 << 16
+CHUNK_BYTES = 1 << 18
 
 
 class Worker:
@@ -31,6 +31,8 @@ class Worker:
         self.event_fd = event_fd
         self.finished_fds: set[int] = set()
         self.events = LineBuffer()
+        self.has_left_out = False
+        """Whether it has been said that not all events arrive."""
         self.returncode: int | None = None
 
 

@@ -149,15 +149,18 @@ class Controller:
 
     def _read(self, index: int, link: Link) -> None:
         """Put one agent's events of this attempt into the queue. Each reader thread runs this."""
+        own = {worker.rank for worker in self.plan.nodes[index].workers}
         try:
             for event in link.events:
                 self.heartbeat.heard(index, event)
+                if event.get("type") in ("output", "script") and event["rank"] not in own:
+                    event = {"type": "damaged", "why": f"there is no rank {event['rank']} on this node"}
                 if event.get("type") == "output":
                     # While the console takes nothing, answers wait behind output: not the node's silence.
                     with self.heartbeat.excused(index):
                         self.room.acquire()
                 self.queue.put((index, event))
-                if event.get("stays"):
+                if event.get("stays") or event["type"] == "damaged":
                     break
         finally:
             self.queue.put((index, {"type": "eof"}))  # after the end of the attempt it means nothing
@@ -254,6 +257,16 @@ class Controller:
                     index,
                     f"fell silent: nothing heard for {event['silence_s']:.0f} s "
                     "(network cut, power loss, or a machine that stands still)",
+                )
+                self._stop()
+            return
+        if kind == "damaged":
+            if index in self.open_nodes:
+                self.open_nodes.discard(index)
+                self._lose(
+                    index,
+                    f"sends damaged data: {event['why']}. Another program may write to the agent's output, "
+                    "such as one that a shell's start files leave in the background",
                 )
                 self._stop()
             return

@@ -15,6 +15,7 @@ from zlaunch.system.events import Event
 _STACKS_S = 2.0
 """Seconds that the ranks get to write their stacks."""
 _STACK_LINES = 40
+_KEPT_BYTES = 1 << 20
 
 
 class HangWatch:
@@ -57,7 +58,7 @@ class HangWatch:
         """Record a rank's output; after the stacks were asked for, it belongs to them."""
         self.activity()
         if self._asked is not None:
-            self._written[rank] = self._written.get(rank, b"") + data
+            self._written[rank] = (self._written.get(rank, b"") + data)[-_KEPT_BYTES:]
 
     def next_s(self) -> float:
         """Return the seconds until something may be due."""
@@ -116,7 +117,7 @@ def note_standing(known: dict[int, Stand], event: Event) -> None:
         unfinished = tuple((str(g), int(n), str(text)) for g, n, text in event["unfinished"])
         begun = {str(group): int(number) for group, number in event["begun"].items()}
         stand = Stand(str(event["what"]), unfinished, begun)
-    except (KeyError, TypeError, ValueError, AttributeError):
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
         return
     if isinstance(rank, int):
         known.pop(rank, None)

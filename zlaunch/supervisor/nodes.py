@@ -57,6 +57,9 @@ class Link:
         for event in self.events:
             if event.get("type") == answer:
                 return event
+            if event.get("type") == "damaged":
+                self.transport.kill()
+                raise NodeError(self.host, f"it sends damaged data: {event['why']}")
         code = self.transport.close(timeout_s=2.0)
         raise NodeError(self.host, _why_no_agent(code, self.transport.diagnostics()))
 

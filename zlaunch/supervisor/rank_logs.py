@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-STREAMS = ("stdout", "stderr")
+from zlaunch.system.events import STREAMS
+
 OLDER = ".1"
 TIMES = ".times"
 """Names the folder of what is noted about the logs beside it."""
@@ -78,7 +79,11 @@ class _OpenLog:
         try:
             _append(times_path(self.path), _RECORD.pack(self.size, time_s, STREAMS.index(stream)))
         finally:
-            self.size += self._file.write(data)
+            rest = memoryview(data)
+            while rest:  # a disk that is nearly full takes a part, and then says so
+                written = self._file.write(rest)
+                self.size += written
+                rest = rest[written:]
 
     def close(self) -> None:
         self._file.close()

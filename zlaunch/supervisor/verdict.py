@@ -101,7 +101,7 @@ class Verdict:
 
     def output(self, rank: int, data: bytes) -> None:
         """Keep the end of a rank's output for the report."""
-        self._tails[rank] = (self._tails.get(rank, b"") + data)[-_TAIL_BYTES:]
+        self._tails[rank] = (self._tails.get(rank, b"") + data[-_TAIL_BYTES:])[-_TAIL_BYTES:]
 
     def exception(self, event: Event) -> None:
         """Record an uncaught exception: the exit code will follow."""

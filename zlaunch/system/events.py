@@ -1,19 +1,25 @@
 """Encode and decode events between worker, agent and controller: JSON lines, each a dict with a "type".
 
-Output of workers is the one exception. The raw bytes follow a line that counts them: {"type": "output",
-"rank": 3, "stream": "stdout", "bytes": 5}. As JSON, bytes that are not text would take six times their size,
-and most of the launcher's time.
+Output of workers is the one exception, see Note [Output].
 
 From a worker: exception, error_file (what torch's `@record` has written), metrics, checkpoint, snapshot,
 environment, standing (where it has waited for long) and result (what a program of ours hands to its command).
 The agent sends them as {"type": "script", "rank": 3, "event": {...}}: scripts can write anything to their
 pipe, which must not be taken for the agent's words. From an agent: agent, spawn, output, exit, stopping,
 error and done. To an agent: {"cmd": "kill"} and {"cmd": "stop", "grace_s": 3.0}.
+
+Note [Output]
+A worker's output travels as a header line, the raw bytes that it counts, and a newline: {"type": "output",
+"rank": 3, "stream": "stdout", "bytes": 5}. As JSON, bytes that are not text would take six times their size,
+and most of the launcher's time. The newline is for srun, which holds back the end of an unfinished line. Only
+lines before the first such header may be no events (what a shell prints at its start). Later, a line that is
+no event means that bytes were lost or added. Output could then be taken for events: the reader stops.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -31,8 +37,16 @@ WORKER_EVENTS = (
 )
 """Events that a worker may send; only the agent sends other types."""
 
+STREAMS = ("stdout", "stderr")
+"""What a worker writes to."""
+
 _LINE_LIMIT_BYTES = 16 << 20
 _OUTPUT_LIMIT_BYTES = 1 << 20
+_SHOWN_BYTES = 80
+_NEWLINE = ord("\n")
+_HUGE = 1 << 1023
+_LEVELS = 100
+"""Levels of lists and dicts in a script's event: JSON's functions fail at different depths."""
 
 
 def encode(event: Event) -> bytes:
@@ -50,62 +64,116 @@ def decode(line: bytes) -> Event | None:
 
 
 def in_envelope(rank: int, event: Event) -> Event:
-    """Wrap an event of a script. Half characters, which no terminal takes, become question marks."""
-    try:
-        json.dumps(event, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        event = json.loads(json.dumps(event, ensure_ascii=False).encode(errors="replace"))
-    return {"type": "script", "rank": rank, "event": event}
+    """Wrap an event of a script, in a form that no reader fails at.
+
+    Half characters become question marks. Integers that are too large for a float become infinite.
+
+    Raises:
+        ValueError: It is too large or nested too deeply.
+    """
+    wrapped = {"type": "script", "rank": rank, "event": _tame(event, _LEVELS)}
+    if (size := len(encode(wrapped))) > _LINE_LIMIT_BYTES:
+        raise ValueError(f"it has {size:,} bytes, and {_LINE_LIMIT_BYTES:,} are the limit")
+    return wrapped
+
+
+def _tame(value: Any, levels: int) -> Any:
+    if isinstance(value, str):
+        return value if value.isascii() else value.encode(errors="replace").decode()
+    if isinstance(value, int):
+        return value if -_HUGE < value < _HUGE else math.inf if value > 0 else -math.inf
+    if not isinstance(value, (dict, list)):
+        return value
+    if not levels:
+        raise ValueError(f"its lists and dicts have more than {_LEVELS} levels")
+    if isinstance(value, list):
+        return [_tame(each, levels - 1) for each in value]
+    return {_tame(key, 0): _tame(each, levels - 1) for key, each in value.items()}
 
 
 def encode_output(rank: int, stream: str, data: bytes) -> bytes:
-    """Write what a worker has printed: a line and the bytes behind it, at most 1 MiB."""
-    return encode({"type": "output", "rank": rank, "stream": stream, "bytes": len(data)}) + data
+    """Write what a worker has printed, at most 1 MiB: Note [Output]."""
+    header = {"type": "output", "rank": rank, "stream": stream, "bytes": len(data)}
+    return b"".join((encode(header), data, b"\n"))
 
 
 class AgentStream:
-    """Cuts what an agent sends into events; those of output have the bytes as "data".
+    """Cuts what an agent sends into events. Those of output have the bytes as "data".
 
-    After a line that does not tell how many bytes follow, nothing can be read any more: that is an event of
-    type error, and the stream is `damaged`.
+    Where the stream is damaged (Note [Output]), the last event is of type damaged and says why.
     """
 
     def __init__(self) -> None:
-        self._rest = b""
+        self._parts: list[bytes] = []
+        """What has come of a line or of output that is not complete."""
+        self._size = 0
         self._output: Event | None = None
-        """The event whose bytes are to come."""
+        """The header whose bytes are to come."""
+        self._has_output = False
         self.damaged = False
 
     def feed(self, chunk: bytes) -> Iterator[Event]:
         """Yield the events that this chunk completes."""
-        data = self._rest + chunk if self._rest else chunk
+        self._parts.append(chunk)
+        self._size += len(chunk)
+        if self._output is None and b"\n" not in chunk and self._size <= _LINE_LIMIT_BYTES:
+            return
+        if self._output is not None and self._size <= self._output["bytes"]:
+            return
+        data = b"".join(self._parts)
         at = 0
         while not self.damaged:
-            if self._output is not None:
-                end = at + self._output["bytes"]
-                if end > len(data):
+            if self._output is None:
+                end = data.find(b"\n", at)
+                if end < 0:
                     break
-                yield {**self._output, "data": data[at:end]}
+                event, why = self._read_line(data[at:end])
+            else:
+                end = at + self._output["bytes"]
+                if end >= len(data):
+                    break
+                event = {**self._output, "data": data[at:end]}
+                why = "" if data[end] == _NEWLINE else "no newline follows a rank's output"
                 self._output = None
-                at = end
-                continue
-            end = data.find(b"\n", at)
-            if end < 0:
-                break
-            event = decode(data[at:end])
             at = end + 1
-            if event is not None and event.get("type") == "output":
-                size = event.get("bytes")
-                if type(size) is int and 0 <= size <= _OUTPUT_LIMIT_BYTES:
-                    self._output = event
-                else:
-                    self.damaged = True
-                    yield {"type": "error", "message": f"the agent's words are damaged: {size!r} bytes"}
+            if why:
+                yield self._end(why)
             elif event is not None:
                 yield event
-        self._rest = data[at:]
-        if self.damaged or (self._output is None and len(self._rest) > _LINE_LIMIT_BYTES):
-            self._rest = b""
+        rest = data[at:]
+        self._parts = [rest] if rest else []
+        self._size = len(rest)
+        if not self.damaged and self._output is None and self._size > _LINE_LIMIT_BYTES:
+            yield self._end("a line has no end")
+
+    def _read_line(self, line: bytes) -> tuple[Event | None, str]:
+        """Return the event of a line, if it is one that is complete, and what is wrong with the line."""
+        event = decode(line)
+        if event is None or not isinstance(event.get("type"), str):
+            return None, f"{line[:_SHOWN_BYTES]!r} is no event" if self._has_output else ""
+        if event["type"] == "script" and not _is_of_script(event):
+            return None, f"{line[:_SHOWN_BYTES]!r} is no event of a script"
+        if event["type"] != "output":
+            return event, ""
+        if not _is_header(event):
+            return None, f"{line[:_SHOWN_BYTES]!r} is no header of output"
+        self._output, self._has_output = event, True
+        return None, ""
+
+    def _end(self, why: str) -> Event:
+        self.damaged = True
+        return {"type": "damaged", "why": why}
+
+
+def _is_header(event: Event) -> bool:
+    size = event.get("bytes")
+    is_size = type(size) is int and 0 <= size <= _OUTPUT_LIMIT_BYTES
+    return is_size and type(event.get("rank")) is int and event.get("stream") in STREAMS
+
+
+def _is_of_script(event: Event) -> bool:
+    inner = event.get("event")
+    return type(event.get("rank")) is int and isinstance(inner, dict) and inner.get("type") in WORKER_EVENTS
 
 
 class LineBuffer:
@@ -113,12 +181,15 @@ class LineBuffer:
 
     def __init__(self) -> None:
         self._rest = b""
+        self.left_out = 0
+        """Lines that were too long."""
 
     def feed(self, chunk: bytes) -> Iterator[Event]:
         """Yield the events that this chunk completes."""
         *lines, self._rest = (self._rest + chunk).split(b"\n")
         if len(self._rest) > _LINE_LIMIT_BYTES:
             self._rest = b""
+            self.left_out += 1
         for line in lines:
             event = decode(line)
             if event is not None:

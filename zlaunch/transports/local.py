@@ -12,6 +12,7 @@ from pathlib import Path
 
 from zlaunch.errors import NodeError
 from zlaunch.system.events import AgentStream, Event, encode
+from zlaunch.system.pipes import widen
 from zlaunch.system.processes import python_module_argv, sweep
 
 _DIAGNOSTICS_BYTES = 4096
@@ -57,6 +58,7 @@ class LocalTransport:
             os.close(user_input)
         assert self._process.stdin is not None and self._process.stdout is not None
         self._stdin, self._stdout = self._process.stdin, self._process.stdout
+        widen(self._stdout.fileno())
 
     def send(self, message: Event) -> None:
         """Write straight to the descriptor: a buffered writer could be entered twice by a signal handler."""

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 from typing import Any, BinaryIO
 
 from zlaunch.view.progress import RunProgress
-from zlaunch.view.screen import LineBelow, is_in_foreground
+from zlaunch.view.screen import LineBelow, is_in_foreground, unfinished_bytes
 
 _PARTIAL_LINE_BYTES = 1 << 16
 _BAR_S = 1.0
@@ -184,20 +184,25 @@ class Console:
 
     def _prefix_lines(self, rank: int, stream: str, data: bytes) -> bytes:
         key = rank, stream
-        *lines, rest = (self._partial.get(key, b"") + data).split(b"\n")
-        lines = [_last_state(line) for line in lines]
+        whole, end, rest = (self._partial.get(key, b"") + data).rpartition(b"\n")
+        whole += end
+        if b"\r" in whole:
+            whole = b"\n".join(_last_state(line) for line in whole.split(b"\n"))
         if b"\r" in rest:
             now = time.monotonic()
             states, rest = rest.rpartition(b"\r")[::2]
             if now - self._bar_at.get(key, -_BAR_S) >= _BAR_S and (state := _last_state(states)):
                 self._bar_at[key] = now
-                lines.append(state)
+                whole += state + b"\n"
         if len(rest) > _PARTIAL_LINE_BYTES:
-            lines, rest = [*lines, rest], b""
+            cut = len(rest) - unfinished_bytes(rest)
+            whole, rest = whole + rest[:cut] + b"\n", rest[cut:]
         self._partial[key] = rest
         if self._on_screen:  # a move within one rank's lines would end in another's
-            lines = [_MOVES.sub(b"", line) for line in lines]
-        return b"".join(b"[rank %d] %s\n" % (rank, line) for line in lines)
+            whole = _MOVES.sub(b"", whole)
+        start = b"[rank %d] " % rank
+        # not line by line: there may be millions
+        return start + whole[:-1].replace(b"\n", b"\n" + start) + b"\n" if whole else b""
 
     def _write(self, stream: str, data: bytes) -> None:
         if stream not in self._on_screen:

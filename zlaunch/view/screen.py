@@ -20,7 +20,7 @@ _ROW_BELOW = b"\x1bD\x1b[A"
 """Goes down a row, which scrolls at the bottom of the screen, and back up: there is a row below, then."""
 _SEQUENCE = re.compile(rb"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[^\[\]])")
 _UNFINISHED_SEQUENCE = re.compile(rb"\x1b(?:\[[0-9;?]*[ -/]*|\][^\x07\x1b]*\x1b?)?$")
-_ROWS = re.compile(rb"\n|\x1b\[([0-9]*)[AF]")
+_UP = re.compile(rb"\x1b\[([0-9]*)[AF]")
 _TAIL_BYTES = 4096
 """What is kept of an unfinished line: enough for any escape sequence."""
 
@@ -49,11 +49,12 @@ class LineBelow:
 
     def passed(self, data: bytes) -> None:
         """Take note of what others have written."""
-        for found in _ROWS.finditer(data):
-            if found[0] == b"\n":
-                self._rows_below = max(0, self._rows_below - 1)
-            else:
-                self._rows_below += int(found[1] or b"1") + (not self._rows_below)
+        at = 0
+        for found in _UP.finditer(data):
+            self._rows_below = max(0, self._rows_below - data.count(b"\n", at, found.start()))
+            self._rows_below += int(found[1][:9] or b"1") + (not self._rows_below)
+            at = found.end()
+        self._rows_below = max(0, self._rows_below - data.count(b"\n", at))
         _, end, tail = data.rpartition(b"\n")
         if end:
             self._tail, self.overwrites_itself = b"", False
@@ -102,13 +103,16 @@ def _ends_in_full_row(line: bytes, columns: int) -> bool:
 
 def _is_cut(data: bytes) -> bool:
     """Tell whether data ends within an escape sequence or a character of several bytes."""
-    if _UNFINISHED_SEQUENCE.search(data[-_TAIL_BYTES:]):
-        return True
+    return bool(_UNFINISHED_SEQUENCE.search(data[-_TAIL_BYTES:]) or unfinished_bytes(data))
+
+
+def unfinished_bytes(data: bytes) -> int:
+    """Return how many bytes at the end are the beginning of a character."""
     for count in range(1, min(4, len(data)) + 1):
         byte = data[-count]
         if byte & 0xC0 != 0x80:
             needed = (
                 4 if 0xF0 <= byte <= 0xF4 else 3 if 0xE0 <= byte < 0xF0 else 2 if 0xC2 <= byte < 0xE0 else 1
             )
-            return needed > count
-    return False
+            return count if needed > count else 0
+    return 0

@@ -114,6 +114,48 @@ def test_output_and_events_go_up_with_the_workers_rank_and_others_are_dropped(sc
     assert metrics == {"type": "script", "rank": 0, "event": {"type": "metrics", "rank": 7}}
 
 
+def test_a_script_s_event_that_cannot_be_sent_is_named_once(scene: Scene) -> None:
+    scene.start()
+    scene.said()
+    worker = scene.agent.workers[10_000_000]
+    deep = b'{"type": "metrics", "values": ' + b"[" * 200 + b"]" * 200 + b"}\n"
+    os.write(scene.pipes[10_000_000][2], deep + deep + b'{"type": "snapshot"}\n')
+    scene.agent._on_worker_event(worker)
+    notice, snapshot = scene.said()
+    assert (
+        notice["type"] == "notice" and "rank 0 on n1" in notice["message"] and "levels" in notice["message"]
+    )
+    assert snapshot["event"] == {"type": "snapshot"}
+
+
+def test_a_script_s_line_without_an_end_is_named(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zlaunch.system.events._LINE_LIMIT_BYTES", 1000)
+    scene.start()
+    scene.said()
+    os.write(scene.pipes[10_000_000][2], b"x" * 2000)
+    scene.agent._on_worker_event(scene.agent.workers[10_000_000])
+    (notice,) = scene.said()
+    assert notice["type"] == "notice" and "too long" in notice["message"]
+
+
+def test_output_and_events_wait_in_the_workers_pipes_while_the_launcher_takes_nothing(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene.start()
+    worker = scene.agent.workers[10_000_000]
+    watched = scene.agent.descriptors._selector.get_map()
+    fds = {*worker.streams, worker.event_fd}
+    assert fds <= watched.keys()
+    scene.agent.outbox.put_output(0, "stdout", b"x" * (9 << 20))
+    scene.agent._hold_back_output()
+    assert not fds & watched.keys()
+    while scene.agent.outbox.pending:
+        os.read(scene.events, 1 << 20)
+        scene.agent.outbox.flush()
+    scene.agent._hold_back_output()
+    assert fds <= watched.keys()
+
+
 def test_it_reports_an_end_and_decides_nothing(scene: Scene) -> None:
     scene.start()
     scene.said()

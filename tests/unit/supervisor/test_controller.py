@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import os
 import queue
 import signal
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 
 from tests.limits import FOR_EVER_S
+from zlaunch.errors import NodeError
 from zlaunch.plan.plan import NodePlan, Plan, WorkerPlan
 from zlaunch.supervisor import run_record
 from zlaunch.supervisor.controller import Controller
@@ -66,7 +68,14 @@ class FakeTransport:
 class Scene:
     """A run on two nodes of one worker each."""
 
-    def __init__(self, folder: Path, heartbeat_s: float = 0.0, env: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        heartbeat_s: float = 0.0,
+        env: dict[str, str] | None = None,
+        *,
+        terminal: bool = False,
+    ) -> None:
         nodes = tuple(
             NodePlan(host, (WorkerPlan(rank, 0, env or {}, ("x",)),))
             for rank, host in enumerate(("n0", "n1"))
@@ -74,7 +83,7 @@ class Scene:
         self.plan = Plan("id", str(folder), "n0", 1, nodes, cwd="/", grace_s=0.5, heartbeat_s=heartbeat_s)
         self.agents = [FakeTransport("n0"), FakeTransport("n1")]
         self.err = io.BytesIO()
-        console = Console([0], out=io.BytesIO(), err=self.err, terminal=False)
+        console = Console([0], out=io.BytesIO(), err=self.err, terminal=terminal)
         self.controller = Controller(self.plan, console, [Link(agent) for agent in self.agents])
 
     def say(self, rank: int, *events: Event) -> None:
@@ -269,6 +278,64 @@ def test_agents_get_the_grace_period_and_some_more(scene: Scene) -> None:
     scene.controller._on_signal(signal.SIGINT, None)
     assert scene.controller.deadline > before + FOR_EVER_S
     assert scene.run().code == 130  # they answer at once
+
+
+# -- what agents and scripts send
+
+
+ODD: tuple[Any, ...] = (
+    *(None, True, -1, 10**400, math.inf, math.nan, "\ud83d", "\x1b[2J\n", [], {}, [[]]),
+    *([["a", math.inf, "b"]], {"a": 10**400}, {"\ud83d": [None]}),
+)
+"""Values that no reader expects."""
+FIELDS = (
+    *("rank", "host", "time", "stays", "beat", "pauses", "values", "printed", "tag", "folder", "step"),
+    *("limits", "exception", "traceback", "talk", "what", "unfinished", "begun", "text", "returncode"),
+)
+NUMBERS = ("step", "steps", "loss", "lr", "mfu", "samples_per_s", "memory_gb", "engine_step", "all_ms", "x")
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+@pytest.mark.parametrize("kind", WORKER_EVENTS)
+def test_whatever_a_script_reports_the_run_ends_as_its_workers_do(
+    tmp_path: Path, scene: Scene, kind: str, terminal: bool
+) -> None:
+    scene = Scene(tmp_path, terminal=terminal)
+    for odd in ODD:
+        values: list[Event] = []
+        if kind == "metrics":
+            values = [{"values": {"engine_step": 1, name: odd}} for name in NUMBERS]
+        for fields in ({}, *({name: odd} for name in FIELDS), *values):
+            scene.say(0, {**fields, "type": kind})
+    code = 3 if kind == "exception" else 0
+    scene.end(0, code=code)
+    scene.end(1)
+    outcome = scene.run()
+    assert outcome.code == code and not outcome.lost
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"type": "damaged", "why": "a line is no event"},
+        {"type": "output", "rank": 0, "stream": "stdout", "bytes": 1, "data": b"x"},
+        {"type": "script", "rank": 7, "event": {"type": "snapshot"}},
+    ],
+)
+def test_a_node_that_sends_damaged_data_is_given_up(scene: Scene, said: Event) -> None:
+    scene.agents[1].words.put(said)
+    scene.agents[1].words.put({"type": "never read"})
+    outcome = scene.run()
+    assert outcome.code == 1 and outcome.lost == {"n1"} and scene.agents[1].killed
+    assert "n1 sends damaged data" in scene.shown() and scene.agents[0].commands() == ["stop"]
+
+
+def test_damaged_data_before_the_plan_is_named() -> None:
+    agent = FakeTransport("n1")
+    agent.words.put({"type": "damaged", "why": "it is no header"})
+    with pytest.raises(NodeError, match="it sends damaged data: it is no header"):
+        Link(agent).ask({"cmd": "hello"}, "hello")
+    assert agent.killed
 
 
 def test_output_and_events_are_written_down(scene: Scene, tmp_path: Path) -> None:

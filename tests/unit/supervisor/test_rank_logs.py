@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import resource
+import signal
 import tempfile
 from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zlaunch.supervisor.rank_logs import OLDER, STREAMS, LogReader, RankLogs, log_path, times_path
+from zlaunch.supervisor.rank_logs import OLDER, LogReader, RankLogs, log_path, times_path
+from zlaunch.system.events import STREAMS
 
 PIECES = st.lists(st.tuples(st.sampled_from(STREAMS), st.binary(min_size=1, max_size=40)), max_size=30)
 
@@ -51,6 +55,27 @@ def test_a_reader_that_follows_sees_every_byte(
             assert len(last) == len(wanted)
             for start in range(len(wanted)):
                 assert read(LogReader(path, start), most) == wanted[start:]
+
+
+@pytest.mark.parametrize("free", [0, 700, 5000])
+def test_a_log_that_a_full_disk_cuts_short_is_an_error_and_its_times_fit(tmp_path: Path, free: int) -> None:
+    (tmp_path / "logs").mkdir()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # then a write beyond the limit is an OSError
+    logs = RankLogs(tmp_path, [0], goes_on=False, limit=None)
+    logs.write(0, "stdout", b"a" * 1000, 1.0)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000 + free, before[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            logs.write(0, "stderr", b"b" * 9000, 2.0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    logs.write(0, "stdout", b"c", 3.0)
+    logs.close()
+    pieces = [(p.data, p.stream) for p in LogReader(log_path(tmp_path, 0)).read(1 << 20)]
+    wanted = [(b"a" * 1000, "stdout"), (b"b" * free, "stderr"), (b"c", "stdout")]
+    assert pieces == [piece for piece in wanted if piece[0]]
 
 
 def test_a_record_that_was_cut_short_puts_nothing_out_of_step(tmp_path: Path) -> None:

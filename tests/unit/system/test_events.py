@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import math
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from zlaunch.system import events
-from zlaunch.system.events import AgentStream, LineBuffer, decode, encode, encode_output
+from zlaunch.system.events import AgentStream, LineBuffer, decode, encode, encode_output, in_envelope
 
 TEXTS = st.text(alphabet=st.characters())
 EVENTS = st.lists(st.fixed_dictionaries({"type": TEXTS, "values": st.dictionaries(TEXTS, st.integers())}))
@@ -51,13 +54,85 @@ def test_however_an_agent_s_stream_is_cut_output_is_the_same(sent: list[Any], da
     assert found == expected and not agent.damaged
 
 
-def test_a_line_that_does_not_count_its_bytes_ends_the_stream() -> None:
-    for size in (None, -1, 1.0, True, "5", (1 << 20) + 1):
+def test_output_costs_no_more_bytes_than_it_has() -> None:
+    data = bytes(range(256)) * 1000
+    assert len(encode_output(100_000, "stderr", data)) < len(data) + 100
+
+
+HEADER = {"type": "output", "rank": 0, "stream": "stdout", "bytes": 5}
+NEXT = encode({"type": "x"})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *({"bytes": size} for size in (None, -1, 1.0, True, "5", (1 << 20) + 1)),
+        *({"rank": rank} for rank in (None, "0", False)),
+        *({"stream": stream} for stream in (None, "other", 1)),
+    ],
+)
+def test_a_header_that_makes_no_sense_ends_the_stream(changes: dict[str, Any]) -> None:
+    agent = AgentStream()
+    (end,) = agent.feed(b"a noisy shell\n" + encode({**HEADER, **changes}) + NEXT)
+    assert end["type"] == "damaged" and "no header" in end["why"] and agent.damaged
+    assert list(agent.feed(NEXT)) == []
+
+
+@pytest.mark.parametrize("noise", [b"a shell's prompt\n", b"[1]\n", b"{}\n", b"\n", b"prompt> "])
+def test_other_words_count_as_damage_once_output_has_come(noise: bytes) -> None:
+    agent = AgentStream()
+    output = encode_output(0, "stdout", b"hello")
+    stream = b"noise\n{}\n" + NEXT + output + NEXT + noise + NEXT + NEXT
+    kinds = [event["type"] for event in agent.feed(stream)]
+    assert kinds == ["x", "output", "x", "damaged"]
+
+
+def test_bytes_that_are_lost_or_added_end_the_stream_before_output_is_taken_for_events() -> None:
+    forged = encode({"type": "done", "stays": False}) * 3
+    whole = encode_output(0, "stdout", forged)
+    at = len(whole) - len(forged)
+    follows = encode_output(0, "stdout", b"z" + forged)
+    # With as many bytes lost as stand before the "z", a forged event follows what is taken for the end.
+    cut = [whole[:at] + whole[at + lost :] for lost in (1, 1 + follows.index(b"z"))]
+    for data in (*cut, whole[:at] + b"x" + whole[at:], whole[:-1]):
         agent = AgentStream()
-        line = encode({"type": "output", "rank": 0, "stream": "stdout", "bytes": size})
-        (error,) = agent.feed(b"a noisy shell\n" + line + encode({"type": "x"}))
-        assert error["type"] == "error" and repr(size) in error["message"] and agent.damaged
-        assert list(agent.feed(encode({"type": "x"}))) == []
+        found = list(agent.feed(data + follows + NEXT))
+        assert [event["type"] for event in found][-1] == "damaged"
+        assert not {"done", "x"} & {event["type"] for event in found}
+
+
+def test_a_line_without_an_end_ends_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(events, "_LINE_LIMIT_BYTES", 100)
+    agent = AgentStream()
+    assert list(agent.feed(b"x" * 100)) == []
+    (end,) = agent.feed(b"x")
+    assert end["type"] == "damaged" and agent.damaged
+
+
+@pytest.mark.parametrize("inner", [None, [], {}, {"type": "done"}, {"type": ["metrics"]}])
+def test_an_envelope_holds_an_event_of_a_script(inner: Any) -> None:
+    agent = AgentStream()
+    (end,) = agent.feed(encode({"type": "script", "rank": 0, "event": inner}))
+    assert end["type"] == "damaged"
+
+
+def test_what_a_script_reports_is_put_in_a_form_that_can_be_shown() -> None:
+    huge = 10**400
+    values = ["\\ud83d\\ude00", "\\udc00", huge, -huge, 7, True, 0.5]
+    line = json.dumps({"type": "metrics", "\ud800": values}).replace("\\\\", "\\")
+    event = in_envelope(3, json.loads(line))["event"]
+    assert event == {"type": "metrics", "?": ["\U0001f600", "?", math.inf, -math.inf, 7, True, 0.5]}
+
+
+def test_a_script_s_event_that_cannot_be_sent_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    deep: list[Any] = []
+    for _ in range(100):
+        deep = [deep]
+    with pytest.raises(ValueError, match="100 levels"):
+        in_envelope(0, {"type": "metrics", "values": deep})
+    monkeypatch.setattr(events, "_LINE_LIMIT_BYTES", 1000)
+    with pytest.raises(ValueError, match="1,000 are the limit"):
+        in_envelope(0, {"type": "metrics", "values": [1e15] * 60})
 
 
 def test_what_is_no_event_is_left_out() -> None:

@@ -48,6 +48,23 @@ def test_several_ranks_speak_in_prefixed_whole_lines() -> None:
     assert out.getvalue() == b"[rank 3] one\n[rank 0] zero\n[rank 3] two\n[rank 3] rest\n"
 
 
+def test_a_long_line_of_several_ranks_is_cut_between_characters() -> None:
+    shown, out, _ = console(0, 3)
+    text = "x" + "\u00e9\U0001f600" * 20_000
+    data = text.encode()
+    for at in range(0, len(data), 30_010):
+        shown.output(3, "stdout", data[at : at + 30_010])
+    shown.close()
+    lines = out.getvalue().decode().splitlines()
+    assert len(lines) > 1 and "".join(line.removeprefix("[rank 3] ") for line in lines) == text
+
+
+def test_a_move_by_any_number_of_rows_ends_nothing() -> None:
+    shown, out, _ = console(0, terminal=True)
+    shown.output(0, "stdout", b"\x1b[" + b"9" * 5000 + b"Adone\n")
+    assert b"done" in out.getvalue()
+
+
 def test_metrics_are_lines_in_a_pipe() -> None:
     shown, out, _ = console(0)
     shown.metrics({"rank": 1, "values": {"step": 10, "memory_gb": 0.42}})
