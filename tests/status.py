@@ -54,26 +54,26 @@ _HEAD = """\
 # Status: what is verified, and where
 
 zlaunch is alpha. Its tests run on CPU workers; {gpu}. This page lists the tests
-behind each feature, what was verified manually, and [what is not verified](#not-verified).
+of each feature, what was verified manually, and [what is not verified](#not-verified).
 
-- ✓ means that a test shows it and CI runs the test. The mark leads to one test; all stand below the table.
+- ✓ means that CI runs a test of the feature. The mark links to one test; the list below the table has all.
 - "One node" has 2 or more CPU workers on one machine.
 - "Three nodes" are Linux namespaces on that machine, with a real sshd and slurmd.
 
-Figures and the commands that measured them: [benchmarks/results](../benchmarks/results/README.md).
-Numbers beside plain torch: [numerics](numerics.md).
+[benchmarks/results](../benchmarks/results/README.md) has figures and the commands that measured them.
+[Numerics](numerics.md) compares results with plain torch.
 """
-_GPU = {False: "**no test ever ran on a GPU**", True: "the column GPU names those that ran on one"}
+_GPU = {False: "**no test ever ran on a GPU**", True: "the column GPU names the tests that ran on a GPU"}
 _SETUP = """\
 ## Setup of the tests
 
 The machine has 2 cores, Linux and no GPU, with Python 3.11 and the versions of `constraints.txt` (torch 2.13
 for the CPU). `make test-support` runs `tests/runtime` and `tests/unit` with Python 3.10 and torch 2.6, and
 with Python 3.12 and torch 2.11 (builds for CUDA, on the same machine). It leaves out the exhaustive tests and
-those that `tests/support.py` names.
+the tests that `tests/support.py` names.
 
-`make test` runs the shorter tests, `make test-all` all of them. CI runs the shorter ones and a quarter of the
-others, so four commits in a row run all.
+`make test` runs the shorter tests, `make test-all` all tests. CI runs the shorter tests and a quarter of the
+others, so four commits in a row run all of them.
 
 This page is generated from `tests/data/features.yaml`: `python -m tests.status > docs/status.md`.
 """

@@ -45,6 +45,7 @@ TRAINER = """
 OPTIONS = ("--num_gpus", "2", "--no_local_rank", "--compat", "deepspeed")
 
 
+@pytest.mark.exhaustive
 def test_cpu_workers_are_one_run_or_the_run_ends_with_the_reason(tmp_path: Path) -> None:
     """With DeepSpeed's plugin and without. At the end accelerate sees no CPU workers."""
     launch = run(tmp_path, *OPTIONS, script=START + ALONE)

@@ -41,7 +41,7 @@ def run_tiny(folder: Path, script: str, *words: str) -> Launch:
 
 
 @needs_package("transformers")
-@pytest.mark.sampled(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", OWN_LOOP)
 def test_the_tiny_variant(tmp_path: Path, name: str) -> None:
     assert "after 3 steps" in run_tiny(tmp_path, *OWN_LOOP[name]).out
