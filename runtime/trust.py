@@ -6,17 +6,20 @@ pickles and weights. A folder is trusted if it belongs to this user or to root, 
 it. Then this user has put everything into it, links too. The folder's own path may lead through folders of
 other users, who can replace it at any time. So the folder is opened once, without following a link, and
 checked through the descriptor. `Folder.path` leads through that descriptor to the folder that was checked.
+Commands read nothing from other folders: `zlaunch.supervisor.found_runs` refuses them by name.
 
 The launcher imports this module, so it must not import torch.
 """
 
 from __future__ import annotations
 
+import errno
 import grp
 import os
 import pwd
 import stat
 import threading
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -24,11 +27,14 @@ _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 class UntrustedError(PermissionError):
-    """Says which folder is not trusted, and why."""
+    """Says which folder is not trusted (`filename`), and why (`strerror`)."""
+
+    def __init__(self, path: Path, why: str) -> None:
+        super().__init__(errno.EPERM, why, str(path))
 
     def __str__(self) -> str:
-        """Return the message alone, without the number that an OSError shows."""
-        return str(self.args[-1])
+        """Return the message without the number that an OSError shows."""
+        return f"{self.filename} {self.strerror}"
 
 
 class Folder:
@@ -41,16 +47,17 @@ class Folder:
             UntrustedError: It, or a link to it, belongs to another user, or others can write to it.
             OSError: It does not exist, or cannot be opened.
         """
+        self._name = path
         about = path.lstat()
         if stat.S_ISLNK(about.st_mode):
             if not _is_own(about):
-                raise UntrustedError(f"{path} is a link that belongs to {_name(about.st_uid)}")
+                raise UntrustedError(path, f"is a link that belongs to {_name(about.st_uid)}")
             path = path.resolve(strict=True)
         self._fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         problem = _problem(self._fd)
         if problem:
             self.close()
-            raise UntrustedError(f"{path} {problem}")
+            raise UntrustedError(path, problem)
 
     @property
     def path(self) -> Path:
@@ -67,6 +74,8 @@ class Folder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if isinstance(error, OSError) and isinstance(error.filename, str):  # show the name that people know
+            error.filename = error.filename.replace(str(self.path), str(self._name), 1)
         self.close()
 
 
@@ -112,16 +121,22 @@ def _is_own(about: os.stat_result) -> bool:
 
 
 def _new_entry(fd: int) -> os.stat_result | None:
-    """Make an empty folder for this user alone in an open one, and return what its status was."""
+    """Make an empty file for this user alone in an open folder, and return its status.
+
+    The status is that of the descriptor: the folder's owner can put something else under the name at once.
+    """
     name = f".trust-{os.getpid()}-{threading.get_ident()}"
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
-        os.mkdir(name, 0o700, dir_fd=fd)
+        entry = os.open(name, flags, 0o600, dir_fd=fd)
     except OSError:
         return None
     try:
-        return os.stat(name, dir_fd=fd, follow_symlinks=False)
+        return os.fstat(entry)
     finally:
-        os.rmdir(name, dir_fd=fd)
+        os.close(entry)
+        with suppress(OSError):
+            os.unlink(name, dir_fd=fd)
 
 
 def _name(uid: int) -> str:

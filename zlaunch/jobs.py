@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 
 from zlaunch.errors import LaunchError, ZlaunchError
 from zlaunch.node.function_call import CALL, ERROR, PATH, RESULT
-from zlaunch.runtime.trust import Folder, check_folder, make_folder
+from zlaunch.runtime.trust import Folder, UntrustedError, check_folder, make_folder
 
 if TYPE_CHECKING:
     from zlaunch.supervisor.found_runs import FoundRun
@@ -133,16 +133,20 @@ class FunctionJob:
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         """Take the folder of a run that ``launch`` has started."""
         self.folder = Path(folder).resolve()
+        try:
+            check_folder(_call_folder(self.folder))
+        except FileNotFoundError:
+            raise LaunchError(f"{self.folder}: zlaunch.launch did not start a function there") from None
+        except UntrustedError as error:
+            raise LaunchError(str(error)) from None
+        except OSError as error:
+            raise LaunchError(f"{error.filename}: {error.strerror}") from None
         self._process: subprocess.Popen[bytes] | None = None
         self._owner = os.getpid()
-        self._slurm: str | None = self._about().get("slurm") if (self.folder / "call").is_dir() else None
+        self._slurm: str | None = self._about().get("slurm")
         self._asked_at, self._slurm_ended = 0.0, False
         if not (_call_folder(self.folder) / CALL).exists():
             raise LaunchError(f"{self.folder}: zlaunch.launch did not start a function there")
-        try:
-            check_folder(self.folder)
-        except OSError as error:
-            raise LaunchError(str(error)) from None
 
     def __repr__(self) -> str:
         return f"<zlaunch job {self.name}>"
@@ -276,8 +280,8 @@ class FunctionJob:
         import cloudpickle
 
         names = [path.name for path in self._files(pattern)]
-        with Folder(self.folder) as folder:
-            return [cloudpickle.loads((_call_folder(folder.path) / name).read_bytes()) for name in names]
+        with Folder(_call_folder(self.folder)) as folder:
+            return [cloudpickle.loads((folder.path / name).read_bytes()) for name in names]
 
     def _exit_code(self) -> int:
         if (process := self._child()) is not None:

@@ -51,7 +51,7 @@ def test_a_forged_record_kills_nothing_and_removes_nothing(ended: Path, tmp_path
     change_record(ended, ended=1.0, exit_code=0)
     (ended / "logs" / "rank_00007.log").symlink_to(target)
     before = sorted(ended.rglob("*"))
-    done = zlaunch(tmp_path, "ps", "--clean", "-y", ended)
+    done = zlaunch(tmp_path, "ps", "--clean", "-y", ".")
     assert done.returncode == 0 and f"belongs to user {STRANGER}" in done.stdout, done.stdout
     assert sorted(ended.rglob("*")) == before and target.read_text() == "keep me"
 

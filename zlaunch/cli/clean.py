@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import click
 
-from zlaunch.runtime.trust import Folder, check_folder
+from zlaunch.runtime.trust import Folder
 from zlaunch.supervisor import run_record
 from zlaunch.supervisor.detach import CONSOLE_LOG
 from zlaunch.supervisor.found_runs import FoundRun, own_pids
@@ -27,8 +27,10 @@ folder that could not be emptied stays a run.
 """
 
 
-def clean_up(runs: Sequence[FoundRun], *, yes: bool) -> int:
-    """List the runs that have ended, ask, and remove them; returns the exit code."""
+def clean_up(runs: Sequence[FoundRun], refused: Mapping[Path, str], *, yes: bool) -> int:
+    """List the runs that have ended, ask, and remove them; return the exit code. `refused` runs stay."""
+    for path, reason in refused.items():
+        print(f"{path}: stays: it {reason}")
     chosen = []
     for run in runs:
         why = _kept_because(run)
@@ -61,10 +63,6 @@ def _kept_because(run: FoundRun) -> str | None:
             return f"only {run.record.host} can tell whether it has ended: run zlaunch ps --clean there"
         if run.state == "running":
             return "it is going on"
-    try:
-        check_folder(run.path)
-    except OSError as error:
-        return str(error)
     if is_locked(run.path):
         return "a launch has just begun there"
     if alive := own_pids(run):

@@ -20,7 +20,6 @@ from zlaunch.cli.commands import SETTINGS, Command, seconds_option
 from zlaunch.errors import LaunchError
 from zlaunch.plan.checks import parse_ranks
 from zlaunch.queue.ending import settle, settle_all
-from zlaunch.runtime.trust import check_folder
 from zlaunch.supervisor import run_record
 from zlaunch.supervisor.event_file import EventFile
 from zlaunch.supervisor.found_runs import (
@@ -28,8 +27,9 @@ from zlaunch.supervisor.found_runs import (
     FoundRun,
     Rank,
     alive,
+    check_run_folder,
     find_run,
-    find_runs,
+    look_into,
     meant,
     read_ranks,
 )
@@ -67,10 +67,6 @@ def _living(text: str, command: str) -> FoundRun:
     if not known.is_running():
         raise click.UsageError(f"{text} has already ended: its launcher (process {known.pid}) is gone")
     try:
-        check_folder(run.path)  # the process that a record names is signalled
-    except OSError as error:
-        raise click.UsageError(f"{text} is not your run: {error}") from None
-    try:
         os.kill(known.pid, 0)
     except PermissionError:
         raise click.UsageError(f"{text} is another user's run (process {known.pid})") from None
@@ -103,25 +99,31 @@ def ps(folder: str, show_all: bool, clean: bool, yes: bool, as_json: bool) -> in
     if (
         folder != DEFAULT_FOLDER
         and not path.is_dir()
-        and run_record.read(Path(DEFAULT_FOLDER, folder)) is not None
+        and os.path.lexists(Path(DEFAULT_FOLDER, folder, "launcher.json"))
     ):
         path = Path(DEFAULT_FOLDER, folder)
     known = run_record.read(path)
     if known is not None:
         run = settle(FoundRun(path.name or str(path), path, known))
         if clean:
-            return clean_up([run], yes=yes)
+            return clean_up([run], {}, yes=yes)
         _show_run(run, read_ranks(run), as_json=as_json)
         return 0
+    if os.path.lexists(path / "launcher.json"):
+        check_run_folder(path)
+        raise click.UsageError(f"{path / 'launcher.json'} cannot be read")
     if not path.is_dir() and folder != DEFAULT_FOLDER:
         raise click.UsageError(f"there is no folder {folder!r}")
-    everything = settle_all(find_runs(path))
+    look = look_into(path)
+    everything, refused = settle_all(look.runs), look.refused
     if clean:
-        return clean_up(everything, yes=yes)
+        return clean_up(everything, refused, yes=yes)
     chosen = [run for run in everything if show_all or run.state.startswith(("running", "queued", "on "))]
     if as_json:
-        print(json.dumps([_as_data(run) for run in chosen], indent=2))
-    elif chosen:
+        others = [_refused_as_data(path, why, below=Path(folder)) for path, why in refused.items()]
+        print(json.dumps([_as_data(run) for run in chosen] + others * show_all, indent=2))
+        return 0
+    if chosen:
         from zlaunch.cli.tables import make_table, stdout_console
 
         columns = ("run", "state", "hosts", "workers", "started", "elapsed", "attempt", "command")
@@ -131,12 +133,21 @@ def ps(folder: str, show_all: bool, clean: bool, yes: bool, as_json: bool) -> in
     else:
         ended = f"{len(everything)} {'has' if len(everything) == 1 else 'have'} ended"
         print(f"no run is running in {folder}; {ended}: --all" if everything else f"no runs in {folder}")
+    if show_all:
+        for path, why in refused.items():
+            print(f"{path.relative_to(folder)}: not shown, it {why}")
+    elif refused:
+        print(f"{len(refused)} run{'s' * (len(refused) > 1)} that other users own or can change: --all")
     return 0
 
 
 def _as_data(run: FoundRun) -> dict[str, Any]:
     known = asdict(run.record)
     return {"run": run.name, "dir": str(run.path.absolute()), "state": run.state, **known}
+
+
+def _refused_as_data(path: Path, why: str, *, below: Path) -> dict[str, Any]:
+    return {"run": str(path.relative_to(below)), "dir": str(path.absolute()), "state": "refused", "why": why}
 
 
 def _row(run: FoundRun) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from zlaunch.node.long_traceback import shorten
-from zlaunch.runtime.trust import check_folder
+from zlaunch.runtime.trust import Folder
 
 CALL, PATH = "call.pkl", "path.json"
 RESULT, ERROR = "result_*.pkl", "error_*.pkl"
@@ -23,13 +23,14 @@ def main() -> None:
     import cloudpickle  # type: ignore[import-untyped, unused-ignore]
 
     folder = Path(sys.argv[1])
-    check_folder(folder)
     number = int(os.environ["RANK"])
     rank = f"{int(os.environ['ZLAUNCH_RESTART_COUNT']):04d}_{number:06d}"
-    known = json.loads((folder / PATH).read_text())
+    with Folder(folder) as checked:
+        known = json.loads((checked.path / PATH).read_text())
+        call = (checked.path / CALL).read_bytes()
     sys.path += [entry for entry in known if entry not in sys.path]
     try:
-        function, args, kwargs = cloudpickle.loads((folder / CALL).read_bytes())
+        function, args, kwargs = cloudpickle.loads(call)
         result = function(*args, **kwargs)
         _write(folder / RESULT.replace("*", rank), cloudpickle.dumps(result))
     except Exception as error:
@@ -52,9 +53,10 @@ def _sent(error: Exception) -> bytes | None:
 
 
 def _write(path: Path, data: Any) -> None:
-    temporary = path.with_suffix(".new")
-    temporary.write_bytes(data)
-    temporary.replace(path)  # whole, or not there
+    with Folder(path.parent) as folder:
+        temporary = folder.path / path.with_suffix(".new").name
+        temporary.write_bytes(data)
+        temporary.replace(folder.path / path.name)  # whole, or not there
 
 
 if __name__ == "__main__":

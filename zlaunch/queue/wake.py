@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from zlaunch.errors import LaunchError
+from zlaunch.runtime.trust import make_folder
 from zlaunch.system.processes import pid_namespace, python_module_argv, start_ticks
 from zlaunch.system.user import state_folder
 
@@ -37,7 +38,7 @@ def queue_folder(environ: Mapping[str, str] = os.environ) -> Path:
         base = str(state_folder())
     path = Path(base, "zlaunch", f"queue-{socket.gethostname()}")
     try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_folder(path)  # of another user (`sudo` with HOME): its jobs would run with this user's rights
         os.chmod(path, 0o700)
         try:
             os.mkfifo(path / _WAKE, 0o600)

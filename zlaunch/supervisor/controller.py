@@ -97,7 +97,7 @@ class Controller:
         self.files = RunFiles(
             self.run_dir, self.hosts, self.console.error, goes_on=self.attempt > 0, log_bytes=self.log_bytes
         )
-        self.plan.write(self.run_dir / "plan.json")
+        self.files.plan(self.plan)
         wakeup = SignalWakeup(lambda: self.queue.put((-1, _WAKE)))
         taken = (*STOP_SIGNALS, *PASSED_SIGNALS, signal.SIGTSTP)
         handlers = {signum: signal.getsignal(signum) for signum in taken}

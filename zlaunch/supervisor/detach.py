@@ -8,6 +8,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from zlaunch.runtime.trust import Folder
+
 CONSOLE_LOG = "console.log"
 """File in a run's folder that has what a detached launch would have shown."""
 _ASK_S = 5.0
@@ -21,7 +23,8 @@ def into_background(run_dir: Path, begin: Callable[[], None]) -> bool:
     """
     sys.stdout.flush()
     sys.stderr.flush()
-    log = os.open(run_dir / CONSOLE_LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    with Folder(run_dir) as folder:
+        log = os.open(folder.path / CONSOLE_LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     has_begun, says_so = os.pipe()
     child = os.fork()
     if child:

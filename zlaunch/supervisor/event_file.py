@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from zlaunch.runtime.trust import Folder
 from zlaunch.system.events import Event, LineBuffer
 
 _BLOCK_BYTES = 1 << 20
@@ -18,9 +19,12 @@ class EventFile:
         self._path, self._offset, self._lines = path, 0, LineBuffer()
 
     def read(self) -> Iterator[Event]:
-        """Yield the events that have come since the last call; none where there is no file."""
+        """Yield the events that have come since the last call; none where there is no file.
+
+        Raises OSError, also where the folder is not trusted: see Note [Trust by owner] in runtime/trust.py.
+        """
         try:
-            with open(self._path, "rb") as file:
+            with Folder(self._path.parent) as folder, open(folder.path / self._path.name, "rb") as file:
                 if os.fstat(file.fileno()).st_size < self._offset:
                     self._offset, self._lines = 0, LineBuffer()  # another run has begun in the folder
                 file.seek(self._offset)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import difflib
+import os
 import socket
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from zlaunch.errors import LaunchError
+from zlaunch.runtime.trust import Folder, UntrustedError, check_folder
 from zlaunch.supervisor import run_record
 from zlaunch.supervisor.run_folder import is_locked
 from zlaunch.system import boot_clock
@@ -78,6 +80,17 @@ class FoundRun:
         return self if known is None else FoundRun(self.name, self.path, known)
 
 
+class RunsOfFolder(NamedTuple):
+    """Holds what a folder of runs has."""
+
+    runs: list[FoundRun]
+    """The runs that can be read, the oldest first."""
+    broken: list[Path]
+    """The folders of runs whose record cannot be read."""
+    refused: dict[Path, str]
+    """The folders of runs that are not this user's alone, and why. Nothing in them is read."""
+
+
 @dataclass(frozen=True, slots=True)
 class Rank:
     """Describes a worker of the last attempt."""
@@ -90,22 +103,36 @@ class Rank:
 
 def find_runs(folder: Path) -> list[FoundRun]:
     """Find the runs in a folder, the oldest first; those under SLURM steps lie one folder deeper."""
-    return look_into(folder)[0]
+    return look_into(folder).runs
 
 
-def look_into(folder: Path) -> tuple[list[FoundRun], list[Path]]:
-    """Find the runs in a folder as `find_runs` does, and the folders of runs whose record cannot be read."""
-    found, broken = [], []
+def look_into(folder: Path) -> RunsOfFolder:
+    """Find the runs in a folder as `find_runs` does, and those that cannot be read or are refused."""
+    found: list[FoundRun] = []
+    broken: list[Path] = []
+    refused: dict[Path, str] = {}
     for pattern in ("*/launcher.json", "*/*/launcher.json"):
         for path in folder.glob(pattern):
             if path.parent.is_symlink():  # as `latest` is
                 continue
             known = run_record.read(path.parent)
-            if known is None:
-                broken.append(path.parent)
-            else:
+            if known is not None:
                 found.append(FoundRun(str(path.parent.relative_to(folder)), path.parent, known))
-    return sorted(found, key=lambda run: (run.record.came, run.name)), sorted(broken)
+            elif why := why_refused(path.parent):
+                refused[path.parent] = why
+            else:
+                broken.append(path.parent)
+    found.sort(key=lambda run: (run.record.came, run.name))
+    return RunsOfFolder(found, sorted(broken), dict(sorted(refused.items())))
+
+
+def why_refused(folder: Path) -> str | None:
+    """Return why a folder is not trusted; None where it is. See Note [Trust by owner] in runtime/trust.py."""
+    try:
+        check_folder(folder)
+    except OSError as error:
+        return error.strerror or str(error)
+    return None
 
 
 def find_run(text: str) -> FoundRun:
@@ -118,15 +145,27 @@ def find_run(text: str) -> FoundRun:
     for path in places:
         if inside := find_runs(path):
             raise LaunchError(f"{text!r} is a folder of runs: name one of them, such as {inside[-1].path}")
-        if (path / "launcher.json").exists():
+        if os.path.lexists(path / "launcher.json"):
+            check_run_folder(path)
             raise LaunchError(f"{path / 'launcher.json'} cannot be read")
     if places[0].is_dir():
+        check_run_folder(places[0])
         raise LaunchError(f"{text!r} is not a run's folder: it has no launcher.json")
     names = [run.name for run in find_runs(Path(DEFAULT_FOLDER))]
     names += [str(run.path) for run in find_runs(places[0].parent)]
     near = difflib.get_close_matches(text, names, n=1)
     hint = f", did you mean {near[0]!r}?" if near else "; `zlaunch ps --all` shows what there is"
     raise LaunchError(f"no run {text!r}{hint}")
+
+
+def check_run_folder(folder: Path) -> None:
+    """Raise LaunchError where a folder is not trusted: nothing in it may be read."""
+    try:
+        check_folder(folder)
+    except UntrustedError as error:
+        raise LaunchError(f"{error}; zlaunch uses only runs that no other user can change") from None
+    except OSError as error:
+        raise LaunchError(f"{folder}: {error.strerror}") from None
 
 
 def meant(text: str) -> str:
@@ -199,7 +238,7 @@ def _is_whole(event: dict[str, Any]) -> bool:
 
 def _rank_events(run_dir: Path) -> Iterable[dict[str, Any]]:
     try:
-        with open(run_dir / "events.jsonl", "rb") as file:
+        with Folder(run_dir) as folder, open(folder.path / "events.jsonl", "rb") as file:
             for line in file:
                 # Most lines are metrics; parsing them all would take seconds for a long run.
                 event = decode(line) if any(mark in line for mark in _RANK_EVENTS) else None

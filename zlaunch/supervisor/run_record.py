@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from zlaunch.plan.plan import Plan, Program, without_secrets
-from zlaunch.runtime.trust import check_folder
+from zlaunch.runtime.trust import Folder
 from zlaunch.supervisor.end import End
 from zlaunch.system import boot_clock
 from zlaunch.system.processes import pid_namespace, start_ticks
@@ -76,21 +76,30 @@ def _path(run_dir: str | Path) -> Path:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read the JSON object in a file; return {} where there is none."""
+    """Read the JSON object in a file of a run; return {} where there is none.
+
+    Return {} also where the folder is not trusted: see Note [Trust by owner] in runtime/trust.py.
+    """
     try:
-        content = json.loads(path.read_text()) if path.is_file() else {}
+        with Folder(path.parent) as folder:
+            file = folder.path / path.name
+            content = json.loads(file.read_text()) if file.is_file() else {}
     except (OSError, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}
 
 
 def _write(path: Path, content: Mapping[str, Any]) -> None:
-    temporary = path.with_suffix(f".{os.getpid()}")
     try:
-        temporary.write_text(json.dumps(content, indent=1) + "\n")
-        temporary.replace(path)
+        with Folder(path.parent) as folder:
+            temporary = folder.path / f"{path.stem}.{os.getpid()}"
+            try:
+                temporary.write_text(json.dumps(content, indent=1) + "\n")
+                temporary.replace(folder.path / path.name)
+            except OSError:
+                temporary.unlink(missing_ok=True)
     except OSError:  # a full disk must not end the training
-        temporary.unlink(missing_ok=True)
+        pass
 
 
 def started(plan: Plan, attempt: int) -> None:
@@ -144,8 +153,9 @@ QUEUE_FOLDER = ".queue"
 
 def queued(run_dir: str, run_id: str, hosts: Sequence[str], world_size: int, command: Sequence[str]) -> None:
     """Record a run that waits until its queue starts it. Raises OSError."""
-    (Path(run_dir) / QUEUE_FOLDER).mkdir(exist_ok=True)
-    _queued_mark(run_dir).touch()
+    with Folder(Path(run_dir)) as folder:
+        (folder.path / QUEUE_FOLDER).mkdir(exist_ok=True)
+        _queued_mark(folder.path).touch()
     record = RunRecord(
         run_id=run_id,
         host=socket.gethostname(),
@@ -171,7 +181,8 @@ def left_queue(run_dir: str | Path, end: End) -> None:
         ended = time.time() if record.ended is None else record.ended
         _write(_path(run_dir), {**asdict(record), **end.as_json(), "ended": ended})
     try:
-        _queued_mark(run_dir).unlink(missing_ok=True)
+        with Folder(Path(run_dir)) as folder:
+            _queued_mark(folder.path).unlink(missing_ok=True)
     except OSError:  # a folder that nobody can write any more
         pass
 
@@ -210,8 +221,6 @@ def resume_folder(
     if job:
         paths |= set(Path(run_dir).parent.glob(f"*/{CHECKPOINT}"))
     for path in paths:
-        if not _is_trusted(path.parent):
-            continue  # training resumes from where the file says
         content = read_json(path)
         try:
             mine = attempt > 0 and content["run_id"] == run_id
@@ -224,16 +233,8 @@ def resume_folder(
     return max(found)[1] if found else None
 
 
-def _is_trusted(folder: Path) -> bool:
-    try:
-        check_folder(folder)
-    except OSError:
-        return False
-    return True
-
-
 def read(run_dir: str | Path) -> RunRecord | None:
-    """Read the record of a run's folder; None when there is none."""
+    """Read the record of a run's folder; None where there is none, or the folder is not trusted."""
     data = read_json(_path(run_dir))
     try:
         bad_hosts = tuple(data.get("bad_hosts", ()))

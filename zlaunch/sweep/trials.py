@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from zlaunch.errors import LaunchError
+from zlaunch.runtime.trust import make_folder
 from zlaunch.supervisor import run_record
 from zlaunch.supervisor.event_file import EventFile
 from zlaunch.sweep.space import SweepSpace, Values
@@ -119,7 +120,7 @@ def hold(folder: Path) -> int:
     Raises LaunchError.
     """
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         fd = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -147,7 +148,7 @@ def open_trials(
     about = json.loads(json.dumps({"queue": queue, "command": list(command), "space": asdict(space)}))
     path = folder / "sweep.json"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         if run_record.read_json(path) != about:
             if any(folder.glob("*/launcher.json")) or any(standing(p) != "new" for p in folder.glob("*/")):
                 raise LaunchError(f"{folder} has the runs of another sweep or command: give another --dir")
@@ -156,7 +157,7 @@ def open_trials(
         trials = []
         for number, values in enumerate(space.trials, start=1):
             own = (folder / f"{number:0{digits}d}").resolve()
-            own.mkdir(exist_ok=True)
+            make_folder(own)
             trials.append(SweepTrial(number, dict(values), own, space.metric, standing))
     except OSError as error:
         raise LaunchError(f"{error.filename or folder}: {error.strerror}") from None

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from zlaunch.errors import LaunchError
+from zlaunch.runtime.trust import make_folder
 from zlaunch.tuning.search import Trial
 from zlaunch.tuning.variants import Placement, Variant
 
@@ -28,7 +29,7 @@ class TuningResults:
         self.trials: list[Trial] = []
         description = folder / "tuned.json"
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            make_folder(folder)
             if description.exists() and json.loads(description.read_text()) != about:
                 raise LaunchError(
                     f"the folder {folder} has the results of another command or config: put another --dir "

@@ -17,6 +17,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from zlaunch.runtime.trust import make_folder
 from zlaunch.supervisor import run_record
 from zlaunch.supervisor.event_file import EventFile
 from zlaunch.system.events import Event
@@ -60,7 +61,7 @@ def run_trial(
 ) -> Trial:
     """Run a script with a config until enough steps are timed, and end it. What it prints goes to files."""
     shutil.rmtree(folder, ignore_errors=True)  # of a run that was cut off
-    folder.mkdir(parents=True)
+    make_folder(folder)
     path = folder / "config.json"
     path.write_text(json.dumps({**config, "steps_per_print": 1}, indent=1) + "\n")
     command = [

@@ -19,7 +19,7 @@ from typing import Any
 from zlaunch.errors import LaunchError
 from zlaunch.queue.ending import settle, settle_all
 from zlaunch.supervisor import run_record
-from zlaunch.supervisor.found_runs import FoundRun, look_into
+from zlaunch.supervisor.found_runs import FoundRun, RunsOfFolder, look_into
 from zlaunch.supervisor.rank_logs import LogReader, log_path
 from zlaunch.supervisor.redact import redact
 from zlaunch.ui.html import as_text
@@ -94,7 +94,8 @@ class Board:
     def runs(self) -> list[RunSummary]:
         """Return the runs of the folder, the newest first; broken ones last."""
         with self._lock:
-            found, broken = look_into(self.folder)
+            look = look_into(self.folder)
+            found = look.runs
             try:
                 found = settle_all(found)
             except LaunchError:  # the queue's page says it
@@ -106,7 +107,7 @@ class Board:
                 del self._entries[path]
             return [
                 *known,
-                *(RunSummary(str(path.relative_to(self.folder)), why=_UNREADABLE) for path in broken),
+                *(RunSummary(str(path.relative_to(self.folder)), why=why) for path, why in _hidden(look)),
             ]
 
     def open(self, keys: Sequence[str]) -> list[OpenedRun]:
@@ -139,12 +140,13 @@ class Board:
     # -- runs
 
     def _find(self, key: str) -> FoundRun:
-        found, broken = look_into(self.folder)
-        for run in found:
+        look = look_into(self.folder)
+        for run in look.runs:
             if as_text(run.name) == key:
                 return settle(run)
-        if key in [as_text(str(path.relative_to(self.folder))) for path in broken]:
-            raise LaunchError(f"{key}: {_UNREADABLE}")
+        for path, why in _hidden(look):
+            if as_text(str(path.relative_to(self.folder))) == key:
+                raise LaunchError(f"{key}: {why}")
         for path in self._elsewhere():
             if self.shown_as(path) == key and (known := run_record.read(path)) is not None:
                 return settle(FoundRun(key, path, known))
@@ -199,6 +201,11 @@ class Board:
             return OpenedRun(run, entry.reader.page(run), is_read, _last_lines(run.path))
         except (OSError, ValueError, OverflowError) as error:
             raise LaunchError(f"{run.name} cannot be read: {error}") from None
+
+
+def _hidden(look: RunsOfFolder) -> list[tuple[Path, str]]:
+    """Return the folders of the runs that cannot be shown, and why."""
+    return [*((path, _UNREADABLE) for path in look.broken), *look.refused.items()]
 
 
 def _signature(run: FoundRun) -> tuple[int, int]:

@@ -70,6 +70,42 @@ def test_what_is_no_folder(tmp_path: Path) -> None:
         check_folder(tmp_path / "none")
 
 
+@as_root
+def test_the_owner_cannot_put_something_else_in_the_place_of_the_probe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    give_away(folder)
+    opened, made = os.open, os.mkdir
+
+    def swap(name: str, dir_fd: int | None) -> None:
+        os.rename(name, f"{name}.away", src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
+        made(name, dir_fd=dir_fd)
+        os.chown(name, STRANGER, STRANGER, dir_fd=dir_fd)
+
+    def open_and_swap(path: str, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
+        fd = opened(path, flags, mode, dir_fd=dir_fd)
+        if flags & os.O_CREAT:
+            swap(path, dir_fd)
+        return fd
+
+    def make_and_swap(path: str, mode: int = 0o777, *, dir_fd: int | None = None) -> None:
+        made(path, mode, dir_fd=dir_fd)
+        swap(path, dir_fd)
+
+    monkeypatch.setattr(os, "open", open_and_swap)
+    monkeypatch.setattr(os, "mkdir", make_and_swap)
+    with pytest.raises(UntrustedError, match="run belongs to"):
+        check_folder(folder)
+
+
+def test_errors_inside_a_folder_show_its_name(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError) as caught, Folder(tmp_path) as folder:
+        (folder.path / "none").read_text()
+    assert caught.value.filename == str(tmp_path / "none")
+
+
 def test_the_path_leads_to_what_was_checked(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
